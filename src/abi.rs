@@ -1,0 +1,298 @@
+//! The C ABI. `include/vramctl.h` is generated from this file.
+//!
+//! Every function may be called from any thread at any time, never ends the process, and returns a
+//! [`VramctlResult`]; the text of the calling thread's last error is in [`vramctl_last_error`].
+
+use crate::error::{Error, Kind};
+use crate::memory::{Backup, Memory, Request, State, region};
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::panic::{self, AssertUnwindSafe};
+use std::time::Duration;
+use std::{ptr, slice};
+
+/// What the functions return. A code never changes its meaning; new ones may be added.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VramctlResult {
+    /// Done.
+    Ok = 0,
+    /// An argument makes no sense.
+    Invalid = 1,
+    /// No allocation has such a tag.
+    UnknownTag = 2,
+    /// Too little device memory.
+    DeviceMemory = 3,
+    /// Too little host memory.
+    HostMemory = 4,
+    /// The driver refused a call.
+    Driver = 5,
+    /// The program's own GPU work has failed; its context is lost.
+    Work = 6,
+    /// A stream is being captured into a graph.
+    Capturing = 7,
+    /// The device's work had not finished in time.
+    Busy = 8,
+    /// The device or driver lacks what is needed.
+    Unsupported = 9,
+    /// A defect of the library.
+    Internal = 10,
+    /// The address is not in a paused allocation whose contents were kept.
+    NotPaused = 11,
+    /// The buffer is too small; the size needed was written.
+    BufferTooSmall = 12,
+}
+
+impl From<Kind> for VramctlResult {
+    fn from(kind: Kind) -> Self {
+        match kind {
+            Kind::Invalid => Self::Invalid,
+            Kind::UnknownTag => Self::UnknownTag,
+            Kind::DeviceMemory => Self::DeviceMemory,
+            Kind::HostMemory => Self::HostMemory,
+            Kind::Driver => Self::Driver,
+            Kind::Work => Self::Work,
+            Kind::Capturing => Self::Capturing,
+            Kind::Busy => Self::Busy,
+            Kind::Unsupported => Self::Unsupported,
+            Kind::Internal => Self::Internal,
+            Kind::NotPaused => Self::NotPaused,
+            Kind::BufferTooSmall => Self::BufferTooSmall,
+        }
+    }
+}
+
+/// What becomes of contents while their memory is paused. Passed as an `int32_t`, so that a wrong number is an error and
+/// not undefined behaviour.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VramctlBackup {
+    /// As the environment variable `VRAMCTL_BACKUP` says for the tag, else kept in host memory.
+    Default = 0,
+    /// Dropped; after the resume the memory reads as zero.
+    Discard = 1,
+    /// Kept in host memory.
+    Host = 2,
+}
+
+/// The library's version, such as `0.1.0`. A string of the library's own, valid for ever.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// Begins a region of the calling thread: until the matching `vramctl_region_end`, its allocations get the tag `tag`.
+/// Regions nest; the innermost counts. With a null `tag`, allocations in the region are left to CUDA.
+///
+/// `tag` is UTF-8 of at most 128 bytes without commas, equals signs and control characters, and is copied. `backup` is a
+/// `VramctlBackup`.
+///
+/// # Safety
+/// `tag` must be null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_region_begin(tag: *const c_char, backup: i32) -> VramctlResult {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let tag = unsafe { text(tag)? };
+        Ok(region::begin(tag, policy(backup)?)?)
+    })
+}
+
+/// Ends the calling thread's innermost region. `Invalid`: it is in none.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_region_end() -> VramctlResult {
+    answer(|| Ok(region::end()?))
+}
+
+/// The tag that an allocation of the calling thread would get now, as a NUL-terminated string in `buffer`; the empty
+/// string: it would be left to CUDA.
+///
+/// `needed`, where not null, gets the string's size in bytes with its NUL. `BufferTooSmall`: `capacity` is less than
+/// that, and nothing was written to `buffer`.
+///
+/// # Safety
+/// `buffer` must be writable for `capacity` bytes, and `needed` null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_current_tag(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
+    answer(|| {
+        let tag = region::current().map_or_else(String::new, |policy| policy.tag.to_string());
+        // SAFETY: the caller's promise.
+        unsafe { put(&tag, buffer, capacity, needed) }
+    })
+}
+
+/// Pauses: waits for the device's work, keeps or discards contents, and gives the memory back to the driver. All or
+/// nothing; what is paused already is left alone. The addresses must not be used until `vramctl_resume`.
+///
+/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; negative:
+/// without limit. `backup`: a `VramctlBackup` for all of it, in place of each allocation's own policy; `Default` keeps
+/// to the policies.
+///
+/// # Safety
+/// `tag` must be null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_pause(tag: *const c_char, timeout_ms: i64, backup: i32) -> VramctlResult {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let request = Request { backup: policy(backup)?, ..unsafe { request(tag, timeout_ms)? } };
+        Memory::get().pause(&request, &mut |_| ())?;
+        Ok(())
+    })
+}
+
+/// Resumes: puts new memory at the same addresses, and the kept contents into it; discarded contents read as zero. All
+/// or nothing; what is active already is left alone.
+///
+/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory that other processes hold, in
+/// milliseconds; 0: not at all; negative: without limit.
+///
+/// # Safety
+/// `tag` must be null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> VramctlResult {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let mut request = unsafe { request(tag, timeout_ms)? };
+        request.timeout = request.timeout.or(Some(Duration::MAX));
+        Memory::get().resume(&request, &mut |_| ())?;
+        Ok(())
+    })
+}
+
+/// What is under management, as a JSON object in `buffer`, NUL-terminated: the fields of the control protocol's
+/// `status` reply that concern memory (`docs/protocol.md`), sizes in bytes.
+///
+/// `needed`, where not null, gets the string's size in bytes with its NUL; it may differ at the next call.
+/// `BufferTooSmall`: `capacity` is less than that, and nothing was written to `buffer`.
+///
+/// # Safety
+/// `buffer` must be writable for `capacity` bytes (or null with a `capacity` of 0), and `needed` null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_status_json(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
+    answer(|| {
+        let status = serde_json::to_string(&Memory::get().status()).map_err(|error| Error::Internal(error.to_string()))?;
+        // SAFETY: the caller's promise.
+        unsafe { put(&status, buffer, capacity, needed) }
+    })
+}
+
+/// What the calling thread's last failed call of this library failed on, for a reader; the empty string if none has
+/// failed. Owned by the library and valid until the thread's next failed call.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_last_error() -> *const c_char {
+    let text = LAST_ERROR.try_with(|last| last.try_borrow().map_or(c"".as_ptr(), |text| text.as_ptr()));
+    text.unwrap_or(c"".as_ptr())
+}
+
+/// The kept contents of a paused allocation, to read: `*pointer` gets the host address that holds what `address` held,
+/// and `*bytes`, where not null, how many bytes follow there up to the allocation's end.
+///
+/// `address` may be anywhere in the allocation. The memory is the library's, and valid until the allocation is resumed or
+/// freed. `NotPaused`: the address is in no paused allocation whose contents were kept.
+///
+/// # Safety
+/// `pointer` must be writable, and `bytes` null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer: *mut *const c_void, bytes: *mut usize) -> VramctlResult {
+    answer(|| {
+        if pointer.is_null() {
+            return Err(Error::Invalid("no place for the pointer".into()).into());
+        }
+        let allocation = Memory::get().find(address as u64);
+        let state = allocation.as_ref().map(|allocation| (allocation, allocation.state()));
+        let Some((allocation, State::Paused(Some(saved)))) = state.as_ref().map(|(allocation, state)| (allocation, &**state)) else {
+            return Err((VramctlResult::NotPaused, format!("{address:p} is in no paused allocation whose contents were kept")));
+        };
+        let rest = &saved.as_slice()[(address as u64 - allocation.address()) as usize..];
+        // SAFETY: the caller's promise.
+        unsafe {
+            pointer.write(rest.as_ptr().cast());
+            if !bytes.is_null() {
+                bytes.write(rest.len());
+            }
+        }
+        Ok(())
+    })
+}
+
+/// From now on, a managed allocation that would leave less than `bytes` of its device free is answered with out of
+/// memory. 0, as at first: no such margin.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
+    answer(|| {
+        Memory::get().set_margin(bytes);
+        Ok(())
+    })
+}
+
+thread_local! {
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
+}
+
+/// A code and its text.
+type Refusal = (VramctlResult, String);
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        (error.kind().into(), error.to_string())
+    }
+}
+
+/// Runs the body of a function: errors become codes and texts, and so does a panic, which must not cross into C.
+fn answer(body: impl FnOnce() -> Result<(), Refusal>) -> VramctlResult {
+    let outcome = panic::catch_unwind(AssertUnwindSafe(body));
+    let Err((result, text)) = outcome.unwrap_or_else(|_| Err(Error::Internal("a call panicked".into()).into())) else {
+        return VramctlResult::Ok;
+    };
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    // Without thread-locals the thread is ending, and the code has to do.
+    let _ = LAST_ERROR.try_with(|last| last.try_borrow_mut().map(|mut last| *last = text));
+    result
+}
+
+/// A C string; `None` for null.
+unsafe fn text<'a>(pointer: *const c_char) -> Result<Option<&'a str>, Error> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: not null, and NUL-terminated by the caller's promise.
+    let text = unsafe { CStr::from_ptr(pointer) };
+    text.to_str().map(Some).map_err(|_| Error::Invalid("a tag must be UTF-8".into()))
+}
+
+unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<Request, Error> {
+    // SAFETY: the caller's promise.
+    let tag = unsafe { text(tag)? };
+    Ok(Request {
+        tags: tag.map(str::to_owned).into_iter().collect(),
+        backup: None,
+        timeout: u64::try_from(timeout_ms).ok().map(Duration::from_millis),
+    })
+}
+
+fn policy(backup: i32) -> Result<Option<Backup>, Error> {
+    match backup {
+        0 => Ok(None),
+        1 => Ok(Some(Backup::Discard)),
+        2 => Ok(Some(Backup::Host)),
+        other => Err(Error::Invalid(format!("{other} is no VramctlBackup"))),
+    }
+}
+
+/// Writes a NUL-terminated string into a caller's buffer, and its size.
+unsafe fn put(text: &str, buffer: *mut c_char, capacity: usize, needed: *mut usize) -> Result<(), Refusal> {
+    let size = text.len() + 1;
+    // SAFETY: `needed` is null or writable, and `buffer` is writable for `capacity`, by the caller's promise.
+    unsafe {
+        if !needed.is_null() {
+            needed.write(size);
+        }
+        if buffer.is_null() || capacity < size {
+            return Err((VramctlResult::BufferTooSmall, format!("{size} bytes are needed, the buffer has {capacity}")));
+        }
+        let room = slice::from_raw_parts_mut(buffer.cast::<u8>(), size);
+        ptr::copy_nonoverlapping(text.as_ptr(), room.as_mut_ptr(), text.len());
+        room[text.len()] = 0;
+    }
+    Ok(())
+}

@@ -1,0 +1,228 @@
+//! The messages on the control socket: one JSON object a line. `docs/protocol.md` describes them for other programs.
+
+use crate::error::{Error, Kind, Shortage};
+use crate::memory::{self, Backup, Progress, Report, Status};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// The version of the protocol. It changes when an old client would misunderstand a new server, or the other way round;
+/// new fields and requests do not change it.
+pub const VERSION: u32 = 1;
+
+/// The longest request, in bytes with its newline.
+pub const LONGEST_REQUEST: usize = 64 << 10;
+
+/// What a client asks: a line with the protocol's version and one request.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Message {
+    /// [`VERSION`] of the client.
+    pub version: u32,
+    /// The request, its fields beside the version.
+    #[serde(flatten)]
+    pub request: Request,
+}
+
+/// The requests.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "kebab-case")]
+pub enum Request {
+    /// Who are you?
+    Hello,
+    /// What is there?
+    Status,
+    /// Take memory away.
+    Pause(Transition),
+    /// Give memory back.
+    Resume(Transition),
+    /// The tag of allocations outside regions, from now on.
+    SetTag {
+        /// The tag; null or absent: those allocations are left to CUDA.
+        #[serde(default)]
+        tag: Option<String>,
+    },
+}
+
+/// What to pause or resume.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Transition {
+    /// The tags; none means all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tags: Vec<String>,
+    /// For a pause: what becomes of the contents, whatever the allocations' own policies say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup: Option<Backup>,
+    /// How long to wait, in milliseconds: a pause for the device's work (absent: as long as it takes), a resume for
+    /// memory that others hold (absent: not at all).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+    /// Whether lines about the progress are wanted before the answer.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub progress: bool,
+}
+
+impl From<Transition> for memory::Request {
+    fn from(transition: Transition) -> Self {
+        Self { tags: transition.tags, backup: transition.backup, timeout: transition.timeout_ms.map(Duration::from_millis) }
+    }
+}
+
+/// What the server answers: any number of [`Reply::Progress`] lines, then one of the others.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "kebab-case")]
+pub enum Reply {
+    /// To `hello`.
+    Hello(Hello),
+    /// To `status`.
+    Status(ProcessStatus),
+    /// To `pause` and `resume`.
+    Done(Report),
+    /// To `set-tag`.
+    Tag {
+        /// The tag from now on.
+        tag: Option<String>,
+    },
+    /// How far a pause or resume has come.
+    Progress(Progress),
+    /// The request was not carried out; nothing was changed.
+    Error(Refusal),
+}
+
+/// Who a process is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// The version of the protocol that the server speaks.
+    pub protocol: u32,
+    /// The version of the library.
+    pub library: String,
+    /// The process.
+    pub pid: u32,
+    /// Its name: `VRAMCTL_NAME`, else the program's.
+    pub name: String,
+    /// The program.
+    pub program: String,
+}
+
+/// What a process has.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ProcessStatus {
+    /// Who it is.
+    #[serde(flatten)]
+    pub process: Hello,
+    /// What it has.
+    #[serde(flatten)]
+    pub memory: Status,
+}
+
+/// Why a request was not carried out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// The kind of error, by a name that never changes.
+    pub code: Kind,
+    /// The same for a reader.
+    pub message: String,
+    /// With `unknown_tag`: the tags that there are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub known_tags: Option<Vec<String>>,
+    /// With `device_memory`: how much is missing, and who has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shortage: Option<Shortage>,
+    /// With `driver` and `work`: the driver's code.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cuda_code: Option<u32>,
+}
+
+impl From<&Error> for Refusal {
+    fn from(error: &Error) -> Self {
+        Self {
+            code: error.kind(),
+            message: error.to_string(),
+            known_tags: match error {
+                Error::UnknownTag { known, .. } => Some(known.clone()),
+                _ => None,
+            },
+            shortage: match error {
+                Error::DeviceMemory(shortage) => Some(shortage.clone()),
+                _ => None,
+            },
+            cuda_code: match error {
+                Error::Driver(failure) | Error::Work(failure) => Some(failure.code),
+                _ => None,
+            },
+        }
+    }
+}
+
+/// Reads one request; the error says what is wrong with the line.
+pub fn parse(line: &[u8]) -> Result<Request, Error> {
+    #[derive(Deserialize)]
+    struct Versioned {
+        version: u32,
+    }
+    let wrong = |error: serde_json::Error| Error::Invalid(format!("not a request: {error}"));
+    // The version first: the rest of a later protocol need not make sense here.
+    let Versioned { version } = serde_json::from_slice(line).map_err(wrong)?;
+    if version != VERSION {
+        return Err(Error::Invalid(format!("protocol version {version} is not spoken here, but {VERSION}")));
+    }
+    serde_json::from_slice(line).map(|message: Message| message.request).map_err(wrong)
+}
+
+/// A line to send.
+pub fn line(message: &impl Serialize) -> Vec<u8> {
+    let mut line = serde_json::to_vec(message).unwrap_or_else(|error| {
+        // Our own types cannot fail to be written; a defect must still be an answer.
+        format!(r#"{{"reply":"error","code":"internal","message":"{error}"}}"#).into_bytes()
+    });
+    line.push(b'\n');
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn requests_read_as_documented() {
+        let pause = parse(br#"{"version":1,"request":"pause","tags":["kv_cache"],"backup":"discard","timeout_ms":5}"#).unwrap();
+        let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), progress: false };
+        assert_eq!(pause, Request::Pause(wanted));
+        assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(Transition::default()));
+        assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
+        assert_eq!(parse(br#"{"version":1,"request":"set-tag"}"#).unwrap(), Request::SetTag { tag: None });
+    }
+
+    #[test]
+    fn what_is_not_a_request_is_named() {
+        let text = |line: &[u8]| parse(line).unwrap_err().to_string();
+        assert!(text(br#"{"version":2,"request":"later"}"#).contains("version 2"));
+        assert!(text(br#"{"version":1,"request":"explode"}"#).contains("explode"));
+        assert!(text(br#"{"version":1,"request":"pause","backup":"tape"}"#).contains("tape"));
+        assert!(text(b"\xff\xfe").contains("not a request"));
+        assert!(text(b"").contains("not a request"));
+    }
+
+    proptest! {
+        /// Whatever arrives on the socket is answered; nothing in it may panic.
+        #[test]
+        fn garbage_is_refused(line in proptest::collection::vec(any::<u8>(), 0..512)) {
+            let _ = parse(&line);
+        }
+
+        /// Near misses reach deeper into the parser than noise does.
+        #[test]
+        fn almost_requests_are_refused_or_read(cut in 0usize..120, at in 0usize..100, byte in any::<u8>()) {
+            let mut line = br#"{"version":1,"request":"pause","tags":["kv_cache","weights"],"backup":"host","timeout_ms":1000}"#.to_vec();
+            line.truncate(cut);
+            if let Some(place) = line.get_mut(at) { *place = byte; }
+            let _ = parse(&line);
+        }
+
+        #[test]
+        fn what_is_written_is_read_back(tags in proptest::collection::vec(".{0,20}", 0..4), timeout in any::<Option<u64>>(), progress: bool) {
+            let request = Request::Pause(Transition { tags, backup: None, timeout_ms: timeout, progress });
+            let line = line(&Message { version: VERSION, request: request.clone() });
+            prop_assert_eq!(parse(&line).unwrap(), request);
+        }
+    }
+}

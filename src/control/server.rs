@@ -1,0 +1,274 @@
+//! The server inside the program: a thread that waits for connections, and one for each connection.
+//!
+//! Whatever a client does (sends garbage, stops in the middle, never reads), the program does not notice: lines are
+//! limited in size and time, connections in number, and a pause under way does not wait for its client.
+
+use super::discovery::{self, Directory};
+use super::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
+use crate::config::Config;
+use crate::error::Error;
+use crate::memory::{Memory, Progress, Report};
+use crate::process::{self, PerProcess};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
+use std::{fs, io, mem, thread};
+
+/// Connections at a time. More are refused: each costs the program a thread.
+const MOST_CONNECTIONS: usize = 16;
+/// How long a client may take to finish a request, and to take in an answer.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How often progress is told, at most.
+const TELL_EVERY: Duration = Duration::from_millis(50);
+
+/// Starts the server of this process unless it is there. What goes wrong is said once, and the program goes on without.
+pub fn ensure_running() {
+    static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
+    STARTED.get().call_once(|| {
+        if let Err(error) = start() {
+            log::warn!("no control socket: {error}");
+        }
+    });
+}
+
+fn start() -> io::Result<()> {
+    let directory = Directory::open_or_create()?;
+    let listener = directory.bind()?;
+    log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
+    remove_socket_at_exit();
+    process::spawn("vramctl-control", move || accept(&listener))
+}
+
+/// A process that is killed leaves its socket behind; whoever looks for processes next removes it.
+fn remove_socket_at_exit() {
+    extern "C" fn remove() {
+        let _ = panic::catch_unwind(|| {
+            // The directory anew, and by this process's own id: a forked child that exits does not remove its parent's.
+            if let Ok(Some(directory)) = Directory::open() {
+                directory.remove(std::process::id());
+            }
+        });
+    }
+    // SAFETY: the function lives in this library, which is never unloaded.
+    unsafe { libc::atexit(remove) };
+}
+
+fn accept(listener: &UnixListener) {
+    let _listening = Descriptor::track(listener.as_raw_fd());
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => welcome(stream),
+            Err(error) => {
+                // Out of descriptors, most likely: the program's affair, and over some day.
+                log::debug!("accept: {error}");
+                thread::sleep(Duration::from_millis(200));
+            }
+        }
+    }
+}
+
+fn welcome(stream: UnixStream) {
+    let refuse = |why: &str| {
+        let refusal = Reply::Error(Refusal::from(&Error::Invalid(why.to_owned())));
+        let _ = Peer(&stream).send(&refusal, libc::MSG_DONTWAIT);
+    };
+    match peer_user(&stream) {
+        Ok(user) if user == discovery::user() || user == 0 => (),
+        Ok(_) => return refuse("this process belongs to another user"),
+        Err(error) => return log::debug!("SO_PEERCRED: {error}"),
+    }
+    let Some(descriptor) = Descriptor::track(stream.as_raw_fd()) else {
+        return refuse("too many connections at a time; try again");
+    };
+    let serve = move || {
+        converse(&stream);
+        // Before the stream, whose number another file may have a moment after.
+        drop(descriptor);
+    };
+    if let Err(error) = process::spawn("vramctl-client", serve) {
+        log::debug!("no thread for a connection: {error}");
+    }
+}
+
+fn peer_user(stream: &UnixStream) -> io::Result<u32> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = mem::size_of_val(&peer) as libc::socklen_t;
+    // SAFETY: `peer` is writable for `length` bytes.
+    let answer =
+        unsafe { libc::getsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &raw mut length) };
+    if answer == 0 { Ok(peer.uid) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Answers the requests of one connection, one after the other, until the client hangs up or cannot be talked to.
+fn converse(stream: &UnixStream) {
+    if stream.set_write_timeout(Some(PATIENCE)).is_err() {
+        return;
+    }
+    let mut lines = Lines { stream, unread: Vec::new() };
+    let peer = Peer(stream);
+    loop {
+        let (reply, end) = match lines.next() {
+            Ok(None) => return,
+            Ok(Some(line)) if line.iter().all(u8::is_ascii_whitespace) => continue,
+            Ok(Some(line)) => (answer(&line, peer), false),
+            Err(error) => (Reply::Error(Refusal::from(&error)), true),
+        };
+        if peer.send(&reply, 0).is_err() || end {
+            return;
+        }
+    }
+}
+
+fn answer(line: &[u8], peer: Peer<'_>) -> Reply {
+    let work = || protocol::parse(line).and_then(|request| carry_out(request, peer));
+    // A defect of ours is the client's answer, not the program's end.
+    let done = panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::Internal("a request panicked".into())));
+    done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
+}
+
+fn carry_out(request: Request, peer: Peer<'_>) -> Result<Reply, Error> {
+    let memory = Memory::get();
+    match request {
+        Request::Hello => Ok(Reply::Hello(hello())),
+        Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
+        Request::Pause(wanted) => transition(wanted, peer, |request, progress| memory.pause(request, progress)),
+        Request::Resume(Transition { backup: Some(_), .. }) => {
+            Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
+        }
+        Request::Resume(wanted) => transition(wanted, peer, |request, progress| memory.resume(request, progress)),
+        Request::SetTag { tag } => {
+            memory.set_process_tag(tag.as_deref())?;
+            Ok(Reply::Tag { tag })
+        }
+    }
+}
+
+fn transition(
+    wanted: Transition,
+    peer: Peer<'_>,
+    work: impl FnOnce(&crate::memory::Request, &mut dyn FnMut(Progress)) -> Result<Report, Error>,
+) -> Result<Reply, Error> {
+    let mut told = None::<(Instant, crate::memory::Stage)>;
+    let wants = wanted.progress;
+    let mut tell = |now: Progress| {
+        let due = told.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= TELL_EVERY) || now.done == now.total;
+        if wants && due {
+            told = Some((Instant::now(), now.stage));
+            let _ = peer.send(&Reply::Progress(now), libc::MSG_DONTWAIT);
+        }
+    };
+    work(&wanted.into(), &mut tell).map(Reply::Done)
+}
+
+fn hello() -> Hello {
+    let own = |file: &str| fs::read(format!("/proc/self/{file}")).unwrap_or_default();
+    let command = own("cmdline");
+    let program = String::from_utf8_lossy(&command).replace('\0', " ");
+    let name = Config::get().name.clone();
+    Hello {
+        protocol: VERSION,
+        library: env!("CARGO_PKG_VERSION").to_owned(),
+        pid: std::process::id(),
+        name: name.unwrap_or_else(|| String::from_utf8_lossy(&own("comm")).trim().to_owned()),
+        program: program.trim().chars().take(200).collect(),
+    }
+}
+
+/// The client's end of the connection, for answers.
+#[derive(Clone, Copy)]
+struct Peer<'a>(&'a UnixStream);
+
+impl Peer<'_> {
+    /// Sends a line. With `MSG_DONTWAIT` it is left out if the client is not reading; a line is never sent in part.
+    fn send(self, reply: &Reply, flags: libc::c_int) -> io::Result<()> {
+        let line = protocol::line(reply);
+        let mut rest = line.as_slice();
+        while !rest.is_empty() {
+            // Once a part is out, the rest must follow.
+            let flags = if rest.len() == line.len() { flags } else { 0 };
+            // SAFETY: `rest` is readable for its length. No SIGPIPE: the program may have a handler for it.
+            let sent = unsafe { libc::send(self.0.as_raw_fd(), rest.as_ptr().cast(), rest.len(), flags | libc::MSG_NOSIGNAL) };
+            match usize::try_from(sent) {
+                Ok(sent) => rest = &rest[sent..],
+                Err(_) => match io::Error::last_os_error() {
+                    error if error.kind() == io::ErrorKind::Interrupted => (),
+                    error => return Err(error),
+                },
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads lines within limits.
+struct Lines<'a> {
+    stream: &'a UnixStream,
+    unread: Vec<u8>,
+}
+
+impl Lines<'_> {
+    /// The next line without its newline; `None` when the client has hung up.
+    fn next(&mut self) -> Result<Option<Vec<u8>>, Error> {
+        use std::io::Read;
+        let deadline = Instant::now() + PATIENCE;
+        let mut seen = 0;
+        loop {
+            if let Some(at) = self.unread[seen..].iter().position(|byte| *byte == b'\n') {
+                let rest = self.unread.split_off(seen + at + 1);
+                return Ok(Some(mem::replace(&mut self.unread, rest)));
+            }
+            seen = self.unread.len();
+            if seen > LONGEST_REQUEST {
+                return Err(Error::Invalid(format!("a request may have {LONGEST_REQUEST} bytes")));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let late = || Error::Invalid(format!("no complete request within {} s", PATIENCE.as_secs()));
+            if left.is_zero() || self.stream.set_read_timeout(Some(left)).is_err() {
+                return Err(late());
+            }
+            let mut part = [0; 4096];
+            match self.stream.read(&mut part) {
+                Ok(0) if seen == 0 => return Ok(None),
+                Ok(0) => return Err(Error::Invalid("the request ends in the middle of a line".into())),
+                Ok(count) => self.unread.extend_from_slice(&part[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => return Err(late()),
+                Err(_) => return Ok(None),
+            }
+        }
+    }
+}
+
+/// Descriptors that a forked child must not keep: as long as it did, a client would wait for a server that is not there.
+static DESCRIPTORS: [AtomicI32; MOST_CONNECTIONS + 1] = [const { AtomicI32::new(-1) }; MOST_CONNECTIONS + 1];
+
+/// A descriptor's place in that list, given up on drop.
+struct Descriptor(&'static AtomicI32);
+
+impl Descriptor {
+    /// `None`: the list is full.
+    fn track(descriptor: RawFd) -> Option<Self> {
+        static ONCE: Once = Once::new();
+        ONCE.call_once(|| process::on_fork_in_child(close_in_child));
+        DESCRIPTORS.iter().find(|place| place.compare_exchange(-1, descriptor, Ordering::AcqRel, Ordering::Relaxed).is_ok()).map(Self)
+    }
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        self.0.store(-1, Ordering::Release);
+    }
+}
+
+extern "C" fn close_in_child() {
+    for place in &DESCRIPTORS {
+        let descriptor = place.swap(-1, Ordering::AcqRel);
+        if descriptor >= 0 {
+            // SAFETY: a descriptor of ours that the child inherited; the thread that used it does not exist here.
+            unsafe { libc::close(descriptor) };
+        }
+    }
+}

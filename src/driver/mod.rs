@@ -1,0 +1,80 @@
+//! The only calls into CUDA's driver: the function table, raw status codes, and objects that undo themselves.
+//!
+//! Nothing above this module calls the driver, and this module knows nothing of tags, backups or sockets.
+
+mod context;
+mod copy;
+mod nvml;
+mod table;
+mod vmm;
+
+pub use context::{Context, Current, RelaxedCapture, Stream, StreamHandle};
+pub use copy::{Pinned, copy_from_device, copy_to_device};
+use cudarc::driver::sys::{CUcontext, CUstream};
+pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
+pub use nvml::{Holder, holders};
+pub use table::{Driver, Status, code};
+pub use vmm::{Memory, Reservation, granularity, leftover_bytes, supports_vmm, sweep};
+
+use std::ffi::CStr;
+use std::fmt;
+
+/// A driver call that did not succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Failure {
+    /// The function's name.
+    pub call: &'static str,
+    /// What it returned.
+    pub code: Status,
+}
+
+impl Failure {
+    fn check(call: &'static str, code: Status) -> Result<(), Self> {
+        if code == code::SUCCESS { Ok(()) } else { Err(Self { call, code }) }
+    }
+
+    /// Whether a stream capture is what the call failed on.
+    pub fn is_capture(self) -> bool {
+        matches!(self.code, code::CAPTURE_UNSUPPORTED | code::CAPTURE_INVALIDATED)
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match error_name(self.code) {
+            Some(name) => write!(out, "{} answered {} ({name})", self.call, self.code),
+            None => write!(out, "{} answered {}", self.call, self.code),
+        }
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// The driver's own name for a code, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+fn error_name(code: Status) -> Option<String> {
+    let driver = Driver::get().ok()?;
+    let mut name = std::ptr::null();
+    // SAFETY: `name` is writable; the driver answers null or a string of its own that lives for ever.
+    unsafe {
+        driver.cuGetErrorName(code, &raw mut name).ok()?;
+        (!name.is_null()).then(|| CStr::from_ptr(name).to_string_lossy().into_owned())
+    }
+}
+
+/// Bytes of device memory that are free and that there are, on the device of the current context.
+pub fn memory_info() -> Result<(u64, u64), Failure> {
+    let (mut free, mut total) = (0usize, 0usize);
+    // SAFETY: both are writable.
+    unsafe { Driver::get()?.cuMemGetInfo_v2(&raw mut free, &raw mut total)? };
+    Ok((free as u64, total as u64))
+}
+
+/// A device attribute; 0 where the driver does not know it.
+fn attribute(device: CUdevice, attribute: u32) -> i32 {
+    let mut value = 0;
+    let answer = Driver::get().and_then(|driver| {
+        // SAFETY: `value` is writable; an unknown device or attribute is an error.
+        unsafe { driver.cuDeviceGetAttribute(&raw mut value, attribute, device) }
+    });
+    if answer.is_ok() { value } else { 0 }
+}

@@ -1,0 +1,125 @@
+//! Who else holds a device's memory, as far as NVML tells. Asked only when memory is short.
+
+use super::{CUdevice, Driver};
+use serde::{Deserialize, Serialize};
+use std::ffi::{CStr, CString, c_char, c_uint, c_void};
+use std::{fmt, fs, mem, process, ptr};
+
+/// A process that holds memory of a device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// Process id, as the driver sees it: in a container it may be a number of the host.
+    pub pid: u32,
+    /// Bytes of device memory; absent where the driver does not tell.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub bytes: Option<u64>,
+    /// The program's name, where `/proc` knows the process.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub program: Option<String>,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "pid {}", self.pid)?;
+        if let Some(program) = &self.program {
+            write!(out, " ({program})")?;
+        }
+        match self.bytes {
+            Some(bytes) => write!(out, " {}", crate::units::Bytes(bytes)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The other processes that hold memory of `device`, largest first. Empty where NVML is not there or does not tell.
+pub fn holders(device: CUdevice) -> Vec<Holder> {
+    let mut holders = Nvml::load().map_or_else(Vec::new, |nvml| nvml.processes(device));
+    holders.retain(|holder| holder.pid != process::id());
+    holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
+    holders
+}
+
+/// `nvmlProcessInfo_t` of `nvml.h`, as `nvmlDeviceGetComputeRunningProcesses_v3` fills it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ProcessInfo {
+    pid: c_uint,
+    used_gpu_memory: u64,
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+
+/// NVML's "the driver does not tell" (`NVML_VALUE_NOT_AVAILABLE`).
+const NOT_AVAILABLE: u64 = u64::MAX;
+/// `NVML_SUCCESS`.
+const SUCCESS: c_uint = 0;
+
+struct Nvml {
+    shutdown: unsafe extern "C" fn() -> c_uint,
+    by_uuid: unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_uint,
+    processes: unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_uint,
+}
+
+impl Nvml {
+    fn load() -> Option<Self> {
+        // SAFETY: a NUL-terminated name; the library stays open, so its functions stay valid.
+        let library = unsafe { libc::dlopen(c"libnvidia-ml.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) };
+        if library.is_null() {
+            return None;
+        }
+        // SAFETY: the types are those of nvml.h for these symbols, and each is checked to be there.
+        unsafe {
+            let symbol = |name: &CStr| ptr::NonNull::new(libc::dlsym(library, name.as_ptr())).map(ptr::NonNull::as_ptr);
+            let init = mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlInit_v2")?);
+            let nvml = Self {
+                shutdown: mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlShutdown")?),
+                by_uuid: mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_uint>(symbol(
+                    c"nvmlDeviceGetHandleByUUID",
+                )?),
+                processes: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_uint>(
+                    symbol(c"nvmlDeviceGetComputeRunningProcesses_v3")?,
+                ),
+            };
+            (init() == SUCCESS).then_some(nvml)
+        }
+    }
+
+    fn processes(&self, device: CUdevice) -> Vec<Holder> {
+        let Some(uuid) = uuid(device) else { return Vec::new() };
+        let mut handle = ptr::null_mut();
+        let mut infos = [ProcessInfo { pid: 0, used_gpu_memory: 0, gpu_instance: 0, compute_instance: 0 }; 128];
+        let mut count = infos.len() as c_uint;
+        // SAFETY: NVML is initialised; `handle`, `count` and `infos` are writable and `count` is the room in `infos`.
+        let answered = unsafe {
+            (self.by_uuid)(uuid.as_ptr(), &raw mut handle) == SUCCESS
+                && (self.processes)(handle, &raw mut count, infos.as_mut_ptr()) == SUCCESS
+        };
+        let known = if answered { &infos[..(count as usize).min(infos.len())] } else { &[] };
+        known
+            .iter()
+            .map(|info| Holder {
+                pid: info.pid,
+                bytes: Some(info.used_gpu_memory).filter(|bytes| *bytes != NOT_AVAILABLE),
+                program: fs::read_to_string(format!("/proc/{}/comm", info.pid)).ok().map(|name| name.trim().to_owned()),
+            })
+            .collect()
+    }
+}
+
+impl Drop for Nvml {
+    fn drop(&mut self) {
+        // SAFETY: initialised in `load`; NVML counts its users, so the program's own use goes on.
+        unsafe { (self.shutdown)() };
+    }
+}
+
+/// The device's UUID in the form that NVML takes.
+fn uuid(device: CUdevice) -> Option<CString> {
+    // SAFETY: plain bytes.
+    let mut uuid: cudarc::driver::sys::CUuuid = unsafe { mem::zeroed() };
+    // SAFETY: `uuid` is writable.
+    unsafe { Driver::get().ok()?.cuDeviceGetUuid(&raw mut uuid, device).ok()? };
+    let hex = format!("{:032x}", u128::from_be_bytes(uuid.bytes.map(|byte| byte as u8)));
+    let text = format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
+    CString::new(text).ok()
+}

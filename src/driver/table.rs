@@ -1,0 +1,162 @@
+//! The driver's functions that this library calls, by the exact symbol, and nothing else.
+//!
+//! Every call returns the raw status code: a code that a newer driver adds is just a number. A symbol that the driver
+//! lacks answers [`code::NOT_FOUND`], so an old driver gives an error where a panic would end the host process. That
+//! is why the calls do not go through cudarc's own loader, whose types and constants are used all the same.
+
+use super::Failure;
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUstream, CUuuid,
+};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+
+/// A driver status as the driver returned it (`CUresult` in `cuda.h`).
+pub type Status = u32;
+
+/// The codes that this library tells apart.
+pub mod code {
+    use super::Status;
+    use cudarc::driver::sys::cudaError_enum as known;
+
+    macro_rules! codes {
+        ($($name:ident = $known:ident;)*) => { $(
+            #[doc = concat!("`", stringify!($known), "`")]
+            pub const $name: Status = known::$known as Status;
+        )* };
+    }
+    codes! {
+        SUCCESS = CUDA_SUCCESS;
+        INVALID_VALUE = CUDA_ERROR_INVALID_VALUE;
+        OUT_OF_MEMORY = CUDA_ERROR_OUT_OF_MEMORY;
+        NOT_INITIALIZED = CUDA_ERROR_NOT_INITIALIZED;
+        DEINITIALIZED = CUDA_ERROR_DEINITIALIZED;
+        INVALID_CONTEXT = CUDA_ERROR_INVALID_CONTEXT;
+        CONTEXT_IS_DESTROYED = CUDA_ERROR_CONTEXT_IS_DESTROYED;
+        SYMBOL_NOT_FOUND = CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND;
+        NOT_FOUND = CUDA_ERROR_NOT_FOUND;
+        NOT_SUPPORTED = CUDA_ERROR_NOT_SUPPORTED;
+        CAPTURE_UNSUPPORTED = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        CAPTURE_INVALIDATED = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        UNKNOWN = CUDA_ERROR_UNKNOWN;
+    }
+}
+
+/// Declares the table: a field for each symbol, and a method of the same name that calls it.
+macro_rules! driver_functions {
+    ($($name:ident($($argument:ident: $type:ty),* $(,)?);)*) => {
+        /// The driver's functions. A missing one is `None` and its method answers [`code::NOT_FOUND`].
+        #[allow(non_snake_case)]
+        pub struct Driver { $($name: Option<unsafe extern "C" fn($($type),*) -> Status>,)* }
+
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        impl Driver {
+            /// Looks every symbol up with `symbol`, which answers null for a missing one.
+            fn from_symbols(symbol: impl Fn(&CStr) -> *mut c_void) -> Self {
+                const fn name(bytes: &'static str) -> &'static CStr {
+                    match CStr::from_bytes_with_nul(bytes.as_bytes()) { Ok(name) => name, Err(_) => panic!("no NUL in a symbol") }
+                }
+                // SAFETY: the declarations below are those of cuda.h for these symbols, and a null pointer becomes `None`.
+                Self { $($name: unsafe {
+                    std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn($($type),*) -> Status>>(
+                        symbol(const { name(concat!(stringify!($name), "\0")) }))
+                },)* }
+            }
+
+            $(
+                /// The driver's function of this name.
+                ///
+                /// # Safety
+                /// The arguments must be what `cuda.h` asks of them.
+                #[inline]
+                pub unsafe fn $name(&self $(, $argument: $type)*) -> Result<(), Failure> {
+                    let status = match self.$name {
+                        // SAFETY: handed on to the caller.
+                        Some(function) => unsafe { function($($argument),*) },
+                        None => code::NOT_FOUND,
+                    };
+                    Failure::check(stringify!($name), status)
+                }
+            )*
+        }
+    };
+}
+
+driver_functions! {
+    // What is there.
+    cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: CUdevice);
+    cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
+    cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    cuGetErrorName(code: Status, name: *mut *const c_char);
+
+    // Contexts and streams.
+    cuCtxGetCurrent(context: *mut CUcontext);
+    cuCtxGetDevice(device: *mut CUdevice);
+    cuCtxPushCurrent_v2(context: CUcontext);
+    cuCtxPopCurrent_v2(context: *mut CUcontext);
+    cuCtxSynchronize();
+    cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    cuStreamDestroy_v2(stream: CUstream);
+    cuStreamSynchronize(stream: CUstream);
+    cuStreamIsCapturing(stream: CUstream, status: *mut c_uint);
+    cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
+    cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
+
+    // Virtual memory management.
+    cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const CUmemAllocationProp, option: c_uint);
+    cuMemAddressReserve(address: *mut CUdeviceptr, bytes: usize, alignment: usize, hint: CUdeviceptr, flags: c_ulonglong);
+    cuMemAddressFree(address: CUdeviceptr, bytes: usize);
+    cuMemCreate(handle: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: c_ulonglong);
+    cuMemRelease(handle: CUmemGenericAllocationHandle);
+    cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong);
+    cuMemUnmap(address: CUdeviceptr, bytes: usize);
+    cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+
+    // Host memory and copies.
+    cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint);
+    cuMemHostUnregister(address: *mut c_void);
+    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+}
+
+impl Driver {
+    /// The table of this process's driver: the `libcuda.so.1` that is loaded, else the one that the loader finds.
+    pub fn get() -> Result<&'static Self, Failure> {
+        use crate::process::PerProcess;
+        use once_cell::sync::OnceCell;
+        static TABLE: PerProcess<OnceCell<Driver>> = PerProcess::new(OnceCell::new);
+        // A failure is not remembered: the program may load its driver later.
+        TABLE.get().get_or_try_init(Self::load)
+    }
+
+    fn load() -> Result<Self, Failure> {
+        let open = |flags| {
+            // SAFETY: a NUL-terminated name. Opening the driver's library runs its initialisers, as it would for the
+            // program itself; the handle is kept for ever.
+            unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), flags) }
+        };
+        let mut library = open(libc::RTLD_LAZY | libc::RTLD_LOCAL | libc::RTLD_NOLOAD);
+        if library.is_null() {
+            library = open(libc::RTLD_LAZY | libc::RTLD_LOCAL);
+        }
+        if library.is_null() {
+            return Err(Failure { call: "dlopen(libcuda.so.1)", code: code::NOT_FOUND });
+        }
+        // SAFETY: `library` is open and `name` is NUL-terminated.
+        Ok(Self::from_symbols(|name| unsafe { libc::dlsym(library, name.as_ptr()) }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An old driver must give an error, not a jump to address zero.
+    #[test]
+    fn a_missing_symbol_is_an_error_value() {
+        let nothing = Driver::from_symbols(|_| std::ptr::null_mut());
+        // SAFETY: no function is called.
+        let failure = unsafe { nothing.cuCtxSynchronize() }.unwrap_err();
+        assert_eq!((failure.call, failure.code), ("cuCtxSynchronize", code::NOT_FOUND));
+    }
+}

@@ -1,0 +1,208 @@
+//! What each hooked function does. Arguments are the program's, and checked no further than the runtime would: where one
+//! makes no sense, the real function says so.
+
+use super::real::{self, originals};
+use super::{CudaError, CudaStream, Extent, PitchedPtr};
+use crate::config::Config;
+use crate::control;
+use crate::driver::{Current, code};
+use crate::error::Error;
+use crate::logger;
+use crate::memory::{After, Memory, region};
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Once;
+
+pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize) -> CudaError {
+    // SAFETY: here and below, a pointer that is not null is writable by the program's promise, and the real function
+    // gets the arguments as they came.
+    unsafe { provide(pointer, bytes, Place::Thread, || originals::cudaMalloc(pointer, bytes)) }
+}
+
+pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe { provide(pointer, bytes, Place::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
+}
+
+pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe { provide(pointer, bytes, Place::Stream(stream), || originals::cudaMallocAsync_ptsz(pointer, bytes, stream)) }
+}
+
+pub unsafe fn malloc_from_pool_async(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe { provide(pointer, bytes, Place::Stream(stream), || originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)) }
+}
+
+pub unsafe fn malloc_from_pool_async_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe { provide(pointer, bytes, Place::Stream(stream), || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream)) }
+}
+
+pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe {
+        let real = || originals::cudaMallocPitch(pointer, pitch, width, height);
+        if pitch.is_null() {
+            return real();
+        }
+        let Some((row, bytes)) = rows(width, height, 1) else { return real() };
+        let mut managed = ptr::null_mut();
+        let answer = provide(&raw mut managed, bytes, Place::Thread, real);
+        if !managed.is_null() {
+            *pitch = row;
+            pointer.write(managed);
+        }
+        answer
+    }
+}
+
+pub unsafe fn malloc_3d(pitched: *mut PitchedPtr, extent: Extent) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe {
+        let real = || originals::cudaMalloc3D(pitched, extent);
+        if pitched.is_null() {
+            return real();
+        }
+        let Some((pitch, bytes)) = rows(extent.width, extent.height, extent.depth) else { return real() };
+        let mut managed = ptr::null_mut();
+        let answer = provide(&raw mut managed, bytes, Place::Thread, real);
+        if !managed.is_null() {
+            *pitched = PitchedPtr { pointer: managed, pitch, xsize: extent.width, ysize: extent.height };
+        }
+        answer
+    }
+}
+
+/// The distance between rows and the bytes of all of them, as the real function chooses them: rows begin at multiples of
+/// 512 bytes. `None`: more than can be counted, for the real function to refuse.
+fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)> {
+    let pitch = width.checked_next_multiple_of(512)?;
+    Some((pitch, pitch.checked_mul(height)?.checked_mul(depth)?))
+}
+
+pub unsafe fn free(pointer: *mut c_void) -> CudaError {
+    // SAFETY: as it came.
+    release(pointer, After::AllWork).unwrap_or_else(|| unsafe { originals::cudaFree(pointer) })
+}
+
+pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError {
+    // SAFETY: as it came.
+    release_async(pointer, stream).unwrap_or_else(|| unsafe { originals::cudaFreeAsync(pointer, stream) })
+}
+
+pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
+    // SAFETY: as it came.
+    release_async(pointer, stream).unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
+}
+
+pub unsafe fn device_reset() -> CudaError {
+    if let Some(memory) = Memory::existing().filter(|memory| !memory.is_empty())
+        && let Some(device) = real::current_device()
+    {
+        memory.forget_device(device);
+    }
+    // SAFETY: no arguments.
+    unsafe { originals::cudaDeviceReset() }
+}
+
+pub unsafe fn ipc_get_mem_handle(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
+    // SAFETY: as it came.
+    let answer = unsafe { originals::cudaIpcGetMemHandle(handle, pointer) };
+    if answer != code::SUCCESS
+        && let Some(allocation) = Memory::existing().and_then(|memory| memory.find(pointer as u64))
+    {
+        static ONCE: Once = Once::new();
+        ONCE.call_once(|| {
+            log::warn!(
+                "cudaIpcGetMemHandle cannot share the managed memory at {pointer:p} (tag {}): CUDA IPC takes memory of cudaMalloc only. \
+                 Allocate what is to be shared in a region without a tag (vramctl_region_begin(NULL, 0)), or start the program with \
+                 `vramctl run --no-tag` so that only regions are managed",
+                allocation.tag
+            );
+        });
+    }
+    answer
+}
+
+/// Where memory is asked for.
+#[derive(Clone, Copy)]
+enum Place {
+    /// On the calling thread's device.
+    Thread,
+    /// On a stream's device.
+    Stream(CudaStream),
+}
+
+/// Answers a request with managed memory where it is to be managed, else by the real function.
+unsafe fn provide(pointer: *mut *mut c_void, bytes: usize, place: Place, real: impl FnOnce() -> CudaError) -> CudaError {
+    if pointer.is_null() || bytes < Config::get().min_bytes.max(1) {
+        return real();
+    }
+    match allocate(bytes, place) {
+        None => real(),
+        Some(Ok(address)) => {
+            // SAFETY: not null, and writable by the caller's promise.
+            unsafe { pointer.write(address) };
+            code::SUCCESS
+        }
+        Some(Err(error)) => {
+            real::leave_as_last_error(error);
+            error
+        }
+    }
+}
+
+/// Managed memory; `None`: it is the real function's business.
+fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>> {
+    let policy = region::current()?;
+    let allocated = match place {
+        // Memory allocated while capturing is a part of the graph, which only the driver can make.
+        Place::Stream(stream) if stream.is_capturing() => return None,
+        Place::Stream(stream) if !stream.is_default() => {
+            Current::push_of_stream(stream).map_err(Error::from).and_then(|current| Memory::get().allocate(policy, bytes, &current))
+        }
+        _ => match real::current_context() {
+            Ok(current) => Memory::get().allocate(policy, bytes, &current),
+            Err(error) => return Some(Err(error)),
+        },
+    };
+    logger::set_up();
+    match allocated {
+        Ok(address) => {
+            control::ensure_running();
+            Some(Ok(address as *mut c_void))
+        }
+        Err(Error::Unsupported) => {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| log::warn!("{}; its allocations are left to CUDA and cannot be paused", Error::Unsupported));
+            None
+        }
+        Err(error) => {
+            log::debug!("an allocation of {bytes} bytes: {error}");
+            Some(Err(error.cuda_code()))
+        }
+    }
+}
+
+/// Frees managed memory; `None`: it is the real function's business.
+fn release(pointer: *mut c_void, after: After) -> Option<CudaError> {
+    let freed = Memory::existing()?.free(pointer as u64, after)?;
+    Some(freed.map_or_else(
+        |error| {
+            log::debug!("cudaFree({pointer:p}): {error}");
+            error.cuda_code()
+        },
+        |()| code::SUCCESS,
+    ))
+}
+
+/// The same in the order of a stream. A default stream stands for different streams in different threads and builds, so
+/// there all work is waited for.
+fn release_async(pointer: *mut c_void, stream: CudaStream) -> Option<CudaError> {
+    if stream.is_default() {
+        return release(pointer, After::AllWork);
+    }
+    // While capturing, a free becomes a part of the graph, and the real function says what it thinks of that.
+    if stream.is_capturing() { None } else { release(pointer, After::Stream(stream)) }
+}

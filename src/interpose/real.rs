@@ -1,0 +1,136 @@
+//! The real functions behind the hooks, found lazily: a preloaded library is there long before the program's runtime.
+
+use super::{CudaError, CudaStream, Extent, PitchedPtr, hooked_functions};
+use crate::driver::{CUdevice, Current, code};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+macro_rules! originals {
+    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => {
+        /// The runtime's own functions, by the names of the hooks. One that is missing answers
+        /// [`code::SYMBOL_NOT_FOUND`].
+        #[allow(non_snake_case, clippy::wildcard_imports)]
+        pub mod originals {
+            use super::*;
+            $(
+                #[inline]
+                pub unsafe fn $name($($argument: $type),*) -> CudaError {
+                    static SYMBOL: Symbol = Symbol::new(concat!(stringify!($name), "\0"));
+                    let Some(address) = SYMBOL.address() else { return code::SYMBOL_NOT_FOUND };
+                    // SAFETY: the runtime's function of this name has this type; the arguments are the caller's.
+                    unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> CudaError>(address.as_ptr())($($argument),*) }
+                }
+            )*
+        }
+    };
+}
+hooked_functions!(originals);
+
+/// The device that the runtime would use on this thread.
+pub fn current_device() -> Option<CUdevice> {
+    static SYMBOL: Symbol = Symbol::new("cudaGetDevice\0");
+    let address = SYMBOL.address()?;
+    let mut device = 0;
+    // SAFETY: the runtime's function of this name has this type, and `device` is writable.
+    let answer = unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_int) -> CudaError>(address.as_ptr())(&raw mut device) };
+    (answer == code::SUCCESS).then_some(device)
+}
+
+/// The context in which the runtime would allocate on this thread, made by the runtime if it is not there yet, as the
+/// real allocation would have it made.
+pub fn current_context() -> Result<Current, CudaError> {
+    let current = || Current::of_thread().map_err(|failure| failure.code);
+    if let Some(current) = current()? {
+        return Ok(current);
+    }
+    // SAFETY: freeing null initialises the context and frees nothing.
+    match unsafe { originals::cudaFree(ptr::null_mut()) } {
+        code::SUCCESS => current()?.ok_or(code::INVALID_CONTEXT),
+        error => Err(error),
+    }
+}
+
+/// Has the runtime remember that an allocation failed, as it does when it fails itself: `cudaGetLastError` then says so,
+/// and clears it. The only way to tell it is to ask for what it can never give.
+pub fn leave_as_last_error(error: CudaError) {
+    if error == code::OUT_OF_MEMORY {
+        let mut never = ptr::null_mut();
+        // SAFETY: `never` is writable. No device has so much memory.
+        unsafe { originals::cudaMalloc(&raw mut never, usize::MAX >> 2) };
+    }
+}
+
+/// A function of the CUDA runtime, looked up when it is first needed. A miss is not remembered: the runtime may be
+/// loaded later.
+struct Symbol {
+    /// With its NUL.
+    name: &'static str,
+    found: AtomicPtr<c_void>,
+}
+
+impl Symbol {
+    /// The function of this name, which ends with a NUL.
+    const fn new(name: &'static str) -> Self {
+        Self { name, found: AtomicPtr::new(ptr::null_mut()) }
+    }
+
+    /// Where it is; `None`: no runtime is loaded, or it lacks the function.
+    #[inline]
+    fn address(&self) -> Option<NonNull<c_void>> {
+        NonNull::new(self.found.load(Ordering::Relaxed)).or_else(|| self.look_up())
+    }
+
+    #[cold]
+    fn look_up(&self) -> Option<NonNull<c_void>> {
+        // SAFETY: a NUL-terminated name.
+        let next = NonNull::new(unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr().cast()) });
+        let found = next.or_else(|| in_loaded_runtime(self.name))?;
+        self.found.store(found.as_ptr(), Ordering::Relaxed);
+        Some(found)
+    }
+}
+
+/// The symbol in a libcudart that is loaded but not in the global scope, such as one that Python has opened.
+fn in_loaded_runtime(name: &str) -> Option<NonNull<c_void>> {
+    let mut path = Path { bytes: [0; libc::PATH_MAX as usize] };
+    // SAFETY: the callback copies into `path`, which outlives the call.
+    let found = unsafe { libc::dl_iterate_phdr(Some(note_runtime), (&raw mut path).cast()) };
+    if found == 0 {
+        return None;
+    }
+    // SAFETY: a NUL-terminated path. The library is loaded already, so nothing is run; the reference taken keeps it
+    // loaded for as long as the address is in use, which is for ever.
+    unsafe {
+        let library = libc::dlopen(path.bytes.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        if library.is_null() { None } else { NonNull::new(libc::dlsym(library, name.as_ptr().cast())) }
+    }
+}
+
+struct Path {
+    bytes: [c_char; libc::PATH_MAX as usize],
+}
+
+/// Notes the path of the first loaded libcudart. The loader's lock is held here, so nothing is allocated.
+unsafe extern "C" fn note_runtime(info: *mut libc::dl_phdr_info, _size: libc::size_t, path: *mut c_void) -> c_int {
+    // SAFETY: the loader hands over a complete entry whose name is null or NUL-terminated.
+    let name = unsafe {
+        let name = (*info).dlpi_name;
+        if name.is_null() {
+            return 0;
+        }
+        CStr::from_ptr(name)
+    };
+    let file = name.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+    // SAFETY: `path` is the `Path` that `in_loaded_runtime` passed.
+    let bytes = unsafe { &mut (*path.cast::<Path>()).bytes };
+    let name = name.to_bytes_with_nul();
+    if !file.starts_with(b"libcudart.so") || name.len() > bytes.len() {
+        return 0;
+    }
+    for (to, from) in bytes.iter_mut().zip(name) {
+        *to = *from as c_char;
+    }
+    1
+}

@@ -1,0 +1,92 @@
+//! One allocation: a reservation of addresses, and what is behind them now.
+
+use super::Backup;
+use crate::backup::Saved;
+use crate::driver::{self, CUdevice, CUdeviceptr, Context, Failure, Reservation};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// One reservation of virtual addresses that the program was given, and the physical memory now behind it.
+#[derive(Debug)]
+pub struct Allocation {
+    /// The tag under which it is paused and resumed.
+    pub tag: Arc<str>,
+    /// What becomes of its contents while it is paused, where the pause does not say otherwise.
+    pub backup: Backup,
+    /// Bytes that the program asked for.
+    pub requested: usize,
+    /// The device that the memory is on.
+    pub device: CUdevice,
+    context: Context,
+    // Before the reservation, so that memory is unmapped before its addresses are given up.
+    state: Mutex<State>,
+    reservation: Reservation,
+}
+
+/// What is behind the addresses. Changed only under the transition lock held for writing, or by the one that has
+/// taken the allocation out of the registry.
+#[derive(Debug)]
+pub enum State {
+    /// Physical memory, mapped at all of the reservation.
+    Active(driver::Memory),
+    /// Nothing. The contents are in the backup, or were discarded.
+    Paused(Option<Arc<Saved>>),
+}
+
+impl Allocation {
+    /// An active allocation of memory that is mapped at the reservation.
+    pub fn new(policy: super::Policy, requested: usize, current: &driver::Current, memory: driver::Memory, at: Reservation) -> Self {
+        Self {
+            tag: policy.tag,
+            backup: policy.backup,
+            requested,
+            device: current.device(),
+            context: current.context(),
+            state: Mutex::new(State::Active(memory)),
+            reservation: at,
+        }
+    }
+
+    /// The address that the program has.
+    pub fn address(&self) -> CUdeviceptr {
+        self.reservation.base()
+    }
+
+    /// Bytes of device memory when active: the request, rounded up to the device's granularity.
+    pub fn bytes(&self) -> usize {
+        self.reservation.bytes()
+    }
+
+    /// Whether `address` lies in it.
+    pub fn contains(&self, address: CUdeviceptr) -> bool {
+        (self.address()..self.address() + self.bytes() as u64).contains(&address)
+    }
+
+    /// The context in which the program allocated.
+    pub fn context(&self) -> Context {
+        self.context
+    }
+
+    /// Its addresses.
+    pub fn reservation(&self) -> &Reservation {
+        &self.reservation
+    }
+
+    /// What is behind the addresses now. Held for moments only: a status may be asked for at any time.
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the memory away from the addresses, if it is there; its contents stay in it. The caller has seen to it that
+    /// nothing uses them.
+    pub fn unmap(&self) -> Result<(), Failure> {
+        match &mut *self.state() {
+            State::Active(memory) => memory.unmap(),
+            State::Paused(_) => Ok(()),
+        }
+    }
+
+    /// Whether it is paused.
+    pub fn is_paused(&self) -> bool {
+        matches!(*self.state(), State::Paused(_))
+    }
+}

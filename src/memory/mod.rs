@@ -1,0 +1,232 @@
+//! The allocations that this process was given, by address; how one is made and freed, and what there is.
+//!
+//! Locks: allocating and freeing hold the transition lock for reading, pausing and resuming for writing. No driver call
+//! and no copy happens under a guard of the map.
+
+mod allocation;
+pub mod region;
+mod status;
+mod transition;
+
+pub use allocation::{Allocation, State};
+pub use region::Policy;
+pub use status::{DeviceStatus, Status, TagState, TagStatus};
+pub use transition::{Progress, Report, Request, Stage};
+
+use crate::config::Config;
+use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, Reservation, StreamHandle, code};
+use crate::error::{Error, Shortage};
+use crate::process::PerProcess;
+use dashmap::DashMap;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// What becomes of an allocation's contents while it is paused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backup {
+    /// They are dropped; after the resume the memory reads as zero.
+    Discard,
+    /// They are kept in host memory.
+    Host,
+}
+
+impl Backup {
+    /// As written in `VRAMCTL_BACKUP`, on the command line and in the protocol.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Discard => "discard",
+            Self::Host => "host",
+        }
+    }
+}
+
+impl fmt::Display for Backup {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.pad(self.name())
+    }
+}
+
+impl FromStr for Backup {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        [Self::Discard, Self::Host]
+            .into_iter()
+            .find(|policy| policy.name() == text)
+            .ok_or_else(|| Error::Invalid(format!("'{text}' is not a backup policy; they are host and discard")))
+    }
+}
+
+/// What must have finished before memory may be taken away.
+#[derive(Debug, Clone, Copy)]
+pub enum After {
+    /// All work of the device: `cudaFree`.
+    AllWork,
+    /// The work queued on one stream so far: `cudaFreeAsync`.
+    Stream(StreamHandle),
+}
+
+/// All that this process has under management.
+pub struct Memory {
+    allocations: DashMap<CUdeviceptr, Arc<Allocation>>,
+    transition: RwLock<()>,
+    /// The tag of allocations outside regions.
+    process_tag: RwLock<Option<Arc<str>>>,
+    /// Bytes that an allocation must leave free on its device.
+    margin: AtomicU64,
+}
+
+static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
+    allocations: DashMap::new(),
+    transition: RwLock::default(),
+    process_tag: RwLock::new(Config::get().tag.clone()),
+    margin: AtomicU64::new(0),
+});
+
+impl Memory {
+    /// This process's managed memory.
+    #[inline]
+    pub fn get() -> &'static Self {
+        MEMORY.get()
+    }
+
+    /// The same, if anything has used it yet.
+    #[inline]
+    pub fn existing() -> Option<&'static Self> {
+        MEMORY.existing()
+    }
+
+    /// The tag of allocations outside regions; `None`: those are left to CUDA.
+    pub fn process_tag(&self) -> Option<Arc<str>> {
+        self.process_tag.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sets the tag of allocations outside regions, from now on; `None` leaves them to CUDA. What there is keeps its tag.
+    pub fn set_process_tag(&self, tag: Option<&str>) -> Result<(), Error> {
+        let tag = tag.map(region::checked_tag).transpose()?;
+        *self.process_tag.write().unwrap_or_else(PoisonError::into_inner) = tag;
+        Ok(())
+    }
+
+    /// From now on an allocation that would leave less than `bytes` of its device free is answered with out of memory.
+    pub fn set_margin(&self, bytes: u64) {
+        self.margin.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Makes an allocation of at least `bytes` on the device of the current context, and records it. After an error
+    /// nothing is left of it.
+    pub fn allocate(&self, policy: Policy, bytes: usize, current: &Current) -> Result<CUdeviceptr, Error> {
+        let device = current.device();
+        if !driver::supports_vmm(device) {
+            return Err(Error::Unsupported);
+        }
+        let _shared = self.share();
+        let _relaxed = RelaxedCapture::enter();
+        let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
+        let size = bytes.checked_next_multiple_of(driver::granularity(device)?).ok_or(too_large)?;
+        self.check_margin(device, size)?;
+        let mut memory = driver::Memory::create(device, size).or_else(|failure| {
+            // What an earlier release was refused may be had now.
+            if failure.code != code::OUT_OF_MEMORY || driver::leftover_bytes() == 0 {
+                return Err(failure);
+            }
+            driver::sweep();
+            driver::Memory::create(device, size)
+        })?;
+        let reservation = Reservation::new(size)?;
+        memory.map(&reservation)?;
+        let allocation = Allocation::new(policy, bytes, current, memory, reservation);
+        let address = allocation.address();
+        self.allocations.insert(address, Arc::new(allocation));
+        Ok(address)
+    }
+
+    fn check_margin(&self, device: CUdevice, size: usize) -> Result<(), Error> {
+        let margin = self.margin.load(Ordering::Relaxed);
+        if margin == 0 {
+            return Ok(());
+        }
+        let needed = (size as u64).saturating_add(margin);
+        let (free, _) = driver::memory_info()?;
+        if needed > free { Err(Error::DeviceMemory(Shortage { device, needed, free, holders: Vec::new() })) } else { Ok(()) }
+    }
+
+    /// Frees the allocation at `address`, active or paused. `None`: it is not managed. After an error it is still there.
+    pub fn free(&self, address: CUdeviceptr, after: After) -> Option<Result<(), Error>> {
+        if !self.allocations.contains_key(&address) {
+            return None;
+        }
+        let _shared = self.share();
+        // Taken out first, so that of two frees of one address exactly one succeeds.
+        let (_, allocation) = self.allocations.remove(&address)?;
+        let freed = Self::take_memory(&allocation, after);
+        if freed.is_err() {
+            self.allocations.insert(address, allocation);
+        }
+        Some(freed)
+    }
+
+    /// Takes what is behind the addresses of an allocation away, for good. A backup goes with the allocation.
+    fn take_memory(allocation: &Allocation, after: After) -> Result<(), Error> {
+        let _relaxed = RelaxedCapture::enter();
+        if !allocation.is_paused() {
+            wait_before_free(allocation, after)?;
+        }
+        Ok(allocation.unmap()?)
+    }
+
+    /// Drops the allocations of a device that `cudaDeviceReset` is about to destroy.
+    pub fn forget_device(&self, device: CUdevice) {
+        let _exclusive = self.exclude();
+        let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.device == device).collect();
+        for allocation in doomed {
+            self.allocations.remove(&allocation.address());
+            if let Err(error) = Self::take_memory(&allocation, After::AllWork) {
+                log::debug!("before a device reset: {error}");
+            }
+        }
+    }
+
+    /// The allocation that `address` lies in.
+    pub fn find(&self, address: CUdeviceptr) -> Option<Arc<Allocation>> {
+        let exact = self.allocations.get(&address).map(|entry| Arc::clone(&entry));
+        exact.or_else(|| self.snapshot().into_iter().find(|allocation| allocation.contains(address)))
+    }
+
+    /// Whether anything has been allocated and not freed.
+    pub fn is_empty(&self) -> bool {
+        self.allocations.is_empty()
+    }
+
+    /// All allocations, by address, without holding the map.
+    fn snapshot(&self) -> Vec<Arc<Allocation>> {
+        let mut all: Vec<_> = self.allocations.iter().map(|entry| Arc::clone(&entry)).collect();
+        all.sort_unstable_by_key(|allocation| allocation.address());
+        all
+    }
+
+    fn share(&self) -> RwLockReadGuard<'_, ()> {
+        self.transition.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn exclude(&self) -> RwLockWriteGuard<'_, ()> {
+        self.transition.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Waits for what a free must wait for. Where the context is gone its work is gone with it, and there is nothing to wait
+/// for.
+fn wait_before_free(allocation: &Allocation, after: After) -> Result<(), Error> {
+    match after {
+        After::Stream(stream) => Ok(stream.synchronize()?),
+        After::AllWork => match Current::push(allocation.context()) {
+            Ok(current) => Ok(current.synchronize()?),
+            Err(Failure { code: code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED, .. }) => Ok(()),
+            Err(failure) => Err(failure.into()),
+        },
+    }
+}

@@ -1,0 +1,127 @@
+//! What there is: by tag and by device.
+
+use super::{Backup, Memory, State};
+use crate::backup;
+use crate::driver::{self, CUdevice, Context, Current};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// All that a process has under management. Taken while other threads go on: a pause under way shows half done.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// The tag of allocations outside regions; absent: those are left to CUDA.
+    pub process_tag: Option<String>,
+    /// By tag, in alphabetical order.
+    pub tags: Vec<TagStatus>,
+    /// The devices that have managed allocations.
+    pub devices: Vec<DeviceStatus>,
+    /// Host memory kept for the next pause, in bytes.
+    pub host_spare_bytes: u64,
+    /// Bytes that the driver has refused to take back so far.
+    pub late_bytes: u64,
+}
+
+/// One tag.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TagStatus {
+    /// Its name.
+    pub tag: String,
+    /// Its state, over all its allocations.
+    pub state: TagState,
+    /// How many allocations it has.
+    pub allocations: u64,
+    /// Bytes of device memory of all its allocations when active.
+    pub bytes: u64,
+    /// Of those, bytes that are paused.
+    pub paused_bytes: u64,
+    /// Bytes of contents that are kept in host memory now.
+    pub host_bytes: u64,
+    /// Bytes by the policy that a pause follows unless it is told otherwise.
+    pub backup: BTreeMap<Backup, u64>,
+}
+
+/// The state of a tag.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TagState {
+    /// Every allocation has its memory.
+    #[default]
+    Active,
+    /// None has.
+    Paused,
+    /// Some have: made after the pause, or looked at while it is under way.
+    Mixed,
+}
+
+impl TagState {
+    /// As in the protocol.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Active => "active",
+            Self::Paused => "paused",
+            Self::Mixed => "mixed",
+        }
+    }
+}
+
+/// One device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceStatus {
+    /// Its ordinal in the process.
+    pub device: i32,
+    /// Bytes under management that are active.
+    pub active_bytes: u64,
+    /// Bytes under management that are paused.
+    pub paused_bytes: u64,
+    /// Bytes free on the device, whoever uses the rest; absent where the driver does not answer.
+    pub free_bytes: Option<u64>,
+    /// Bytes that the device has.
+    pub total_bytes: Option<u64>,
+}
+
+impl Memory {
+    /// What there is now.
+    pub fn status(&self) -> Status {
+        let mut tags = BTreeMap::<String, TagStatus>::new();
+        let mut devices = BTreeMap::<CUdevice, (DeviceStatus, Context)>::new();
+        for allocation in self.snapshot() {
+            let bytes = allocation.bytes() as u64;
+            let (paused_bytes, host_bytes) = match &*allocation.state() {
+                State::Active(_) => (0, 0),
+                State::Paused(saved) => (bytes, saved.as_ref().map_or(0, |saved| saved.as_slice().len() as u64)),
+            };
+            let tag = tags.entry(allocation.tag.to_string()).or_default();
+            tag.allocations += 1;
+            tag.bytes += bytes;
+            tag.paused_bytes += paused_bytes;
+            tag.host_bytes += host_bytes;
+            *tag.backup.entry(allocation.backup).or_default() += bytes;
+            let (device, _) = devices.entry(allocation.device).or_insert_with(|| {
+                let device =
+                    DeviceStatus { device: allocation.device, active_bytes: 0, paused_bytes: 0, free_bytes: None, total_bytes: None };
+                (device, allocation.context())
+            });
+            device.active_bytes += bytes - paused_bytes;
+            device.paused_bytes += paused_bytes;
+        }
+        let finish = |(name, tag): (String, TagStatus)| {
+            let state = match tag.paused_bytes {
+                0 => TagState::Active,
+                paused if paused == tag.bytes => TagState::Paused,
+                _ => TagState::Mixed,
+            };
+            TagStatus { tag: name, state, ..tag }
+        };
+        let ask = |(device, context): (DeviceStatus, Context)| {
+            let info = Current::push(context).and_then(|_current| driver::memory_info()).ok();
+            DeviceStatus { free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
+        };
+        Status {
+            process_tag: self.process_tag().map(|tag| tag.to_string()),
+            tags: tags.into_iter().map(finish).collect(),
+            devices: devices.into_values().map(ask).collect(),
+            host_spare_bytes: backup::spare_bytes(),
+            late_bytes: driver::leftover_bytes(),
+        }
+    }
+}

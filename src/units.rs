@@ -1,0 +1,53 @@
+//! Numbers as people read and write them.
+
+use std::fmt;
+
+/// `4096`, `64K`, `1M`, `2G`, in bytes.
+pub fn parse_bytes(text: &str) -> Option<usize> {
+    let text = text.trim();
+    let (digits, shift) = match text.char_indices().last()? {
+        (at, 'k' | 'K') => (&text[..at], 10),
+        (at, 'm' | 'M') => (&text[..at], 20),
+        (at, 'g' | 'G') => (&text[..at], 30),
+        _ => (text, 0),
+    };
+    digits.parse::<usize>().ok()?.checked_mul(1 << shift)
+}
+
+/// Bytes for a reader: exact below one KiB, else with two decimals and a binary unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bytes(pub u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (unit, shift) = match self.0 {
+            0..1024 => return write!(out, "{} B", self.0),
+            1024..0x10_0000 => ("KiB", 10),
+            0x10_0000..0x4000_0000 => ("MiB", 20),
+            _ => ("GiB", 30),
+        };
+        write!(out, "{:.2} {unit}", self.0 as f64 / f64::from(1u32 << shift))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_readable() {
+        for (bytes, text) in [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 << 19, "1.50 MiB"), (5 << 30, "5.00 GiB")] {
+            assert_eq!(Bytes(bytes).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn sizes_take_binary_suffixes_and_refuse_overflow() {
+        assert_eq!(parse_bytes("64K"), Some(64 << 10));
+        assert_eq!(parse_bytes(" 3g "), Some(3 << 30));
+        assert_eq!(parse_bytes("17"), Some(17));
+        for wrong in ["", "M", "-1", "1T", "99999999999G"] {
+            assert_eq!(parse_bytes(wrong), None, "{wrong}");
+        }
+    }
+}
