@@ -156,14 +156,12 @@ impl std::error::Error for Error {}
 
 impl fmt::Display for Shortage {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            out,
-            "too little memory on device {}: {} needed, {} free, {} short",
-            self.device,
-            Bytes(self.needed),
-            Bytes(self.free),
-            Bytes(self.needed.saturating_sub(self.free))
-        )?;
+        write!(out, "too little memory on device {}: {} needed, {} free", self.device, Bytes(self.needed), Bytes(self.free))?;
+        // The driver keeps a little of what it calls free to itself.
+        match self.needed.saturating_sub(self.free) {
+            0 => write!(out, ", which the driver would not give")?,
+            short => write!(out, ", {} short", Bytes(short))?,
+        }
         if self.holders.is_empty() {
             return write!(out, "; the driver names no other process on it");
         }

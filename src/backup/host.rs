@@ -28,14 +28,14 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Buffer {
-    /// Fresh host memory. Where it cannot be page-locked (`ulimit -l`) it is used as it is: slower, and still right.
+    /// Fresh host memory. Where it cannot be page-locked it is used as it is: slower, and still right.
     fn new(bytes: usize, current: &Current) -> Result<Self, Error> {
         let memory = Mapped::new(bytes).ok_or_else(|| Error::HostMemory { needed: bytes as u64, available: available_bytes() })?;
         // SAFETY: the memory outlives the registration: it is the later field.
         let pinned = unsafe { Pinned::register(memory.address, bytes, current) };
         if let Err(failure) = &pinned {
             static ONCE: Once = Once::new();
-            ONCE.call_once(|| log::warn!("host memory cannot be page-locked ({failure}; see `ulimit -l`): backups will be slow"));
+            ONCE.call_once(|| log::warn!("host memory cannot be page-locked ({failure}): backups will be slow"));
         }
         Ok(Self { _pinned: pinned.ok(), memory })
     }

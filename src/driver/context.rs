@@ -2,6 +2,7 @@
 
 use super::{CUcontext, CUdevice, CUstream, Driver, Failure, code};
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
+use std::ffi::c_void;
 use std::ptr;
 
 /// A context, by its opaque handle: never dereferenced here, and any thread may use it. One that has been destroyed is
@@ -103,9 +104,47 @@ impl Current {
     }
 
     /// Waits until the context's work has finished, on all streams. An error that the work left behind is returned.
-    pub fn synchronize(&self) -> Result<(), Failure> {
-        // SAFETY: a context is current; no arguments.
-        unsafe { Driver::get()?.cuCtxSynchronize() }
+    ///
+    /// Not by `cuCtxSynchronize`, which makes any stream capture in the context invalid, whatever the thread's capture
+    /// mode (observed with driver 580). Taking a page of host memory away from the device waits for the same work,
+    /// because the device must be done with the page before the system may have it back, and in the relaxed mode it
+    /// leaves captures alone. Where registering memory is not possible, the plain way is all there is.
+    pub fn wait_for_work(&self) -> Result<(), Failure> {
+        let _relaxed = RelaxedCapture::enter();
+        let driver = Driver::get()?;
+        let Some(page) = Page::new() else {
+            // SAFETY: a context is current; no arguments.
+            return unsafe { driver.cuCtxSynchronize() };
+        };
+        // SAFETY: the page is ours and stays mapped until it is unregistered.
+        match unsafe { driver.cuMemHostRegister_v2(page.0, PAGE, 0) } {
+            // SAFETY: registered just now.
+            Ok(()) => unsafe { driver.cuMemHostUnregister(page.0) },
+            // SAFETY: a context is current; no arguments.
+            Err(_) => unsafe { driver.cuCtxSynchronize() },
+        }
+    }
+}
+
+const PAGE: usize = 4096;
+
+/// A page of host memory, of a thread's own for as long as it lives.
+struct Page(*mut c_void);
+
+impl Page {
+    fn new() -> Option<Self> {
+        // SAFETY: a new private mapping that touches no other memory.
+        let page = unsafe {
+            libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+        };
+        (page != libc::MAP_FAILED).then_some(Self(page))
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping; nothing refers to it any more.
+        unsafe { libc::munmap(self.0, PAGE) };
     }
 }
 

@@ -35,7 +35,7 @@ impl Failure {
 
     /// Whether a stream capture is what the call failed on.
     pub fn is_capture(self) -> bool {
-        matches!(self.code, code::CAPTURE_UNSUPPORTED | code::CAPTURE_INVALIDATED)
+        (code::CAPTURE_UNSUPPORTED..=code::CAPTURE_WRONG_THREAD).contains(&self.code)
     }
 }
 

@@ -147,7 +147,12 @@ unsafe fn provide(pointer: *mut *mut c_void, bytes: usize, place: Place, real: i
             code::SUCCESS
         }
         Some(Err(error)) => {
-            real::leave_as_last_error(error);
+            if error == code::OUT_OF_MEMORY {
+                // As the real function leaves things: no address, and an error to be asked for.
+                // SAFETY: as above.
+                unsafe { pointer.write(ptr::null_mut()) };
+                real::leave_out_of_memory_as_last_error();
+            }
             error
         }
     }

@@ -1,7 +1,7 @@
 //! The real functions behind the hooks, found lazily: a preloaded library is there long before the program's runtime.
 
 use super::{CudaError, CudaStream, Extent, PitchedPtr, hooked_functions};
-use crate::driver::{CUdevice, Current, code};
+use crate::driver::{CUdevice, Current, RelaxedCapture, code};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem;
 use std::ptr::{self, NonNull};
@@ -38,28 +38,24 @@ pub fn current_device() -> Option<CUdevice> {
     (answer == code::SUCCESS).then_some(device)
 }
 
-/// The context in which the runtime would allocate on this thread, made by the runtime if it is not there yet, as the
-/// real allocation would have it made.
+/// The context in which the runtime would allocate on this thread, made by the runtime if it is not there yet (or was
+/// reset), as the real allocation would have it made.
 pub fn current_context() -> Result<Current, CudaError> {
-    let current = || Current::of_thread().map_err(|failure| failure.code);
-    if let Some(current) = current()? {
-        return Ok(current);
-    }
+    let _relaxed = RelaxedCapture::enter();
     // SAFETY: freeing null initialises the context and frees nothing.
     match unsafe { originals::cudaFree(ptr::null_mut()) } {
-        code::SUCCESS => current()?.ok_or(code::INVALID_CONTEXT),
+        code::SUCCESS => Current::of_thread().map_err(|failure| failure.code)?.ok_or(code::INVALID_CONTEXT),
         error => Err(error),
     }
 }
 
 /// Has the runtime remember that an allocation failed, as it does when it fails itself: `cudaGetLastError` then says so,
 /// and clears it. The only way to tell it is to ask for what it can never give.
-pub fn leave_as_last_error(error: CudaError) {
-    if error == code::OUT_OF_MEMORY {
-        let mut never = ptr::null_mut();
-        // SAFETY: `never` is writable. No device has so much memory.
-        unsafe { originals::cudaMalloc(&raw mut never, usize::MAX >> 2) };
-    }
+pub fn leave_out_of_memory_as_last_error() {
+    let _relaxed = RelaxedCapture::enter();
+    let mut never = ptr::null_mut();
+    // SAFETY: `never` is writable. No device has so much memory.
+    unsafe { originals::cudaMalloc(&raw mut never, usize::MAX >> 2) };
 }
 
 /// A function of the CUDA runtime, looked up when it is first needed. A miss is not remembered: the runtime may be

@@ -202,6 +202,11 @@ impl Memory {
         self.allocations.is_empty()
     }
 
+    /// The addresses of all allocations.
+    pub fn addresses(&self) -> Vec<CUdeviceptr> {
+        self.snapshot().iter().map(|allocation| allocation.address()).collect()
+    }
+
     /// All allocations, by address, without holding the map.
     fn snapshot(&self) -> Vec<Arc<Allocation>> {
         let mut all: Vec<_> = self.allocations.iter().map(|entry| Arc::clone(&entry)).collect();
@@ -224,7 +229,7 @@ fn wait_before_free(allocation: &Allocation, after: After) -> Result<(), Error> 
     match after {
         After::Stream(stream) => Ok(stream.synchronize()?),
         After::AllWork => match Current::push(allocation.context()) {
-            Ok(current) => Ok(current.synchronize()?),
+            Ok(current) => Ok(current.wait_for_work()?),
             Err(Failure { code: code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED, .. }) => Ok(()),
             Err(failure) => Err(failure.into()),
         },

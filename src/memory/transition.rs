@@ -208,7 +208,7 @@ fn wait_for_work(allocations: &[Arc<Allocation>], limit: Option<Duration>) -> Re
     }
     let wait = move || {
         contexts.into_iter().try_for_each(|context| match Current::push(context) {
-            Ok(current) => current.synchronize(),
+            Ok(current) => current.wait_for_work(),
             // A destroyed context has no work left.
             Err(Failure { code: code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED, .. }) => Ok(()),
             Err(failure) => Err(failure),
@@ -226,7 +226,6 @@ fn wait_for_work(allocations: &[Arc<Allocation>], limit: Option<Duration>) -> Re
 fn wait_elsewhere(wait: impl FnOnce() -> Result<(), Failure> + Send + 'static, limit: Duration) -> Result<Result<(), Failure>, Error> {
     let (answer, answered) = mpsc::channel();
     crate::process::spawn("vramctl-wait", move || {
-        let _relaxed = RelaxedCapture::enter();
         let _ = answer.send(wait());
     })
     .map_err(|error| Error::Internal(format!("no thread could be started: {error}")))?;

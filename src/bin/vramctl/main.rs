@@ -1,2 +1,109 @@
-#![allow(missing_docs)]
-fn main() {}
+//! `vramctl`: starts programs under the library, shows what they have, pauses and resumes them.
+
+mod completions;
+mod failure;
+mod output;
+mod progress;
+mod ps;
+mod run;
+mod status;
+mod tag;
+mod target;
+mod transition;
+
+use clap::{Parser, Subcommand};
+use failure::{Exit, Failure};
+use std::process::ExitCode;
+
+/// Take the GPU memory of a running, unmodified CUDA program away by tag, and give it back at the same addresses.
+#[derive(Parser)]
+#[command(name = "vramctl", version, max_term_width = 110, subcommand_required = true, after_help = after_help())]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Start a program whose GPU memory can be paused
+    Run(run::Args),
+    /// List the managed processes
+    Ps(ps::Args),
+    /// Show what processes have, by tag and by device
+    Status(status::Args),
+    /// Give the GPU memory of processes back to the driver
+    Pause(transition::PauseArgs),
+    /// Give processes their GPU memory and its contents again
+    Resume(transition::ResumeArgs),
+    /// Set the tag of a process's allocations from now on
+    SetTag(tag::Args),
+    /// Print a completion script for a shell
+    Completions(completions::Args),
+}
+
+fn main() -> ExitCode {
+    let command = Cli::parse().command;
+    let json = command.wants_json();
+    let exit = command.carry_out().unwrap_or_else(|failure| {
+        output::fail(&failure, json);
+        failure.exit()
+    });
+    exit.into()
+}
+
+impl Command {
+    fn carry_out(self) -> Result<Exit, Failure> {
+        match self {
+            Self::Run(args) => run::run(&args),
+            Self::Ps(args) => ps::ps(&args),
+            Self::Status(args) => status::status(args),
+            Self::Pause(args) => transition::pause(args),
+            Self::Resume(args) => transition::resume(args),
+            Self::SetTag(args) => tag::set_tag(args),
+            Self::Completions(args) => completions::completions(&args),
+        }
+    }
+
+    fn wants_json(&self) -> bool {
+        match self {
+            Self::Ps(args) => args.json,
+            Self::Status(args) => args.json,
+            Self::Pause(args) => args.transition.json,
+            Self::Resume(args) => args.transition.json,
+            Self::SetTag(args) => args.json,
+            Self::Run(_) | Self::Completions(_) => false,
+        }
+    }
+}
+
+fn after_help() -> String {
+    let mut text = String::from(
+        "Examples:
+  vramctl run --name engine -- python serve.py     start a program
+  vramctl status engine                            what it has
+  vramctl pause kv_cache --discard                 give memory back; the contents may go
+  vramctl pause && vramctl resume                  all tags of the one managed process
+
+Environment:
+  VRAMCTL_DIR   where the control sockets are; $XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>
+  VRAMCTL_LIB   the library that `run` preloads; libvramctl.so beside this binary, else in ../lib
+
+Exit codes:",
+    );
+    for exit in Exit::ALL {
+        text += &format!("\n  {:>3}  {}", exit as u8, exit.meaning());
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    /// Among other things: no option name twice, no conflict with an option that is not there.
+    #[test]
+    fn the_options_are_sound() {
+        Cli::command().debug_assert();
+    }
+}

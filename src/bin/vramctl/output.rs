@@ -1,0 +1,73 @@
+//! What reaches the terminal: results on stdout, complaints on stderr, JSON as one line.
+
+use crate::failure::{Exit, Failure};
+use comfy_table::{ContentArrangement, Table, presets};
+use serde::Serialize;
+use std::io::{self, ErrorKind, Write};
+
+/// Writes a text to stdout. That the reader has gone (`vramctl ps | head -1`) is no failure.
+pub fn print(text: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Failure::new(Exit::Failed, format!("stdout: {error}"))),
+        _ => Ok(()),
+    }
+}
+
+/// Writes lines for a reader to stdout.
+pub fn say(text: &str) -> Result<(), Failure> {
+    print(&format!("{}\n", plain(text)))
+}
+
+/// The answer of every command with `--json`: an object with the processes that it is about.
+pub fn json(processes: &[impl Serialize]) -> Result<(), Failure> {
+    print(&format!("{}\n", serde_json::json!({ "processes": processes })))
+}
+
+/// The end of a command that failed as a whole.
+pub fn fail(failure: &Failure, json: bool) {
+    if json {
+        // There is no other place left to complain to.
+        let _ = print(&format!("{}\n", serde_json::json!({ "processes": [], "error": failure })));
+    } else {
+        complain("error", &failure.to_string());
+    }
+}
+
+/// Writes a line to stderr, if that can be written to.
+pub fn complain(what: &str, text: &str) {
+    let _ = writeln!(io::stderr(), "{what}: {}", plain(text));
+}
+
+/// The text without what would control a terminal: names and command lines are other programs' words.
+fn plain(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect()
+}
+
+/// A table without lines, as `ps` prints it.
+pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_header(header);
+    for row in rows {
+        table.add_row(row.iter().map(|cell| plain(cell)));
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.trim_fmt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_program_s_words_do_not_control_the_terminal() {
+        assert_eq!(plain("a\u{1b}[31mb\rc\nd"), "a\u{fffd}[31mb\u{fffd}c\nd");
+    }
+
+    #[test]
+    fn a_table_is_plain_columns() {
+        assert_eq!(table(&["A", "LONG"], [vec!["xyz".into(), "1".into()]]), "A    LONG\nxyz  1");
+    }
+}

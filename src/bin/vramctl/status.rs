@@ -1,0 +1,129 @@
+//! `vramctl status`.
+
+use crate::failure::{Exit, Failure};
+use crate::output;
+use crate::target::{Found, Process, Target, TargetArgs};
+use vramctl::control::protocol::ProcessStatus;
+use vramctl::memory::{DeviceStatus, TagState, TagStatus};
+use vramctl::units::Bytes;
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Without a target: all managed processes.
+
+Examples:
+  vramctl status
+  vramctl status engine
+  vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
+pub struct Args {
+    /// A process id or a name
+    #[arg(value_name = "TARGET", conflicts_with = "target")]
+    process: Option<String>,
+    #[command(flatten)]
+    target: TargetArgs,
+    /// Print JSON: {\"processes\": […]}, each with the fields of a `status` reply (docs/protocol.md)
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn status(args: Args) -> Result<Exit, Failure> {
+    let target = match (args.process, Target::from(args.target)) {
+        (Some(text), _) => Target::parse(text),
+        // To look harms nothing, so nobody has to choose.
+        (None, Target::Only) => Target::All,
+        (None, target) => target,
+    };
+    let chosen = Found::look(&target)?.choose(&target)?;
+    if args.json {
+        output::json(&chosen)?;
+    } else {
+        let texts: Vec<_> = chosen.iter().filter_map(|process| process.status.as_ref().ok()).map(describe).collect();
+        if !texts.is_empty() {
+            output::say(&texts.join("\n\n"))?;
+        }
+    }
+    let mut exit = Exit::Done;
+    for Process { status, .. } in &chosen {
+        let Err(failure) = status else { continue };
+        if !args.json {
+            output::complain("error", &failure.to_string());
+        }
+        if exit == Exit::Done {
+            exit = failure.exit();
+        }
+    }
+    Ok(exit)
+}
+
+fn describe(status: &ProcessStatus) -> String {
+    let (process, memory) = (&status.process, &status.memory);
+    let mut text = format!("{} (pid {}): {}\n", process.name, process.pid, process.program);
+    text += &match &memory.process_tag {
+        Some(tag) => format!("New allocations outside regions get the tag {tag}.\n"),
+        None => "New allocations outside regions are left to CUDA.\n".to_owned(),
+    };
+    if memory.tags.is_empty() {
+        text += "No memory under management now.";
+    } else {
+        text += &output::table(&["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY"], memory.tags.iter().map(tag_row));
+        text += "\n\n";
+        text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL"], memory.devices.iter().map(device_row));
+    }
+    if memory.host_spare_bytes > 0 {
+        text += &format!("\n{} of host memory are kept for the next pause.", Bytes(memory.host_spare_bytes));
+    }
+    if memory.late_bytes > 0 {
+        text += &format!("\nThe driver has not taken {} back yet; it is tried again.", Bytes(memory.late_bytes));
+    }
+    text
+}
+
+fn tag_row(tag: &TagStatus) -> Vec<String> {
+    let state = match tag.state {
+        TagState::Mixed => format!("mixed ({} paused)", Bytes(tag.paused_bytes)),
+        state => state.name().to_owned(),
+    };
+    let backup = match tag.backup.iter().collect::<Vec<_>>()[..] {
+        [(policy, _)] => policy.to_string(),
+        ref several => several.iter().map(|(policy, bytes)| format!("{policy} {}", Bytes(**bytes))).collect::<Vec<_>>().join(", "),
+    };
+    vec![tag.tag.clone(), state, Bytes(tag.bytes).to_string(), tag.allocations.to_string(), backup, Bytes(tag.host_bytes).to_string()]
+}
+
+fn device_row(device: &DeviceStatus) -> Vec<String> {
+    let told = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| Bytes(bytes).to_string());
+    vec![
+        device.device.to_string(),
+        Bytes(device.active_bytes).to_string(),
+        Bytes(device.paused_bytes).to_string(),
+        told(device.free_bytes),
+        told(device.total_bytes),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vramctl::memory::Backup;
+
+    #[test]
+    fn a_tag_of_two_minds_says_how_much_of_each() {
+        let tag = TagStatus {
+            tag: "kv".into(),
+            state: TagState::Mixed,
+            allocations: 2,
+            bytes: 3 << 30,
+            paused_bytes: 1 << 30,
+            host_bytes: 0,
+            backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
+        };
+        let wanted = ["kv", "mixed (1.00 GiB paused)", "3.00 GiB", "2", "discard 1.00 GiB, host 2.00 GiB", "0 B"];
+        assert_eq!(tag_row(&tag), wanted);
+    }
+
+    #[test]
+    fn a_silent_driver_is_shown_as_such() {
+        let device = DeviceStatus { device: 1, active_bytes: 5, paused_bytes: 0, free_bytes: None, total_bytes: Some(1 << 20) };
+        assert_eq!(device_row(&device), ["1", "5 B", "0 B", "?", "1.00 MiB"]);
+    }
+}

@@ -1,0 +1,374 @@
+//! What the tests share: the simulated GPU inside the test's own process, and the CUDA calls that a program would make.
+//!
+//! The test binary plays both parts: it is the program (it calls the hooked functions and copies data about), and it is
+//! the one who breaks the driver (`fail`). One test at a time holds the [`Gpu`], because there is one driver a process.
+#![allow(dead_code, missing_docs, clippy::missing_safety_doc)]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem::transmute;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use vramctl::interpose;
+use vramctl::memory::{Memory, Report, Request, TagState};
+
+pub const MIB: usize = 1 << 20;
+pub const DEVICES: i32 = 2;
+/// Device memory of the simulated machine in the tests' own process: small enough that running out is quick.
+pub const DEVICE_BYTES: usize = 256 * MIB;
+
+/// The folder with the built test libraries and programs, built now if need be.
+pub fn artifacts() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let target = Path::new(env!("CARGO_BIN_EXE_vramctl")).parent().expect("a folder").to_owned();
+        let mut build = Command::new(env!("CARGO"));
+        build.args(["build", "--quiet", "-p", "simgpu", "-p", "simcudart"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+        if target.ends_with("release") {
+            build.arg("--release");
+        }
+        assert!(build.status().expect("cargo runs").success(), "the simulated GPU does not build");
+        target
+    })
+}
+
+/// A folder with the simulated libraries under the names that programs load, for `LD_LIBRARY_PATH`.
+pub fn simulated_libraries() -> &'static Path {
+    static LINKED: OnceLock<tempfile::TempDir> = OnceLock::new();
+    LINKED
+        .get_or_init(|| {
+            let folder = tempfile::tempdir().expect("a temporary folder");
+            for (name, library) in [
+                ("libcuda.so.1", "libsimgpu.so"),
+                ("libnvidia-ml.so.1", "libsimgpu.so"),
+                ("libcudart.so.13", "libsimcudart.so"),
+                ("libcudart.so.12", "libsimcudart.so"),
+                ("libcudart.so", "libsimcudart.so"),
+            ] {
+                std::os::unix::fs::symlink(artifacts().join(library), folder.path().join(name)).expect("a link");
+            }
+            folder
+        })
+        .path()
+}
+
+unsafe fn open(path: &Path) -> *mut c_void {
+    let name = CString::new(path.to_str().expect("UTF-8")).expect("no NUL");
+    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    assert!(!library.is_null(), "{}: {:?}", path.display(), unsafe { CStr::from_ptr(libc::dlerror()) });
+    library
+}
+
+struct Simulated {
+    simgpu_fail: unsafe extern "C" fn(*const c_char, u64, u32, u64),
+    simgpu_clear_faults: unsafe extern "C" fn(),
+    simgpu_calls: unsafe extern "C" fn(*const c_char) -> u64,
+    simgpu_reset_counts: unsafe extern "C" fn(),
+    simgpu_used: unsafe extern "C" fn(c_int) -> u64,
+    simgpu_live: unsafe extern "C" fn(*const c_char) -> u64,
+    simgpu_set_op_delay_ms: unsafe extern "C" fn(u64),
+    simgpu_occupy: unsafe extern "C" fn(c_int, u64),
+    cuda_memcpy: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int) -> u32,
+    cuda_memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> u32,
+    cuda_memset_async: unsafe extern "C" fn(*mut c_void, c_int, usize, *mut c_void) -> u32,
+    cuda_device_synchronize: unsafe extern "C" fn() -> u32,
+    cuda_set_device: unsafe extern "C" fn(c_int) -> u32,
+    cuda_get_last_error: unsafe extern "C" fn() -> u32,
+    cuda_peek_at_last_error: unsafe extern "C" fn() -> u32,
+    cuda_stream_create_with_flags: unsafe extern "C" fn(*mut *mut c_void, u32) -> u32,
+    cuda_stream_synchronize: unsafe extern "C" fn(*mut c_void) -> u32,
+    cuda_stream_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
+    cuda_stream_begin_capture: unsafe extern "C" fn(*mut c_void, u32) -> u32,
+    cuda_stream_end_capture: unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> u32,
+    cuda_graph_instantiate: unsafe extern "C" fn(*mut *mut c_void, *mut c_void, u64) -> u32,
+    cuda_graph_launch: unsafe extern "C" fn(*mut c_void, *mut c_void) -> u32,
+    cuda_graph_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
+    cuda_graph_exec_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
+}
+
+impl Simulated {
+    fn load() -> Self {
+        let libraries = simulated_libraries();
+        let (driver, runtime) = unsafe { (open(&libraries.join("libcuda.so.1")), open(&libraries.join("libcudart.so.13"))) };
+        macro_rules! find {
+            ($library:expr, $name:literal) => {{
+                let symbol = unsafe { libc::dlsym($library, concat!($name, "\0").as_ptr().cast()) };
+                assert!(!symbol.is_null(), concat!($name, " is missing"));
+                unsafe { transmute(symbol) }
+            }};
+        }
+        Self {
+            simgpu_fail: find!(driver, "simgpu_fail"),
+            simgpu_clear_faults: find!(driver, "simgpu_clear_faults"),
+            simgpu_calls: find!(driver, "simgpu_calls"),
+            simgpu_reset_counts: find!(driver, "simgpu_reset_counts"),
+            simgpu_used: find!(driver, "simgpu_used"),
+            simgpu_live: find!(driver, "simgpu_live"),
+            simgpu_set_op_delay_ms: find!(driver, "simgpu_set_op_delay_ms"),
+            simgpu_occupy: find!(driver, "simgpu_occupy"),
+            cuda_memcpy: find!(runtime, "cudaMemcpy"),
+            cuda_memcpy_async: find!(runtime, "cudaMemcpyAsync"),
+            cuda_memset_async: find!(runtime, "cudaMemsetAsync"),
+            cuda_device_synchronize: find!(runtime, "cudaDeviceSynchronize"),
+            cuda_set_device: find!(runtime, "cudaSetDevice"),
+            cuda_get_last_error: find!(runtime, "cudaGetLastError"),
+            cuda_peek_at_last_error: find!(runtime, "cudaPeekAtLastError"),
+            cuda_stream_create_with_flags: find!(runtime, "cudaStreamCreateWithFlags"),
+            cuda_stream_synchronize: find!(runtime, "cudaStreamSynchronize"),
+            cuda_stream_destroy: find!(runtime, "cudaStreamDestroy"),
+            cuda_stream_begin_capture: find!(runtime, "cudaStreamBeginCapture"),
+            cuda_stream_end_capture: find!(runtime, "cudaStreamEndCapture"),
+            cuda_graph_instantiate: find!(runtime, "cudaGraphInstantiate"),
+            cuda_graph_launch: find!(runtime, "cudaGraphLaunch"),
+            cuda_graph_destroy: find!(runtime, "cudaGraphDestroy"),
+            cuda_graph_exec_destroy: find!(runtime, "cudaGraphExecDestroy"),
+        }
+    }
+}
+
+/// What is there besides the memory in use: to be the same before and after whatever a test does.
+#[derive(Debug, PartialEq, Eq, Clone)]
+pub struct Footprint {
+    used: Vec<u64>,
+    live: Vec<(&'static str, u64)>,
+}
+
+impl Footprint {
+    pub fn without_streams(&self) -> Self {
+        Self { used: self.used.clone(), live: self.live.iter().filter(|(kind, _)| *kind != "streams").copied().collect() }
+    }
+}
+
+/// The simulated GPU, for one test at a time.
+pub struct Gpu {
+    _turn: MutexGuard<'static, ()>,
+}
+
+fn simulated() -> &'static Simulated {
+    static SIMULATED: OnceLock<Simulated> = OnceLock::new();
+    SIMULATED.get_or_init(Simulated::load)
+}
+
+impl Gpu {
+    /// Waits for this test's turn, and starts with nothing allocated and no fault planned.
+    pub fn take() -> Self {
+        static TURN: Mutex<()> = Mutex::new(());
+        static SET_UP: Once = Once::new();
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        SET_UP.call_once(|| {
+            let sockets = std::env::temp_dir().join(format!("vramctl-test-{}", std::process::id()));
+            for (name, value) in [
+                ("SIMGPU_DEVICES", DEVICES.to_string()),
+                ("SIMGPU_MEMORY", DEVICE_BYTES.to_string()),
+                ("VRAMCTL_DIR", sockets.display().to_string()),
+                ("VRAMCTL_LOG", "off".to_owned()),
+            ] {
+                // SAFETY: the only thread that reads or writes the environment now: the others wait for their turn.
+                unsafe { std::env::set_var(name, value) };
+            }
+        });
+        let gpu = Self { _turn: turn };
+        gpu.clear_faults();
+        gpu.free_everything();
+        assert_eq!(unsafe { interpose::cudaFree(std::ptr::null_mut()) }, 0);
+        gpu
+    }
+
+    pub fn fail(&self, function: &str, nth: u64, code: u32, times: u64) {
+        let name = CString::new(function).unwrap();
+        unsafe { (simulated().simgpu_fail)(name.as_ptr(), nth, code, times) };
+    }
+
+    pub fn clear_faults(&self) {
+        unsafe { (simulated().simgpu_clear_faults)() };
+    }
+
+    pub fn calls(&self, function: &str) -> u64 {
+        let name = CString::new(function).unwrap();
+        unsafe { (simulated().simgpu_calls)(name.as_ptr()) }
+    }
+
+    pub fn reset_counts(&self) {
+        unsafe { (simulated().simgpu_reset_counts)() };
+    }
+
+    pub fn used(&self, device: i32) -> u64 {
+        unsafe { (simulated().simgpu_used)(device) }
+    }
+
+    pub fn set_op_delay_ms(&self, ms: u64) {
+        unsafe { (simulated().simgpu_set_op_delay_ms)(ms) };
+    }
+
+    /// Has another program hold so much of the device.
+    pub fn occupy(&self, device: i32, bytes: usize) {
+        unsafe { (simulated().simgpu_occupy)(device, bytes as u64) };
+    }
+
+    pub fn footprint(&self) -> Footprint {
+        let live = |kind: &'static str| {
+            let name = CString::new(kind).unwrap();
+            (kind, unsafe { (simulated().simgpu_live)(name.as_ptr()) })
+        };
+        Footprint {
+            used: (0..DEVICES).map(|device| self.used(device)).collect(),
+            live: ["reservations", "handles", "mappings", "streams"].into_iter().map(live).collect(),
+        }
+    }
+
+    pub fn free_everything(&self) {
+        for address in Memory::get().addresses() {
+            free(address);
+        }
+        vramctl::driver::sweep();
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.clear_faults();
+        self.set_op_delay_ms(0);
+        for device in 0..DEVICES {
+            self.occupy(device, 0);
+        }
+        while vramctl::memory::region::end().is_ok() {}
+        let _ = Memory::get().set_process_tag(None);
+        Memory::get().set_margin(0);
+        self.free_everything();
+    }
+}
+
+// The program's part.
+
+pub fn malloc(bytes: usize) -> Result<u64, u32> {
+    let mut pointer = std::ptr::null_mut();
+    match unsafe { interpose::cudaMalloc(&raw mut pointer, bytes) } {
+        0 => Ok(pointer as u64),
+        code => Err(code),
+    }
+}
+
+pub fn malloc_tagged(tag: &str, backup: Option<vramctl::memory::Backup>, bytes: usize) -> Result<u64, u32> {
+    vramctl::memory::region::begin(Some(tag), backup).unwrap();
+    let answer = malloc(bytes);
+    vramctl::memory::region::end().unwrap();
+    answer
+}
+
+pub fn free(address: u64) -> u32 {
+    unsafe { interpose::cudaFree(address as *mut c_void) }
+}
+
+pub fn set_device(device: i32) {
+    assert_eq!(unsafe { (simulated().cuda_set_device)(device) }, 0);
+}
+
+pub fn synchronize() -> u32 {
+    unsafe { (simulated().cuda_device_synchronize)() }
+}
+
+pub fn last_error() -> u32 {
+    unsafe { (simulated().cuda_get_last_error)() }
+}
+
+pub fn write(address: u64, bytes: &[u8]) -> u32 {
+    unsafe { (simulated().cuda_memcpy)(address as *mut c_void, bytes.as_ptr().cast(), bytes.len(), 1) }
+}
+
+pub fn read(address: u64, length: usize) -> Result<Vec<u8>, u32> {
+    let mut bytes = vec![0xAA; length];
+    match unsafe { (simulated().cuda_memcpy)(bytes.as_mut_ptr().cast(), address as *const c_void, length, 2) } {
+        0 => Ok(bytes),
+        code => Err(code),
+    }
+}
+
+/// Bytes that no other seed or place shares.
+pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let mut bytes: Vec<u8> = Vec::with_capacity(length + 8);
+    while bytes.len() < length {
+        bytes.extend_from_slice(&next().to_le_bytes());
+    }
+    bytes.truncate(length);
+    bytes
+}
+
+/// A stream of the program that does not wait for others.
+pub struct Stream(pub *mut c_void);
+
+impl Stream {
+    pub fn create() -> Self {
+        let mut stream = std::ptr::null_mut();
+        assert_eq!(unsafe { (simulated().cuda_stream_create_with_flags)(&raw mut stream, 1) }, 0);
+        Self(stream)
+    }
+
+    pub fn copy(&self, to: u64, from: u64, bytes: usize) -> u32 {
+        unsafe { (simulated().cuda_memcpy_async)(to as *mut c_void, from as *const c_void, bytes, 3, self.0) }
+    }
+
+    pub fn fill(&self, address: u64, value: u8, bytes: usize) -> u32 {
+        unsafe { (simulated().cuda_memset_async)(address as *mut c_void, i32::from(value), bytes, self.0) }
+    }
+
+    pub fn synchronize(&self) -> u32 {
+        unsafe { (simulated().cuda_stream_synchronize)(self.0) }
+    }
+
+    /// Modes: 0 global, 1 thread-local, 2 relaxed.
+    pub fn begin_capture(&self, mode: u32) {
+        assert_eq!(unsafe { (simulated().cuda_stream_begin_capture)(self.0, mode) }, 0);
+    }
+
+    pub fn end_capture(&self) -> Result<Graph, u32> {
+        let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
+        match unsafe { (simulated().cuda_stream_end_capture)(self.0, &raw mut graph) } {
+            0 => (),
+            code => return Err(code),
+        }
+        assert_eq!(unsafe { (simulated().cuda_graph_instantiate)(&raw mut executable, graph, 0) }, 0);
+        assert_eq!(unsafe { (simulated().cuda_graph_destroy)(graph) }, 0);
+        Ok(Graph(executable))
+    }
+
+    pub fn launch(&self, graph: &Graph) -> u32 {
+        unsafe { (simulated().cuda_graph_launch)(graph.0, self.0) }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        unsafe { (simulated().cuda_stream_destroy)(self.0) };
+    }
+}
+
+pub struct Graph(*mut c_void);
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        unsafe { (simulated().cuda_graph_exec_destroy)(self.0) };
+    }
+}
+
+pub fn request(tags: &[&str]) -> Request {
+    Request { tags: tags.iter().map(|tag| (*tag).to_owned()).collect(), ..Request::default() }
+}
+
+pub fn pause(tags: &[&str]) -> Result<Report, vramctl::Error> {
+    Memory::get().pause(&request(tags), &mut |_| ())
+}
+
+pub fn resume(tags: &[&str]) -> Result<Report, vramctl::Error> {
+    Memory::get().resume(&request(tags), &mut |_| ())
+}
+
+pub fn state(tag: &str) -> Option<TagState> {
+    Memory::get().status().tags.into_iter().find(|status| status.tag == tag).map(|status| status.state)
+}

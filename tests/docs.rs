@@ -1,0 +1,69 @@
+//! The documentation's links lead somewhere, and what it says of the environment is what the code reads.
+#![allow(missing_docs)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn pages() -> Vec<PathBuf> {
+    let mut pages = vec![root().join("README.md"), root().join("tests/simgpu/README.md")];
+    pages.extend(
+        fs::read_dir(root().join("docs"))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.extension().is_some_and(|e| e == "md")),
+    );
+    pages
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let mut links = 0;
+    for page in pages() {
+        let text = fs::read_to_string(&page).unwrap();
+        for piece in text.split("](").skip(1) {
+            let target = piece.split([')', '#']).next().unwrap();
+            if target.is_empty() || target.contains("://") {
+                continue;
+            }
+            links += 1;
+            assert!(page.parent().unwrap().join(target).exists(), "{}: {target} does not exist", page.display());
+        }
+    }
+    assert!(links > 5, "only {links} links were found: is this test still looking?");
+}
+
+/// Every variable that the code reads is in the README's or a page's table, or users cannot find it.
+#[test]
+fn every_variable_is_documented() {
+    let code = ["src/config.rs", "src/bin/vramctl/run.rs"].map(|file| fs::read_to_string(root().join(file)).unwrap()).join("\n");
+    let text: String = pages().iter().map(|page| fs::read_to_string(page).unwrap()).collect();
+    let mut names: Vec<_> = code
+        .match_indices("VRAMCTL_")
+        .map(|(at, _)| code[at..].split(|c: char| !(c.is_ascii_uppercase() || c == '_')).next().unwrap())
+        .collect();
+    names.sort_unstable();
+    names.dedup();
+    assert!(names.len() >= 6, "{names:?}");
+    for name in names {
+        assert!(text.contains(name), "{name} is read by the code and not documented");
+    }
+}
+
+/// Every exported function of the C ABI is in the header, and each name that the documentation uses exists.
+#[test]
+fn functions_that_the_documentation_names_exist() {
+    let header = fs::read_to_string(root().join("include/vramctl.h")).unwrap();
+    for page in pages() {
+        let text = fs::read_to_string(&page).unwrap();
+        for (at, _) in text.match_indices("vramctl_") {
+            let name: String = text[at..].chars().take_while(|c| c.is_ascii_lowercase() || *c == '_').collect();
+            if text[at + name.len()..].starts_with('(') {
+                assert!(header.contains(&format!("{name}(")), "{}: {name} is not in the header", page.display());
+            }
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Every driver call on the paths of allocate, free, pause and resume fails once at each of its uses, and then for good,
+//! and then two fail at a time. Whatever happens: no byte is lost, no address moves, nothing leaks, the next try works.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::{Footprint, Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use vramctl::memory::{Backup, Memory};
+
+/// The driver's functions that the library calls; those that a path does not use are skipped there.
+const CALLS: &[&str] = &[
+    "cuDeviceGetAttribute",
+    "cuMemGetInfo_v2",
+    "cuCtxGetCurrent",
+    "cuCtxGetDevice",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuCtxSynchronize",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuMemGetAllocationGranularity",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+];
+
+/// Invalid value, out of memory, launch failure, unknown, and one that no driver of today knows.
+const CODES: &[u32] = &[1, 2, 719, 999, 4242];
+
+/// Three allocations: two that are kept and one that is not.
+struct Program {
+    kept: Vec<(u64, Vec<u8>)>,
+    dropped: (u64, Vec<u8>),
+}
+
+impl Program {
+    fn start() -> Self {
+        let allocate = |seed: u64, backup, bytes: usize| {
+            let address = malloc_tagged(if backup == Backup::Host { "weights" } else { "cache" }, Some(backup), bytes).unwrap();
+            let contents = pattern(seed, bytes);
+            assert_eq!(write(address, &contents), 0);
+            (address, contents)
+        };
+        Self {
+            kept: vec![allocate(1, Backup::Host, 3 * MIB), allocate(2, Backup::Host, 2 * MIB)],
+            dropped: allocate(3, Backup::Discard, 2 * MIB),
+        }
+    }
+
+    /// Everything is active at its address, with its contents; what was discarded in between reads as zero.
+    fn check(&self, was_paused: bool, case: &str) {
+        for (address, contents) in &self.kept {
+            assert!(read(*address, contents.len()).unwrap() == *contents, "{case}: contents at {address:#x} are not what they were");
+        }
+        let (address, contents) = &self.dropped;
+        let found = read(*address, contents.len()).unwrap();
+        let zero = found.iter().all(|byte| *byte == 0);
+        assert!(
+            if was_paused { zero || found == *contents } else { found == *contents },
+            "{case}: discarded memory is neither kept nor zero"
+        );
+    }
+
+    fn end(self, case: &str) {
+        for (address, _) in self.kept.iter().chain([&self.dropped]) {
+            assert_eq!(free(*address), 0, "{case}");
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Path {
+    Allocate,
+    FreeActive,
+    FreePaused,
+    Pause,
+    Resume,
+}
+
+const PATHS: [Path; 5] = [Path::Allocate, Path::FreeActive, Path::FreePaused, Path::Pause, Path::Resume];
+
+#[derive(Debug, Clone, Copy)]
+struct Fault {
+    call: &'static str,
+    nth: u64,
+    code: u32,
+    times: u64,
+}
+
+/// How often each call is used on a path.
+fn uses(gpu: &Gpu, path: Path) -> BTreeMap<&'static str, u64> {
+    let mut counts = BTreeMap::new();
+    run(gpu, path, &[], Some(&mut counts));
+    assert!(!counts.is_empty());
+    counts
+}
+
+/// One program goes down one path with the faults planted, and then on to its end without them.
+fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'static str, u64>>) {
+    let case = format!("{path:?} with {faults:?}");
+    let program = Program::start();
+    if matches!(path, Path::Resume | Path::FreePaused) {
+        pause(&[]).unwrap();
+    }
+    gpu.reset_counts();
+    for fault in faults {
+        gpu.fail(fault.call, fault.nth, fault.code, fault.times);
+    }
+    let extra = match path {
+        Path::Allocate => malloc_tagged("extra", None, 4 * MIB).ok(),
+        Path::FreeActive | Path::FreePaused => None,
+        Path::Pause => {
+            let _ = pause(&[]);
+            None
+        }
+        Path::Resume => {
+            let _ = resume(&[]);
+            None
+        }
+    };
+    let mut freed = Vec::new();
+    if matches!(path, Path::FreeActive | Path::FreePaused) {
+        freed = program.kept.iter().map(|(address, _)| *address).filter(|address| free(*address) == 0).collect();
+    }
+    if let Some(counts) = counts {
+        counts.extend(CALLS.iter().map(|call| (*call, gpu.calls(call))).filter(|(_, count)| *count > 0));
+    }
+    gpu.clear_faults();
+
+    // The next try works, whatever state the first one left.
+    if matches!(path, Path::FreeActive | Path::FreePaused) {
+        for (address, _) in program.kept.iter().filter(|(address, _)| !freed.contains(address)) {
+            assert_eq!(free(*address), 0, "{case}: the second free of what is still there");
+        }
+        assert_eq!(free(program.dropped.0), 0, "{case}");
+        return;
+    }
+    if path == Path::Pause && Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0) {
+        // A pause that was refused has changed nothing.
+        program.check(false, &case);
+    }
+    resume(&[]).unwrap_or_else(|error| panic!("{case}: resume: {error}"));
+    program.check(true, &case);
+    pause(&[]).unwrap_or_else(|error| panic!("{case}: pause: {error}"));
+    resume(&[]).unwrap_or_else(|error| panic!("{case}: resume again: {error}"));
+    program.check(true, &case);
+    if let Some(address) = extra {
+        assert_eq!(free(address), 0, "{case}");
+    }
+    program.end(&case);
+}
+
+/// Nothing is left after the program has freed everything, but for what the driver refused, which a sweep gets back.
+fn check_nothing_left(gpu: &Gpu, before: &Footprint, case: &str) {
+    vramctl::driver::sweep();
+    // A stream that the driver refused to destroy is the one thing that is not tried again.
+    assert_eq!(gpu.footprint().without_streams(), before.without_streams(), "{case}: something is left");
+}
+
+#[test]
+fn every_call_fails_at_each_of_its_uses() {
+    let gpu = Gpu::take();
+    run(&gpu, Path::Resume, &[], None); // makes what is made once
+    let before = gpu.footprint();
+    let mut cases = 0;
+    for path in PATHS {
+        let counts = uses(&gpu, path);
+        for (call, count) in counts {
+            for nth in 1..=count {
+                for &code in CODES {
+                    for times in [1, u64::MAX] {
+                        let fault = Fault { call, nth, code, times };
+                        run(&gpu, path, &[fault], None);
+                        check_nothing_left(&gpu, &before, &format!("{path:?} with {fault:?}"));
+                        cases += 1;
+                    }
+                }
+            }
+        }
+    }
+    println!("{cases} cases");
+    assert!(cases > 500, "only {cases} cases: the paths are not what this test thinks they are");
+}
+
+/// A pause that could not be carried out is a refusal, not a half: asked right after each fault, every tag is active.
+#[test]
+fn a_failed_pause_or_resume_leaves_every_allocation_as_it_was() {
+    let gpu = Gpu::take();
+    for path in [Path::Pause, Path::Resume] {
+        for (call, count) in uses(&gpu, path) {
+            for nth in 1..=count {
+                let program = Program::start();
+                if path == Path::Resume {
+                    pause(&[]).unwrap();
+                }
+                gpu.fail(call, nth, 999, 1);
+                let answer = if path == Path::Pause { pause(&[]) } else { resume(&[]) };
+                gpu.clear_faults();
+                let paused: u64 = Memory::get().status().tags.iter().map(|tag| tag.paused_bytes).sum();
+                let all: u64 = Memory::get().status().tags.iter().map(|tag| tag.bytes).sum();
+                let done = answer.is_ok();
+                let wanted = if (path == Path::Pause) == done { all } else { 0 };
+                assert_eq!(paused, wanted, "{path:?} with {call} failing at use {nth}: {answer:?}");
+                resume(&[]).unwrap();
+                program.end("");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    /// Undoing can fail as well. Then an allocation may stay paused against its will, but its contents are there.
+    #[test]
+    fn two_calls_fail(path in 0..PATHS.len(), calls in (0..CALLS.len(), 0..CALLS.len()), nth in (1u64..8, 1u64..8), times in 1u64..4) {
+        let gpu = Gpu::take();
+        let before = gpu.footprint();
+        let faults = [
+            Fault { call: CALLS[calls.0], nth: nth.0, code: 999, times },
+            Fault { call: CALLS[calls.1], nth: nth.1, code: 2, times },
+        ];
+        run(&gpu, PATHS[path], &faults, None);
+        check_nothing_left(&gpu, &before, &format!("{:?} with {faults:?}", PATHS[path]));
+    }
+}

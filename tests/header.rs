@@ -1,0 +1,40 @@
+//! `include/vramctl.h` is what the code says: generated from `src/abi.rs`, and written with `UPDATE=1`.
+#![allow(missing_docs)]
+
+use std::path::Path;
+use std::process::Command;
+
+fn generated() -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).unwrap();
+    let bindings = cbindgen::Builder::new().with_config(config).with_src(root.join("src/abi.rs")).generate().unwrap();
+    let mut text = Vec::new();
+    bindings.write(&mut text);
+    String::from_utf8(text).unwrap()
+}
+
+#[test]
+fn the_header_is_current() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/vramctl.h");
+    let wanted = generated();
+    if std::env::var_os("UPDATE").is_some() {
+        std::fs::write(&path, &wanted).unwrap();
+    }
+    let found = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(found == wanted, "include/vramctl.h is not what src/abi.rs says; run `UPDATE=1 cargo test --test header`");
+}
+
+/// The header must be usable from C and from C++, on its own.
+#[test]
+fn the_header_compiles_as_c_and_cpp() {
+    for (compiler, language, standard) in [("cc", "c", "c99"), ("c++", "c++", "c++11")] {
+        let header = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/vramctl.h");
+        let standard = format!("-std={standard}");
+        let done = Command::new(compiler)
+            .args(["-x", language, &standard, "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only"])
+            .arg(header)
+            .output();
+        let done = done.unwrap_or_else(|error| panic!("{compiler} is needed (Debian: build-essential): {error}"));
+        assert!(done.status.success(), "{compiler}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+}

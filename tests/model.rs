@@ -1,0 +1,241 @@
+//! Random sequences of allocate, free, write, pause, resume and regions, against a model that is simple enough to be
+//! believed; and many threads at once, each of which checks its own memory.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::{DEVICE_BYTES, Gpu, MIB, free, malloc, pattern, read, request, write};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use vramctl::memory::{Backup, Memory, Request, region};
+
+const TAGS: [&str; 3] = ["weights", "kv_cache", "graph"];
+
+#[derive(Debug, Clone)]
+enum Step {
+    Begin(usize, Option<Backup>),
+    BeginUntagged,
+    End,
+    Allocate(usize),
+    Free(usize),
+    Write(usize, u64),
+    Pause(Option<usize>, Option<Backup>),
+    Resume(Option<usize>),
+}
+
+fn backup() -> impl Strategy<Value = Option<Backup>> {
+    prop_oneof![Just(None), Just(Some(Backup::Host)), Just(Some(Backup::Discard))]
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        2 => (0..TAGS.len(), backup()).prop_map(|(tag, backup)| Step::Begin(tag, backup)),
+        1 => Just(Step::BeginUntagged),
+        2 => Just(Step::End),
+        6 => (1usize..9 * MIB).prop_map(Step::Allocate),
+        2 => any::<usize>().prop_map(Step::Free),
+        4 => (any::<usize>(), any::<u64>()).prop_map(|(which, seed)| Step::Write(which, seed)),
+        3 => (prop::option::of(0..TAGS.len()), backup()).prop_map(|(tag, backup)| Step::Pause(tag, backup)),
+        3 => prop::option::of(0..TAGS.len()).prop_map(Step::Resume),
+    ]
+}
+
+/// What an allocation ought to be. Contents are what was written last, or `None` for zeroes.
+struct Model {
+    tag: Option<(usize, Backup)>,
+    bytes: usize,
+    contents: Option<Vec<u8>>,
+    paused: bool,
+}
+
+#[derive(Default)]
+struct World {
+    allocations: BTreeMap<u64, Model>,
+    regions: Vec<Option<(usize, Option<Backup>)>>,
+}
+
+impl World {
+    fn pick(&self, which: usize) -> Option<u64> {
+        let count = self.allocations.len();
+        (count > 0).then(|| *self.allocations.keys().nth(which % count).unwrap())
+    }
+
+    fn known(&self, tag: Option<usize>) -> bool {
+        tag.is_none_or(|tag| self.allocations.values().any(|model| model.tag.is_some_and(|(known, _)| known == tag)))
+    }
+
+    fn of_tag(&mut self, tag: Option<usize>) -> impl Iterator<Item = &mut Model> {
+        self.allocations.values_mut().filter(move |model| model.tag.is_some_and(|(known, _)| tag.is_none_or(|tag| known == tag)))
+    }
+
+    fn apply(&mut self, step: Step) -> Result<(), TestCaseError> {
+        let tags = |tag: Option<usize>| tag.map_or_else(Vec::new, |tag| vec![TAGS[tag]]);
+        match step {
+            Step::Begin(tag, backup) => {
+                region::begin(Some(TAGS[tag]), backup).unwrap();
+                self.regions.push(Some((tag, backup)));
+            }
+            Step::BeginUntagged => {
+                region::begin(None, None).unwrap();
+                self.regions.push(None);
+            }
+            Step::End => prop_assert_eq!(region::end().is_ok(), self.regions.pop().is_some()),
+            Step::Allocate(bytes) => {
+                let tag = self.regions.last().copied().flatten().filter(|_| bytes >= MIB);
+                match malloc(bytes) {
+                    Ok(address) => {
+                        prop_assert_eq!(Memory::get().find(address).is_some(), tag.is_some());
+                        let tag = tag.map(|(tag, backup)| (tag, backup.unwrap_or(Backup::Host)));
+                        let model = Model { tag, bytes, contents: None, paused: false };
+                        // Plain memory is not promised to be zero; make it so.
+                        if model.tag.is_none() {
+                            prop_assert_eq!(write(address, &vec![0; bytes]), 0);
+                        }
+                        prop_assert!(self.allocations.insert(address, model).is_none(), "an address was given twice");
+                    }
+                    Err(code) => prop_assert_eq!(code, 2),
+                }
+            }
+            Step::Free(which) => {
+                if let Some(address) = self.pick(which) {
+                    prop_assert_eq!(free(address), 0);
+                    self.allocations.remove(&address);
+                }
+            }
+            Step::Write(which, seed) => {
+                let Some(address) = self.pick(which) else { return Ok(()) };
+                let model = self.allocations.get_mut(&address).unwrap();
+                if !model.paused {
+                    let contents = pattern(seed, model.bytes);
+                    prop_assert_eq!(write(address, &contents), 0);
+                    model.contents = Some(contents);
+                }
+            }
+            Step::Pause(tag, backup) => {
+                let wanted = Request { backup, ..request(&tags(tag)) };
+                let answer = Memory::get().pause(&wanted, &mut |_| ());
+                prop_assert_eq!(answer.is_ok(), self.known(tag), "{:?}", answer);
+                let mut changed = 0;
+                for model in self.of_tag(tag).filter(|model| !model.paused) {
+                    model.paused = true;
+                    changed += 1;
+                    if backup.unwrap_or(model.tag.unwrap().1) == Backup::Discard {
+                        model.contents = None;
+                    }
+                }
+                if let Ok(report) = answer {
+                    prop_assert_eq!(report.allocations, changed);
+                }
+            }
+            Step::Resume(tag) => match Memory::get().resume(&request(&tags(tag)), &mut |_| ()) {
+                Ok(_) => self.of_tag(tag).for_each(|model| model.paused = false),
+                Err(vramctl::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
+                Err(error) => prop_assert!(!self.known(tag), "{}", error),
+            },
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<(), TestCaseError> {
+        for (address, model) in &self.allocations {
+            if model.paused {
+                continue;
+            }
+            let found = read(*address, model.bytes).unwrap();
+            let right = model.contents.as_ref().map_or_else(|| found.iter().all(|byte| *byte == 0), |wanted| found == *wanted);
+            prop_assert!(right, "contents at {:#x} are not what they should be", address);
+        }
+        let paused: usize = self.allocations.values().filter(|model| model.paused).count();
+        let status = Memory::get().status();
+        prop_assert_eq!(status.tags.iter().any(|tag| tag.paused_bytes > 0), paused > 0);
+        Ok(())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_sequences_behave_like_the_model(steps in prop::collection::vec(step(), 1..60)) {
+        let gpu = Gpu::take();
+        let before = gpu.footprint();
+        let mut world = World::default();
+        for step in steps {
+            world.apply(step)?;
+        }
+        world.check()?;
+        for address in world.allocations.keys() {
+            prop_assert_eq!(free(*address), 0);
+        }
+        prop_assert_eq!(gpu.footprint(), before);
+    }
+}
+
+/// Threads that allocate, write, pause and resume under tags of their own, while one asks for the status and one pauses
+/// and resumes a bystander. Each finds its own contents, always.
+#[test]
+fn many_threads_find_their_own_contents() {
+    const THREADS: u64 = 6;
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let over = AtomicBool::new(false);
+    let bystander = common::malloc_tagged("bystander", None, 4 * MIB).unwrap();
+    let bystanding = pattern(99, 4 * MIB);
+    assert_eq!(write(bystander, &bystanding), 0);
+    let until = Instant::now() + Duration::from_secs(4);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..THREADS).map(|number| scope.spawn(move || work(number, until))).collect();
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                let status = Memory::get().status();
+                assert!(status.tags.iter().all(|tag| tag.paused_bytes <= tag.bytes));
+            }
+        });
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                common::pause(&["bystander"]).unwrap();
+                common::resume(&["bystander"]).unwrap();
+            }
+        });
+        let rounds: u64 = workers.into_iter().map(|worker| worker.join().unwrap()).sum();
+        over.store(true, Ordering::Relaxed);
+        println!("{rounds} rounds");
+        assert!(rounds > THREADS);
+    });
+    assert!(read(bystander, 4 * MIB).unwrap() == bystanding);
+    assert_eq!(free(bystander), 0);
+    assert_eq!(gpu.footprint(), before);
+}
+
+fn work(number: u64, until: Instant) -> u64 {
+    let tag = format!("thread-{number}");
+    region::begin(Some(&tag), None).unwrap();
+    common::set_device((number % 2) as i32);
+    let mut seed = number << 32;
+    let mut rounds = 0;
+    while Instant::now() < until {
+        let mut held = Vec::new();
+        for _ in 0..3 {
+            seed += 1;
+            let bytes = MIB + (seed as usize * 7919) % (4 * MIB);
+            assert!(bytes < DEVICE_BYTES / 16);
+            let address = malloc(bytes).unwrap();
+            let contents = pattern(seed, bytes);
+            assert_eq!(write(address, &contents), 0);
+            held.push((address, contents));
+        }
+        common::pause(&[&tag]).unwrap();
+        let (freed, _) = held.pop().unwrap();
+        assert_eq!(free(freed), 0);
+        common::resume(&[&tag]).unwrap();
+        for (address, contents) in held {
+            assert!(read(address, contents.len()).unwrap() == contents, "thread {number} lost contents");
+            assert_eq!(free(address), 0);
+        }
+        rounds += 1;
+    }
+    region::end().unwrap();
+    rounds
+}
