@@ -53,16 +53,14 @@ impl Program {
             assert_eq!(write(address, &contents), 0);
             (address, contents)
         };
-        Self {
-            kept: vec![allocate(1, Backup::Host, 3 * MIB), allocate(2, Backup::Host, 2 * MIB)],
-            dropped: allocate(3, Backup::Discard, 2 * MIB),
-        }
+        Self { kept: vec![allocate(1, Backup::Host, 3 * MIB), allocate(2, Backup::Host, MIB)], dropped: allocate(3, Backup::Discard, MIB) }
     }
 
     /// Everything is active at its address, with its contents; what was discarded in between reads as zero.
     fn check(&self, was_paused: bool, case: &str) {
         for (address, contents) in &self.kept {
-            assert!(read(*address, contents.len()).unwrap() == *contents, "{case}: contents at {address:#x} are not what they were");
+            let found = read(*address, contents.len()).unwrap_or_else(|code| panic!("{case}: reading {address:#x}: {code}"));
+            assert!(found == *contents, "{case}: contents at {address:#x} are not what they were");
         }
         let (address, contents) = &self.dropped;
         let found = read(*address, contents.len()).unwrap();

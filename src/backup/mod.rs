@@ -31,7 +31,7 @@ pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress))
             let mut buffer = pool.buffer(allocation.bytes(), &current)?;
             let mut tell = |bytes| meter.add(bytes);
             // SAFETY: the buffer is ours alone and as large as the allocation.
-            unsafe { driver::copy_from_device(buffer.as_mut_ptr(), allocation.address(), allocation.bytes(), &mut tell)? };
+            unsafe { driver::copy_from_device(&current, buffer.as_mut_ptr(), allocation.address(), allocation.bytes(), &mut tell)? };
             Ok(Saved(buffer))
         })
         .collect()
@@ -41,10 +41,10 @@ pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress))
 pub fn restore(contents: &[(Arc<Allocation>, Arc<Saved>)], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
     let mut meter = Meter::new(Stage::Restore, contents.iter().map(|(allocation, _)| allocation.bytes()).sum(), progress);
     for (allocation, saved) in contents {
-        let _current = Current::push(allocation.context())?;
+        let current = Current::push(allocation.context())?;
         let bytes = saved.as_slice();
         // SAFETY: the slice is readable for its length and nobody changes it.
-        unsafe { driver::copy_to_device(allocation.address(), bytes.as_ptr(), bytes.len(), &mut |bytes| meter.add(bytes))? };
+        unsafe { driver::copy_to_device(&current, allocation.address(), bytes.as_ptr(), bytes.len(), &mut |bytes| meter.add(bytes))? };
     }
     Ok(())
 }

@@ -99,12 +99,15 @@ impl Client {
     fn ask(&mut self, request: Request, progress: &mut dyn FnMut(Progress)) -> Result<Reply, ClientError> {
         let pid = self.pid;
         let fail = move |error| ClientError::Io { pid, error };
-        self.stream.get_mut().write_all(&protocol::line(&Message { version: VERSION, request })).map_err(fail)?;
+        let written = self.stream.get_mut().write_all(&protocol::line(&Message { version: VERSION, request }));
         loop {
-            match self.read().map_err(fail)? {
-                Reply::Progress(now) => progress(now),
-                Reply::Error(refusal) => return Err(ClientError::Refused(refusal)),
-                answer => return Ok(answer),
+            match self.read() {
+                Ok(Reply::Progress(now)) => progress(now),
+                Ok(Reply::Error(refusal)) => return Err(ClientError::Refused(refusal)),
+                Ok(answer) => return Ok(answer),
+                // A server that refuses the connection says why and hangs up, perhaps before the request is out. So the
+                // answer counts, and that the request did not get through only where there is none.
+                Err(error) => return Err(fail(written.err().unwrap_or(error))),
             }
         }
     }

@@ -72,8 +72,12 @@ impl Directory {
 
     /// This process's socket. What an earlier process with the same id left is replaced.
     pub fn bind(&self) -> io::Result<UnixListener> {
-        self.remove(process::id());
-        UnixListener::bind(self.within(process::id())).map_err(|error| naming(&self.path, &error))
+        let place = self.within(process::id());
+        // Under its name only once it listens: `processes` takes one that does not for a stale one.
+        let unfinished = place.with_extension("new");
+        let _ = fs::remove_file(&unfinished);
+        let bound = UnixListener::bind(&unfinished).and_then(|listener| fs::rename(&unfinished, &place).map(|()| listener));
+        bound.map_err(|error| naming(&self.path, &error))
     }
 
     /// Removes the socket of a process.

@@ -45,38 +45,58 @@ impl Drop for Pinned {
     }
 }
 
-/// Copies device memory of the current context to host memory and waits for it. `done` is told of each part's bytes.
+/// Copies device memory of the current context to host memory. When it returns, with or without an error, the device is
+/// done with both. `done` is told of each part's bytes.
 ///
 /// # Safety
 /// `to` must be writable for `bytes` and used by nobody else meanwhile.
-pub unsafe fn copy_from_device(to: *mut u8, from: CUdeviceptr, bytes: usize, done: &mut dyn FnMut(u64)) -> Result<(), Failure> {
+pub unsafe fn copy_from_device(
+    current: &Current,
+    to: *mut u8,
+    from: CUdeviceptr,
+    bytes: usize,
+    done: &mut dyn FnMut(u64),
+) -> Result<(), Failure> {
     let driver = Driver::get()?;
-    in_parts(bytes, done, |stream, offset, part| {
+    in_parts(current, bytes, done, |stream, offset, part| {
         // SAFETY: inside the range that the caller promised.
         unsafe { driver.cuMemcpyDtoHAsync_v2(to.add(offset).cast::<c_void>(), from + offset as u64, part, stream.raw()) }
     })
 }
 
-/// Copies host memory to device memory of the current context and waits for it. `done` is told of each part's bytes.
+/// Copies host memory to device memory of the current context. When it returns, with or without an error, the device is
+/// done with both. `done` is told of each part's bytes.
 ///
 /// # Safety
 /// `from` must be readable for `bytes` and not change meanwhile.
-pub unsafe fn copy_to_device(to: CUdeviceptr, from: *const u8, bytes: usize, done: &mut dyn FnMut(u64)) -> Result<(), Failure> {
+pub unsafe fn copy_to_device(
+    current: &Current,
+    to: CUdeviceptr,
+    from: *const u8,
+    bytes: usize,
+    done: &mut dyn FnMut(u64),
+) -> Result<(), Failure> {
     let driver = Driver::get()?;
-    in_parts(bytes, done, |stream, offset, part| {
+    in_parts(current, bytes, done, |stream, offset, part| {
         // SAFETY: inside the range that the caller promised.
         unsafe { driver.cuMemcpyHtoDAsync_v2(to + offset as u64, from.add(offset).cast::<c_void>(), part, stream.raw()) }
     })
 }
 
-fn in_parts(bytes: usize, done: &mut dyn FnMut(u64), queue: impl Fn(&Stream, usize, usize) -> Result<(), Failure>) -> Result<(), Failure> {
+fn in_parts(
+    current: &Current,
+    bytes: usize,
+    done: &mut dyn FnMut(u64),
+    queue: impl Fn(&Stream, usize, usize) -> Result<(), Failure>,
+) -> Result<(), Failure> {
     let stream = Stream::create()?;
     for offset in (0..bytes).step_by(WAIT_EVERY) {
         let part = WAIT_EVERY.min(bytes - offset);
-        // Waited for also after an error: nothing may still be copying when the caller drops the memory.
-        let queued = queue(&stream, offset, part);
-        let finished = stream.synchronize();
-        queued.and(finished)?;
+        queue(&stream, offset, part).and_then(|()| stream.synchronize()).inspect_err(|_| {
+            // The caller is about to unmap or free what may still be copied. A second way of waiting, for that the first
+            // has failed; if it fails as well, the context is lost and nothing runs in it any more.
+            let _ = current.wait_for_work();
+        })?;
         done(part as u64);
     }
     Ok(())

@@ -13,6 +13,7 @@ mod transition;
 
 use clap::{Parser, Subcommand};
 use failure::{Exit, Failure};
+use std::fmt::Write;
 use std::process::ExitCode;
 
 /// Take the GPU memory of a running, unmodified CUDA program away by tag, and give it back at the same addresses.
@@ -91,7 +92,7 @@ Environment:
 Exit codes:",
     );
     for exit in Exit::ALL {
-        text += &format!("\n  {:>3}  {}", exit as u8, exit.meaning());
+        let _ = write!(text, "\n  {:>3}  {}", exit as u8, exit.meaning());
     }
     text
 }

@@ -82,30 +82,26 @@ pub fn run(args: &Args) -> Result<Exit, Failure> {
     }
     let error = command.exec();
     let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
-    Err(Failure::new(exit, format!("{}: {error}", program.display())))
+    Err(Failure::new(exit, format!("{}: {error}", Path::new(program).display())))
 }
 
 const LIBRARY: &str = "libvramctl.so";
 
 /// `$VRAMCTL_LIB`, else beside this binary, else in `../lib`.
 fn find_library() -> Result<PathBuf, Failure> {
-    let missing = |text: String| Failure::new(Exit::Failed, text);
     let chosen = env::var_os("VRAMCTL_LIB").filter(|path| !path.is_empty()).map(PathBuf::from);
     let candidates = match chosen {
         Some(path) => vec![path],
-        None => beside(
-            &env::current_exe().map_err(|error| missing(format!("where this binary lies cannot be told: {error}; set VRAMCTL_LIB")))?,
-        ),
+        None => env::current_exe().map_or_else(|_| Vec::new(), |binary| beside(&binary)),
     };
-    let found = candidates.iter().find(|path| path.is_file()).ok_or_else(|| {
-        let looked: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
-        missing(format!(
-            "the library is not there: looked for {}. Build it with `cargo build --release`, or set VRAMCTL_LIB",
-            looked.join(", ")
-        ))
-    })?;
     // The program may change its directory. Symbolic links stay: they are a way around a path with spaces in it.
-    path::absolute(found).map_err(|error| missing(format!("{}: {error}", found.display())))
+    let found = candidates.iter().find(|path| path.is_file()).and_then(|path| path::absolute(path).ok());
+    found.ok_or_else(|| {
+        let looked: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
+        let looked = looked.join(", ");
+        let way_out = "build it with `cargo build --release`, or set VRAMCTL_LIB to its path";
+        Failure::new(Exit::Failed, format!("{LIBRARY} is not there (looked for {looked}); {way_out}"))
+    })
 }
 
 fn beside(binary: &Path) -> Vec<PathBuf> {
@@ -147,14 +143,16 @@ fn environment(
 fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
     // The loader's separators; it knows no way to quote them.
     let separator = |byte: &u8| matches!(byte, b' ' | b':');
-    let library = library.as_os_str();
-    if library.as_bytes().iter().any(|byte| separator(byte)) {
-        let text =
-            "LD_PRELOAD takes no path with a space or colon in it: put the library elsewhere, or set VRAMCTL_LIB to a symbolic link to it";
-        return Err(Failure::new(Exit::Failed, format!("{}: {text}", library.display())));
+    if library.as_os_str().as_bytes().iter().any(separator) {
+        let why = "LD_PRELOAD takes no path with a space or colon in it";
+        let way_out = "put the library elsewhere, or set VRAMCTL_LIB to a symbolic link to it";
+        return Err(Failure::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
     }
-    let ours = |path: &[u8]| Path::new(OsStr::from_bytes(path)).file_name() == Some(OsStr::new(LIBRARY)) || path == library.as_bytes();
-    let mut list = library.to_owned().into_vec();
+    let ours = |path: &[u8]| {
+        let path = Path::new(OsStr::from_bytes(path));
+        path == library || path.file_name() == Some(OsStr::new(LIBRARY))
+    };
+    let mut list = library.as_os_str().to_owned().into_vec();
     for other in present.unwrap_or_default().as_bytes().split(separator).filter(|path| !path.is_empty() && !ours(path)) {
         list.push(b':');
         list.extend_from_slice(other);

@@ -3,6 +3,7 @@
 use crate::failure::{Exit, Failure};
 use crate::output;
 use crate::target::{Found, Process, Target, TargetArgs};
+use std::fmt::Write;
 use vramctl::control::protocol::ProcessStatus;
 use vramctl::memory::{DeviceStatus, TagState, TagStatus};
 use vramctl::units::Bytes;
@@ -58,9 +59,9 @@ pub fn status(args: Args) -> Result<Exit, Failure> {
 fn describe(status: &ProcessStatus) -> String {
     let (process, memory) = (&status.process, &status.memory);
     let mut text = format!("{} (pid {}): {}\n", process.name, process.pid, process.program);
-    text += &match &memory.process_tag {
-        Some(tag) => format!("New allocations outside regions get the tag {tag}.\n"),
-        None => "New allocations outside regions are left to CUDA.\n".to_owned(),
+    let _ = match &memory.process_tag {
+        Some(tag) => writeln!(text, "New allocations outside regions get the tag {tag}."),
+        None => writeln!(text, "New allocations outside regions are left to CUDA."),
     };
     if memory.tags.is_empty() {
         text += "No memory under management now.";
@@ -70,10 +71,10 @@ fn describe(status: &ProcessStatus) -> String {
         text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL"], memory.devices.iter().map(device_row));
     }
     if memory.host_spare_bytes > 0 {
-        text += &format!("\n{} of host memory are kept for the next pause.", Bytes(memory.host_spare_bytes));
+        let _ = write!(text, "\n{} of host memory are kept for the next pause.", Bytes(memory.host_spare_bytes));
     }
     if memory.late_bytes > 0 {
-        text += &format!("\nThe driver has not taken {} back yet; it is tried again.", Bytes(memory.late_bytes));
+        let _ = write!(text, "\nThe driver has not taken {} back yet; it is tried again.", Bytes(memory.late_bytes));
     }
     text
 }

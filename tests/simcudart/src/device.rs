@@ -1,0 +1,118 @@
+//! Devices and their primary contexts: which device a thread works on, and that its context is there.
+
+use crate::done;
+use crate::driver::{self, Driver, Handle};
+use crate::errors::{INVALID_DEVICE, INVALID_VALUE, Outcome};
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::Mutex;
+
+/// The primary contexts that the runtime retains, by device.
+static RETAINED: Mutex<Vec<Handle>> = Mutex::new(Vec::new());
+
+thread_local! {
+    static DEVICE: Cell<c_int> = const { Cell::new(0) };
+}
+
+/// A device's primary context, retained once for the process.
+fn primary(driver: &Driver, ordinal: c_int) -> Outcome<Handle> {
+    let mut retained = RETAINED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let index = usize::try_from(ordinal).map_err(|_| INVALID_DEVICE)?;
+    if let Some(&context) = retained.get(index)
+        && context != 0
+    {
+        return Ok(context);
+    }
+    let mut context = 0;
+    // SAFETY: a pointer to this frame.
+    done(unsafe { (driver.cuDevicePrimaryCtxRetain)(&raw mut context, ordinal) })?;
+    if retained.len() <= index {
+        retained.resize(index + 1, 0);
+    }
+    retained[index] = context;
+    Ok(context)
+}
+
+/// The device of the context that is current, if that is fit for use.
+fn current(driver: &Driver) -> Option<c_int> {
+    let mut ordinal = 0;
+    // SAFETY: a pointer to this frame.
+    (unsafe { (driver.cuCtxGetDevice)(&raw mut ordinal) } == 0).then_some(ordinal)
+}
+
+/// The driver, with a context current in the calling thread: whichever the program made current, or
+/// else the primary one of the thread's device.
+pub fn ready() -> Outcome<&'static Driver> {
+    let driver = driver::get()?;
+    if current(driver).is_none() {
+        let context = primary(driver, DEVICE.get())?;
+        // SAFETY: no pointers.
+        done(unsafe { (driver.cuCtxSetCurrent)(context) })?;
+    }
+    Ok(driver)
+}
+
+/// `cudaSetDevice`: since CUDA 12 it initialises the device's context, too.
+pub fn set(ordinal: c_int) -> Outcome {
+    let driver = driver::get()?;
+    let mut count = 0;
+    // SAFETY: a pointer to this frame.
+    done(unsafe { (driver.cuDeviceGetCount)(&raw mut count) })?;
+    if !(0..count).contains(&ordinal) {
+        return Err(INVALID_DEVICE);
+    }
+    let context = primary(driver, ordinal)?;
+    // SAFETY: no pointers.
+    done(unsafe { (driver.cuCtxSetCurrent)(context) })?;
+    DEVICE.set(ordinal);
+    Ok(())
+}
+
+/// `cudaGetDevice`.
+pub fn get() -> Outcome<c_int> {
+    let driver = driver::get()?;
+    Ok(current(driver).unwrap_or_else(|| DEVICE.get()))
+}
+
+/// `cudaDeviceReset`: of the thread's device; the next call makes everything anew.
+pub fn reset() -> Outcome {
+    let driver = driver::get()?;
+    let ordinal = get()?;
+    if let Some(context) = RETAINED.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_mut(ordinal as usize) {
+        *context = 0;
+    }
+    // SAFETY: no pointers.
+    done(unsafe { (driver.cuDevicePrimaryCtxReset)(ordinal) })
+}
+
+/// `cudaDeviceEnablePeerAccess`.
+pub fn enable_peer(peer: c_int, flags: u32) -> Outcome {
+    let driver = ready()?;
+    let peer = primary(driver, peer)?;
+    // SAFETY: no pointers.
+    done(unsafe { (driver.cuCtxEnablePeerAccess)(peer, flags) })
+}
+
+/// `cudaGetDriverEntryPoint`: a driver function that is not there is no error, the status says it.
+///
+/// # Safety
+/// The name is null or terminated, the other pointers null or valid.
+pub unsafe fn entry_point(name: *const c_char, pointer: *mut *mut c_void, version: c_int, flags: u64, status: *mut u32) -> Outcome {
+    if name.is_null() || pointer.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller's promise.
+    let name = unsafe { CStr::from_ptr(name) };
+    let (found, said) = match driver::get()?.entry_point(name, version, flags) {
+        Ok(found) => (found, 0),
+        Err(status) => (std::ptr::null_mut(), status),
+    };
+    // SAFETY: the caller's promise.
+    unsafe {
+        *pointer = found;
+        if !status.is_null() {
+            *status = said;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,323 @@
+//! Devices' contexts: the primary one of each device, others that a program creates, and which one
+//! is current in each thread.
+
+use crate::abi::{Handle, Out};
+use crate::capture;
+use crate::codes::{
+    CONTEXT_IS_DESTROYED, Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, Outcome, PEER_ACCESS_ALREADY_ENABLED,
+    PEER_ACCESS_NOT_ENABLED,
+};
+use crate::driver::{self, State, machine, settings, state};
+use crate::stream::Ticket;
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// One context.
+#[derive(Debug)]
+pub struct Context {
+    /// What programs call it.
+    pub handle: Handle,
+    /// Its device.
+    pub device: usize,
+    /// Whether it is the device's primary context.
+    pub primary: bool,
+    /// The sticky error, 0 while all is well.
+    ///
+    /// "The context cannot be used, so it must be destroyed. All existing device memory
+    /// allocations from this context are invalid and must be reconstructed." (illegal address)
+    sticky: AtomicU32,
+    active: AtomicBool,
+    flags: AtomicU32,
+}
+
+impl Context {
+    /// Makes the context answer this code from now on; the first error stays.
+    pub fn poison(&self, code: Code) {
+        let _ = self.sticky.compare_exchange(0, code, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// The sticky error, if there is one.
+    pub fn check(&self) -> Outcome {
+        match self.sticky.load(Ordering::Acquire) {
+            0 => Ok(()),
+            code => Err(code),
+        }
+    }
+}
+
+/// The contexts of this process.
+#[derive(Debug, Default)]
+pub struct Contexts {
+    known: HashMap<Handle, Arc<Context>>,
+    /// Of each device that had one: the primary context, and how often it is retained. The context
+    /// keeps its handle over a reset, as the real one does.
+    primary: HashMap<usize, (Arc<Context>, u32)>,
+    peers: HashSet<(Handle, Handle)>,
+}
+
+thread_local! {
+    /// The thread's context stack; the last is current. Null is a context that can be current.
+    static STACK: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Contexts {
+    /// A context by its handle.
+    pub fn get(&self, handle: Handle) -> Outcome<Arc<Context>> {
+        let context = self.known.get(&handle).ok_or(INVALID_CONTEXT)?;
+        if context.active.load(Ordering::Acquire) { Ok(Arc::clone(context)) } else { Err(CONTEXT_IS_DESTROYED) }
+    }
+
+    /// The sticky error of any context: after one, the whole process's calls answer it.
+    pub fn any_poison(&self) -> Outcome {
+        self.known.values().try_for_each(|context| context.check())
+    }
+
+    /// How many contexts are alive.
+    pub fn live(&self) -> usize {
+        self.known.values().filter(|context| context.active.load(Ordering::Relaxed)).count()
+    }
+}
+
+fn top() -> Handle {
+    STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0))
+}
+
+/// The calling thread's context, fit for use: an error where there is none, it is destroyed, or
+/// it answers a sticky error.
+pub fn current() -> Outcome<Arc<Context>> {
+    current_in(&state().contexts)
+}
+
+/// [`current`], for who holds the lock on the state already.
+pub fn current_in(contexts: &Contexts) -> Outcome<Arc<Context>> {
+    let context = contexts.get(top())?;
+    context.check()?;
+    Ok(context)
+}
+
+/// `cuCtxGetCurrent`.
+pub fn get_current(context: Out<Handle>) -> Outcome {
+    context.put(top())
+}
+
+/// `cuCtxSetCurrent`: replaces the top of the stack; null pops it.
+pub fn set_current(context: Handle) -> Outcome {
+    if context != 0 && !state().contexts.known.contains_key(&context) {
+        return Err(INVALID_CONTEXT);
+    }
+    STACK.with_borrow_mut(|stack| {
+        stack.pop();
+        if context != 0 {
+            stack.push(context);
+        }
+    });
+    Ok(())
+}
+
+/// `cuCtxPushCurrent`.
+pub fn push(context: Handle) -> Outcome {
+    if !state().contexts.known.contains_key(&context) {
+        return Err(INVALID_CONTEXT);
+    }
+    STACK.with_borrow_mut(|stack| stack.push(context));
+    Ok(())
+}
+
+/// `cuCtxPopCurrent`.
+pub fn pop(context: Out<Handle>) -> Outcome {
+    let popped = STACK.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)?;
+    context.put_if_given(popped);
+    Ok(())
+}
+
+/// `cuCtxGetDevice`.
+pub fn get_device(device: Out<i32>) -> Outcome {
+    device.put(state().contexts.get(top())?.device as i32)
+}
+
+/// `cuCtxGetFlags`.
+pub fn get_flags(flags: Out<u32>) -> Outcome {
+    flags.put(current()?.flags.load(Ordering::Relaxed))
+}
+
+/// `cuCtxGetApiVersion`.
+pub fn api_version(context: Handle, version: Out<u32>) -> Outcome {
+    let context = if context == 0 { top() } else { context };
+    state().contexts.get(context)?;
+    version.put(3020)
+}
+
+/// `cuCtxGetStreamPriorityRange`.
+pub fn priority_range(least: Out<i32>, greatest: Out<i32>) -> Outcome {
+    least.put_if_given(0);
+    greatest.put_if_given(-5);
+    Ok(())
+}
+
+fn new(device: usize, primary: bool, flags: u32) -> Arc<Context> {
+    Arc::new(Context {
+        handle: driver::new_handle(),
+        device,
+        primary,
+        sticky: AtomicU32::new(0),
+        active: AtomicBool::new(true),
+        flags: AtomicU32::new(flags),
+    })
+}
+
+/// `cuCtxCreate`: the new context is current.
+pub fn create(handle: Out<Handle>, flags: u32, device: i32) -> Outcome {
+    handle.required()?;
+    let device = driver::device(device)?;
+    let context = new(device, false, flags);
+    state().contexts.known.insert(context.handle, Arc::clone(&context));
+    STACK.with_borrow_mut(|stack| stack.push(context.handle));
+    handle.put(context.handle)
+}
+
+/// `cuCtxDestroy`.
+pub fn destroy(handle: Handle) -> Outcome {
+    let context = state().contexts.get(handle)?;
+    if context.primary {
+        return Err(INVALID_CONTEXT);
+    }
+    empty(&context);
+    state().contexts.known.remove(&handle);
+    STACK.with_borrow_mut(|stack| {
+        if stack.last() == Some(&handle) {
+            stack.pop();
+        }
+    });
+    Ok(())
+}
+
+/// `cuDevicePrimaryCtxRetain`.
+pub fn retain_primary(handle: Out<Handle>, device: i32) -> Outcome {
+    handle.required()?;
+    let device = driver::device(device)?;
+    let mut state = state();
+    let contexts = &mut state.contexts;
+    let (context, retained) = contexts.primary.entry(device).or_insert_with(|| (new(device, true, 0), 0));
+    if *retained == 0 {
+        if !machine()?.take(device, settings().context_bytes) {
+            return Err(OUT_OF_MEMORY);
+        }
+        context.sticky.store(0, Ordering::Release);
+        context.active.store(true, Ordering::Release);
+        contexts.known.insert(context.handle, Arc::clone(context));
+    }
+    *retained += 1;
+    handle.put(context.handle)
+}
+
+/// `cuDevicePrimaryCtxRelease`: the last release destroys what is in the context.
+pub fn release_primary(device: i32) -> Outcome {
+    let device = driver::device(device)?;
+    let last = {
+        let mut state = state();
+        let Some((context, retained)) = state.contexts.primary.get_mut(&device) else {
+            return Err(INVALID_CONTEXT);
+        };
+        if *retained == 0 {
+            return Err(INVALID_CONTEXT);
+        }
+        *retained -= 1;
+        (*retained == 0).then(|| Arc::clone(context))
+    };
+    last.map_or(Ok(()), |context| end_primary(&context))
+}
+
+/// `cuDevicePrimaryCtxReset`: destroys what is in the context, whoever retains it.
+pub fn reset_primary(device: i32) -> Outcome {
+    let device = driver::device(device)?;
+    let context = {
+        let mut state = state();
+        match state.contexts.primary.get_mut(&device) {
+            Some((context, retained)) if *retained > 0 => {
+                *retained = 0;
+                Arc::clone(context)
+            }
+            _ => return Ok(()),
+        }
+    };
+    end_primary(&context)
+}
+
+fn end_primary(context: &Arc<Context>) -> Outcome {
+    empty(context);
+    context.active.store(false, Ordering::Release);
+    // A reset is the way out of a sticky error.
+    context.sticky.store(0, Ordering::Release);
+    machine()?.give(context.device, settings().context_bytes);
+    Ok(())
+}
+
+/// Destroys a context's streams, events and plain allocations, once their work is done. Virtual
+/// memory belongs to the process, not to a context: it stays.
+fn empty(context: &Context) {
+    let pending = state().streams.pending(context.handle);
+    Ticket::wait_all(&pending);
+    let mut state = state();
+    let State { space, streams, captures, host, .. } = &mut *state;
+    captures.forget_context(context.handle);
+    streams.forget_context(context.handle);
+    space.forget_context(context.handle);
+    host.forget_context(context.handle);
+    state.contexts.peers.retain(|&(from, to)| from != context.handle && to != context.handle);
+}
+
+/// `cuDevicePrimaryCtxGetState`.
+pub fn primary_state(device: i32, flags: Out<u32>, active: Out<i32>) -> Outcome {
+    let device = driver::device(device)?;
+    let state = state();
+    let primary = state.contexts.primary.get(&device);
+    flags.put_if_given(primary.map_or(0, |(context, _)| context.flags.load(Ordering::Relaxed)));
+    active.put_if_given(i32::from(primary.is_some_and(|&(_, retained)| retained > 0)));
+    Ok(())
+}
+
+/// `cuDevicePrimaryCtxSetFlags`.
+pub fn primary_set_flags(device: i32, flags: u32) -> Outcome {
+    let device = driver::device(device)?;
+    if let Some((context, _)) = state().contexts.primary.get(&device) {
+        context.flags.store(flags, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+/// `cuCtxSynchronize`: waits for all work of the context and reports what it came to.
+pub fn synchronize() -> Outcome {
+    let context = current()?;
+    capture::refuse_context_wait(&context)?;
+    let pending = state().streams.pending(context.handle);
+    Ticket::wait_all(&pending);
+    context.check()
+}
+
+/// `cuDeviceCanAccessPeer`: every two of the simulated devices can.
+pub fn can_access_peer(answer: Out<i32>, device: i32, peer: i32) -> Outcome {
+    let (device, peer) = (driver::device(device)?, driver::device(peer)?);
+    answer.put(i32::from(device != peer))
+}
+
+/// `cuCtxEnablePeerAccess`.
+pub fn enable_peer(peer: Handle, flags: u32) -> Outcome {
+    let context = current()?;
+    let mut state = state();
+    let peer = state.contexts.get(peer)?;
+    if flags != 0 {
+        return Err(INVALID_VALUE);
+    }
+    if peer.device == context.device {
+        return Err(INVALID_DEVICE);
+    }
+    if state.contexts.peers.insert((context.handle, peer.handle)) { Ok(()) } else { Err(PEER_ACCESS_ALREADY_ENABLED) }
+}
+
+/// `cuCtxDisablePeerAccess`.
+pub fn disable_peer(peer: Handle) -> Outcome {
+    let context = current()?;
+    if state().contexts.peers.remove(&(context.handle, peer)) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
+}

@@ -1,0 +1,423 @@
+//! What streams do: copies, memsets, calls into the program. An operation that touches device
+//! memory which is not mapped, while it runs, ends the context with an illegal address.
+
+use crate::abi::{Address, Handle, HostFunction};
+use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, Outcome};
+use crate::context::Context;
+use crate::driver::{State, state};
+use crate::host::{Direction, transfer};
+use crate::stream;
+use crate::vmm::{Piece, READ, READ_WRITE};
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// One operation of a stream, or one node of a graph.
+#[derive(Clone, Debug)]
+pub enum Work {
+    /// Nothing: something to wait for.
+    Marker,
+    /// Bytes from one place to another, each on a device or on the host.
+    Copy {
+        /// Where to.
+        to: Address,
+        /// Where from.
+        from: Address,
+        /// How many.
+        bytes: usize,
+    },
+    /// Bytes that were taken from pageable host memory when the call was made.
+    Upload {
+        /// Where to.
+        to: Address,
+        /// The bytes.
+        bytes: Arc<[u8]>,
+    },
+    /// A value, over and over.
+    Fill {
+        /// Where to.
+        to: Address,
+        /// The value, in the lowest `width` bytes.
+        value: u32,
+        /// Bytes of one value: 1, 2 or 4.
+        width: usize,
+        /// How many values.
+        count: usize,
+    },
+    /// A function of the program.
+    Call {
+        /// The function.
+        function: HostFunction,
+        /// What it is given, a pointer of the program's.
+        data: usize,
+    },
+    /// The end of an allocation.
+    Free {
+        /// Which.
+        address: Address,
+    },
+    /// The nodes of a graph, one after the other.
+    Graph {
+        /// The nodes.
+        nodes: Arc<[Work]>,
+    },
+}
+
+/// -1: as the environment says.
+static DELAY: AtomicU64 = AtomicU64::new(u64::MAX);
+
+/// Sets how long each operation takes at least, from now on.
+pub fn set_delay(milliseconds: u64) {
+    DELAY.store(milliseconds, Ordering::Relaxed);
+}
+
+fn delay() -> Duration {
+    Duration::from_millis(match DELAY.load(Ordering::Relaxed) {
+        u64::MAX => crate::settings::get().delay_ms,
+        milliseconds => milliseconds,
+    })
+}
+
+/// One side of an operation, as it is found when the operation runs.
+#[derive(Debug)]
+enum Side {
+    Device(Vec<Piece>),
+    Host(Address),
+}
+
+impl Side {
+    fn find(state: &State, context: &Context, address: Address, bytes: usize, access: u32) -> Outcome<Self> {
+        if state.space.is_device(address) {
+            state.space.touch(address, bytes, context.device, access).map(Self::Device)
+        } else {
+            Ok(Self::Host(address))
+        }
+    }
+
+    /// The mappings that it went through; a later mapping at the same address is another.
+    fn mappings(&self) -> Vec<u64> {
+        match self {
+            Self::Device(pieces) => pieces.iter().map(|piece| piece.mapping).collect(),
+            Self::Host(_) => Vec::new(),
+        }
+    }
+}
+
+/// What an operation reads and writes.
+struct Touched {
+    read: Option<(Address, usize)>,
+    written: Option<(Address, usize)>,
+}
+
+impl Work {
+    fn touched(&self) -> Touched {
+        let (read, written) = match *self {
+            Self::Copy { to, from, bytes } => (Some((from, bytes)), Some((to, bytes))),
+            Self::Upload { to, ref bytes } => (None, Some((to, bytes.len()))),
+            Self::Fill { to, width, count, .. } => (None, Some((to, width * count))),
+            Self::Marker | Self::Call { .. } | Self::Free { .. } | Self::Graph { .. } => (None, None),
+        };
+        Touched { read, written }
+    }
+}
+
+impl Touched {
+    fn sides(&self, context: &Context) -> Outcome<(Option<Side>, Option<Side>)> {
+        let state = state();
+        let find = |range: Option<(Address, usize)>, access| {
+            range.map(|(address, bytes)| Side::find(&state, context, address, bytes, access)).transpose()
+        };
+        Ok((find(self.read, READ)?, find(self.written, READ_WRITE)?))
+    }
+
+    fn mappings(&self, context: &Context) -> Outcome<(Vec<u64>, Vec<u64>)> {
+        let (read, written) = self.sides(context)?;
+        let mappings = |side: Option<Side>| side.as_ref().map(Side::mappings).unwrap_or_default();
+        Ok((mappings(read), mappings(written)))
+    }
+}
+
+/// Does the work of one operation. In a context with a sticky error nothing runs any more.
+pub fn execute(context: &Context, work: Work) {
+    if context.check().is_err() {
+        // Memory must not leak because of it.
+        if let Work::Free { address } = work {
+            state().space.release_plain(address);
+        }
+        return;
+    }
+    let nodes = match work {
+        Work::Marker => return,
+        Work::Graph { nodes } => nodes,
+        single => Arc::from([single]),
+    };
+    for work in nodes.iter() {
+        if let Err(code) = execute_one(context, work) {
+            context.poison(code);
+            return;
+        }
+    }
+}
+
+/// One operation. The addresses must be mapped at its beginning, stay so while it takes its time,
+/// and still be so at its end, by the same mappings: memory that is taken away under it, even if
+/// other memory is put there, is a fault on a real device too, or worse, a silent corruption.
+fn execute_one(context: &Context, work: &Work) -> Outcome {
+    let touched = work.touched();
+    let at_first = touched.mappings(context)?;
+    let delay = delay();
+    if !delay.is_zero() {
+        std::thread::sleep(delay);
+    }
+    let (read, written) = touched.sides(context)?;
+    match (work, read, written) {
+        (Work::Copy { bytes, .. }, Some(from), Some(to)) => copy(&from, &to, *bytes)?,
+        (Work::Upload { bytes, .. }, _, Some(to)) => upload(bytes, &to)?,
+        (Work::Fill { value, width, count, .. }, _, Some(to)) => {
+            fill(&to, *value, *width, *count)?;
+        }
+        (Work::Call { function, data }, ..) => {
+            // SAFETY: the node is what the program gave to cuLaunchHostFunc.
+            unsafe { stream::call_host_function(*function, *data as *mut c_void) };
+        }
+        (Work::Free { address }, ..) => {
+            state().space.release_plain(*address);
+        }
+        _ => {}
+    }
+    if touched.mappings(context)? == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
+}
+
+/// Bytes that go through memory of this library where both sides are the host's.
+const BOUNCE: usize = 1 << 20;
+
+fn copy(from: &Side, to: &Side, bytes: usize) -> Outcome {
+    match (from, to) {
+        (Side::Host(from), Side::Device(pieces)) => {
+            let mut from = *from;
+            for piece in pieces {
+                let ours = piece.physical.backing.at(piece.offset);
+                transfer(Direction::FromHost, ours, from, piece.bytes)?;
+                from += piece.bytes as u64;
+            }
+            Ok(())
+        }
+        (Side::Device(pieces), Side::Host(to)) => {
+            let mut to = *to;
+            for piece in pieces {
+                let ours = piece.physical.backing.at(piece.offset);
+                transfer(Direction::ToHost, ours, to, piece.bytes)?;
+                to += piece.bytes as u64;
+            }
+            Ok(())
+        }
+        (Side::Device(from), Side::Device(to)) => {
+            copy_pieces(from, to);
+            Ok(())
+        }
+        (Side::Host(from), Side::Host(to)) => {
+            let mut buffer = vec![0u8; BOUNCE.min(bytes)];
+            let mut done = 0;
+            while done < bytes {
+                let part = buffer.len().min(bytes - done);
+                transfer(Direction::FromHost, buffer.as_mut_ptr(), from + done as u64, part)?;
+                transfer(Direction::ToHost, buffer.as_mut_ptr(), to + done as u64, part)?;
+                done += part;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Copies between two lists of pieces of the same length in all.
+fn copy_pieces(from: &[Piece], to: &[Piece]) {
+    let mut sources = from.iter().map(|piece| (piece.physical.backing.at(piece.offset), piece.bytes));
+    let (mut source, mut left) = sources.next().unwrap_or((std::ptr::null_mut(), 0));
+    for piece in to {
+        let mut done = 0;
+        while done < piece.bytes {
+            if left == 0 {
+                match sources.next() {
+                    Some(next) => (source, left) = next,
+                    None => return,
+                }
+            }
+            let part = left.min(piece.bytes - done);
+            // SAFETY: both are parts of backings that the pieces keep alive; they may overlap.
+            unsafe {
+                std::ptr::copy(source, piece.physical.backing.at(piece.offset + done), part);
+            }
+            source = source.wrapping_add(part);
+            left -= part;
+            done += part;
+        }
+    }
+}
+
+fn upload(bytes: &[u8], to: &Side) -> Outcome {
+    let from = bytes.as_ptr();
+    match to {
+        Side::Device(pieces) => {
+            let mut done = 0;
+            for piece in pieces {
+                // SAFETY: from our own bytes into a backing that the piece keeps alive.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(from.add(done), piece.physical.backing.at(piece.offset), piece.bytes);
+                }
+                done += piece.bytes;
+            }
+            Ok(())
+        }
+        Side::Host(to) => transfer(Direction::ToHost, from.cast_mut(), *to, bytes.len()),
+    }
+}
+
+fn fill(to: &Side, value: u32, width: usize, count: usize) -> Outcome {
+    let pattern = value.to_le_bytes();
+    // The pieces' borders are multiples of every width, since addresses are aligned to it.
+    let write = |start: *mut u8, bytes: usize| {
+        // SAFETY: a part of a backing or of our own buffer, of at least so many bytes.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(start, bytes) };
+        if pattern[..width].iter().all(|&byte| byte == pattern[0]) {
+            bytes.fill(pattern[0]);
+        } else {
+            for chunk in bytes.chunks_mut(width) {
+                chunk.copy_from_slice(&pattern[..chunk.len()]);
+            }
+        }
+    };
+    match to {
+        Side::Device(pieces) => {
+            for piece in pieces {
+                write(piece.physical.backing.at(piece.offset), piece.bytes);
+            }
+            Ok(())
+        }
+        Side::Host(to) => {
+            let bytes = width * count;
+            let mut buffer = vec![0u8; BOUNCE.min(bytes)];
+            write(buffer.as_mut_ptr(), buffer.len());
+            (0..bytes).step_by(BOUNCE).try_for_each(|done| {
+                let part = buffer.len().min(bytes - done);
+                transfer(Direction::ToHost, buffer.as_mut_ptr(), to + done as u64, part)
+            })
+        }
+    }
+}
+
+/// What a copy call's name says about its sides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sides {
+    /// Nothing: each address says it itself.
+    Any,
+    /// From host to device.
+    Upload,
+    /// From device to host.
+    Download,
+    /// From device to device.
+    Device,
+}
+
+/// Whether an address can be what the call's name says that it is.
+fn is_device_address(state: &State, address: Address) -> bool {
+    state.space.is_device(address) || state.host.find(address).is_some()
+}
+
+fn check_sides(state: &State, sides: Sides, to: Address, from: Address) -> Outcome {
+    let written = matches!(sides, Sides::Upload | Sides::Device);
+    let read = matches!(sides, Sides::Download | Sides::Device);
+    let wrong = (written && !is_device_address(state, to)) || (read && !is_device_address(state, from)) || to == 0 || from == 0;
+    if wrong { Err(INVALID_VALUE) } else { Ok(()) }
+}
+
+/// A copy call that waits, as far as the driver's do: between two places on devices it does not
+/// ("for transfers from device memory to device memory, no host-side synchronization is
+/// performed").
+pub fn copy_and_wait(sides: Sides, to: Address, from: Address, bytes: usize, stream: Handle) -> Outcome {
+    if bytes == 0 {
+        return Ok(());
+    }
+    let both_on_devices = {
+        let state = state();
+        check_sides(&state, sides, to, from)?;
+        state.space.is_device(to) && state.space.is_device(from)
+    };
+    let work = Work::Copy { to, from, bytes };
+    if !both_on_devices {
+        return stream::run(stream, work);
+    }
+    let mut state = state();
+    let stream = stream::find(&mut state, stream)?;
+    state.captures.refuse(stream.handle)?;
+    stream::submit(&mut state, &stream, work)?;
+    Ok(())
+}
+
+/// A copy call that does not wait, except as CUDA says that it may: pageable host memory is read
+/// before the call returns, and written before it returns.
+pub fn copy_async(sides: Sides, to: Address, from: Address, bytes: usize, stream: Handle) -> Outcome {
+    let mut state = state();
+    let stream = stream::find(&mut state, stream)?;
+    if bytes == 0 {
+        return Ok(());
+    }
+    check_sides(&state, sides, to, from)?;
+    let pageable = |address| !is_device_address(&state, address);
+    let (to_pageable, from_pageable) = (pageable(to), pageable(from));
+    let mut work = Work::Copy { to, from, bytes };
+    // A captured copy finds its memory when the graph runs.
+    if from_pageable && !state.captures.is_capturing(stream.handle) {
+        // "If pageable memory must first be staged to pinned memory, the driver may synchronize
+        // with the stream and stage the copy": what the program does with its buffer after the
+        // call must not matter. Large buffers are not staged but waited for.
+        if bytes <= 64 << 10 || to_pageable {
+            let mut staged = vec![0u8; bytes];
+            transfer(Direction::FromHost, staged.as_mut_ptr(), from, bytes).map_err(|_| INVALID_VALUE)?;
+            work = Work::Upload { to, bytes: staged.into() };
+        }
+    }
+    let wait = to_pageable || (from_pageable && matches!(work, Work::Copy { .. }));
+    let ticket = stream::submit(&mut state, &stream, work)?;
+    drop(state);
+    if wait && let Some(ticket) = ticket {
+        ticket.wait();
+        return stream.context.check();
+    }
+    Ok(())
+}
+
+/// A memset call; none of them waits ("memset functions are asynchronous with respect to the host
+/// except when the target is pinned host memory or a Unified Memory region").
+pub fn set(to: Address, value: u32, width: usize, count: usize, stream: Handle) -> Outcome {
+    let mut state = state();
+    let stream = stream::find(&mut state, stream)?;
+    if count == 0 {
+        return Ok(());
+    }
+    let bytes = count.checked_mul(width).ok_or(INVALID_VALUE)?;
+    if !to.is_multiple_of(width as u64) || to.checked_add(bytes as u64).is_none() {
+        return Err(INVALID_VALUE);
+    }
+    if !is_device_address(&state, to) {
+        return Err(INVALID_VALUE);
+    }
+    let waits = state.host.find(to).is_some();
+    let ticket = stream::submit(&mut state, &stream, Work::Fill { to, value, width, count })?;
+    drop(state);
+    if waits && let Some(ticket) = ticket {
+        ticket.wait();
+        return stream.context.check();
+    }
+    Ok(())
+}
+
+/// A memset call of the kind without a stream argument: it cannot be captured.
+pub fn set_now(to: Address, value: u32, width: usize, count: usize, stream: Handle) -> Outcome {
+    {
+        let mut state = state();
+        let stream = stream::find(&mut state, stream)?;
+        state.captures.refuse(stream.handle)?;
+    }
+    set(to, value, width, count, stream)
+}

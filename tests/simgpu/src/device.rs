@@ -1,0 +1,140 @@
+//! The devices: how many, what they are called and what they can do.
+
+use crate::abi::{In, Out, Uuid};
+use crate::codes::{INVALID_VALUE, OUT_OF_MEMORY, Outcome};
+use crate::context;
+use crate::driver::{self, machine, settings};
+use std::ffi::{c_char, c_int};
+use std::fmt::Write as _;
+
+/// What `cuDriverGetVersion` answers: CUDA 13.0.
+pub const VERSION: i32 = 13000;
+
+/// `cuDeviceGetCount`.
+pub fn count(count: Out<i32>) -> Outcome {
+    count.put(machine()?.devices() as i32)
+}
+
+/// `cuDeviceGet`.
+pub fn get(device: Out<i32>, ordinal: i32) -> Outcome {
+    driver::device(ordinal)?;
+    device.put(ordinal)
+}
+
+/// `cuDeviceGetName`.
+pub fn name(name: Out<c_char>, room: c_int, device: i32) -> Outcome {
+    driver::device(device)?;
+    name.put_text("Simulated GPU", room)
+}
+
+/// `cuDeviceGetUuid`.
+pub fn uuid(uuid: Out<Uuid>, device: i32) -> Outcome {
+    uuid.put(Uuid { bytes: uuid_bytes(driver::device(device)?) })
+}
+
+/// The sixteen bytes that tell a device from the others.
+pub fn uuid_bytes(device: usize) -> [u8; 16] {
+    let mut bytes = *b"simulated-gpu-00";
+    bytes[15] += device as u8;
+    bytes
+}
+
+/// A device's UUID as NVML and nvidia-smi write it.
+pub fn uuid_text(device: usize) -> String {
+    let mut text = String::from("GPU-");
+    for (index, byte) in uuid_bytes(device).iter().enumerate() {
+        if matches!(index, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
+/// The bus that a device pretends to sit on.
+pub fn bus(device: usize) -> u32 {
+    0x10 + device as u32
+}
+
+/// `cuDeviceGetPCIBusId`.
+pub fn pci_bus_id(text: Out<c_char>, room: c_int, device: i32) -> Outcome {
+    let device = driver::device(device)?;
+    text.put_text(&format!("0000:{:02X}:00.0", bus(device)), room)
+}
+
+/// Which device a PCI bus id names, with or without the domain.
+pub fn by_pci_bus_id(text: &str) -> Option<usize> {
+    let bus_text = text.rsplit(':').nth(1)?;
+    let number = u32::from_str_radix(bus_text, 16).ok()?;
+    let devices = machine().ok()?.devices();
+    (0..devices).find(|&device| bus(device) == number)
+}
+
+/// `cuDeviceGetByPCIBusId`.
+pub fn get_by_pci_bus_id(device: Out<i32>, text: In<c_char>) -> Outcome {
+    device.put(by_pci_bus_id(text.text()?).ok_or(INVALID_VALUE)? as i32)
+}
+
+/// `cuDeviceTotalMem`.
+pub fn total_memory(bytes: Out<usize>, device: i32) -> Outcome {
+    driver::device(device)?;
+    bytes.put(machine()?.memory() as usize)
+}
+
+/// `cuMemGetInfo`: of the current context's device.
+pub fn memory_info(free: Out<usize>, total: Out<usize>) -> Outcome {
+    let device = context::current()?.device;
+    let machine = machine()?;
+    free.put_if_given((machine.memory() - machine.used(device)) as usize);
+    total.put_if_given(machine.memory() as usize);
+    Ok(())
+}
+
+/// What the devices answer, by `CUdevice_attribute`; those that depend on something are not here.
+const ATTRIBUTES: &[(i32, i32)] = &[
+    (1, 1024),       // MAX_THREADS_PER_BLOCK
+    (2, 1024),       // MAX_BLOCK_DIM_X
+    (3, 1024),       // MAX_BLOCK_DIM_Y
+    (4, 64),         // MAX_BLOCK_DIM_Z
+    (5, i32::MAX),   // MAX_GRID_DIM_X
+    (6, 65535),      // MAX_GRID_DIM_Y
+    (7, 65535),      // MAX_GRID_DIM_Z
+    (8, 48 << 10),   // MAX_SHARED_MEMORY_PER_BLOCK
+    (10, 32),        // WARP_SIZE
+    (11, i32::MAX),  // MAX_PITCH
+    (12, 65536),     // MAX_REGISTERS_PER_BLOCK
+    (13, 1_000_000), // CLOCK_RATE
+    (14, 512),       // TEXTURE_ALIGNMENT
+    (16, 16),        // MULTIPROCESSOR_COUNT
+    (19, 1),         // CAN_MAP_HOST_MEMORY
+    (31, 1),         // CONCURRENT_KERNELS
+    (40, 2),         // ASYNC_ENGINE_COUNT
+    (41, 1),         // UNIFIED_ADDRESSING
+    (51, 32),        // TEXTURE_PITCH_ALIGNMENT
+    (75, 9),         // COMPUTE_CAPABILITY_MAJOR
+    (76, 0),         // COMPUTE_CAPABILITY_MINOR
+    (78, 1),         // STREAM_PRIORITIES_SUPPORTED
+    (83, 1),         // MANAGED_MEMORY
+    (91, 1),         // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    (99, 1),         // HOST_REGISTER_SUPPORTED
+    (115, 1),        // MEMORY_POOLS_SUPPORTED
+];
+
+/// `cuDeviceGetAttribute`. What is not listed is a feature that the simulated device lacks.
+pub fn attribute(value: Out<i32>, attribute: i32, device: i32) -> Outcome {
+    const PCI_BUS_ID: i32 = 33;
+    const VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: i32 = 102;
+    const GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: i32 = 110;
+    let device = driver::device(device)?;
+    value.put(match attribute {
+        PCI_BUS_ID => bus(device) as i32,
+        VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED | GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED => i32::from(!settings().no_vmm),
+        attribute if attribute <= 0 => return Err(INVALID_VALUE),
+        attribute => ATTRIBUTES.iter().find(|(known, _)| *known == attribute).map_or(0, |&(_, value)| value),
+    })
+}
+
+/// Takes capacity of a device, as the code that the driver answers when there is none left.
+pub fn take(device: usize, bytes: u64) -> Outcome {
+    if machine()?.take(device, bytes) { Ok(()) } else { Err(OUT_OF_MEMORY) }
+}

@@ -1,0 +1,158 @@
+//! The driver's state in this process, and what every call is checked for before it does anything.
+
+use crate::capture::Captures;
+use crate::codes::{Code, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, Outcome, UNKNOWN};
+use crate::context::{self, Contexts};
+use crate::exports::{Function, Hazard, Needs};
+use crate::graph::Graphs;
+use crate::host::HostMemory;
+use crate::machine::Machine;
+use crate::pool::Pools;
+use crate::settings::{self, Settings};
+use crate::stream::{self, Streams};
+use crate::vmm::Space;
+use crate::{capture, faults};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Everything that the driver keeps for this process, under one lock.
+///
+/// One lock keeps the rules simple and the answers consistent. Nothing waits while holding it:
+/// copies, delays and synchronisation happen outside.
+#[derive(Debug, Default)]
+pub struct State {
+    /// Addresses, physical memory and what is mapped where.
+    pub space: Space,
+    /// Host memory that the driver knows.
+    pub host: HostMemory,
+    /// Contexts.
+    pub contexts: Contexts,
+    /// Streams and events.
+    pub streams: Streams,
+    /// Running stream captures.
+    pub captures: Captures,
+    /// Graphs and executable graphs.
+    pub graphs: Graphs,
+    /// Memory pools.
+    pub pools: Pools,
+}
+
+static STATE: OnceLock<Mutex<State>> = OnceLock::new();
+/// The process that called `cuInit`; 0 before.
+static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
+
+/// Takes the lock on the state.
+pub fn state() -> MutexGuard<'static, State> {
+    STATE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The simulated machine, opened at the first use. A machine that cannot be opened is explained
+/// once on stderr.
+pub fn machine() -> Outcome<&'static Machine> {
+    static MACHINE: OnceLock<Option<Machine>> = OnceLock::new();
+    MACHINE
+        .get_or_init(|| {
+            let settings = settings::get();
+            Machine::open(settings)
+                .inspect_err(|error| {
+                    eprintln!("simgpu: cannot open the machine {:?}: {error}", settings.directory);
+                })
+                .ok()
+        })
+        .as_ref()
+        .ok_or(OPERATING_SYSTEM)
+}
+
+/// The settings of this process.
+pub fn settings() -> &'static Settings {
+    settings::get()
+}
+
+/// A number that no other object of this process has. Handles look like addresses in a range that
+/// programs' own memory does not use, so that one taken for a pointer is found out at once.
+pub fn new_handle() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0x5147_0000_0000_0100);
+    NEXT.fetch_add(0x10, Ordering::Relaxed)
+}
+
+/// A device's ordinal, checked.
+pub fn device(ordinal: i32) -> Outcome<usize> {
+    let known = machine()?.devices();
+    usize::try_from(ordinal).ok().filter(|&device| device < known).ok_or(INVALID_DEVICE)
+}
+
+/// `cuInit`.
+pub fn init(flags: u32) -> Outcome {
+    if flags != 0 {
+        return Err(crate::codes::INVALID_VALUE);
+    }
+    let machine = machine()?;
+    if machine.devices() == 0 {
+        return Err(NO_DEVICE);
+    }
+    if !machine.join() {
+        return Err(OPERATING_SYSTEM);
+    }
+    INITIALISED_BY.store(std::process::id(), Ordering::Release);
+    Ok(())
+}
+
+/// Whether `cuInit` has been called in this process.
+pub fn is_initialised() -> bool {
+    INITIALISED_BY.load(Ordering::Acquire) == std::process::id()
+}
+
+/// One call from outside: counts it, lets an injected fault happen, checks what the function
+/// needs, and turns the outcome into the code for C. Nothing unwinds into the caller.
+pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -> Code {
+    let initialised_by = INITIALISED_BY.load(Ordering::Acquire);
+    // CUDA does not survive fork: the child of an initialised process has the parent's state in
+    // memory but nothing behind it. No lock is touched on this way, since another thread of the
+    // parent may have held it at the fork.
+    if initialised_by != 0 && initialised_by != std::process::id() && function.needs != Needs::Nothing {
+        return NOT_INITIALIZED;
+    }
+    if let Some(code) = faults::use_of(index) {
+        return code;
+    }
+    let checked = AssertUnwindSafe(|| {
+        admit(function)?;
+        body()
+    });
+    match catch_unwind(checked) {
+        Ok(Ok(())) => 0,
+        Ok(Err(code)) => code,
+        Err(_) => UNKNOWN,
+    }
+}
+
+/// The checks that come before a call.
+fn admit(function: &Function) -> Outcome {
+    if matches!(function.needs, Needs::Nothing | Needs::Start) {
+        return Ok(());
+    }
+    // "The callback must not make any CUDA API call"; the driver answers those with this code.
+    if stream::in_host_function() {
+        return Err(NOT_PERMITTED);
+    }
+    if !is_initialised() {
+        return Err(NOT_INITIALIZED);
+    }
+    match function.needs {
+        Needs::Nothing | Needs::Start | Needs::Init => {}
+        Needs::Vmm => {
+            if settings().no_vmm {
+                return Err(NOT_SUPPORTED);
+            }
+            state().contexts.any_poison()?;
+        }
+        Needs::Context => {
+            context::current()?;
+        }
+    }
+    if function.hazard == Hazard::CaptureUnsafe {
+        capture::refuse_unsafe_call()?;
+    }
+    Ok(())
+}

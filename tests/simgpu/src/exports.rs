@@ -1,0 +1,375 @@
+//! The one table of exported functions: the exports themselves, what `cuGetProcAddress` answers,
+//! fault injection, call counts and the checks before each call are all made from it.
+
+use crate::abi::{AccessDesc, Address, AllocationProp, Handle, HostFunction, In, IpcHandle, Location, NvmlMemory, NvmlProcess, Out, Uuid};
+use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, Outcome};
+use crate::copy::{self, Sides};
+use crate::pool::PoolProps;
+use crate::stream::{LEGACY, PER_THREAD, per_thread};
+use crate::{capture, context, device, driver, graph, host, memory, nvml, pool, stream, vmm};
+use std::ffi::{c_char, c_int, c_void};
+
+/// What must be there before a call does anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Needs {
+    /// Nothing: works before `cuInit` and in a forked child.
+    Nothing,
+    /// Nothing, but a forked child of an initialised process has no CUDA: `cuInit` itself.
+    Start,
+    /// `cuInit`.
+    Init,
+    /// `cuInit` and devices with virtual memory management; no context. No context of the process
+    /// may have a sticky error.
+    Vmm,
+    /// A context that is current in the calling thread, and without a sticky error.
+    Context,
+}
+
+/// What a call means to stream captures that are running.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hazard {
+    /// Nothing.
+    Safe,
+    /// Potentially unsafe: refused as [`capture::refuse_unsafe_call`] says.
+    CaptureUnsafe,
+}
+
+/// One exported function.
+#[derive(Debug)]
+pub struct Function {
+    /// The symbol.
+    pub name: &'static str,
+    /// Where it starts.
+    pub address: *const c_void,
+    /// What it needs.
+    pub needs: Needs,
+    /// What it means to captures.
+    pub hazard: Hazard,
+}
+
+// SAFETY: the address of a function, the same for all threads.
+unsafe impl Sync for Function {}
+
+macro_rules! functions {
+    ($($name:ident($($argument:ident: $kind:ty),* $(,)?) $needs:ident $hazard:ident => $body:expr;)*) => {
+        $(
+            /// As the CUDA driver API and NVML document it.
+            ///
+            /// # Safety
+            /// Pointers are null or point to what the API says.
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($argument: $kind),*) -> Code {
+                const INDEX: usize = Index::$name as usize;
+                driver::call(INDEX, &TABLE[INDEX], || $body)
+            }
+        )*
+
+        #[allow(non_camel_case_types, clippy::enum_variant_names)]
+        #[repr(usize)]
+        enum Index { $($name),* }
+
+        /// How many functions there are.
+        pub const FUNCTIONS: usize = [$(stringify!($name)),*].len();
+
+        /// All of them, in the order of the indices.
+        pub static TABLE: [Function; FUNCTIONS] = [$(Function {
+            name: stringify!($name),
+            address: $name as *const c_void,
+            needs: Needs::$needs,
+            hazard: Hazard::$hazard,
+        }),*];
+    };
+}
+
+functions! {
+    // Start, devices and contexts.
+    cuInit(flags: u32) Start Safe => driver::init(flags);
+    cuDriverGetVersion(version: Out<i32>) Nothing Safe => version.put(device::VERSION);
+    cuDeviceGet(device: Out<i32>, ordinal: i32) Init Safe => device::get(device, ordinal);
+    cuDeviceGetCount(count: Out<i32>) Init Safe => device::count(count);
+    cuDeviceGetName(name: Out<c_char>, room: c_int, device: i32) Init Safe => device::name(name, room, device);
+    cuDeviceGetUuid(uuid: Out<Uuid>, device: i32) Init Safe => device::uuid(uuid, device);
+    cuDeviceGetUuid_v2(uuid: Out<Uuid>, device: i32) Init Safe => device::uuid(uuid, device);
+    cuDeviceGetPCIBusId(text: Out<c_char>, room: c_int, device: i32) Init Safe => device::pci_bus_id(text, room, device);
+    cuDeviceGetByPCIBusId(device: Out<i32>, text: In<c_char>) Init Safe => device::get_by_pci_bus_id(device, text);
+    cuDeviceTotalMem_v2(bytes: Out<usize>, device: i32) Init Safe => device::total_memory(bytes, device);
+    cuDeviceGetAttribute(value: Out<i32>, attribute: i32, device: i32) Init Safe => device::attribute(value, attribute, device);
+    cuDeviceCanAccessPeer(answer: Out<i32>, device: i32, peer: i32) Init Safe => context::can_access_peer(answer, device, peer);
+    cuDevicePrimaryCtxRetain(context: Out<Handle>, device: i32) Init Safe => context::retain_primary(context, device);
+    cuDevicePrimaryCtxRelease_v2(device: i32) Init Safe => context::release_primary(device);
+    cuDevicePrimaryCtxReset_v2(device: i32) Init Safe => context::reset_primary(device);
+    cuDevicePrimaryCtxGetState(device: i32, flags: Out<u32>, active: Out<i32>) Init Safe => context::primary_state(device, flags, active);
+    cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) Init Safe => context::primary_set_flags(device, flags);
+    cuCtxCreate_v2(context: Out<Handle>, flags: u32, device: i32) Init Safe => context::create(context, flags, device);
+    cuCtxCreate_v4(context: Out<Handle>, _params: *const c_void, flags: u32, device: i32) Init Safe => context::create(context, flags, device);
+    cuCtxDestroy_v2(context: Handle) Init Safe => context::destroy(context);
+    cuCtxGetCurrent(context: Out<Handle>) Init Safe => context::get_current(context);
+    cuCtxSetCurrent(context: Handle) Init Safe => context::set_current(context);
+    cuCtxPushCurrent_v2(context: Handle) Init Safe => context::push(context);
+    cuCtxPopCurrent_v2(context: Out<Handle>) Init Safe => context::pop(context);
+    cuCtxGetDevice(device: Out<i32>) Init Safe => context::get_device(device);
+    cuCtxGetFlags(flags: Out<u32>) Context Safe => context::get_flags(flags);
+    cuCtxGetApiVersion(context: Handle, version: Out<u32>) Init Safe => context::api_version(context, version);
+    cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) Context Safe => context::priority_range(least, greatest);
+    cuCtxSynchronize() Context Safe => context::synchronize();
+    cuCtxEnablePeerAccess(peer: Handle, flags: u32) Context Safe => context::enable_peer(peer, flags);
+    cuCtxDisablePeerAccess(peer: Handle) Context Safe => context::disable_peer(peer);
+
+    // Virtual memory.
+    cuMemGetAllocationGranularity(bytes: Out<usize>, prop: In<AllocationProp>, option: u32) Vmm Safe => vmm::granularity(bytes, prop, option);
+    cuMemAddressReserve(pointer: Out<Address>, bytes: usize, alignment: usize, hint: Address, flags: u64) Vmm Safe => vmm::reserve(pointer, bytes, alignment, hint, flags);
+    cuMemAddressFree(pointer: Address, bytes: usize) Vmm Safe => vmm::address_free(pointer, bytes);
+    cuMemCreate(handle: Out<Handle>, bytes: usize, prop: In<AllocationProp>, flags: u64) Vmm Safe => vmm::create(handle, bytes, prop, flags);
+    cuMemRelease(handle: Handle) Vmm Safe => vmm::release(handle);
+    cuMemMap(pointer: Address, bytes: usize, offset: usize, handle: Handle, flags: u64) Vmm Safe => vmm::map(pointer, bytes, offset, handle, flags);
+    cuMemUnmap(pointer: Address, bytes: usize) Vmm Safe => vmm::unmap(pointer, bytes);
+    cuMemSetAccess(pointer: Address, bytes: usize, access: In<AccessDesc>, count: usize) Vmm Safe => vmm::set_access(pointer, bytes, access, count);
+    cuMemGetAccess(flags: Out<u64>, location: In<Location>, pointer: Address) Vmm Safe => vmm::get_access(flags, location, pointer);
+    cuMemRetainAllocationHandle(handle: Out<Handle>, pointer: Address) Vmm Safe => vmm::retain(handle, pointer);
+    cuMemGetAllocationPropertiesFromHandle(prop: Out<AllocationProp>, handle: Handle) Vmm Safe => vmm::properties(prop, handle);
+    cuMemExportToShareableHandle(_shared: *mut c_void, _handle: Handle, _kind: u32, _flags: u64) Vmm Safe => memory::sharing();
+    cuMemImportFromShareableHandle(_handle: Out<Handle>, _shared: *mut c_void, _kind: u32) Vmm Safe => memory::sharing();
+
+    // Plain memory.
+    cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) Context Safe => device::memory_info(free, total);
+    cuMemAlloc_v2(pointer: Out<Address>, bytes: usize) Context CaptureUnsafe => memory::allocate(pointer, bytes);
+    cuMemAllocPitch_v2(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) Context CaptureUnsafe => memory::allocate_pitch(pointer, pitch, width, height, element);
+    cuMemAllocManaged(pointer: Out<Address>, bytes: usize, flags: u32) Context CaptureUnsafe => memory::allocate_managed(pointer, bytes, flags);
+    cuMemFree_v2(pointer: Address) Context CaptureUnsafe => memory::free(pointer);
+    cuMemAllocAsync(pointer: Out<Address>, bytes: usize, stream: Handle) Context Safe => memory::allocate_async(pointer, bytes, stream);
+    cuMemAllocAsync_ptsz(pointer: Out<Address>, bytes: usize, stream: Handle) Context Safe => memory::allocate_async(pointer, bytes, per_thread(stream));
+    cuMemAllocFromPoolAsync(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context Safe => memory::allocate_from_pool(pointer, bytes, pool, stream);
+    cuMemAllocFromPoolAsync_ptsz(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context Safe => memory::allocate_from_pool(pointer, bytes, pool, per_thread(stream));
+    cuMemFreeAsync(pointer: Address, stream: Handle) Context Safe => memory::free_async(pointer, stream);
+    cuMemFreeAsync_ptsz(pointer: Address, stream: Handle) Context Safe => memory::free_async(pointer, per_thread(stream));
+    cuMemPoolCreate(pool: Out<Handle>, props: In<PoolProps>) Init Safe => pool::create(pool, props);
+    cuMemPoolDestroy(pool: Handle) Init Safe => pool::destroy(pool);
+    cuMemPoolTrimTo(pool: Handle, _keep: usize) Init Safe => pool::trim(pool);
+    cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) Init Safe => pool::set_attribute(pool, attribute, value);
+    cuDeviceGetDefaultMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
+    cuDeviceGetMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
+    cuMemGetAddressRange_v2(base: Out<Address>, bytes: Out<usize>, pointer: Address) Context Safe => memory::address_range(base, bytes, pointer);
+    cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Context Safe => memory::pointer_attribute(data, attribute, pointer);
+    cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Context Safe => memory::pointer_attributes(count, attributes, data, pointer);
+    cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => memory::ipc_get(handle, pointer);
+    cuIpcOpenMemHandle_v2(_pointer: Out<Address>, _handle: IpcHandle, _flags: u32) Context Safe => memory::sharing();
+    cuIpcCloseMemHandle(_pointer: Address) Context Safe => memory::sharing();
+
+    // Host memory.
+    cuMemHostAlloc(pointer: Out<Address>, bytes: usize, flags: u32) Context CaptureUnsafe => host::allocate(pointer, bytes, flags);
+    cuMemAllocHost_v2(pointer: Out<Address>, bytes: usize) Context CaptureUnsafe => host::allocate(pointer, bytes, 0);
+    cuMemFreeHost(pointer: Address) Context CaptureUnsafe => host::free(pointer);
+    cuMemHostRegister_v2(pointer: Address, bytes: usize, flags: u32) Context CaptureUnsafe => host::register(pointer, bytes, flags);
+    cuMemHostUnregister(pointer: Address) Context CaptureUnsafe => host::unregister(pointer);
+    cuMemHostGetDevicePointer_v2(pointer: Out<Address>, host: Address, flags: u32) Context Safe => host::device_pointer(pointer, host, flags);
+    cuMemHostGetFlags(flags: Out<u32>, pointer: Address) Context Safe => host::get_flags(flags, pointer);
+
+    // Copies and memsets.
+    cuMemcpy(to: Address, from: Address, bytes: usize) Context Safe => copy::copy_and_wait(Sides::Any, to, from, bytes, LEGACY);
+    cuMemcpy_ptds(to: Address, from: Address, bytes: usize) Context Safe => copy::copy_and_wait(Sides::Any, to, from, bytes, PER_THREAD);
+    cuMemcpyAsync(to: Address, from: Address, bytes: usize, stream: Handle) Context Safe => copy::copy_async(Sides::Any, to, from, bytes, stream);
+    cuMemcpyAsync_ptsz(to: Address, from: Address, bytes: usize, stream: Handle) Context Safe => copy::copy_async(Sides::Any, to, from, bytes, per_thread(stream));
+    cuMemcpyHtoD_v2(to: Address, from: Address, bytes: usize) Context Safe => copy::copy_and_wait(Sides::Upload, to, from, bytes, LEGACY);
+    cuMemcpyHtoD_v2_ptds(to: Address, from: Address, bytes: usize) Context Safe => copy::copy_and_wait(Sides::Upload, to, from, bytes, PER_THREAD);
+    cuMemcpyHtoDAsync_v2(to: Address, from: Address, bytes: usize, stream: Handle) Context Safe => copy::copy_async(Sides::Upload, to, from, bytes, stream);
+    cuMemcpyHtoDAsync_v2_ptsz(to: Address, from: Address, bytes: usize, stream: Handle) Context Safe => copy::copy_async(Sides::Upload, to, from, bytes, per_thread(stream));
+    cuMemcpyDtoH_v2(to: Address, from: Address, bytes: usize) Context Safe => copy::copy_and_wait(Sides::Download, to, from, bytes, LEGACY);
+    cuMemcpyDtoH_v2_ptds(to: Address, from: Address, bytes: usize) Context Safe => copy::copy_and_wait(Sides::Download, to, from, bytes, PER_THREAD);
+    cuMemcpyDtoHAsync_v2(to: Address, from: Address, bytes: usize, stream: Handle) Context Safe => copy::copy_async(Sides::Download, to, from, bytes, stream);
+    cuMemcpyDtoHAsync_v2_ptsz(to: Address, from: Address, bytes: usize, stream: Handle) Context Safe => copy::copy_async(Sides::Download, to, from, bytes, per_thread(stream));
+    cuMemcpyDtoD_v2(to: Address, from: Address, bytes: usize) Context Safe => copy::copy_and_wait(Sides::Device, to, from, bytes, LEGACY);
+    cuMemcpyDtoD_v2_ptds(to: Address, from: Address, bytes: usize) Context Safe => copy::copy_and_wait(Sides::Device, to, from, bytes, PER_THREAD);
+    cuMemcpyDtoDAsync_v2(to: Address, from: Address, bytes: usize, stream: Handle) Context Safe => copy::copy_async(Sides::Device, to, from, bytes, stream);
+    cuMemcpyDtoDAsync_v2_ptsz(to: Address, from: Address, bytes: usize, stream: Handle) Context Safe => copy::copy_async(Sides::Device, to, from, bytes, per_thread(stream));
+    cuMemsetD8_v2(to: Address, value: u8, count: usize) Context Safe => copy::set_now(to, value.into(), 1, count, LEGACY);
+    cuMemsetD8_v2_ptds(to: Address, value: u8, count: usize) Context Safe => copy::set_now(to, value.into(), 1, count, PER_THREAD);
+    cuMemsetD8Async(to: Address, value: u8, count: usize, stream: Handle) Context Safe => copy::set(to, value.into(), 1, count, stream);
+    cuMemsetD8Async_ptsz(to: Address, value: u8, count: usize, stream: Handle) Context Safe => copy::set(to, value.into(), 1, count, per_thread(stream));
+    cuMemsetD16_v2(to: Address, value: u16, count: usize) Context Safe => copy::set_now(to, value.into(), 2, count, LEGACY);
+    cuMemsetD16_v2_ptds(to: Address, value: u16, count: usize) Context Safe => copy::set_now(to, value.into(), 2, count, PER_THREAD);
+    cuMemsetD16Async(to: Address, value: u16, count: usize, stream: Handle) Context Safe => copy::set(to, value.into(), 2, count, stream);
+    cuMemsetD16Async_ptsz(to: Address, value: u16, count: usize, stream: Handle) Context Safe => copy::set(to, value.into(), 2, count, per_thread(stream));
+    cuMemsetD32_v2(to: Address, value: u32, count: usize) Context Safe => copy::set_now(to, value, 4, count, LEGACY);
+    cuMemsetD32_v2_ptds(to: Address, value: u32, count: usize) Context Safe => copy::set_now(to, value, 4, count, PER_THREAD);
+    cuMemsetD32Async(to: Address, value: u32, count: usize, stream: Handle) Context Safe => copy::set(to, value, 4, count, stream);
+    cuMemsetD32Async_ptsz(to: Address, value: u32, count: usize, stream: Handle) Context Safe => copy::set(to, value, 4, count, per_thread(stream));
+
+    // Streams and events.
+    cuStreamCreate(stream: Out<Handle>, flags: u32) Context Safe => stream::create(stream, flags);
+    cuStreamCreateWithPriority(stream: Out<Handle>, flags: u32, priority: i32) Context Safe => stream::create_with_priority(stream, flags, priority);
+    cuStreamDestroy_v2(stream: Handle) Context Safe => stream::destroy(stream);
+    cuStreamSynchronize(stream: Handle) Context Safe => stream::synchronize(stream);
+    cuStreamSynchronize_ptsz(stream: Handle) Context Safe => stream::synchronize(per_thread(stream));
+    cuStreamQuery(stream: Handle) Context Safe => stream::query(stream);
+    cuStreamQuery_ptsz(stream: Handle) Context Safe => stream::query(per_thread(stream));
+    cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) Context Safe => stream::wait_event(stream, event, flags);
+    cuStreamWaitEvent_ptsz(stream: Handle, event: Handle, flags: u32) Context Safe => stream::wait_event(per_thread(stream), event, flags);
+    cuStreamGetCtx(stream: Handle, context: Out<Handle>) Context Safe => stream::get_context(stream, context);
+    cuStreamGetCtx_ptsz(stream: Handle, context: Out<Handle>) Context Safe => stream::get_context(per_thread(stream), context);
+    cuStreamGetDevice(stream: Handle, device: Out<i32>) Context Safe => stream::get_device(stream, device);
+    cuStreamGetDevice_ptsz(stream: Handle, device: Out<i32>) Context Safe => stream::get_device(per_thread(stream), device);
+    cuStreamGetFlags(stream: Handle, flags: Out<u32>) Context Safe => stream::get_flags(stream, flags);
+    cuStreamGetFlags_ptsz(stream: Handle, flags: Out<u32>) Context Safe => stream::get_flags(per_thread(stream), flags);
+    cuStreamGetPriority(stream: Handle, priority: Out<i32>) Context Safe => stream::get_priority(stream, priority);
+    cuStreamGetPriority_ptsz(stream: Handle, priority: Out<i32>) Context Safe => stream::get_priority(per_thread(stream), priority);
+    cuLaunchHostFunc(stream: Handle, function: HostFunction, data: *mut c_void) Context Safe => stream::launch_host_function(stream, function, data);
+    cuLaunchHostFunc_ptsz(stream: Handle, function: HostFunction, data: *mut c_void) Context Safe => stream::launch_host_function(per_thread(stream), function, data);
+    cuEventCreate(event: Out<Handle>, flags: u32) Context Safe => stream::create_event(event, flags);
+    cuEventDestroy_v2(event: Handle) Context Safe => stream::destroy_event(event);
+    cuEventRecord(event: Handle, stream: Handle) Context Safe => stream::record_event(event, stream);
+    cuEventRecord_ptsz(event: Handle, stream: Handle) Context Safe => stream::record_event(event, per_thread(stream));
+    cuEventRecordWithFlags(event: Handle, stream: Handle, _flags: u32) Context Safe => stream::record_event(event, stream);
+    cuEventRecordWithFlags_ptsz(event: Handle, stream: Handle, _flags: u32) Context Safe => stream::record_event(event, per_thread(stream));
+    cuEventQuery(event: Handle) Context CaptureUnsafe => stream::query_event(event);
+    cuEventSynchronize(event: Handle) Context CaptureUnsafe => stream::synchronize_event(event);
+    cuEventElapsedTime(milliseconds: Out<f32>, start: Handle, end: Handle) Context Safe => stream::elapsed(milliseconds, start, end);
+    cuEventElapsedTime_v2(milliseconds: Out<f32>, start: Handle, end: Handle) Context Safe => stream::elapsed(milliseconds, start, end);
+
+    // Capture and graphs.
+    cuStreamBeginCapture_v2(stream: Handle, mode: u32) Context Safe => capture::begin(stream, mode);
+    cuStreamBeginCapture_v2_ptsz(stream: Handle, mode: u32) Context Safe => capture::begin(per_thread(stream), mode);
+    cuStreamEndCapture(stream: Handle, graph: Out<Handle>) Context Safe => capture::end(stream, graph);
+    cuStreamEndCapture_ptsz(stream: Handle, graph: Out<Handle>) Context Safe => capture::end(per_thread(stream), graph);
+    cuStreamIsCapturing(stream: Handle, answer: Out<u32>) Context Safe => capture::is_capturing(stream, answer);
+    cuStreamIsCapturing_ptsz(stream: Handle, answer: Out<u32>) Context Safe => capture::is_capturing(per_thread(stream), answer);
+    cuStreamGetCaptureInfo(stream: Handle, answer: Out<u32>, id: Out<u64>) Context Safe => capture::info(stream, answer, id, nothing(), nothing(), nothing());
+    cuStreamGetCaptureInfo_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>) Context Safe => capture::info(per_thread(stream), answer, id, nothing(), nothing(), nothing());
+    cuStreamGetCaptureInfo_v2(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, count: Out<usize>) Context Safe => capture::info(stream, answer, id, graph, dependencies, count);
+    cuStreamGetCaptureInfo_v2_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, count: Out<usize>) Context Safe => capture::info(per_thread(stream), answer, id, graph, dependencies, count);
+    cuStreamGetCaptureInfo_v3(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, edges: Out<*const c_void>, count: Out<usize>) Context Safe => { edges.put_if_given(std::ptr::null()); capture::info(stream, answer, id, graph, dependencies, count) };
+    cuStreamGetCaptureInfo_v3_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, edges: Out<*const c_void>, count: Out<usize>) Context Safe => { edges.put_if_given(std::ptr::null()); capture::info(per_thread(stream), answer, id, graph, dependencies, count) };
+    cuThreadExchangeStreamCaptureMode(mode: Out<u32>) Init Safe => capture::exchange_mode(mode);
+    cuGraphCreate(graph: Out<Handle>, flags: u32) Init Safe => graph::create(graph, flags);
+    cuGraphDestroy(graph: Handle) Init Safe => graph::destroy(graph);
+    cuGraphGetNodes(graph: Handle, nodes: Out<Handle>, count: Out<usize>) Init Safe => graph::nodes(graph, nodes, count);
+    cuGraphInstantiate_v2(executable: Out<Handle>, graph: Handle, _node: *mut c_void, _log: *mut c_char, _room: usize) Context Safe => graph::instantiate(executable, graph);
+    cuGraphInstantiateWithFlags(executable: Out<Handle>, graph: Handle, _flags: u64) Context Safe => graph::instantiate(executable, graph);
+    cuGraphExecDestroy(executable: Handle) Init Safe => graph::destroy_executable(executable);
+    cuGraphLaunch(executable: Handle, stream: Handle) Context Safe => graph::launch(executable, stream);
+    cuGraphLaunch_ptsz(executable: Handle, stream: Handle) Context Safe => graph::launch(executable, per_thread(stream));
+    cuGraphUpload(executable: Handle, stream: Handle) Context Safe => graph::upload(executable, stream);
+    cuGraphUpload_ptsz(executable: Handle, stream: Handle) Context Safe => graph::upload(executable, per_thread(stream));
+
+    // Names of things.
+    cuGetErrorName(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(name, _)| name);
+    cuGetErrorString(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(_, description)| description);
+    cuGetProcAddress(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64) Nothing Safe => proc_address(name, pointer, version, flags, nothing());
+    cuGetProcAddress_v2(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) Nothing Safe => proc_address(name, pointer, version, flags, status);
+    cuGetExportTable(_table: Out<*const c_void>, _id: *const c_void) Nothing Safe => Err(NOT_FOUND);
+
+    // NVML.
+    nvmlInit_v2() Nothing Safe => nvml::init();
+    nvmlInitWithFlags(_flags: u32) Nothing Safe => nvml::init();
+    nvmlShutdown() Nothing Safe => nvml::shutdown();
+    nvmlDeviceGetCount_v2(count: Out<u32>) Nothing Safe => nvml::count(count);
+    nvmlDeviceGetHandleByIndex_v2(index: u32, device: Out<nvml::Device>) Nothing Safe => nvml::by_index(index, device);
+    nvmlDeviceGetHandleByPciBusId_v2(text: In<c_char>, device: Out<nvml::Device>) Nothing Safe => nvml::by_pci_bus_id(text, device);
+    nvmlDeviceGetHandleByUUID(text: In<c_char>, device: Out<nvml::Device>) Nothing Safe => nvml::by_uuid(text, device);
+    nvmlDeviceGetUUID(device: nvml::Device, text: Out<c_char>, room: u32) Nothing Safe => nvml::uuid(device, text, room);
+    nvmlDeviceGetMemoryInfo(device: nvml::Device, memory: Out<NvmlMemory>) Nothing Safe => nvml::memory(device, memory);
+    nvmlDeviceGetComputeRunningProcesses_v3(device: nvml::Device, count: Out<u32>, processes: Out<NvmlProcess>) Nothing Safe => nvml::processes(device, count, processes);
+}
+
+/// NVML's own names for its codes: the one function here that answers no code.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
+    nvml::describe(code).as_ptr()
+}
+
+/// An output that the caller of an older version of a call has no room for.
+fn nothing<T>() -> Out<T> {
+    Out::none()
+}
+
+fn error_text(
+    code: Code,
+    text: Out<*const c_char>,
+    which: fn((&'static std::ffi::CStr, &'static std::ffi::CStr)) -> &'static std::ffi::CStr,
+) -> Outcome {
+    if let Some(texts) = codes::describe(code) {
+        text.put(which(texts).as_ptr())
+    } else {
+        text.put(std::ptr::null())?;
+        Err(INVALID_VALUE)
+    }
+}
+
+/// A function's place in the table, by its exact name or, failing that, by its name without version.
+pub fn index_of(name: &str) -> Option<usize> {
+    exact(name).or_else(|| newest(name, i32::MAX, false))
+}
+
+fn exact(name: &str) -> Option<usize> {
+    TABLE.iter().position(|function| function.name == name)
+}
+
+/// Versions of a call whose arguments changed, and the CUDA version that made each the current one:
+/// a program that was built for an older CUDA must get the older one.
+const SINCE: &[(&str, i32)] = &[
+    ("cuGetProcAddress_v2", 12000),
+    ("cuCtxCreate_v4", 12050),
+    ("cuStreamGetCaptureInfo_v2", 12000),
+    ("cuStreamGetCaptureInfo_v3", 12030),
+    ("cuGraphInstantiateWithFlags", 12000),
+];
+
+/// The newest version of a call that a program of this CUDA version knows.
+fn newest(name: &str, version: i32, per_thread: bool) -> Option<usize> {
+    // From CUDA 12 on, the plain name stands for what was called "WithFlags" before.
+    let renamed = ["cuGraphInstantiateWithFlags"];
+    let renamed = renamed.iter().filter(|_| name == "cuGraphInstantiate").map(ToString::to_string);
+    let versions = renamed.chain(["_v4", "_v3", "_v2", ""].iter().map(|suffix| format!("{name}{suffix}")));
+    versions.filter(|candidate| !SINCE.iter().any(|(since, first)| since == candidate && version < *first)).find_map(|candidate| {
+        let variants: &[&str] = if per_thread { &["_ptsz", "_ptds", ""] } else { &[""] };
+        variants.iter().find_map(|variant| exact(&format!("{candidate}{variant}")))
+    })
+}
+
+/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
+const PER_THREAD_DEFAULT_STREAM: u64 = 2;
+
+/// `cuGetProcAddress`: names are given without version.
+fn proc_address(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) -> Outcome {
+    let name = name.text()?;
+    pointer.required()?;
+    if flags & !3 != 0 {
+        return Err(INVALID_VALUE);
+    }
+    if let Some(index) = newest(name, version, flags & PER_THREAD_DEFAULT_STREAM != 0) {
+        status.put_if_given(0);
+        return pointer.put(TABLE[index].address);
+    }
+    // CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
+    status.put_if_given(1);
+    pointer.put(std::ptr::null())?;
+    Err(NOT_FOUND)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resolved(name: &str, version: i32, per_thread: bool) -> Option<&'static str> {
+        newest(name, version, per_thread).map(|index| TABLE[index].name)
+    }
+
+    #[test]
+    fn names_resolve_to_the_newest_version_that_the_program_knows() {
+        assert_eq!(resolved("cuMemAlloc", 13000, false), Some("cuMemAlloc_v2"));
+        assert_eq!(resolved("cuMemcpyAsync", 13000, true), Some("cuMemcpyAsync_ptsz"));
+        assert_eq!(resolved("cuMemcpyHtoD", 13000, true), Some("cuMemcpyHtoD_v2_ptds"));
+        assert_eq!(resolved("cuGetProcAddress", 11080, false), Some("cuGetProcAddress"));
+        assert_eq!(resolved("cuGetProcAddress", 12000, false), Some("cuGetProcAddress_v2"));
+        assert_eq!(resolved("cuGraphInstantiate", 11080, false), Some("cuGraphInstantiate_v2"));
+        assert_eq!(resolved("cuGraphInstantiate", 12000, false), Some("cuGraphInstantiateWithFlags"));
+        assert_eq!(resolved("cuNoSuchThing", 13000, false), None);
+    }
+
+    #[test]
+    fn no_name_is_twice_in_the_table() {
+        let mut names: Vec<_> = TABLE.iter().map(|function| function.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), FUNCTIONS);
+    }
+}

@@ -1,0 +1,117 @@
+//! Fault injection and call counting: any exported function can be told to fail, with any code, at
+//! any of its uses, and says how often it was called.
+
+use crate::codes::Code;
+use crate::exports::{self, FUNCTIONS};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, Once, PoisonError};
+
+/// A function that is going to fail.
+#[derive(Clone, Copy, Debug)]
+struct Fault {
+    function: usize,
+    /// Which use is the first to fail: 1 is the next one.
+    nth: u64,
+    code: Code,
+    /// How many uses in a row fail.
+    count: u64,
+}
+
+static CALLS: [AtomicU64; FUNCTIONS] = [const { AtomicU64::new(0) }; FUNCTIONS];
+static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
+/// Spares the calls the lock while there is no fault.
+static ARMED: AtomicBool = AtomicBool::new(false);
+
+/// Counts a use of a function and answers the code that it is to fail with, if any.
+pub fn use_of(function: usize) -> Option<Code> {
+    read_environment();
+    CALLS[function].fetch_add(1, Ordering::Relaxed);
+    if !ARMED.load(Ordering::Relaxed) {
+        return None;
+    }
+    let mut faults = FAULTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut answer = None;
+    for fault in faults.iter_mut().filter(|fault| fault.function == function) {
+        if fault.nth > 1 {
+            fault.nth -= 1;
+        } else if fault.count > 0 {
+            if fault.count != u64::MAX {
+                fault.count -= 1;
+            }
+            answer = answer.or(Some(fault.code));
+        }
+    }
+    faults.retain(|fault| fault.count > 0);
+    ARMED.store(!faults.is_empty(), Ordering::Relaxed);
+    answer
+}
+
+/// Lets a function fail from its `nth` use from now on (1 is the next), `count` times in a row
+/// (`u64::MAX`: for ever). `false` where there is no such function.
+pub fn inject(name: &str, nth: u64, code: Code, count: u64) -> bool {
+    let Some(function) = exports::index_of(name) else { return false };
+    let mut faults = FAULTS.lock().unwrap_or_else(PoisonError::into_inner);
+    faults.push(Fault { function, nth: nth.max(1), code, count });
+    ARMED.store(true, Ordering::Relaxed);
+    true
+}
+
+/// Forgets all faults that have not happened yet.
+pub fn clear() {
+    read_environment();
+    FAULTS.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    ARMED.store(false, Ordering::Relaxed);
+}
+
+/// How often a function was called, failures included.
+pub fn calls(name: &str) -> u64 {
+    exports::index_of(name).map_or(0, |function| CALLS[function].load(Ordering::Relaxed))
+}
+
+/// Starts counting afresh.
+pub fn reset_counts() {
+    for count in &CALLS {
+        count.store(0, Ordering::Relaxed);
+    }
+}
+
+/// `SIMGPU_FAIL`, taken apart at the first call of anything.
+fn read_environment() {
+    static READ: Once = Once::new();
+    READ.call_once(|| {
+        let text = &crate::settings::get().faults;
+        for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+            let known = parse(item).is_some_and(|(name, nth, code, count)| inject(name, nth, code, count));
+            if !known {
+                eprintln!("simgpu: SIMGPU_FAIL: cannot use {item:?} (function:use:code[:times])");
+            }
+        }
+    });
+}
+
+fn parse(item: &str) -> Option<(&str, u64, Code, u64)> {
+    let mut parts = item.split(':');
+    let name = parts.next()?;
+    let nth = parts.next()?.parse().ok()?;
+    let code = parts.next()?.parse().ok()?;
+    let count = match parts.next() {
+        None => 1,
+        Some("*") => u64::MAX,
+        Some(count) => count.parse().ok()?,
+    };
+    parts.next().is_none().then_some((name, nth, code, count))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse;
+
+    #[test]
+    fn the_environment_s_syntax() {
+        assert_eq!(parse("cuMemCreate:3:2"), Some(("cuMemCreate", 3, 2, 1)));
+        assert_eq!(parse("cuMemMap:1:999:2"), Some(("cuMemMap", 1, 999, 2)));
+        assert_eq!(parse("cuMemMap:1:999:*"), Some(("cuMemMap", 1, 999, u64::MAX)));
+        assert_eq!(parse("cuMemMap:1"), None);
+        assert_eq!(parse("cuMemMap:1:2:3:4"), None);
+    }
+}

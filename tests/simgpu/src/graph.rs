@@ -1,0 +1,96 @@
+//! Graphs: the nodes that a capture collected, replayed in the order in which they were captured.
+
+use crate::abi::{Handle, Out};
+use crate::codes::{INVALID_HANDLE, INVALID_VALUE, Outcome};
+use crate::copy::Work;
+use crate::driver::{self, State, state};
+use crate::stream;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+#[derive(Debug)]
+struct Graph {
+    nodes: Arc<[Work]>,
+    /// What programs call the nodes.
+    handles: Vec<Handle>,
+}
+
+/// The graphs of this process. They hold addresses, not memory.
+#[derive(Debug, Default)]
+pub struct Graphs {
+    graphs: HashMap<Handle, Graph>,
+    executables: HashMap<Handle, Arc<[Work]>>,
+}
+
+impl Graphs {
+    /// Keeps a new graph.
+    pub fn add(&mut self, nodes: Vec<Work>) -> Handle {
+        let handle = driver::new_handle();
+        let handles = nodes.iter().map(|_| driver::new_handle()).collect();
+        self.graphs.insert(handle, Graph { nodes: nodes.into(), handles });
+        handle
+    }
+
+    /// How many graphs and executable graphs there are.
+    pub fn live(&self) -> usize {
+        self.graphs.len() + self.executables.len()
+    }
+}
+
+/// `cuGraphCreate`.
+pub fn create(graph: Out<Handle>, flags: u32) -> Outcome {
+    graph.required()?;
+    if flags != 0 {
+        return Err(INVALID_VALUE);
+    }
+    graph.put(state().graphs.add(Vec::new()))
+}
+
+/// `cuGraphDestroy`.
+pub fn destroy(graph: Handle) -> Outcome {
+    state().graphs.graphs.remove(&graph).map(drop).ok_or(INVALID_VALUE)
+}
+
+/// `cuGraphInstantiate`.
+pub fn instantiate(executable: Out<Handle>, graph: Handle) -> Outcome {
+    executable.required()?;
+    let mut state = state();
+    let nodes = Arc::clone(&state.graphs.graphs.get(&graph).ok_or(INVALID_VALUE)?.nodes);
+    let handle = driver::new_handle();
+    state.graphs.executables.insert(handle, nodes);
+    executable.put(handle)
+}
+
+/// `cuGraphExecDestroy`: what was launched runs to its end.
+pub fn destroy_executable(executable: Handle) -> Outcome {
+    state().graphs.executables.remove(&executable).map(drop).ok_or(INVALID_VALUE)
+}
+
+/// `cuGraphLaunch`.
+pub fn launch(executable: Handle, handle: Handle) -> Outcome {
+    let mut state = state();
+    let stream = stream::find(&mut state, handle)?;
+    let State { graphs, .. } = &mut *state;
+    let nodes = Arc::clone(graphs.executables.get(&executable).ok_or(INVALID_HANDLE)?);
+    stream::submit(&mut state, &stream, Work::Graph { nodes })?;
+    Ok(())
+}
+
+/// `cuGraphUpload`: there is nothing to prepare.
+pub fn upload(executable: Handle, handle: Handle) -> Outcome {
+    let mut state = state();
+    stream::find(&mut state, handle)?;
+    if state.graphs.executables.contains_key(&executable) { Ok(()) } else { Err(INVALID_HANDLE) }
+}
+
+/// `cuGraphGetNodes`: without room it says how many there are.
+pub fn nodes(graph: Handle, nodes: Out<Handle>, count: Out<usize>) -> Outcome {
+    let state = state();
+    let handles = &state.graphs.graphs.get(&graph).ok_or(INVALID_VALUE)?.handles;
+    if nodes.is_null() {
+        return count.put(handles.len());
+    }
+    let room = count.get()?;
+    nodes.put_all(handles.iter().copied().chain(std::iter::repeat(0)).take(room));
+    count.put(handles.len().min(room))
+}

@@ -1,0 +1,223 @@
+//! Host memory that the driver knows: pinned memory that it allocated and memory that the program
+//! registered. Also how the simulated device reads and writes host memory without crashing.
+
+use crate::abi::{Address, Handle, Out};
+use crate::codes::{HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Outcome};
+use crate::context;
+use crate::driver::state;
+use crate::stream::Ticket;
+use std::collections::BTreeMap;
+use std::io;
+
+const PAGE: usize = 4096;
+
+#[derive(Debug)]
+struct Range {
+    bytes: usize,
+    flags: u32,
+    context: Handle,
+    /// Allocated by the driver, in this many bytes of address space; 0: registered.
+    allocated: usize,
+}
+
+/// The ranges of host memory that are page-locked.
+#[derive(Debug, Default)]
+pub struct HostMemory {
+    ranges: BTreeMap<Address, Range>,
+}
+
+impl HostMemory {
+    fn containing(&self, address: Address) -> Option<(Address, &Range)> {
+        let (&base, range) = self.ranges.range(..=address).next_back()?;
+        (address - base < range.bytes as u64).then_some((base, range))
+    }
+
+    /// Start and size of the page-locked range that an address lies in.
+    pub fn find(&self, address: Address) -> Option<(Address, usize)> {
+        self.containing(address).map(|(base, range)| (base, range.bytes))
+    }
+
+    fn overlaps(&self, address: Address, bytes: usize) -> bool {
+        self.ranges.range(..address + bytes as u64).next_back().is_some_and(|(&base, range)| base + range.bytes as u64 > address)
+    }
+
+    /// How many ranges are registered, and not allocated, by the driver.
+    pub fn registered(&self) -> usize {
+        self.ranges.values().filter(|range| range.allocated == 0).count()
+    }
+
+    /// Frees and unregisters what belongs to a context that ends.
+    pub fn forget_context(&mut self, context: Handle) {
+        self.ranges.retain(|&base, range| {
+            if range.context == context {
+                if range.allocated > 0 {
+                    unmap(base, range.allocated);
+                }
+                return false;
+            }
+            true
+        });
+    }
+}
+
+/// `cuMemHostAlloc`: pinned memory, zero at first, at the same address for host and device.
+pub fn allocate(pointer: Out<Address>, bytes: usize, flags: u32) -> Outcome {
+    pointer.required()?;
+    if bytes == 0 || flags & !7 != 0 {
+        return Err(INVALID_VALUE);
+    }
+    let context = context::current()?.handle;
+    let space = bytes.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
+    // SAFETY: a new mapping at an address that the kernel chooses.
+    let address = unsafe {
+        libc::mmap(std::ptr::null_mut(), space, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+    };
+    if address == libc::MAP_FAILED {
+        return Err(OUT_OF_MEMORY);
+    }
+    let address = address as Address;
+    state().host.ranges.insert(address, Range { bytes, flags, context, allocated: space });
+    pointer.put(address)
+}
+
+/// `cuMemFreeHost`: waits for work that may still use the memory.
+pub fn free(address: Address) -> Outcome {
+    let context = context::current()?;
+    let owned = |state: &crate::driver::State| state.host.ranges.get(&address).is_some_and(|range| range.allocated > 0);
+    let pending = {
+        let state = state();
+        if !owned(&state) {
+            return Err(INVALID_VALUE);
+        }
+        state.streams.pending(context.handle)
+    };
+    Ticket::wait_all(&pending);
+    let mut state = state();
+    if !owned(&state) {
+        return Err(INVALID_VALUE);
+    }
+    if let Some(range) = state.host.ranges.remove(&address) {
+        unmap(address, range.allocated);
+    }
+    Ok(())
+}
+
+/// `cuMemHostRegister`.
+pub fn register(address: Address, bytes: usize, flags: u32) -> Outcome {
+    let context = context::current()?.handle;
+    if address == 0 || bytes == 0 || address.checked_add(bytes as u64).is_none() {
+        return Err(INVALID_VALUE);
+    }
+    let mut state = state();
+    if state.host.overlaps(address, bytes) {
+        return Err(HOST_MEMORY_ALREADY_REGISTERED);
+    }
+    if state.space.is_device(address) || !is_mapped(address, bytes) {
+        return Err(INVALID_VALUE);
+    }
+    state.host.ranges.insert(address, Range { bytes, flags, context, allocated: 0 });
+    Ok(())
+}
+
+/// `cuMemHostUnregister`: only by the address that was registered.
+pub fn unregister(address: Address) -> Outcome {
+    let context = context::current()?;
+    let pending = {
+        let state = state();
+        match state.host.ranges.get(&address) {
+            None => return Err(HOST_MEMORY_NOT_REGISTERED),
+            Some(range) if range.allocated > 0 => return Err(HOST_MEMORY_NOT_REGISTERED),
+            Some(_) => state.streams.pending(context.handle),
+        }
+    };
+    Ticket::wait_all(&pending);
+    match state().host.ranges.remove(&address) {
+        Some(_) => Ok(()),
+        None => Err(HOST_MEMORY_NOT_REGISTERED),
+    }
+}
+
+/// `cuMemHostGetDevicePointer`: the same address.
+pub fn device_pointer(pointer: Out<Address>, address: Address, flags: u32) -> Outcome {
+    if flags != 0 || state().host.find(address).is_none() {
+        return Err(INVALID_VALUE);
+    }
+    pointer.put(address)
+}
+
+/// `cuMemHostGetFlags`.
+pub fn get_flags(flags: Out<u32>, address: Address) -> Outcome {
+    let state = state();
+    let (_, range) = state.host.containing(address).ok_or(INVALID_VALUE)?;
+    flags.put(range.flags)
+}
+
+fn unmap(address: Address, bytes: usize) {
+    // SAFETY: a mapping of this module, taken off its list by the caller.
+    unsafe { libc::munmap(address as *mut _, bytes) };
+}
+
+/// Whether the program has memory there at all.
+fn is_mapped(address: Address, bytes: usize) -> bool {
+    // A piece at a time, so that a large range needs no large vector.
+    const PIECE: usize = 64 << 20;
+    let start = address as usize & !(PAGE - 1);
+    let end = (address as usize + bytes).next_multiple_of(PAGE);
+    let mut resident = vec![0u8; PIECE / PAGE];
+    (start..end).step_by(PIECE).all(|piece| {
+        let bytes = PIECE.min(end - piece);
+        // SAFETY: mincore only fills the vector, and answers ENOMEM where nothing is mapped.
+        unsafe { libc::mincore(piece as *mut _, bytes, resident.as_mut_ptr()) == 0 }
+    })
+}
+
+/// Which way [`transfer`] copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the program's memory.
+    FromHost,
+    /// To the program's memory.
+    ToHost,
+}
+
+/// Copies between memory of this library and memory of the program, whose address may be wrong.
+///
+/// The kernel copies, and answers an error where a plain access would end the process: the
+/// simulated device must not crash the program, as a real one does not.
+pub fn transfer(direction: Direction, ours: *mut u8, theirs: Address, bytes: usize) -> Outcome {
+    let mut done = 0;
+    while done < bytes {
+        let local = libc::iovec { iov_base: ours.wrapping_add(done).cast(), iov_len: bytes - done };
+        let remote = libc::iovec { iov_base: (theirs as usize + done) as *mut _, iov_len: bytes - done };
+        // SAFETY: our side is memory that the caller owns; the kernel checks the other.
+        let moved = unsafe {
+            let process = libc::getpid();
+            match direction {
+                Direction::FromHost => libc::process_vm_readv(process, &raw const local, 1, &raw const remote, 1, 0),
+                Direction::ToHost => libc::process_vm_writev(process, &raw const local, 1, &raw const remote, 1, 0),
+            }
+        };
+        match usize::try_from(moved) {
+            Ok(0) => return Err(ILLEGAL_ADDRESS),
+            Ok(moved) => done += moved,
+            Err(_) => {
+                let reason = io::Error::last_os_error().raw_os_error();
+                if !matches!(reason, Some(libc::EPERM | libc::ENOSYS)) {
+                    return Err(ILLEGAL_ADDRESS);
+                }
+                // Some sandboxes forbid the call even on oneself: then unchecked, as a last resort.
+                let theirs = (theirs as usize + done) as *mut u8;
+                let ours = ours.wrapping_add(done);
+                // SAFETY: as good as the program's own copy of these bytes would be.
+                unsafe {
+                    match direction {
+                        Direction::FromHost => std::ptr::copy(theirs, ours, bytes - done),
+                        Direction::ToHost => std::ptr::copy(ours, theirs, bytes - done),
+                    }
+                }
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,307 @@
+//! The simulated machine: the devices' capacity, shared by all processes that use its directory.
+//!
+//! The state is one file, mapped by every process, with a slot per process: who it is and how many
+//! bytes it uses on each device. A slot belongs to a living process as long as that process holds
+//! the POSIX record lock on the slot's byte. The kernel drops the lock when the process dies, by
+//! whatever signal, so a killed process gives its memory back as it does on a real GPU; and a
+//! forked child does not inherit the lock, so it owns nothing of its parent's.
+//!
+//! POSIX locks are per process, and closing any descriptor of the file drops them all. So a process
+//! opens the file once and never closes it, and threads of one process exclude each other with a
+//! mutex in addition.
+
+use crate::settings::Settings;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// How many devices a machine has at most.
+pub const MAX_DEVICES: usize = 8;
+const SLOTS: usize = 512;
+const COMMAND: usize = 64;
+/// Changes with the layout of [`Shared`], so that two versions do not share a machine.
+const MAGIC: u64 = 0x7369_6d67_7075_0001;
+/// The byte whose lock is held while capacity is handed out; the slots' bytes follow it. Record
+/// locks are on positions, not on contents: nothing needs to lie there.
+const DOOR: i64 = 1 << 40;
+
+#[repr(C)]
+struct Slot {
+    pid: AtomicU32,
+    reserved: AtomicU32,
+    used: [AtomicU64; MAX_DEVICES],
+    /// What a test pretends that somebody else uses.
+    occupied: [AtomicU64; MAX_DEVICES],
+    command: [AtomicU8; COMMAND],
+}
+
+#[repr(C)]
+struct Shared {
+    magic: AtomicU64,
+    devices: AtomicU64,
+    memory: AtomicU64,
+    slots: [Slot; SLOTS],
+}
+
+/// One process's share of a device, as the monitoring calls show it.
+#[derive(Clone, Debug)]
+pub struct Tenant {
+    /// The process.
+    pub pid: u32,
+    /// The program's name.
+    pub command: String,
+    /// Bytes used on each device.
+    pub used: [u64; MAX_DEVICES],
+}
+
+/// A simulated machine that this process has opened.
+#[derive(Debug)]
+pub struct Machine {
+    file: File,
+    shared: &'static Shared,
+    /// Excludes the threads of this process; the record lock excludes the others.
+    door: Mutex<()>,
+    /// This process's slot, or -1 while it has none.
+    slot: AtomicI64,
+    /// Whose slot that is: not a forked child's.
+    owner: AtomicU32,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
+struct Door<'a> {
+    machine: &'a Machine,
+    _threads: MutexGuard<'a, ()>,
+}
+
+impl Drop for Door<'_> {
+    fn drop(&mut self) {
+        self.machine.record_lock(libc::F_SETLK, libc::F_UNLCK, DOOR);
+    }
+}
+
+impl Machine {
+    /// Opens the machine that the settings name, creating it where it does not exist yet. The one
+    /// who creates it decides how many devices it has and how large they are.
+    pub fn open(settings: &Settings) -> io::Result<Self> {
+        let file = match &settings.directory {
+            Some(directory) => {
+                std::fs::create_dir_all(directory)?;
+                File::options().read(true).write(true).create(true).truncate(false).open(directory.join("machine"))?
+            }
+            None => {
+                // SAFETY: the name is a C string; the descriptor is new and becomes the file's.
+                unsafe {
+                    let descriptor = libc::memfd_create(c"simgpu-machine".as_ptr(), libc::MFD_CLOEXEC);
+                    if descriptor < 0 {
+                        return Err(io::Error::last_os_error());
+                    }
+                    File::from_raw_fd(descriptor)
+                }
+            }
+        };
+        // Growing an existing file to the size that it has changes nothing; it must not shrink.
+        if file.metadata()?.len() < size_of::<Shared>() as u64 {
+            file.set_len(size_of::<Shared>() as u64)?;
+        }
+        let machine = Self::map(file)?;
+        let door = machine.enter();
+        if machine.shared.magic.load(Ordering::Acquire) == 0 {
+            machine.shared.devices.store(settings.devices as u64, Ordering::Relaxed);
+            machine.shared.memory.store(settings.memory, Ordering::Relaxed);
+            machine.shared.magic.store(MAGIC, Ordering::Release);
+        }
+        drop(door);
+        machine.checked()
+    }
+
+    /// Opens an existing machine to look at it, without taking part in it.
+    pub fn look(directory: &Path) -> io::Result<Self> {
+        let file = File::options().read(true).write(true).open(directory.join("machine"))?;
+        if file.metadata()?.len() < size_of::<Shared>() as u64 {
+            return Err(io::Error::other("not a simulated machine of this version"));
+        }
+        Self::map(file)?.checked()
+    }
+
+    fn map(file: File) -> io::Result<Self> {
+        // SAFETY: a fresh shared mapping of a file that is at least this long; it is never
+        // unmapped, and everything in it is atomic.
+        let shared = unsafe {
+            let address = libc::mmap(
+                std::ptr::null_mut(),
+                size_of::<Shared>(),
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            );
+            if address == libc::MAP_FAILED {
+                return Err(io::Error::last_os_error());
+            }
+            &*address.cast::<Shared>()
+        };
+        Ok(Self { file, shared, door: Mutex::new(()), slot: AtomicI64::new(-1), owner: AtomicU32::new(0) })
+    }
+
+    fn checked(self) -> io::Result<Self> {
+        if self.shared.magic.load(Ordering::Acquire) == MAGIC {
+            Ok(self)
+        } else {
+            Err(io::Error::other("not a simulated machine of this version"))
+        }
+    }
+
+    /// How many devices there are.
+    pub fn devices(&self) -> usize {
+        (self.shared.devices.load(Ordering::Relaxed) as usize).min(MAX_DEVICES)
+    }
+
+    /// Bytes of each device.
+    pub fn memory(&self) -> u64 {
+        self.shared.memory.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of a device in use, by whomever.
+    pub fn used(&self, device: usize) -> u64 {
+        self.living()
+            .map(|(_, slot)| slot.used[device].load(Ordering::Relaxed) + slot.occupied[device].load(Ordering::Relaxed))
+            .sum::<u64>()
+            .min(self.memory())
+    }
+
+    /// Bytes of a device that this process uses.
+    pub fn used_here(&self, device: usize) -> u64 {
+        self.own().map_or(0, |slot| slot.used[device].load(Ordering::Relaxed))
+    }
+
+    /// The living processes that use, or could use, a device.
+    pub fn tenants(&self) -> Vec<Tenant> {
+        self.living()
+            .map(|(_, slot)| Tenant {
+                pid: slot.pid.load(Ordering::Relaxed),
+                command: slot
+                    .command
+                    .iter()
+                    .map(|byte| byte.load(Ordering::Relaxed) as char)
+                    .take_while(|&character| character != '\0')
+                    .collect(),
+                used: std::array::from_fn(|device| slot.used[device].load(Ordering::Relaxed)),
+            })
+            .collect()
+    }
+
+    /// Makes this process one of the machine's; `false` where the machine has no slot left.
+    pub fn join(&self) -> bool {
+        let _door = self.enter();
+        self.claim().is_some()
+    }
+
+    /// Takes capacity of a device; `false` where there is not so much left.
+    pub fn take(&self, device: usize, bytes: u64) -> bool {
+        let _door = self.enter();
+        let Some(slot) = self.claim() else { return false };
+        if bytes > self.memory() - self.used(device) {
+            return false;
+        }
+        slot.used[device].fetch_add(bytes, Ordering::Relaxed);
+        true
+    }
+
+    /// Gives capacity back.
+    pub fn give(&self, device: usize, bytes: u64) {
+        if let Some(slot) = self.own() {
+            slot.used[device].fetch_sub(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Pretends that somebody else uses so many bytes of a device, as long as this process lives.
+    pub fn occupy(&self, device: usize, bytes: u64) {
+        let _door = self.enter();
+        if let Some(slot) = self.claim() {
+            slot.occupied[device].store(bytes, Ordering::Relaxed);
+        }
+    }
+
+    fn enter(&self) -> Door<'_> {
+        let threads = self.door.lock().unwrap_or_else(PoisonError::into_inner);
+        self.record_lock(libc::F_SETLKW, libc::F_WRLCK, DOOR);
+        Door { machine: self, _threads: threads }
+    }
+
+    /// This process's slot, claimed at the first call. Behind the door only.
+    fn claim(&self) -> Option<&Slot> {
+        if let Some(slot) = self.own() {
+            return Some(slot);
+        }
+        let index =
+            (0..SLOTS).find(|&index| !self.is_locked(index) && self.record_lock(libc::F_SETLK, libc::F_WRLCK, DOOR + 1 + index as i64))?;
+        let slot = &self.shared.slots[index];
+        for device in 0..MAX_DEVICES {
+            slot.used[device].store(0, Ordering::Relaxed);
+            slot.occupied[device].store(0, Ordering::Relaxed);
+        }
+        let command = std::fs::read("/proc/self/comm").unwrap_or_default();
+        for (index, byte) in slot.command.iter().enumerate() {
+            let value = command.get(index).copied().filter(|&byte| byte != b'\n').unwrap_or(0);
+            byte.store(if index + 1 < COMMAND { value } else { 0 }, Ordering::Relaxed);
+        }
+        slot.pid.store(std::process::id(), Ordering::Release);
+        self.owner.store(std::process::id(), Ordering::Relaxed);
+        self.slot.store(index as i64, Ordering::Release);
+        Some(slot)
+    }
+
+    fn own(&self) -> Option<&Slot> {
+        let index = self.slot.load(Ordering::Acquire);
+        (index >= 0 && self.owner.load(Ordering::Relaxed) == std::process::id()).then(|| &self.shared.slots[index as usize])
+    }
+
+    fn living(&self) -> impl Iterator<Item = (usize, &Slot)> {
+        let own = self.own().map(std::ptr::from_ref);
+        self.shared.slots.iter().enumerate().filter(move |&(index, slot)| {
+            slot.pid.load(Ordering::Acquire) != 0
+                // A process does not see its own locks, it knows its slot.
+                && (own == Some(std::ptr::from_ref(slot)) || self.is_locked(index))
+        })
+    }
+
+    /// Whether another process holds the slot's lock.
+    fn is_locked(&self, index: usize) -> bool {
+        // SAFETY: a flock of zeros is valid, and the call fills it.
+        unsafe {
+            let mut lock: libc::flock = std::mem::zeroed();
+            lock.l_type = libc::F_WRLCK as _;
+            lock.l_whence = libc::SEEK_SET as _;
+            lock.l_start = DOOR + 1 + index as i64;
+            lock.l_len = 1;
+            libc::fcntl(self.file.as_raw_fd(), libc::F_GETLK, &raw mut lock) == 0 && i32::from(lock.l_type) != libc::F_UNLCK
+        }
+    }
+
+    fn record_lock(&self, command: i32, kind: i32, position: i64) -> bool {
+        // SAFETY: a flock of zeros is valid, and the call only reads it.
+        unsafe {
+            let mut lock: libc::flock = std::mem::zeroed();
+            lock.l_type = kind as _;
+            lock.l_whence = libc::SEEK_SET as _;
+            lock.l_start = position;
+            lock.l_len = 1;
+            loop {
+                if libc::fcntl(self.file.as_raw_fd(), command, &raw const lock) == 0 {
+                    return true;
+                }
+                if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+                    return false;
+                }
+            }
+        }
+    }
+}

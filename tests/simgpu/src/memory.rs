@@ -1,0 +1,225 @@
+//! Plain device memory: `cuMemAlloc` and its kin, and what pointers say about themselves.
+
+use crate::abi::{Address, Handle, In, IpcHandle, Out};
+use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
+use crate::context;
+use crate::copy::Work;
+use crate::driver::{State, state};
+use crate::stream::{self, Ticket};
+use crate::vmm::Purpose;
+use std::ffi::c_void;
+
+/// The pitch of `cuMemAllocPitch` is a multiple of this.
+const PITCH: usize = 512;
+
+/// `cuMemAlloc`.
+pub fn allocate(pointer: Out<Address>, bytes: usize) -> Outcome {
+    pointer.required()?;
+    if bytes == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let context = context::current()?;
+    let purpose = Purpose::Plain { context: context.handle, pooled: false };
+    let address = state().space.allocate(bytes, context.device, purpose)?;
+    pointer.put(address)
+}
+
+/// `cuMemAllocPitch`.
+pub fn allocate_pitch(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) -> Outcome {
+    pitch.required()?;
+    if width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
+        return Err(INVALID_VALUE);
+    }
+    let row = width.checked_next_multiple_of(PITCH).ok_or(INVALID_VALUE)?;
+    allocate(pointer, row.checked_mul(height).ok_or(crate::codes::OUT_OF_MEMORY)?)?;
+    pitch.put(row)
+}
+
+/// `cuMemAllocManaged`. The simulated device has no page migration: the memory counts in full.
+pub fn allocate_managed(pointer: Out<Address>, bytes: usize, flags: u32) -> Outcome {
+    pointer.required()?;
+    if bytes == 0 || !matches!(flags, 1 | 2) {
+        return Err(INVALID_VALUE);
+    }
+    let context = context::current()?;
+    let purpose = Purpose::Managed { context: context.handle };
+    let address = state().space.allocate(bytes, context.device, purpose)?;
+    pointer.put(address)
+}
+
+/// `cuMemFree`: waits for the context's work first, as the driver does.
+pub fn free(address: Address) -> Outcome {
+    let context = context::current()?;
+    if address == 0 {
+        return Ok(());
+    }
+    let pending = {
+        let state = state();
+        if !state.space.is_plain(address) {
+            return Err(INVALID_VALUE);
+        }
+        state.streams.pending(context.handle)
+    };
+    Ticket::wait_all(&pending);
+    context.check()?;
+    if state().space.release_plain(address) { Ok(()) } else { Err(INVALID_VALUE) }
+}
+
+/// `cuMemAllocAsync`: the memory is there at once, which a stream cannot tell from "in order".
+pub fn allocate_async(pointer: Out<Address>, bytes: usize, stream: Handle) -> Outcome {
+    pointer.required()?;
+    if bytes == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let mut state = state();
+    let stream = stream::find(&mut state, stream)?;
+    // Allocation nodes of graphs are not simulated.
+    state.captures.refuse(stream.handle)?;
+    let purpose = Purpose::Plain { context: stream.context.handle, pooled: true };
+    let address = state.space.allocate(bytes, stream.context.device, purpose)?;
+    pointer.put(address)
+}
+
+/// `cuMemAllocFromPoolAsync`.
+pub fn allocate_from_pool(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) -> Outcome {
+    state().pools.device(pool)?;
+    allocate_async(pointer, bytes, stream)
+}
+
+/// `cuMemFreeAsync`: the memory goes when the stream comes to it.
+pub fn free_async(address: Address, stream: Handle) -> Outcome {
+    let mut state = state();
+    let stream = stream::find(&mut state, stream)?;
+    state.captures.refuse(stream.handle)?;
+    if !state.space.is_plain(address) {
+        return Err(INVALID_VALUE);
+    }
+    stream::submit(&mut state, &stream, Work::Free { address })?;
+    Ok(())
+}
+
+/// `cuMemGetAddressRange`.
+pub fn address_range(base: Out<Address>, bytes: Out<usize>, address: Address) -> Outcome {
+    let state = state();
+    let range = state.space.find(address).ok_or(INVALID_VALUE)?;
+    base.put_if_given(range.base);
+    bytes.put_if_given(range.bytes);
+    Ok(())
+}
+
+/// `cuIpcGetMemHandle`: for memory of `cuMemAlloc` only, as the driver has it.
+pub fn ipc_get(handle: Out<IpcHandle>, address: Address) -> Outcome {
+    let state = state();
+    match state.space.find(address) {
+        Some(range) if matches!(range.purpose, Purpose::Plain { pooled: false, .. }) => {
+            let mut reserved = [0; 64];
+            reserved[..6].copy_from_slice(b"simgpu");
+            reserved[8..16].copy_from_slice(&range.base.to_le_bytes());
+            reserved[16..20].copy_from_slice(&std::process::id().to_le_bytes());
+            handle.put(IpcHandle { reserved })
+        }
+        _ => Err(INVALID_VALUE),
+    }
+}
+
+/// Calls that share memory between processes, which is not simulated.
+pub fn sharing() -> Outcome {
+    Err(NOT_SUPPORTED)
+}
+
+/// `CUpointer_attribute`, those that are answered.
+mod attribute {
+    pub const CONTEXT: i32 = 1;
+    pub const MEMORY_TYPE: i32 = 2;
+    pub const DEVICE_POINTER: i32 = 3;
+    pub const HOST_POINTER: i32 = 4;
+    pub const SYNC_MEMOPS: i32 = 6;
+    pub const BUFFER_ID: i32 = 7;
+    pub const IS_MANAGED: i32 = 8;
+    pub const DEVICE_ORDINAL: i32 = 9;
+    pub const IS_LEGACY_IPC_CAPABLE: i32 = 10;
+    pub const RANGE_START: i32 = 11;
+    pub const RANGE_SIZE: i32 = 12;
+    pub const MAPPED: i32 = 13;
+    pub const ALLOWED_HANDLE_TYPES: i32 = 14;
+}
+
+/// What an attribute's value is as C sees it: some are 4 bytes, some 8.
+enum Value {
+    Wide(u64),
+    Narrow(u32),
+}
+
+/// An attribute of a pointer; `None` where the driver does not know the pointer.
+fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>> {
+    use Value::{Narrow, Wide};
+    let device = state.space.find(address);
+    let host = state.host.find(address);
+    let (context, managed, legacy) = match device.map(|range| range.purpose) {
+        Some(Purpose::Plain { context, pooled }) => (context, false, !pooled),
+        Some(Purpose::Managed { context }) => (context, true, false),
+        Some(Purpose::Virtual) | None => (0, false, false),
+    };
+    let (base, bytes, ordinal) = match (device, host) {
+        (Some(range), _) => (range.base, range.bytes, range.device),
+        (None, Some((base, bytes))) => (base, bytes, 0),
+        (None, None) => return Ok(None),
+    };
+    Ok(Some(match which {
+        attribute::CONTEXT => Wide(context),
+        attribute::MEMORY_TYPE => Narrow(if device.is_some() { 2 } else { 1 }),
+        attribute::DEVICE_POINTER => Wide(address),
+        attribute::HOST_POINTER if host.is_some() || managed => Wide(address),
+        attribute::HOST_POINTER => return Ok(None),
+        attribute::SYNC_MEMOPS => Narrow(0),
+        attribute::BUFFER_ID | attribute::RANGE_START => Wide(base),
+        attribute::IS_MANAGED => Narrow(u32::from(managed)),
+        attribute::DEVICE_ORDINAL => Narrow(ordinal as u32),
+        attribute::IS_LEGACY_IPC_CAPABLE => Narrow(u32::from(legacy)),
+        attribute::RANGE_SIZE => Wide(bytes as u64),
+        attribute::MAPPED => Narrow(1),
+        attribute::ALLOWED_HANDLE_TYPES => Wide(0),
+        _ => return Err(INVALID_VALUE),
+    }))
+}
+
+fn store(data: *mut c_void, value: Value) -> Outcome {
+    // SAFETY: CUDA's contract: the caller's room fits the attribute.
+    unsafe {
+        match value {
+            _ if data.is_null() => return Err(INVALID_VALUE),
+            Value::Wide(value) => data.cast::<u64>().write_unaligned(value),
+            Value::Narrow(value) => data.cast::<u32>().write_unaligned(value),
+        }
+    }
+    Ok(())
+}
+
+/// `cuPointerGetAttribute`: an unknown pointer is an invalid value.
+pub fn pointer_attribute(data: *mut c_void, which: i32, address: Address) -> Outcome {
+    store(data, look_up(&state(), which, address)?.ok_or(INVALID_VALUE)?)
+}
+
+/// `cuPointerGetAttributes`: "will not return `CUDA_ERROR_INVALID_VALUE` for an unknown pointer", the
+/// attributes are zero then.
+pub fn pointer_attributes(count: u32, which: In<i32>, data: In<*mut c_void>, address: Address) -> Outcome {
+    let which = which.get_all(count as usize)?;
+    let data = data.get_all(count as usize)?;
+    let state = state();
+    for (which, data) in which.into_iter().zip(data) {
+        let value = match look_up(&state, which, address)? {
+            Some(value) => value,
+            None if which == attribute::DEVICE_ORDINAL => Value::Narrow(-2i32 as u32),
+            None => match which {
+                attribute::MEMORY_TYPE
+                | attribute::SYNC_MEMOPS
+                | attribute::IS_MANAGED
+                | attribute::IS_LEGACY_IPC_CAPABLE
+                | attribute::MAPPED => Value::Narrow(0),
+                _ => Value::Wide(0),
+            },
+        };
+        store(data, value)?;
+    }
+    Ok(())
+}

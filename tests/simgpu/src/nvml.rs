@@ -1,0 +1,147 @@
+//! The few NVML functions with which programs ask who uses the memory of a device.
+//!
+//! They look at the machine alone and work without `cuInit`, as the real library's do.
+
+use crate::abi::{In, NvmlMemory, NvmlProcess, Out};
+use crate::device;
+use crate::driver::{machine, settings};
+use crate::machine::Machine;
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::atomic::{AtomicI64, Ordering};
+
+/// `nvmlReturn_t`, the ones that are answered.
+pub mod returns {
+    /// `NVML_ERROR_UNINITIALIZED`.
+    pub const UNINITIALIZED: u32 = 1;
+    /// `NVML_ERROR_INVALID_ARGUMENT`.
+    pub const INVALID_ARGUMENT: u32 = 2;
+    /// `NVML_ERROR_NOT_FOUND`.
+    pub const NOT_FOUND: u32 = 6;
+    /// `NVML_ERROR_INSUFFICIENT_SIZE`.
+    pub const INSUFFICIENT_SIZE: u32 = 7;
+    /// `NVML_ERROR_DRIVER_NOT_LOADED`.
+    pub const DRIVER_NOT_LOADED: u32 = 9;
+}
+use returns::{DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, UNINITIALIZED};
+
+/// A device's handle: recognisable, never followed.
+pub type Device = u64;
+const FIRST: Device = 0x4e56_4d4c_0000_0000;
+
+static USERS: AtomicI64 = AtomicI64::new(0);
+
+fn opened() -> Result<&'static Machine, u32> {
+    if USERS.load(Ordering::Relaxed) <= 0 {
+        return Err(UNINITIALIZED);
+    }
+    machine().map_err(|_| DRIVER_NOT_LOADED)
+}
+
+fn ordinal(device: Device) -> Result<(&'static Machine, usize), u32> {
+    let machine = opened()?;
+    let ordinal = device.wrapping_sub(FIRST);
+    if ordinal < machine.devices() as u64 { Ok((machine, ordinal as usize)) } else { Err(INVALID_ARGUMENT) }
+}
+
+fn put<T>(out: Out<T>, value: T) -> Result<(), u32> {
+    out.put(value).map_err(|_| INVALID_ARGUMENT)
+}
+
+/// `nvmlInit_v2`.
+pub fn init() -> Result<(), u32> {
+    // Looks like a machine without a driver where there is none to open.
+    machine().map_err(|_| DRIVER_NOT_LOADED)?;
+    let _ = settings();
+    USERS.fetch_add(1, Ordering::Relaxed);
+    Ok(())
+}
+
+/// `nvmlShutdown`.
+pub fn shutdown() -> Result<(), u32> {
+    opened()?;
+    USERS.fetch_sub(1, Ordering::Relaxed);
+    Ok(())
+}
+
+/// `nvmlDeviceGetCount_v2`.
+pub fn count(count: Out<u32>) -> Result<(), u32> {
+    put(count, opened()?.devices() as u32)
+}
+
+/// `nvmlDeviceGetHandleByIndex_v2`.
+pub fn by_index(index: u32, device: Out<Device>) -> Result<(), u32> {
+    if index as usize >= opened()?.devices() {
+        return Err(INVALID_ARGUMENT);
+    }
+    put(device, FIRST + u64::from(index))
+}
+
+/// `nvmlDeviceGetHandleByPciBusId_v2`.
+pub fn by_pci_bus_id(text: In<c_char>, device: Out<Device>) -> Result<(), u32> {
+    opened()?;
+    let text = text.text().map_err(|_| INVALID_ARGUMENT)?;
+    let found = device::by_pci_bus_id(text).ok_or(NOT_FOUND)?;
+    put(device, FIRST + found as u64)
+}
+
+/// `nvmlDeviceGetHandleByUUID`.
+pub fn by_uuid(text: In<c_char>, device: Out<Device>) -> Result<(), u32> {
+    let devices = opened()?.devices();
+    let text = text.text().map_err(|_| INVALID_ARGUMENT)?;
+    let found = (0..devices).find(|&device| device::uuid_text(device).eq_ignore_ascii_case(text)).ok_or(NOT_FOUND)?;
+    put(device, FIRST + found as u64)
+}
+
+/// `nvmlDeviceGetUUID`.
+pub fn uuid(device: Device, text: Out<c_char>, room: u32) -> Result<(), u32> {
+    let (_, device) = ordinal(device)?;
+    let uuid = device::uuid_text(device);
+    if room as usize <= uuid.len() {
+        return Err(INSUFFICIENT_SIZE);
+    }
+    text.put_text(&uuid, room as c_int).map_err(|_| INVALID_ARGUMENT)
+}
+
+/// `nvmlDeviceGetMemoryInfo`.
+pub fn memory(device: Device, memory: Out<NvmlMemory>) -> Result<(), u32> {
+    let (machine, device) = ordinal(device)?;
+    let (total, used) = (machine.memory(), machine.used(device));
+    put(memory, NvmlMemory { total, free: total - used, used })
+}
+
+/// `nvmlDeviceGetComputeRunningProcesses_v3`.
+pub fn processes(device: Device, count: Out<u32>, processes: Out<NvmlProcess>) -> Result<(), u32> {
+    let (machine, device) = ordinal(device)?;
+    let room = count.get().map_err(|_| INVALID_ARGUMENT)?;
+    let found: Vec<NvmlProcess> = machine
+        .tenants()
+        .into_iter()
+        .filter(|tenant| tenant.used[device] > 0)
+        .map(|tenant| NvmlProcess { pid: tenant.pid, used: tenant.used[device], gpu_instance: u32::MAX, compute_instance: u32::MAX })
+        .collect();
+    put(count, found.len() as u32)?;
+    if found.is_empty() {
+        return Ok(());
+    }
+    if (room as usize) < found.len() {
+        return Err(INSUFFICIENT_SIZE);
+    }
+    if processes.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    processes.put_all(found);
+    Ok(())
+}
+
+/// `nvmlErrorString`.
+pub fn describe(code: u32) -> &'static CStr {
+    match code {
+        0 => c"Success",
+        UNINITIALIZED => c"Uninitialized",
+        INVALID_ARGUMENT => c"Invalid Argument",
+        NOT_FOUND => c"Not Found",
+        INSUFFICIENT_SIZE => c"Insufficient Size",
+        DRIVER_NOT_LOADED => c"Driver Not Loaded",
+        _ => c"Unknown Error",
+    }
+}

@@ -1,0 +1,72 @@
+//! Memory pools: names to allocate under. The simulated pool keeps nothing back.
+
+use crate::abi::{Handle, In, LOCATION_DEVICE, Location, Out};
+use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
+use crate::driver::{self, state};
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+/// The beginning of `CUmemPoolProps`, all that is read of it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PoolProps {
+    kind: u32,
+    handle_types: u32,
+    location: Location,
+}
+
+/// The pools of this process.
+#[derive(Debug, Default)]
+pub struct Pools {
+    created: HashMap<Handle, usize>,
+    default: HashMap<usize, Handle>,
+}
+
+impl Pools {
+    /// The device that a pool's memory lies on.
+    pub fn device(&self, pool: Handle) -> Outcome<usize> {
+        self.created
+            .get(&pool)
+            .copied()
+            .or_else(|| self.default.iter().find(|&(_, &handle)| handle == pool).map(|(&device, _)| device))
+            .ok_or(INVALID_VALUE)
+    }
+}
+
+/// `cuMemPoolCreate`.
+pub fn create(pool: Out<Handle>, props: In<PoolProps>) -> Outcome {
+    pool.required()?;
+    let props = props.get()?;
+    if props.kind != 1 || props.location.kind != LOCATION_DEVICE {
+        return Err(INVALID_VALUE);
+    }
+    if props.handle_types != 0 {
+        return Err(NOT_SUPPORTED);
+    }
+    let device = driver::device(props.location.id)?;
+    let handle = driver::new_handle();
+    state().pools.created.insert(handle, device);
+    pool.put(handle)
+}
+
+/// `cuMemPoolDestroy`: not of a default pool.
+pub fn destroy(pool: Handle) -> Outcome {
+    state().pools.created.remove(&pool).map(drop).ok_or(INVALID_VALUE)
+}
+
+/// `cuDeviceGetDefaultMemPool`, and `cuDeviceGetMemPool`: it cannot be replaced here.
+pub fn default(pool: Out<Handle>, device: i32) -> Outcome {
+    let device = driver::device(device)?;
+    pool.put(*state().pools.default.entry(device).or_insert_with(driver::new_handle))
+}
+
+/// `cuMemPoolTrimTo`: there is never anything to trim.
+pub fn trim(pool: Handle) -> Outcome {
+    state().pools.device(pool).map(drop)
+}
+
+/// `cuMemPoolSetAttribute`: accepted, without effect.
+pub fn set_attribute(pool: Handle, _attribute: u32, value: *mut c_void) -> Outcome {
+    state().pools.device(pool)?;
+    if value.is_null() { Err(INVALID_VALUE) } else { Ok(()) }
+}

@@ -1,0 +1,539 @@
+//! Streams and events.
+//!
+//! Every operation has a ticket that is done when the operation is, and names the tickets that it
+//! waits for. The order within a stream, the legacy stream's order with the blocking streams, events
+//! and synchronisation are all the same thing: waiting for tickets that were issued earlier, so
+//! nothing can wait in a circle.
+
+use crate::abi::{Handle, HostFunction, Out};
+use crate::capture::{self, Captures};
+use crate::codes::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, OPERATING_SYSTEM, Outcome};
+use crate::context::{self, Context};
+use crate::copy::{self, Work};
+use crate::driver::{self, State, state};
+use std::cell::Cell;
+use std::collections::{HashMap, VecDeque};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// `CU_STREAM_LEGACY`, and 0 where a call's name does not say otherwise.
+pub const LEGACY: Handle = 1;
+/// `CU_STREAM_PER_THREAD`.
+pub const PER_THREAD: Handle = 2;
+/// `CU_STREAM_NON_BLOCKING`.
+const NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_DISABLE_TIMING`.
+const DISABLE_TIMING: u32 = 2;
+/// How long a stream's thread waits for more work before it ends.
+const IDLE: Duration = Duration::from_millis(500);
+
+/// Turns the default stream of the calls whose names end in `_ptsz` or `_ptds`.
+pub fn per_thread(stream: Handle) -> Handle {
+    if stream == 0 { PER_THREAD } else { stream }
+}
+
+/// Done once, for ever.
+#[derive(Debug, Default)]
+pub struct Ticket {
+    done: Mutex<Option<Instant>>,
+    changed: Condvar,
+}
+
+impl Ticket {
+    fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.done.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// When it was done.
+    pub fn done(&self) -> Option<Instant> {
+        *self.lock()
+    }
+
+    fn punch(&self) {
+        *self.lock() = Some(Instant::now());
+        self.changed.notify_all();
+    }
+
+    /// Waits until it is done.
+    pub fn wait(&self) {
+        let mut done = self.lock();
+        while done.is_none() {
+            done = self.changed.wait(done).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits until all are done.
+    pub fn wait_all(tickets: &[Arc<Self>]) {
+        for ticket in tickets {
+            ticket.wait();
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Operation {
+    work: Work,
+    after: Vec<Arc<Ticket>>,
+    ticket: Arc<Ticket>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    operations: VecDeque<Operation>,
+    has_worker: bool,
+}
+
+/// One stream.
+#[derive(Debug)]
+pub struct Stream {
+    /// What it is called here: default streams have handles of their own, too.
+    pub handle: Handle,
+    /// Where it belongs.
+    pub context: Arc<Context>,
+    kind: Kind,
+    flags: u32,
+    priority: i32,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    tail: Mutex<Option<Arc<Ticket>>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Legacy,
+    Blocking,
+    NonBlocking,
+}
+
+impl Stream {
+    fn new(context: Arc<Context>, kind: Kind, flags: u32, priority: i32) -> Arc<Self> {
+        Arc::new(Self {
+            handle: driver::new_handle(),
+            context,
+            kind,
+            flags,
+            priority,
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            tail: Mutex::default(),
+        })
+    }
+
+    /// Whether it is the legacy default stream.
+    pub fn is_legacy(&self) -> bool {
+        self.kind == Kind::Legacy
+    }
+
+    /// Whether the legacy stream and this one wait for each other.
+    pub fn is_blocking(&self) -> bool {
+        self.kind == Kind::Blocking
+    }
+
+    /// The ticket of the last operation, while it is not done.
+    fn unfinished(&self) -> Option<Arc<Ticket>> {
+        let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
+        tail.as_ref().filter(|ticket| ticket.done().is_none()).map(Arc::clone)
+    }
+
+    fn push(self: &Arc<Self>, work: Work, after: Vec<Arc<Ticket>>) -> Outcome<Arc<Ticket>> {
+        let ticket = Arc::new(Ticket::default());
+        {
+            let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+            if !queue.has_worker {
+                start_worker(Arc::clone(self))?;
+                queue.has_worker = true;
+            }
+            queue.operations.push_back(Operation { work, after, ticket: Arc::clone(&ticket) });
+        }
+        *self.tail.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&ticket));
+        self.changed.notify_one();
+        Ok(ticket)
+    }
+
+    fn work(&self) {
+        loop {
+            let operation = {
+                let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+                let (mut queue, _) = self
+                    .changed
+                    .wait_timeout_while(queue, IDLE, |queue| queue.operations.is_empty())
+                    .unwrap_or_else(PoisonError::into_inner);
+                let Some(operation) = queue.operations.pop_front() else {
+                    queue.has_worker = false;
+                    return;
+                };
+                operation
+            };
+            Ticket::wait_all(&operation.after);
+            copy::execute(&self.context, operation.work);
+            operation.ticket.punch();
+        }
+    }
+}
+
+/// Starts a stream's thread. The program's signals are none of its business.
+fn start_worker(stream: Arc<Stream>) -> Outcome {
+    // SAFETY: signal sets of zeros are valid, and the calls fill them.
+    let before = unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        before
+    };
+    let started = std::thread::Builder::new().name("simgpu-stream".to_owned()).spawn(move || stream.work());
+    // SAFETY: the set is the one that the thread had.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
+    started.map(drop).map_err(|_| OPERATING_SYSTEM)
+}
+
+#[derive(Debug)]
+struct Event {
+    context: Handle,
+    flags: u32,
+    recorded: Option<Arc<Ticket>>,
+    captured: Option<capture::Recorded>,
+}
+
+/// The streams and events of this process.
+#[derive(Debug, Default)]
+pub struct Streams {
+    created: HashMap<Handle, Arc<Stream>>,
+    /// Default streams by context and thread; thread 0 has the legacy stream.
+    defaults: HashMap<(Handle, u64), Arc<Stream>>,
+    /// What destroyed streams still have to do.
+    left_over: Vec<(Handle, Arc<Ticket>)>,
+    events: HashMap<Handle, Event>,
+}
+
+impl Streams {
+    fn all(&self) -> impl Iterator<Item = &Arc<Stream>> {
+        self.created.values().chain(self.defaults.values())
+    }
+
+    /// The tickets to wait for until a context has nothing left to do.
+    pub fn pending(&self, context: Handle) -> Vec<Arc<Ticket>> {
+        self.all()
+            .filter(|stream| stream.context.handle == context)
+            .filter_map(|stream| stream.unfinished())
+            .chain(self.left_over.iter().filter(|(owner, _)| *owner == context).map(|(_, ticket)| Arc::clone(ticket)))
+            .collect()
+    }
+
+    /// Drops the streams and events of a context that ends.
+    pub fn forget_context(&mut self, context: Handle) {
+        self.created.retain(|_, stream| stream.context.handle != context);
+        self.defaults.retain(|&(owner, _), _| owner != context);
+        self.left_over.retain(|(owner, _)| *owner != context);
+        self.events.retain(|_, event| event.context != context);
+    }
+
+    /// Whether a blocking stream of the context is in this set of streams.
+    pub fn any_blocking(&self, context: Handle, among: impl Fn(Handle) -> bool) -> bool {
+        self.all().any(|stream| stream.context.handle == context && stream.is_blocking() && among(stream.handle))
+    }
+
+    /// How many created streams are not destroyed.
+    pub fn live(&self) -> usize {
+        self.created.len()
+    }
+
+    /// How many events are not destroyed.
+    pub fn live_events(&self) -> usize {
+        self.events.len()
+    }
+}
+
+thread_local! {
+    static THREAD: Cell<u64> = const { Cell::new(0) };
+    static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A number for the calling thread that no other thread had.
+pub fn thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    THREAD.with(|thread| {
+        if thread.get() == 0 {
+            thread.set(NEXT.fetch_add(1, Ordering::Relaxed));
+        }
+        thread.get()
+    })
+}
+
+/// Whether the calling thread is in a function that `cuLaunchHostFunc` calls.
+pub fn in_host_function() -> bool {
+    IN_HOST_FUNCTION.get()
+}
+
+/// Calls a program's function on behalf of a stream.
+///
+/// # Safety
+/// The program gave the function, and what it expects, to `cuLaunchHostFunc`.
+pub unsafe fn call_host_function(function: HostFunction, data: *mut c_void) {
+    if let Some(function) = function {
+        IN_HOST_FUNCTION.set(true);
+        // SAFETY: the caller's promise.
+        unsafe { function(data) };
+        IN_HOST_FUNCTION.set(false);
+    }
+}
+
+/// The stream that a handle names to the calling thread.
+pub fn find(state: &mut State, handle: Handle) -> Outcome<Arc<Stream>> {
+    if handle > PER_THREAD {
+        let stream = state.streams.created.get(&handle).ok_or(INVALID_HANDLE)?;
+        stream.context.check()?;
+        return Ok(Arc::clone(stream));
+    }
+    // The state is locked here, so the current context is looked up in it directly.
+    let context = context::current_in(&state.contexts)?;
+    let (owner, kind) = if handle == PER_THREAD { (thread(), Kind::Blocking) } else { (0, Kind::Legacy) };
+    let stream = state.streams.defaults.entry((context.handle, owner)).or_insert_with(|| Stream::new(context, kind, 0, 0));
+    Ok(Arc::clone(stream))
+}
+
+/// Gives a stream work: into its queue, or into the graph where it is being captured (then there is
+/// no ticket to wait for).
+pub fn submit(state: &mut State, stream: &Arc<Stream>, work: Work) -> Outcome<Option<Arc<Ticket>>> {
+    submit_after(state, stream, work, None)
+}
+
+fn submit_after(state: &mut State, stream: &Arc<Stream>, work: Work, extra: Option<Arc<Ticket>>) -> Outcome<Option<Arc<Ticket>>> {
+    stream.context.check()?;
+    let State { streams, captures, .. } = state;
+    if captures.is_capturing(stream.handle) {
+        captures.add(stream.handle, work)?;
+        return Ok(None);
+    }
+    if stream.is_legacy() {
+        captures.refuse_legacy(streams, stream.context.handle)?;
+    }
+    let mut after: Vec<Arc<Ticket>> = extra.into_iter().collect();
+    // "The legacy default stream is an implicit stream which synchronizes with all other streams in
+    // the same CUcontext except for non-blocking streams."
+    match stream.kind {
+        Kind::Legacy => after.extend(
+            streams
+                .all()
+                .filter(|other| other.is_blocking() && other.context.handle == stream.context.handle)
+                .filter_map(|other| other.unfinished()),
+        ),
+        Kind::Blocking => after.extend(streams.defaults.get(&(stream.context.handle, 0)).and_then(|legacy| legacy.unfinished())),
+        Kind::NonBlocking => {}
+    }
+    stream.push(work, after).map(Some)
+}
+
+/// Gives a stream work and waits for it.
+pub fn run(handle: Handle, work: Work) -> Outcome {
+    let (stream, ticket) = {
+        let mut state = state();
+        let stream = find(&mut state, handle)?;
+        // A call that waits cannot become part of a graph.
+        state.captures.refuse(stream.handle)?;
+        let ticket = submit(&mut state, &stream, work)?;
+        (stream, ticket)
+    };
+    if let Some(ticket) = ticket {
+        ticket.wait();
+    }
+    stream.context.check()
+}
+
+/// `cuStreamCreate`.
+pub fn create(handle: Out<Handle>, flags: u32) -> Outcome {
+    create_with_priority(handle, flags, 0)
+}
+
+/// `cuStreamCreateWithPriority`.
+pub fn create_with_priority(handle: Out<Handle>, flags: u32, priority: i32) -> Outcome {
+    handle.required()?;
+    if flags > NON_BLOCKING {
+        return Err(INVALID_VALUE);
+    }
+    let kind = if flags == NON_BLOCKING { Kind::NonBlocking } else { Kind::Blocking };
+    let stream = Stream::new(context::current()?, kind, flags, priority);
+    let new = stream.handle;
+    state().streams.created.insert(new, stream);
+    handle.put(new)
+}
+
+/// `cuStreamDestroy`: returns at once; what the stream still has to do is done.
+pub fn destroy(handle: Handle) -> Outcome {
+    let mut state = state();
+    let State { streams, captures, .. } = &mut *state;
+    let stream = streams.created.remove(&handle).ok_or(INVALID_HANDLE)?;
+    captures.forget_stream(handle);
+    streams.left_over.retain(|(_, ticket)| ticket.done().is_none());
+    if let Some(ticket) = stream.unfinished() {
+        streams.left_over.push((stream.context.handle, ticket));
+    }
+    Ok(())
+}
+
+/// `cuStreamSynchronize`.
+pub fn synchronize(handle: Handle) -> Outcome {
+    let (stream, pending) = {
+        let mut state = state();
+        let stream = find(&mut state, handle)?;
+        state.captures.refuse(stream.handle)?;
+        let State { streams, captures, .. } = &mut *state;
+        let pending = if stream.is_legacy() {
+            captures.refuse_legacy(streams, stream.context.handle)?;
+            // What the blocking streams have comes before what the legacy stream would get now.
+            streams
+                .all()
+                .filter(|other| other.context.handle == stream.context.handle && other.kind != Kind::NonBlocking)
+                .filter_map(|other| other.unfinished())
+                .collect()
+        } else {
+            Vec::from_iter(stream.unfinished())
+        };
+        (stream, pending)
+    };
+    Ticket::wait_all(&pending);
+    stream.context.check()
+}
+
+/// `cuStreamQuery`.
+pub fn query(handle: Handle) -> Outcome {
+    let mut state = state();
+    let stream = find(&mut state, handle)?;
+    state.captures.refuse(stream.handle)?;
+    if stream.unfinished().is_some() { Err(NOT_READY) } else { stream.context.check() }
+}
+
+/// `cuStreamGetCtx`.
+pub fn get_context(handle: Handle, context: Out<Handle>) -> Outcome {
+    context.put(find(&mut state(), handle)?.context.handle)
+}
+
+/// `cuStreamGetFlags`.
+pub fn get_flags(handle: Handle, flags: Out<u32>) -> Outcome {
+    flags.put(find(&mut state(), handle)?.flags)
+}
+
+/// `cuStreamGetPriority`.
+pub fn get_priority(handle: Handle, priority: Out<i32>) -> Outcome {
+    priority.put(find(&mut state(), handle)?.priority)
+}
+
+/// `cuStreamGetDevice`.
+pub fn get_device(handle: Handle, device: Out<i32>) -> Outcome {
+    device.put(find(&mut state(), handle)?.context.device as i32)
+}
+
+/// `cuStreamWaitEvent`: an event that was never recorded is nothing to wait for.
+pub fn wait_event(handle: Handle, event: Handle, _flags: u32) -> Outcome {
+    let mut state = state();
+    let stream = find(&mut state, handle)?;
+    let event = state.streams.events.get(&event).ok_or(INVALID_HANDLE)?;
+    let (recorded, captured) = (event.recorded.clone(), event.captured);
+    if let Some(captured) = captured {
+        return state.captures.join(stream.handle, captured);
+    }
+    if let Some(ticket) = recorded {
+        if state.captures.is_capturing(stream.handle) {
+            return state.captures.refuse_outside_event(stream.handle);
+        }
+        submit_after(&mut state, &stream, Work::Marker, Some(ticket))?;
+    }
+    Ok(())
+}
+
+/// `cuLaunchHostFunc`.
+pub fn launch_host_function(handle: Handle, function: HostFunction, data: *mut c_void) -> Outcome {
+    if function.is_none() {
+        return Err(INVALID_VALUE);
+    }
+    let mut state = state();
+    let stream = find(&mut state, handle)?;
+    submit(&mut state, &stream, Work::Call { function, data: data as usize })?;
+    Ok(())
+}
+
+/// `cuEventCreate`.
+pub fn create_event(handle: Out<Handle>, flags: u32) -> Outcome {
+    handle.required()?;
+    if flags & !7 != 0 {
+        return Err(INVALID_VALUE);
+    }
+    let context = context::current()?.handle;
+    let new = driver::new_handle();
+    state().streams.events.insert(new, Event { context, flags, recorded: None, captured: None });
+    handle.put(new)
+}
+
+/// `cuEventDestroy`.
+pub fn destroy_event(event: Handle) -> Outcome {
+    state().streams.events.remove(&event).map(drop).ok_or(INVALID_HANDLE)
+}
+
+/// `cuEventRecord`.
+pub fn record_event(event: Handle, handle: Handle) -> Outcome {
+    let mut state = state();
+    let stream = find(&mut state, handle)?;
+    if !state.streams.events.contains_key(&event) {
+        return Err(INVALID_HANDLE);
+    }
+    let captured = state.captures.record(stream.handle)?;
+    let recorded = match captured {
+        Some(_) => None,
+        None => submit(&mut state, &stream, Work::Marker)?,
+    };
+    if let Some(event) = state.streams.events.get_mut(&event) {
+        event.recorded = recorded;
+        event.captured = captured;
+    }
+    Ok(())
+}
+
+fn recorded(captures: &Captures, event: &Event) -> Outcome<Option<Arc<Ticket>>> {
+    match event.captured {
+        Some(place) if captures.is_running(place) => Err(CAPTURED_EVENT),
+        _ => Ok(event.recorded.clone()),
+    }
+}
+
+/// `cuEventQuery`: an event that was never recorded is done.
+pub fn query_event(event: Handle) -> Outcome {
+    let state = state();
+    let event = state.streams.events.get(&event).ok_or(INVALID_HANDLE)?;
+    match recorded(&state.captures, event)? {
+        Some(ticket) if ticket.done().is_none() => Err(NOT_READY),
+        _ => Ok(()),
+    }
+}
+
+/// `cuEventSynchronize`.
+pub fn synchronize_event(event: Handle) -> Outcome {
+    let context = context::current()?;
+    let ticket = {
+        let state = state();
+        let event = state.streams.events.get(&event).ok_or(INVALID_HANDLE)?;
+        recorded(&state.captures, event)?
+    };
+    if let Some(ticket) = ticket {
+        ticket.wait();
+    }
+    context.check()
+}
+
+/// `cuEventElapsedTime`.
+pub fn elapsed(milliseconds: Out<f32>, start: Handle, end: Handle) -> Outcome {
+    let state = state();
+    let moment = |handle: Handle| {
+        let event = state.streams.events.get(&handle).ok_or(INVALID_HANDLE)?;
+        if event.flags & DISABLE_TIMING != 0 {
+            return Err(INVALID_HANDLE);
+        }
+        let ticket = recorded(&state.captures, event)?.ok_or(INVALID_HANDLE)?;
+        ticket.done().ok_or(NOT_READY)
+    };
+    let (start, end) = (moment(start)?, moment(end)?);
+    let forward = end.saturating_duration_since(start).as_secs_f32();
+    let backward = start.saturating_duration_since(end).as_secs_f32();
+    milliseconds.put((forward - backward) * 1000.0)
+}

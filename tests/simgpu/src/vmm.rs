@@ -1,0 +1,536 @@
+//! The device's address space and physical memory, and the virtual memory management calls on them.
+//!
+//! An address range is a real mapping of this process without any access, so that nobody else gets
+//! the addresses and that the host cannot read device memory, as on a real machine. Physical memory
+//! is a mapping elsewhere, which only copies and memsets of this library touch. It is anonymous and
+//! takes host memory only where it was written to, and it is not inherited by children, so its
+//! release really gives host memory back.
+
+use crate::abi::{AccessDesc, Address, AllocationProp, Handle, In, LOCATION_DEVICE, Location, Out};
+use crate::codes::{ILLEGAL_ADDRESS, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Outcome};
+use crate::device;
+use crate::driver::{self, machine, state};
+use crate::machine::MAX_DEVICES;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+/// The granularity of physical memory and of mappings, minimum and recommended: 2 MiB.
+pub const GRANULARITY: usize = 2 << 20;
+const PAGE: usize = 4096;
+
+/// Access as `CUmemAccess_flags` has it.
+pub const READ: u32 = 1;
+/// Read and write, as above.
+pub const READ_WRITE: u32 = 3;
+
+/// Host memory that stands for device memory.
+#[derive(Debug)]
+pub struct Backing {
+    start: *mut u8,
+    space: usize,
+}
+
+// SAFETY: a plain mapping; who copies from and to it is ordered by streams, as on a device.
+unsafe impl Send for Backing {}
+// SAFETY: as above.
+unsafe impl Sync for Backing {}
+
+impl Backing {
+    fn new(bytes: usize, for_children: bool) -> Option<Self> {
+        let space = bytes.checked_next_multiple_of(PAGE)?;
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start = unsafe {
+            let start = libc::mmap(
+                std::ptr::null_mut(),
+                space,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            );
+            if start == libc::MAP_FAILED {
+                return None;
+            }
+            if !for_children {
+                libc::madvise(start, space, libc::MADV_DONTFORK);
+            }
+            start.cast()
+        };
+        Some(Self { start, space })
+    }
+
+    /// Where the memory lies for this library.
+    pub fn at(&self, offset: usize) -> *mut u8 {
+        self.start.wrapping_add(offset)
+    }
+}
+
+impl Drop for Backing {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, and nothing refers to it any more.
+        unsafe { libc::munmap(self.start.cast(), self.space) };
+    }
+}
+
+/// Physical memory of one device: exists while a handle, a mapping or a running copy refers to it,
+/// as the driver does. Its capacity goes back to the machine when it ends.
+#[derive(Debug)]
+pub struct Physical {
+    /// The handle under which it was created; 0 for plain memory.
+    pub handle: Handle,
+    /// Whose memory.
+    pub device: usize,
+    /// Its size.
+    pub bytes: usize,
+    charged: u64,
+    prop: Option<AllocationProp>,
+    /// What stands for it.
+    pub backing: Backing,
+}
+
+impl Physical {
+    fn new(handle: Handle, device: usize, bytes: usize, prop: Option<AllocationProp>, for_children: bool) -> Outcome<Arc<Self>> {
+        let charged = bytes as u64;
+        device::take(device, charged)?;
+        let Some(backing) = Backing::new(bytes, for_children) else {
+            machine()?.give(device, charged);
+            return Err(OUT_OF_MEMORY);
+        };
+        Ok(Arc::new(Self { handle, device, bytes, charged, prop, backing }))
+    }
+}
+
+impl Drop for Physical {
+    fn drop(&mut self) {
+        if let Ok(machine) = machine() {
+            machine.give(self.device, self.charged);
+        }
+    }
+}
+
+/// What a reserved range is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Reserved by `cuMemAddressReserve`.
+    Virtual,
+    /// An allocation of `cuMemAlloc` and its kin, in this context.
+    Plain {
+        /// The context that it dies with.
+        context: Handle,
+        /// From a memory pool, so that only the asynchronous kinds of calls took it.
+        pooled: bool,
+    },
+    /// An allocation of `cuMemAllocManaged`: the host may access it too.
+    Managed {
+        /// The context that it dies with.
+        context: Handle,
+    },
+}
+
+#[derive(Debug)]
+struct Reservation {
+    /// As asked for.
+    bytes: usize,
+    /// Address space behind it; 0 where the backing itself lies at the address.
+    space: usize,
+    purpose: Purpose,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    /// Tells this mapping from a later one at the same address.
+    id: u64,
+    bytes: usize,
+    physical: Arc<Physical>,
+    access: [u32; MAX_DEVICES],
+}
+
+#[derive(Debug)]
+struct Created {
+    physical: Arc<Physical>,
+    references: u32,
+}
+
+/// The address space of this process's devices.
+#[derive(Debug, Default)]
+pub struct Space {
+    reservations: BTreeMap<Address, Reservation>,
+    mappings: BTreeMap<Address, Mapping>,
+    handles: HashMap<Handle, Created>,
+    next_mapping: u64,
+}
+
+/// A stretch of device memory that an operation touches.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// The memory.
+    pub physical: Arc<Physical>,
+    /// From where in it.
+    pub offset: usize,
+    /// How much of it.
+    pub bytes: usize,
+    /// By which mapping.
+    pub mapping: u64,
+}
+
+/// What is known about the range that an address lies in.
+#[derive(Clone, Copy, Debug)]
+pub struct Range {
+    /// Where it starts.
+    pub base: Address,
+    /// Its size.
+    pub bytes: usize,
+    /// Whose memory.
+    pub device: usize,
+    /// What the reservation is for.
+    pub purpose: Purpose,
+}
+
+impl Space {
+    fn reservation(&self, address: Address) -> Option<(Address, &Reservation)> {
+        let (&base, reservation) = self.reservations.range(..=address).next_back()?;
+        (address - base < reservation.bytes.max(1) as u64).then_some((base, reservation))
+    }
+
+    fn mapping(&self, address: Address) -> Option<(Address, &Mapping)> {
+        let (&base, mapping) = self.mappings.range(..=address).next_back()?;
+        (address - base < mapping.bytes as u64).then_some((base, mapping))
+    }
+
+    /// Whether an address lies in a range that belongs to the devices, mapped or not.
+    pub fn is_device(&self, address: Address) -> bool {
+        self.reservation(address).is_some()
+    }
+
+    /// The memory mapped at an address.
+    pub fn find(&self, address: Address) -> Option<Range> {
+        let (_, reservation) = self.reservation(address)?;
+        let (base, mapping) = self.mapping(address)?;
+        Some(Range { base, bytes: mapping.bytes, device: mapping.physical.device, purpose: reservation.purpose })
+    }
+
+    /// The physical memory behind a range, as a device sees it; an illegal address where any byte
+    /// of it is not mapped, or not with the access that the operation needs.
+    pub fn touch(&self, address: Address, bytes: usize, device: usize, access: u32) -> Outcome<Vec<Piece>> {
+        let mut pieces = Vec::new();
+        let mut at = address;
+        let end = address.checked_add(bytes as u64).ok_or(ILLEGAL_ADDRESS)?;
+        while at < end {
+            let (base, mapping) = self.mapping(at).ok_or(ILLEGAL_ADDRESS)?;
+            if mapping.access[device] & access != access {
+                return Err(ILLEGAL_ADDRESS);
+            }
+            let offset = (at - base) as usize;
+            let bytes = (mapping.bytes - offset).min((end - at) as usize);
+            pieces.push(Piece { physical: Arc::clone(&mapping.physical), offset, bytes, mapping: mapping.id });
+            at += bytes as u64;
+        }
+        Ok(pieces)
+    }
+
+    /// How many ranges are reserved by `cuMemAddressReserve`.
+    pub fn reserved(&self) -> usize {
+        self.reservations.values().filter(|range| range.purpose == Purpose::Virtual).count()
+    }
+
+    /// How many handles are not released.
+    pub fn created(&self) -> usize {
+        self.handles.len()
+    }
+
+    /// How many mappings `cuMemMap` made that are not undone.
+    pub fn mapped(&self) -> usize {
+        self.mappings.values().filter(|mapping| mapping.physical.handle != 0).count()
+    }
+
+    /// How many allocations of `cuMemAlloc` and its kin there are.
+    pub fn plain(&self) -> usize {
+        self.reservations.len() - self.reserved()
+    }
+
+    /// A plain allocation: addresses, memory and mapping at once.
+    pub fn allocate(&mut self, bytes: usize, device: usize, purpose: Purpose) -> Outcome<Address> {
+        let managed = matches!(purpose, Purpose::Managed { .. });
+        // The address returned "is suitably aligned for any kind of variable": 512 on devices.
+        let rounded = bytes.checked_next_multiple_of(512).ok_or(OUT_OF_MEMORY)?;
+        let physical = Physical::new(0, device, rounded, None, managed)?;
+        let (address, space) = if managed {
+            (physical.backing.at(0) as Address, 0)
+        } else {
+            let alignment = if rounded >= GRANULARITY { GRANULARITY } else { PAGE };
+            let space = rounded.next_multiple_of(PAGE);
+            (reserve_addresses(space, alignment, 0).ok_or(OUT_OF_MEMORY)?, space)
+        };
+        self.reservations.insert(address, Reservation { bytes: rounded, space, purpose });
+        self.add_mapping(address, rounded, physical, READ_WRITE);
+        Ok(address)
+    }
+
+    /// Ends a plain allocation; `false` where there is none at this address.
+    pub fn release_plain(&mut self, address: Address) -> bool {
+        match self.reservations.get(&address) {
+            Some(range) if range.purpose != Purpose::Virtual => {}
+            _ => return false,
+        }
+        self.mappings.remove(&address);
+        if let Some(range) = self.reservations.remove(&address) {
+            release_addresses(address, range.space);
+        }
+        true
+    }
+
+    /// Whether a plain allocation starts here.
+    pub fn is_plain(&self, address: Address) -> bool {
+        self.reservations.get(&address).is_some_and(|range| range.purpose != Purpose::Virtual)
+    }
+
+    /// Ends the plain allocations of a context.
+    pub fn forget_context(&mut self, ended: Handle) {
+        let addresses: Vec<Address> = self
+            .reservations
+            .iter()
+            .filter(|(_, range)| match range.purpose {
+                Purpose::Virtual => false,
+                Purpose::Plain { context, .. } | Purpose::Managed { context } => context == ended,
+            })
+            .map(|(&address, _)| address)
+            .collect();
+        for address in addresses {
+            self.release_plain(address);
+        }
+    }
+
+    fn add_mapping(&mut self, at: Address, bytes: usize, physical: Arc<Physical>, access: u32) {
+        self.next_mapping += 1;
+        let id = self.next_mapping;
+        self.mappings.insert(at, Mapping { id, bytes, physical, access: [access; MAX_DEVICES] });
+    }
+
+    /// The mappings that make up a range exactly: one after the other, none cut.
+    fn whole_mappings(&self, address: Address, bytes: usize) -> Outcome<Vec<Address>> {
+        let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
+        let mut at = address;
+        let mut found = Vec::new();
+        while at < end {
+            let mapping = self.mappings.get(&at).ok_or(INVALID_VALUE)?;
+            // Plain memory is no business of these calls.
+            if mapping.physical.handle == 0 {
+                return Err(INVALID_VALUE);
+            }
+            found.push(at);
+            at += mapping.bytes as u64;
+        }
+        if at == end && !found.is_empty() { Ok(found) } else { Err(INVALID_VALUE) }
+    }
+}
+
+/// Address space without access, aligned, at `hint` where that is free.
+fn reserve_addresses(bytes: usize, alignment: usize, hint: Address) -> Option<Address> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let reserve = |at: Address, bytes: usize, flags: i32| {
+        // SAFETY: a new mapping; a fixed one replaces nothing.
+        let start = unsafe { libc::mmap(at as *mut _, bytes, libc::PROT_NONE, flags, -1, 0) };
+        (start != libc::MAP_FAILED).then_some(start as Address)
+    };
+    if hint != 0
+        && hint.is_multiple_of(alignment as u64)
+        && let Some(start) = reserve(hint, bytes, flags | libc::MAP_FIXED_NOREPLACE)
+    {
+        if start == hint {
+            return Some(start);
+        }
+        release_addresses(start, bytes);
+    }
+    let larger = bytes.checked_add(alignment)?;
+    let start = reserve(0, larger, flags)?;
+    let aligned = start.next_multiple_of(alignment as u64);
+    let before = (aligned - start) as usize;
+    release_addresses(start, before);
+    release_addresses(aligned + bytes as u64, larger - bytes - before);
+    Some(aligned)
+}
+
+fn release_addresses(start: Address, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: address space of this module that is no longer on its lists.
+        unsafe { libc::munmap(start as *mut _, bytes) };
+    }
+}
+
+fn is_granular(bytes: usize) -> bool {
+    bytes > 0 && bytes.is_multiple_of(GRANULARITY)
+}
+
+fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
+    let prop = prop.get()?;
+    if prop.kind != 1 {
+        return Err(INVALID_VALUE);
+    }
+    if prop.location.kind != LOCATION_DEVICE {
+        return Err(if prop.location.kind == 0 { INVALID_VALUE } else { NOT_SUPPORTED });
+    }
+    let device = driver::device(prop.location.id)?;
+    // Sharing between processes is not simulated; the devices' attributes say so.
+    if prop.handle_types != 0 {
+        return Err(NOT_SUPPORTED);
+    }
+    Ok((prop, device))
+}
+
+fn access_device(location: Location) -> Outcome<usize> {
+    if location.kind != LOCATION_DEVICE {
+        return Err(INVALID_VALUE);
+    }
+    driver::device(location.id).map_err(|_| INVALID_DEVICE)
+}
+
+/// `cuMemGetAllocationGranularity`.
+pub fn granularity(bytes: Out<usize>, prop: In<AllocationProp>, option: u32) -> Outcome {
+    checked_prop(prop)?;
+    if option > 1 {
+        return Err(INVALID_VALUE);
+    }
+    bytes.put(GRANULARITY)
+}
+
+/// `cuMemAddressReserve`.
+pub fn reserve(pointer: Out<Address>, bytes: usize, alignment: usize, hint: Address, flags: u64) -> Outcome {
+    pointer.required()?;
+    if !is_granular(bytes) || flags != 0 || (alignment != 0 && !alignment.is_power_of_two()) {
+        return Err(INVALID_VALUE);
+    }
+    let mut state = state();
+    let address = reserve_addresses(bytes, alignment.max(GRANULARITY), hint).ok_or(OUT_OF_MEMORY)?;
+    state.space.reservations.insert(address, Reservation { bytes, space: bytes, purpose: Purpose::Virtual });
+    pointer.put(address)
+}
+
+/// `cuMemAddressFree`: the whole reservation, and nothing may be mapped in it.
+pub fn address_free(address: Address, bytes: usize) -> Outcome {
+    let mut state = state();
+    let space = &mut state.space;
+    match space.reservations.get(&address) {
+        Some(range) if range.purpose == Purpose::Virtual && range.bytes == bytes => {}
+        _ => return Err(INVALID_VALUE),
+    }
+    if space.mappings.range(address..address + bytes as u64).next().is_some() {
+        return Err(INVALID_VALUE);
+    }
+    space.reservations.remove(&address);
+    release_addresses(address, bytes);
+    Ok(())
+}
+
+/// `cuMemCreate`.
+pub fn create(handle: Out<Handle>, bytes: usize, prop: In<AllocationProp>, flags: u64) -> Outcome {
+    handle.required()?;
+    let (prop, device) = checked_prop(prop)?;
+    if !is_granular(bytes) || flags != 0 {
+        return Err(INVALID_VALUE);
+    }
+    let new = driver::new_handle();
+    let physical = Physical::new(new, device, bytes, Some(prop), false)?;
+    state().space.handles.insert(new, Created { physical, references: 1 });
+    handle.put(new)
+}
+
+/// `cuMemRelease`: "the memory will be freed when there are no mappings left and all handles are
+/// released".
+pub fn release(handle: Handle) -> Outcome {
+    let mut state = state();
+    let handles = &mut state.space.handles;
+    let created = handles.get_mut(&handle).ok_or(INVALID_VALUE)?;
+    created.references -= 1;
+    if created.references == 0 {
+        handles.remove(&handle);
+    }
+    Ok(())
+}
+
+/// `cuMemRetainAllocationHandle`: every retain needs a release.
+pub fn retain(handle: Out<Handle>, address: Address) -> Outcome {
+    handle.required()?;
+    let mut state = state();
+    let space = &mut state.space;
+    let (_, mapping) = space.mapping(address).ok_or(INVALID_VALUE)?;
+    let physical = Arc::clone(&mapping.physical);
+    if physical.handle == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let name = physical.handle;
+    space.handles.entry(name).or_insert(Created { physical, references: 0 }).references += 1;
+    handle.put(name)
+}
+
+/// `cuMemGetAllocationPropertiesFromHandle`.
+pub fn properties(prop: Out<AllocationProp>, handle: Handle) -> Outcome {
+    let state = state();
+    let created = state.space.handles.get(&handle).ok_or(INVALID_VALUE)?;
+    prop.put(created.physical.prop.ok_or(INVALID_VALUE)?)
+}
+
+/// `cuMemMap`: into one reservation, over nothing that is mapped, from offset 0 ("offset must be
+/// zero currently"). The mapping has no access yet.
+pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags: u64) -> Outcome {
+    if !is_granular(bytes) || !address.is_multiple_of(GRANULARITY as u64) || offset != 0 || flags != 0 {
+        return Err(INVALID_VALUE);
+    }
+    let mut state = state();
+    let space = &mut state.space;
+    let physical = match space.handles.get(&handle) {
+        Some(created) if bytes <= created.physical.bytes => Arc::clone(&created.physical),
+        _ => return Err(INVALID_VALUE),
+    };
+    let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
+    match space.reservation(address) {
+        Some((base, range)) if range.purpose == Purpose::Virtual && end <= base + range.bytes as u64 => {}
+        _ => return Err(INVALID_VALUE),
+    }
+    let taken = space.mappings.range(..end).next_back().is_some_and(|(&base, mapping)| base + mapping.bytes as u64 > address);
+    if taken {
+        return Err(INVALID_VALUE);
+    }
+    space.add_mapping(address, bytes, physical, 0);
+    Ok(())
+}
+
+/// `cuMemUnmap`: whole mappings, as many as the range has. It does not wait for the device's work:
+/// that it is done is the caller's business, and work that is not meets an illegal address.
+pub fn unmap(address: Address, bytes: usize) -> Outcome {
+    let mut state = state();
+    for base in state.space.whole_mappings(address, bytes)? {
+        state.space.mappings.remove(&base);
+    }
+    Ok(())
+}
+
+/// `cuMemSetAccess`: of whole mappings, for each location named.
+pub fn set_access(address: Address, bytes: usize, access: In<AccessDesc>, count: usize) -> Outcome {
+    if count == 0 || count > 4096 {
+        return Err(INVALID_VALUE);
+    }
+    let mut changes = Vec::new();
+    for access in access.get_all(count)? {
+        if !matches!(access.flags, 0 | READ | READ_WRITE) {
+            return Err(INVALID_VALUE);
+        }
+        changes.push((access_device(access.location)?, access.flags));
+    }
+    let mut state = state();
+    for base in state.space.whole_mappings(address, bytes)? {
+        if let Some(mapping) = state.space.mappings.get_mut(&base) {
+            for &(device, flags) in &changes {
+                mapping.access[device] = flags;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `cuMemGetAccess`.
+pub fn get_access(flags: Out<u64>, location: In<Location>, address: Address) -> Outcome {
+    let device = access_device(location.get()?)?;
+    let state = state();
+    let (_, mapping) = state.space.mapping(address).ok_or(INVALID_VALUE)?;
+    flags.put(u64::from(mapping.access[device]))
+}

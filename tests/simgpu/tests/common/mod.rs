@@ -1,0 +1,342 @@
+//! What the tests share: each test in a process of its own, with the library loaded as a program
+//! would load it.
+
+// Every call here is a foreign one, with pointers to the test's own variables.
+#![allow(
+    dead_code,
+    missing_docs,
+    non_snake_case,
+    clippy::undocumented_unsafe_blocks,
+    clippy::missing_safety_doc,
+    clippy::macro_metavars_in_unsafe
+)]
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+/// Marks the process in which a test's body runs.
+const INSIDE: &str = "SIMGPU_TEST_INSIDE";
+
+/// Runs a test's body in a process of its own: the driver's state is the process's, and the
+/// environment is read once.
+pub fn isolated(test: &str, environment: &[(&str, &str)], body: fn()) {
+    if std::env::var_os(INSIDE).is_some() {
+        body();
+        return;
+    }
+    let output = command(test, environment).output().expect("the test's own process");
+    assert!(
+        output.status.success(),
+        "{test}: {}\n{}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// A process that runs another test's body, or a part of this one: see [`part`].
+pub fn command(test: &str, environment: &[(&str, &str)]) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("the test's path"));
+    command.args([test, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"]);
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("SIMGPU_")) {
+        command.env_remove(name);
+    }
+    command.env(INSIDE, "1").envs(environment.iter().copied());
+    command
+}
+
+/// Starts a process and waits until it says `line` on its stdout.
+pub fn start_until(command: &mut Command, line: &str) -> Child {
+    use std::io::{BufRead, BufReader};
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("a helper");
+    let stdout = child.stdout.as_mut().expect("its stdout");
+    for said in BufReader::new(stdout).lines() {
+        if said.expect("a line").contains(line) {
+            return child;
+        }
+    }
+    panic!("the helper ended without saying {line}: {:?}", child.wait());
+}
+
+/// A directory that is removed in the end.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    pub fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("simgpu-test-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("a directory");
+        Self(path)
+    }
+
+    pub fn text(&self) -> &str {
+        self.0.to_str().expect("a readable path")
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The library, as Cargo built it for this run.
+pub fn library() -> PathBuf {
+    let test = std::env::current_exe().expect("the test's path");
+    let dependencies = test.parent().expect("its directory");
+    let outside = dependencies.parent().expect("the profile's directory");
+    [dependencies, outside]
+        .into_iter()
+        .map(|directory| directory.join("libsimgpu.so"))
+        .filter(|path| path.exists())
+        .max_by_key(|path| path.metadata().and_then(|data| data.modified()).ok())
+        .expect("libsimgpu.so beside the test")
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Prop {
+    pub kind: u32,
+    pub handle_types: u32,
+    pub location: [i32; 2],
+    pub win32: *mut c_void,
+    pub flags: [u8; 8],
+}
+
+pub fn prop(device: i32) -> Prop {
+    Prop { kind: 1, handle_types: 0, location: [1, device], win32: std::ptr::null_mut(), flags: [0; 8] }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Access {
+    pub location: [i32; 2],
+    pub flags: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Process {
+    pub pid: u32,
+    pub used: u64,
+    pub instances: [u32; 2],
+}
+
+macro_rules! library {
+    ($($name:ident($($kind:ty),*) -> $result:ty;)*) => {
+        /// The library's functions.
+        #[derive(Clone, Copy)]
+        pub struct Gpu {
+            $(pub $name: unsafe extern "C" fn($($kind),*) -> $result,)*
+        }
+
+        impl Gpu {
+            /// Loads the library.
+            pub fn load() -> Self {
+                let path = CString::new(library().to_str().unwrap()).unwrap();
+                unsafe {
+                    let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
+                    assert!(!library.is_null(), "{path:?} cannot be loaded");
+                    Self {
+                        $($name: {
+                            let name = CString::new(stringify!($name)).unwrap();
+                            let symbol = libc::dlsym(library, name.as_ptr());
+                            assert!(!symbol.is_null(), "{name:?} is missing");
+                            std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($kind),*) -> $result>(symbol)
+                        },)*
+                    }
+                }
+            }
+        }
+    };
+}
+
+library! {
+    cuInit(u32) -> u32;
+    cuDeviceGetAttribute(*mut i32, i32, i32) -> u32;
+    cuDevicePrimaryCtxRetain(*mut u64, i32) -> u32;
+    cuDevicePrimaryCtxRelease_v2(i32) -> u32;
+    cuDevicePrimaryCtxReset_v2(i32) -> u32;
+    cuCtxSetCurrent(u64) -> u32;
+    cuCtxSynchronize() -> u32;
+    cuMemGetAllocationGranularity(*mut usize, *const Prop, u32) -> u32;
+    cuMemAddressReserve(*mut u64, usize, usize, u64, u64) -> u32;
+    cuMemAddressFree(u64, usize) -> u32;
+    cuMemCreate(*mut u64, usize, *const Prop, u64) -> u32;
+    cuMemRelease(u64) -> u32;
+    cuMemMap(u64, usize, usize, u64, u64) -> u32;
+    cuMemUnmap(u64, usize) -> u32;
+    cuMemSetAccess(u64, usize, *const Access, usize) -> u32;
+    cuMemGetAccess(*mut u64, *const [i32; 2], u64) -> u32;
+    cuMemRetainAllocationHandle(*mut u64, u64) -> u32;
+    cuMemGetInfo_v2(*mut usize, *mut usize) -> u32;
+    cuMemAlloc_v2(*mut u64, usize) -> u32;
+    cuMemFree_v2(u64) -> u32;
+    cuMemAllocAsync(*mut u64, usize, u64) -> u32;
+    cuMemFreeAsync(u64, u64) -> u32;
+    cuMemAllocManaged(*mut u64, usize, u32) -> u32;
+    cuIpcGetMemHandle(*mut [u8; 64], u64) -> u32;
+    cuMemHostAlloc(*mut u64, usize, u32) -> u32;
+    cuMemFreeHost(u64) -> u32;
+    cuMemHostRegister_v2(u64, usize, u32) -> u32;
+    cuMemHostUnregister(u64) -> u32;
+    cuMemcpy(u64, u64, usize) -> u32;
+    cuMemcpyHtoD_v2(u64, u64, usize) -> u32;
+    cuMemcpyDtoH_v2(u64, u64, usize) -> u32;
+    cuMemcpyDtoD_v2(u64, u64, usize) -> u32;
+    cuMemcpyHtoDAsync_v2(u64, u64, usize, u64) -> u32;
+    cuMemcpyDtoHAsync_v2(u64, u64, usize, u64) -> u32;
+    cuMemsetD8_v2(u64, u8, usize) -> u32;
+    cuMemsetD8Async(u64, u8, usize, u64) -> u32;
+    cuMemsetD32_v2(u64, u32, usize) -> u32;
+    cuStreamCreate(*mut u64, u32) -> u32;
+    cuStreamDestroy_v2(u64) -> u32;
+    cuStreamSynchronize(u64) -> u32;
+    cuStreamQuery(u64) -> u32;
+    cuStreamWaitEvent(u64, u64, u32) -> u32;
+    cuLaunchHostFunc(u64, unsafe extern "C" fn(*mut c_void), *mut c_void) -> u32;
+    cuEventCreate(*mut u64, u32) -> u32;
+    cuEventDestroy_v2(u64) -> u32;
+    cuEventRecord(u64, u64) -> u32;
+    cuEventQuery(u64) -> u32;
+    cuEventSynchronize(u64) -> u32;
+    cuEventElapsedTime(*mut f32, u64, u64) -> u32;
+    cuStreamBeginCapture_v2(u64, u32) -> u32;
+    cuStreamEndCapture(u64, *mut u64) -> u32;
+    cuStreamIsCapturing(u64, *mut u32) -> u32;
+    cuThreadExchangeStreamCaptureMode(*mut u32) -> u32;
+    cuGraphInstantiateWithFlags(*mut u64, u64, u64) -> u32;
+    cuGraphGetNodes(u64, *mut u64, *mut usize) -> u32;
+    cuGraphLaunch(u64, u64) -> u32;
+    cuGraphDestroy(u64) -> u32;
+    cuGraphExecDestroy(u64) -> u32;
+    cuGetProcAddress_v2(*const c_char, *mut *mut c_void, c_int, u64, *mut u32) -> u32;
+    cuGetErrorName(u32, *mut *const c_char) -> u32;
+    nvmlInit_v2() -> u32;
+    nvmlDeviceGetHandleByIndex_v2(u32, *mut u64) -> u32;
+    nvmlDeviceGetHandleByPciBusId_v2(*const c_char, *mut u64) -> u32;
+    nvmlDeviceGetMemoryInfo(u64, *mut [u64; 3]) -> u32;
+    nvmlDeviceGetComputeRunningProcesses_v3(u64, *mut u32, *mut Process) -> u32;
+    simgpu_fail(*const c_char, u64, u32, u64) -> c_int;
+    simgpu_clear_faults() -> ();
+    simgpu_calls(*const c_char) -> u64;
+    simgpu_used(c_int) -> u64;
+    simgpu_live(*const c_char) -> u64;
+    simgpu_set_op_delay_ms(u64) -> ();
+    simgpu_occupy(c_int, u64) -> ();
+}
+
+/// 2 MiB, the granularity.
+pub const MIB2: usize = 2 << 20;
+
+/// A call that is to succeed.
+macro_rules! ok {
+    ($gpu:ident . $name:ident($($argument:expr),* $(,)?)) => {
+        assert_eq!(unsafe { ($gpu.$name)($($argument),*) }, 0, stringify!($name))
+    };
+}
+
+/// A call that is to answer a code.
+macro_rules! fails {
+    ($code:expr, $gpu:ident . $name:ident($($argument:expr),* $(,)?)) => {
+        assert_eq!(unsafe { ($gpu.$name)($($argument),*) }, $code, stringify!($name))
+    };
+}
+
+impl Gpu {
+    /// Loads the library and makes device 0's primary context current.
+    pub fn start() -> Self {
+        let gpu = Self::load();
+        ok!(gpu.cuInit(0));
+        gpu.use_device(0);
+        gpu
+    }
+
+    pub fn use_device(&self, device: i32) -> u64 {
+        let gpu = self;
+        let mut context = 0;
+        ok!(gpu.cuDevicePrimaryCtxRetain(&raw mut context, device));
+        ok!(gpu.cuCtxSetCurrent(context));
+        context
+    }
+
+    pub fn live(&self, kind: &str) -> u64 {
+        let kind = CString::new(kind).unwrap();
+        unsafe { (self.simgpu_live)(kind.as_ptr()) }
+    }
+
+    pub fn used(&self) -> u64 {
+        unsafe { (self.simgpu_used)(0) }
+    }
+
+    pub fn fail(&self, name: &str, nth: u64, code: u32, count: u64) -> c_int {
+        let name = CString::new(name).unwrap();
+        unsafe { (self.simgpu_fail)(name.as_ptr(), nth, code, count) }
+    }
+
+    pub fn calls(&self, name: &str) -> u64 {
+        let name = CString::new(name).unwrap();
+        unsafe { (self.simgpu_calls)(name.as_ptr()) }
+    }
+
+    pub fn alloc(&self, bytes: usize) -> u64 {
+        let gpu = self;
+        let mut pointer = 0;
+        ok!(gpu.cuMemAlloc_v2(&raw mut pointer, bytes));
+        pointer
+    }
+
+    pub fn create(&self, bytes: usize) -> u64 {
+        let gpu = self;
+        let mut handle = 0;
+        ok!(gpu.cuMemCreate(&raw mut handle, bytes, &prop(0), 0));
+        handle
+    }
+
+    pub fn reserve(&self, bytes: usize) -> u64 {
+        let gpu = self;
+        let mut pointer = 0;
+        ok!(gpu.cuMemAddressReserve(&raw mut pointer, bytes, 0, 0, 0));
+        pointer
+    }
+
+    pub fn access(&self, pointer: u64, bytes: usize, flags: u32) {
+        let gpu = self;
+        ok!(gpu.cuMemSetAccess(pointer, bytes, &Access { location: [1, 0], flags }, 1));
+    }
+
+    /// Reserved, created, mapped, accessible, and its handle released.
+    pub fn map_new(&self, bytes: usize) -> u64 {
+        let pointer = self.reserve(bytes);
+        self.put_new(pointer, bytes);
+        pointer
+    }
+
+    /// New memory at reserved addresses.
+    pub fn put_new(&self, pointer: u64, bytes: usize) {
+        let gpu = self;
+        let handle = self.create(bytes);
+        ok!(gpu.cuMemMap(pointer, bytes, 0, handle, 0));
+        ok!(gpu.cuMemRelease(handle));
+        self.access(pointer, bytes, 3);
+    }
+
+    pub fn upload(&self, to: u64, bytes: &[u8]) {
+        let gpu = self;
+        ok!(gpu.cuMemcpyHtoD_v2(to, bytes.as_ptr() as u64, bytes.len()));
+    }
+
+    pub fn download(&self, from: u64, bytes: usize) -> Vec<u8> {
+        let gpu = self;
+        let mut result = vec![0xee; bytes];
+        ok!(gpu.cuMemcpyDtoH_v2(result.as_mut_ptr() as u64, from, bytes));
+        result
+    }
+
+    pub fn stream(&self, flags: u32) -> u64 {
+        let gpu = self;
+        let mut stream = 0;
+        ok!(gpu.cuStreamCreate(&raw mut stream, flags));
+        stream
+    }
+}

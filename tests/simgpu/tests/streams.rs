@@ -1,0 +1,261 @@
+//! Streams, events, capture and graphs.
+
+// Every call here is a foreign one, with pointers to the test's own variables.
+#![allow(clippy::undocumented_unsafe_blocks)]
+
+#[macro_use]
+mod common;
+use common::{Gpu, MIB2, isolated};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+const NON_BLOCKING: u32 = 1;
+
+#[test]
+fn work_is_asynchronous_and_in_order() {
+    isolated("work_is_asynchronous_and_in_order", &[("SIMGPU_OP_DELAY_MS", "30")], || {
+        let gpu = Gpu::start();
+        let (stream, pointer) = (gpu.stream(NON_BLOCKING), gpu.alloc(4096));
+        let mut pinned = 0;
+        ok!(gpu.cuMemHostAlloc(&raw mut pinned, 4096, 0));
+        let start = Instant::now();
+        for value in 1..=3 {
+            ok!(gpu.cuMemsetD8Async(pointer, value, 4096, stream));
+        }
+        ok!(gpu.cuMemcpyDtoHAsync_v2(pinned, pointer, 4096, stream));
+        assert!(start.elapsed() < Duration::from_millis(25));
+        fails!(600, gpu.cuStreamQuery(stream));
+        ok!(gpu.cuStreamSynchronize(stream));
+        assert!(start.elapsed() >= Duration::from_millis(120));
+        ok!(gpu.cuStreamQuery(stream));
+        assert_eq!(unsafe { *(pinned as *const u8) }, 3);
+    });
+}
+
+#[test]
+fn pageable_memory_is_done_with_when_the_call_returns() {
+    isolated("pageable_memory_is_done_with_when_the_call_returns", &[("SIMGPU_OP_DELAY_MS", "20")], || {
+        let gpu = Gpu::start();
+        let (stream, pointer) = (gpu.stream(NON_BLOCKING), gpu.alloc(4096));
+        let mut buffer = [7u8; 4096];
+        ok!(gpu.cuMemcpyHtoDAsync_v2(pointer, buffer.as_ptr() as u64, 4096, stream));
+        buffer.fill(8);
+        let mut back = [0u8; 4096];
+        ok!(gpu.cuMemcpyDtoHAsync_v2(back.as_mut_ptr() as u64, pointer, 4096, stream));
+        assert_eq!(back, [7; 4096]);
+    });
+}
+
+#[test]
+fn the_legacy_stream_waits_for_blocking_streams() {
+    isolated("the_legacy_stream_waits_for_blocking_streams", &[("SIMGPU_OP_DELAY_MS", "40")], || {
+        let gpu = Gpu::start();
+        let pointer = gpu.alloc(4096);
+        let (blocking, other) = (gpu.stream(0), gpu.stream(NON_BLOCKING));
+        ok!(gpu.cuMemsetD8Async(pointer, 5, 4096, blocking));
+        assert_eq!(gpu.download(pointer, 1), [5]);
+        ok!(gpu.cuStreamQuery(blocking));
+        for _ in 0..4 {
+            ok!(gpu.cuMemsetD8Async(pointer, 6, 4096, other));
+        }
+        let _ = gpu.download(pointer, 1);
+        fails!(600, gpu.cuStreamQuery(other));
+        ok!(gpu.cuCtxSynchronize());
+        ok!(gpu.cuStreamQuery(other));
+        // And a blocking stream waits for the legacy one.
+        ok!(gpu.cuMemsetD8Async(pointer, 9, 4096, 0));
+        ok!(gpu.cuMemsetD8Async(pointer, 10, 4096, blocking));
+        ok!(gpu.cuStreamSynchronize(blocking));
+        assert_eq!(gpu.download(pointer, 1), [10]);
+    });
+}
+
+#[test]
+fn events_order_streams() {
+    isolated("events_order_streams", &[("SIMGPU_OP_DELAY_MS", "30")], || {
+        let gpu = Gpu::start();
+        let pointer = gpu.alloc(4096);
+        let (first, second) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING));
+        let (mut start, mut end) = (0, 0);
+        ok!(gpu.cuEventCreate(&raw mut start, 0));
+        ok!(gpu.cuEventCreate(&raw mut end, 0));
+        ok!(gpu.cuEventQuery(end));
+        ok!(gpu.cuEventRecord(start, first));
+        ok!(gpu.cuMemsetD8Async(pointer, 1, 4096, first));
+        ok!(gpu.cuEventRecord(end, first));
+        fails!(600, gpu.cuEventQuery(end));
+        ok!(gpu.cuStreamWaitEvent(second, end, 0));
+        ok!(gpu.cuMemsetD8Async(pointer, 2, 4096, second));
+        // A destroyed stream still does its work.
+        ok!(gpu.cuStreamDestroy_v2(second));
+        fails!(400, gpu.cuStreamSynchronize(second));
+        ok!(gpu.cuCtxSynchronize());
+        assert_eq!(gpu.download(pointer, 1), [2]);
+        let mut milliseconds = 0.0;
+        ok!(gpu.cuEventElapsedTime(&raw mut milliseconds, start, end));
+        assert!((30.0..500.0).contains(&milliseconds), "{milliseconds}");
+        ok!(gpu.cuEventDestroy_v2(start));
+        ok!(gpu.cuEventDestroy_v2(end));
+        assert_eq!((gpu.live("events"), gpu.live("streams")), (0, 1));
+    });
+}
+
+static ANSWER: AtomicU32 = AtomicU32::new(u32::MAX);
+
+unsafe extern "C" fn calls_cuda(data: *mut c_void) {
+    let gpu = unsafe { &*data.cast::<Gpu>() };
+    ANSWER.store(unsafe { (gpu.cuCtxSynchronize)() }, Ordering::SeqCst);
+}
+
+#[test]
+fn host_functions_may_not_call_cuda() {
+    isolated("host_functions_may_not_call_cuda", &[], || {
+        let mut gpu = Gpu::start();
+        let stream = gpu.stream(0);
+        let data = (&raw mut gpu).cast();
+        ok!(gpu.cuLaunchHostFunc(stream, calls_cuda, data));
+        ok!(gpu.cuStreamSynchronize(stream));
+        assert_eq!(ANSWER.load(Ordering::SeqCst), 800);
+    });
+}
+
+#[test]
+fn freeing_in_a_stream_is_in_order() {
+    isolated("freeing_in_a_stream_is_in_order", &[("SIMGPU_OP_DELAY_MS", "20")], || {
+        let gpu = Gpu::start();
+        let stream = gpu.stream(NON_BLOCKING);
+        let mut pointer = 0;
+        ok!(gpu.cuMemAllocAsync(&raw mut pointer, 4096, stream));
+        ok!(gpu.cuMemsetD8Async(pointer, 1, 4096, stream));
+        ok!(gpu.cuMemFreeAsync(pointer, stream));
+        assert_eq!(gpu.used(), 4096);
+        ok!(gpu.cuStreamSynchronize(stream));
+        assert_eq!(gpu.used(), 0);
+    });
+}
+
+#[test]
+fn a_graph_replays_what_was_captured() {
+    isolated("a_graph_replays_what_was_captured", &[], || {
+        let gpu = Gpu::start();
+        let (stream, fork) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING));
+        let (from, to) = (gpu.map_new(MIB2), gpu.map_new(MIB2));
+        let mut pinned = 0;
+        ok!(gpu.cuMemHostAlloc(&raw mut pinned, 4096, 0));
+        let (mut out, mut back) = (0, 0);
+        ok!(gpu.cuEventCreate(&raw mut out, 0));
+        ok!(gpu.cuEventCreate(&raw mut back, 0));
+
+        ok!(gpu.cuStreamBeginCapture_v2(stream, 1));
+        let mut status = 9;
+        ok!(gpu.cuStreamIsCapturing(stream, &raw mut status));
+        assert_eq!(status, 1);
+        ok!(gpu.cuMemcpyHtoDAsync_v2(from, pinned, 4096, stream));
+        ok!(gpu.cuEventRecord(out, stream));
+        ok!(gpu.cuStreamWaitEvent(fork, out, 0));
+        ok!(gpu.cuMemsetD8Async(to, 9, 4096, fork));
+        ok!(gpu.cuEventRecord(back, fork));
+        ok!(gpu.cuStreamWaitEvent(stream, back, 0));
+        ok!(gpu.cuMemcpyDtoHAsync_v2(pinned + 2048, to, 1, stream));
+        let mut graph = 0;
+        ok!(gpu.cuStreamEndCapture(stream, &raw mut graph));
+        let mut nodes = 0;
+        ok!(gpu.cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes));
+        assert_eq!(nodes, 3);
+        // Nothing has run yet.
+        assert_eq!(gpu.download(to, 1), [0]);
+
+        let mut executable = 0;
+        ok!(gpu.cuGraphInstantiateWithFlags(&raw mut executable, graph, 0));
+        ok!(gpu.cuGraphDestroy(graph));
+        let word = pinned as *mut u8;
+        for value in [3u8, 4] {
+            unsafe { word.write(value) };
+            ok!(gpu.cuGraphLaunch(executable, stream));
+            ok!(gpu.cuStreamSynchronize(stream));
+            assert_eq!(gpu.download(from, 1), [value]);
+        }
+        assert_eq!(unsafe { *word.add(2048) }, 9);
+        // Other memory at the same addresses is as good; no memory is a fault.
+        ok!(gpu.cuMemUnmap(from, MIB2));
+        gpu.put_new(from, MIB2);
+        ok!(gpu.cuGraphLaunch(executable, stream));
+        ok!(gpu.cuStreamSynchronize(stream));
+        assert_eq!(gpu.download(from, 1), [4]);
+        ok!(gpu.cuMemUnmap(from, MIB2));
+        ok!(gpu.cuGraphLaunch(executable, stream));
+        fails!(700, gpu.cuStreamSynchronize(stream));
+        ok!(gpu.cuGraphExecDestroy(executable));
+    });
+}
+
+#[test]
+fn what_a_capture_forbids() {
+    isolated("what_a_capture_forbids", &[], || {
+        let gpu = Gpu::start();
+        let stream = gpu.stream(NON_BLOCKING);
+        let context = gpu.use_device(0);
+        let mut graph = 9;
+        let begin = |mode| ok!(gpu.cuStreamBeginCapture_v2(stream, mode));
+
+        fails!(900, gpu.cuStreamBeginCapture_v2(0, 0));
+        fails!(401, gpu.cuStreamEndCapture(stream, &raw mut graph));
+        begin(0);
+        fails!(900, gpu.cuCtxSynchronize());
+        fails!(901, gpu.cuStreamEndCapture(stream, &raw mut graph));
+        assert_eq!(graph, 0);
+
+        begin(2);
+        fails!(900, gpu.cuStreamSynchronize(stream));
+        fails!(901, gpu.cuMemsetD8Async(gpu.reserve(MIB2), 0, 1, stream));
+        fails!(901, gpu.cuStreamEndCapture(stream, &raw mut graph));
+
+        // A potentially unsafe call, by this and by another thread, against each mode.
+        let allocate = move || {
+            let mut pointer = 0;
+            unsafe {
+                (gpu.cuCtxSetCurrent)(context);
+                (gpu.cuMemAlloc_v2)(&raw mut pointer, 512)
+            }
+        };
+        for (mode, here, there) in [(0, 900, 900), (1, 900, 0), (2, 0, 0)] {
+            begin(mode);
+            assert_eq!(allocate(), here);
+            let ended = if here == 0 { 0 } else { 901 };
+            fails!(ended, gpu.cuStreamEndCapture(stream, &raw mut graph));
+            begin(mode);
+            assert_eq!(std::thread::spawn(allocate).join().unwrap(), there);
+            let ended = if there == 0 { 0 } else { 901 };
+            fails!(ended, gpu.cuStreamEndCapture(stream, &raw mut graph));
+        }
+        // A thread that says it knows what it does.
+        begin(0);
+        let mut mode = 2;
+        ok!(gpu.cuThreadExchangeStreamCaptureMode(&raw mut mode));
+        assert_eq!((mode, allocate()), (0, 0));
+        ok!(gpu.cuThreadExchangeStreamCaptureMode(&raw mut mode));
+        assert_eq!(mode, 2);
+        // Virtual memory is not among the unsafe calls.
+        gpu.map_new(MIB2);
+        ok!(gpu.cuStreamEndCapture(stream, &raw mut graph));
+
+        // The legacy stream would have to wait for a blocking stream that is captured.
+        let blocking = gpu.stream(0);
+        ok!(gpu.cuStreamBeginCapture_v2(blocking, 2));
+        let pointer = gpu.map_new(MIB2);
+        fails!(906, gpu.cuMemsetD8Async(pointer, 0, 1, 0));
+        fails!(901, gpu.cuStreamEndCapture(blocking, &raw mut graph));
+
+        // A stream that joined must be waited for.
+        let mut event = 0;
+        ok!(gpu.cuEventCreate(&raw mut event, 2));
+        begin(2);
+        ok!(gpu.cuEventRecord(event, stream));
+        ok!(gpu.cuStreamWaitEvent(blocking, event, 0));
+        fails!(907, gpu.cuEventQuery(event));
+        ok!(gpu.cuMemsetD8Async(pointer, 0, 1, blocking));
+        fails!(904, gpu.cuStreamEndCapture(stream, &raw mut graph));
+        ok!(gpu.cuCtxSynchronize());
+    });
+}
