@@ -17,6 +17,9 @@ pub const DEVICES: i32 = 2;
 /// Device memory of the simulated machine in the tests' own process: small enough that running out is quick.
 pub const DEVICE_BYTES: usize = 256 * MIB;
 
+/// The tag that `VRAMCTL_BACKUP` discards in the tests' own process.
+pub const DISCARDED_TAG: &str = "cache-by-environment";
+
 /// The folder with the built test libraries and programs, built now if need be.
 pub fn artifacts() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
@@ -71,6 +74,7 @@ struct Simulated {
     cuda_memcpy: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int) -> u32,
     cuda_memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> u32,
     cuda_memset_async: unsafe extern "C" fn(*mut c_void, c_int, usize, *mut c_void) -> u32,
+    cuda_device_get_default_mem_pool: unsafe extern "C" fn(*mut *mut c_void, c_int) -> u32,
     cuda_device_synchronize: unsafe extern "C" fn() -> u32,
     cuda_set_device: unsafe extern "C" fn(c_int) -> u32,
     cuda_get_last_error: unsafe extern "C" fn() -> u32,
@@ -109,6 +113,7 @@ impl Simulated {
             cuda_memcpy: find!(runtime, "cudaMemcpy"),
             cuda_memcpy_async: find!(runtime, "cudaMemcpyAsync"),
             cuda_memset_async: find!(runtime, "cudaMemsetAsync"),
+            cuda_device_get_default_mem_pool: find!(runtime, "cudaDeviceGetDefaultMemPool"),
             cuda_device_synchronize: find!(runtime, "cudaDeviceSynchronize"),
             cuda_set_device: find!(runtime, "cudaSetDevice"),
             cuda_get_last_error: find!(runtime, "cudaGetLastError"),
@@ -162,6 +167,7 @@ impl Gpu {
                 ("SIMGPU_MEMORY", DEVICE_BYTES.to_string()),
                 ("VRAMCTL_DIR", sockets.display().to_string()),
                 ("VRAMCTL_LOG", "off".to_owned()),
+                ("VRAMCTL_BACKUP", format!("{DISCARDED_TAG}=discard")),
             ] {
                 // SAFETY: the only thread that reads or writes the environment now: the others wait for their turn.
                 unsafe { std::env::set_var(name, value) };
@@ -300,6 +306,12 @@ pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     bytes
 }
 
+pub fn default_pool() -> *mut c_void {
+    let mut pool = std::ptr::null_mut();
+    assert_eq!(unsafe { (simulated().cuda_device_get_default_mem_pool)(&raw mut pool, 0) }, 0);
+    pool
+}
+
 /// A stream of the program that does not wait for others.
 pub struct Stream(pub *mut c_void);
 
@@ -320,6 +332,10 @@ impl Stream {
 
     pub fn synchronize(&self) -> u32 {
         unsafe { (simulated().cuda_stream_synchronize)(self.0) }
+    }
+
+    pub fn handle(&self) -> vramctl::driver::StreamHandle {
+        unsafe { transmute(self.0) }
     }
 
     /// Modes: 0 global, 1 thread-local, 2 relaxed.

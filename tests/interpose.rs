@@ -1,0 +1,408 @@
+//! What a program sees of the hooked functions: managed where they should be, and like the real ones in everything else.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::{Gpu, MIB, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request, resume, set_device, state, write};
+use std::ffi::c_void;
+use std::ptr;
+use std::time::{Duration, Instant};
+use vramctl::Error;
+use vramctl::driver::StreamHandle;
+use vramctl::interpose::{self, Extent, PitchedPtr};
+use vramctl::memory::{Backup, Memory, Request, TagState, region};
+
+const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
+
+type Allocate = fn(usize) -> (u32, *mut c_void);
+type Release = fn(*mut c_void) -> u32;
+
+fn pointer(call: impl FnOnce(*mut *mut c_void) -> u32) -> (u32, *mut c_void) {
+    let mut pointer = ptr::null_mut();
+    let code = call(&raw mut pointer);
+    (code, pointer)
+}
+
+const ALLOCATORS: [(&str, Allocate); 8] = [
+    ("cudaMalloc", |bytes| pointer(|to| unsafe { interpose::cudaMalloc(to, bytes) })),
+    ("cudaMallocAsync", |bytes| pointer(|to| unsafe { interpose::cudaMallocAsync(to, bytes, NULL_STREAM) })),
+    ("cudaMallocAsync_ptsz", |bytes| pointer(|to| unsafe { interpose::cudaMallocAsync_ptsz(to, bytes, NULL_STREAM) })),
+    ("cudaMallocAsync on a stream", |bytes| {
+        let stream = Stream::create();
+        pointer(|to| unsafe { interpose::cudaMallocAsync(to, bytes, stream.handle()) })
+    }),
+    ("cudaMallocPitch", |bytes| {
+        let mut pitch = 0;
+        pointer(|to| unsafe { interpose::cudaMallocPitch(to, &raw mut pitch, 1024, bytes / 1024) })
+    }),
+    ("cudaMalloc3D", |bytes| {
+        let mut pitched = PitchedPtr { pointer: ptr::null_mut(), pitch: 0, xsize: 0, ysize: 0 };
+        let code = unsafe { interpose::cudaMalloc3D(&raw mut pitched, Extent { width: 1024, height: bytes / 4096, depth: 4 }) };
+        (code, pitched.pointer)
+    }),
+    ("cudaMallocFromPoolAsync", |bytes| {
+        pointer(|to| unsafe { interpose::cudaMallocFromPoolAsync(to, bytes, common::default_pool(), NULL_STREAM) })
+    }),
+    ("cudaMallocFromPoolAsync_ptsz", |bytes| {
+        pointer(|to| unsafe { interpose::cudaMallocFromPoolAsync_ptsz(to, bytes, common::default_pool(), NULL_STREAM) })
+    }),
+];
+
+const RELEASERS: [(&str, Release); 4] = [
+    ("cudaFree", |pointer| unsafe { interpose::cudaFree(pointer) }),
+    ("cudaFreeAsync", |pointer| unsafe { interpose::cudaFreeAsync(pointer, NULL_STREAM) }),
+    ("cudaFreeAsync_ptsz", |pointer| unsafe { interpose::cudaFreeAsync_ptsz(pointer, NULL_STREAM) }),
+    ("cudaFreeAsync on a stream", |pointer| {
+        let stream = Stream::create();
+        unsafe { interpose::cudaFreeAsync(pointer, stream.handle()) }
+    }),
+];
+
+#[test]
+fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    for (allocator, allocate) in ALLOCATORS {
+        for (releaser, release) in RELEASERS {
+            for managed in [true, false] {
+                let case = format!("{allocator}, {releaser}, managed: {managed}");
+                if managed {
+                    region::begin(Some("t"), None).unwrap();
+                }
+                let (code, address) = allocate(4 * MIB);
+                let _ = region::end();
+                assert_eq!(code, 0, "{case}");
+                assert_eq!(Memory::get().find(address as u64).is_some(), managed, "{case}");
+                assert_eq!(write(address as u64, &pattern(1, 4 * MIB)), 0, "{case}");
+                assert_eq!(release(address), 0, "{case}");
+                assert_eq!(common::synchronize(), 0, "{case}");
+                assert_eq!(gpu.footprint(), before, "{case}");
+                // Once only.
+                assert_eq!(release(address), 1, "{case}: a second free");
+                last_error();
+            }
+        }
+    }
+}
+
+#[test]
+fn small_requests_and_odd_arguments_are_the_runtimes_business() {
+    let _gpu = Gpu::take();
+    region::begin(Some("t"), None).unwrap();
+    let small = malloc(MIB - 1).unwrap();
+    assert!(Memory::get().find(small).is_none());
+    let large = malloc(MIB).unwrap();
+    let allocation = Memory::get().find(large).unwrap();
+    assert_eq!((allocation.requested, allocation.bytes()), (MIB, 2 * MIB), "rounded up to the granularity");
+    assert_eq!(malloc(0), Ok(0));
+    assert_eq!(unsafe { interpose::cudaMalloc(ptr::null_mut(), 4 * MIB) }, 1);
+    assert_eq!(last_error(), 1);
+    assert_eq!(unsafe { interpose::cudaFree(ptr::null_mut()) }, 0);
+    assert_eq!(free(large + 4096), 1, "an address inside an allocation is not its address");
+    assert_eq!(free(0xdead_0000), 1);
+    last_error();
+    assert_eq!((free(small), free(large)), (0, 0));
+}
+
+#[test]
+fn rows_are_laid_out_as_the_runtime_does() {
+    let _gpu = Gpu::take();
+    for (width, height) in [(513, 4096), (4096, 300), (5000, 1000)] {
+        let layout = |tag: Option<&str>| {
+            if tag.is_some() {
+                region::begin(tag, None).unwrap();
+            }
+            let mut pitch = 0;
+            let (code, address) = pointer(|to| unsafe { interpose::cudaMallocPitch(to, &raw mut pitch, width, height) });
+            let mut pitched = PitchedPtr { pointer: ptr::null_mut(), pitch: 0, xsize: 0, ysize: 0 };
+            let code_3d = unsafe { interpose::cudaMalloc3D(&raw mut pitched, Extent { width, height, depth: 2 }) };
+            let _ = region::end();
+            assert_eq!((code, code_3d), (0, 0));
+            assert_eq!((free(address as u64), free(pitched.pointer as u64)), (0, 0));
+            (pitch, pitched.pitch, pitched.xsize, pitched.ysize)
+        };
+        assert_eq!(layout(Some("t")), layout(None), "width {width}, height {height}");
+    }
+    // More than can be counted: the runtime's answer, not an overflow of ours.
+    region::begin(Some("t"), None).unwrap();
+    let mut pitch = 0;
+    assert_ne!(pointer(|to| unsafe { interpose::cudaMallocPitch(to, &raw mut pitch, usize::MAX - 3, 7) }).0, 0);
+    last_error();
+}
+
+#[test]
+fn out_of_memory_looks_like_the_runtimes() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    region::begin(Some("t"), None).unwrap();
+    for bytes in [common::DEVICE_BYTES + 1, 1 << 46, 1 << 62, usize::MAX] {
+        let mut address = ptr::dangling_mut();
+        assert_eq!(unsafe { interpose::cudaMalloc(&raw mut address, bytes) }, 2);
+        assert!(address.is_null());
+        assert_eq!(last_error(), 2, "cudaGetLastError says so, as after the real call");
+        assert_eq!(last_error(), 0, "and it can be cleared");
+    }
+    assert_eq!(gpu.footprint(), before);
+    // torch frees its cache then, and tries again.
+    let filling = malloc(common::DEVICE_BYTES - 4 * MIB).unwrap();
+    assert_eq!(malloc(8 * MIB), Err(2));
+    assert_eq!(free(filling), 0);
+    let fits = malloc(8 * MIB).unwrap();
+    assert_eq!(free(fits), 0);
+}
+
+#[test]
+fn a_margin_keeps_memory_free() {
+    let _gpu = Gpu::take();
+    region::begin(Some("t"), None).unwrap();
+    Memory::get().set_margin((common::DEVICE_BYTES - 8 * MIB) as u64);
+    let fits = malloc(8 * MIB).unwrap();
+    assert_eq!(malloc(2 * MIB), Err(2));
+    Memory::get().set_margin(0);
+    let now = malloc(2 * MIB).unwrap();
+    assert_eq!((free(fits), free(now)), (0, 0));
+}
+
+#[test]
+fn threads_without_a_context_and_several_devices() {
+    let gpu = Gpu::take();
+    let before = (gpu.used(0), gpu.used(1));
+    let address = std::thread::spawn(|| {
+        set_device(1);
+        malloc_tagged("t", None, 4 * MIB).unwrap()
+    });
+    let second = address.join().unwrap();
+    let first = std::thread::spawn(|| malloc_tagged("t", None, 6 * MIB).unwrap()).join().unwrap();
+    assert_eq!((gpu.used(0) - before.0, gpu.used(1) - before.1), (6 * MIB as u64, 4 * MIB as u64));
+    let contents = (pattern(1, 6 * MIB), pattern(2, 4 * MIB));
+    set_device(0);
+    assert_eq!(write(first, &contents.0), 0);
+    set_device(1);
+    assert_eq!(write(second, &contents.1), 0);
+    // Paused and resumed by a thread that has never used CUDA.
+    std::thread::spawn(|| pause(&["t"]).unwrap()).join().unwrap();
+    assert_eq!((gpu.used(0), gpu.used(1)), before);
+    std::thread::spawn(|| resume(&["t"]).unwrap()).join().unwrap();
+    assert!(read(second, 4 * MIB).unwrap() == contents.1);
+    set_device(0);
+    assert!(read(first, 6 * MIB).unwrap() == contents.0);
+    let status = Memory::get().status();
+    assert_eq!(status.devices.iter().map(|device| (device.device, device.active_bytes)).collect::<Vec<_>>(), [(0, 6 << 20), (1, 4 << 20)]);
+}
+
+/// Somebody else's capture must come out whole, whatever we do meanwhile.
+#[test]
+fn another_threads_capture_is_not_disturbed() {
+    let _gpu = Gpu::take();
+    for mode in 0..3 {
+        let source = malloc_tagged("source", None, 2 * MIB).unwrap();
+        let target = malloc_tagged("target", None, 2 * MIB).unwrap();
+        let contents = pattern(5, 2 * MIB);
+        assert_eq!(write(source, &contents), 0);
+        let stream = Stream::create();
+        stream.begin_capture(mode);
+        assert_eq!(stream.copy(target, source, 2 * MIB), 0);
+        std::thread::spawn(move || {
+            let extra = malloc_tagged("extra", None, 4 * MIB).unwrap();
+            assert_eq!(write(extra, &pattern(6, 4 * MIB)), 0);
+            pause(&["extra"]).unwrap_or_else(|error| panic!("mode {mode}: {error}"));
+            resume(&["extra"]).unwrap_or_else(|error| panic!("mode {mode}: {error}"));
+            assert!(read(extra, 4 * MIB).unwrap() == pattern(6, 4 * MIB));
+            assert_eq!(free(extra), 0, "mode {mode}");
+            malloc_tagged("full", None, common::DEVICE_BYTES).unwrap_err();
+            last_error();
+        })
+        .join()
+        .unwrap();
+        let graph = stream.end_capture().unwrap_or_else(|code| panic!("mode {mode}: the capture ended with {code}"));
+        assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
+        assert!(read(target, 2 * MIB).unwrap() == contents);
+        drop((graph, stream));
+        assert_eq!((free(source), free(target)), (0, 0));
+    }
+}
+
+#[test]
+fn a_graph_replays_after_a_pause_because_no_address_changes() {
+    let _gpu = Gpu::take();
+    let source = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let target = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let stream = Stream::create();
+    stream.begin_capture(1);
+    assert_eq!(stream.copy(target, source, 2 * MIB), 0);
+    let graph = stream.end_capture().unwrap();
+    for round in 0..5 {
+        let contents = pattern(round, 2 * MIB);
+        assert_eq!(write(source, &contents), 0);
+        pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
+        assert!(read(target, 2 * MIB).unwrap() == contents);
+    }
+}
+
+#[test]
+fn what_is_so_already_is_no_error_and_unknown_tags_are() {
+    let _gpu = Gpu::take();
+    let (a, b) = (malloc_tagged("a", None, 2 * MIB).unwrap(), malloc_tagged("b", None, 2 * MIB).unwrap());
+    assert_eq!(resume(&[]).unwrap().unchanged, 2);
+    assert_eq!(pause(&["a"]).unwrap().allocations, 1);
+    let again = pause(&["a"]).unwrap();
+    assert_eq!((again.allocations, again.unchanged, again.bytes), (0, 1, 0));
+    assert_eq!(pause(&[]).unwrap().allocations, 1, "the rest");
+    assert_eq!(resume(&["a", "b"]).unwrap().allocations, 2);
+    match pause(&["a", "c"]) {
+        Err(Error::UnknownTag { unknown, known }) => {
+            assert_eq!((unknown, known), (vec!["c".to_owned()], vec!["a".to_owned(), "b".to_owned()]))
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(state("a"), Some(TagState::Active), "nothing was paused along with an unknown tag");
+    assert_eq!((free(a), free(b)), (0, 0));
+}
+
+#[test]
+fn policies_discard_or_keep_by_request_region_and_environment() {
+    let _gpu = Gpu::take();
+    let contents = pattern(3, 2 * MIB);
+    let allocate = |tag, backup| {
+        let address = malloc_tagged(tag, backup, 2 * MIB).unwrap();
+        assert_eq!(write(address, &contents), 0);
+        address
+    };
+    let kept = |address| read(address, 2 * MIB).unwrap() == contents;
+    let zero = |address| read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0);
+    let by_default = allocate("plain", None);
+    let by_region = allocate("plain", Some(Backup::Discard));
+    let by_environment = allocate(common::DISCARDED_TAG, None);
+    let region_over_environment = allocate(common::DISCARDED_TAG, Some(Backup::Host));
+    let report = pause(&[]).unwrap();
+    assert_eq!((report.kept_bytes, report.discarded_bytes), (4 << 20, 4 << 20));
+    resume(&[]).unwrap();
+    assert!(kept(by_default) && kept(region_over_environment));
+    assert!(zero(by_region) && zero(by_environment));
+
+    assert_eq!(write(by_region, &contents), 0);
+    Memory::get().pause(&Request { backup: Some(Backup::Host), ..request(&[]) }, &mut |_| ()).unwrap();
+    resume(&[]).unwrap();
+    assert!(kept(by_region), "a request overrules the region");
+    Memory::get().pause(&Request { backup: Some(Backup::Discard), ..request(&[]) }, &mut |_| ()).unwrap();
+    resume(&[]).unwrap();
+    assert!(zero(by_default));
+}
+
+#[test]
+fn freed_while_paused_and_allocated_while_paused() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let (stays, goes) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 2 * MIB).unwrap());
+    let contents = pattern(4, 2 * MIB);
+    assert_eq!(write(stays, &contents), 0);
+    pause(&["t"]).unwrap();
+    assert_eq!(free(goes), 0);
+    let new = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let new_contents = pattern(5, 2 * MIB);
+    assert_eq!(write(new, &new_contents), 0, "allocated while its tag is paused: active");
+    assert_eq!(state("t"), Some(TagState::Mixed));
+    let resumed = resume(&["t"]).unwrap();
+    assert_eq!((resumed.allocations, resumed.unchanged), (1, 1));
+    assert!(read(stays, 2 * MIB).unwrap() == contents && read(new, 2 * MIB).unwrap() == new_contents);
+    assert_eq!(pause(&["t"]).unwrap().allocations, 2, "the next pause takes it");
+    assert_eq!((free(stays), free(new)), (0, 0));
+    assert_eq!(gpu.footprint(), before);
+}
+
+/// Memory must not be taken from under work that is queued, and what that work writes is a part of the contents.
+#[test]
+fn a_pause_waits_for_the_devices_work() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let stream = Stream::create();
+    gpu.set_op_delay_ms(150);
+    assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
+    let hurried = Memory::get().pause(&Request { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut |_| ());
+    assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
+    assert_eq!(state("t"), Some(TagState::Active));
+    pause(&["t"]).unwrap();
+    gpu.set_op_delay_ms(0);
+    resume(&["t"]).unwrap();
+    assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
+    // A free waits, too.
+    gpu.set_op_delay_ms(100);
+    assert_eq!(stream.fill(address, 0x11, 2 * MIB), 0);
+    assert_eq!(free(address), 0);
+    gpu.set_op_delay_ms(0);
+    assert_eq!(common::synchronize(), 0, "nothing was taken from under the work");
+}
+
+#[test]
+fn a_resume_without_memory_says_what_is_short_and_can_wait() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 64 * MIB).unwrap();
+    let contents = pattern(8, 64 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    pause(&["t"]).unwrap();
+    gpu.occupy(0, common::DEVICE_BYTES - 32 * MIB);
+    match resume(&["t"]) {
+        Err(Error::DeviceMemory(shortage)) => assert_eq!((shortage.device, shortage.needed), (0, 64 << 20)),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(state("t"), Some(TagState::Paused));
+    let started = Instant::now();
+    let patient =
+        std::thread::spawn(|| Memory::get().resume(&Request { timeout: Some(Duration::from_secs(30)), ..request(&["t"]) }, &mut |_| ()));
+    std::thread::sleep(Duration::from_millis(100));
+    // While it waits, the program can allocate and free.
+    let other = malloc_tagged("other", None, 2 * MIB).unwrap();
+    assert_eq!(free(other), 0);
+    gpu.occupy(0, 0);
+    let report = patient.join().unwrap().unwrap();
+    assert!(started.elapsed() < Duration::from_secs(20) && report.ms >= 100.0, "{report:?}");
+    assert!(read(address, 64 * MIB).unwrap() == contents);
+}
+
+#[test]
+fn a_device_reset_drops_what_it_destroys_and_nothing_else() {
+    let gpu = Gpu::take();
+    set_device(0);
+    let here = malloc_tagged("t", None, 2 * MIB).unwrap();
+    set_device(1);
+    let there = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let contents = pattern(1, 2 * MIB);
+    assert_eq!(write(there, &contents), 0);
+    set_device(0);
+    let used = gpu.used(0);
+    assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+    assert!(gpu.used(0) <= used - 2 * MIB as u64);
+    assert!(Memory::get().find(here).is_none());
+    assert_eq!(free(here), 1, "as the runtime answers for memory that a reset has destroyed");
+    last_error();
+    set_device(1);
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert!(read(there, 2 * MIB).unwrap() == contents);
+    set_device(0);
+    let again = malloc_tagged("t", None, 2 * MIB).unwrap();
+    assert_eq!(write(again, &contents), 0, "the device works again after the reset");
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert_eq!((free(again), free(there)), (0, 0));
+}
+
+#[test]
+fn the_process_wide_tag_can_be_set_and_taken_away() {
+    let _gpu = Gpu::take();
+    let unmanaged = malloc(2 * MIB).unwrap();
+    Memory::get().set_process_tag(Some("everything")).unwrap();
+    let managed = malloc(2 * MIB).unwrap();
+    region::begin(None, None).unwrap();
+    let exempt = malloc(2 * MIB).unwrap();
+    region::end().unwrap();
+    Memory::get().set_process_tag(None).unwrap();
+    let later = malloc(2 * MIB).unwrap();
+    let found = [unmanaged, managed, exempt, later].map(|address| Memory::get().find(address).map(|allocation| allocation.tag.to_string()));
+    assert_eq!(found, [None, Some("everything".into()), None, None]);
+    for address in [unmanaged, managed, exempt, later] {
+        assert_eq!(free(address), 0);
+    }
+}
