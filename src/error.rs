@@ -9,7 +9,7 @@ use std::time::Duration;
 /// Why something was not done. Whatever it is, nothing was changed.
 #[derive(Debug, Clone)]
 pub enum Error {
-    /// The driver refused a call. With [`Error::Work`] kept apart: this is a call of ours.
+    /// The driver refused a call.
     Driver(Failure),
     /// The program's own GPU work had left an error behind (an illegal address, say). It is sticky: the context is lost.
     Work(Failure),
@@ -118,7 +118,13 @@ impl Error {
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        if failure.is_capture() { Self::Capturing } else { Self::Driver(failure) }
+        if failure.is_capture() {
+            Self::Capturing
+        } else if failure.is_of_earlier_work() {
+            Self::Work(failure)
+        } else {
+            Self::Driver(failure)
+        }
     }
 }
 

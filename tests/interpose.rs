@@ -406,3 +406,23 @@ fn the_process_wide_tag_can_be_set_and_taken_away() {
         assert_eq!(free(address), 0);
     }
 }
+
+/// What `cudaDeviceEnablePeerAccess` opens is open for managed memory too: before and after, and after a resume.
+#[test]
+fn peers_reach_each_others_memory() {
+    let _gpu = Gpu::take();
+    set_device(1);
+    let there = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let contents = pattern(1, 2 * MIB);
+    assert_eq!(write(there, &contents), 0);
+    set_device(0);
+    assert_eq!(unsafe { interpose::cudaDeviceEnablePeerAccess(1, 0) }, 0);
+    let here = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let stream = Stream::create();
+    assert_eq!((stream.copy(here, there, 2 * MIB), stream.synchronize()), (0, 0));
+    assert!(read(here, 2 * MIB).unwrap() == contents);
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert_eq!((stream.fill(there, 7, 2 * MIB), stream.copy(here, there, 2 * MIB), stream.synchronize()), (0, 0, 0));
+    assert!(read(here, 2 * MIB).unwrap().iter().all(|byte| *byte == 7));
+}

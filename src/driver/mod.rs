@@ -33,6 +33,12 @@ impl Failure {
         if code == code::SUCCESS { Ok(()) } else { Err(Self { call, code }) }
     }
 
+    /// Whether it is the trace of GPU work that failed: such an error stays, and everything that needs the context answers
+    /// with it from then on.
+    pub fn is_of_earlier_work(self) -> bool {
+        code::OF_WORK.contains(&self.code)
+    }
+
     /// Whether a stream capture is what the call failed on.
     pub fn is_capture(self) -> bool {
         (code::CAPTURE_UNSUPPORTED..=code::CAPTURE_WRONG_THREAD).contains(&self.code)

@@ -24,6 +24,21 @@ pub mod code {
             pub const $name: Status = known::$known as Status;
         )* };
     }
+    /// What failed work leaves behind in its context, for good (`cuda.h`: "the process must be terminated").
+    pub const OF_WORK: &[Status] = &[
+        known::CUDA_ERROR_ECC_UNCORRECTABLE as Status,
+        known::CUDA_ERROR_NVLINK_UNCORRECTABLE as Status,
+        known::CUDA_ERROR_ILLEGAL_ADDRESS as Status,
+        known::CUDA_ERROR_LAUNCH_TIMEOUT as Status,
+        known::CUDA_ERROR_ASSERT as Status,
+        known::CUDA_ERROR_HARDWARE_STACK_ERROR as Status,
+        known::CUDA_ERROR_ILLEGAL_INSTRUCTION as Status,
+        known::CUDA_ERROR_MISALIGNED_ADDRESS as Status,
+        known::CUDA_ERROR_INVALID_ADDRESS_SPACE as Status,
+        known::CUDA_ERROR_INVALID_PC as Status,
+        known::CUDA_ERROR_LAUNCH_FAILED as Status,
+    ];
+
     codes! {
         SUCCESS = CUDA_SUCCESS;
         INVALID_VALUE = CUDA_ERROR_INVALID_VALUE;
@@ -37,6 +52,7 @@ pub mod code {
         NOT_SUPPORTED = CUDA_ERROR_NOT_SUPPORTED;
         CAPTURE_UNSUPPORTED = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         CAPTURE_WRONG_THREAD = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+        PEER_ACCESS_ALREADY_ENABLED = CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
         UNKNOWN = CUDA_ERROR_UNKNOWN;
     }
 }

@@ -96,20 +96,31 @@ impl Memory {
         Ok(Self { handle, bytes, device, mapped_at: None })
     }
 
-    /// Maps the memory at the start of a reservation of the same size and lets its device read and write it. After an
-    /// error it is as it was: not mapped.
-    pub fn map(&mut self, at: &Reservation) -> Result<(), Failure> {
-        let driver = Driver::get()?;
+    /// Maps the memory at the start of a reservation of the same size and lets its own device and the `peers` read and
+    /// write it. After an error it is as it was: not mapped.
+    pub fn map(&mut self, at: &Reservation, peers: &[CUdevice]) -> Result<(), Failure> {
         // SAFETY: `at` is reserved for as long as the memory is mapped there: its owner drops the memory first.
-        unsafe { driver.cuMemMap(at.base, self.bytes, 0, self.handle, 0)? };
-        let access = CUmemAccessDesc { location: location(self.device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
-        // SAFETY: exactly the mapping just made, and one complete descriptor.
-        if let Err(failure) = unsafe { driver.cuMemSetAccess(at.base, self.bytes, &raw const access, 1) } {
+        unsafe { Driver::get()?.cuMemMap(at.base, self.bytes, 0, self.handle, 0)? };
+        let own = std::iter::once(self.device);
+        if let Err(failure) = self.set_access(at.base, own.chain(peers.iter().copied())) {
             undo(Leftover { mapping: Some((at.base, self.bytes)), ..Leftover::default() });
             return Err(failure);
         }
         self.mapped_at = Some(at.base);
         Ok(())
+    }
+
+    /// Lets another device read and write the memory too, for as long as it stays mapped.
+    pub fn let_in(&self, peer: CUdevice) -> Result<(), Failure> {
+        self.mapped_at.map_or(Ok(()), |base| self.set_access(base, std::iter::once(peer)))
+    }
+
+    fn set_access(&self, base: CUdeviceptr, devices: impl Iterator<Item = CUdevice>) -> Result<(), Failure> {
+        let access: Vec<_> = devices
+            .map(|device| CUmemAccessDesc { location: location(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE })
+            .collect();
+        // SAFETY: exactly our mapping, and as many complete descriptors as are said.
+        unsafe { Driver::get()?.cuMemSetAccess(base, self.bytes, access.as_ptr(), access.len()) }
     }
 
     /// Takes the memory away from its addresses; its contents stay in it. After an error it is mapped as before.

@@ -9,7 +9,7 @@ use crate::driver::{Current, code};
 use crate::error::Error;
 use crate::logger;
 use crate::memory::{After, Memory, region};
-use std::ffi::c_void;
+use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::Once;
 
@@ -104,6 +104,30 @@ pub unsafe fn device_reset() -> CudaError {
     }
     // SAFETY: no arguments.
     unsafe { originals::cudaDeviceReset() }
+}
+
+pub unsafe fn enable_peer_access(peer: c_int, flags: c_uint) -> CudaError {
+    // SAFETY: as it came.
+    let answer = unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) };
+    if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
+        return answer;
+    }
+    let opened = real::current_device().map(|device| Memory::get().enable_peer(device, peer));
+    match opened {
+        Some(Err(error)) => {
+            log::warn!("managed memory of device {peer} cannot be opened to its peer: {error}");
+            error.cuda_code()
+        }
+        _ => answer,
+    }
+}
+
+pub unsafe fn disable_peer_access(peer: c_int) -> CudaError {
+    if let (Some(memory), Some(device)) = (Memory::existing(), real::current_device()) {
+        memory.disable_peer(device, peer);
+    }
+    // SAFETY: as it came.
+    unsafe { originals::cudaDeviceDisablePeerAccess(peer) }
 }
 
 pub unsafe fn ipc_get_mem_handle(handle: *mut c_void, pointer: *mut c_void) -> CudaError {

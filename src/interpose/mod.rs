@@ -8,7 +8,7 @@ mod handlers;
 mod real;
 
 use real::originals;
-use std::ffi::{c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::panic;
 
 /// `cudaError_t` as a number: a code that a newer runtime adds must pass through unharmed.
@@ -69,6 +69,10 @@ macro_rules! hooked_functions {
         fn cudaFreeAsync_ptsz(pointer: *mut c_void, stream: CudaStream) => handlers::free_async_ptsz;
         /// `cudaDeviceReset`: drops what it destroys.
         fn cudaDeviceReset() => handlers::device_reset;
+        /// `cudaDeviceEnablePeerAccess`: managed memory is opened to the peer, too.
+        fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => handlers::enable_peer_access;
+        /// `cudaDeviceDisablePeerAccess`.
+        fn cudaDeviceDisablePeerAccess(peer: c_int) => handlers::disable_peer_access;
         /// `cudaIpcGetMemHandle`: explained where it cannot work.
         fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => handlers::ipc_get_mem_handle;
     } };

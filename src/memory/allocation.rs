@@ -85,6 +85,14 @@ impl Allocation {
         }
     }
 
+    /// Lets another device read and write the memory that is there now.
+    pub fn let_in(&self, peer: CUdevice) -> Result<(), Failure> {
+        match &*self.state() {
+            State::Active(memory) => memory.let_in(peer),
+            State::Paused(_) => Ok(()),
+        }
+    }
+
     /// Whether it is paused.
     pub fn is_paused(&self) -> bool {
         matches!(*self.state(), State::Paused(_))

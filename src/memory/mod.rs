@@ -19,6 +19,7 @@ use crate::error::{Error, Shortage};
 use crate::process::PerProcess;
 use dashmap::DashMap;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -78,6 +79,8 @@ pub struct Memory {
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes that an allocation must leave free on its device.
     margin: AtomicU64,
+    /// Which device may also use the memory of which other: (the one, the other's memory).
+    peers: RwLock<BTreeSet<(CUdevice, CUdevice)>>,
 }
 
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
@@ -85,6 +88,7 @@ static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     transition: RwLock::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),
     margin: AtomicU64::new(0),
+    peers: RwLock::default(),
 });
 
 impl Memory {
@@ -138,7 +142,7 @@ impl Memory {
             driver::Memory::create(device, size)
         })?;
         let reservation = Reservation::new(size)?;
-        memory.map(&reservation)?;
+        memory.map(&reservation, &self.peers_of(device))?;
         let allocation = Allocation::new(policy, bytes, current, memory, reservation);
         let address = allocation.address();
         self.allocations.insert(address, Arc::new(allocation));
@@ -177,6 +181,28 @@ impl Memory {
             wait_before_free(allocation, after)?;
         }
         Ok(allocation.unmap()?)
+    }
+
+    /// Lets `device` use the memory of `other`, what there is and what comes. Memory of `cudaMalloc` is opened to peers by
+    /// `cudaDeviceEnablePeerAccess`; for virtual memory the driver wants it said of each mapping.
+    pub fn enable_peer(&self, device: CUdevice, other: CUdevice) -> Result<(), Error> {
+        let _exclusive = self.exclude();
+        for allocation in self.snapshot().iter().filter(|allocation| allocation.device == other) {
+            allocation.let_in(device)?;
+        }
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other));
+        Ok(())
+    }
+
+    /// From now on, memory of `other` is no longer opened to `device`. What is open stays open until it is paused.
+    pub fn disable_peer(&self, device: CUdevice, other: CUdevice) {
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&(device, other));
+    }
+
+    /// The devices that may use the memory of `owner` besides itself.
+    fn peers_of(&self, owner: CUdevice) -> Vec<CUdevice> {
+        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
+        peers.iter().filter(|(_, other)| *other == owner).map(|(device, _)| *device).collect()
     }
 
     /// Drops the allocations of a device that `cudaDeviceReset` is about to destroy.

@@ -120,7 +120,7 @@ impl Memory {
         let saved = clock.time(Stage::Save, || backup::save(&keep, progress))?;
         let saved = saved.into_iter().map(|saved| Some(Arc::new(saved))).chain(discard.iter().map(|_| None));
         let victims: Vec<_> = keep.iter().chain(&discard).cloned().zip(saved).collect();
-        let victims = clock.time(Stage::Unmap, || unmap_all(victims))?;
+        let victims = clock.time(Stage::Unmap, || self.unmap_all(victims))?;
         let allocations = victims.len() as u64;
         clock.time(Stage::Release, || {
             for (allocation, saved) in victims {
@@ -164,7 +164,7 @@ impl Memory {
         let (_, chosen) = self.choose(&request.tags)?;
         let (paused, already): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
-        let memories = clock.time(Stage::Map, || map_all(&paused))?;
+        let memories = clock.time(Stage::Map, || self.map_all(&paused))?;
         clock.time(Stage::Restore, || restore_all(&paused, progress))?;
 
         let mut report =
@@ -198,6 +198,65 @@ impl Memory {
         let chosen = all.iter().filter(wanted).cloned().collect();
         Ok((all, chosen))
     }
+
+    /// Unmaps all of them or none.
+    fn unmap_all(&self, mut victims: Victims) -> Result<Victims, Error> {
+        for at in 0..victims.len() {
+            if let Err(failure) = victims[at].0.unmap() {
+                victims.truncate(at);
+                return Err(self.map_again(victims, failure));
+            }
+        }
+        Ok(victims)
+    }
+
+    /// Maps what was unmapped a moment ago again; its contents are still in it.
+    fn map_again(&self, victims: Victims, failure: Failure) -> Error {
+        let mut stranded = 0;
+        for (allocation, saved) in victims {
+            let mut state = allocation.state();
+            let State::Active(memory) = &mut *state else { continue };
+            if let Err(second) = memory.map(allocation.reservation(), &self.peers_of(allocation.device)) {
+                // Two failures in a row: it cannot be had back now, so it is paused, its contents as its policy says.
+                log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
+                *state = State::Paused(saved);
+                stranded += 1;
+            }
+        }
+        if stranded == 0 {
+            return failure.into();
+        }
+        Error::Internal(format!("{failure}, and {stranded} allocations could not be mapped again; they are paused: resume them"))
+    }
+
+    /// New memory, mapped at the addresses of all of them, or none.
+    fn map_all(&self, paused: &[Arc<Allocation>]) -> Result<Vec<driver::Memory>, Error> {
+        let mut needed = BTreeMap::<CUdevice, (u64, Context)>::new();
+        for allocation in paused {
+            needed.entry(allocation.device).or_insert((0, allocation.context())).0 += allocation.bytes() as u64;
+        }
+        for (&device, &(needed, context)) in &needed {
+            check_free(device, context, needed)?;
+        }
+        let map = |allocation: &Arc<Allocation>| {
+            let mut memory = driver::Memory::create(allocation.device, allocation.bytes())?;
+            memory.map(allocation.reservation(), &self.peers_of(allocation.device))?;
+            Ok(memory)
+        };
+        paused
+            .iter()
+            .map(|allocation| map(allocation).map_err(|failure: Failure| (allocation.device, failure)))
+            .collect::<Result<_, _>>()
+            .map_err(|(device, failure)| {
+                if failure.code != code::OUT_OF_MEMORY {
+                    return failure.into();
+                }
+                // Somebody was faster. What was taken so far is free again by now.
+                let (needed, context) = needed[&device];
+                let free = Current::push(context).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
+                Error::DeviceMemory(Shortage { device, needed, free, holders: Vec::new() })
+            })
+    }
 }
 
 /// Waits until the work of every context that allocated has finished, for so long at most.
@@ -218,7 +277,7 @@ fn wait_for_work(allocations: &[Arc<Allocation>], limit: Option<Duration>) -> Re
         None => wait(),
         Some(limit) => wait_elsewhere(wait, limit)?,
     };
-    waited.map_err(|failure| if failure.is_capture() { Error::Capturing } else { Error::Work(failure) })
+    Ok(waited?)
 }
 
 /// Runs `wait` in a thread of its own, because the driver's wait has no limit. A thread that outlives the limit ends with
@@ -233,65 +292,6 @@ fn wait_elsewhere(wait: impl FnOnce() -> Result<(), Failure> + Send + 'static, l
 }
 
 type Victims = Vec<(Arc<Allocation>, Option<Arc<Saved>>)>;
-
-/// Unmaps all of them or none.
-fn unmap_all(mut victims: Victims) -> Result<Victims, Error> {
-    for at in 0..victims.len() {
-        if let Err(failure) = victims[at].0.unmap() {
-            victims.truncate(at);
-            return Err(map_again(victims, failure));
-        }
-    }
-    Ok(victims)
-}
-
-/// Maps what was unmapped a moment ago again; its contents are still in it.
-fn map_again(victims: Victims, failure: Failure) -> Error {
-    let mut stranded = 0;
-    for (allocation, saved) in victims {
-        let mut state = allocation.state();
-        let State::Active(memory) = &mut *state else { continue };
-        if let Err(second) = memory.map(allocation.reservation()) {
-            // Two failures in a row: it cannot be had back now, so it is paused, its contents as its policy says.
-            log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
-            *state = State::Paused(saved);
-            stranded += 1;
-        }
-    }
-    if stranded == 0 {
-        return failure.into();
-    }
-    Error::Internal(format!("{failure}, and {stranded} allocations could not be mapped again; they are paused: resume them"))
-}
-
-/// New memory, mapped at the addresses of all of them, or none.
-fn map_all(paused: &[Arc<Allocation>]) -> Result<Vec<driver::Memory>, Error> {
-    let mut needed = BTreeMap::<CUdevice, (u64, Context)>::new();
-    for allocation in paused {
-        needed.entry(allocation.device).or_insert((0, allocation.context())).0 += allocation.bytes() as u64;
-    }
-    for (&device, &(needed, context)) in &needed {
-        check_free(device, context, needed)?;
-    }
-    let map = |allocation: &Arc<Allocation>| {
-        let mut memory = driver::Memory::create(allocation.device, allocation.bytes())?;
-        memory.map(allocation.reservation())?;
-        Ok(memory)
-    };
-    paused
-        .iter()
-        .map(|allocation| map(allocation).map_err(|failure: Failure| (allocation.device, failure)))
-        .collect::<Result<_, _>>()
-        .map_err(|(device, failure)| {
-            if failure.code != code::OUT_OF_MEMORY {
-                return failure.into();
-            }
-            // Somebody was faster. What was taken so far is free again by now.
-            let (needed, context) = needed[&device];
-            let free = Current::push(context).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
-            Error::DeviceMemory(Shortage { device, needed, free, holders: Vec::new() })
-        })
-}
 
 fn check_free(device: CUdevice, context: Context, needed: u64) -> Result<(), Error> {
     let _current = Current::push(context)?;

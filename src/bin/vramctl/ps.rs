@@ -13,7 +13,7 @@ Examples:
   vramctl ps
   vramctl ps --json | jq -r '.processes[].pid'")]
 pub struct Args {
-    /// Print JSON: {\"processes\": […]}, each as in `vramctl status --json`
+    /// Print JSON: {"processes": […]}, each as in `vramctl status --json`
     #[arg(long)]
     pub json: bool,
 }

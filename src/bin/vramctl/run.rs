@@ -15,8 +15,8 @@ use vramctl::units::parse_bytes;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-The command takes this process's place: its id, its signals and its exit code are the command's. What it allocates on
-the GPU can be paused from then on; what it starts in turn is managed too. Without --tag, VRAMCTL_TAG of the
+The command takes this process's place: its id, its signals and its exit code are the command's. What it allocates on \
+the GPU can be paused from then on; what it starts in turn is managed too. Without --tag, VRAMCTL_TAG of the \
 environment counts, and `default` where that is not set.
 
 Examples:

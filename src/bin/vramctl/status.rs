@@ -22,7 +22,7 @@ pub struct Args {
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,
-    /// Print JSON: {\"processes\": […]}, each with the fields of a `status` reply (docs/protocol.md)
+    /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md)
     #[arg(long)]
     pub json: bool,
 }

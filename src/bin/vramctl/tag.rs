@@ -23,7 +23,7 @@ pub struct Args {
     none: bool,
     #[command(flatten)]
     target: TargetArgs,
-    /// Print JSON: {\"processes\": [{\"pid\", \"name\", \"tag\"}]}
+    /// Print JSON: {"processes": [{"pid", "name", "tag"}]}
     #[arg(long)]
     pub json: bool,
 }

@@ -16,10 +16,10 @@ use vramctl::units::Bytes;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Without tags: all. The process stays alive and keeps its addresses; what it starts on the GPU before the resume
-fails if it touches paused memory, so let it finish first. The pause waits for the GPU work under way (--timeout: no
-longer than that). Contents are kept in host memory, unless the tag's policy or --discard says otherwise. All or
-nothing: after an error everything is as it was. Interrupting this command does not interrupt a pause under way.
+Without tags: all. The process lives on and keeps its addresses, but GPU work that it starts before the resume fails \
+if it touches paused memory: have it stop first. A pause waits for the GPU work under way, with --timeout no longer \
+than that. Contents are kept in host memory, unless the tag's policy or --discard says otherwise. All or nothing: \
+after an error everything is as it was. Interrupting this command does not interrupt a pause under way.
 
 Examples:
   vramctl pause                              all of the only managed process
@@ -35,8 +35,8 @@ pub struct PauseArgs {
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Without tags: all. All or nothing: where memory is short everything stays paused, and the message says how much is
-missing and who holds it. With --timeout the resume waits so long for others to give memory back.
+Without tags: all. All or nothing: where memory is short everything stays paused, and the message says how much is \
+missing and who holds it. With --timeout a resume waits so long for others to give memory back.
 
 Examples:
   vramctl resume                             all of the only managed process
@@ -57,7 +57,7 @@ pub struct Args {
     /// Wait at most so many seconds; fractions are fine
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
-    /// Print JSON: {\"processes\": [{\"pid\", \"name\", \"tags\", \"report\" or \"error\"}]}
+    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only

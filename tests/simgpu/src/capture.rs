@@ -12,7 +12,7 @@ use crate::codes::{
 use crate::context::Context;
 use crate::copy::Work;
 use crate::driver::{self, State, state};
-use crate::stream::{self, Streams};
+use crate::stream::{self, Stream, Streams};
 use std::cell::Cell;
 use std::collections::HashMap;
 
@@ -143,6 +143,35 @@ impl Captures {
         refused.map_or(Ok(()), Err)
     }
 
+    /// Refuses a potentially unsafe call as `cuThreadExchangeStreamCaptureMode` documents: with mode
+    /// global, while the thread has a capture that is not relaxed or any other thread has a global
+    /// one; with mode thread-local, only the former; with mode relaxed, never.
+    pub fn refuse_unsafe_call(&mut self) -> Outcome {
+        let mode = MODE.get();
+        if mode == Mode::Relaxed {
+            return Ok(());
+        }
+        let thread = stream::thread();
+        let mut refused = None;
+        for capture in self.running.values_mut() {
+            let own = capture.thread == thread && capture.mode != Mode::Relaxed;
+            if own || (mode == Mode::Global && capture.mode == Mode::Global) {
+                refused = Some(refusal(capture, rules::UNSAFE_CALL));
+            }
+        }
+        refused.map_or(Ok(()), Err)
+    }
+
+    /// Refuses to wait for a stream or to ask it: always while it is being captured, the legacy
+    /// stream while a blocking one is, and any other as a potentially unsafe call.
+    pub fn refuse_wait(&mut self, streams: &Streams, stream: &Stream) -> Outcome {
+        self.refuse(stream.handle)?;
+        if stream.is_legacy() {
+            self.refuse_legacy(streams, stream.context.handle)?;
+        }
+        self.refuse_unsafe_call()
+    }
+
     /// Makes work a node of the stream's capture.
     pub fn add(&mut self, stream: Handle, work: Work) -> Outcome {
         let Some((_, capture)) = self.of(stream) else { return Err(ILLEGAL_STATE) };
@@ -228,25 +257,6 @@ impl Captures {
 fn refusal(capture: &mut Capture, rule: rules::Rule) -> Code {
     capture.invalid |= rule.invalidates;
     rule.code
-}
-
-/// Refuses a potentially unsafe call as `cuThreadExchangeStreamCaptureMode` documents: with mode
-/// global, while the thread has a capture that is not relaxed or any other thread has a global one;
-/// with mode thread-local, only the former; with mode relaxed, never.
-pub fn refuse_unsafe_call() -> Outcome {
-    let mode = MODE.get();
-    if mode == Mode::Relaxed {
-        return Ok(());
-    }
-    let thread = stream::thread();
-    let mut refused = None;
-    for capture in state().captures.running.values_mut() {
-        let own = capture.thread == thread && capture.mode != Mode::Relaxed;
-        if own || (mode == Mode::Global && capture.mode == Mode::Global) {
-            refused = Some(refusal(capture, rules::UNSAFE_CALL));
-        }
-    }
-    refused.map_or(Ok(()), Err)
 }
 
 /// Refuses to wait for a context in which anything is being captured.

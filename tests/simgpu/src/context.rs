@@ -4,7 +4,7 @@
 use crate::abi::{Handle, Out};
 use crate::capture;
 use crate::codes::{
-    CONTEXT_IS_DESTROYED, Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, Outcome, PEER_ACCESS_ALREADY_ENABLED,
+    CONTEXT_IS_DESTROYED, Code, DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, Outcome, PEER_ACCESS_ALREADY_ENABLED,
     PEER_ACCESS_NOT_ENABLED,
 };
 use crate::driver::{self, State, machine, settings, state};
@@ -55,6 +55,8 @@ pub struct Contexts {
     /// keeps its handle over a reset, as the real one does.
     primary: HashMap<usize, (Arc<Context>, u32)>,
     peers: HashSet<(Handle, Handle)>,
+    /// The devices on which a context ended with a sticky error: this process gets no other there.
+    lost: HashSet<usize>,
 }
 
 thread_local! {
@@ -69,9 +71,9 @@ impl Contexts {
         if context.active.load(Ordering::Acquire) { Ok(Arc::clone(context)) } else { Err(CONTEXT_IS_DESTROYED) }
     }
 
-    /// The sticky error of any context: after one, the whole process's calls answer it.
-    pub fn any_poison(&self) -> Outcome {
-        self.known.values().try_for_each(|context| context.check())
+    /// Whether the process may still have a context on a device.
+    fn admit(&self, device: usize) -> Outcome {
+        if self.lost.contains(&device) { Err(DEVICE_UNAVAILABLE) } else { Ok(()) }
     }
 
     /// How many contexts are alive.
@@ -95,6 +97,11 @@ pub fn current_in(contexts: &Contexts) -> Outcome<Arc<Context>> {
     let context = contexts.get(top())?;
     context.check()?;
     Ok(context)
+}
+
+/// That the calling thread's context is fit for use, if it has one.
+pub fn healthy() -> Outcome {
+    if top() == 0 { Ok(()) } else { current().map(drop) }
 }
 
 /// `cuCtxGetCurrent`.
@@ -171,6 +178,7 @@ fn new(device: usize, primary: bool, flags: u32) -> Arc<Context> {
 pub fn create(handle: Out<Handle>, flags: u32, device: i32) -> Outcome {
     handle.required()?;
     let device = driver::device(device)?;
+    state().contexts.admit(device)?;
     let context = new(device, false, flags);
     state().contexts.known.insert(context.handle, Arc::clone(&context));
     STACK.with_borrow_mut(|stack| stack.push(context.handle));
@@ -184,7 +192,12 @@ pub fn destroy(handle: Handle) -> Outcome {
         return Err(INVALID_CONTEXT);
     }
     empty(&context);
-    state().contexts.known.remove(&handle);
+    let mut state = state();
+    if context.check().is_err() {
+        state.contexts.lost.insert(context.device);
+    }
+    state.contexts.known.remove(&handle);
+    drop(state);
     STACK.with_borrow_mut(|stack| {
         if stack.last() == Some(&handle) {
             stack.pop();
@@ -199,8 +212,10 @@ pub fn retain_primary(handle: Out<Handle>, device: i32) -> Outcome {
     let device = driver::device(device)?;
     let mut state = state();
     let contexts = &mut state.contexts;
+    let admitted = contexts.admit(device);
     let (context, retained) = contexts.primary.entry(device).or_insert_with(|| (new(device, true, 0), 0));
     if *retained == 0 {
+        admitted?;
         if !machine()?.take(device, settings().context_bytes) {
             return Err(OUT_OF_MEMORY);
         }
@@ -248,8 +263,10 @@ pub fn reset_primary(device: i32) -> Outcome {
 fn end_primary(context: &Arc<Context>) -> Outcome {
     empty(context);
     context.active.store(false, Ordering::Release);
-    // A reset is the way out of a sticky error.
-    context.sticky.store(0, Ordering::Release);
+    // A reset is no way out of a sticky error: only another process gets a context.
+    if context.sticky.swap(0, Ordering::AcqRel) != 0 {
+        state().contexts.lost.insert(context.device);
+    }
     machine()?.give(context.device, settings().context_bytes);
     Ok(())
 }

@@ -1,9 +1,10 @@
-//! What streams do: copies, memsets, calls into the program. An operation that touches device
-//! memory which is not mapped, while it runs, ends the context with an illegal address.
+//! What streams do: copies, memsets, calls into the program. Device memory that is not mapped with
+//! access when a call is made is an invalid value, and nothing comes of the call. Where it is there
+//! then, and not any more when the operation runs, the operation ends the context.
 
 use crate::abi::{Address, Handle, HostFunction};
-use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, Outcome};
-use crate::context::Context;
+use crate::codes::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, LAUNCH_FAILED, Outcome};
+use crate::context::{self, Context};
 use crate::driver::{State, state};
 use crate::host::{Direction, transfer};
 use crate::stream;
@@ -111,6 +112,26 @@ struct Touched {
 }
 
 impl Work {
+    /// What an illegal address is called where the work is a node of a graph.
+    fn fault_in_graph(&self, code: Code) -> Code {
+        let between_devices = match *self {
+            Self::Copy { to, from, .. } => {
+                let state = state();
+                state.space.is_device(to) && state.space.is_device(from)
+            }
+            _ => false,
+        };
+        if code == ILLEGAL_ADDRESS && !between_devices { LAUNCH_FAILED } else { code }
+    }
+
+    /// Whether a memset finds its memory now; other work is not asked.
+    pub fn finds_its_target(&self, state: &State, device: usize) -> bool {
+        match *self {
+            Self::Fill { to, width, count, .. } => is_reachable(state, to, width * count, device, READ_WRITE),
+            _ => true,
+        }
+    }
+
     fn touched(&self) -> Touched {
         let (read, written) = match *self {
             Self::Copy { to, from, bytes } => (Some((from, bytes)), Some((to, bytes))),
@@ -147,14 +168,14 @@ pub fn execute(context: &Context, work: Work) {
         }
         return;
     }
-    let nodes = match work {
+    let (nodes, in_graph) = match work {
         Work::Marker => return,
-        Work::Graph { nodes } => nodes,
-        single => Arc::from([single]),
+        Work::Graph { nodes } => (nodes, true),
+        single => (Arc::from([single]), false),
     };
     for work in nodes.iter() {
         if let Err(code) = execute_one(context, work) {
-            context.poison(code);
+            context.poison(if in_graph { work.fault_in_graph(code) } else { code });
             return;
         }
     }
@@ -324,11 +345,18 @@ fn is_device_address(state: &State, address: Address) -> bool {
     state.space.is_device(address) || state.host.find(address).is_some()
 }
 
-fn check_sides(state: &State, sides: Sides, to: Address, from: Address) -> Outcome {
+/// Whether a device has access to all of a range now. Host memory shows when it is used.
+fn is_reachable(state: &State, address: Address, bytes: usize, device: usize, access: u32) -> bool {
+    !state.space.is_device(address) || state.space.touch(address, bytes, device, access).is_ok()
+}
+
+/// What a copy call checks before anything is queued, or captured.
+fn check_sides(state: &State, sides: Sides, to: Address, from: Address, bytes: usize, device: usize) -> Outcome {
     let written = matches!(sides, Sides::Upload | Sides::Device);
     let read = matches!(sides, Sides::Download | Sides::Device);
     let wrong = (written && !is_device_address(state, to)) || (read && !is_device_address(state, from)) || to == 0 || from == 0;
-    if wrong { Err(INVALID_VALUE) } else { Ok(()) }
+    let reachable = is_reachable(state, to, bytes, device, READ_WRITE) && is_reachable(state, from, bytes, device, READ);
+    if wrong || !reachable { Err(INVALID_VALUE) } else { Ok(()) }
 }
 
 /// A copy call that waits, as far as the driver's do: between two places on devices it does not
@@ -340,7 +368,8 @@ pub fn copy_and_wait(sides: Sides, to: Address, from: Address, bytes: usize, str
     }
     let both_on_devices = {
         let state = state();
-        check_sides(&state, sides, to, from)?;
+        let device = context::current_in(&state.contexts)?.device;
+        check_sides(&state, sides, to, from, bytes, device)?;
         state.space.is_device(to) && state.space.is_device(from)
     };
     let work = Work::Copy { to, from, bytes };
@@ -362,7 +391,7 @@ pub fn copy_async(sides: Sides, to: Address, from: Address, bytes: usize, stream
     if bytes == 0 {
         return Ok(());
     }
-    check_sides(&state, sides, to, from)?;
+    check_sides(&state, sides, to, from, bytes, stream.context.device)?;
     let pageable = |address| !is_device_address(&state, address);
     let (to_pageable, from_pageable) = (pageable(to), pageable(from));
     let mut work = Work::Copy { to, from, bytes };
@@ -403,7 +432,12 @@ pub fn set(to: Address, value: u32, width: usize, count: usize, stream: Handle) 
         return Err(INVALID_VALUE);
     }
     let waits = state.host.find(to).is_some();
-    let ticket = stream::submit(&mut state, &stream, Work::Fill { to, value, width, count })?;
+    let work = Work::Fill { to, value, width, count };
+    // A captured one is checked when its graph is instantiated.
+    if !state.captures.is_capturing(stream.handle) && !work.finds_its_target(&state, stream.context.device) {
+        return Err(INVALID_VALUE);
+    }
+    let ticket = stream::submit(&mut state, &stream, work)?;
     drop(state);
     if waits && let Some(ticket) = ticket {
         ticket.wait();

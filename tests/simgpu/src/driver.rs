@@ -1,7 +1,7 @@
 //! The driver's state in this process, and what every call is checked for before it does anything.
 
 use crate::capture::Captures;
-use crate::codes::{Code, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, Outcome, UNKNOWN};
+use crate::codes::{Code, DEINITIALIZED, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, Outcome, UNKNOWN};
 use crate::context::{self, Contexts};
 use crate::exports::{Function, Hazard, Needs};
 use crate::graph::Graphs;
@@ -11,10 +11,10 @@ use crate::pool::Pools;
 use crate::settings::{self, Settings};
 use crate::stream::{self, Streams};
 use crate::vmm::Space;
-use crate::{capture, faults};
+use crate::faults;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 
 /// Everything that the driver keeps for this process, under one lock.
 ///
@@ -41,6 +41,8 @@ pub struct State {
 static STATE: OnceLock<Mutex<State>> = OnceLock::new();
 /// The process that called `cuInit`; 0 before.
 static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
+/// The process is ending, and has come to the exit handler that `cuInit` registered.
+static ENDED: AtomicBool = AtomicBool::new(false);
 
 /// Takes the lock on the state.
 pub fn state() -> MutexGuard<'static, State> {
@@ -94,8 +96,19 @@ pub fn init(flags: u32) -> Outcome {
     if !machine.join() {
         return Err(OPERATING_SYSTEM);
     }
+    // Exit handlers run in the reverse order of their registration: those that the program registers
+    // after this still have a driver, those from before it, and destructors, have none.
+    static REGISTERED: Once = Once::new();
+    REGISTERED.call_once(|| {
+        // SAFETY: the handler is a function of this library, which stays loaded.
+        unsafe { libc::atexit(end) };
+    });
     INITIALISED_BY.store(std::process::id(), Ordering::Release);
     Ok(())
+}
+
+extern "C" fn end() {
+    ENDED.store(true, Ordering::Release);
 }
 
 /// Whether `cuInit` has been called in this process.
@@ -112,6 +125,10 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     // parent may have held it at the fork.
     if initialised_by != 0 && initialised_by != std::process::id() && function.needs != Needs::Nothing {
         return NOT_INITIALIZED;
+    }
+    // Even the names of codes are gone by then. NVML is another library.
+    if ENDED.load(Ordering::Acquire) && function.name.starts_with("cu") {
+        return DEINITIALIZED;
     }
     if let Some(code) = faults::use_of(index) {
         return code;
@@ -145,14 +162,14 @@ fn admit(function: &Function) -> Outcome {
             if settings().no_vmm {
                 return Err(NOT_SUPPORTED);
             }
-            state().contexts.any_poison()?;
         }
+        Needs::Healthy => context::healthy()?,
         Needs::Context => {
             context::current()?;
         }
     }
     if function.hazard == Hazard::CaptureUnsafe {
-        capture::refuse_unsafe_call()?;
+        state().captures.refuse_unsafe_call()?;
     }
     Ok(())
 }

@@ -18,19 +18,23 @@ pub enum Needs {
     Start,
     /// `cuInit`.
     Init,
-    /// `cuInit` and devices with virtual memory management; no context. No context of the process
-    /// may have a sticky error.
+    /// `cuInit` and devices with virtual memory management; no context, and whatever became of the
+    /// contexts that there are.
     Vmm,
+    /// `cuInit`, since what the call is about names its context. But if a context is current in the
+    /// calling thread, then one that is not destroyed and without a sticky error.
+    Healthy,
     /// A context that is current in the calling thread, and without a sticky error.
     Context,
 }
 
-/// What a call means to stream captures that are running.
+/// What a call means to stream captures that are running. Calls about a stream find out by
+/// themselves, since it matters which stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hazard {
     /// Nothing.
     Safe,
-    /// Potentially unsafe: refused as [`capture::refuse_unsafe_call`] says.
+    /// Potentially unsafe: refused as [`capture::Captures::refuse_unsafe_call`] says.
     CaptureUnsafe,
 }
 
@@ -135,22 +139,22 @@ functions! {
     cuMemAlloc_v2(pointer: Out<Address>, bytes: usize) Context CaptureUnsafe => memory::allocate(pointer, bytes);
     cuMemAllocPitch_v2(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) Context CaptureUnsafe => memory::allocate_pitch(pointer, pitch, width, height, element);
     cuMemAllocManaged(pointer: Out<Address>, bytes: usize, flags: u32) Context CaptureUnsafe => memory::allocate_managed(pointer, bytes, flags);
-    cuMemFree_v2(pointer: Address) Context CaptureUnsafe => memory::free(pointer);
-    cuMemAllocAsync(pointer: Out<Address>, bytes: usize, stream: Handle) Context Safe => memory::allocate_async(pointer, bytes, stream);
-    cuMemAllocAsync_ptsz(pointer: Out<Address>, bytes: usize, stream: Handle) Context Safe => memory::allocate_async(pointer, bytes, per_thread(stream));
-    cuMemAllocFromPoolAsync(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context Safe => memory::allocate_from_pool(pointer, bytes, pool, stream);
-    cuMemAllocFromPoolAsync_ptsz(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context Safe => memory::allocate_from_pool(pointer, bytes, pool, per_thread(stream));
-    cuMemFreeAsync(pointer: Address, stream: Handle) Context Safe => memory::free_async(pointer, stream);
-    cuMemFreeAsync_ptsz(pointer: Address, stream: Handle) Context Safe => memory::free_async(pointer, per_thread(stream));
+    cuMemFree_v2(pointer: Address) Healthy CaptureUnsafe => memory::free(pointer);
+    cuMemAllocAsync(pointer: Out<Address>, bytes: usize, stream: Handle) Context CaptureUnsafe => memory::allocate_async(pointer, bytes, stream);
+    cuMemAllocAsync_ptsz(pointer: Out<Address>, bytes: usize, stream: Handle) Context CaptureUnsafe => memory::allocate_async(pointer, bytes, per_thread(stream));
+    cuMemAllocFromPoolAsync(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context CaptureUnsafe => memory::allocate_from_pool(pointer, bytes, pool, stream);
+    cuMemAllocFromPoolAsync_ptsz(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) Context CaptureUnsafe => memory::allocate_from_pool(pointer, bytes, pool, per_thread(stream));
+    cuMemFreeAsync(pointer: Address, stream: Handle) Context CaptureUnsafe => memory::free_async(pointer, stream);
+    cuMemFreeAsync_ptsz(pointer: Address, stream: Handle) Context CaptureUnsafe => memory::free_async(pointer, per_thread(stream));
     cuMemPoolCreate(pool: Out<Handle>, props: In<PoolProps>) Init Safe => pool::create(pool, props);
     cuMemPoolDestroy(pool: Handle) Init Safe => pool::destroy(pool);
-    cuMemPoolTrimTo(pool: Handle, _keep: usize) Init Safe => pool::trim(pool);
+    cuMemPoolTrimTo(pool: Handle, _keep: usize) Init CaptureUnsafe => pool::trim(pool);
     cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) Init Safe => pool::set_attribute(pool, attribute, value);
     cuDeviceGetDefaultMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
     cuDeviceGetMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
     cuMemGetAddressRange_v2(base: Out<Address>, bytes: Out<usize>, pointer: Address) Context Safe => memory::address_range(base, bytes, pointer);
-    cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Context Safe => memory::pointer_attribute(data, attribute, pointer);
-    cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Context Safe => memory::pointer_attributes(count, attributes, data, pointer);
+    cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Init Safe => memory::pointer_attribute(data, attribute, pointer);
+    cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Init Safe => memory::pointer_attributes(count, attributes, data, pointer);
     cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => memory::ipc_get(handle, pointer);
     cuIpcOpenMemHandle_v2(_pointer: Out<Address>, _handle: IpcHandle, _flags: u32) Context Safe => memory::sharing();
     cuIpcCloseMemHandle(_pointer: Address) Context Safe => memory::sharing();
@@ -160,7 +164,7 @@ functions! {
     cuMemAllocHost_v2(pointer: Out<Address>, bytes: usize) Context CaptureUnsafe => host::allocate(pointer, bytes, 0);
     cuMemFreeHost(pointer: Address) Context CaptureUnsafe => host::free(pointer);
     cuMemHostRegister_v2(pointer: Address, bytes: usize, flags: u32) Context CaptureUnsafe => host::register(pointer, bytes, flags);
-    cuMemHostUnregister(pointer: Address) Context CaptureUnsafe => host::unregister(pointer);
+    cuMemHostUnregister(pointer: Address) Healthy CaptureUnsafe => host::unregister(pointer);
     cuMemHostGetDevicePointer_v2(pointer: Out<Address>, host: Address, flags: u32) Context Safe => host::device_pointer(pointer, host, flags);
     cuMemHostGetFlags(flags: Out<u32>, pointer: Address) Context Safe => host::get_flags(flags, pointer);
 
@@ -197,15 +201,15 @@ functions! {
     // Streams and events.
     cuStreamCreate(stream: Out<Handle>, flags: u32) Context Safe => stream::create(stream, flags);
     cuStreamCreateWithPriority(stream: Out<Handle>, flags: u32, priority: i32) Context Safe => stream::create_with_priority(stream, flags, priority);
-    cuStreamDestroy_v2(stream: Handle) Context Safe => stream::destroy(stream);
-    cuStreamSynchronize(stream: Handle) Context Safe => stream::synchronize(stream);
-    cuStreamSynchronize_ptsz(stream: Handle) Context Safe => stream::synchronize(per_thread(stream));
-    cuStreamQuery(stream: Handle) Context Safe => stream::query(stream);
-    cuStreamQuery_ptsz(stream: Handle) Context Safe => stream::query(per_thread(stream));
+    cuStreamDestroy_v2(stream: Handle) Healthy Safe => stream::destroy(stream);
+    cuStreamSynchronize(stream: Handle) Healthy Safe => stream::synchronize(stream);
+    cuStreamSynchronize_ptsz(stream: Handle) Healthy Safe => stream::synchronize(per_thread(stream));
+    cuStreamQuery(stream: Handle) Healthy Safe => stream::query(stream);
+    cuStreamQuery_ptsz(stream: Handle) Healthy Safe => stream::query(per_thread(stream));
     cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) Context Safe => stream::wait_event(stream, event, flags);
     cuStreamWaitEvent_ptsz(stream: Handle, event: Handle, flags: u32) Context Safe => stream::wait_event(per_thread(stream), event, flags);
-    cuStreamGetCtx(stream: Handle, context: Out<Handle>) Context Safe => stream::get_context(stream, context);
-    cuStreamGetCtx_ptsz(stream: Handle, context: Out<Handle>) Context Safe => stream::get_context(per_thread(stream), context);
+    cuStreamGetCtx(stream: Handle, context: Out<Handle>) Healthy Safe => stream::get_context(stream, context);
+    cuStreamGetCtx_ptsz(stream: Handle, context: Out<Handle>) Healthy Safe => stream::get_context(per_thread(stream), context);
     cuStreamGetDevice(stream: Handle, device: Out<i32>) Context Safe => stream::get_device(stream, device);
     cuStreamGetDevice_ptsz(stream: Handle, device: Out<i32>) Context Safe => stream::get_device(per_thread(stream), device);
     cuStreamGetFlags(stream: Handle, flags: Out<u32>) Context Safe => stream::get_flags(stream, flags);
@@ -220,8 +224,8 @@ functions! {
     cuEventRecord_ptsz(event: Handle, stream: Handle) Context Safe => stream::record_event(event, per_thread(stream));
     cuEventRecordWithFlags(event: Handle, stream: Handle, _flags: u32) Context Safe => stream::record_event(event, stream);
     cuEventRecordWithFlags_ptsz(event: Handle, stream: Handle, _flags: u32) Context Safe => stream::record_event(event, per_thread(stream));
-    cuEventQuery(event: Handle) Context CaptureUnsafe => stream::query_event(event);
-    cuEventSynchronize(event: Handle) Context CaptureUnsafe => stream::synchronize_event(event);
+    cuEventQuery(event: Handle) Healthy CaptureUnsafe => stream::query_event(event);
+    cuEventSynchronize(event: Handle) Healthy CaptureUnsafe => stream::synchronize_event(event);
     cuEventElapsedTime(milliseconds: Out<f32>, start: Handle, end: Handle) Context Safe => stream::elapsed(milliseconds, start, end);
     cuEventElapsedTime_v2(milliseconds: Out<f32>, start: Handle, end: Handle) Context Safe => stream::elapsed(milliseconds, start, end);
 
@@ -230,8 +234,8 @@ functions! {
     cuStreamBeginCapture_v2_ptsz(stream: Handle, mode: u32) Context Safe => capture::begin(per_thread(stream), mode);
     cuStreamEndCapture(stream: Handle, graph: Out<Handle>) Context Safe => capture::end(stream, graph);
     cuStreamEndCapture_ptsz(stream: Handle, graph: Out<Handle>) Context Safe => capture::end(per_thread(stream), graph);
-    cuStreamIsCapturing(stream: Handle, answer: Out<u32>) Context Safe => capture::is_capturing(stream, answer);
-    cuStreamIsCapturing_ptsz(stream: Handle, answer: Out<u32>) Context Safe => capture::is_capturing(per_thread(stream), answer);
+    cuStreamIsCapturing(stream: Handle, answer: Out<u32>) Healthy Safe => capture::is_capturing(stream, answer);
+    cuStreamIsCapturing_ptsz(stream: Handle, answer: Out<u32>) Healthy Safe => capture::is_capturing(per_thread(stream), answer);
     cuStreamGetCaptureInfo(stream: Handle, answer: Out<u32>, id: Out<u64>) Context Safe => capture::info(stream, answer, id, nothing(), nothing(), nothing());
     cuStreamGetCaptureInfo_ptsz(stream: Handle, answer: Out<u32>, id: Out<u64>) Context Safe => capture::info(per_thread(stream), answer, id, nothing(), nothing(), nothing());
     cuStreamGetCaptureInfo_v2(stream: Handle, answer: Out<u32>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<*const Handle>, count: Out<usize>) Context Safe => capture::info(stream, answer, id, graph, dependencies, count);

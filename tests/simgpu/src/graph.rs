@@ -2,6 +2,7 @@
 
 use crate::abi::{Handle, Out};
 use crate::codes::{INVALID_HANDLE, INVALID_VALUE, Outcome};
+use crate::context;
 use crate::copy::Work;
 use crate::driver::{self, State, state};
 use crate::stream;
@@ -51,11 +52,15 @@ pub fn destroy(graph: Handle) -> Outcome {
     state().graphs.graphs.remove(&graph).map(drop).ok_or(INVALID_VALUE)
 }
 
-/// `cuGraphInstantiate`.
+/// `cuGraphInstantiate`: memsets must find their memory.
 pub fn instantiate(executable: Out<Handle>, graph: Handle) -> Outcome {
     executable.required()?;
     let mut state = state();
     let nodes = Arc::clone(&state.graphs.graphs.get(&graph).ok_or(INVALID_VALUE)?.nodes);
+    let device = context::current_in(&state.contexts)?.device;
+    if !nodes.iter().all(|node| node.finds_its_target(&state, device)) {
+        return Err(INVALID_VALUE);
+    }
     let handle = driver::new_handle();
     state.graphs.executables.insert(handle, nodes);
     executable.put(handle)

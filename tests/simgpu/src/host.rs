@@ -92,6 +92,7 @@ pub fn free(address: Address) -> Outcome {
         state.streams.pending(context.handle)
     };
     Ticket::wait_all(&pending);
+    context.check()?;
     let mut state = state();
     if !owned(&state) {
         return Err(INVALID_VALUE);
@@ -109,6 +110,10 @@ pub fn register(address: Address, bytes: usize, flags: u32) -> Outcome {
         return Err(INVALID_VALUE);
     }
     let mut state = state();
+    // Memory that the driver allocated is not registered, and cannot be.
+    if state.host.containing(address).is_some_and(|(_, range)| range.allocated > 0) {
+        return Err(INVALID_VALUE);
+    }
     if state.host.overlaps(address, bytes) {
         return Err(HOST_MEMORY_ALREADY_REGISTERED);
     }
@@ -119,18 +124,23 @@ pub fn register(address: Address, bytes: usize, flags: u32) -> Outcome {
     Ok(())
 }
 
-/// `cuMemHostUnregister`: only by the address that was registered.
+/// `cuMemHostUnregister`: only by the address that was registered; waits for work that may still use
+/// the memory.
 pub fn unregister(address: Address) -> Outcome {
-    let context = context::current()?;
-    let pending = {
+    let (context, pending) = {
         let state = state();
-        match state.host.ranges.get(&address) {
-            None => return Err(HOST_MEMORY_NOT_REGISTERED),
-            Some(range) if range.allocated > 0 => return Err(HOST_MEMORY_NOT_REGISTERED),
-            Some(_) => state.streams.pending(context.handle),
+        match state.host.containing(address) {
+            Some((base, range)) if base == address && range.allocated == 0 => {
+                let context = state.contexts.get(range.context)?;
+                context.check()?;
+                (context, state.streams.pending(range.context))
+            }
+            Some((_, range)) if range.allocated == 0 => return Err(INVALID_VALUE),
+            _ => return Err(HOST_MEMORY_NOT_REGISTERED),
         }
     };
     Ticket::wait_all(&pending);
+    context.check()?;
     match state().host.ranges.remove(&address) {
         Some(_) => Ok(()),
         None => Err(HOST_MEMORY_NOT_REGISTERED),

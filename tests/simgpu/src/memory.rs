@@ -1,7 +1,7 @@
 //! Plain device memory: `cuMemAlloc` and its kin, and what pointers say about themselves.
 
 use crate::abi::{Address, Handle, In, IpcHandle, Out};
-use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
+use crate::codes::{INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::context;
 use crate::copy::Work;
 use crate::driver::{State, state};
@@ -31,7 +31,7 @@ pub fn allocate_pitch(pointer: Out<Address>, pitch: Out<usize>, width: usize, he
         return Err(INVALID_VALUE);
     }
     let row = width.checked_next_multiple_of(PITCH).ok_or(INVALID_VALUE)?;
-    allocate(pointer, row.checked_mul(height).ok_or(crate::codes::OUT_OF_MEMORY)?)?;
+    allocate(pointer, row.checked_mul(height).ok_or(INVALID_VALUE)?)?;
     pitch.put(row)
 }
 
@@ -47,18 +47,17 @@ pub fn allocate_managed(pointer: Out<Address>, bytes: usize, flags: u32) -> Outc
     pointer.put(address)
 }
 
-/// `cuMemFree`: waits for the context's work first, as the driver does.
+/// `cuMemFree`: waits for the work of the allocation's context first, and leaves captures alone.
 pub fn free(address: Address) -> Outcome {
-    let context = context::current()?;
     if address == 0 {
-        return Ok(());
+        return context::current().map(drop);
     }
-    let pending = {
+    let (context, pending) = {
         let state = state();
-        if !state.space.is_plain(address) {
-            return Err(INVALID_VALUE);
-        }
-        state.streams.pending(context.handle)
+        let owner = state.space.owner(address).ok_or(INVALID_VALUE)?;
+        let context = state.contexts.get(owner)?;
+        context.check()?;
+        (context, state.streams.pending(owner))
     };
     Ticket::wait_all(&pending);
     context.check()?;
@@ -91,17 +90,21 @@ pub fn free_async(address: Address, stream: Handle) -> Outcome {
     let mut state = state();
     let stream = stream::find(&mut state, stream)?;
     state.captures.refuse(stream.handle)?;
-    if !state.space.is_plain(address) {
+    if address == 0 {
+        return Ok(());
+    }
+    if state.space.owner(address).is_none() {
         return Err(INVALID_VALUE);
     }
     stream::submit(&mut state, &stream, Work::Free { address })?;
+    state.space.give_up(address);
     Ok(())
 }
 
-/// `cuMemGetAddressRange`.
+/// `cuMemGetAddressRange`: the allocation or mapping, if any device can access it.
 pub fn address_range(base: Out<Address>, bytes: Out<usize>, address: Address) -> Outcome {
     let state = state();
-    let range = state.space.find(address).ok_or(INVALID_VALUE)?;
+    let range = state.space.find(address).filter(|range| range.accessible).ok_or(NOT_FOUND)?;
     base.put_if_given(range.base);
     bytes.put_if_given(range.bytes);
     Ok(())
@@ -142,6 +145,8 @@ mod attribute {
     pub const RANGE_SIZE: i32 = 12;
     pub const MAPPED: i32 = 13;
     pub const ALLOWED_HANDLE_TYPES: i32 = 14;
+    pub const MAPPING_SIZE: i32 = 18;
+    pub const MAPPING_BASE_ADDR: i32 = 19;
 }
 
 /// What an attribute's value is as C sees it: some are 4 bytes, some 8.
@@ -160,23 +165,27 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
         Some(Purpose::Managed { context }) => (context, true, false),
         Some(Purpose::Virtual) | None => (0, false, false),
     };
-    let (base, bytes, ordinal) = match (device, host) {
-        (Some(range), _) => (range.base, range.bytes, range.device),
-        (None, Some((base, bytes))) => (base, bytes, 0),
+    let (base, bytes, ordinal, (start, size)) = match (device, host) {
+        (Some(range), _) => (range.base, range.bytes, range.device, range.reservation),
+        (None, Some((base, bytes))) => (base, bytes, 0, (base, bytes)),
         (None, None) => return Ok(None),
     };
     Ok(Some(match which {
         attribute::CONTEXT => Wide(context),
         attribute::MEMORY_TYPE => Narrow(if device.is_some() { 2 } else { 1 }),
+        attribute::DEVICE_POINTER if device.is_some_and(|range| !range.accessible) => return Ok(None),
         attribute::DEVICE_POINTER => Wide(address),
         attribute::HOST_POINTER if host.is_some() || managed => Wide(address),
         attribute::HOST_POINTER => return Ok(None),
         attribute::SYNC_MEMOPS => Narrow(0),
-        attribute::BUFFER_ID | attribute::RANGE_START => Wide(base),
+        // Of virtual memory: the whole reservation.
+        attribute::BUFFER_ID | attribute::RANGE_START => Wide(start),
+        attribute::MAPPING_BASE_ADDR => Wide(base),
         attribute::IS_MANAGED => Narrow(u32::from(managed)),
         attribute::DEVICE_ORDINAL => Narrow(ordinal as u32),
         attribute::IS_LEGACY_IPC_CAPABLE => Narrow(u32::from(legacy)),
-        attribute::RANGE_SIZE => Wide(bytes as u64),
+        attribute::RANGE_SIZE => Wide(size as u64),
+        attribute::MAPPING_SIZE => Wide(bytes as u64),
         attribute::MAPPED => Narrow(1),
         attribute::ALLOWED_HANDLE_TYPES => Wide(0),
         _ => return Err(INVALID_VALUE),

@@ -84,11 +84,15 @@ pub fn by_pci_bus_id(text: In<c_char>, device: Out<Device>) -> Result<(), u32> {
     put(device, FIRST + found as u64)
 }
 
-/// `nvmlDeviceGetHandleByUUID`.
+/// `nvmlDeviceGetHandleByUUID`: with or without "GPU-" before it.
 pub fn by_uuid(text: In<c_char>, device: Out<Device>) -> Result<(), u32> {
     let devices = opened()?.devices();
     let text = text.text().map_err(|_| INVALID_ARGUMENT)?;
-    let found = (0..devices).find(|&device| device::uuid_text(device).eq_ignore_ascii_case(text)).ok_or(NOT_FOUND)?;
+    let names = |device: usize| {
+        let uuid = device::uuid_text(device);
+        uuid.eq_ignore_ascii_case(text) || uuid["GPU-".len()..].eq_ignore_ascii_case(text)
+    };
+    let found = (0..devices).find(|&device| names(device)).ok_or(NOT_FOUND)?;
     put(device, FIRST + found as u64)
 }
 

@@ -222,6 +222,18 @@ impl Streams {
             .collect()
     }
 
+    /// What is still to be done before a stream counts as done: for the legacy stream also what the
+    /// blocking streams have, which comes before what it would get now.
+    fn before(&self, stream: &Stream) -> Vec<Arc<Ticket>> {
+        if !stream.is_legacy() {
+            return Vec::from_iter(stream.unfinished());
+        }
+        self.all()
+            .filter(|other| other.context.handle == stream.context.handle && other.kind != Kind::NonBlocking)
+            .filter_map(|other| other.unfinished())
+            .collect()
+    }
+
     /// Drops the streams and events of a context that ends.
     pub fn forget_context(&mut self, context: Handle) {
         self.created.retain(|_, stream| stream.context.handle != context);
@@ -364,6 +376,7 @@ pub fn create_with_priority(handle: Out<Handle>, flags: u32, priority: i32) -> O
 pub fn destroy(handle: Handle) -> Outcome {
     let mut state = state();
     let State { streams, captures, .. } = &mut *state;
+    streams.created.get(&handle).ok_or(INVALID_HANDLE)?.context.check()?;
     let stream = streams.created.remove(&handle).ok_or(INVALID_HANDLE)?;
     captures.forget_stream(handle);
     streams.left_over.retain(|(_, ticket)| ticket.done().is_none());
@@ -378,19 +391,9 @@ pub fn synchronize(handle: Handle) -> Outcome {
     let (stream, pending) = {
         let mut state = state();
         let stream = find(&mut state, handle)?;
-        state.captures.refuse(stream.handle)?;
         let State { streams, captures, .. } = &mut *state;
-        let pending = if stream.is_legacy() {
-            captures.refuse_legacy(streams, stream.context.handle)?;
-            // What the blocking streams have comes before what the legacy stream would get now.
-            streams
-                .all()
-                .filter(|other| other.context.handle == stream.context.handle && other.kind != Kind::NonBlocking)
-                .filter_map(|other| other.unfinished())
-                .collect()
-        } else {
-            Vec::from_iter(stream.unfinished())
-        };
+        captures.refuse_wait(streams, &stream)?;
+        let pending = streams.before(&stream);
         (stream, pending)
     };
     Ticket::wait_all(&pending);
@@ -401,13 +404,20 @@ pub fn synchronize(handle: Handle) -> Outcome {
 pub fn query(handle: Handle) -> Outcome {
     let mut state = state();
     let stream = find(&mut state, handle)?;
-    state.captures.refuse(stream.handle)?;
-    if stream.unfinished().is_some() { Err(NOT_READY) } else { stream.context.check() }
+    let State { streams, captures, .. } = &mut *state;
+    captures.refuse_wait(streams, &stream)?;
+    if streams.before(&stream).is_empty() { stream.context.check() } else { Err(NOT_READY) }
 }
 
-/// `cuStreamGetCtx`.
+/// `cuStreamGetCtx`: of the legacy stream it counts as work in it.
 pub fn get_context(handle: Handle, context: Out<Handle>) -> Outcome {
-    context.put(find(&mut state(), handle)?.context.handle)
+    let mut state = state();
+    let stream = find(&mut state, handle)?;
+    let State { streams, captures, .. } = &mut *state;
+    if stream.is_legacy() {
+        captures.refuse_legacy(streams, stream.context.handle)?;
+    }
+    context.put(stream.context.handle)
 }
 
 /// `cuStreamGetFlags`.
@@ -501,6 +511,7 @@ fn recorded(captures: &Captures, event: &Event) -> Outcome<Option<Arc<Ticket>>> 
 pub fn query_event(event: Handle) -> Outcome {
     let state = state();
     let event = state.streams.events.get(&event).ok_or(INVALID_HANDLE)?;
+    state.contexts.get(event.context)?.check()?;
     match recorded(&state.captures, event)? {
         Some(ticket) if ticket.done().is_none() => Err(NOT_READY),
         _ => Ok(()),
@@ -509,11 +520,12 @@ pub fn query_event(event: Handle) -> Outcome {
 
 /// `cuEventSynchronize`.
 pub fn synchronize_event(event: Handle) -> Outcome {
-    let context = context::current()?;
-    let ticket = {
+    let (context, ticket) = {
         let state = state();
         let event = state.streams.events.get(&event).ok_or(INVALID_HANDLE)?;
-        recorded(&state.captures, event)?
+        let context = state.contexts.get(event.context)?;
+        context.check()?;
+        (context, recorded(&state.captures, event)?)
     };
     if let Some(ticket) = ticket {
         ticket.wait();

@@ -7,7 +7,7 @@
 //! release really gives host memory back.
 
 use crate::abi::{AccessDesc, Address, AllocationProp, Handle, In, LOCATION_DEVICE, Location, Out};
-use crate::codes::{ILLEGAL_ADDRESS, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Outcome};
+use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Outcome};
 use crate::device;
 use crate::driver::{self, machine, state};
 use crate::machine::MAX_DEVICES;
@@ -17,6 +17,8 @@ use std::sync::Arc;
 /// The granularity of physical memory and of mappings, minimum and recommended: 2 MiB.
 pub const GRANULARITY: usize = 2 << 20;
 const PAGE: usize = 4096;
+/// How many addresses a process has.
+const ADDRESSES: u64 = 1 << 47;
 
 /// Access as `CUmemAccess_flags` has it.
 pub const READ: u32 = 1;
@@ -134,6 +136,8 @@ struct Reservation {
     /// Address space behind it; 0 where the backing itself lies at the address.
     space: usize,
     purpose: Purpose,
+    /// A stream is going to free it: no other call may.
+    given_up: bool,
 }
 
 #[derive(Debug)]
@@ -184,6 +188,10 @@ pub struct Range {
     pub device: usize,
     /// What the reservation is for.
     pub purpose: Purpose,
+    /// Start and size of the whole reservation.
+    pub reservation: (Address, usize),
+    /// Whether any device has access.
+    pub accessible: bool,
 }
 
 impl Space {
@@ -204,9 +212,16 @@ impl Space {
 
     /// The memory mapped at an address.
     pub fn find(&self, address: Address) -> Option<Range> {
-        let (_, reservation) = self.reservation(address)?;
+        let (start, reservation) = self.reservation(address)?;
         let (base, mapping) = self.mapping(address)?;
-        Some(Range { base, bytes: mapping.bytes, device: mapping.physical.device, purpose: reservation.purpose })
+        Some(Range {
+            base,
+            bytes: mapping.bytes,
+            device: mapping.physical.device,
+            purpose: reservation.purpose,
+            reservation: (start, reservation.bytes),
+            accessible: mapping.access.iter().any(|&access| access != 0),
+        })
     }
 
     /// The physical memory behind a range, as a device sees it; an illegal address where any byte
@@ -261,7 +276,7 @@ impl Space {
             let space = rounded.next_multiple_of(PAGE);
             (reserve_addresses(space, alignment, 0).ok_or(OUT_OF_MEMORY)?, space)
         };
-        self.reservations.insert(address, Reservation { bytes: rounded, space, purpose });
+        self.reservations.insert(address, Reservation { bytes: rounded, space, purpose, given_up: false });
         self.add_mapping(address, rounded, physical, READ_WRITE);
         Ok(address)
     }
@@ -279,9 +294,19 @@ impl Space {
         true
     }
 
-    /// Whether a plain allocation starts here.
-    pub fn is_plain(&self, address: Address) -> bool {
-        self.reservations.get(&address).is_some_and(|range| range.purpose != Purpose::Virtual)
+    /// The context of the plain allocation that starts here, if it is not being freed already.
+    pub fn owner(&self, address: Address) -> Option<Handle> {
+        match self.reservations.get(&address).filter(|range| !range.given_up)?.purpose {
+            Purpose::Virtual => None,
+            Purpose::Plain { context, .. } | Purpose::Managed { context } => Some(context),
+        }
+    }
+
+    /// A stream is going to free a plain allocation.
+    pub fn give_up(&mut self, address: Address) {
+        if let Some(range) = self.reservations.get_mut(&address) {
+            range.given_up = true;
+        }
     }
 
     /// Ends the plain allocations of a context.
@@ -306,21 +331,41 @@ impl Space {
         self.mappings.insert(at, Mapping { id, bytes, physical, access: [access; MAX_DEVICES] });
     }
 
-    /// The mappings that make up a range exactly: one after the other, none cut.
-    fn whole_mappings(&self, address: Address, bytes: usize) -> Outcome<Vec<Address>> {
-        let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
+    /// The mappings in a range of reserved addresses, none of them cut. There may be none.
+    fn mappings_within(&self, address: Address, bytes: usize) -> Outcome<Vec<Address>> {
+        let end = address.checked_add(bytes as u64).filter(|&end| end > address).ok_or(INVALID_VALUE)?;
+        let mut at = address;
+        while at < end {
+            match self.reservation(at) {
+                Some((base, range)) if range.purpose == Purpose::Virtual => at = base + range.bytes as u64,
+                _ => return Err(INVALID_VALUE),
+            }
+        }
+        let touching = self.mappings.range(..end).rev().map(|(&base, mapping)| (base, base + mapping.bytes as u64));
+        touching
+            .take_while(|&(_, until)| until > address)
+            .map(|(base, until)| if base >= address && until <= end { Ok(base) } else { Err(INVALID_VALUE) })
+            .collect()
+    }
+
+    /// The mappings from the start of a range to its first hole. The range begins with a mapping, ends
+    /// with one, and cuts none.
+    fn leading_mappings(&self, address: Address, bytes: usize) -> Outcome<Vec<Address>> {
+        let end = address.checked_add(bytes as u64).filter(|&end| end > address).ok_or(INVALID_VALUE)?;
+        let (last, mapping) = self.mapping(end - 1).ok_or(INVALID_VALUE)?;
+        if last < address || last + mapping.bytes as u64 != end {
+            return Err(INVALID_VALUE);
+        }
         let mut at = address;
         let mut found = Vec::new();
-        while at < end {
-            let mapping = self.mappings.get(&at).ok_or(INVALID_VALUE)?;
-            // Plain memory is no business of these calls.
-            if mapping.physical.handle == 0 {
-                return Err(INVALID_VALUE);
-            }
+        // Plain memory is no business of these calls.
+        while at < end
+            && let Some(mapping) = self.mappings.get(&at).filter(|mapping| mapping.physical.handle != 0)
+        {
             found.push(at);
             at += mapping.bytes as u64;
         }
-        if at == end && !found.is_empty() { Ok(found) } else { Err(INVALID_VALUE) }
+        if found.is_empty() { Err(INVALID_VALUE) } else { Ok(found) }
     }
 }
 
@@ -379,9 +424,9 @@ fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
 
 fn access_device(location: Location) -> Outcome<usize> {
     if location.kind != LOCATION_DEVICE {
-        return Err(INVALID_VALUE);
+        return Err(if location.kind == 0 { INVALID_VALUE } else { NOT_SUPPORTED });
     }
-    driver::device(location.id).map_err(|_| INVALID_DEVICE)
+    driver::device(location.id).map_err(|_| INVALID_VALUE)
 }
 
 /// `cuMemGetAllocationGranularity`.
@@ -399,9 +444,16 @@ pub fn reserve(pointer: Out<Address>, bytes: usize, alignment: usize, hint: Addr
     if !is_granular(bytes) || flags != 0 || (alignment != 0 && !alignment.is_power_of_two()) {
         return Err(INVALID_VALUE);
     }
+    // A hint that is no address at all is wrong; one that is taken is not.
+    if !hint.is_multiple_of(GRANULARITY as u64) {
+        return Err(INVALID_VALUE);
+    }
+    if bytes as u64 >= ADDRESSES || hint >= ADDRESSES {
+        return Err(OUT_OF_MEMORY);
+    }
     let mut state = state();
     let address = reserve_addresses(bytes, alignment.max(GRANULARITY), hint).ok_or(OUT_OF_MEMORY)?;
-    state.space.reservations.insert(address, Reservation { bytes, space: bytes, purpose: Purpose::Virtual });
+    state.space.reservations.insert(address, Reservation { bytes, space: bytes, purpose: Purpose::Virtual, given_up: false });
     pointer.put(address)
 }
 
@@ -469,18 +521,18 @@ pub fn properties(prop: Out<AllocationProp>, handle: Handle) -> Outcome {
     prop.put(created.physical.prop.ok_or(INVALID_VALUE)?)
 }
 
-/// `cuMemMap`: into one reservation, over nothing that is mapped, from offset 0 ("offset must be
-/// zero currently"). The mapping has no access yet.
+/// `cuMemMap`: into one reservation, over nothing that is mapped. Only all of a handle can be mapped;
+/// a part of it is "not supported". The mapping has no access yet.
 pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags: u64) -> Outcome {
-    if !is_granular(bytes) || !address.is_multiple_of(GRANULARITY as u64) || offset != 0 || flags != 0 {
+    if bytes == 0 || flags != 0 {
         return Err(INVALID_VALUE);
     }
     let mut state = state();
     let space = &mut state.space;
-    let physical = match space.handles.get(&handle) {
-        Some(created) if bytes <= created.physical.bytes => Arc::clone(&created.physical),
-        _ => return Err(INVALID_VALUE),
-    };
+    let physical = Arc::clone(&space.handles.get(&handle).ok_or(INVALID_VALUE)?.physical);
+    if offset != 0 || bytes != physical.bytes || !address.is_multiple_of(GRANULARITY as u64) {
+        return Err(NOT_SUPPORTED);
+    }
     let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
     match space.reservation(address) {
         Some((base, range)) if range.purpose == Purpose::Virtual && end <= base + range.bytes as u64 => {}
@@ -494,17 +546,18 @@ pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags:
     Ok(())
 }
 
-/// `cuMemUnmap`: whole mappings, as many as the range has. It does not wait for the device's work:
+/// `cuMemUnmap`: whole mappings, as many as the range has, holes or not. It does not wait for the device's work:
 /// that it is done is the caller's business, and work that is not meets an illegal address.
 pub fn unmap(address: Address, bytes: usize) -> Outcome {
     let mut state = state();
-    for base in state.space.whole_mappings(address, bytes)? {
+    for base in state.space.mappings_within(address, bytes)? {
         state.space.mappings.remove(&base);
     }
     Ok(())
 }
 
-/// `cuMemSetAccess`: of whole mappings, for each location named.
+/// `cuMemSetAccess`: of whole mappings, for each location named. Where the range has a hole it does
+/// what comes before the hole, and says that all is well.
 pub fn set_access(address: Address, bytes: usize, access: In<AccessDesc>, count: usize) -> Outcome {
     if count == 0 || count > 4096 {
         return Err(INVALID_VALUE);
@@ -517,7 +570,7 @@ pub fn set_access(address: Address, bytes: usize, access: In<AccessDesc>, count:
         changes.push((access_device(access.location)?, access.flags));
     }
     let mut state = state();
-    for base in state.space.whole_mappings(address, bytes)? {
+    for base in state.space.leading_mappings(address, bytes)? {
         if let Some(mapping) = state.space.mappings.get_mut(&base) {
             for &(device, flags) in &changes {
                 mapping.access[device] = flags;

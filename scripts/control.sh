@@ -1,0 +1,223 @@
+# shellcheck shell=sh
+# Talks to the control sockets of managed processes with nothing but a POSIX shell and one of socat, nc (with -U) or
+# python3, for containers that lack the `vramctl` binary. pause.sh and resume.sh source it; docs/protocol.md describes
+# what is said.
+
+set -u
+
+usage() {
+	cat <<HELP
+usage: $1.sh [TAG…] [--pid PID | --all]$([ "$1" = resume ] || printf ' [--discard]') [--timeout SECONDS]
+
+Does what \`vramctl $1\` does, with a shell and one of socat, nc (with -U) or python3.
+Without tags: all. Without --pid or --all: the only managed process.
+With --all, several tags must be known to every process; a single one that some lack is nothing to do there.
+Prints the process's answer, a line of JSON.
+
+Exit codes: 0 done, 1 refused or failed, 2 wrong arguments or several processes and none chosen,
+3 no such process, 4 too little memory, 5 not in time, 6 no such tag.
+HELP
+}
+
+# Ends with a code and a message.
+die() {
+	code=$1
+	shift
+	printf 'error: %s\n' "$*" >&2
+	exit "$code"
+}
+
+# The whole of it: the request (pause or resume), then the script's arguments.
+control() {
+	request=$1
+	shift
+	read_arguments "$@"
+	find_directory
+	choose_processes
+	choose_transport
+
+	message="{\"version\":1,\"request\":\"$request\",\"tags\":[$tags]$options}"
+	result=0 did=''
+	for pid in $pids; do
+		[ "$target" != all ] || printf 'process %s:\n' "$pid" >&2
+		# No progress was asked for, so the first line is the answer.
+		answer=$(cd "$directory" && exchange "./$pid.sock" "$message")
+		answer=${answer%%"$newline"*}
+		[ -z "$answer" ] || printf '%s\n' "$answer"
+		code=$(judge "$answer")
+		case $code in
+		0) did=yes ;;
+		6) [ "$target$count" != all1 ] || code=0 lacking=yes ;;
+		esac
+		[ "$result" != 0 ] || result=$code
+	done
+	# With --all, a tag that no process knows is a mistake.
+	[ "$result" != 0 ] || [ -z "${lacking:-}" ] || [ -n "$did" ] || result=6
+	exit "$result"
+}
+
+newline='
+'
+
+# Sets tags, options (both JSON), count (of tags), target (a pid, `all` or nothing).
+read_arguments() {
+	tags='' options='' count=0 target=''
+	while [ $# -gt 0 ]; do
+		case $1 in
+		-h | --help) usage "$request"; exit 0 ;;
+		--all) choose_target all ;;
+		--pid)
+			case ${2:-} in '' | *[!0-9]*) die 2 "--pid needs a process id" ;; esac
+			choose_target "$2"
+			shift
+			;;
+		--timeout)
+			options="$options,\"timeout_ms\":$(milliseconds "${2:-}")" || die 2 "--timeout needs a number of seconds, such as 30 or 2.5"
+			shift
+			;;
+		--discard)
+			[ "$request" = pause ] || die 2 "--discard is for a pause"
+			options="$options,\"backup\":\"discard\""
+			;;
+		--) shift; break ;;
+		-*) usage "$request" >&2; die 2 "unknown option $1" ;;
+		*) add_tag "$1" ;;
+		esac
+		shift
+	done
+	for tag in "$@"; do add_tag "$tag"; done
+}
+
+choose_target() {
+	[ -z "$target" ] || die 2 "one of --pid and --all at most"
+	target=$1
+}
+
+add_tag() {
+	tags="$tags${tags:+,}$(json_string "$1")"
+	count=$((count + 1))
+}
+
+# A JSON string with this text.
+json_string() {
+	rest=$1 string=''
+	while [ -n "$rest" ]; do
+		char=${rest%"${rest#?}"}
+		rest=${rest#?}
+		case $char in
+		[\\\"]) string="$string\\$char" ;;
+		[[:cntrl:]]) string=$string$(printf '\\u%04x' "'$char") ;;
+		*) string=$string$char ;;
+		esac
+	done
+	printf '"%s"' "$string"
+}
+
+# Seconds, perhaps with a fraction, in whole milliseconds.
+milliseconds() {
+	case $1 in '' | . | *[!0-9.]* | *.*.*) return 1 ;; esac
+	whole=${1%%.*} fraction=000
+	case $1 in *.*) fraction=${1#*.}000 ;; esac
+	# Digits to concatenate, not numbers to compute: a leading zero would make them octal.
+	result=$whole${fraction%"${fraction#???}"}
+	while case $result in 0?*) ;; *) false ;; esac; do result=${result#0}; done
+	[ ${#result} -le 18 ] && printf '%s' "$result"
+}
+
+# Where the library has its sockets, if that is safe: no symbolic link, the user's own, closed to others.
+find_directory() {
+	user=$(id -u)
+	if [ -n "${VRAMCTL_DIR:-}" ]; then
+		directory=$VRAMCTL_DIR
+	elif [ -n "${XDG_RUNTIME_DIR:-}" ]; then
+		directory=$XDG_RUNTIME_DIR/vramctl
+	else
+		directory=/tmp/vramctl-$user
+	fi
+	# With a slash even where the path is relative, so that no command takes it for an option.
+	case $directory in /*) ;; *) directory=./$directory ;; esac
+	[ -d "$directory" ] || [ -L "$directory" ] || die 3 "no process is managed: there is no $directory (VRAMCTL_DIR says where to look)"
+	# The mode and the owner are the first and the third word.
+	# shellcheck disable=SC2046
+	set -- $(LC_ALL=C ls -ldn "$directory")
+	case $1 in
+	l*) die 1 "$directory is a symbolic link; set VRAMCTL_DIR to the directory itself" ;;
+	d???------*) ;;
+	*) die 1 "$directory is open to other users; chmod 700 it" ;;
+	esac
+	[ "$3" = "$user" ] || [ "$user" = 0 ] || die 1 "$directory is owned by user $3, not by you; set VRAMCTL_DIR to a directory of yours"
+}
+
+# Sets pids.
+choose_processes() {
+	pids=''
+	for socket in "$directory"/*.sock; do
+		pid=${socket##*/}
+		pid=${pid%.sock}
+		case $pid in *[!0-9]*) continue ;; esac
+		# A killed process leaves its socket behind.
+		if [ -S "$socket" ] && [ -d "/proc/$pid" ]; then pids="$pids $pid"; fi
+	done
+	[ -n "$pids" ] || die 3 "no process is managed (looked in $directory)"
+	case $target in
+	all) ;;
+	'')
+		case ${pids# } in *' '*) die 2 "several processes are managed; say which with --pid or --all:$pids" ;; esac
+		;;
+	*)
+		case " $pids " in *" $target "*) ;; *) die 3 "process $target is not managed; there are:$pids" ;; esac
+		pids=$target
+		;;
+	esac
+}
+
+# Defines exchange: connects to the socket $1, sends the line $2, prints what comes back until the other side hangs up.
+# All of them end their own side after the line, so that the process hangs up after its answer, however long that takes.
+choose_transport() {
+	if command -v socat >/dev/null 2>&1; then
+		# -t: how long to wait after the end of the input, in seconds; half a second unless told.
+		exchange() { printf '%s\n' "$2" | socat -t 999999 - "UNIX-CONNECT:$1"; }
+	elif nc_option=$(nc_unix_option); then
+		exchange() { printf '%s\n' "$2" | nc "$nc_option" "$1"; }
+	elif command -v python3 >/dev/null 2>&1; then
+		exchange() {
+			python3 -I -c '
+import os, socket, sys
+control = socket.socket(socket.AF_UNIX)
+try:
+    control.connect(sys.argv[1])
+    control.sendall(os.fsencode(sys.argv[2]) + b"\n")
+    control.shutdown(socket.SHUT_WR)
+    sys.stdout.buffer.write(control.makefile("rb").read())
+except OSError as error:
+    sys.exit(str(error))
+' "$1" "$2"
+		}
+	else
+		die 1 "one of socat, nc with -U (netcat-openbsd, ncat) or python3 is needed; install one, or use the vramctl binary"
+	fi
+}
+
+# How this nc is told to use a Unix socket and to hang up after its input.
+nc_unix_option() {
+	command -v nc >/dev/null 2>&1 || return 1
+	case $(nc -h 2>&1) in
+	*Ncat*) printf '%s' -U ;;
+	*'socket after EOF on stdin'*UNIX*) printf '%s' -NU ;;
+	# An old one stays until the process hangs up, half a minute after its answer.
+	*UNIX*) printf '%s' -U ;;
+	*) return 1 ;;
+	esac
+}
+
+# The exit code for an answer. In JSON a quote within a text has a backslash, so these patterns match fields alone.
+judge() {
+	case $1 in
+	*'"reply":"done"'*) echo 0 ;;
+	*'"code":"device_memory"'* | *'"code":"host_memory"'*) echo 4 ;;
+	*'"code":"busy"'* | *'"code":"capturing"'*) echo 5 ;;
+	*'"code":"unknown_tag"'*) echo 6 ;;
+	'') printf 'error: the process has ended or does not answer\n' >&2; echo 1 ;;
+	*) echo 1 ;;
+	esac
+}

@@ -1,0 +1,698 @@
+"""The checks of scripts/gpu-check, which prepares everything and calls this."""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import platform
+import queue
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+MIB = 1 << 20
+GIB = 1 << 30
+# What a paused program may keep of a GPU: CUDA's own context and libraries.
+LEFT_LIMIT_MIB = 1.2 * 1024
+
+
+class Failed(Exception):
+    """A check that did not hold, or something that did not come in time."""
+
+
+class Deadline:
+    """A moment that all waiting of a section ends at."""
+
+    def __init__(self, seconds):
+        self.end = time.monotonic() + seconds
+
+    def left(self, wanted):
+        left = min(wanted, self.end - time.monotonic())
+        if left <= 0:
+            raise Failed("the section's time is used up")
+        return left
+
+
+class Child:
+    """A program that answers lines with lines; it and all it started end with us."""
+
+    def __init__(self, check, name, command, env):
+        self.check, self.name = check, name
+        check.log(f"$ {' '.join(command)}")
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=check.log_file,
+            env=env,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.put(line.rstrip("\n"))
+        self.lines.put(None)
+
+    def hear(self, seconds):
+        try:
+            line = self.lines.get(timeout=self.check.deadline.left(seconds))
+        except queue.Empty:
+            raise Failed(f"{self.name} gave no answer within {seconds} s") from None
+        if line is None:
+            self.process.wait(10)
+            raise Failed(f"{self.name} has ended, with {self.process.returncode}")
+        self.check.log(f"{self.name}: {line[:500]}")
+        return line
+
+    def ask(self, question, seconds=60):
+        with contextlib.suppress(BrokenPipeError):  # hear() tells how it ended
+            self.process.stdin.write(question + "\n")
+            self.process.stdin.flush()
+        return self.hear(seconds)
+
+    def ask_json(self, question, seconds=60):
+        reply = json.loads(self.ask(question, seconds))
+        if "error" in reply:
+            raise Failed(f"{question}: {reply['error']}")
+        return reply
+
+    def finish(self, seconds=30):
+        """Ends its input and waits for its end; the exit code."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            return self.process.wait(self.check.deadline.left(seconds))
+        except subprocess.TimeoutExpired:
+            raise Failed(f"{self.name} does not end") from None
+
+    def kill(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def dig(value, key):
+    """The first value of `key` anywhere in a JSON value; None if there is none."""
+    if isinstance(value, dict):
+        if key in value:
+            return value[key]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            found = dig(item, key)
+            if found is not None:
+                return found
+    return None
+
+
+class Check:
+    def __init__(self, options):
+        self.options = options
+        self.bin = pathlib.Path(options.bin)
+        self.out = pathlib.Path(options.out)
+        self.log_file = open(self.out / "gpu-check.log", "w")
+        self.section, self.deadline = "", Deadline(60)
+        self.children = []
+        self.checks, self.cycles, self.notes = [], [], []
+        self.overhead, self.demo = None, []
+        sockets = pathlib.Path(options.work) / "sockets"
+        sockets.mkdir(mode=0o700, exist_ok=True)
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith("VRAMCTL_")}
+        self.env.update(
+            VRAMCTL_DIR=str(sockets),
+            VRAMCTL_LIB=str(self.bin / "libvramctl.so"),
+            PYTHONUNBUFFERED="1",
+        )
+        # Only for the C programs: PyTorch brings its own CUDA libraries.
+        paths = [options.libcudart, os.environ.get("LD_LIBRARY_PATH", "")]
+        self.app_env = {**self.env, "LD_LIBRARY_PATH": ":".join(p for p in paths if p)}
+
+    # ---- telling ----
+
+    def log(self, text):
+        self.log_file.write(f"[{self.section}] {text}\n")
+        self.log_file.flush()
+
+    def say(self, text):
+        print(text, flush=True)
+        self.log(text)
+
+    def expect(self, name, ok, detail=""):
+        """Records a check; one that fails does not end the section."""
+        self.checks.append(
+            {"section": self.section, "check": name, "ok": bool(ok), "detail": str(detail)[:2000]}
+        )
+        if not ok:
+            self.say(f"  FAILED {self.section}: {name}: {detail}")
+        else:
+            self.log(f"ok: {name} {str(detail)[:500]}")
+        return bool(ok)
+
+    # ---- doing ----
+
+    def start(self, *command, managed=None, env=None):
+        command = [str(part) for part in command]
+        # `python3 program.py` is known by its program.
+        name = pathlib.Path(
+            next((part for part in command if part.endswith(".py")), command[0])
+        ).name
+        if managed is not None:
+            command = [str(self.bin / "vramctl"), "run", *managed, "--", *command]
+        child = Child(self, name, command, env or self.env)
+        self.children.append(child)
+        return child
+
+    def end_children(self):
+        for child in self.children:
+            with contextlib.suppress(Exception):
+                child.kill()
+        self.children.clear()
+
+    def command(self, *command, seconds=120, env=None):
+        """Runs to its end: (exit code, what it wrote, seconds it took)."""
+        command = [str(part) for part in command]
+        self.log(f"$ {' '.join(command)}")
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env or self.env,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=self.deadline.left(seconds))
+        except (subprocess.TimeoutExpired, Failed):
+            os.killpg(process.pid, signal.SIGKILL)
+            text, _ = process.communicate()
+            self.log(text)
+            raise Failed(
+                f"{pathlib.Path(command[0]).name} {command[1]}: no end within {seconds} s"
+            ) from None
+        taken = time.perf_counter() - start
+        self.log(f"{text.rstrip()}\n-> {process.returncode} after {taken:.3f} s")
+        return process.returncode, text, taken
+
+    def vramctl(self, *arguments, seconds=120):
+        """One `vramctl … --json`: (exit code, its JSON or None, its text, seconds)."""
+        code, text, taken = self.command(
+            self.bin / "vramctl", *arguments, "--json", seconds=seconds
+        )
+        answer = None
+        for part in (text, text[text.find("{") :], text.strip().rsplit("\n", 1)[-1]):
+            with contextlib.suppress(ValueError):
+                answer = json.loads(part)
+                break
+        return code, answer, text, taken
+
+    def smi(self, *arguments):
+        """What nvidia-smi answers, or simgpu-smi."""
+        done = subprocess.run(
+            [self.options.smi, *arguments], capture_output=True, text=True, timeout=30, check=True
+        )
+        return done.stdout.strip()
+
+    def gpu(self, what):
+        """One property of GPU 0 by nvidia-smi's name for it, as text; memory is in MiB."""
+        if self.options.smi == "nvidia-smi":
+            return self.smi("--id=0", f"--query-gpu={what}", "--format=csv,noheader,nounits")
+        device = json.loads(self.smi("--json"))["devices"][0]
+        where, _, which = what.partition(".")
+        return str(device[which] // MIB) if where == "memory" else "simulated"
+
+    def used_mib(self, below=None):
+        """Memory in use on the GPU. nvidia-smi may be a moment late after a process has
+        ended, so with `below` it is asked again for up to two seconds."""
+        end = time.monotonic() + 2
+        used = int(self.gpu("memory.used"))
+        while below is not None and used > below and time.monotonic() < end:
+            time.sleep(0.1)
+            used = int(self.gpu("memory.used"))
+        return used
+
+    def hog(self, mib, seconds=60):
+        """Another process takes, fills and verifies so much: what went wrong, or None."""
+        code, text, _ = self.command(
+            self.bin / "hog", "--mib", mib, "--seconds", 0, seconds=seconds, env=self.app_env
+        )
+        return (
+            None if code == 0 and f"verified {mib * MIB}" in text else f"exit code {code}: {text}"
+        )
+
+    def states(self, name):
+        """What `vramctl status` tells of each tag of a program."""
+        code, answer, text, _ = self.vramctl("status", name)
+        tags = dig(answer, "tags")
+        if code != 0 or not isinstance(tags, list):
+            raise Failed(f"vramctl status {name}: exit code {code}: {text}")
+        return {tag["tag"]: tag for tag in tags}
+
+    def expect_state(self, name, when, paused):
+        """Whether status tells that all that a program has is paused, or that nothing is."""
+        tags = self.states(name)
+        wanted = "paused" if paused else "active"
+        right = all(
+            tag["state"] == wanted and tag["paused_bytes"] == (tag["bytes"] if paused else 0)
+            for tag in tags.values()
+        )
+        self.expect(f"status {when}", tags and right, json.dumps(tags))
+        return tags
+
+    # ---- sections ----
+
+    def transition(self, what, program, arguments, own):
+        """A pause or resume, by the shell or (own) by the program itself: seconds, and
+        what the command line told."""
+        if own:
+            start = time.perf_counter()
+            for tag in arguments:
+                program.ask_json(f"{what} {tag}", 120)
+            return time.perf_counter() - start, None
+        name = arguments[0]
+        code, answer, text, taken = self.vramctl(what, *arguments[1:], "--name", name)
+        if code != 0:
+            raise Failed(f"vramctl {what}: exit code {code}: {text}")
+        return taken, answer
+
+    def torch_cycle(self, number, program, before, regions):
+        options = self.options
+        # The program pauses itself every second time; what is neither weights nor
+        # kv_cache (PyTorch's own buffers, the graph's) is paused from the shell then.
+        own = regions and number % 2 == 0
+        name = self.section
+        used = self.used_mib()
+        tags = ["weights", "kv_cache"] if regions else []
+        pause_s, told = self.transition("pause", program, tags if own else [name, *tags], own)
+        if regions:
+            given = used - self.used_mib(below=used - options.gib * 1024)
+            self.expect(
+                f"cycle {number}: the two tags are gone from the GPU",
+                given >= options.gib * 1024,
+                f"{given} MiB given back",
+            )
+            rest_s, _ = self.transition("pause", program, [name], False)
+            self.log(f"the rest paused in {rest_s:.3f} s")
+        left = self.used_mib(below=LEFT_LIMIT_MIB)
+        self.expect(
+            f"cycle {number}: memory gone from {options.smi}",
+            left < LEFT_LIMIT_MIB,
+            f"{used} MiB before, {left} MiB after",
+        )
+        self.expect_state(name, f"while paused, cycle {number}", paused=True)
+        other = self.hog(options.other_gib * 1024)
+        self.expect(
+            f"cycle {number}: another process uses {options.other_gib} GiB",
+            other is None,
+            other or "",
+        )
+        if regions:
+            # One order of tags, then the other.
+            tags.reverse()
+        resume_s, resumed = self.transition("resume", program, tags if own else [name, *tags], own)
+        if regions:
+            self.transition("resume", program, [name], False)
+        self.expect_state(name, f"after the resume, cycle {number}", paused=False)
+
+        found = program.ask_json("verify", 120)
+        wanted = {**before["verify"], "kv": "zero"} if regions else before["verify"]
+        self.expect(
+            f"cycle {number}: tensors equal bit for bit", found == wanted, json.dumps(found)
+        )
+        if regions:
+            program.ask_json("refill", 60)
+            self.expect(
+                f"cycle {number}: kv_cache takes contents again",
+                program.ask_json("verify", 120) == before["verify"],
+            )
+        addresses = program.ask_json("addresses")
+        self.expect(f"cycle {number}: addresses unchanged", addresses == before["addresses"])
+        digests = [program.ask_json(f"replay {seed}")["digest"] for seed in (1, 2)]
+        self.expect(
+            f"cycle {number}: the graph replays to the same result", digests == before["digests"]
+        )
+
+        # What was copied: discarded contents cost no time worth a rate.
+        kept = before["verify"]["bytes"] if regions else (used - left) * MIB
+        self.cycles.append(
+            {
+                "section": name,
+                "cycle": number,
+                "by": "the program" if own else "the shell",
+                "used_before_mib": used,
+                "used_paused_mib": left,
+                "other_process_gib": options.other_gib if other is None else None,
+                "kept_bytes": kept,
+                "pause_s": pause_s,
+                "resume_s": resume_s,
+                "pause_gb_s": kept / pause_s / 1e9,
+                "resume_gb_s": kept / resume_s / 1e9,
+                "pause": told,
+                "resume": resumed,
+            }
+        )
+        self.say(
+            f"  cycle {number}: pause {pause_s:.2f} s, {used} -> {left} MiB in use, "
+            f"other process {'ok' if other is None else 'FAILED'}, resume {resume_s:.2f} s"
+        )
+
+    def torch(self, regions=False):
+        options = self.options
+        script = HERE / ("torch_regions.py" if regions else "torch_program.py")
+        program = self.start(
+            sys.executable, script, "--gib", options.gib, managed=["--name", self.section]
+        )
+        ready = json.loads(program.hear(120))
+        self.notes.append(f"{self.section}: torch {ready.get('torch')}")
+        before = {
+            "verify": program.ask_json("verify", 120),
+            "addresses": program.ask_json("addresses"),
+            "digests": [program.ask_json(f"replay {seed}")["digest"] for seed in (1, 2)],
+        }
+        again = [program.ask_json(f"replay {seed}")["digest"] for seed in (1, 2)]
+        sound = before["verify"]["differing"] == [] and before["verify"]["checksums_equal"]
+        sound = sound and before["verify"].get("kv", "filled") == "filled"
+        self.expect("before: tensors as written", sound, json.dumps(before["verify"]))
+        self.expect("before: the graph's result can be repeated", again == before["digests"])
+        self.expect("before: the results hang on the input", len(set(again)) == 2)
+        tags = self.expect_state(self.section, "before", paused=False)
+        wanted = {"weights", "kv_cache"} if regions else {"default"}
+        self.expect("before: the tags are there", wanted <= set(tags), json.dumps(tags))
+        free = program.ask_json("memory")["free"]
+        if options.other_gib * GIB > free:
+            self.notes.append(
+                f"{self.section}: before the pause {free / GIB:.1f} GiB are free, so the other "
+                f"process's {options.other_gib} GiB have no room"
+            )
+        for number in range(1, options.cycles + 1):
+            self.torch_cycle(number, program, before, regions)
+        with contextlib.suppress(BrokenPipeError):
+            program.process.stdin.write("quit\n")
+        self.expect("the program ends well", program.finish(60) == 0)
+
+    def regions(self):
+        self.torch(regions=True)
+
+    def engine(self):
+        options = self.options
+        weights = max(256, options.gib * 1024 * 3 // 10)
+        code, text, taken = self.command(
+            pathlib.Path(options.root) / "scripts" / "demo",
+            "--real",
+            "--bin",
+            self.bin,
+            "--weights-mib",
+            weights,
+            "--kv-mib",
+            weights // 3,
+            seconds=150,
+            env=self.app_env,
+        )
+        self.demo = text.splitlines()
+        last = self.demo[-1] if self.demo else ""
+        self.expect("scripts/demo, linked to the real libcudart", code == 0, last)
+        self.say(f"  {last} ({taken:.1f} s)")
+
+    def oom(self):
+        options = self.options
+        real = options.smi == "nvidia-smi"
+        mib = max(4096 if real else 64, options.gib * 1024 // 2)
+        engine = self.start(
+            self.bin / "engine",
+            "--weights-mib",
+            mib * 3 // 4,
+            "--kv-mib",
+            mib // 4,
+            managed=["--name", "oom"],
+            env=self.app_env,
+        )
+        if not engine.hear(60).startswith("ready"):
+            raise Failed("the engine did not start")
+        verified = engine.ask("verify", 60)
+        self.transition("pause", engine, ["oom"], False)
+        # All but half of what the engine needs.
+        hog_mib = int(self.gpu("memory.free")) - mib // 2
+        if real:
+            hog_mib -= 700  # its own context
+        hog = self.start(self.bin / "hog", "--mib", hog_mib, env=self.app_env)
+        if not hog.hear(60).startswith("holding"):
+            raise Failed("the other process did not get its memory")
+
+        code, answer, text, taken = self.vramctl("resume", "--name", "oom", seconds=30)
+        self.expect("a resume without room is refused", code != 0, f"exit code {code}")
+        shortage = dig(answer, "shortage") or {}
+        needed, free = shortage.get("needed"), shortage.get("free")
+        self.expect(
+            "it says how much is needed and how much is free",
+            isinstance(needed, int) and isinstance(free, int) and needed >= mib * MIB > free,
+            text,
+        )
+        listed = self.compute_processes()
+        holders = [str(holder.get("pid")) for holder in shortage.get("holders") or []]
+        if listed is None or str(hog.process.pid) not in listed:
+            self.notes.append(
+                f"oom: {options.smi} lists no process with the other's pid here ({listed}), so the "
+                f"driver cannot tell who holds the memory; told: {holders}"
+            )
+            self.expect("it says who holds the memory, as far as the driver tells", True, holders)
+        else:
+            self.expect("it says who holds the memory", str(hog.process.pid) in holders, text)
+        # Once more for the words that a person sees.
+        code, text, _ = self.command(self.bin / "vramctl", "resume", "--name", "oom", seconds=30)
+        self.expect(
+            "in words too",
+            code != 0 and re.search(r"need", text) and re.search(r"free", text),
+            text,
+        )
+        self.say("  refused: " + " / ".join(text.strip().splitlines())[:400])
+        self.expect_state("oom", "after the refused resume", paused=True)
+
+        waiting = self.start(self.bin / "vramctl", "resume", "--name", "oom", "--timeout", 60)
+        time.sleep(1.5)
+        self.expect("with --timeout it waits", waiting.process.poll() is None)
+        released = time.perf_counter()
+        self.expect("the other process's memory is unharmed", hog.finish(60) == 0)
+        code = waiting.finish(70)
+        taken = time.perf_counter() - released
+        self.expect("then it succeeds", code == 0, f"exit code {code}")
+        self.expect("contents are as before", engine.ask("verify", 60) == verified, verified)
+        self.expect_state("oom", "after it", paused=False)
+        self.say(
+            f"  waited for the memory and resumed {mib} MiB, {taken:.2f} s after the other's end began"
+        )
+        engine.ask("quit", 30)
+        self.expect("the engine ends well", engine.finish() == 0)
+
+    def compute_processes(self):
+        """The pids that the GPU's own tool lists; None if it does not answer."""
+        with contextlib.suppress(Exception):
+            if self.options.smi == "nvidia-smi":
+                return self.smi("--query-compute-apps=pid", "--format=csv,noheader").split()
+            devices = json.loads(self.smi("--json"))["devices"]
+            return [str(process["pid"]) for process in devices[0]["processes"]]
+        return None
+
+    def overhead_section(self):
+        figures = pathlib.Path(self.options.work) / "overhead.json"
+        code, text, _ = self.command(
+            pathlib.Path(self.options.root) / "scripts" / "bench-overhead",
+            "--real",
+            "--bin",
+            self.bin,
+            "--rounds",
+            7,
+            "--json",
+            figures,
+            seconds=120,
+            env=self.app_env,
+        )
+        if figures.exists():
+            self.overhead = json.loads(figures.read_text())
+            for row in self.overhead["rows"]:
+                if row["limit"] is None:
+                    continue  # no check: it shows how far measurements scatter
+                self.expect(
+                    f"{row['what']}: {row['how']}",
+                    row["ok"],
+                    f"{row['extra']:+.2f} {row['unit']}, at most {row['limit']} {row['unit']}",
+                )
+        else:
+            self.expect("scripts/bench-overhead", False, f"exit code {code}: {text}")
+        self.say(f"  {len((self.overhead or {}).get('rows', []))} rows measured")
+
+    # ---- all of it ----
+
+    def run(self):
+        # Seconds that each may take, whatever happens.
+        sections = {
+            "torch": (self.torch, 200),
+            "regions": (self.regions, 200),
+            "engine": (self.engine, 160),
+            "oom": (self.oom, 120),
+            "overhead": (self.overhead_section, 130),
+        }
+        chosen = self.options.only.split(",")
+        unknown = [name for name in chosen if name not in sections]
+        if unknown:
+            raise SystemExit(
+                f"gpu-check: no such section: {', '.join(unknown)}; there are {', '.join(sections)}"
+            )
+        begin = time.monotonic()
+        for name, (work, seconds) in sections.items():
+            if name not in chosen:
+                continue
+            self.section = name
+            self.say(f"== {name}")
+            start = time.monotonic()
+            # What is left of the whole, less a little to write the report.
+            rest = self.options.limit - 15 - (start - begin)
+            self.deadline = Deadline(min(seconds, max(rest, 0.1)))
+            try:
+                work()
+            except Exception as error:
+                self.expect("runs to its end", False, f"{type(error).__name__}: {error}")
+            finally:
+                self.end_children()
+            self.notes.append(f"{name} took {time.monotonic() - start:.0f} s")
+            self.report()  # after each section, so that a later mishap leaves something
+        return self.report()
+
+    def machine(self):
+        facts = {
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        }
+        for key, what in {
+            "gpu": "name",
+            "driver": "driver_version",
+            "gpu_mib": "memory.total",
+        }.items():
+            with contextlib.suppress(Exception):
+                facts[key] = self.gpu(what)
+        with contextlib.suppress(Exception):
+            text = self.smi()
+            if found := re.search(r"CUDA Version:\s*([\d.]+)", text):
+                facts["cuda_driver"] = found[1]
+        with contextlib.suppress(Exception):
+            code = "import torch; print(torch.__version__, torch.version.cuda)"
+            facts["torch"], facts["torch_cuda"] = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+            ).stdout.split()
+        facts["libcudart"] = self.options.libcudart
+        facts["cores"] = os.cpu_count()
+        with contextlib.suppress(Exception):
+            facts["host_gib"] = round(
+                os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1
+            )
+        facts["kernel"] = platform.release()
+        facts["python"] = platform.python_version()
+        with contextlib.suppress(Exception):
+            facts["vramctl"] = subprocess.run(
+                [str(self.bin / "vramctl"), "--version"], capture_output=True, text=True, timeout=10
+            ).stdout.strip()
+        return facts
+
+    def report(self):
+        if not hasattr(self, "facts"):
+            self.facts = self.machine()
+        failed = [check for check in self.checks if not check["ok"]]
+        everything = {
+            "machine": self.facts,
+            "options": vars(self.options),
+            "ok": not failed,
+            "checks": self.checks,
+            "cycles": self.cycles,
+            "overhead": self.overhead,
+            "demo": self.demo,
+            "notes": self.notes,
+        }
+        (self.out / "gpu-check.json").write_text(json.dumps(everything, indent=1) + "\n")
+        (self.out / "gpu-check.md").write_text(self.markdown(failed))
+        return not failed
+
+    def markdown(self, failed):
+        facts = self.facts
+        lines = [
+            f"{facts.get('gpu', 'unknown GPU')} ({facts.get('gpu_mib', '?')} MiB), driver "
+            f"{facts.get('driver', '?')}, CUDA {facts.get('cuda_driver', '?')}, torch "
+            f"{facts.get('torch', 'none')}, {facts['cores']} cores, kernel {facts['kernel']}, "
+            f"{facts['date']}, {facts.get('vramctl', '')}.",
+            "",
+            "| section | checks | passed |",
+            "| --- | ---: | ---: |",
+        ]
+        for section in dict.fromkeys(check["section"] for check in self.checks):
+            of = [check["ok"] for check in self.checks if check["section"] == section]
+            lines.append(f"| {section} | {len(of)} | {sum(of)} |")
+        for section in dict.fromkeys(cycle["section"] for cycle in self.cycles):
+            cycles = [cycle for cycle in self.cycles if cycle["section"] == section]
+            lines += [
+                "",
+                f"{section}: {cycles[0]['kept_bytes'] / 1e9:.1f} GB of contents kept; GB = 1e9 bytes",
+                "",
+                "| cycle | by | in use before | while paused | another process | pause | | resume | |",
+                "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+            ]
+            for c in cycles:
+                other = f"{c['other_process_gib']} GiB" if c["other_process_gib"] else "FAILED"
+                lines.append(
+                    f"| {c['cycle']} | {c['by']} | {c['used_before_mib']} MiB | {c['used_paused_mib']} MiB "
+                    f"| {other} | {c['pause_s']:.2f} s | {c['pause_gb_s']:.1f} GB/s "
+                    f"| {c['resume_s']:.2f} s | {c['resume_gb_s']:.1f} GB/s |"
+                )
+            if len(cycles) > 2:
+                later = cycles[1:]
+                lines.append(
+                    "| median without the first | | | | "
+                    f"| {statistics.median(c['pause_s'] for c in later):.2f} s "
+                    f"| {statistics.median(c['pause_gb_s'] for c in later):.1f} GB/s "
+                    f"| {statistics.median(c['resume_s'] for c in later):.2f} s "
+                    f"| {statistics.median(c['resume_gb_s'] for c in later):.1f} GB/s |"
+                )
+        if self.overhead:
+            lines += ["", *self.overhead["table"]]
+        if failed:
+            lines += ["", "Failed:", ""]
+            lines += [
+                f"- {check['section']}: {check['check']}: {check['detail']}" for check in failed
+            ]
+        lines += ["", *[f"- {note}" for note in self.notes], ""]
+        return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("root", "bin", "work", "out", "libcudart", "smi", "only"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("gib", "other-gib", "cycles", "limit"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    check = Check(parser.parse_args())
+
+    def interrupted(number, _frame):
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, interrupted)
+    try:
+        passed = check.run()
+    finally:
+        check.end_children()
+        check.log_file.close()
+    print()
+    print((check.out / "gpu-check.md").read_text())
+    print(f"written to {check.out}")
+    print("gpu-check OK" if passed else "gpu-check FAILED")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

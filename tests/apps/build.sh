@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Builds the sample programs. See --help.
+set -euo pipefail
+
+usage() {
+	cat <<'HELP'
+Builds the sample programs of tests/apps: engine, engine_regions, hog, overhead,
+and copies engine.py beside them.
+
+usage: tests/apps/build.sh OUTDIR [LIBDIR]
+
+  OUTDIR   where the programs go; made if it is not there
+  LIBDIR   a folder with libcudart.so (or libcudart.so.13, .12, .11.0) to link
+           with: a CUDA toolkit's, that of a Python package, or the simulated one.
+           Without it: $CUDA_HOME/lib64, the toolkit of the nvcc on PATH,
+           /usr/local/cuda/lib64, then what the linker finds by itself.
+
+Needs a C compiler ($CC, else cc). No CUDA toolkit and no GPU: the prototypes are
+in cudart.h, and no path of the library is built into a program. Programs find
+libcudart when they start, as any other does: through ldconfig or LD_LIBRARY_PATH.
+HELP
+}
+
+fail() {
+	printf 'build.sh: %s\n' "$1" >&2
+	exit 1
+}
+
+# The linker's name for the runtime in a folder, if it is there: -lcudart is what
+# everybody writes, but Python packages bring only the file with its version.
+runtime_in() {
+	local name
+	for name in libcudart.so libcudart.so.13 libcudart.so.12 libcudart.so.11.0; do
+		if [[ -e $1/$name ]]; then
+			if [[ $name == libcudart.so ]]; then printf -- '-lcudart'; else printf -- '-l:%s' "$name"; fi
+			return 0
+		fi
+	done
+	return 1
+}
+
+toolkit_folders() {
+	local nvcc
+	if [[ -n ${CUDA_HOME:-} ]]; then printf '%s/lib64\n' "$CUDA_HOME"; fi
+	if nvcc=$(command -v nvcc); then
+		printf '%s/lib64\n' "$(dirname "$(dirname "$(readlink -f "$nvcc")")")"
+	fi
+	printf '/usr/local/cuda/lib64\n'
+}
+
+case ${1:-} in
+-h | --help) usage; exit 0 ;;
+'' | -*) usage >&2; exit 2 ;;
+esac
+(($# <= 2)) || { usage >&2; exit 2; }
+
+source_dir=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+out=$1
+compiler=${CC:-cc}
+command -v "$compiler" >/dev/null ||
+	fail "no C compiler ($compiler). Install gcc (Debian, Ubuntu: apt-get install gcc libc6-dev) or set CC."
+
+library=-lcudart
+folder=${2:-}
+if [[ -n $folder ]]; then
+	library=$(runtime_in "$folder") ||
+		fail "no libcudart.so in $folder. Give the lib64 of a CUDA toolkit, or the folder of the simulated runtime."
+else
+	while read -r candidate; do
+		if library=$(runtime_in "$candidate"); then folder=$candidate; break; fi
+		library=-lcudart
+	done < <(toolkit_folders)
+fi
+# What libcudart itself needs is there when the program runs, not always now.
+link=("$library" "-Wl,--allow-shlib-undefined" -ldl -lpthread)
+if [[ -n $folder ]]; then link=("-L$folder" "${link[@]}"); fi
+
+# Everything into a folder of its own first, then moved: a program that runs meanwhile,
+# or a second build, never meets half a file.
+mkdir -p "$out"
+work=$(mktemp -d "$out/.build.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+
+compile() { # name, sources…
+	local name=$1
+	shift
+	"$compiler" -std=c11 -O2 -g -Wall -Wextra -Werror -o "$work/$name" \
+		"${@/#/$source_dir/}" "${link[@]}" ||
+		fail "$name does not build or link (linked with: ${link[*]}).
+If libcudart is what is missing: give its folder as second argument."
+}
+
+compile engine engine.c engine_core.c pattern.c
+compile engine_regions engine_regions.c engine_core.c pattern.c
+compile hog hog.c pattern.c
+compile overhead overhead.c
+install -m 755 "$source_dir/engine.py" "$work/engine.py"
+mv -f "$work"/* "$out"/

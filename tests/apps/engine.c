@@ -1,0 +1,33 @@
+/* The engine as a stranger would write it: plain CUDA runtime calls. */
+#include "engine_core.h"
+
+static bool stage_begin(const char *stage)
+{
+	(void)stage;
+	return true;
+}
+
+static bool stage_end(void)
+{
+	return true;
+}
+
+static bool request(const char *line, FILE *out)
+{
+	(void)line;
+	(void)out;
+	return false;
+}
+
+int main(int argc, char **argv)
+{
+	static const struct engine_variant plain = {
+		.name = "engine",
+		.about = "A small inference engine made of copies, to try things on.",
+		.stage_begin = stage_begin,
+		.stage_end = stage_end,
+		.request = request,
+		.requests_help = "",
+	};
+	return engine_main(&plain, argc, argv);
+}

@@ -1,0 +1,103 @@
+# Sourced by scripts/demo, scripts/bench-overhead and scripts/gpu-check: where the
+# GPU, the CUDA runtime and the built programs are, and what to say when they are not.
+# shellcheck shell=bash
+
+# What a script needs and how to get it; ends the script.
+missing() { # what, how
+	printf '%s: %s is missing.\n  %s\n' "${0##*/}" "$1" "$2" >&2
+	exit 1
+}
+
+need_command() { # command, how to get it
+	command -v "$1" >/dev/null || missing "the command \`$1\`" "$2"
+}
+
+# A GPU whose driver answers.
+real_gpu() {
+	command -v nvidia-smi >/dev/null && [[ $(nvidia-smi -L 2>/dev/null) == GPU\ * ]]
+}
+
+# Whether this shell runs under scripts/simgpu.
+on_simulated_gpu() {
+	[[ -n ${SIMGPU_DIR:-} ]]
+}
+
+# Folders in which a libcudart may lie, the likeliest first.
+libcudart_folders() {
+	local nvcc
+	tr ':' '\n' <<<"${LD_LIBRARY_PATH:-}"
+	if on_simulated_gpu; then return; fi
+	if [[ -n ${CUDA_HOME:-} ]]; then printf '%s/lib64\n' "$CUDA_HOME"; fi
+	if nvcc=$(command -v nvcc); then
+		printf '%s/lib64\n' "$(dirname "$(dirname "$(readlink -f "$nvcc")")")"
+	fi
+	printf '%s\n' /usr/local/cuda/lib64
+	{ ldconfig -p 2>/dev/null || /sbin/ldconfig -p 2>/dev/null || true; } |
+		sed -n 's|.*libcudart\.so[^ ]* .*=> \(.*\)/[^/]*$|\1|p'
+	# PyTorch's wheels bring one in site-packages/nvidia.
+	if command -v python3 >/dev/null; then
+		python3 -c 'import glob, os, sys
+for path in sys.path:
+    for pattern in ("nvidia/*/lib", "nvidia/*/lib64"):
+        for folder in sorted(glob.glob(os.path.join(path, pattern)), reverse=True):
+            print(folder)' || true
+	fi
+}
+
+# Prints the folder of a libcudart that programs here can be linked to and run with.
+find_libcudart() {
+	local folders folder
+	folders=$(libcudart_folders)
+	while read -r folder; do
+		if [[ -n $folder ]] && compgen -G "$folder/libcudart.so*" >/dev/null; then
+			printf '%s\n' "$folder"
+			return 0
+		fi
+	done <<<"$folders"
+	return 1
+}
+
+# Puts that folder on LD_LIBRARY_PATH and in $libcudart, or says how to get one and ends
+# the script.
+use_libcudart() {
+	local folder
+	folder=$(find_libcudart) || missing "the CUDA runtime (libcudart.so)" \
+		"Install the CUDA toolkit, or \`pip install nvidia-cuda-runtime\`; without a GPU: scripts/simgpu ${0##*/} …"
+	case ":${LD_LIBRARY_PATH:-}:" in
+	*":$folder:"*) ;;
+	*) export LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} ;;
+	esac
+	# shellcheck disable=SC2034 # for the script that sources this
+	libcudart=$folder
+}
+
+# One number of GPU 0, in MiB: used, free or total.
+gpu_mib() {
+	if on_simulated_gpu; then
+		local bytes
+		bytes=$(simgpu-smi --json | sed -n "s/.*\"device\":0,[^{}]*\"$1\":\([0-9]*\).*/\1/p")
+		# As nvidia-smi rounds: what is in use up, the others down.
+		if [[ $1 == used ]]; then bytes=$((bytes + (1 << 20) - 1)); fi
+		printf '%s\n' $((bytes >> 20))
+	else
+		nvidia-smi --id=0 --query-gpu="memory.$1" --format=csv,noheader,nounits
+	fi
+}
+
+gpu_name() {
+	if on_simulated_gpu; then
+		printf 'simulated GPU\n'
+	else
+		nvidia-smi --id=0 --query-gpu=name --format=csv,noheader
+	fi
+}
+
+# Where cargo puts what it builds for release.
+release_folder() { # project root
+	printf '%s/release\n' "${CARGO_TARGET_DIR:-$1/target}"
+}
+
+build_vramctl() { # project root
+	need_command cargo "Install Rust from https://rustup.rs (curl https://sh.rustup.rs -sSf | sh)."
+	(cd "$1" && cargo build --release --locked --quiet)
+}

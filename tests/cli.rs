@@ -1,0 +1,829 @@
+//! The command line and the shell scripts, against processes that only pretend: a thread speaks the protocol on the
+//! socket of a sleeping child. What needs real memory is tested with the simulated GPU elsewhere.
+#![allow(missing_docs)]
+
+use serde_json::{Value, json};
+use std::fs::{self, Permissions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use vramctl::control::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
+use vramctl::driver::Holder;
+use vramctl::error::{Error, Shortage};
+use vramctl::memory::{Backup, DeviceStatus, Progress, Report, Stage, Status, TagState, TagStatus};
+
+const GIB: u64 = 1 << 30;
+
+/// A place for sockets of one test.
+struct Place {
+    folder: TempDir,
+    sockets: PathBuf,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let sockets = folder.path().join("sockets");
+        fs::create_dir(&sockets).unwrap();
+        fs::set_permissions(&sockets, Permissions::from_mode(0o700)).unwrap();
+        Self { folder, sockets }
+    }
+
+    fn command(&self, program: impl AsRef<Path>, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program.as_ref());
+        for name in ["XDG_RUNTIME_DIR", "LD_PRELOAD", "VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_NAME", "VRAMCTL_LIB"] {
+            command.env_remove(name);
+        }
+        command.args(arguments).env("VRAMCTL_DIR", &self.sockets).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs `vramctl` with these arguments, separated by spaces.
+    fn vramctl(&self, arguments: &str) -> Ran {
+        let arguments: Vec<_> = arguments.split_whitespace().collect();
+        Ran::new(&self.command(env!("CARGO_BIN_EXE_vramctl"), &arguments).output().unwrap())
+    }
+
+    fn socket(&self, pid: u32) -> PathBuf {
+        self.sockets.join(format!("{pid}.sock"))
+    }
+}
+
+/// What came of a command.
+#[derive(Debug)]
+struct Ran {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+impl Ran {
+    fn new(output: &Output) -> Self {
+        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+        Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+    }
+
+    #[track_caller]
+    fn json(&self) -> Value {
+        assert_eq!(self.err, "", "with --json everything is on stdout");
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    #[track_caller]
+    fn expect(&self, code: i32, out: &str, err: &str) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        assert!(self.out.contains(out), "{out:?} is not in {self:?}");
+        assert!(self.err.contains(err), "{err:?} is not in {self:?}");
+    }
+}
+
+/// What a pretended process does about a request, where it is not to behave.
+enum Reaction {
+    Answer(Reply),
+    HangUp,
+    BeSilent,
+}
+
+/// A process that pretends to have managed memory: tags of a GiB each.
+struct Fake {
+    child: Child,
+    state: Arc<Mutex<State>>,
+}
+
+struct State {
+    name: String,
+    pid: u32,
+    tags: Vec<(String, TagState)>,
+    process_tag: Option<String>,
+    /// The pauses and resumes that it was asked for.
+    asked: Vec<Request>,
+}
+
+impl Fake {
+    fn new(place: &Place, name: &str, tags: &[&str]) -> Self {
+        Self::reacting(place, name, tags, |_| None)
+    }
+
+    /// One with its own mind about some requests.
+    fn reacting(place: &Place, name: &str, tags: &[&str], react: impl Fn(&Request) -> Option<Reaction> + Send + Sync + 'static) -> Self {
+        let child = Command::new("sleep").arg("600").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        let listener = UnixListener::bind(place.socket(child.id())).unwrap();
+        let tags = tags.iter().map(|tag| ((*tag).to_owned(), TagState::Active)).collect();
+        let state = State { name: name.into(), pid: child.id(), tags, process_tag: Some("default".into()), asked: Vec::new() };
+        let fake = Self { child, state: Arc::new(Mutex::new(state)) };
+        let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
+        // The thread ends with the test's process.
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (stream, state, react) = (stream.unwrap(), Arc::clone(&state), Arc::clone(&react));
+                thread::spawn(move || converse(&stream, &state, &*react));
+            }
+        });
+        fake
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The pauses and resumes that it was asked for.
+    fn asked(&self) -> Vec<Request> {
+        self.state.lock().unwrap().asked.clone()
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn converse(mut stream: &UnixStream, state: &Mutex<State>, react: &dyn Fn(&Request) -> Option<Reaction>) {
+    for line in BufReader::new(stream).lines() {
+        let Ok(line) = line else { return };
+        let reply = match protocol::parse(line.as_bytes()) {
+            Err(error) => Reply::Error(Refusal::from(&error)),
+            Ok(request) => match react(&request) {
+                Some(Reaction::Answer(reply)) => reply,
+                Some(Reaction::HangUp) => return,
+                Some(Reaction::BeSilent) => loop {
+                    thread::park();
+                },
+                None => {
+                    if let Request::Pause(Transition { progress: true, .. }) = &request {
+                        let progress = Reply::Progress(Progress { stage: Stage::Save, done: 1, total: 2 });
+                        let _ = stream.write_all(&protocol::line(&progress));
+                    }
+                    state.lock().unwrap().carry_out(&request)
+                }
+            },
+        };
+        if stream.write_all(&protocol::line(&reply)).is_err() {
+            return;
+        }
+    }
+}
+
+impl State {
+    fn carry_out(&mut self, request: &Request) -> Reply {
+        match request {
+            Request::Hello => Reply::Hello(self.hello()),
+            Request::Status => Reply::Status(self.status()),
+            Request::SetTag { tag } => {
+                self.process_tag.clone_from(tag);
+                Reply::Tag { tag: tag.clone() }
+            }
+            Request::Pause(wanted) => {
+                self.asked.push(request.clone());
+                self.transition(wanted, TagState::Paused)
+            }
+            Request::Resume(wanted) => {
+                self.asked.push(request.clone());
+                self.transition(wanted, TagState::Active)
+            }
+        }
+    }
+
+    fn transition(&mut self, wanted: &Transition, end: TagState) -> Reply {
+        let known: Vec<_> = self.tags.iter().map(|(tag, _)| tag.clone()).collect();
+        let unknown: Vec<_> = wanted.tags.iter().filter(|tag| !known.contains(tag)).cloned().collect();
+        if !unknown.is_empty() {
+            return Reply::Error(Refusal::from(&Error::UnknownTag { unknown, known }));
+        }
+        let mut report = Report { stages: [(Stage::Wait, 3.0), (Stage::Unmap, 20.0)].into(), ms: 23.4, ..Report::default() };
+        for (tag, state) in &mut self.tags {
+            if (wanted.tags.is_empty() || wanted.tags.contains(tag)) && *state != end {
+                *state = end;
+                report.allocations += 1;
+                report.bytes += GIB;
+            }
+        }
+        let discarded = if wanted.backup == Some(Backup::Discard) { report.bytes } else { 0 };
+        Reply::Done(Report { kept_bytes: report.bytes - discarded, discarded_bytes: discarded, ..report })
+    }
+
+    fn hello(&self) -> Hello {
+        Hello { protocol: 1, library: "9.9.9".into(), pid: self.pid, name: self.name.clone(), program: format!("{} --serve", self.name) }
+    }
+
+    fn status(&self) -> ProcessStatus {
+        let tag = |(tag, state): &(String, TagState)| TagStatus {
+            tag: tag.clone(),
+            state: *state,
+            allocations: 1,
+            bytes: GIB,
+            paused_bytes: if *state == TagState::Paused { GIB } else { 0 },
+            host_bytes: if *state == TagState::Paused { GIB } else { 0 },
+            backup: [(Backup::Host, GIB)].into(),
+        };
+        let device =
+            DeviceStatus { device: 0, active_bytes: 2 * GIB, paused_bytes: 0, free_bytes: Some(7 * GIB), total_bytes: Some(80 * GIB) };
+        let memory = Status {
+            process_tag: self.process_tag.clone(),
+            tags: self.tags.iter().map(tag).collect(),
+            devices: vec![device],
+            host_spare_bytes: 0,
+            late_bytes: 0,
+        };
+        ProcessStatus { process: self.hello(), memory }
+    }
+}
+
+fn shortage(holder: u32) -> Reply {
+    let holders = vec![Holder { pid: holder, bytes: Some(3 * GIB), program: Some("trainer".into()) }];
+    Reply::Error(Refusal::from(&Error::DeviceMemory(Shortage { device: 0, needed: 4 * GIB, free: GIB, holders })))
+}
+
+fn is_transition(request: &Request) -> bool {
+    matches!(request, Request::Pause(_) | Request::Resume(_))
+}
+
+// ---- looking ----
+
+#[test]
+fn ps_and_status_show_what_there_is() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    let pid = engine.pid().to_string();
+
+    let ps = place.vramctl("ps");
+    ps.expect(0, "kv_cache 1.00 GiB, weights 1.00 GiB", "");
+    let row = ps.out.lines().nth(1).unwrap();
+    assert_eq!(row.split_whitespace().take(5).collect::<Vec<_>>(), [&pid, "engine", "active", "2.00", "GiB"]);
+    assert!(row.ends_with("engine --serve"));
+
+    for target in ["", "engine", &pid, "--name engine", "--all"] {
+        let status = place.vramctl(&format!("status {target}"));
+        status.expect(0, &format!("engine (pid {pid}): engine --serve"), "");
+        status.expect(0, "get the tag default", "");
+        let words: Vec<_> = status.out.lines().find(|line| line.starts_with("kv_cache")).unwrap().split_whitespace().collect();
+        assert_eq!(words, ["kv_cache", "active", "1.00", "GiB", "1", "host", "0", "B"]);
+        status.expect(0, "7.00 GiB", "");
+        status.expect(0, "80.00 GiB", "");
+    }
+
+    let (ps, status) = (place.vramctl("ps --json").json(), place.vramctl("status --json").json());
+    assert_eq!(ps, status);
+    let process = &ps["processes"][0];
+    assert_eq!((&process["pid"], &process["name"]), (&json!(engine.pid()), &json!("engine")));
+    assert_eq!(process["tags"][1]["tag"], "weights");
+    assert_eq!(process["tags"][1]["backup"], json!({"host": GIB}));
+    assert_eq!(process["devices"][0]["free_bytes"], json!(7 * GIB));
+}
+
+#[test]
+fn without_processes_the_way_out_is_said() {
+    let place = Place::new();
+    place.vramctl("ps").expect(0, "vramctl run", "");
+    assert_eq!(place.vramctl("ps --json").json(), json!({"processes": []}));
+    for command in ["status", "pause", "resume --all", "pause --name engine", "set-tag x", "status engine"] {
+        place.vramctl(command).expect(3, "", "no process is managed");
+    }
+    let answer = place.vramctl("pause --json");
+    assert_eq!(answer.code, Some(3));
+    assert_eq!(answer.json()["error"]["code"], "no_process");
+    assert_eq!(answer.json()["processes"], json!([]));
+
+    fs::remove_dir(&place.sockets).unwrap();
+    place.vramctl("ps").expect(0, place.sockets.to_str().unwrap(), "");
+    place.vramctl("pause").expect(3, "", "no process is managed");
+}
+
+#[test]
+fn a_silent_process_does_not_keep_the_others_from_being_seen() {
+    let place = Place::new();
+    let _engine = Fake::new(&place, "engine", &["weights"]);
+    let stopped = Fake::reacting(&place, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
+    let ps = place.vramctl("ps");
+    ps.expect(0, "engine --serve", "");
+    ps.expect(0, &format!("process {} has not answered", stopped.pid()), "");
+    let pause = place.vramctl("pause --all");
+    pause.expect(5, "paused weights of engine", "is it stopped?");
+}
+
+// ---- pausing and resuming ----
+
+#[test]
+fn one_process_is_paused_and_resumed_without_a_target() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    let who = format!("engine (pid {})", engine.pid());
+
+    let pause = place.vramctl("pause kv_cache --discard --timeout 2.5");
+    assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB given back in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
+    pause.expect(0, "", "");
+    assert_eq!(pause.err, "", "no progress bar where there is no terminal");
+    let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), progress: false };
+    assert_eq!(engine.asked(), [Request::Pause(wanted)]);
+
+    place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB given back"), "");
+    assert_eq!(engine.asked()[1], Request::Pause(Transition::default()), "all is asked for as all");
+    place.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are paused already"), "");
+    place.vramctl("resume weights").expect(0, &format!("resumed weights of {who}: 1.00 GiB taken again in 23 ms"), "");
+    let quiet = place.vramctl("resume --quiet");
+    assert_eq!((quiet.code, quiet.out.as_str(), quiet.err.as_str()), (Some(0), "", ""));
+}
+
+#[test]
+fn as_json_a_transition_is_told_in_numbers() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    let answer = place.vramctl("pause weights --json");
+    assert_eq!(answer.code, Some(0));
+    let answer = answer.json();
+    let process = &answer["processes"][0];
+    assert_eq!((&process["pid"], &process["name"], &process["tags"]), (&json!(engine.pid()), &json!("engine"), &json!(["weights"])));
+    let report = &process["report"];
+    assert_eq!((&report["bytes"], &report["kept_bytes"], &report["discarded_bytes"]), (&json!(GIB), &json!(GIB), &json!(0)));
+    assert_eq!((&report["ms"], &report["stages"]["unmap"]), (&json!(23.4), &json!(20.0)));
+}
+
+#[test]
+fn an_unknown_tag_is_answered_with_the_known_ones() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    place.vramctl("pause wieghts").expect(6, "", "no allocation has the tag wieghts; the tags are kv_cache, weights");
+    let answer = place.vramctl("pause wieghts --json");
+    assert_eq!(answer.code, Some(6));
+    assert_eq!(answer.json()["error"]["known_tags"], json!(["kv_cache", "weights"]));
+    place.vramctl("pause kv,weights").expect(2, "", "comma");
+    assert!(engine.asked().is_empty());
+}
+
+#[test]
+fn several_processes_need_a_target() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    let twin = Fake::new(&place, "engine", &["weights"]);
+    let trainer = Fake::new(&place, "trainer", &["optimizer"]);
+
+    let pause = place.vramctl("pause");
+    pause.expect(2, "", "--pid, --name or --all");
+    for fake in [&engine, &twin, &trainer] {
+        pause.expect(2, "", &fake.pid().to_string());
+    }
+    place.vramctl("pause --name nobody").expect(3, "", "trainer");
+    place.vramctl("pause --pid 1").expect(3, "", "process 1 is not managed");
+    place.vramctl("pause --pid 4294967295").expect(3, "", "there is no process 4294967295");
+    place.vramctl("pause --pid 1 --all").expect(2, "", "cannot be used with");
+
+    place.vramctl(&format!("pause --pid {}", twin.pid())).expect(0, &format!("(pid {})", twin.pid()), "");
+    assert_eq!((engine.asked().len(), twin.asked().len()), (0, 1));
+    let pause = place.vramctl("pause --name engine");
+    pause.expect(0, &format!("paused weights of engine (pid {})", engine.pid()), "");
+    pause.expect(0, &format!("weights of engine (pid {}) is paused already", twin.pid()), "");
+    assert!(trainer.asked().is_empty());
+
+    // A tag that some lack is nothing to do there.
+    let pause = place.vramctl("pause optimizer --all");
+    pause.expect(0, "paused optimizer of trainer", "");
+    pause.expect(0, &format!("nothing to do: engine (pid {}) has none of these tags", engine.pid()), "");
+    place.vramctl("pause optimizer lost --all").expect(6, "", "the tag lost; the tags are optimizer, weights");
+}
+
+#[test]
+fn a_shortage_says_what_is_missing_and_what_helps() {
+    let place = Place::new();
+    let trainer = Fake::new(&place, "trainer", &["optimizer"]);
+    let holder = trainer.pid();
+    let engine =
+        Fake::reacting(&place, "engine", &["weights"], move |request| is_transition(request).then(|| Reaction::Answer(shortage(holder))));
+    let resume = place.vramctl("resume --name engine");
+    resume.expect(4, "", &format!("error: engine (pid {}): too little memory on device 0: 4.00 GiB needed, 1.00 GiB free", engine.pid()));
+    resume.expect(4, "", &format!("3.00 GiB short; held by pid {holder} (trainer) 3.00 GiB"));
+    resume.expect(4, "", &format!("vramctl pause --pid {holder}"));
+
+    let answer = place.vramctl("resume --name engine --json");
+    assert_eq!(answer.code, Some(4));
+    let error = &answer.json()["processes"][0]["error"];
+    assert_eq!((&error["code"], &error["shortage"]["needed"]), (&json!("device_memory"), &json!(4 * GIB)));
+
+    // Of several, those that can be are resumed all the same.
+    place.vramctl("pause --name trainer").expect(0, "", "");
+    place.vramctl("resume --all").expect(4, "resumed optimizer of trainer", "too little memory");
+}
+
+#[test]
+fn refusals_have_exit_codes_of_their_own() {
+    let place = Place::new();
+    let errors = [
+        (Error::Busy(Duration::from_millis(50)), 5, "had not finished after 50 ms"),
+        (Error::Capturing, 5, "captured"),
+        (Error::HostMemory { needed: 2 * GIB, available: GIB }, 4, "2.00 GiB needed, 1.00 GiB available"),
+        (Error::Internal("x".into()), 1, "please report it"),
+    ];
+    for (error, code, text) in errors {
+        let refusal = Refusal::from(&error);
+        let fake = Fake::reacting(&place, "engine", &["weights"], move |request| {
+            is_transition(request).then(|| Reaction::Answer(Reply::Error(refusal.clone())))
+        });
+        place.vramctl(&format!("pause --pid {}", fake.pid())).expect(code, "", text);
+    }
+}
+
+#[test]
+fn late_memory_is_warned_of() {
+    let place = Place::new();
+    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
+        let report = Report { allocations: 1, bytes: GIB, kept_bytes: GIB, late_bytes: GIB / 2, ..Report::default() };
+        is_transition(request).then_some(Reaction::Answer(Reply::Done(report)))
+    });
+    place.vramctl("pause --quiet").expect(0, "", "warning: engine");
+    place.vramctl("pause").expect(0, "paused weights of engine", "512.00 MiB back yet");
+}
+
+#[test]
+fn a_long_pause_is_waited_for() {
+    let place = Place::new();
+    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
+        if is_transition(request) {
+            // Longer than the client's own rounds.
+            thread::sleep(Duration::from_millis(2500));
+        }
+        None
+    });
+    place.vramctl("pause").expect(0, "paused weights of engine", "");
+}
+
+#[test]
+fn a_process_that_ends_in_the_middle_is_an_error() {
+    let place = Place::new();
+    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::HangUp));
+    place.vramctl("pause").expect(1, "", "ended before it answered");
+    let answer = place.vramctl("pause --json");
+    assert_eq!(answer.code, Some(1));
+    assert_eq!(answer.json()["processes"][0]["error"]["code"], "failed");
+}
+
+/// A child of the program can hold the socket open after the program's death, so the end of it is not seen there.
+#[test]
+fn a_process_that_dies_with_its_socket_held_open_is_given_up() {
+    let place = Place::new();
+    let mut engine = Fake::reacting(&place, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::BeSilent));
+    let pause = place.command(env!("CARGO_BIN_EXE_vramctl"), &["pause"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    thread::sleep(Duration::from_millis(500));
+    engine.child.kill().unwrap();
+    engine.child.wait().unwrap();
+    let killed = Instant::now();
+    Ran::new(&pause.wait_with_output().unwrap()).expect(1, "", "ended before it answered");
+    assert!(killed.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn the_process_tag_is_set() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &[]);
+    place.vramctl("set-tag weights").expect(0, "get the tag weights from now on", "");
+    assert_eq!(engine.state.lock().unwrap().process_tag.as_deref(), Some("weights"));
+    let answer = place.vramctl("set-tag --none --json").json();
+    assert_eq!(answer, json!({"processes": [{"pid": engine.pid(), "name": "engine", "tag": null}]}));
+    assert_eq!(engine.state.lock().unwrap().process_tag, None);
+    place.vramctl("set-tag").expect(2, "", "required");
+    place.vramctl("set-tag a=b").expect(2, "", "equals");
+}
+
+// ---- the directory ----
+
+#[test]
+fn stale_sockets_are_removed() {
+    let place = Place::new();
+    let stale = place.socket(999_999_999);
+    drop(UnixListener::bind(&stale).unwrap());
+    assert!(stale.exists());
+    place.vramctl("ps").expect(0, "no process is managed", "");
+    assert!(!stale.exists());
+}
+
+#[test]
+fn what_is_no_socket_is_left_alone() {
+    let place = Place::new();
+    for name in ["notes.txt", "x.sock", "-1.sock"] {
+        fs::write(place.sockets.join(name), "mine").unwrap();
+    }
+    place.vramctl("ps").expect(0, "no process is managed", "");
+    assert_eq!(fs::read_dir(&place.sockets).unwrap().count(), 3);
+}
+
+#[test]
+fn an_unsafe_directory_is_refused() {
+    let place = Place::new();
+    let _engine = Fake::new(&place, "engine", &["weights"]);
+    fs::set_permissions(&place.sockets, Permissions::from_mode(0o755)).unwrap();
+    place.vramctl("ps").expect(1, "", "chmod 700");
+    let pause = place.vramctl("pause --json");
+    assert_eq!((pause.code, &pause.json()["error"]["code"]), (Some(1), &json!("failed")));
+
+    fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
+    let link = place.folder.path().join("link");
+    symlink(&place.sockets, &link).unwrap();
+    let ps = Ran::new(&place.command(env!("CARGO_BIN_EXE_vramctl"), &["ps"]).env("VRAMCTL_DIR", &link).output().unwrap());
+    assert_eq!(ps.code, Some(1), "{ps:?}");
+    assert!(ps.err.contains("link"), "{ps:?}");
+}
+
+#[test]
+fn the_runtime_directory_is_where_sockets_are_unless_told() {
+    let place = Place::new();
+    let base = place.folder.path();
+    fs::rename(&place.sockets, base.join("vramctl")).unwrap();
+    let in_base = Place { sockets: base.join("vramctl"), ..place };
+    let _engine = Fake::new(&in_base, "engine", &["weights"]);
+    for program in [PathBuf::from(env!("CARGO_BIN_EXE_vramctl")), script("pause.sh")] {
+        let arguments: &[&str] = if program.extension().is_some() { &[] } else { &["pause"] };
+        let mut command = in_base.command(program, arguments);
+        command.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", in_base.folder.path());
+        let ran = Ran::new(&command.output().unwrap());
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+    }
+}
+
+// ---- output ----
+
+#[test]
+fn a_reader_that_goes_away_is_no_accident() {
+    let place = Place::new();
+    let _engine = Fake::new(&place, "engine", &["weights"]);
+    for arguments in [&["ps"][..], &["status", "--json"], &["completions", "bash"], &["pause"]] {
+        let (reader, writer) = UnixStream::pair().unwrap();
+        drop(reader);
+        let output = place.command(env!("CARGO_BIN_EXE_vramctl"), arguments).stdout(OwnedFd::from(writer)).output().unwrap();
+        assert_eq!((output.status.code(), output.status.signal()), (Some(0), None), "{arguments:?}");
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    }
+}
+
+#[test]
+fn help_and_completions_are_there() {
+    let place = Place::new();
+    place.vramctl("--help").expect(0, "Exit codes:", "");
+    for command in ["run", "ps", "status", "pause", "resume", "set-tag", "completions"] {
+        place.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
+    }
+    for shell in ["bash", "zsh", "fish"] {
+        place.vramctl(&format!("completions {shell}")).expect(0, "set-tag", "");
+    }
+    place.vramctl("").expect(2, "", "Usage");
+    place.vramctl("explode").expect(2, "", "explode");
+}
+
+// ---- run ----
+
+/// A library that can be preloaded and does nothing: the C library, which is there anyhow.
+fn harmless_library() -> PathBuf {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let path = maps.split_whitespace().find(|word| word.contains("/libc.so") || word.contains("/libc-2")).expect("a libc");
+    PathBuf::from(path)
+}
+
+fn run(place: &Place, arguments: &[&str], environment: &[(&str, &str)]) -> Ran {
+    let arguments: Vec<_> = ["run"].iter().chain(arguments).copied().collect();
+    let mut command = place.command(env!("CARGO_BIN_EXE_vramctl"), &arguments);
+    command.env("VRAMCTL_LIB", harmless_library()).envs(environment.iter().copied());
+    Ran::new(&command.output().unwrap())
+}
+
+#[test]
+fn run_sets_the_environment() {
+    let place = Place::new();
+    let library = harmless_library();
+    let arguments =
+        ["--name", "my engine", "--backup", "kv=discard", "--backup", "w=host", "--min-bytes", "64K", "--log", "off", "--", "env"];
+    let ran = run(&place, &arguments, &[("LD_PRELOAD", "")]);
+    assert_eq!((ran.code, ran.err.as_str()), (Some(0), ""));
+    let library = library.to_str().unwrap();
+    for (name, value) in [
+        ("LD_PRELOAD", library),
+        ("VRAMCTL_TAG", "default"),
+        ("VRAMCTL_NAME", "my engine"),
+        ("VRAMCTL_BACKUP", "kv=discard,w=host"),
+        ("VRAMCTL_MIN_BYTES", "64K"),
+        ("VRAMCTL_LOG", "off"),
+    ] {
+        assert!(ran.out.lines().any(|line| line == format!("{name}={value}")), "{name}={value} is not in {}", ran.out);
+    }
+    let ran = run(&place, &["--no-tag", "env"], &[("LD_PRELOAD", library), ("VRAMCTL_TAG", "x")]);
+    assert!(ran.out.lines().any(|line| line == format!("LD_PRELOAD={library}")), "not twice: {}", ran.out);
+    assert!(!ran.out.contains("VRAMCTL_TAG"));
+}
+
+#[test]
+fn the_command_takes_the_place_of_run() {
+    let place = Place::new();
+    run(&place, &["--", "sh", "-c", "echo out; echo err >&2; exit 7"], &[]).expect(7, "out\n", "err\n");
+    run(&place, &["sh", "-c", "exit $#", "sh", "--name", "x"], &[]).expect(2, "", "");
+
+    let child = place
+        .command(env!("CARGO_BIN_EXE_vramctl"), &["run", "--", "sh", "-c", "echo $$; kill -TERM $$"])
+        .env("VRAMCTL_LIB", harmless_library())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = child.id();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), pid.to_string(), "the command has the id of `vramctl run`");
+    assert_eq!(output.status.signal(), Some(libc::SIGTERM));
+}
+
+#[test]
+fn a_command_that_cannot_start_ends_as_in_a_shell() {
+    let place = Place::new();
+    run(&place, &["--", "no-such-command-here"], &[]).expect(127, "", "no-such-command-here");
+    let file = place.folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    run(&place, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
+    run(&place, &[], &[]).expect(2, "", "COMMAND");
+    run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host and discard");
+}
+
+#[test]
+fn a_missing_library_is_explained() {
+    let place = Place::new();
+    run(&place, &["--", "true"], &[("VRAMCTL_LIB", "/nowhere/libvramctl.so")]).expect(1, "", "/nowhere/libvramctl.so");
+    let spaced = place.folder.path().join("with space.so");
+    symlink(harmless_library(), &spaced).unwrap();
+    run(&place, &["--", "true"], &[("VRAMCTL_LIB", spaced.to_str().unwrap())]).expect(1, "", "symbolic link");
+
+    // A copy of the binary finds the library in ../lib beside it.
+    let (bin, lib) = (place.folder.path().join("bin"), place.folder.path().join("lib"));
+    fs::create_dir(&bin).unwrap();
+    fs::copy(env!("CARGO_BIN_EXE_vramctl"), bin.join("vramctl")).unwrap();
+    let run = || Ran::new(&place.command(bin.join("vramctl"), &["run", "--", "env"]).output().unwrap());
+    run().expect(1, "", "set VRAMCTL_LIB");
+    fs::create_dir(&lib).unwrap();
+    symlink(harmless_library(), lib.join("libvramctl.so")).unwrap();
+    run().expect(0, &format!("LD_PRELOAD={}", lib.join("libvramctl.so").display()), "");
+}
+
+// ---- scripts ----
+
+fn script(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts").join(name)
+}
+
+/// The first program of this name that the path leads to.
+fn installed(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|program| program.is_file())
+}
+
+/// Folders for `PATH` with what the scripts need of a system, and one of the transports each; those that are installed.
+fn transports(place: &Place) -> Vec<(&'static str, PathBuf)> {
+    let folder_with = |transport: &'static str, program: &Path| {
+        let folder = place.folder.path().join(transport);
+        fs::create_dir(&folder).unwrap();
+        symlink(program, folder.join(transport)).unwrap();
+        for tool in ["sh", "ls", "id", "dirname", "cat"] {
+            symlink(installed(tool).unwrap(), folder.join(tool)).unwrap();
+        }
+        (transport, folder)
+    };
+    let nc = installed("nc").filter(|nc| {
+        let help = Command::new(nc).arg("-h").output().unwrap();
+        let help = String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).into_owned();
+        help.contains("Ncat") || help.contains("UNIX")
+    });
+    // The interpreter itself: what is called python3 may be a script that looks for one on the path.
+    let python = installed("python3").map(|python| {
+        let output = Command::new(python).args(["-c", "import sys; print(sys.executable, end='')"]).output().unwrap();
+        PathBuf::from(String::from_utf8(output.stdout).unwrap())
+    });
+    [("socat", installed("socat")), ("nc", nc), ("python3", python)]
+        .into_iter()
+        .filter_map(|(transport, program)| {
+            if program.is_none() {
+                eprintln!("skipped: {transport} is not installed here (nc: with -U), so the scripts are not tried with it");
+            }
+            program.map(|program| folder_with(transport, &program))
+        })
+        .collect()
+}
+
+fn run_script(place: &Place, path: &Path, name: &str, arguments: &[&str]) -> Ran {
+    Ran::new(&place.command(script(name), arguments).env("PATH", path).output().unwrap())
+}
+
+#[test]
+fn scripts_pause_and_resume_through_every_transport() {
+    let place = Place::new();
+    for (transport, path) in transports(&place) {
+        eprintln!("{transport}");
+        let slow = |request: &Request| {
+            if is_transition(request) {
+                // Longer than any of them waits unless it is told to.
+                thread::sleep(Duration::from_millis(800));
+            }
+            None
+        };
+        let engine = Fake::reacting(&place, "engine", &["kv_cache", "it's \"odd\" \\ ü"], slow);
+        let run = |name: &str, arguments: &[&str]| run_script(&place, &path, name, arguments);
+
+        let pause = run("pause.sh", &["it's \"odd\" \\ ü", "--discard", "--timeout", "2.5"]);
+        pause.expect(0, "\"reply\":\"done\"", "");
+        assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
+        let tags = vec!["it's \"odd\" \\ ü".to_owned()];
+        let wanted = Transition { tags, backup: Some(Backup::Discard), timeout_ms: Some(2500), progress: false };
+        assert_eq!(engine.asked(), [Request::Pause(wanted)]);
+
+        run("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");
+        assert_eq!(engine.asked()[1], Request::Resume(Transition::default()));
+        run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
+        drop(engine);
+    }
+}
+
+#[test]
+fn scripts_refuse_as_the_command_line_does() {
+    let place = Place::new();
+    let path = std::env::var_os("PATH").unwrap();
+    let run = |name: &str, arguments: &[&str]| run_script(&place, Path::new(&path), name, arguments);
+    run("pause.sh", &[]).expect(3, "", "no process is managed");
+    run("pause.sh", &["--help"]).expect(0, "--discard", "");
+    run("pause.sh", &["--explode"]).expect(2, "", "--explode");
+    run("pause.sh", &["--timeout", "soon"]).expect(2, "", "number of seconds");
+    run("pause.sh", &["--pid", "x"]).expect(2, "", "process id");
+    run("resume.sh", &["--discard"]).expect(2, "", "for a pause");
+
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    let trainer = Fake::reacting(&place, "trainer", &["optimizer"], |request| match request {
+        Request::Resume(_) => Some(Reaction::Answer(shortage(1))),
+        _ => None,
+    });
+    run("pause.sh", &[]).expect(2, "", &engine.pid().to_string());
+    run("pause.sh", &["--pid", "1"]).expect(3, "", "process 1 is not managed");
+    run("pause.sh", &["--all"]).expect(0, "\"reply\":\"done\"", &format!("process {}:", trainer.pid()));
+    assert_eq!((engine.asked().len(), trainer.asked().len()), (1, 1));
+    run("resume.sh", &["--all"]).expect(4, "\"code\":\"device_memory\"", "");
+    assert_eq!(engine.asked().len(), 2, "the others are resumed all the same");
+    run("pause.sh", &["weights", "--all"]).expect(0, "\"reply\":\"done\"", "");
+    run("pause.sh", &["lost", "--all"]).expect(6, "unknown_tag", "");
+
+    fs::set_permissions(&place.sockets, Permissions::from_mode(0o750)).unwrap();
+    run("pause.sh", &["--all"]).expect(1, "", "chmod 700");
+    fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
+    let link = place.folder.path().join("link");
+    symlink(&place.sockets, &link).unwrap();
+    let ran = Ran::new(&place.command(script("pause.sh"), &["--all"]).env("VRAMCTL_DIR", &link).output().unwrap());
+    ran.expect(1, "", "symbolic link");
+}
+
+#[test]
+fn a_script_sees_a_process_end_in_the_middle() {
+    let place = Place::new();
+    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::HangUp));
+    for (transport, path) in transports(&place) {
+        eprintln!("{transport}");
+        run_script(&place, &path, "pause.sh", &[]).expect(1, "", "has ended or does not answer");
+    }
+}
+
+// ---- the documentation ----
+
+fn protocol_page() -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/protocol.md")).unwrap()
+}
+
+/// The blocks of a page that are marked as this language.
+fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
+    let fence = format!("```{language}\n");
+    page.split(&fence).skip(1).map(|rest| rest.split("```").next().unwrap()).collect()
+}
+
+#[test]
+fn the_documented_client_runs() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache"]);
+    let page = protocol_page();
+    let client = blocks(&page, "python")[0];
+    let Some(python) = installed("python3") else { return eprintln!("skipped: no python3 here") };
+    let ran = Ran::new(&place.command(python, &["-c", client, &engine.pid().to_string()]).output().unwrap());
+    ran.expect(0, "'reply': 'done'", "");
+    assert!(matches!(engine.asked()[..], [Request::Pause(_)]));
+}
+
+/// Every line in the page's examples is read by the code that speaks the protocol, and nothing in it is unknown to it.
+#[test]
+fn the_documented_messages_are_the_code_s() {
+    let page = protocol_page();
+    let mut seen = 0;
+    for line in blocks(&page, "json").iter().flat_map(|block| block.lines()).filter(|line| !line.is_empty()) {
+        let documented: Value = serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        let understood = if documented.get("request").is_some() {
+            let request = protocol::parse(line.as_bytes()).unwrap_or_else(|error| panic!("{error}: {line}"));
+            serde_json::to_value(protocol::Message { version: protocol::VERSION, request }).unwrap()
+        } else {
+            serde_json::to_value(serde_json::from_str::<Reply>(line).unwrap_or_else(|error| panic!("{error}: {line}"))).unwrap()
+        };
+        assert_eq!(documented, understood, "{line}");
+        seen += 1;
+    }
+    assert!(seen >= 10, "only {seen} messages were found: is this test still looking?");
+}
