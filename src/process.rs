@@ -91,6 +91,7 @@ pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
 pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     /// Plenty for what these threads do.
     const STACK: usize = 512 << 10;
+    let stack = STACK + thread_overhead();
     // SAFETY: both sets are plain data and writable. The mask is this thread's alone and restored below; the new thread
     // inherits the full one from its first instruction on.
     let before = unsafe {
@@ -99,10 +100,29 @@ pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()>
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
         before
     };
-    let spawned = thread::Builder::new().name(name.to_owned()).stack_size(STACK).spawn(work);
+    let spawned = thread::Builder::new().name(name.to_owned()).stack_size(stack).spawn(work);
     // SAFETY: the set filled above.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut()) };
     spawned.map(drop)
+}
+
+/// What glibc takes of a thread's stack before the thread begins: a program with large thread-local arrays would leave
+/// nothing of a fixed size.
+fn thread_overhead() -> usize {
+    // SAFETY: a NUL-terminated name.
+    let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack".as_ptr()) };
+    if symbol.is_null() {
+        return 0;
+    }
+    // SAFETY: glibc's function of this name has this type and only reads initialised attributes.
+    unsafe {
+        let minimum = mem::transmute::<*mut libc::c_void, unsafe extern "C" fn(*const libc::pthread_attr_t) -> libc::size_t>(symbol);
+        let mut attributes = mem::zeroed();
+        libc::pthread_attr_init(&raw mut attributes);
+        let bytes = minimum(&raw const attributes);
+        libc::pthread_attr_destroy(&raw mut attributes);
+        bytes
+    }
 }
 
 #[cfg(test)]

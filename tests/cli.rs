@@ -305,9 +305,10 @@ fn a_silent_process_does_not_keep_the_others_from_being_seen() {
     let stopped = Fake::reacting(&place, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
     let ps = place.vramctl("ps");
     ps.expect(0, "engine --serve", "");
-    ps.expect(0, &format!("process {} has not answered", stopped.pid()), "");
+    let row = ps.out.lines().find(|line| line.starts_with(&stopped.pid().to_string())).unwrap();
+    assert!(row.contains("no answer within 5 s"), "{row}");
     let pause = place.vramctl("pause --all");
-    pause.expect(5, "paused weights of engine", "is it stopped?");
+    pause.expect(5, "paused weights of engine", &format!("error: process {}: no answer", stopped.pid()));
 }
 
 // ---- pausing and resuming ----
@@ -400,7 +401,7 @@ fn a_shortage_says_what_is_missing_and_what_helps() {
     let resume = place.vramctl("resume --name engine");
     resume.expect(4, "", &format!("error: engine (pid {}): too little memory on device 0: 4.00 GiB needed, 1.00 GiB free", engine.pid()));
     resume.expect(4, "", &format!("3.00 GiB short; held by pid {holder} (trainer) 3.00 GiB"));
-    resume.expect(4, "", &format!("vramctl pause --pid {holder}"));
+    resume.expect(4, "", &format!("hint: trainer (pid {holder}) is managed too; `vramctl pause --pid {holder}` gives 1.00 GiB back"));
 
     let answer = place.vramctl("resume --name engine --json");
     assert_eq!(answer.code, Some(4));

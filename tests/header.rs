@@ -6,7 +6,7 @@ use std::process::Command;
 
 fn generated() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).unwrap();
+    let config = cbindgen::Config::from_file(root.join("include/cbindgen.toml")).unwrap();
     let bindings = cbindgen::Builder::new().with_config(config).with_src(root.join("src/abi.rs")).generate().unwrap();
     let mut text = Vec::new();
     bindings.write(&mut text);

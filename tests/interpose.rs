@@ -1,5 +1,5 @@
 //! What a program sees of the hooked functions: managed where they should be, and like the real ones in everything else.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
 

@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
 	cat <<'HELP'
-Builds the sample programs of tests/apps: engine, engine_regions, hog, overhead,
+Builds the sample programs of tests/apps: engine, engine_regions, hog, overhead, odd,
 and copies engine.py beside them.
 
 usage: tests/apps/build.sh OUTDIR [LIBDIR]
@@ -94,5 +94,6 @@ compile engine engine.c engine_core.c pattern.c
 compile engine_regions engine_regions.c engine_core.c pattern.c
 compile hog hog.c pattern.c
 compile overhead overhead.c
+compile odd odd.c
 install -m 755 "$source_dir/engine.py" "$work/engine.py"
 mv -f "$work"/* "$out"/

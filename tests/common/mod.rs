@@ -2,7 +2,7 @@
 //!
 //! The test binary plays both parts: it is the program (it calls the hooked functions and copies data about), and it is
 //! the one who breaks the driver (`fail`). One test at a time holds the [`Gpu`], because there is one driver a process.
-#![allow(dead_code, missing_docs, clippy::missing_safety_doc)]
+#![allow(dead_code, missing_docs, clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks, clippy::missing_transmute_annotations)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::transmute;
@@ -26,7 +26,8 @@ pub fn artifacts() -> &'static Path {
     BUILT.get_or_init(|| {
         let target = Path::new(env!("CARGO_BIN_EXE_vramctl")).parent().expect("a folder").to_owned();
         let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "-p", "simgpu", "-p", "simcudart"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+        // The library too: the tests' own build of it is not put where programs can load it.
+        build.args(["build", "--quiet", "-p", "vramctl", "-p", "simgpu", "-p", "simcudart"]).current_dir(env!("CARGO_MANIFEST_DIR"));
         if target.ends_with("release") {
             build.arg("--release");
         }

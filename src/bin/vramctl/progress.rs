@@ -20,14 +20,16 @@ impl Bars {
 
     /// The bar of one process.
     pub fn bar(&self, process: &str) -> Bar {
-        let bar = self.0.as_ref().map_or_else(ProgressBar::hidden, |bars| bars.add(ProgressBar::new(0)));
-        let style = "{prefix} {msg:7} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}";
-        bar.set_style(ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
-        bar.set_prefix(process.to_owned());
-        bar.set_message(Stage::Wait.name());
+        let Some(bars) = &self.0 else { return Bar { bar: ProgressBar::hidden(), stage: None } };
+        let bar = ProgressBar::new(0).with_style(style("{prefix} {msg}")).with_prefix(process.to_owned());
+        let bar = bars.add(bar.with_message(format!("{}…", Stage::Wait.name())));
         bar.tick();
         Bar { bar, stage: None }
     }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ")
 }
 
 /// The bar of one process, gone when dropped.
@@ -38,14 +40,17 @@ pub struct Bar {
 
 impl Bar {
     pub fn show(&mut self, now: Progress) {
-        if self.stage != Some(now.stage) {
-            self.stage = Some(now.stage);
+        let new_stage = self.stage.replace(now.stage) != Some(now.stage);
+        if new_stage {
             // The rate is the stage's own.
             self.bar.reset();
-            self.bar.set_message(now.stage.name());
         }
         self.bar.set_length(now.total);
         self.bar.set_position(now.done);
+        if new_stage {
+            self.bar.set_message(now.stage.name());
+            self.bar.set_style(style("{prefix} {msg:7} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}"));
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::failure::{Exit, Failure};
 use crate::output;
-use crate::target::{Found, Process, Target, TargetArgs};
+use crate::target::{Found, Target, TargetArgs};
 use std::fmt::Write;
 use vramctl::control::protocol::ProcessStatus;
 use vramctl::memory::{DeviceStatus, TagState, TagStatus};
@@ -44,10 +44,10 @@ pub fn status(args: Args) -> Result<Exit, Failure> {
         }
     }
     let mut exit = Exit::Done;
-    for Process { status, .. } in &chosen {
-        let Err(failure) = status else { continue };
+    for process in &chosen {
+        let Err(failure) = &process.status else { continue };
         if !args.json {
-            output::complain("error", &failure.to_string());
+            output::complain("error", &format!("{process}: {failure}"));
         }
         if exit == Exit::Done {
             exit = failure.exit();

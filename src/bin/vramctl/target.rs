@@ -78,6 +78,12 @@ impl Process {
         self.status.as_ref().ok().map(|status| status.process.name.as_str())
     }
 
+    /// Bytes that it has and that are not paused.
+    pub fn active_bytes(&self) -> u64 {
+        let tags = self.status.as_ref().map_or(&[][..], |status| &status.memory.tags);
+        tags.iter().map(|tag| tag.bytes - tag.paused_bytes).sum()
+    }
+
     /// Its state over all tags; `None` without allocations.
     pub fn state(&self) -> Option<TagState> {
         let tags = &self.status.as_ref().ok()?.memory.tags;
@@ -109,7 +115,7 @@ impl Serialize for Process {
 pub struct Found {
     directory: Option<Arc<Directory>>,
     /// Those that listen, by id.
-    pub listening: Vec<u32>,
+    listening: Vec<u32>,
     /// Those that were asked.
     pub processes: Vec<Process>,
 }
@@ -139,6 +145,12 @@ impl Found {
             (Target::Pid(_), _) | (_, false) => none,
             (_, true) => Failure::new(Exit::NoProcess, self.nothing()),
         })
+    }
+
+    /// Those of these processes that listen, and what they have now.
+    pub fn look_again(&self, pids: &[u32]) -> Vec<Process> {
+        let listening: Vec<_> = pids.iter().copied().filter(|pid| self.listening.contains(pid)).collect();
+        self.directory.as_ref().map_or_else(Vec::new, |directory| ask(directory, &listening))
     }
 
     /// Connects to one of them.
@@ -176,9 +188,8 @@ fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
     while let Ok((pid, status)) = answers.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
         told.insert(pid, status);
     }
-    let silent =
-        |pid| Err(Failure::new(Exit::Busy, format!("process {pid} has not answered within {} s; is it stopped?", PATIENCE.as_secs())));
-    pids.iter().map(|&pid| Process { pid, status: told.remove(&pid).unwrap_or_else(|| silent(pid)) }).collect()
+    let silent = || Err(Failure::new(Exit::Busy, format!("no answer within {} s; is it stopped?", PATIENCE.as_secs())));
+    pids.iter().map(|&pid| Process { pid, status: told.remove(&pid).unwrap_or_else(silent) }).collect()
 }
 
 fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Failure> {
@@ -228,8 +239,10 @@ pub mod tests {
     /// A process with tags of one GiB each, in these states.
     pub fn process(pid: u32, name: &str, tags: &[(&str, TagState)]) -> Process {
         let hello = Hello { protocol: 1, library: "0".into(), pid, name: name.into(), program: name.into() };
-        let tag =
-            |&(tag, state): &(&str, TagState)| TagStatus { tag: tag.into(), state, allocations: 1, bytes: 1 << 30, ..TagStatus::default() };
+        let tag = |&(tag, state): &(&str, TagState)| {
+            let paused_bytes = if state == TagState::Paused { 1 << 30 } else { 0 };
+            TagStatus { tag: tag.into(), state, allocations: 1, bytes: 1 << 30, paused_bytes, ..TagStatus::default() }
+        };
         let memory =
             Status { process_tag: None, tags: tags.iter().map(tag).collect(), devices: Vec::new(), host_spare_bytes: 0, late_bytes: 0 };
         Process { pid, status: Ok(ProcessStatus { process: hello, memory }) }

@@ -231,7 +231,7 @@ fn tell(direction: Direction, found: &Found, task: &Task, answer: &Answer, quiet
         }
         Answer::Error(failure) => {
             output::complain("error", &format!("{}: {failure}", task.process));
-            for hint in hints(failure, &found.listening) {
+            for hint in hints(&found.look_again(&holders(failure))) {
                 output::complain("hint", &hint);
             }
         }
@@ -275,12 +275,19 @@ fn whole(ms: f64) -> String {
     format!("{ms:.0}")
 }
 
-/// The way out of a shortage.
-fn hints(failure: &Failure, listening: &[u32]) -> Vec<String> {
+/// Who holds the memory that is missing.
+fn holders(failure: &Failure) -> Vec<u32> {
     let Failure::Refused(refusal) = failure else { return Vec::new() };
-    let Some(shortage) = &refusal.shortage else { return Vec::new() };
-    let managed = shortage.holders.iter().filter(|holder| listening.contains(&holder.pid));
-    managed.map(|holder| format!("pid {0} is under vramctl; `vramctl pause --pid {0}` gives its memory back", holder.pid)).collect()
+    refusal.shortage.iter().flat_map(|shortage| &shortage.holders).map(|holder| holder.pid).collect()
+}
+
+/// The way out of a shortage: holders that can be paused.
+fn hints(holders: &[Process]) -> Vec<String> {
+    let hint = |process: &Process| {
+        let bytes = Bytes(process.active_bytes());
+        format!("{process} is managed too; `vramctl pause --pid {}` gives {bytes} back", process.pid)
+    };
+    holders.iter().filter(|process| process.active_bytes() > 0).map(hint).collect()
 }
 
 #[cfg(test)]
@@ -363,7 +370,10 @@ mod tests {
         let shortage = Shortage { device: 0, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
         let failure = Failure::Refused(Box::new(Refusal::from(&Error::DeviceMemory(shortage))));
         assert_eq!(failure.exit(), Exit::NoMemory);
-        assert_eq!(hints(&failure, &[8, 9]), ["pid 8 is under vramctl; `vramctl pause --pid 8` gives its memory back"]);
+        assert_eq!(holders(&failure), [7, 8]);
+        let paused = process(7, "paused", &[("x", TagState::Paused)]);
+        let active = process(8, "trainer", &[("x", TagState::Paused), ("y", TagState::Active)]);
+        assert_eq!(hints(&[paused, active]), ["trainer (pid 8) is managed too; `vramctl pause --pid 8` gives 1.00 GiB back"]);
     }
 
     #[test]

@@ -59,24 +59,27 @@ pub unsafe fn unless_empty(pointer: *mut Address, bytes: usize, allocate: impl F
     done(allocate(driver))
 }
 
-/// `cudaMalloc`.
+/// `cudaMalloc`: a failure leaves a null pointer.
 ///
 /// # Safety
 /// The pointer is null or valid.
 pub unsafe fn allocate(pointer: *mut Address, bytes: usize) -> Outcome {
     // SAFETY: the caller's promise, handed on.
-    unsafe { unless_empty(pointer, bytes, |driver| (driver.cuMemAlloc)(pointer, bytes)) }
+    unsafe {
+        let outcome = unless_empty(pointer, bytes, |driver| (driver.cuMemAlloc)(pointer, bytes));
+        if outcome.is_err() && !pointer.is_null() {
+            pointer.write(0);
+        }
+        outcome
+    }
 }
 
-/// `cudaFree`: of nothing it initialises the context.
+/// `cudaFree`: of nothing it initialises the context, and is still no call for a capture.
 ///
 /// # Safety
 /// Any address will do.
 pub unsafe fn free(pointer: Address) -> Outcome {
     let driver = ready()?;
-    if pointer == 0 {
-        return Ok(());
-    }
     // SAFETY: the driver checks the address.
     done(unsafe { (driver.cuMemFree)(pointer) })
 }
@@ -167,21 +170,22 @@ pub unsafe fn copy(to: Address, from: Address, bytes: usize, kind: c_int, order:
 /// # Safety
 /// The pointer to the attributes is null or valid.
 pub unsafe fn attributes(attributes: *mut PointerAttributes, pointer: Address) -> Outcome {
-    // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL
-    const WHICH: [c_int; 3] = [2, 8, 9];
-    let (mut kind, mut managed, mut device) = (0u32, 0u32, 0i32);
-    let data: [*mut c_void; 3] = [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut device).cast()];
+    // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER
+    const WHICH: [c_int; 4] = [2, 8, 9, 3];
+    let (mut kind, mut managed, mut device, mut device_pointer) = (0u32, 0u32, 0i32, 0 as Address);
+    let data: [*mut c_void; 4] =
+        [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut device).cast(), (&raw mut device_pointer).cast()];
     let driver = ready()?;
     // SAFETY: pointers to this frame, and the caller's promise.
     unsafe {
-        done((driver.cuPointerGetAttributes)(3, WHICH.as_ptr(), data.as_ptr(), pointer))?;
+        done((driver.cuPointerGetAttributes)(4, WHICH.as_ptr(), data.as_ptr(), pointer))?;
         let on_host = kind != 2 || managed != 0;
         store(
             attributes,
             PointerAttributes {
                 kind: if managed != 0 { 3 } else { kind as c_int },
                 device,
-                device_pointer: if kind == 0 { 0 } else { pointer },
+                device_pointer,
                 host_pointer: if on_host { pointer } else { 0 },
             },
         )

@@ -4,13 +4,14 @@
 use crate::abi::{Handle, Out};
 use crate::capture;
 use crate::codes::{
-    CONTEXT_IS_DESTROYED, Code, DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, Outcome, PEER_ACCESS_ALREADY_ENABLED,
-    PEER_ACCESS_NOT_ENABLED,
+    CONTEXT_IS_DESTROYED, Code, DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, Outcome,
+    PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED,
 };
 use crate::driver::{self, State, machine, settings, state};
 use crate::stream::Ticket;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -61,7 +62,12 @@ pub struct Contexts {
 
 thread_local! {
     /// The thread's context stack; the last is current. Null is a context that can be current.
-    static STACK: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+    /// Never dropped, since exit handlers still have a current context.
+    static STACK: ManuallyDrop<RefCell<Vec<Handle>>> = const { ManuallyDrop::new(RefCell::new(Vec::new())) };
+}
+
+fn stack<R>(use_it: impl FnOnce(&mut Vec<Handle>) -> R) -> R {
+    STACK.with(|stack| use_it(&mut stack.borrow_mut()))
 }
 
 impl Contexts {
@@ -83,7 +89,7 @@ impl Contexts {
 }
 
 fn top() -> Handle {
-    STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0))
+    stack(|stack| stack.last().copied().unwrap_or(0))
 }
 
 /// The calling thread's context, fit for use: an error where there is none, it is destroyed, or
@@ -114,7 +120,7 @@ pub fn set_current(context: Handle) -> Outcome {
     if context != 0 && !state().contexts.known.contains_key(&context) {
         return Err(INVALID_CONTEXT);
     }
-    STACK.with_borrow_mut(|stack| {
+    stack(|stack| {
         stack.pop();
         if context != 0 {
             stack.push(context);
@@ -128,13 +134,13 @@ pub fn push(context: Handle) -> Outcome {
     if !state().contexts.known.contains_key(&context) {
         return Err(INVALID_CONTEXT);
     }
-    STACK.with_borrow_mut(|stack| stack.push(context));
+    stack(|stack| stack.push(context));
     Ok(())
 }
 
 /// `cuCtxPopCurrent`.
 pub fn pop(context: Out<Handle>) -> Outcome {
-    let popped = STACK.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)?;
+    let popped = stack(Vec::pop).ok_or(INVALID_CONTEXT)?;
     context.put_if_given(popped);
     Ok(())
 }
@@ -181,7 +187,7 @@ pub fn create(handle: Out<Handle>, flags: u32, device: i32) -> Outcome {
     state().contexts.admit(device)?;
     let context = new(device, false, flags);
     state().contexts.known.insert(context.handle, Arc::clone(&context));
-    STACK.with_borrow_mut(|stack| stack.push(context.handle));
+    stack(|stack| stack.push(context.handle));
     handle.put(context.handle)
 }
 
@@ -198,7 +204,7 @@ pub fn destroy(handle: Handle) -> Outcome {
     }
     state.contexts.known.remove(&handle);
     drop(state);
-    STACK.with_borrow_mut(|stack| {
+    stack(|stack| {
         if stack.last() == Some(&handle) {
             stack.pop();
         }

@@ -1,9 +1,12 @@
 //! The driver's state in this process, and what every call is checked for before it does anything.
 
 use crate::capture::Captures;
-use crate::codes::{Code, DEINITIALIZED, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, Outcome, UNKNOWN};
+use crate::codes::{
+    Code, DEINITIALIZED, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, Outcome, UNKNOWN,
+};
 use crate::context::{self, Contexts};
 use crate::exports::{Function, Hazard, Needs};
+use crate::faults;
 use crate::graph::Graphs;
 use crate::host::HostMemory;
 use crate::machine::Machine;
@@ -11,7 +14,6 @@ use crate::pool::Pools;
 use crate::settings::{self, Settings};
 use crate::stream::{self, Streams};
 use crate::vmm::Space;
-use crate::faults;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};

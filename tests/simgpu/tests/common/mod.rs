@@ -153,11 +153,20 @@ macro_rules! library {
 
 library! {
     cuInit(u32) -> u32;
+    cuDriverGetVersion(*mut i32) -> u32;
+    cuDeviceGetCount(*mut i32) -> u32;
+    cuDeviceGetDefaultMemPool(*mut u64, i32) -> u32;
+    cuDevicePrimaryCtxGetState(i32, *mut u32, *mut i32) -> u32;
     cuDeviceGetAttribute(*mut i32, i32, i32) -> u32;
     cuDevicePrimaryCtxRetain(*mut u64, i32) -> u32;
     cuDevicePrimaryCtxRelease_v2(i32) -> u32;
     cuDevicePrimaryCtxReset_v2(i32) -> u32;
+    cuCtxCreate_v2(*mut u64, u32, i32) -> u32;
+    cuCtxDestroy_v2(u64) -> u32;
+    cuCtxGetCurrent(*mut u64) -> u32;
     cuCtxSetCurrent(u64) -> u32;
+    cuCtxPushCurrent_v2(u64) -> u32;
+    cuCtxPopCurrent_v2(*mut u64) -> u32;
     cuCtxSynchronize() -> u32;
     cuMemGetAllocationGranularity(*mut usize, *const Prop, u32) -> u32;
     cuMemAddressReserve(*mut u64, usize, usize, u64, u64) -> u32;
@@ -171,7 +180,11 @@ library! {
     cuMemRetainAllocationHandle(*mut u64, u64) -> u32;
     cuMemGetInfo_v2(*mut usize, *mut usize) -> u32;
     cuMemAlloc_v2(*mut u64, usize) -> u32;
+    cuMemAllocPitch_v2(*mut u64, *mut usize, usize, usize, u32) -> u32;
     cuMemFree_v2(u64) -> u32;
+    cuMemPoolTrimTo(u64, usize) -> u32;
+    cuMemGetAddressRange_v2(*mut u64, *mut usize, u64) -> u32;
+    cuPointerGetAttribute(*mut c_void, i32, u64) -> u32;
     cuMemAllocAsync(*mut u64, usize, u64) -> u32;
     cuMemFreeAsync(u64, u64) -> u32;
     cuMemAllocManaged(*mut u64, usize, u32) -> u32;
@@ -184,6 +197,8 @@ library! {
     cuMemcpyHtoD_v2(u64, u64, usize) -> u32;
     cuMemcpyDtoH_v2(u64, u64, usize) -> u32;
     cuMemcpyDtoD_v2(u64, u64, usize) -> u32;
+    cuMemcpyAsync(u64, u64, usize, u64) -> u32;
+    cuMemcpyDtoDAsync_v2(u64, u64, usize, u64) -> u32;
     cuMemcpyHtoDAsync_v2(u64, u64, usize, u64) -> u32;
     cuMemcpyDtoHAsync_v2(u64, u64, usize, u64) -> u32;
     cuMemsetD8_v2(u64, u8, usize) -> u32;
@@ -193,6 +208,7 @@ library! {
     cuStreamDestroy_v2(u64) -> u32;
     cuStreamSynchronize(u64) -> u32;
     cuStreamQuery(u64) -> u32;
+    cuStreamGetCtx(u64, *mut u64) -> u32;
     cuStreamWaitEvent(u64, u64, u32) -> u32;
     cuLaunchHostFunc(u64, unsafe extern "C" fn(*mut c_void), *mut c_void) -> u32;
     cuEventCreate(*mut u64, u32) -> u32;
@@ -215,6 +231,8 @@ library! {
     nvmlInit_v2() -> u32;
     nvmlDeviceGetHandleByIndex_v2(u32, *mut u64) -> u32;
     nvmlDeviceGetHandleByPciBusId_v2(*const c_char, *mut u64) -> u32;
+    nvmlDeviceGetHandleByUUID(*const c_char, *mut u64) -> u32;
+    nvmlDeviceGetUUID(u64, *mut c_char, u32) -> u32;
     nvmlDeviceGetMemoryInfo(u64, *mut [u64; 3]) -> u32;
     nvmlDeviceGetComputeRunningProcesses_v3(u64, *mut u32, *mut Process) -> u32;
     simgpu_fail(*const c_char, u64, u32, u64) -> c_int;

@@ -1,0 +1,140 @@
+//! The C ABI, called as C would call it.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{Gpu, MIB, free, malloc, pattern, read, write};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::ptr;
+use vramctl::abi::*;
+use vramctl::memory::{Backup, Memory};
+
+fn begin(tag: &str, backup: i32) -> VramctlResult {
+    let tag = CString::new(tag).unwrap();
+    unsafe { vramctl_region_begin(tag.as_ptr(), backup) }
+}
+
+fn last_error() -> String {
+    unsafe { CStr::from_ptr(vramctl_last_error()) }.to_str().unwrap().to_owned()
+}
+
+fn pause(tag: Option<&str>, backup: i32) -> VramctlResult {
+    let tag = tag.map(|tag| CString::new(tag).unwrap());
+    unsafe { vramctl_pause(tag.as_ref().map_or(ptr::null(), |tag| tag.as_ptr()), -1, backup) }
+}
+
+fn resume(tag: Option<&str>, timeout_ms: i64) -> VramctlResult {
+    let tag = tag.map(|tag| CString::new(tag).unwrap());
+    unsafe { vramctl_resume(tag.as_ref().map_or(ptr::null(), |tag| tag.as_ptr()), timeout_ms) }
+}
+
+/// Calls a function that writes a string into a buffer, the way its documentation says.
+fn text(call: impl Fn(*mut c_char, usize, *mut usize) -> VramctlResult) -> String {
+    let mut needed = 0;
+    assert_eq!(call(ptr::null_mut(), 0, &raw mut needed), VramctlResult::BufferTooSmall);
+    let mut buffer = vec![0x55u8; needed + 8];
+    assert_eq!(call(buffer.as_mut_ptr().cast(), needed - 1, &raw mut needed), VramctlResult::BufferTooSmall);
+    assert!(buffer.iter().all(|byte| *byte == 0x55), "a buffer that is too small is left alone");
+    assert_eq!(call(buffer.as_mut_ptr().cast(), needed, ptr::null_mut()), VramctlResult::Ok);
+    assert!(buffer[needed..].iter().all(|byte| *byte == 0x55), "nothing is written past the size");
+    CStr::from_bytes_with_nul(&buffer[..needed]).unwrap().to_str().unwrap().to_owned()
+}
+
+#[test]
+fn regions_and_the_current_tag() {
+    let _gpu = Gpu::take();
+    let current = || text(|buffer, capacity, needed| unsafe { vramctl_current_tag(buffer, capacity, needed) });
+    assert_eq!(current(), "");
+    assert_eq!(begin("weights", VramctlBackup::Default as i32), VramctlResult::Ok);
+    assert_eq!(begin("kv_cache", VramctlBackup::Discard as i32), VramctlResult::Ok);
+    assert_eq!(current(), "kv_cache");
+    let address = malloc(2 * MIB).unwrap();
+    assert_eq!(Memory::get().find(address).unwrap().backup, Backup::Discard);
+    assert_eq!(unsafe { vramctl_region_begin(ptr::null(), 0) }, VramctlResult::Ok);
+    assert_eq!(current(), "", "a region without a tag leaves allocations to CUDA");
+    for _ in 0..3 {
+        assert_eq!(vramctl_region_end(), VramctlResult::Ok);
+    }
+    assert_eq!(vramctl_region_end(), VramctlResult::Invalid);
+    assert!(last_error().contains("no region"));
+    assert_eq!(begin("a=b", 0), VramctlResult::Invalid);
+    assert_eq!(begin("weights", 77), VramctlResult::Invalid);
+    assert!(last_error().contains("77"));
+    assert_eq!(unsafe { vramctl_region_begin(c"\xff".as_ptr(), 0) }, VramctlResult::Invalid);
+    assert_eq!(current(), "", "a refused region was not begun");
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+fn pause_look_at_the_backup_and_resume() {
+    let _gpu = Gpu::take();
+    begin("weights", 0);
+    let address = malloc(3 * MIB).unwrap();
+    vramctl_region_end();
+    let contents = pattern(1, 3 * MIB);
+    assert_eq!(write(address, &contents), 0);
+
+    let (mut pointer, mut bytes) = (ptr::null(), 0);
+    let mut look = |address: u64| {
+        let result = unsafe { vramctl_backup_pointer(address as *const c_void, &raw mut pointer, &raw mut bytes) };
+        (result == VramctlResult::Ok).then(|| unsafe { std::slice::from_raw_parts(pointer.cast::<u8>(), bytes) })
+    };
+    assert!(look(address).is_none(), "there is no backup of what is active");
+    assert_eq!(pause(Some("weights"), 0), VramctlResult::Ok);
+    assert!(look(address).unwrap()[..3 * MIB] == contents);
+    assert!(look(address + 4097).unwrap()[..3 * MIB - 4097] == contents[4097..], "from anywhere in the allocation");
+    assert_eq!(look(address).unwrap().len(), 4 * MIB, "to the end of what the device holds");
+    assert!(look(1).is_none());
+    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert!(read(address, 3 * MIB).unwrap() == contents);
+
+    assert_eq!(pause(Some("weights"), VramctlBackup::Discard as i32), VramctlResult::Ok);
+    assert!(look(address).is_none(), "discarded contents are nowhere");
+    assert!(last_error().contains("no paused allocation"));
+    assert_eq!(resume(None, -1), VramctlResult::Ok);
+    assert!(read(address, 3 * MIB).unwrap().iter().all(|byte| *byte == 0));
+    assert_eq!(unsafe { vramctl_backup_pointer(address as *const c_void, ptr::null_mut(), ptr::null_mut()) }, VramctlResult::Invalid);
+}
+
+#[test]
+fn errors_have_codes_and_texts_of_the_calling_thread() {
+    let gpu = Gpu::take();
+    begin("weights", 0);
+    let address = malloc(128 * MIB).unwrap();
+    vramctl_region_end();
+    assert_eq!(pause(Some("nonsense"), 0), VramctlResult::UnknownTag);
+    assert!(last_error().contains("nonsense") && last_error().contains("weights"), "{}", last_error());
+    std::thread::spawn(|| assert_eq!(last_error(), "")).join().unwrap();
+    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    gpu.occupy(0, common::DEVICE_BYTES - 64 * MIB);
+    assert_eq!(resume(None, 50), VramctlResult::DeviceMemory);
+    assert!(last_error().contains("128.00 MiB needed"), "{}", last_error());
+    gpu.occupy(0, 0);
+    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+fn the_status_is_json() {
+    let _gpu = Gpu::take();
+    begin("weights", 0);
+    malloc(2 * MIB).unwrap();
+    vramctl_region_end();
+    let status = text(|buffer, capacity, needed| unsafe { vramctl_status_json(buffer, capacity, needed) });
+    let status: serde_json::Value = serde_json::from_str(&status).unwrap();
+    assert_eq!(status["tags"][0]["tag"], "weights");
+    assert_eq!(status["tags"][0]["bytes"], 2 << 20);
+    assert_eq!(status["devices"][0]["total_bytes"], common::DEVICE_BYTES);
+}
+
+#[test]
+fn the_margin_is_set_and_the_version_is_the_packages() {
+    let _gpu = Gpu::take();
+    assert_eq!(vramctl_set_memory_margin(common::DEVICE_BYTES as u64), VramctlResult::Ok);
+    begin("weights", 0);
+    assert_eq!(malloc(2 * MIB), Err(2));
+    common::last_error();
+    assert_eq!(vramctl_set_memory_margin(0), VramctlResult::Ok);
+    assert!(malloc(2 * MIB).is_ok());
+    assert_eq!(unsafe { CStr::from_ptr(vramctl_version()) }.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
+}

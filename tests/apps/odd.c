@@ -1,0 +1,254 @@
+/*
+ * A program with the habits that preloaded libraries forget about, a mode each.
+ * Linked to libcudart as a stranger would; contains no word of vramctl.
+ * Prints "ok" last, or what went wrong.
+ */
+#define _GNU_SOURCE
+#include "cudart.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { BYTES = 4 << 20 };
+
+static void check(bool fine, const char *what)
+{
+	if (!fine) {
+		printf("wrong: %s\n", what);
+		fflush(stdout);
+		_exit(1);
+	}
+}
+
+static void fill(unsigned char *host, unsigned seed)
+{
+	for (size_t i = 0; i < BYTES; i++)
+		host[i] = (unsigned char)((i * 31 + seed) ^ (i >> 8));
+}
+
+static void *allocate(unsigned seed)
+{
+	static _Thread_local unsigned char host[BYTES];
+	void *device = NULL;
+	cudaStream_t stream;
+	check(cudaMalloc(&device, BYTES) == cudaSuccess, "cudaMalloc");
+	check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "cudaStreamCreate");
+	fill(host, seed);
+	check(cudaMemcpyAsync(device, host, BYTES, cudaMemcpyHostToDevice, stream) == cudaSuccess, "copy in");
+	check(cudaStreamSynchronize(stream) == cudaSuccess, "synchronize");
+	cudaStreamDestroy(stream);
+	return device;
+}
+
+static void verify(const void *device, unsigned seed)
+{
+	static _Thread_local unsigned char wanted[BYTES], found[BYTES];
+	cudaStream_t stream;
+	check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "cudaStreamCreate");
+	check(cudaMemcpyAsync(found, device, BYTES, cudaMemcpyDeviceToHost, stream) == cudaSuccess, "copy out");
+	check(cudaStreamSynchronize(stream) == cudaSuccess, "synchronize");
+	cudaStreamDestroy(stream);
+	fill(wanted, seed);
+	check(memcmp(wanted, found, BYTES) == 0, "the contents are not what they were");
+}
+
+/* Tells the test that it is its turn, and waits until it is ours again. */
+static void turn(const char *line)
+{
+	char answer[64];
+	printf("%s\n", line);
+	fflush(stdout);
+	check(fgets(answer, sizeof answer, stdin) != NULL, "the test went away");
+}
+
+static void wait_for(pid_t child)
+{
+	int status = -1;
+	check(waitpid(child, &status, 0) == child, "waitpid");
+	check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child did not end well");
+}
+
+/* CUDA first, then fork: the child can't use CUDA, and must not harm the parent's state. It leaves by exit, so that
+ * exit handlers run in it. */
+static void fork_after_cuda(void)
+{
+	void *device = allocate(1);
+	turn("ready");
+	for (int i = 0; i < 20; i++) {
+		pid_t child = fork();
+		if (child == 0) {
+			void *never = NULL;
+			check(cudaMalloc(&never, BYTES) != cudaSuccess, "CUDA in a forked child");
+			cudaFree(device);
+			exit(0);
+		}
+		wait_for(child);
+	}
+	turn("forked");
+	verify(device, 1);
+	check(cudaFree(device) == cudaSuccess, "cudaFree");
+}
+
+/* A parent that dies while a child of it lives on. */
+static void orphan(void)
+{
+	void *device = allocate(1);
+	pid_t child = fork();
+	if (child == 0) {
+		close(0);
+		close(1);
+		close(2);
+		sleep(60);
+		_exit(0);
+	}
+	printf("child %d\n", (int)child);
+	turn("ready");
+	verify(device, 1);
+	kill(child, SIGKILL);
+	waitpid(child, NULL, 0);
+}
+
+/* Fork first, then CUDA in both. */
+static void fork_before_cuda(void)
+{
+	int go[2], done[2];
+	char byte = 0;
+	check(pipe(go) == 0 && pipe(done) == 0, "pipe");
+	pid_t child = fork();
+	void *device = allocate(child == 0 ? 2 : 1);
+	if (child == 0) {
+		check(write(done[1], &byte, 1) == 1 && read(go[0], &byte, 1) == 1, "pipes");
+		verify(device, 2);
+		exit(cudaFree(device) == cudaSuccess ? 0 : 1);
+	}
+	check(read(done[0], &byte, 1) == 1, "pipes");
+	printf("child %d\n", (int)child);
+	turn("ready");
+	check(write(go[1], &byte, 1) == 1, "pipes");
+	wait_for(child);
+	verify(device, 1);
+}
+
+/* Forks all the time while it is paused and resumed. */
+static void forking_all_the_time(void)
+{
+	void *device = allocate(1);
+	printf("ready\n");
+	fflush(stdout);
+	for (int i = 0; i < 300; i++) {
+		pid_t child = fork();
+		if (child == 0) {
+			free(malloc(100));
+			void *never = NULL;
+			cudaMalloc(&never, BYTES);
+			_exit(0);
+		}
+		wait_for(child);
+	}
+	turn("forked");
+	verify(device, 1);
+}
+
+/* Signals: a handler of the program runs on a thread of the program, always. */
+static pthread_t own_thread;
+static volatile sig_atomic_t handled, elsewhere;
+
+static void on_signal(int number)
+{
+	(void)number;
+	handled++;
+	if (!pthread_equal(pthread_self(), own_thread))
+		elsewhere++;
+}
+
+static void signals(void)
+{
+	own_thread = pthread_self();
+	signal(SIGUSR1, on_signal);
+	void *device = allocate(1);
+	turn("ready");
+	for (int i = 0; i < 1000; i++)
+		kill(getpid(), SIGUSR1);
+	check(handled > 0, "no signal came");
+	check(elsewhere == 0, "a handler ran on another thread");
+	verify(device, 1);
+}
+
+/* Leaves with memory allocated, and frees in an exit handler that was there before CUDA was. */
+static void *left;
+
+static void late_free(void)
+{
+	cudaFree(left);
+}
+
+static void exit_with_memory(void)
+{
+	atexit(late_free);
+	left = allocate(1);
+	turn("ready");
+	exit(0);
+}
+
+/* Replays a graph on memory that is paused: its own fault, and to be reported. */
+static void use_while_paused(void)
+{
+	void *from = allocate(1), *to = allocate(2);
+	cudaStream_t stream;
+	cudaGraph_t graph;
+	cudaGraphExec_t exec;
+	check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "cudaStreamCreate");
+	check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess, "capture");
+	check(cudaMemcpyAsync(to, from, BYTES, cudaMemcpyDeviceToDevice, stream) == cudaSuccess, "copy");
+	check(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "capture");
+	check(cudaGraphInstantiateWithFlags(&exec, graph, 0) == cudaSuccess, "instantiate");
+	turn("ready");
+	cudaGraphLaunch(exec, stream);
+	check(cudaStreamSynchronize(stream) != cudaSuccess, "work on paused memory went well");
+	turn("failed");
+}
+
+/* Is there, with memory, until told to go. */
+static void plain(void)
+{
+	void *device = allocate(7);
+	turn("ready");
+	verify(device, 7);
+	check(cudaFree(device) == cudaSuccess, "cudaFree");
+}
+
+int main(int argc, char **argv)
+{
+	static const struct {
+		const char *name;
+		void (*run)(void);
+	} modes[] = {
+		{"plain", plain},
+		{"fork-after-cuda", fork_after_cuda},
+		{"fork-before-cuda", fork_before_cuda},
+		{"forking-all-the-time", forking_all_the_time},
+		{"orphan", orphan},
+		{"signals", signals},
+		{"exit-with-memory", exit_with_memory},
+		{"use-while-paused", use_while_paused},
+	};
+	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
+		if (strcmp(argv[1], modes[i].name) == 0) {
+			modes[i].run();
+			printf("ok\n");
+			return 0;
+		}
+	}
+	fprintf(stderr, "usage: odd MODE; the modes:");
+	for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
+		fprintf(stderr, " %s", modes[i].name);
+	fprintf(stderr, "\n");
+	return 2;
+}

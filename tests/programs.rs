@@ -1,0 +1,537 @@
+//! Real programs under the preloaded library, on a simulated machine: paused and resumed from the shell, killed, forked,
+//! fighting over memory, and talked to by clients with no manners.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{artifacts, simulated_libraries};
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// One simulated machine with its own sockets, and how to start things on it.
+struct Machine {
+    folder: tempfile::TempDir,
+    memory: &'static str,
+}
+
+fn programs() -> &'static Path {
+    static BUILT: OnceLock<tempfile::TempDir> = OnceLock::new();
+    BUILT
+        .get_or_init(|| {
+            let folder = tempfile::tempdir().unwrap();
+            let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
+            let done = Command::new(build).arg(folder.path()).arg(simulated_libraries()).output().unwrap();
+            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+            folder
+        })
+        .path()
+}
+
+impl Machine {
+    fn new(memory: &'static str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("gpu")).unwrap();
+        Self { folder, memory }
+    }
+
+    fn sockets(&self) -> PathBuf {
+        self.folder.path().join("sockets")
+    }
+
+    /// A command on this machine, without the library.
+    fn bare(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        command
+            .env_remove("LD_PRELOAD")
+            .env("LD_LIBRARY_PATH", simulated_libraries())
+            .env("SIMGPU_DIR", self.folder.path().join("gpu"))
+            .env("SIMGPU_MEMORY", self.memory)
+            .env("VRAMCTL_DIR", self.sockets());
+        command
+    }
+
+    fn vramctl(&self, arguments: &[&str]) -> Command {
+        let mut command = self.bare(env!("CARGO_BIN_EXE_vramctl"));
+        command.env("VRAMCTL_LIB", library()).args(arguments);
+        command
+    }
+
+    fn ask(&self, arguments: &[&str]) -> Output {
+        self.vramctl(arguments).output().unwrap()
+    }
+
+    /// Asks and expects it to be done.
+    fn done(&self, arguments: &[&str]) -> String {
+        let output = self.ask(arguments);
+        let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "vramctl {arguments:?}: {text}");
+        text
+    }
+
+    /// Starts a sample program under `vramctl run`.
+    fn start(&self, name: &str, program: &str, arguments: &[&str]) -> Program {
+        self.start_with(name, program, arguments, |_| ())
+    }
+
+    fn start_with(&self, name: &str, program: &str, arguments: &[&str], change: impl FnOnce(&mut Command)) -> Program {
+        let mut command = self.vramctl(&["run", "--name", name, "--"]);
+        command.arg(programs().join(program)).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
+        change(&mut command);
+        Program::spawn(&mut command)
+    }
+
+    /// Bytes in use on device 0, by everyone.
+    fn used(&self) -> u64 {
+        let output = self.bare(artifacts().join("simgpu-smi")).arg("--json").output().unwrap();
+        let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+        status["devices"][0]["used"].as_u64().unwrap()
+    }
+
+    fn status(&self, target: &str) -> Value {
+        serde_json::from_str(&self.done(&["status", target, "--json"])).unwrap()
+    }
+}
+
+fn library() -> PathBuf {
+    artifacts().join("libvramctl.so")
+}
+
+struct Program {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Program {
+    fn spawn(command: &mut Command) -> Self {
+        let mut child = command.spawn().unwrap();
+        let (input, output) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
+        Self { child, input, output }
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    fn expect(&mut self, beginning: &str) -> String {
+        let line = self.line();
+        assert!(line.starts_with(beginning), "expected {beginning:?}, got {line:?}");
+        line
+    }
+
+    fn tell(&mut self, line: &str) {
+        writeln!(self.input.as_mut().unwrap(), "{line}").unwrap();
+    }
+
+    fn ask(&mut self, line: &str) -> String {
+        self.tell(line);
+        self.line()
+    }
+
+    /// The names of its threads.
+    fn threads(&self) -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+        tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok()).map(|name| name.trim().to_owned()).collect()
+    }
+
+    fn ends_well(mut self) {
+        drop(self.input.take());
+        let mut rest = String::new();
+        self.output.read_to_string(&mut rest).unwrap();
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "{status}: {rest}");
+        assert!(rest.trim().is_empty() || rest.trim().ends_with("ok") || rest.contains("bye"), "{rest}");
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn an_engine_that_knows_nothing_of_it_is_paused_and_answers_the_same() {
+    let machine = Machine::new("512M");
+    let mut engine = machine.start("engine", "engine", &["--weights-mib", "64", "--kv-mib", "32"]);
+    engine.expect("ready");
+    let (addresses, first) = (engine.ask("addresses"), engine.ask("generate 1"));
+    assert!(first.starts_with("answer"), "{first}");
+    let running = machine.used();
+    for _ in 0..3 {
+        machine.done(&["pause"]);
+        assert!(machine.used() <= running - 96 * MIB, "{} of {running} bytes are still in use", machine.used());
+        let paused = machine.status("engine");
+        assert!(paused["processes"][0]["tags"].as_array().unwrap().iter().all(|tag| tag["state"] == "paused"), "{paused}");
+        machine.done(&["resume"]);
+        assert!(engine.ask("verify").contains("ok"));
+        assert_eq!(engine.ask("addresses"), addresses);
+    }
+    assert!(engine.ask("generate 2").starts_with("answer"));
+    assert_eq!(engine.ask("quit"), "bye");
+    engine.ends_well();
+    assert_eq!(machine.used(), 0);
+    assert_eq!(fs::read_dir(machine.sockets()).unwrap().count(), 0, "the socket goes with the program");
+}
+
+#[test]
+fn regions_by_tag_one_kept_and_one_discarded() {
+    let machine = Machine::new("512M");
+    let mut engine = machine.start("engine", "engine_regions", &["--weights-mib", "32", "--kv-mib", "32"]);
+    engine.expect("ready");
+    let status = machine.status("engine");
+    let tags: Vec<_> = status["processes"][0]["tags"].as_array().unwrap().iter().map(|tag| tag["tag"].as_str().unwrap()).collect();
+    assert!(tags.contains(&"weights") && tags.contains(&"kv_cache"), "{tags:?}");
+    machine.done(&["pause", "kv_cache"]);
+    machine.done(&["pause", "weights"]);
+    machine.done(&["resume", "weights", "kv_cache"]);
+    let verified = engine.ask("verify");
+    assert!(verified.contains("zero") && !verified.contains("corrupt 1"), "{verified}");
+    let unknown = machine.ask(&["pause", "nonsense"]);
+    let text = String::from_utf8_lossy(&unknown.stderr).into_owned();
+    assert!(!unknown.status.success() && text.contains("kv_cache") && text.contains("weights"), "{text}");
+}
+
+#[test]
+fn the_python_program_marks_regions_and_pauses_itself() {
+    let machine = Machine::new("512M");
+    let output = machine.vramctl(&["run", "--"]).arg("python3").arg(programs().join("engine.py")).output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{text}");
+}
+
+#[test]
+fn a_killed_program_gives_everything_back_and_leaves_no_socket_for_long() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("victim", "odd", &["plain"]);
+    program.expect("ready");
+    machine.done(&["pause"]);
+    program.child.kill().unwrap();
+    program.child.wait().unwrap();
+    assert_eq!(machine.used(), 0);
+    assert_eq!(fs::read_dir(machine.sockets()).unwrap().count(), 1, "kill -9 leaves the socket");
+    machine.done(&["ps"]);
+    assert_eq!(fs::read_dir(machine.sockets()).unwrap().count(), 0, "and whoever looks next removes it");
+}
+
+#[test]
+fn forks_before_and_after_cuda() {
+    let machine = Machine::new("256M");
+    let mut after = machine.start("after", "odd", &["fork-after-cuda"]);
+    after.expect("ready");
+    machine.done(&["pause", "--name", "after"]);
+    machine.done(&["resume", "--name", "after"]);
+    after.tell("fork");
+    after.expect("forked");
+    assert!(machine.sockets().join(format!("{}.sock", after.pid())).exists(), "a child that exits leaves its parent's socket alone");
+    machine.done(&["pause", "--name", "after"]);
+    machine.done(&["resume", "--name", "after"]);
+    after.tell("go on");
+    after.expect("ok");
+    after.ends_well();
+
+    let mut before = machine.start("before", "odd", &["fork-before-cuda"]);
+    let child = before.expect("child");
+    before.expect("ready");
+    let both = machine.done(&["ps"]);
+    assert!(both.contains(&before.pid().to_string()) && both.contains(child.trim_start_matches("child ")), "{both}");
+    machine.done(&["pause", "--name", "before"]);
+    assert_eq!(machine.used(), 0, "both are paused");
+    machine.done(&["resume", "--name", "before"]);
+    before.tell("go on");
+    before.expect("ok");
+    before.ends_well();
+}
+
+#[test]
+fn forking_all_the_time_while_paused_and_resumed() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("forking", "odd", &["forking-all-the-time"]);
+    program.expect("ready");
+    for _ in 0..20 {
+        machine.done(&["pause", "--name", "forking"]);
+        machine.done(&["resume", "--name", "forking"]);
+    }
+    program.expect("forked");
+    program.tell("go on");
+    program.expect("ok");
+    program.ends_well();
+}
+
+/// The child holds nothing of the parent's socket, so a client does not wait for a server that is dead.
+#[test]
+fn a_dead_programs_child_does_not_keep_its_socket_alive() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("parent", "odd", &["orphan"]);
+    let child: i32 = program.expect("child").trim_start_matches("child ").parse().unwrap();
+    program.expect("ready");
+    program.child.kill().unwrap();
+    program.child.wait().unwrap();
+    let started = Instant::now();
+    let listed = machine.done(&["ps"]);
+    unsafe { libc::kill(child, libc::SIGKILL) };
+    assert!(!listed.contains("parent"), "{listed}");
+    assert!(started.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn signals_exit_handlers_and_large_thread_locals() {
+    let machine = Machine::new("256M");
+    for mode in ["signals", "exit-with-memory"] {
+        let mut program = machine.start(mode, "odd", &[mode]);
+        program.expect("ready");
+        machine.done(&["pause"]);
+        machine.done(&["resume"]);
+        program.tell("go on");
+        program.ends_well();
+        assert_eq!(machine.used(), 0, "{mode}");
+    }
+}
+
+#[test]
+fn threads_of_ours_are_named_and_block_all_signals() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("threads", "odd", &["plain"]);
+    program.expect("ready");
+    machine.done(&["pause"]);
+    machine.done(&["resume"]);
+    let mut ours = 0;
+    for task in fs::read_dir(format!("/proc/{}/task", program.pid())).unwrap() {
+        let status = fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+        if field("Name:").starts_with("vramctl") {
+            ours += 1;
+            let blocked = u64::from_str_radix(&field("SigBlk:"), 16).unwrap();
+            // All but SIGKILL and SIGSTOP, and the two that glibc keeps for itself.
+            assert_eq!(blocked | (1 << 8) | (1 << 18) | (3 << 31), u64::MAX, "{blocked:x}");
+        }
+    }
+    assert_eq!(ours, 1, "one thread that listens, and none for connections that are over");
+}
+
+/// GPU work that uses paused memory is the program's fault: it is reported, and nothing is changed by asking again.
+#[test]
+fn the_programs_own_failed_work_is_reported() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("careless", "odd", &["use-while-paused"]);
+    program.expect("ready");
+    machine.done(&["pause"]);
+    program.tell("go on");
+    program.expect("failed");
+    let before = machine.status("careless")["processes"][0]["tags"].clone();
+    let refused = machine.ask(&["resume", "--json"]);
+    let text = String::from_utf8_lossy(&refused.stdout).into_owned() + &String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && text.contains("work"), "{text}");
+    assert_eq!(machine.status("careless")["processes"][0]["tags"], before);
+}
+
+#[test]
+fn two_programs_wait_for_each_others_memory() {
+    let machine = Machine::new("256M");
+    let sizes = ["--weights-mib", "128", "--kv-mib", "16"];
+    let mut first = machine.start("first", "engine", &sizes);
+    first.expect("ready");
+    machine.done(&["pause", "--name", "first"]);
+    let mut second = machine.start("second", "engine", &sizes);
+    second.expect("ready");
+
+    // Not enough for both: said with numbers and names.
+    let refused = machine.ask(&["resume", "--name", "first"]);
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(4), "{text}");
+    assert!(text.contains("needed") && text.contains("free") && text.contains(&second.pid().to_string()), "{text}");
+
+    for _ in 0..3 {
+        let patient = machine.vramctl(&["resume", "--name", "first", "--timeout", "30"]).stdout(Stdio::null()).spawn().unwrap();
+        machine.done(&["pause", "--name", "second"]);
+        assert!(patient.wait_with_output().unwrap().status.success());
+        assert!(first.ask("verify").contains("ok"));
+        let patient = machine.vramctl(&["resume", "--name", "second", "--timeout", "30"]).stdout(Stdio::null()).spawn().unwrap();
+        machine.done(&["pause", "--name", "first"]);
+        assert!(patient.wait_with_output().unwrap().status.success());
+        assert!(second.ask("verify").contains("ok"));
+    }
+}
+
+/// Whatever arrives on the socket, the program neither ends nor forgets, and the next client is served.
+#[test]
+fn clients_without_manners() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("polite", "odd", &["plain"]);
+    program.expect("ready");
+    let path = machine.sockets().join(format!("{}.sock", program.pid()));
+    assert_eq!(fs::metadata(machine.sockets()).unwrap().permissions().mode() & 0o777, 0o700);
+    let connect = || UnixStream::connect(&path).unwrap();
+    let answer = |mut stream: &UnixStream| {
+        let mut line = String::new();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let mut byte = [0];
+        while stream.read(&mut byte).unwrap_or(0) == 1 && byte[0] != b'\n' {
+            line.push(byte[0] as char);
+        }
+        line
+    };
+    let garbage: [&[u8]; 6] = [
+        b"\n\n \nhello\n",
+        b"{}\n",
+        b"\xff\xfe\0\n",
+        b"{\"version\":9,\"request\":\"hello\"}\n",
+        b"[[[[[[\n",
+        b"{\"version\":1,\"request\":\"pause\",\"tags\":7}\n",
+    ];
+    for bytes in garbage {
+        let mut stream = connect();
+        stream.write_all(bytes).unwrap();
+        let line = answer(&stream);
+        assert!(line.contains("\"error\""), "{line}");
+    }
+    // Too long: refused before it is taken in whole.
+    let mut endless = connect();
+    let _ = endless.write_all(&vec![b'x'; 200 << 10]);
+    assert!(answer(&endless).contains("65536"));
+    // Half a request, then gone.
+    connect().write_all(b"{\"version\":1,\"requ").unwrap();
+    let mut half = connect();
+    half.write_all(b"{\"version\":1,\"requ").unwrap();
+    half.shutdown(std::net::Shutdown::Write).unwrap();
+    assert!(answer(&half).contains("middle"));
+    // A crowd of clients that say nothing: the limit is said, and the others are served when they go.
+    let crowd: Vec<_> = (0..30).map(|_| connect()).collect();
+    assert!(crowd.iter().any(|stream| {
+        stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        let mut line = [0; 200];
+        (&mut &*stream).read(&mut line).is_ok_and(|count| String::from_utf8_lossy(&line[..count]).contains("too many"))
+    }));
+    drop(crowd);
+    // One that asks for a pause with progress and never reads; many at the same time wait their turn.
+    let mut deaf = connect();
+    for _ in 0..50 {
+        deaf.write_all(
+            b"{\"version\":1,\"request\":\"pause\",\"progress\":true}\n{\"version\":1,\"request\":\"resume\",\"progress\":true}\n",
+        )
+        .unwrap();
+    }
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..5 {
+                    machine.done(&["pause"]);
+                    machine.done(&["resume"]);
+                }
+            });
+        }
+    });
+    drop(deaf);
+    // What the deaf one has asked for is carried out or dropped, but some time it is over.
+    let end = Instant::now() + Duration::from_secs(20);
+    while program.threads().contains(&"vramctl-client".to_owned()) && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    machine.done(&["resume"]);
+    program.tell("go on");
+    program.expect("ok");
+    program.ends_well();
+}
+
+#[test]
+fn programs_without_cuda_notice_nothing() {
+    let machine = Machine::new("256M");
+    let script = "ls /proc/$$/task | wc -l; ls -l /proc/$$/fd | wc -l; grep -c libcuda /proc/$$/maps; echo $?";
+    let run = |preload: bool| {
+        let mut command = machine.bare("bash");
+        command.args(["-c", script]).env("VRAMCTL_TAG", "default");
+        if preload {
+            command.env("LD_PRELOAD", library());
+        }
+        command.output().unwrap()
+    };
+    assert_eq!(run(true), run(false));
+    assert!(!machine.sockets().exists(), "no directory, no socket");
+    let python =
+        machine.bare("python3").env("LD_PRELOAD", library()).args(["-c", "import os; os.fork() and os.wait(); print(1)"]).output().unwrap();
+    assert!(python.status.success() && python.stderr.is_empty());
+}
+
+#[test]
+fn at_ease_with_another_preloaded_library() {
+    let candidates =
+        ["/usr/lib/x86_64-linux-gnu/libjemalloc.so.2", "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2", "/usr/lib64/libjemalloc.so.2"];
+    let Some(jemalloc) = candidates.iter().find(|path| Path::new(path).exists()) else {
+        println!("not run: no jemalloc (Debian, Ubuntu: apt-get install libjemalloc2)");
+        return;
+    };
+    let machine = Machine::new("256M");
+    let ours = library().display().to_string();
+    for preload in [format!("{jemalloc}:{ours}"), format!("{ours}:{jemalloc}")] {
+        let mut command = machine.bare(programs().join("odd"));
+        command.arg("forking-all-the-time").env("LD_PRELOAD", &preload).env("VRAMCTL_TAG", "default");
+        let mut program = Program::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()));
+        program.expect("ready");
+        for _ in 0..5 {
+            machine.done(&["pause"]);
+            machine.done(&["resume"]);
+        }
+        program.expect("forked");
+        program.tell("go on");
+        program.expect("ok");
+        program.ends_well();
+    }
+}
+
+#[test]
+fn a_device_without_virtual_memory_is_left_to_cuda_and_said_so_once() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start_with("old", "odd", &["plain"], |command| {
+        command.env("SIMGPU_NO_VMM", "1").stderr(Stdio::piped());
+    });
+    program.expect("ready");
+    let mut errors = program.child.stderr.take().unwrap();
+    program.tell("go on");
+    program.expect("ok");
+    program.ends_well();
+    let mut text = String::new();
+    errors.read_to_string(&mut text).unwrap();
+    assert_eq!(text.matches("warn").count(), 1, "{text}");
+}
+
+/// A library that needs more could not be preloaded everywhere; one that exports more would answer calls it should not.
+#[test]
+fn the_library_needs_little_and_exports_what_it_says() {
+    let tool = |program: &str, arguments: &[&str]| {
+        let output = Command::new(program)
+            .args(arguments)
+            .arg(library())
+            .output()
+            .unwrap_or_else(|error| panic!("{program} (Debian: binutils): {error}"));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    for line in tool("readelf", &["-d"]).lines().filter(|line| line.contains("(NEEDED)")) {
+        assert!(["libc.so", "libm.so", "libgcc_s.so", "ld-linux"].iter().any(|known| line.contains(known)), "{line}");
+    }
+    let header = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("include/vramctl.h")).unwrap();
+    let symbols = tool("nm", &["-D", "--defined-only"]);
+    let exported: Vec<_> = symbols.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
+    for name in &exported {
+        let known = vramctl::interpose::HOOKED.contains(name) || header.contains(&format!("{name}("));
+        assert!(known, "{name} is exported and should not be");
+    }
+    for name in vramctl::interpose::HOOKED {
+        assert!(exported.contains(name), "{name} is not exported");
+    }
+}
