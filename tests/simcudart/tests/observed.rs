@@ -100,20 +100,24 @@ fn pitches_are_multiples_of_512() {
 
 #[test]
 fn unmapped_memory_is_an_unregistered_pointer() {
+    /// Type, device, device's and host's pointer.
+    #[repr(C)]
+    #[derive(Debug, PartialEq)]
+    struct Attributes(c_int, c_int, u64, u64);
     isolated("unmapped_memory_is_an_unregistered_pointer", &[], || {
         let gpu = Gpu::load();
         assert_eq!(free(0), 0);
         let pointer = gpu.map_new(MIB2);
         let attributes = || {
-            let mut attributes = (9 as c_int, 9 as c_int, 9u64, 9u64);
-            let code = call!(cudaPointerGetAttributes((&raw mut attributes).cast() => *mut c_void, pointer => u64));
+            let mut attributes = Attributes(9, 9, 9, 9);
+            let code = call!(cudaPointerGetAttributes(&raw mut attributes => *mut Attributes, pointer => u64));
             (code, attributes)
         };
-        assert_eq!(attributes(), (0, (2, 0, pointer, 0)));
+        assert_eq!(attributes(), (0, Attributes(2, 0, pointer, 0)));
         gpu.access(pointer, MIB2, 0);
-        assert_eq!(attributes(), (0, (2, 0, 0, 0)));
+        assert_eq!(attributes(), (0, Attributes(2, 0, 0, 0)));
         ok!(gpu.cuMemUnmap(pointer, MIB2));
-        assert_eq!(attributes(), (0, (0, -2, 0, pointer)));
+        assert_eq!(attributes(), (0, Attributes(0, -2, 0, pointer)));
     });
 }
 
@@ -141,7 +145,7 @@ fn no_reset_leads_out_of_a_sticky_error() {
         let gpu = Gpu::load();
         assert_eq!(free(0), 0);
         let (plain, mapped, kept) = (malloc(64).1, gpu.map_new(MIB2), gpu.map_new(MIB2));
-        unsafe { (gpu.simgpu_set_op_delay_ms)(20) };
+        unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
         assert_eq!(call!(cudaMemset(mapped => u64, 1 => c_int, 64 => usize)), 0);
         ok!(gpu.cuMemUnmap(mapped, MIB2));
         assert_eq!(call!(cudaDeviceSynchronize()), 700);

@@ -88,6 +88,7 @@ pub fn device(ordinal: i32) -> Outcome<usize> {
 
 /// `cuInit`.
 pub fn init(flags: u32) -> Outcome {
+    static REGISTERED: Once = Once::new();
     if flags != 0 {
         return Err(crate::codes::INVALID_VALUE);
     }
@@ -100,7 +101,6 @@ pub fn init(flags: u32) -> Outcome {
     }
     // Exit handlers run in the reverse order of their registration: those that the program registers
     // after this still have a driver, those from before it, and destructors, have none.
-    static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
         // SAFETY: the handler is a function of this library, which stays loaded.
         unsafe { libc::atexit(end) };

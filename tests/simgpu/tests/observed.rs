@@ -2,12 +2,11 @@
 //! names of the tests say what was seen.
 
 // Every call here is a foreign one, with pointers to the test's own variables.
-#![allow(clippy::undocumented_unsafe_blocks)]
+#![allow(clippy::undocumented_unsafe_blocks, clippy::large_types_passed_by_value)]
 
 #[macro_use]
 mod common;
 use common::{Access, Gpu, MIB2, command, isolated, prop};
-use std::time::{Duration, Instant};
 
 const BLOCKING: u32 = 0;
 const NON_BLOCKING: u32 = 1;
@@ -291,14 +290,13 @@ fn frees_wait_for_their_context_and_leave_captures_valid() {
         };
         for (busy, target, waits) in [(busy, target, true), (foreign, foreign_target, false)] {
             for call in things() {
-                unsafe { (gpu.simgpu_set_op_delay_ms)(50) };
-                let start = Instant::now();
+                unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
                 let other = if waits { context } else { second };
                 ok!(gpu.cuCtxSetCurrent(other));
                 ok!(gpu.cuMemsetD8Async(target, 1, 64, busy));
                 ok!(gpu.cuCtxSetCurrent(context));
                 assert_eq!(during_capture(gpu, stream, GLOBAL, || elsewhere(gpu, context, RELAXED, &*call.1)), (0, true), "{}", call.0);
-                assert_eq!(start.elapsed() >= Duration::from_millis(50), waits, "{}", call.0);
+                fails!(if waits { 0 } else { 600 }, gpu.cuStreamQuery(busy));
                 unsafe { (gpu.simgpu_set_op_delay_ms)(0) };
                 ok!(gpu.cuStreamSynchronize(busy));
             }
@@ -324,7 +322,7 @@ fn frees_report() {
     let page = vec![0u8; 8192];
     ok!(gpu.cuMemHostAlloc(&raw mut pinned, 64, 0));
     ok!(gpu.cuMemHostRegister_v2(page.as_ptr() as u64, 4096, 0));
-    unsafe { (gpu.simgpu_set_op_delay_ms)(40) };
+    unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
     ok!(gpu.cuMemsetD8Async(mapped, 1, 64, stream));
     ok!(gpu.cuMemUnmap(mapped, MIB2));
     match which.to_str().unwrap() {
@@ -339,7 +337,7 @@ fn frees_report() {
 fn break_context(gpu: Gpu) {
     let stream = gpu.stream(NON_BLOCKING);
     let mapped = gpu.map_new(MIB2);
-    unsafe { (gpu.simgpu_set_op_delay_ms)(20) };
+    unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
     ok!(gpu.cuMemsetD8Async(mapped, 1, 64, stream));
     ok!(gpu.cuMemUnmap(mapped, MIB2));
     ok!(gpu.cuMemAddressFree(mapped, MIB2));
@@ -553,7 +551,7 @@ fn faults_at_execution() {
         _ => ok!(gpu.cuMemsetD8Async(mapped, 1, 64, stream)),
     };
     if work == "stream" {
-        unsafe { (gpu.simgpu_set_op_delay_ms)(30) };
+        unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
         ok!(gpu.cuMemsetD8Async(plain, 1, 64, stream));
         submit();
         ok!(gpu.cuMemUnmap(mapped, MIB2));

@@ -4,6 +4,7 @@
 // Every call here is a foreign one, with pointers to the test's own variables.
 #![allow(
     dead_code,
+    unused_macros,
     missing_docs,
     non_snake_case,
     clippy::undocumented_unsafe_blocks,
