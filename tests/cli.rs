@@ -690,7 +690,8 @@ fn transports(place: &Place) -> Vec<(&'static str, PathBuf)> {
     let nc = installed("nc").filter(|nc| {
         let help = Command::new(nc).arg("-h").output().unwrap();
         let help = String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).into_owned();
-        help.contains("Ncat") || help.contains("UNIX")
+        // One that cannot hang up first waits for the real server's patience to end, which the fake has without end.
+        help.contains("Ncat") || (help.contains("UNIX") && help.contains("socket after EOF on stdin"))
     });
     // The interpreter itself: what is called python3 may be a script that looks for one on the path.
     let python = installed("python3").map(|python| {
@@ -701,7 +702,7 @@ fn transports(place: &Place) -> Vec<(&'static str, PathBuf)> {
         .into_iter()
         .filter_map(|(transport, program)| {
             if program.is_none() {
-                eprintln!("skipped: {transport} is not installed here (nc: with -U), so the scripts are not tried with it");
+                eprintln!("skipped: {transport} is not installed here (nc: with -U, and -N unless it is ncat), so the scripts are not tried with it");
             }
             program.map(|program| folder_with(transport, &program))
         })
