@@ -4,7 +4,7 @@
 //! [`VramctlResult`]; the text of the calling thread's last error is in [`vramctl_last_error`].
 
 use crate::error::{Error, Kind};
-use crate::memory::{Backup, Memory, Request, State, region};
+use crate::memory::{Backup, Memory, Request, region};
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::panic::{self, AssertUnwindSafe};
@@ -198,9 +198,9 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
         if pointer.is_null() {
             return Err(Error::Invalid("no place for the pointer".into()).into());
         }
-        let allocation = Memory::get().find(address as u64);
-        let state = allocation.as_ref().map(|allocation| (allocation, allocation.state()));
-        let Some((allocation, State::Paused(Some(saved)))) = state.as_ref().map(|(allocation, state)| (allocation, &**state)) else {
+        let found = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused());
+        let Some((allocation, saved)) = found.and_then(|allocation| Some((allocation.clone(), allocation.contents().saved.clone()?)))
+        else {
             return Err((VramctlResult::NotPaused, format!("{address:p} is in no paused allocation whose contents were kept")));
         };
         let rest = &saved.as_slice()[(address as u64 - allocation.address()) as usize..];

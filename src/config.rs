@@ -4,6 +4,9 @@
 //! | --- | --- | --- |
 //! | `VRAMCTL_TAG` | the tag of every allocation outside a region; unset or empty: those are left to CUDA | unset; `vramctl run` sets `default` |
 //! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host` and `discard`: what a pause does with the contents of a tag | every tag `host` |
+//! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: the tags whose saved contents stay in host memory after a resume, for the next pause | none |
+//! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
+//! | `VRAMCTL_PREWARM` | so much host memory is prepared in the background when the program first allocates, and kept ready | 0 |
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; a number of bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
 //! | `VRAMCTL_NAME` | the name by which the command line finds the process | the program's own |
 //! | `VRAMCTL_DIR` | where the control sockets are | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
@@ -24,6 +27,12 @@ pub struct Config {
     pub tag: Option<Arc<str>>,
     /// `VRAMCTL_BACKUP`, in the order given.
     pub backup: Vec<(Arc<str>, Backup)>,
+    /// `VRAMCTL_RETAIN`; `*` stands for every tag.
+    pub retain: Vec<String>,
+    /// `VRAMCTL_HOST_CAP`.
+    pub host_cap: u64,
+    /// `VRAMCTL_PREWARM`.
+    pub prewarm: u64,
     /// `VRAMCTL_MIN_BYTES`.
     pub min_bytes: usize,
     /// `VRAMCTL_NAME`.
@@ -49,13 +58,25 @@ impl Config {
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
         let mut complaints = Vec::new();
         let backup = set("VRAMCTL_BACKUP").map_or_else(Vec::new, |list| parse_backup(&list, &mut complaints));
-        let min_bytes = set("VRAMCTL_MIN_BYTES").map_or(DEFAULT_MIN_BYTES, |text| {
+        let retain = set("VRAMCTL_RETAIN").unwrap_or_default();
+        let retain = retain.split(',').map(|tag| tag.trim().to_owned()).filter(|tag| !tag.is_empty()).collect();
+        let mut bytes = |name: &str, default: usize| {
+            let Some(text) = set(name) else { return default };
             parse_bytes(&text).unwrap_or_else(|| {
-                complaints.push(format!("VRAMCTL_MIN_BYTES={text} is not a number of bytes such as 1048576 or 1M; using 1M"));
-                DEFAULT_MIN_BYTES
+                complaints.push(format!("{name}={text} is not a number of bytes such as 1048576 or 1M; ignored"));
+                default
             })
-        });
-        Self { tag: set("VRAMCTL_TAG").map(Arc::from), backup, min_bytes, name: set("VRAMCTL_NAME"), complaints }
+        };
+        let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
+        let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
+        let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
+        let (tag, name) = (set("VRAMCTL_TAG").map(Arc::from), set("VRAMCTL_NAME"));
+        Self { tag, backup, retain, host_cap, prewarm, min_bytes, name, complaints }
+    }
+
+    /// Whether `VRAMCTL_RETAIN` names a tag.
+    pub fn retains(&self, tag: &str) -> bool {
+        self.retain.iter().any(|known| known == "*" || known == tag)
     }
 
     /// The policy that `VRAMCTL_BACKUP` gives a tag. The last mention of a tag counts.

@@ -89,21 +89,44 @@ pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
 /// Starts a thread of the library in the program: named, and with all signals blocked, so that the program's handlers
 /// run where they always ran.
 pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    with_signals_blocked(|| builder(name).spawn(work)).map(drop)
+}
+
+/// The same for a thread that ends with a scope.
+pub fn spawn_scoped<'scope, 'env, R: Send + 'scope>(
+    scope: &'scope thread::Scope<'scope, 'env>,
+    name: &str,
+    work: impl FnOnce() -> R + Send + 'scope,
+) -> io::Result<thread::ScopedJoinHandle<'scope, R>> {
+    with_signals_blocked(|| builder(name).spawn_scoped(scope, work))
+}
+
+fn builder(name: &str) -> thread::Builder {
     /// Plenty for what these threads do.
     const STACK: usize = 512 << 10;
-    let stack = STACK + thread_overhead();
-    // SAFETY: both sets are plain data and writable. The mask is this thread's alone and restored below; the new thread
-    // inherits the full one from its first instruction on.
+    thread::Builder::new().name(name.to_owned()).stack_size(STACK + thread_overhead())
+}
+
+/// A thread that is started meanwhile has the full mask from its first instruction on.
+fn with_signals_blocked<R>(work: impl FnOnce() -> R) -> R {
+    // SAFETY: both sets are plain data and writable. The mask is this thread's alone and restored below.
     let before = unsafe {
         let (mut all, mut before) = (mem::zeroed(), mem::zeroed());
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
         before
     };
-    let spawned = thread::Builder::new().name(name.to_owned()).stack_size(stack).spawn(work);
+    let result = work();
     // SAFETY: the set filled above.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut()) };
-    spawned.map(drop)
+    result
+}
+
+/// Lets other threads go first, from now on: for work that nobody waits for. Concerns the calling thread alone.
+pub fn step_back() {
+    const NICE: libc::c_int = 10;
+    // SAFETY: on Linux a thread id is a valid `who`, and the priority is that thread's.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, libc::gettid() as libc::id_t, NICE) };
 }
 
 /// What glibc takes of a thread's stack before the thread begins: a program with large thread-local arrays would leave

@@ -231,7 +231,7 @@ impl State {
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
             devices: vec![device],
-            host_spare_bytes: 0,
+            host: vramctl::backup::ArenaStatus::default(),
             late_bytes: 0,
         };
         ProcessStatus { process: self.hello(), memory }

@@ -32,6 +32,8 @@ const CALLS: &[&str] = &[
     "cuMemSetAccess",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
 ];
@@ -113,6 +115,8 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     if matches!(path, Path::Resume | Path::FreePaused) {
         pause(&[]).unwrap();
     }
+    // The library's own background work is not on the path that is looked at.
+    vramctl::backup::settle();
     gpu.reset_counts();
     for fault in faults {
         gpu.fail(fault.call, fault.nth, fault.code, fault.times);
@@ -136,6 +140,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     if let Some(counts) = counts {
         counts.extend(CALLS.iter().map(|call| (*call, gpu.calls(call))).filter(|(_, count)| *count > 0));
     }
+    vramctl::backup::settle();
     gpu.clear_faults();
 
     // The next try works, whatever state the first one left.

@@ -253,7 +253,7 @@ fn what_is_so_already_is_no_error_and_unknown_tags_are() {
     assert_eq!(resume(&["a", "b"]).unwrap().allocations, 2);
     match pause(&["a", "c"]) {
         Err(Error::UnknownTag { unknown, known }) => {
-            assert_eq!((unknown, known), (vec!["c".to_owned()], vec!["a".to_owned(), "b".to_owned()]))
+            assert_eq!((unknown, known), (vec!["c".to_owned()], vec!["a".to_owned(), "b".to_owned()]));
         }
         other => panic!("{other:?}"),
     }

@@ -13,7 +13,7 @@ use vramctl::memory::{Backup, Memory, Request, region};
 
 const TAGS: [&str; 3] = ["weights", "kv_cache", "graph"];
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 enum Step {
     Begin(usize, Option<Backup>),
     BeginUntagged,

@@ -1,78 +1,90 @@
 //! Where contents go while their memory is paused, and how they are copied.
 
-mod host;
+mod arena;
+mod limits;
+mod transfer;
 
-use crate::driver::{self, Current};
+pub use arena::ArenaStatus;
+pub use transfer::Part;
+
+use crate::config::Config;
+use crate::driver::Context;
 use crate::error::Error;
-use crate::memory::{Allocation, Progress, Stage};
-use std::sync::Arc;
+use crate::memory::{Allocation, Progress};
+use crate::process::PerProcess;
+use arena::{Arena, Range};
+use std::sync::{Arc, Once};
 
 /// The contents of one allocation, kept outside the device.
 #[derive(Debug)]
-pub struct Saved(host::Buffer);
+pub struct Saved {
+    range: Range,
+}
 
 impl Saved {
     /// The contents in host memory, readable for as long as the value lives.
     pub fn as_slice(&self) -> &[u8] {
-        self.0.as_slice()
+        // SAFETY: a value is made of ranges only that have been filled, and what is written to them later is written
+        // while the allocation is active, when nobody reads them.
+        unsafe { self.range.as_slice() }
     }
 }
 
-/// Copies the contents of active allocations to the host, in their order. All or nothing: after an error no host memory
-/// is kept. Everything that works on the allocations has finished, and nothing new is started meanwhile.
-pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Saved>, Error> {
-    let sizes: Vec<_> = allocations.iter().map(|allocation| allocation.bytes()).collect();
-    let mut pool = host::Pool::take(&sizes)?;
-    let mut meter = Meter::new(Stage::Save, sizes.iter().sum(), progress);
-    allocations
-        .iter()
-        .map(|allocation| {
-            let current = Current::push(allocation.context())?;
-            let mut buffer = pool.buffer(allocation.bytes(), &current)?;
-            let mut tell = |bytes| meter.add(bytes);
-            // SAFETY: the buffer is ours alone and as large as the allocation.
-            unsafe { driver::copy_from_device(&current, buffer.as_mut_ptr(), allocation.address(), allocation.bytes(), &mut tell)? };
-            Ok(Saved(buffer))
-        })
-        .collect()
+/// Copies the contents of active allocations to the host, in their order: over what was saved of them before, where that
+/// was retained. All or nothing: after an error no more host memory is used than before. Everything that works on the
+/// allocations has finished, and nothing new is started meanwhile.
+pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Arc<Saved>>, Error> {
+    let retained: Vec<_> = allocations.iter().map(|allocation| allocation.contents().saved.clone()).collect();
+    let missing: Vec<_> =
+        allocations.iter().zip(&retained).filter(|(_, saved)| saved.is_none()).map(|(allocation, _)| allocation.bytes()).collect();
+    let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
+    let saved: Vec<_> =
+        retained.into_iter().filter_map(|saved| saved.or_else(|| fresh.next().map(|range| Arc::new(Saved { range })))).collect();
+    let mut parts: Vec<_> = allocations.iter().zip(&saved).flat_map(|(allocation, saved)| all_parts(allocation, saved)).collect();
+    parts.sort_unstable_by_key(|part| part.offset);
+    transfer::save(&parts, progress)?;
+    Ok(saved)
 }
 
-/// Copies saved contents back to the addresses of their allocations, where memory has been mapped again.
-pub fn restore(contents: &[(Arc<Allocation>, Arc<Saved>)], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
-    let mut meter = Meter::new(Stage::Restore, contents.iter().map(|(allocation, _)| allocation.bytes()).sum(), progress);
-    for (allocation, saved) in contents {
-        let current = Current::push(allocation.context())?;
-        let bytes = saved.as_slice();
-        // SAFETY: the slice is readable for its length and nobody changes it.
-        unsafe { driver::copy_to_device(&current, allocation.address(), bytes.as_ptr(), bytes.len(), &mut |bytes| meter.add(bytes))? };
+/// Copies saved contents back while `produce` is still putting memory at the addresses: it hands over each allocation as
+/// soon as that is done.
+pub fn restore(
+    bytes: usize,
+    progress: &mut dyn FnMut(Progress),
+    produce: impl FnOnce(&mut dyn FnMut(&Allocation, &Saved)) -> Result<(), Error>,
+) -> Result<(), Error> {
+    transfer::restore(bytes, progress, |give| {
+        produce(&mut |allocation, saved| all_parts(allocation, saved).for_each(|part| give(vec![part])))
+    })
+}
+
+fn all_parts(allocation: &Allocation, saved: &Saved) -> impl Iterator<Item = Part> {
+    transfer::parts(allocation.context(), allocation.address(), &saved.range, 0, allocation.bytes())
+}
+
+/// Prepares as much host memory as `VRAMCTL_PREWARM` says, in the background. The first call does it.
+pub fn prewarm(context: Context) {
+    static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
+    let bytes = Config::get().prewarm;
+    if bytes > 0 {
+        STARTED.get().call_once(|| match Arena::get() {
+            Ok(arena) => arena.prewarm(bytes, context),
+            Err(error) => log::warn!("{error}"),
+        });
     }
-    Ok(())
 }
 
-/// Keeps the host memory of contents that are back on the device, for the next pause.
-pub fn recycle(saved: Arc<Saved>) {
-    // A status that still looks at it keeps it alive for a moment; then it is not kept but freed.
-    host::Pool::give_back(Arc::into_inner(saved).map(|Saved(buffer)| buffer));
+/// Host memory that was registered in a context is no longer registered.
+pub fn forget_context(context: Context) {
+    Arena::forget_context(context);
 }
 
-/// Bytes of host memory kept for the next pause.
-pub fn spare_bytes() -> u64 {
-    host::Pool::spare_bytes()
+/// How much host memory there is for backups now.
+pub fn status() -> ArenaStatus {
+    Arena::status_of_process()
 }
 
-/// Adds up what a copy reports.
-struct Meter<'a> {
-    now: Progress,
-    tell: &'a mut dyn FnMut(Progress),
-}
-
-impl<'a> Meter<'a> {
-    fn new(stage: Stage, total: usize, tell: &'a mut dyn FnMut(Progress)) -> Self {
-        Self { now: Progress { stage, done: 0, total: total as u64 }, tell }
-    }
-
-    fn add(&mut self, bytes: u64) {
-        self.now.done += bytes;
-        (self.tell)(self.now);
-    }
+/// Waits until no host memory is being given back. For tests and measurements.
+pub fn settle() {
+    Arena::settle();
 }

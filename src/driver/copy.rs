@@ -1,12 +1,7 @@
 //! Copies between device and host memory, and host memory that the copy engines reach directly.
 
-use super::{CUdeviceptr, Context, Current, Driver, Failure, Stream};
-use std::ffi::c_void;
-use std::ptr::NonNull;
-
-/// How much is queued before the copy is waited for, in bytes. Large enough that the wait (some microseconds) does not
-/// show at the link's speed, small enough that progress is seen.
-const WAIT_EVERY: usize = 256 << 20;
+use super::{CUdeviceptr, CUstream, Context, Current, Driver, Failure, RelaxedCapture, Stream, code};
+use std::ptr::{self, NonNull};
 
 /// Host memory registered with the driver (page-locked): copies to and from it run at the link's speed.
 #[derive(Debug)]
@@ -21,6 +16,11 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
+    /// The context that it was registered in, and goes with.
+    pub fn context(&self) -> Context {
+        self.context
+    }
+
     /// Registers host memory for every context of the process.
     ///
     /// # Safety
@@ -35,6 +35,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
+        let _relaxed = RelaxedCapture::enter();
         // Needs a context. Where the one of the registration is gone, the registration went with it.
         let Ok(_current) = Current::push(self.context) else { return };
         // SAFETY: registered in `register` and still mapped, by the promise made there.
@@ -45,59 +46,115 @@ impl Drop for Pinned {
     }
 }
 
-/// Copies device memory of the current context to host memory. When it returns, with or without an error, the device is
-/// done with both. `done` is told of each part's bytes.
-///
-/// # Safety
-/// `to` must be writable for `bytes` and used by nobody else meanwhile.
-pub unsafe fn copy_from_device(
-    current: &Current,
-    to: *mut u8,
-    from: CUdeviceptr,
+/// Page-locked host memory of the driver's making, to copy through where memory of our own cannot be registered.
+#[derive(Debug)]
+pub struct Staging {
+    address: NonNull<u8>,
     bytes: usize,
-    done: &mut dyn FnMut(u64),
-) -> Result<(), Failure> {
-    let driver = Driver::get()?;
-    in_parts(current, bytes, done, |stream, offset, part| {
-        // SAFETY: inside the range that the caller promised.
-        unsafe { driver.cuMemcpyDtoHAsync_v2(to.add(offset).cast::<c_void>(), from + offset as u64, part, stream.raw()) }
-    })
+    context: Context,
 }
 
-/// Copies host memory to device memory of the current context. When it returns, with or without an error, the device is
-/// done with both. `done` is told of each part's bytes.
-///
-/// # Safety
-/// `from` must be readable for `bytes` and not change meanwhile.
-pub unsafe fn copy_to_device(
-    current: &Current,
-    to: CUdeviceptr,
-    from: *const u8,
-    bytes: usize,
-    done: &mut dyn FnMut(u64),
-) -> Result<(), Failure> {
-    let driver = Driver::get()?;
-    in_parts(current, bytes, done, |stream, offset, part| {
-        // SAFETY: inside the range that the caller promised.
-        unsafe { driver.cuMemcpyHtoDAsync_v2(to + offset as u64, from.add(offset).cast::<c_void>(), part, stream.raw()) }
-    })
-}
+// SAFETY: plain memory that the value owns.
+unsafe impl Send for Staging {}
 
-fn in_parts(
-    current: &Current,
-    bytes: usize,
-    done: &mut dyn FnMut(u64),
-    queue: impl Fn(&Stream, usize, usize) -> Result<(), Failure>,
-) -> Result<(), Failure> {
-    let stream = Stream::create()?;
-    for offset in (0..bytes).step_by(WAIT_EVERY) {
-        let part = WAIT_EVERY.min(bytes - offset);
-        queue(&stream, offset, part).and_then(|()| stream.synchronize()).inspect_err(|_| {
-            // The caller is about to unmap or free what may still be copied. A second way of waiting, for that the first
-            // has failed; if it fails as well, the context is lost and nothing runs in it any more.
-            let _ = current.wait_for_work();
-        })?;
-        done(part as u64);
+impl Staging {
+    /// So many bytes, for every context of the process.
+    pub fn new(bytes: usize, current: &Current) -> Result<Self, Failure> {
+        const PORTABLE: u32 = 1; // CU_MEMHOSTALLOC_PORTABLE
+        let mut address = ptr::null_mut();
+        // SAFETY: `address` is writable.
+        unsafe { Driver::get()?.cuMemHostAlloc(&raw mut address, bytes, PORTABLE)? };
+        let address = NonNull::new(address.cast()).ok_or(Failure { call: "cuMemHostAlloc", code: code::OUT_OF_MEMORY })?;
+        Ok(Self { address, bytes, context: current.context() })
     }
-    Ok(())
+
+    /// Its first byte.
+    pub fn address(&self) -> *mut u8 {
+        self.address.as_ptr()
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        let Ok(_current) = Current::push(self.context) else { return };
+        // SAFETY: allocated in `new`, and no copy of ours uses it any more.
+        let _ = Driver::get().and_then(|driver| unsafe { driver.cuMemFreeHost(self.address.as_ptr().cast()) });
+    }
+}
+
+/// Which way a copy goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the device to the host.
+    FromDevice,
+    /// From the host to the device.
+    ToDevice,
+}
+
+/// Copies in order, one stream of ours in each context. What is queued is waited for by [`Lane::finish`], and at the
+/// latest when the lane is dropped: nothing is being copied any more after that.
+#[derive(Default)]
+pub struct Lane {
+    streams: Vec<(Context, Stream)>,
+}
+
+impl Lane {
+    /// Queues a copy between host memory and device memory of a context.
+    ///
+    /// # Safety
+    /// Until the lane has finished, the host memory must stay what it is: writable and used by nobody else where the copy
+    /// comes from the device, readable and unchanged where it goes there.
+    pub unsafe fn queue(
+        &mut self,
+        direction: Direction,
+        context: Context,
+        device: CUdeviceptr,
+        host: *mut u8,
+        bytes: usize,
+    ) -> Result<(), Failure> {
+        let driver = Driver::get()?;
+        let _current = Current::push(context)?;
+        let stream = self.stream(context)?;
+        // SAFETY: the host side by the caller's promise; a wrong device side is answered with an error.
+        unsafe {
+            match direction {
+                Direction::FromDevice => driver.cuMemcpyDtoHAsync_v2(host.cast(), device, bytes, stream),
+                Direction::ToDevice => driver.cuMemcpyHtoDAsync_v2(device, host.cast(), bytes, stream),
+            }
+        }
+    }
+
+    /// The stream in a context, made at its first use. The context is current.
+    fn stream(&mut self, context: Context) -> Result<CUstream, Failure> {
+        if !self.streams.iter().any(|(known, _)| *known == context) {
+            self.streams.push((context, Stream::create()?));
+        }
+        let found = self.streams.iter().find(|(known, _)| *known == context);
+        found.map(|(_, stream)| stream.raw()).ok_or(Failure { call: "cuStreamCreate", code: code::UNKNOWN })
+    }
+
+    /// Waits until all that was queued is done. After an error, too, nothing is being copied any more.
+    pub fn finish(&self) -> Result<(), Failure> {
+        let mut first = Ok(());
+        for (context, stream) in &self.streams {
+            let finished = stream.synchronize().inspect_err(|_| {
+                // The caller is about to unmap or free what may still be copied. A second way of waiting, for that the
+                // first has failed; if it fails as well, the context is lost and nothing runs in it any more.
+                let _ = Current::push(*context).and_then(|current| current.wait_for_work());
+            });
+            first = first.and(finished);
+        }
+        first
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        let _ = self.finish();
+    }
 }

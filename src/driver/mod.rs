@@ -9,12 +9,12 @@ mod table;
 mod vmm;
 
 pub use context::{Context, Current, RelaxedCapture, Stream, StreamHandle};
-pub use copy::{Pinned, copy_from_device, copy_to_device};
+pub use copy::{Direction, Lane, Pinned, Staging};
 use cudarc::driver::sys::{CUcontext, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use nvml::{Holder, holders};
 pub use table::{Driver, Status, code};
-pub use vmm::{Memory, Reservation, granularity, leftover_bytes, supports_vmm, sweep};
+pub use vmm::{Memory, Reservation, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
 
 use std::ffi::CStr;
 use std::fmt;

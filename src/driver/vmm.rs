@@ -10,6 +10,7 @@ use cudarc::driver::sys::{
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
 };
 use std::mem;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// Whether the device can map physical memory at reserved addresses.
@@ -51,12 +52,17 @@ pub struct Reservation {
     bytes: usize,
 }
 
+/// Where the last reservation ended.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
 impl Reservation {
-    /// Reserves `bytes` (a multiple of the granularity) at an address of the driver's choice.
+    /// Reserves `bytes` (a multiple of the granularity), behind the last reservation where the driver can: neighbours are
+    /// unmapped and made accessible in one call.
     pub fn new(bytes: usize) -> Result<Self, Failure> {
         let mut base = 0;
-        // SAFETY: `base` is writable.
-        unsafe { Driver::get()?.cuMemAddressReserve(&raw mut base, bytes, 0, 0, 0)? };
+        // SAFETY: `base` is writable. The address asked for is a wish: taken already, the driver chooses another.
+        unsafe { Driver::get()?.cuMemAddressReserve(&raw mut base, bytes, 0, NEXT.load(Ordering::Relaxed), 0)? };
+        NEXT.store(base + bytes as u64, Ordering::Relaxed);
         Ok(Self { base, bytes })
     }
 
@@ -77,73 +83,127 @@ impl Drop for Reservation {
     }
 }
 
+/// The largest piece of physical memory asked for at once. Right after much memory was released the driver has to clean
+/// it first, and one piece of 96 GiB takes twice as long as pieces of 8 GiB (`docs/performance.md`).
+const PIECE: usize = 8 << 30;
+
 /// Physical memory of a device, mapped or not. Dropped, it is unmapped and given back to the driver.
 #[derive(Debug)]
 pub struct Memory {
-    handle: CUmemGenericAllocationHandle,
-    bytes: usize,
-    device: CUdevice,
+    pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
     mapped_at: Option<CUdeviceptr>,
 }
 
 impl Memory {
     /// Takes `bytes` (a multiple of the granularity) of the device's memory. It reads as zero once mapped.
     pub fn create(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
-        let mut handle = 0;
+        let driver = Driver::get()?;
         let wanted = properties(device);
-        // SAFETY: `handle` is writable and the properties are complete.
-        unsafe { Driver::get()?.cuMemCreate(&raw mut handle, bytes, &raw const wanted, 0)? };
-        Ok(Self { handle, bytes, device, mapped_at: None })
+        let mut memory = Self { pieces: Vec::with_capacity(bytes.div_ceil(PIECE)), mapped_at: None };
+        for offset in (0..bytes).step_by(PIECE) {
+            let (mut handle, piece) = (0, PIECE.min(bytes - offset));
+            // SAFETY: `handle` is writable and the properties are complete.
+            unsafe { driver.cuMemCreate(&raw mut handle, piece, &raw const wanted, 0)? };
+            memory.pieces.push((handle, piece));
+        }
+        Ok(memory)
     }
 
-    /// Maps the memory at the start of a reservation of the same size and lets its own device and the `peers` read and
-    /// write it. After an error it is as it was: not mapped.
-    pub fn map(&mut self, at: &Reservation, peers: &[CUdevice]) -> Result<(), Failure> {
-        // SAFETY: `at` is reserved for as long as the memory is mapped there: its owner drops the memory first.
-        unsafe { Driver::get()?.cuMemMap(at.base, self.bytes, 0, self.handle, 0)? };
-        let own = std::iter::once(self.device);
-        if let Err(failure) = self.set_access(at.base, own.chain(peers.iter().copied())) {
-            undo(Leftover { mapping: Some((at.base, self.bytes)), ..Leftover::default() });
-            return Err(failure);
+    fn bytes(&self) -> usize {
+        self.pieces.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Puts the memory at the start of a reservation of the same size. Nothing can use it there until [`let_in`]. After
+    /// an error it is as it was: not mapped.
+    pub fn map(&mut self, at: &Reservation) -> Result<(), Failure> {
+        let driver = Driver::get()?;
+        let mut base = at.base;
+        for (handle, bytes) in &self.pieces {
+            // SAFETY: `at` is reserved for as long as the memory is mapped there: its owner drops the memory first.
+            if let Err(failure) = unsafe { driver.cuMemMap(base, *bytes, 0, *handle, 0) } {
+                if base > at.base {
+                    undo(Leftover { mapping: Some((at.base, (base - at.base) as usize)), ..Leftover::default() });
+                }
+                return Err(failure);
+            }
+            base += *bytes as u64;
         }
         self.mapped_at = Some(at.base);
         Ok(())
     }
 
-    /// Lets another device read and write the memory too, for as long as it stays mapped.
-    pub fn let_in(&self, peer: CUdevice) -> Result<(), Failure> {
-        self.mapped_at.map_or(Ok(()), |base| self.set_access(base, std::iter::once(peer)))
+    /// Whether it is at an address.
+    pub fn is_mapped(&self) -> bool {
+        self.mapped_at.is_some()
     }
 
-    fn set_access(&self, base: CUdeviceptr, devices: impl Iterator<Item = CUdevice>) -> Result<(), Failure> {
-        let access: Vec<_> = devices
-            .map(|device| CUmemAccessDesc { location: location(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE })
-            .collect();
-        // SAFETY: exactly our mapping, and as many complete descriptors as are said.
-        unsafe { Driver::get()?.cuMemSetAccess(base, self.bytes, access.as_ptr(), access.len()) }
-    }
-
-    /// Takes the memory away from its addresses; its contents stay in it. After an error it is mapped as before.
-    ///
-    /// The caller has made sure that no work of the device uses the addresses: the driver does not wait.
-    pub fn unmap(&mut self) -> Result<(), Failure> {
-        if let Some(base) = self.mapped_at {
-            // SAFETY: exactly the mapping that `map` made.
-            unsafe { Driver::get()?.cuMemUnmap(base, self.bytes)? };
-            self.mapped_at = None;
-        }
-        Ok(())
+    /// Where it is mapped, if it is.
+    fn span(&self) -> Option<Span> {
+        self.mapped_at.map(|base| Span { base, bytes: self.bytes() })
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let mapping = self.mapped_at.map(|base| (base, self.bytes));
-        undo(Leftover { mapping, handle: Some((self.handle, self.bytes)), addresses: None });
+        if let Some(Span { base, bytes }) = self.span() {
+            undo(Leftover { mapping: Some((base, bytes)), ..Leftover::default() });
+        }
+        for piece in self.pieces.drain(..) {
+            undo(Leftover { handle: Some(piece), ..Leftover::default() });
+        }
     }
 }
 
-/// What is left to undo of an object, in the order in which the driver wants it.
+/// Lets a device read and write mapped memory, with as few calls as its addresses allow.
+pub fn let_in<'a>(device: CUdevice, memories: impl Iterator<Item = &'a Memory>) -> Result<(), Failure> {
+    let access = CUmemAccessDesc { location: location(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+    for Span { base, bytes } in contiguous(memories.filter_map(Memory::span)) {
+        // SAFETY: mappings of ours and nothing between them, and one complete descriptor.
+        unsafe { Driver::get()?.cuMemSetAccess(base, bytes, &raw const access, 1)? };
+    }
+    Ok(())
+}
+
+/// Takes mapped memory away from its addresses, with as few calls as they allow; its contents stay in it. After an error,
+/// what is not unmapped yet is mapped as before.
+///
+/// The caller has made sure that no work of the device uses the addresses: the driver does not wait.
+pub fn unmap(mut memories: &mut [&mut Memory]) -> Result<(), Failure> {
+    loop {
+        let first = contiguous(memories.iter().map_while(|memory| memory.span())).next();
+        let Some(Span { base, bytes }) = first else { return Ok(()) };
+        // SAFETY: mappings of ours and nothing between them.
+        unsafe { Driver::get()?.cuMemUnmap(base, bytes)? };
+        let (mut gone, mut neighbours) = (0, 0);
+        while gone < bytes {
+            gone += memories[neighbours].bytes();
+            memories[neighbours].mapped_at = None;
+            neighbours += 1;
+        }
+        memories = &mut memories[neighbours..];
+    }
+}
+
+/// A range of device addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Span {
+    base: CUdeviceptr,
+    bytes: usize,
+}
+
+/// Joins neighbours that follow each other.
+fn contiguous(spans: impl Iterator<Item = Span>) -> impl Iterator<Item = Span> {
+    let mut spans = spans.peekable();
+    std::iter::from_fn(move || {
+        let mut joined = spans.next()?;
+        while let Some(next) = spans.next_if(|next| next.base == joined.base + joined.bytes as u64) {
+            joined.bytes += next.bytes;
+        }
+        Some(joined)
+    })
+}
+
+/// What is left to undo, in the order in which the driver wants it.
 #[derive(Debug, Default)]
 struct Leftover {
     mapping: Option<(CUdeviceptr, usize)>,

@@ -3,6 +3,7 @@
 
 use super::real::{self, originals};
 use super::{CudaError, CudaStream, Extent, PitchedPtr};
+use crate::backup;
 use crate::config::Config;
 use crate::control;
 use crate::driver::{Current, code};
@@ -200,6 +201,9 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
     match allocated {
         Ok(address) => {
             control::ensure_running();
+            if let Some(allocation) = Memory::get().find(address) {
+                backup::prewarm(allocation.context());
+            }
             Some(Ok(address as *mut c_void))
         }
         Err(Error::Unsupported) => {

@@ -18,18 +18,19 @@ pub struct Allocation {
     pub device: CUdevice,
     context: Context,
     // Before the reservation, so that memory is unmapped before its addresses are given up.
-    state: Mutex<State>,
+    contents: Mutex<Contents>,
     reservation: Reservation,
 }
 
-/// What is behind the addresses. Changed only under the transition lock held for writing, or by the one that has
-/// taken the allocation out of the registry.
+/// Where the contents are. Changed only under the transition lock held for writing, or by the one that has taken the
+/// allocation out of the registry.
 #[derive(Debug)]
-pub enum State {
-    /// Physical memory, mapped at all of the reservation.
-    Active(driver::Memory),
-    /// Nothing. The contents are in the backup, or were discarded.
-    Paused(Option<Arc<Saved>>),
+pub struct Contents {
+    /// The physical memory, mapped at all of the reservation; `None`: the allocation is paused.
+    pub memory: Option<driver::Memory>,
+    /// While paused: the contents; `None`: they were discarded. While active: what they were when they were last saved,
+    /// if that is retained.
+    pub saved: Option<Arc<Saved>>,
 }
 
 impl Allocation {
@@ -41,7 +42,7 @@ impl Allocation {
             requested,
             device: current.device(),
             context: current.context(),
-            state: Mutex::new(State::Active(memory)),
+            contents: Mutex::new(Contents { memory: Some(memory), saved: None }),
             reservation: at,
         }
     }
@@ -71,30 +72,24 @@ impl Allocation {
         &self.reservation
     }
 
-    /// What is behind the addresses now. Held for moments only: a status may be asked for at any time.
-    pub fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Where the contents are now. Held for moments only: a status may be asked for at any time.
+    pub fn contents(&self) -> MutexGuard<'_, Contents> {
+        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the memory away from the addresses, if it is there; its contents stay in it. The caller has seen to it that
+    /// Takes the memory away from the addresses, if it is there; the contents stay in it. The caller has seen to it that
     /// nothing uses them.
     pub fn unmap(&self) -> Result<(), Failure> {
-        match &mut *self.state() {
-            State::Active(memory) => memory.unmap(),
-            State::Paused(_) => Ok(()),
-        }
+        self.contents().memory.as_mut().map_or(Ok(()), |memory| driver::unmap(&mut [memory]))
     }
 
     /// Lets another device read and write the memory that is there now.
     pub fn let_in(&self, peer: CUdevice) -> Result<(), Failure> {
-        match &*self.state() {
-            State::Active(memory) => memory.let_in(peer),
-            State::Paused(_) => Ok(()),
-        }
+        driver::let_in(peer, self.contents().memory.iter())
     }
 
     /// Whether it is paused.
     pub fn is_paused(&self) -> bool {
-        matches!(*self.state(), State::Paused(_))
+        self.contents().memory.is_none()
     }
 }

@@ -8,11 +8,12 @@ pub mod region;
 mod status;
 mod transition;
 
-pub use allocation::{Allocation, State};
+pub use allocation::{Allocation, Contents};
 pub use region::Policy;
 pub use status::{DeviceStatus, Status, TagState, TagStatus};
 pub use transition::{Progress, Report, Request, Stage};
 
+use crate::backup;
 use crate::config::Config;
 use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, Reservation, StreamHandle, code};
 use crate::error::{Error, Shortage};
@@ -142,7 +143,8 @@ impl Memory {
             driver::Memory::create(device, size)
         })?;
         let reservation = Reservation::new(size)?;
-        memory.map(&reservation, &self.peers_of(device))?;
+        memory.map(&reservation)?;
+        self.open(device, [&memory])?;
         let allocation = Allocation::new(policy, bytes, current, memory, reservation);
         let address = allocation.address();
         self.allocations.insert(address, Arc::new(allocation));
@@ -199,10 +201,14 @@ impl Memory {
         self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&(device, other));
     }
 
-    /// The devices that may use the memory of `owner` besides itself.
-    fn peers_of(&self, owner: CUdevice) -> Vec<CUdevice> {
-        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
-        peers.iter().filter(|(_, other)| *other == owner).map(|(device, _)| *device).collect()
+    /// Lets a device use its own mapped memory, and those of its peers that may.
+    fn open<'a>(&self, owner: CUdevice, memories: impl IntoIterator<Item = &'a driver::Memory>) -> Result<(), Failure> {
+        let peers: Vec<_> = {
+            let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
+            peers.iter().filter(|(_, other)| *other == owner).map(|(device, _)| *device).collect()
+        };
+        let memories: Vec<_> = memories.into_iter().collect();
+        std::iter::once(owner).chain(peers).try_for_each(|device| driver::let_in(device, memories.iter().copied()))
     }
 
     /// Drops the allocations of a device that `cudaDeviceReset` is about to destroy.
@@ -214,6 +220,7 @@ impl Memory {
             if let Err(error) = Self::take_memory(&allocation, After::AllWork) {
                 log::debug!("before a device reset: {error}");
             }
+            backup::forget_context(allocation.context());
         }
     }
 

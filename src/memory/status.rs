@@ -1,7 +1,7 @@
 //! What there is: by tag and by device.
 
-use super::{Backup, Memory, State};
-use crate::backup;
+use super::{Backup, Memory};
+use crate::backup::{self, ArenaStatus};
 use crate::driver::{self, CUdevice, Context, Current};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -15,8 +15,8 @@ pub struct Status {
     pub tags: Vec<TagStatus>,
     /// The devices that have managed allocations.
     pub devices: Vec<DeviceStatus>,
-    /// Host memory kept for the next pause, in bytes.
-    pub host_spare_bytes: u64,
+    /// The host memory for backups.
+    pub host: ArenaStatus,
     /// Bytes that the driver has refused to take back so far.
     pub late_bytes: u64,
 }
@@ -34,7 +34,7 @@ pub struct TagStatus {
     pub bytes: u64,
     /// Of those, bytes that are paused.
     pub paused_bytes: u64,
-    /// Bytes of contents that are kept in host memory now.
+    /// Bytes of contents that are kept in host memory now: of what is paused, and what is retained of what is active.
     pub host_bytes: u64,
     /// Bytes by the policy that a pause follows unless it is told otherwise.
     pub backup: BTreeMap<Backup, u64>,
@@ -86,9 +86,9 @@ impl Memory {
         let mut devices = BTreeMap::<CUdevice, (DeviceStatus, Context)>::new();
         for allocation in self.snapshot() {
             let bytes = allocation.bytes() as u64;
-            let (paused_bytes, host_bytes) = match &*allocation.state() {
-                State::Active(_) => (0, 0),
-                State::Paused(saved) => (bytes, saved.as_ref().map_or(0, |saved| saved.as_slice().len() as u64)),
+            let (paused_bytes, host_bytes) = {
+                let contents = allocation.contents();
+                (if contents.memory.is_none() { bytes } else { 0 }, if contents.saved.is_some() { bytes } else { 0 })
             };
             let tag = tags.entry(allocation.tag.to_string()).or_default();
             tag.allocations += 1;
@@ -120,7 +120,7 @@ impl Memory {
             process_tag: self.process_tag().map(|tag| tag.to_string()),
             tags: tags.into_iter().map(finish).collect(),
             devices: devices.into_values().map(ask).collect(),
-            host_spare_bytes: backup::spare_bytes(),
+            host: backup::status(),
             late_bytes: driver::leftover_bytes(),
         }
     }

@@ -7,8 +7,9 @@
 //!
 //! A resume creates, maps and fills new memory beside the old state, and only then lets go of the backups.
 
-use super::{Allocation, Backup, Memory, State};
+use super::{Allocation, Backup, Contents, Memory};
 use crate::backup::{self, Saved};
+use crate::config::Config;
 use crate::driver::{self, CUdevice, Context, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
 use serde::{Deserialize, Serialize};
@@ -118,14 +119,16 @@ impl Memory {
             victims.into_iter().partition(|allocation| request.backup.unwrap_or(allocation.backup) == Backup::Host);
         let (kept_bytes, discarded_bytes) = (total_bytes(&keep), total_bytes(&discard));
         let saved = clock.time(Stage::Save, || backup::save(&keep, progress))?;
-        let saved = saved.into_iter().map(|saved| Some(Arc::new(saved))).chain(discard.iter().map(|_| None));
-        let victims: Vec<_> = keep.iter().chain(&discard).cloned().zip(saved).collect();
-        let victims = clock.time(Stage::Unmap, || self.unmap_all(victims))?;
+        let saved = saved.into_iter().map(Some).chain(discard.iter().map(|_| None));
+        let mut victims: Vec<_> = keep.iter().chain(&discard).cloned().zip(saved).collect();
+        // In the order of their addresses: neighbours are unmapped in one call.
+        victims.sort_unstable_by_key(|(allocation, _)| allocation.address());
+        clock.time(Stage::Unmap, || self.unmap_all(&victims))?;
         let allocations = victims.len() as u64;
         clock.time(Stage::Release, || {
             for (allocation, saved) in victims {
-                // The old state's memory is released as it is dropped.
-                *allocation.state() = State::Paused(saved);
+                let released = std::mem::replace(&mut *allocation.contents(), Contents { memory: None, saved });
+                drop(released);
             }
         });
         Ok(Report {
@@ -164,19 +167,17 @@ impl Memory {
         let (_, chosen) = self.choose(&request.tags)?;
         let (paused, already): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
-        let memories = clock.time(Stage::Map, || self.map_all(&paused))?;
-        clock.time(Stage::Restore, || restore_all(&paused, progress))?;
+        let memories = self.bring_back(&paused, &mut clock, progress)?;
 
         let mut report =
             Report { allocations: paused.len() as u64, bytes: total_bytes(&paused), unchanged: already.len() as u64, ..Report::default() };
         for (allocation, memory) in paused.iter().zip(memories) {
-            let before = std::mem::replace(&mut *allocation.state(), State::Active(memory));
-            match before {
-                State::Paused(Some(saved)) => {
-                    report.kept_bytes += allocation.bytes() as u64;
-                    backup::recycle(saved);
-                }
-                _ => report.discarded_bytes += allocation.bytes() as u64,
+            let mut contents = allocation.contents();
+            let kept = if contents.saved.is_some() { &mut report.kept_bytes } else { &mut report.discarded_bytes };
+            *kept += allocation.bytes() as u64;
+            contents.memory = Some(memory);
+            if !Config::get().retains(&allocation.tag) {
+                contents.saved = None;
             }
         }
         report.late_bytes = driver::leftover_bytes();
@@ -200,26 +201,25 @@ impl Memory {
     }
 
     /// Unmaps all of them or none.
-    fn unmap_all(&self, mut victims: Victims) -> Result<Victims, Error> {
-        for at in 0..victims.len() {
-            if let Err(failure) = victims[at].0.unmap() {
-                victims.truncate(at);
-                return Err(self.map_again(victims, failure));
-            }
-        }
-        Ok(victims)
+    fn unmap_all(&self, victims: &[(Arc<Allocation>, Option<Arc<Saved>>)]) -> Result<(), Error> {
+        let unmapped = {
+            let mut contents: Vec<_> = victims.iter().map(|(allocation, _)| allocation.contents()).collect();
+            let mut memories: Vec<_> = contents.iter_mut().filter_map(|contents| contents.memory.as_mut()).collect();
+            driver::unmap(&mut memories)
+        };
+        unmapped.map_err(|failure| self.map_again(victims, failure))
     }
 
     /// Maps what was unmapped a moment ago again; its contents are still in it.
-    fn map_again(&self, victims: Victims, failure: Failure) -> Error {
+    fn map_again(&self, victims: &[(Arc<Allocation>, Option<Arc<Saved>>)], failure: Failure) -> Error {
         let mut stranded = 0;
         for (allocation, saved) in victims {
-            let mut state = allocation.state();
-            let State::Active(memory) = &mut *state else { continue };
-            if let Err(second) = memory.map(allocation.reservation(), &self.peers_of(allocation.device)) {
+            let mut contents = allocation.contents();
+            let Some(memory) = contents.memory.as_mut().filter(|memory| !memory.is_mapped()) else { continue };
+            if let Err(second) = memory.map(allocation.reservation()).and_then(|()| self.open(allocation.device, [&*memory])) {
                 // Two failures in a row: it cannot be had back now, so it is paused, its contents as its policy says.
                 log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
-                *state = State::Paused(saved);
+                *contents = Contents { memory: None, saved: saved.clone() };
                 stranded += 1;
             }
         }
@@ -229,34 +229,64 @@ impl Memory {
         Error::Internal(format!("{failure}, and {stranded} allocations could not be mapped again; they are paused: resume them"))
     }
 
-    /// New memory, mapped at the addresses of all of them, or none.
-    fn map_all(&self, paused: &[Arc<Allocation>]) -> Result<Vec<driver::Memory>, Error> {
-        let mut needed = BTreeMap::<CUdevice, (u64, Context)>::new();
-        for allocation in paused {
-            needed.entry(allocation.device).or_insert((0, allocation.context())).0 += allocation.bytes() as u64;
-        }
-        for (&device, &(needed, context)) in &needed {
-            check_free(device, context, needed)?;
-        }
-        let map = |allocation: &Arc<Allocation>| {
-            let mut memory = driver::Memory::create(allocation.device, allocation.bytes())?;
-            memory.map(allocation.reservation(), &self.peers_of(allocation.device))?;
-            Ok(memory)
-        };
-        paused
-            .iter()
-            .map(|allocation| map(allocation).map_err(|failure: Failure| (allocation.device, failure)))
-            .collect::<Result<_, _>>()
-            .map_err(|(device, failure)| {
-                if failure.code != code::OUT_OF_MEMORY {
-                    return failure.into();
+    /// New memory with the old contents at the addresses of all of them, or none. Contents are copied to memory that is
+    /// mapped already while more is being mapped.
+    fn bring_back(
+        &self,
+        paused: &[Arc<Allocation>],
+        clock: &mut Clock,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Vec<driver::Memory>, Error> {
+        let started = Instant::now();
+        let needed = check_free(paused)?;
+        let saved: Vec<_> = paused.iter().map(|allocation| allocation.contents().saved.clone()).collect();
+        let bytes = paused.iter().zip(&saved).filter(|(_, saved)| saved.is_some()).map(|(allocation, _)| allocation.bytes()).sum();
+        let mut memories = Vec::with_capacity(paused.len());
+        let brought = backup::restore(bytes, progress, |give| {
+            let mut from = 0;
+            for upto in batches(paused) {
+                for allocation in &paused[from..upto] {
+                    let new = driver::Memory::create(allocation.device, allocation.bytes()).map_err(|failure| {
+                        if failure.code == code::OUT_OF_MEMORY { shortage(allocation, needed[&allocation.device]) } else { failure.into() }
+                    });
+                    memories.push(new?);
+                    if let Some(memory) = memories.last_mut() {
+                        memory.map(allocation.reservation())?;
+                    }
                 }
-                // Somebody was faster. What was taken so far is free again by now.
-                let (needed, context) = needed[&device];
-                let free = Current::push(context).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
-                Error::DeviceMemory(Shortage { device, needed, free, holders: Vec::new() })
-            })
+                self.open(paused[from].device, &memories[from..upto])?;
+                for (allocation, saved) in paused[from..upto].iter().zip(&saved[from..upto]) {
+                    if let Some(saved) = saved {
+                        give(allocation, saved);
+                    }
+                }
+                from = upto;
+            }
+            clock.add(Stage::Map, started.elapsed());
+            Ok(())
+        });
+        clock.add(Stage::Restore, started.elapsed());
+        // After an error the new memory goes as it came; nothing is being copied to it any more.
+        brought.map(|()| memories)
     }
+}
+
+/// Where to stop mapping for a moment, make accessible what was mapped, and have it filled: neighbours on a device are
+/// made accessible in one call, so a call for each would be a waste; so would it be to keep the copies waiting.
+fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
+    /// As many bytes as take longer to copy than the next ones take to map.
+    const BATCH: usize = 256 << 20;
+    let mut ends = Vec::new();
+    let mut bytes = 0;
+    for (at, allocation) in allocations.iter().enumerate() {
+        bytes += allocation.bytes();
+        let last = allocations.get(at + 1).is_none_or(|next| next.device != allocation.device);
+        if bytes >= BATCH || last {
+            ends.push(at + 1);
+            bytes = 0;
+        }
+    }
+    ends
 }
 
 /// Waits until the work of every context that allocated has finished, for so long at most.
@@ -291,23 +321,27 @@ fn wait_elsewhere(wait: impl FnOnce() -> Result<(), Failure> + Send + 'static, l
     answered.recv_timeout(limit).map_err(|_| Error::Busy(limit))
 }
 
-type Victims = Vec<(Arc<Allocation>, Option<Arc<Saved>>)>;
-
-fn check_free(device: CUdevice, context: Context, needed: u64) -> Result<(), Error> {
-    let _current = Current::push(context)?;
-    let (free, _) = driver::memory_info()?;
-    if needed > free { Err(Error::DeviceMemory(Shortage { device, needed, free, holders: Vec::new() })) } else { Ok(()) }
+/// The bytes needed on each device, if they are free.
+fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
+    let mut needed = BTreeMap::<CUdevice, u64>::new();
+    for allocation in paused {
+        *needed.entry(allocation.device).or_default() += allocation.bytes() as u64;
+    }
+    for (&device, &needed) in &needed {
+        let on_device = paused.iter().find(|allocation| allocation.device == device);
+        let Some(allocation) = on_device else { continue };
+        let _current = Current::push(allocation.context())?;
+        if needed > driver::memory_info()?.0 {
+            return Err(shortage(allocation, needed));
+        }
+    }
+    Ok(needed)
 }
 
-fn restore_all(paused: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
-    let contents: Vec<_> = paused
-        .iter()
-        .filter_map(|allocation| match &*allocation.state() {
-            State::Paused(Some(saved)) => Some((Arc::clone(allocation), Arc::clone(saved))),
-            _ => None,
-        })
-        .collect();
-    backup::restore(&contents, progress)
+/// How much is missing now. Between the look and the taking, somebody may have been faster.
+fn shortage(allocation: &Allocation, needed: u64) -> Error {
+    let free = Current::push(allocation.context()).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
+    Error::DeviceMemory(Shortage { device: allocation.device, needed, free, holders: Vec::new() })
 }
 
 fn with_holders(error: Error) -> Error {
@@ -333,7 +367,11 @@ impl Clock {
     fn time<R>(&mut self, stage: Stage, work: impl FnOnce() -> R) -> R {
         let started = Instant::now();
         let result = work();
-        *self.0.entry(stage).or_default() += milliseconds(started.elapsed());
+        self.add(stage, started.elapsed());
         result
+    }
+
+    fn add(&mut self, stage: Stage, duration: Duration) {
+        *self.0.entry(stage).or_default() += milliseconds(duration);
     }
 }

@@ -2,7 +2,14 @@
 //!
 //! The test binary plays both parts: it is the program (it calls the hooked functions and copies data about), and it is
 //! the one who breaks the driver (`fail`). One test at a time holds the [`Gpu`], because there is one driver a process.
-#![allow(dead_code, missing_docs, clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks, clippy::missing_transmute_annotations)]
+#![allow(
+    dead_code,
+    missing_docs,
+    clippy::missing_safety_doc,
+    clippy::undocumented_unsafe_blocks,
+    clippy::missing_transmute_annotations,
+    clippy::unused_self
+)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::transmute;
@@ -228,6 +235,7 @@ impl Gpu {
             free(address);
         }
         vramctl::driver::sweep();
+        vramctl::backup::settle();
     }
 }
 

@@ -70,8 +70,16 @@ fn describe(status: &ProcessStatus) -> String {
         text += "\n\n";
         text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL"], memory.devices.iter().map(device_row));
     }
-    if memory.host_spare_bytes > 0 {
-        let _ = write!(text, "\n{} of host memory are kept for the next pause.", Bytes(memory.host_spare_bytes));
+    if memory.host.ready_bytes > 0 {
+        let (used, ready) = (Bytes(memory.host.used_bytes), Bytes(memory.host.ready_bytes));
+        let _ = write!(text, "\nHost memory for backups: {used} used of {ready}.");
+        if memory.host.pinned_bytes < memory.host.ready_bytes {
+            let _ = write!(
+                text,
+                " {} could not be registered with the driver: slower.",
+                Bytes(memory.host.ready_bytes - memory.host.pinned_bytes)
+            );
+        }
     }
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; it is tried again.", Bytes(memory.late_bytes));

@@ -243,8 +243,13 @@ pub mod tests {
             let paused_bytes = if state == TagState::Paused { 1 << 30 } else { 0 };
             TagStatus { tag: tag.into(), state, allocations: 1, bytes: 1 << 30, paused_bytes, ..TagStatus::default() }
         };
-        let memory =
-            Status { process_tag: None, tags: tags.iter().map(tag).collect(), devices: Vec::new(), host_spare_bytes: 0, late_bytes: 0 };
+        let memory = Status {
+            process_tag: None,
+            tags: tags.iter().map(tag).collect(),
+            devices: Vec::new(),
+            host: vramctl::backup::ArenaStatus::default(),
+            late_bytes: 0,
+        };
         Process { pid, status: Ok(ProcessStatus { process: hello, memory }) }
     }
 

@@ -1,0 +1,444 @@
+//! Host memory for backups: one range of addresses, made of pieces that come and go.
+//!
+//! Making host memory fit for the copy engines (populating it and registering it with the driver) runs at 2 to 3 GB/s in
+//! one thread and at 30 in many, where the link moves 55. So it is done in pieces, by the threads that copy, while other
+//! pieces are being copied; and what is there is used again. Undoing it takes as long, and is done in the background.
+//!
+//! A [`Range`] is a contiguous part of the arena for the contents of one allocation. It keeps the pieces that it touches;
+//! a piece that no range touches is given back to the system.
+
+use super::limits;
+use crate::config::Config;
+use crate::driver::{Context, Current, Pinned};
+use crate::error::Error;
+use crate::process::{self, PerProcess};
+use std::collections::BTreeMap;
+use std::ptr::{self, NonNull};
+use std::slice;
+use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
+
+/// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
+/// 64 MiB in 16 threads is where populating, registering and copying together are fastest (`docs/performance.md`).
+pub const PIECE: usize = 64 << 20;
+
+/// Host memory for backups.
+pub struct Arena {
+    base: NonNull<u8>,
+    state: Mutex<State>,
+    /// Told whenever a piece has changed.
+    changed: Condvar,
+}
+
+// SAFETY: the base is an address; what is behind it is handed out in disjoint ranges.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+#[derive(Default)]
+struct State {
+    /// Free addresses, as offset and length; neighbours are joined.
+    free: BTreeMap<usize, usize>,
+    pieces: Vec<Piece>,
+    /// Pieces at the beginning that stay when nobody uses them: the pre-warmed ones.
+    kept: usize,
+    /// Whether a thread is giving memory back.
+    releasing: bool,
+}
+
+#[derive(Default)]
+struct Piece {
+    readiness: Readiness,
+    /// How many ranges touch it.
+    users: usize,
+}
+
+#[derive(Default)]
+enum Readiness {
+    /// Only addresses.
+    #[default]
+    Absent,
+    /// A thread is making it ready or giving it back.
+    Changing,
+    /// There, and registered with the driver if that was possible.
+    Ready(Option<Pinned>),
+}
+
+impl Readiness {
+    fn is_ready(&self) -> bool {
+        matches!(self, Self::Ready(_))
+    }
+}
+
+/// How much host memory there is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct ArenaStatus {
+    /// Bytes that hold contents, of paused and of retained allocations.
+    pub used_bytes: u64,
+    /// Bytes of memory that the arena has, used or ready to be used.
+    pub ready_bytes: u64,
+    /// Of those, bytes that the copy engines reach directly.
+    pub pinned_bytes: u64,
+}
+
+static ARENA: PerProcess<Option<Arena>> = PerProcess::new(Arena::reserve);
+
+impl Arena {
+    /// This process's arena.
+    pub fn get() -> Result<&'static Self, Error> {
+        ARENA.get().as_ref().ok_or_else(|| Error::Internal("no address space is left for backups".into()))
+    }
+
+    fn existing() -> Option<&'static Self> {
+        ARENA.existing()?.as_ref()
+    }
+
+    /// Takes addresses, far more than there is memory: contents of any size lie in one range, and addresses cost nothing.
+    /// Less where the address space is limited (`ulimit -v`).
+    fn reserve() -> Option<Self> {
+        let (mut bytes, mut base) = (8usize << 40, libc::MAP_FAILED);
+        while base == libc::MAP_FAILED && bytes >= PIECE {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+            // SAFETY: a new private mapping that touches no other memory, and that nothing can be read from or written to.
+            base = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0) };
+            bytes /= 2;
+        }
+        let base = NonNull::new(base).filter(|_| base != libc::MAP_FAILED)?;
+        // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
+        // pages into copies under the device's feet. Both are wishes: where the kernel does not know them, nothing is lost.
+        // SAFETY: the mapping just made.
+        unsafe {
+            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_HUGEPAGE);
+            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTFORK);
+        }
+        let state = State { free: BTreeMap::from([(0, bytes * 2)]), ..State::default() };
+        Some(Self { base: base.cast(), state: Mutex::new(state), changed: Condvar::new() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ranges of these sizes, in bytes, or an error and nothing: too little host memory for the pieces that are not there
+    /// yet, or more than `VRAMCTL_HOST_CAP`.
+    pub fn take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
+        let mut state = self.lock();
+        let before = state.populated();
+        let mut ranges = Vec::with_capacity(sizes.len());
+        for &bytes in sizes {
+            let Some(offset) = state.take(bytes) else {
+                // Before the ranges are dropped, which takes the lock.
+                drop(state);
+                return Err(Error::HostMemory { needed: sizes.iter().sum::<usize>() as u64, available: 0 });
+            };
+            ranges.push(Range { offset, bytes });
+        }
+        let populated = state.populated();
+        let needed = ((populated - before) * PIECE) as u64;
+        let cap = Config::get().host_cap.saturating_sub((before * PIECE) as u64);
+        let available = limits::available_bytes().min(cap);
+        drop(state);
+        if needed > available { Err(Error::HostMemory { needed, available }) } else { Ok(ranges) }
+    }
+
+    /// The pieces that a range touches.
+    pub fn pieces_of(range: &Range) -> std::ops::Range<usize> {
+        range.offset / PIECE..(range.offset + range.bytes).div_ceil(PIECE)
+    }
+
+    /// Makes a piece ready, and says whether the copy engines reach it directly. Waits where another thread is at it.
+    pub fn prepare(&self, piece: usize, context: Context) -> Result<bool, Error> {
+        let mut state = self.lock();
+        let there = loop {
+            match &state.piece(piece).readiness {
+                Readiness::Ready(Some(_)) => return Ok(true),
+                // Not registered: perhaps it can be now.
+                Readiness::Ready(None) => break true,
+                Readiness::Absent => break false,
+                Readiness::Changing => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        state.piece(piece).readiness = Readiness::Changing;
+        drop(state);
+        let populated = if there { Ok(()) } else { self.populate(piece) };
+        let prepared = populated.map(|()| Current::push(context).ok().and_then(|current| self.pin(piece, &current)));
+        let mut state = self.lock();
+        let (readiness, answer) = match prepared {
+            Ok(pinned) => {
+                let direct = pinned.is_some();
+                (Readiness::Ready(pinned), Ok(direct))
+            }
+            Err(error) => (Readiness::Absent, Err(error)),
+        };
+        state.piece(piece).readiness = readiness;
+        self.changed.notify_all();
+        answer
+    }
+
+    /// The address of a place in the arena. What may be read and written there is for its piece to say.
+    pub fn at(&self, offset: usize) -> *mut u8 {
+        self.base.as_ptr().wrapping_add(offset)
+    }
+
+    fn address(&self, piece: usize) -> NonNull<u8> {
+        // SAFETY: pieces lie inside the reserved range: they are touched by ranges, which do.
+        unsafe { self.base.add(piece * PIECE) }
+    }
+
+    fn populate(&self, piece: usize) -> Result<(), Error> {
+        let address = self.address(piece).as_ptr().cast();
+        let short = || Error::HostMemory { needed: PIECE as u64, available: limits::available_bytes() };
+        // SAFETY: our own addresses, and nobody else uses this piece now.
+        unsafe {
+            if libc::mprotect(address, PIECE, libc::PROT_READ | libc::PROT_WRITE) != 0 {
+                return Err(short());
+            }
+            // Kernels before 5.14 do not know this; there the pages come as they are registered or written.
+            let populated = libc::madvise(address, PIECE, libc::MADV_POPULATE_WRITE) == 0;
+            if !populated && *libc::__errno_location() != libc::EINVAL {
+                self.depopulate(piece);
+                return Err(short());
+            }
+        }
+        Ok(())
+    }
+
+    fn depopulate(&self, piece: usize) {
+        let address = self.address(piece).as_ptr().cast();
+        // SAFETY: our own addresses, and nobody uses this piece any more.
+        unsafe {
+            libc::madvise(address, PIECE, libc::MADV_DONTNEED);
+            libc::mprotect(address, PIECE, libc::PROT_NONE);
+        }
+    }
+
+    fn pin(&self, piece: usize, current: &Current) -> Option<Pinned> {
+        // SAFETY: the piece stays mapped until its readiness changes, and the registration is dropped before that.
+        match unsafe { Pinned::register(self.address(piece), PIECE, current) } {
+            Ok(pinned) => Some(pinned),
+            Err(failure) => {
+                static ONCE: Once = Once::new();
+                ONCE.call_once(|| {
+                    log::warn!("host memory cannot be registered ({failure}): backups go through a small buffer, more slowly");
+                });
+                None
+            }
+        }
+    }
+
+    /// Registrations go with the context they were made in. What was registered there is registered anew when it is next
+    /// used.
+    pub fn forget_context(context: Context) {
+        let Some(arena) = Self::existing() else { return };
+        for piece in &mut arena.lock().pieces {
+            if let Readiness::Ready(pinned) = &mut piece.readiness
+                && pinned.as_ref().is_some_and(|pinned| pinned.context() == context)
+            {
+                *pinned = None;
+            }
+        }
+    }
+
+    /// Makes the first `bytes` ready in the background, and keeps them ready.
+    pub fn prewarm(&'static self, bytes: u64, context: Context) {
+        let pieces = (bytes as usize).div_ceil(PIECE);
+        self.lock().kept = pieces;
+        let work = move || {
+            process::step_back();
+            for piece in 0..pieces {
+                if limits::available_bytes() < PIECE as u64 || self.status().ready_bytes + PIECE as u64 > Config::get().host_cap {
+                    return log::warn!("too little host memory to prepare {bytes} bytes; {} are ready", piece * PIECE);
+                }
+                if let Err(error) = self.prepare(piece, context) {
+                    return log::warn!("preparing host memory: {error}");
+                }
+            }
+            log::info!("{} of host memory are ready", crate::units::Bytes((pieces * PIECE) as u64));
+        };
+        if let Err(error) = process::spawn("vramctl-prewarm", work) {
+            log::warn!("no thread to prepare host memory: {error}");
+        }
+    }
+
+    /// How much host memory there is now.
+    pub fn status(&self) -> ArenaStatus {
+        let state = self.lock();
+        let count = |wanted: fn(&Piece) -> bool| (state.pieces.iter().filter(|piece| wanted(piece)).count() * PIECE) as u64;
+        let free: usize = state.free.values().sum();
+        let end = state.free.iter().next_back().map_or(0, |(offset, bytes)| offset + bytes);
+        ArenaStatus {
+            used_bytes: (end - free) as u64,
+            ready_bytes: count(|piece| piece.readiness.is_ready()),
+            pinned_bytes: count(|piece| matches!(piece.readiness, Readiness::Ready(Some(_)))),
+        }
+    }
+
+    /// How much host memory there is now; nothing, if no arena was needed yet.
+    pub fn status_of_process() -> ArenaStatus {
+        Self::existing().map_or_else(ArenaStatus::default, Self::status)
+    }
+
+    /// Waits until no memory is being given back. For tests and measurements.
+    pub fn settle() {
+        if let Some(arena) = Self::existing() {
+            let state = arena.lock();
+            drop(arena.changed.wait_while(state, |state| state.releasing).unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    fn give_back(&'static self, range: &Range) {
+        let mut state = self.lock();
+        state.give_back(range);
+        if state.releasing || state.idle_piece().is_none() {
+            return;
+        }
+        state.releasing = true;
+        drop(state);
+        if process::spawn("vramctl-release", || self.release_idle()).is_err() {
+            // No thread to be had: then here and now.
+            self.release_idle();
+        }
+    }
+
+    /// Gives pieces that nobody uses back to the system, until there are none.
+    fn release_idle(&self) {
+        let mut state = self.lock();
+        while let Some(piece) = state.idle_piece() {
+            let readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
+            drop(state);
+            drop(readiness);
+            self.depopulate(piece);
+            state = self.lock();
+            state.piece(piece).readiness = Readiness::Absent;
+            self.changed.notify_all();
+        }
+        state.releasing = false;
+        self.changed.notify_all();
+    }
+}
+
+impl State {
+    fn piece(&mut self, piece: usize) -> &mut Piece {
+        if piece >= self.pieces.len() {
+            self.pieces.resize_with(piece + 1, Piece::default);
+        }
+        &mut self.pieces[piece]
+    }
+
+    /// Pieces that have memory, or will have it as soon as a range that touches them is filled.
+    fn populated(&self) -> usize {
+        self.pieces.iter().filter(|piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent)).count()
+    }
+
+    /// A piece with memory that nobody uses and nobody keeps.
+    fn idle_piece(&self) -> Option<usize> {
+        let idle = |piece: &Piece| piece.users == 0 && piece.readiness.is_ready();
+        (self.kept..self.pieces.len()).find(|piece| idle(&self.pieces[*piece]))
+    }
+
+    /// The first free place. Low addresses first, so that ranges share pieces and use those that are ready.
+    fn take(&mut self, bytes: usize) -> Option<usize> {
+        let (&offset, &length) = self.free.iter().find(|(_, length)| **length >= bytes)?;
+        self.free.remove(&offset);
+        if length > bytes {
+            self.free.insert(offset + bytes, length - bytes);
+        }
+        for piece in Arena::pieces_of(&std::mem::ManuallyDrop::new(Range { offset, bytes })) {
+            self.piece(piece).users += 1;
+        }
+        Some(offset)
+    }
+
+    fn give_back(&mut self, range: &Range) {
+        for piece in Arena::pieces_of(range) {
+            self.piece(piece).users -= 1;
+        }
+        let (mut offset, mut bytes) = (range.offset, range.bytes);
+        if let Some(next) = self.free.remove(&(offset + bytes)) {
+            bytes += next;
+        }
+        if let Some((&before, &length)) = self.free.range(..offset).next_back()
+            && before + length == offset
+        {
+            offset = before;
+            bytes += length;
+        }
+        self.free.insert(offset, bytes);
+    }
+}
+
+/// A contiguous part of the arena, given back when dropped.
+#[derive(Debug)]
+pub struct Range {
+    offset: usize,
+    bytes: usize,
+}
+
+impl Range {
+    /// Its place in the arena, in bytes.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Its first byte. What may be read and written there is for the pieces to say.
+    pub fn address(&self) -> *mut u8 {
+        Arena::existing().map_or(ptr::null_mut(), |arena| arena.at(self.offset))
+    }
+
+    /// Its contents.
+    ///
+    /// # Safety
+    /// All its pieces must have been prepared, and nothing may be written to it while the slice is used.
+    pub unsafe fn as_slice(&self) -> &[u8] {
+        // SAFETY: prepared pieces are readable, and they stay while a range touches them.
+        unsafe { slice::from_raw_parts(self.address(), self.bytes) }
+    }
+}
+
+impl Drop for Range {
+    fn drop(&mut self) {
+        if let Some(arena) = Arena::existing() {
+            arena.give_back(self);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn state() -> State {
+        State { free: BTreeMap::from([(0, 100 * PIECE)]), ..State::default() }
+    }
+
+    fn range(offset: usize, bytes: usize) -> std::mem::ManuallyDrop<Range> {
+        std::mem::ManuallyDrop::new(Range { offset, bytes })
+    }
+
+    proptest! {
+        /// Two allocations whose contents overlap in the backup would both be lost.
+        #[test]
+        fn ranges_never_overlap_and_all_comes_back(steps in prop::collection::vec((1usize..90, any::<bool>(), any::<usize>()), 1..200)) {
+            const UNIT: usize = 2 << 20;
+            let mut state = state();
+            let mut taken: Vec<(usize, usize)> = Vec::new();
+            for (units, give, which) in steps {
+                if give && !taken.is_empty() {
+                    let (offset, bytes) = taken.swap_remove(which % taken.len());
+                    state.give_back(&range(offset, bytes));
+                } else if let Some(offset) = state.take(units * UNIT) {
+                    prop_assert!(taken.iter().all(|(other, bytes)| offset + units * UNIT <= *other || other + bytes <= offset));
+                    taken.push((offset, units * UNIT));
+                }
+                for piece in 0..state.pieces.len() {
+                    let users = taken.iter().filter(|(offset, bytes)| Arena::pieces_of(&range(*offset, *bytes)).contains(&piece)).count();
+                    prop_assert_eq!(state.pieces[piece].users, users);
+                }
+            }
+            for (offset, bytes) in taken {
+                state.give_back(&range(offset, bytes));
+            }
+            prop_assert_eq!(state.free, BTreeMap::from([(0, 100 * PIECE)]));
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Code and small buffers on the device: a kernel of our own and the memory that it works on.
+//!
+//! They belong to a context and go with it: what a reset of the device has destroyed must not be touched any more, not
+//! even to destroy it. [`DeviceBuffer::is_alive`] is how their owner finds out.
+
+use super::{CUdeviceptr, Driver, Failure, Stream};
+use cudarc::driver::sys::{CUfunction, CUmodule, CUpointer_attribute};
+use std::ffi::{CStr, c_void};
+use std::{mem, ptr};
+
+/// One function of a module of PTX, compiled by the driver for the current context's device.
+#[derive(Debug)]
+pub struct Kernel {
+    module: CUmodule,
+    function: CUfunction,
+}
+
+// SAFETY: the handles name objects of the driver, which is thread-safe.
+unsafe impl Send for Kernel {}
+
+impl Kernel {
+    /// Compiles a module for the current context and looks its function `name` up.
+    pub fn load(ptx: &CStr, name: &CStr) -> Result<Self, Failure> {
+        let driver = Driver::get()?;
+        let mut kernel = Self { module: ptr::null_mut(), function: ptr::null_mut() };
+        // SAFETY: `module` is writable and the text is terminated.
+        unsafe { driver.cuModuleLoadData(&raw mut kernel.module, ptx.as_ptr().cast())? };
+        // SAFETY: `function` is writable, the module was loaded just now, and the name is terminated.
+        unsafe { driver.cuModuleGetFunction(&raw mut kernel.function, kernel.module, name.as_ptr())? };
+        Ok(kernel)
+    }
+
+    /// Queues `blocks` blocks of `threads` threads each in a stream of the kernel's context.
+    ///
+    /// # Safety
+    /// Each argument must point to a value of the type of the kernel's parameter in its place. Memory that these values
+    /// name must be there until the stream has finished.
+    pub unsafe fn launch<const N: usize>(
+        &self,
+        stream: &Stream,
+        blocks: u32,
+        threads: u32,
+        mut arguments: [*mut c_void; N],
+    ) -> Result<(), Failure> {
+        let arguments = arguments.as_mut_ptr();
+        // SAFETY: the arguments are read before the call returns; the rest is the caller's promise.
+        unsafe {
+            Driver::get()?.cuLaunchKernel(self.function, blocks, 1, 1, threads, 1, 1, 0, stream.raw(), arguments, ptr::null_mut())
+        }
+    }
+}
+
+impl Drop for Kernel {
+    /// The context must be current, and the one that the kernel was loaded in.
+    fn drop(&mut self) {
+        if !self.module.is_null() {
+            // SAFETY: loaded by us, and dropped once.
+            let _ = Driver::get().and_then(|driver| unsafe { driver.cuModuleUnload(self.module) });
+        }
+    }
+}
+
+/// A small allocation of device memory that stays where it is.
+#[derive(Debug)]
+pub struct DeviceBuffer {
+    address: CUdeviceptr,
+    bytes: usize,
+    /// The driver's number for this allocation, "guaranteed to be unique within the process"
+    /// (`CU_POINTER_ATTRIBUTE_BUFFER_ID` in the driver API's reference).
+    id: u64,
+}
+
+impl DeviceBuffer {
+    /// Allocates in the current context.
+    pub fn new(bytes: usize) -> Result<Self, Failure> {
+        let mut buffer = Self { address: 0, bytes, id: 0 };
+        // SAFETY: `address` is writable.
+        unsafe { Driver::get()?.cuMemAlloc_v2(&raw mut buffer.address, bytes)? };
+        buffer.id = buffer.id_now()?;
+        Ok(buffer)
+    }
+
+    /// The first address.
+    pub fn address(&self) -> CUdeviceptr {
+        self.address
+    }
+
+    /// Whether the allocation is still there. It is gone once its context has been destroyed or reset, and so is all else
+    /// that was made in that context.
+    pub fn is_alive(&self) -> bool {
+        self.id_now() == Ok(self.id)
+    }
+
+    fn id_now(&self) -> Result<u64, Failure> {
+        let mut id = 0u64;
+        let attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID as u32;
+        // SAFETY: the attribute is a number of 64 bits; an address that the driver does not know is an error.
+        unsafe { Driver::get()?.cuPointerGetAttribute((&raw mut id).cast(), attribute, self.address)? };
+        Ok(id)
+    }
+
+    /// Queues a copy of host memory to `offset` bytes into the buffer.
+    ///
+    /// # Safety
+    /// `values` must stay and not change until the stream has finished.
+    pub unsafe fn write<T: Copy>(&self, stream: &Stream, offset: usize, values: &[T]) -> Result<(), Failure> {
+        let bytes = mem::size_of_val(values);
+        assert!(offset + bytes <= self.bytes, "beyond the end of a device buffer");
+        // SAFETY: inside the buffer; the host's side is the caller's promise.
+        unsafe { Driver::get()?.cuMemcpyHtoDAsync_v2(self.address + offset as u64, values.as_ptr().cast(), bytes, stream.raw()) }
+    }
+
+    /// Queues a copy from `offset` bytes into the buffer to host memory.
+    ///
+    /// # Safety
+    /// `values` must stay and not be used until the stream has finished, and be valid whatever bytes it holds.
+    pub unsafe fn read<T: Copy>(&self, stream: &Stream, offset: usize, values: &mut [T]) -> Result<(), Failure> {
+        let bytes = mem::size_of_val(values);
+        assert!(offset + bytes <= self.bytes, "beyond the end of a device buffer");
+        // SAFETY: inside the buffer; the host's side is the caller's promise.
+        unsafe { Driver::get()?.cuMemcpyDtoHAsync_v2(values.as_mut_ptr().cast(), self.address + offset as u64, bytes, stream.raw()) }
+    }
+}
+
+impl Drop for DeviceBuffer {
+    /// The driver waits for the work of the buffer's context first.
+    fn drop(&mut self) {
+        if self.address != 0 {
+            // SAFETY: allocated by us, and dropped once.
+            let _ = Driver::get().and_then(|driver| unsafe { driver.cuMemFree_v2(self.address) });
+        }
+    }
+}
