@@ -135,7 +135,7 @@ pub unsafe extern "C" fn vramctl_pause(tag: *const c_char, timeout_ms: i64, back
     answer(|| {
         // SAFETY: the caller's promise.
         let request = Request { backup: policy(backup)?, ..unsafe { request(tag, timeout_ms)? } };
-        Memory::get().pause(&request, &mut |_| ())?;
+        Memory::get().pause(&request, &mut ())?;
         Ok(())
     })
 }
@@ -154,7 +154,7 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
         // SAFETY: the caller's promise.
         let mut request = unsafe { request(tag, timeout_ms)? };
         request.timeout = request.timeout.or(Some(Duration::MAX));
-        Memory::get().resume(&request, &mut |_| ())?;
+        Memory::get().resume(&request, &mut ())?;
         Ok(())
     })
 }

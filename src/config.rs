@@ -14,7 +14,7 @@
 //!
 //! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads.
 
-use crate::memory::Backup;
+use crate::memory::{Backup, region::checked_tag};
 use crate::process::PerProcess;
 use crate::units::parse_bytes;
 use std::path::PathBuf;
@@ -45,7 +45,8 @@ pub struct Config {
 /// a 2 MiB page each, and torch's own small blocks come in segments of 2 MiB.
 const DEFAULT_MIN_BYTES: usize = 1 << 20;
 
-static CONFIG: PerProcess<Config> = PerProcess::new(|| Config::from_variables(|name| std::env::var(name).ok()));
+static CONFIG: PerProcess<Config> =
+    PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())));
 
 impl Config {
     /// This process's configuration.
@@ -70,7 +71,9 @@ impl Config {
         let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
         let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
         let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
-        let (tag, name) = (set("VRAMCTL_TAG").map(Arc::from), set("VRAMCTL_NAME"));
+        let tag = set("VRAMCTL_TAG").map(|tag| checked_tag(&tag));
+        let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
+        let name = set("VRAMCTL_NAME");
         Self { tag, backup, retain, host_cap, prewarm, min_bytes, name, complaints }
     }
 
@@ -88,7 +91,7 @@ impl Config {
 fn parse_backup(list: &str, complaints: &mut Vec<String>) -> Vec<(Arc<str>, Backup)> {
     let entry = |item: &str| {
         let (tag, policy) = item.trim().split_once('=')?;
-        Some((Arc::from(tag.trim()), policy.trim().parse().ok()?))
+        Some((checked_tag(tag.trim()).ok()?, policy.trim().parse().ok()?))
     };
     list.split(',')
         .filter(|item| !item.trim().is_empty())

@@ -3,6 +3,7 @@
 use crate::config;
 use log::{LevelFilter, Metadata, Record};
 use std::sync::Once;
+use std::{mem, ptr};
 
 struct Stderr;
 
@@ -17,12 +18,35 @@ impl log::Log for Stderr {
         }
         let level = record.level().as_str().to_ascii_lowercase();
         let line = format!("vramctl[{}]: {level}: {}\n", std::process::id(), record.args());
-        // Not `eprintln!`, which takes a lock that a forked child could find held.
-        // SAFETY: `line` is readable for its length. A closed or full stderr loses the line, nothing more.
-        unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
+        write_to_stderr(line.as_bytes());
     }
 
     fn flush(&self) {}
+}
+
+/// Writes a line, or loses it: a full pipe must not hold the program up, and a broken one not end it by SIGPIPE. Not
+/// `eprintln!`, which takes a lock that a forked child could find held.
+fn write_to_stderr(line: &[u8]) {
+    let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: plain data that is writable, and a line that is readable for its length. The signal mask is this thread's
+    // alone and restored; a SIGPIPE of our own making is taken back, one that was pending before is not.
+    unsafe {
+        if libc::poll(&raw mut stderr, 1, 0) != 1 || stderr.revents & libc::POLLOUT == 0 {
+            return;
+        }
+        let (mut pipe, mut before, mut pending) = (mem::zeroed(), mem::zeroed(), mem::zeroed());
+        libc::sigemptyset(&raw mut pipe);
+        libc::sigaddset(&raw mut pipe, libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const pipe, &raw mut before);
+        libc::sigpending(&raw mut pending);
+        let pending = libc::sigismember(&raw const pending, libc::SIGPIPE) == 1;
+        let written = libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len());
+        if written < 0 && !pending {
+            let no_time: libc::timespec = mem::zeroed();
+            libc::sigtimedwait(&raw const pipe, ptr::null_mut(), &raw const no_time);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
+    }
 }
 
 /// Sets the logger up, once, and says what was wrong with the environment. Called where CUDA memory first comes into

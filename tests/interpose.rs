@@ -283,10 +283,10 @@ fn policies_discard_or_keep_by_request_region_and_environment() {
     assert!(zero(by_region) && zero(by_environment));
 
     assert_eq!(write(by_region, &contents), 0);
-    Memory::get().pause(&Request { backup: Some(Backup::Host), ..request(&[]) }, &mut |_| ()).unwrap();
+    Memory::get().pause(&Request { backup: Some(Backup::Host), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(kept(by_region), "a request overrules the region");
-    Memory::get().pause(&Request { backup: Some(Backup::Discard), ..request(&[]) }, &mut |_| ()).unwrap();
+    Memory::get().pause(&Request { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(zero(by_default));
 }
@@ -320,7 +320,7 @@ fn a_pause_waits_for_the_devices_work() {
     let stream = Stream::create();
     gpu.set_op_delay_ms(150);
     assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
-    let hurried = Memory::get().pause(&Request { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut |_| ());
+    let hurried = Memory::get().pause(&Request { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
     assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
     assert_eq!(state("t"), Some(TagState::Active));
     pause(&["t"]).unwrap();
@@ -350,7 +350,7 @@ fn a_resume_without_memory_says_what_is_short_and_can_wait() {
     assert_eq!(state("t"), Some(TagState::Paused));
     let started = Instant::now();
     let patient =
-        std::thread::spawn(|| Memory::get().resume(&Request { timeout: Some(Duration::from_secs(30)), ..request(&["t"]) }, &mut |_| ()));
+        std::thread::spawn(|| Memory::get().resume(&Request { timeout: Some(Duration::from_secs(30)), ..request(&["t"]) }, &mut ()));
     std::thread::sleep(Duration::from_millis(100));
     // While it waits, the program can allocate and free.
     let other = malloc_tagged("other", None, 2 * MIB).unwrap();

@@ -115,7 +115,7 @@ impl World {
             }
             Step::Pause(tag, backup) => {
                 let wanted = Request { backup, ..request(&tags(tag)) };
-                let answer = Memory::get().pause(&wanted, &mut |_| ());
+                let answer = Memory::get().pause(&wanted, &mut ());
                 prop_assert_eq!(answer.is_ok(), self.known(tag), "{:?}", answer);
                 let mut changed = 0;
                 for model in self.of_tag(tag).filter(|model| !model.paused) {
@@ -129,7 +129,7 @@ impl World {
                     prop_assert_eq!(report.allocations, changed);
                 }
             }
-            Step::Resume(tag) => match Memory::get().resume(&request(&tags(tag)), &mut |_| ()) {
+            Step::Resume(tag) => match Memory::get().resume(&request(&tags(tag)), &mut ()) {
                 Ok(_) => self.of_tag(tag).for_each(|model| model.paused = false),
                 Err(vramctl::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
                 Err(error) => prop_assert!(!self.known(tag), "{}", error),

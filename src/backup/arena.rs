@@ -187,6 +187,10 @@ impl Arena {
     fn populate(&self, piece: usize) -> Result<(), Error> {
         let address = self.address(piece).as_ptr().cast();
         let short = || Error::HostMemory { needed: PIECE as u64, available: limits::available_bytes() };
+        // Looked at for each piece: other processes may be at it at the same time, and all of them saw the same memory.
+        if limits::available_bytes() < PIECE as u64 {
+            return Err(short());
+        }
         // SAFETY: our own addresses, and nobody else uses this piece now.
         unsafe {
             if libc::mprotect(address, PIECE, libc::PROT_READ | libc::PROT_WRITE) != 0 {
@@ -305,11 +309,21 @@ impl Arena {
         while let Some(piece) = state.idle_piece() {
             let readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
             drop(state);
-            drop(readiness);
-            self.depopulate(piece);
+            let unregistered = match readiness {
+                Readiness::Ready(Some(pinned)) => pinned.unregister(),
+                _ => Ok(()),
+            };
+            if unregistered.is_ok() {
+                self.depopulate(piece);
+            }
             state = self.lock();
-            state.piece(piece).readiness = Readiness::Absent;
+            let refused = unregistered.is_err();
+            state.piece(piece).readiness = unregistered.map_or_else(|pinned| Readiness::Ready(Some(pinned)), |()| Readiness::Absent);
             self.changed.notify_all();
+            if refused {
+                // The next range that is given back has it tried again.
+                break;
+            }
         }
         state.releasing = false;
         self.changed.notify_all();

@@ -15,22 +15,25 @@ fn system_available() -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// The tightest of the limits on the way up (control groups, version 2). File pages that the group could drop count as
-/// available.
+/// The tightest of the limits on the way up, of either version of control groups. File pages that a group could drop count
+/// as available.
 fn cgroup_available() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/cgroup").ok()?;
-    let group = text.lines().find_map(|line| line.strip_prefix("0::"))?.trim_start_matches('/');
-    let mut directory = Path::new("/sys/fs/cgroup").join(group);
-    let mut tightest = None;
-    while directory.starts_with("/sys/fs/cgroup") {
-        let number = |name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
-        if let (Some(limit), Some(current)) = (number("memory.max"), number("memory.current")) {
+    let groups = text.lines().filter_map(|line| {
+        let (controllers, group) = line.split_once(':')?.1.split_once(':')?;
+        let (root, limit, usage, droppable) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
+            "memory" => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+            _ => return None,
+        };
+        let left = |directory: &Path| {
+            let number = |name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
             let statistics = fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
-            let droppable = statistics.lines().find_map(|line| line.strip_prefix("inactive_file ")?.parse().ok()).unwrap_or(0);
-            let left = limit.saturating_sub(current.saturating_sub(droppable));
-            tightest = Some(tightest.map_or(left, |known: u64| known.min(left)));
-        }
-        directory.pop();
-    }
-    tightest
+            let droppable = statistics.lines().find_map(|line| line.strip_prefix(droppable)?.parse().ok()).unwrap_or(0);
+            Some(number(limit)?.saturating_sub(number(usage)?.saturating_sub(droppable)))
+        };
+        let own = Path::new(root).join(group.trim_start_matches('/'));
+        own.ancestors().take_while(|directory| directory.starts_with(root)).filter_map(left).min()
+    });
+    groups.min()
 }

@@ -1,6 +1,7 @@
 //! Where contents go while their memory is paused, and how they are copied.
 
 mod arena;
+pub mod digest;
 mod limits;
 mod transfer;
 

@@ -1,6 +1,6 @@
 //! The client's side of the socket, for the command line.
 
-use super::discovery::Directory;
+use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
 use crate::memory::{Progress, Report};
 use std::io::{self, BufRead, BufReader, Write};
@@ -12,6 +12,8 @@ use std::{fmt, fs};
 #[derive(Debug)]
 pub struct Client {
     pid: u32,
+    /// The server as this process sees it: in another container its name says a different number. 0: it cannot be seen.
+    seen_as: i32,
     stream: BufReader<UnixStream>,
 }
 
@@ -50,7 +52,8 @@ impl Client {
         let connect = || {
             let stream = directory.connect(pid)?;
             stream.set_read_timeout(Some(LOOK_AFTER))?;
-            Ok(Self { pid, stream: BufReader::new(stream) })
+            let seen_as = discovery::peer(&stream)?.pid;
+            Ok(Self { pid, seen_as, stream: BufReader::new(stream) })
         };
         connect().map_err(|error| ClientError::Io { pid, error })
     }
@@ -119,7 +122,7 @@ impl Client {
                 Ok(_) if line.last() == Some(&b'\n') => break,
                 Ok(_) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it answered")),
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-                    if !fs::exists(format!("/proc/{}", self.pid)).unwrap_or(true) {
+                    if self.seen_as != 0 && !fs::exists(format!("/proc/{}", self.seen_as)).unwrap_or(true) {
                         return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it answered"));
                     }
                 }

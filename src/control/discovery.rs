@@ -9,12 +9,13 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::{io, process};
+use std::{io, mem, process};
 
 /// The directory of the sockets, open and found safe: no symbolic link, owned by the user, closed to others.
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
+    owner: u32,
     open: File,
 }
 
@@ -25,24 +26,24 @@ pub fn user() -> u32 {
 }
 
 impl Directory {
-    /// The user's directory; `Ok(None)`: there is none yet, so no process has managed memory.
+    /// The user's directory; `Ok(None)`: there is none yet, so no process has managed memory. Root may look into anybody's.
     pub fn open() -> io::Result<Option<Self>> {
-        match Self::check(&config::socket_directory()) {
+        match Self::check(&config::socket_directory(), user() == 0) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             answer => answer.map(Some),
         }
     }
 
-    /// The same, made if need be.
+    /// The same for sockets of one's own, made if need be.
     pub fn open_or_create() -> io::Result<Self> {
         let path = config::socket_directory();
         match fs::DirBuilder::new().mode(0o700).create(&path) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(naming(&path, &error)),
-            _ => Self::check(&path),
+            _ => Self::check(&path, false),
         }
     }
 
-    fn check(path: &Path) -> io::Result<Self> {
+    fn check(path: &Path, anybodys: bool) -> io::Result<Self> {
         let open = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
@@ -50,15 +51,13 @@ impl Directory {
             .map_err(|error| naming(path, &error))?;
         let metadata = open.metadata()?;
         let refuse = |why: String| Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display())));
-        let user = user();
-        // Root may look into another user's directory, but does not put its own sockets there: it has one of its own.
-        if metadata.uid() != user && user != 0 {
+        if metadata.uid() != user() && !anybodys {
             return refuse(format!("owned by user {}, not by you; set VRAMCTL_DIR to a directory of yours", metadata.uid()));
         }
         if metadata.mode() & 0o077 != 0 {
             return refuse(format!("open to other users (mode {:o}); chmod 700 it", metadata.mode() & 0o777));
         }
-        Ok(Self { path: path.to_owned(), open })
+        Ok(Self { path: path.to_owned(), owner: metadata.uid(), open })
     }
 
     /// Its path, for messages.
@@ -73,6 +72,15 @@ impl Directory {
     /// This process's socket. What an earlier process with the same id left is replaced.
     pub fn bind(&self) -> io::Result<UnixListener> {
         let place = self.within(process::id());
+        // Two containers that share a directory may both have a process of this number.
+        if self.connect(process::id()).is_ok() {
+            let why = format!(
+                "{}: another process {} listens there; give each container a VRAMCTL_DIR of its own",
+                self.path.display(),
+                process::id()
+            );
+            return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
+        }
         // Under its name only once it listens: `processes` takes one that does not for a stale one.
         let unfinished = place.with_extension("new");
         let _ = fs::remove_file(&unfinished);
@@ -85,9 +93,15 @@ impl Directory {
         let _ = fs::remove_file(self.within(pid));
     }
 
-    /// Connects to the socket of a process.
+    /// Connects to the socket of a process, if it is one of the directory's owner.
     pub fn connect(&self, pid: u32) -> io::Result<UnixStream> {
-        UnixStream::connect(self.within(pid))
+        let stream = UnixStream::connect(self.within(pid))?;
+        let peer = peer(&stream)?;
+        if peer.uid == self.owner || peer.uid == 0 {
+            return Ok(stream);
+        }
+        let why = format!("{}/{pid}.sock: user {} answers there", self.path.display(), peer.uid);
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
     }
 
     /// The processes that listen, by id. Sockets that nobody listens on any more are removed on the way.
@@ -107,6 +121,16 @@ impl Directory {
         pids.sort_unstable();
         Ok(pids)
     }
+}
+
+/// Who is at the other end of a socket. The process id is as this process sees it, and 0 where it cannot.
+pub fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = mem::size_of_val(&peer) as libc::socklen_t;
+    // SAFETY: `peer` is writable for `length` bytes.
+    let answer =
+        unsafe { libc::getsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &raw mut length) };
+    if answer == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
 }
 
 fn naming(path: &Path, error: &io::Error) -> io::Error {

@@ -7,7 +7,7 @@ use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
 use crate::config::Config;
 use crate::error::Error;
-use crate::memory::{Memory, Progress, Report};
+use crate::memory::{Memory, Observer, Progress, Report, Stage};
 use crate::process::{self, PerProcess};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -39,7 +39,12 @@ fn start() -> io::Result<()> {
     let listener = directory.bind()?;
     log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
     remove_socket_at_exit();
-    process::spawn("vramctl-control", move || accept(&listener))
+    // Before the thread: a fork in between would take the socket along.
+    let descriptor = Descriptor::track(listener.as_raw_fd());
+    process::spawn("vramctl-control", move || {
+        accept(&listener);
+        drop(descriptor);
+    })
 }
 
 /// A process that is killed leaves its socket behind; whoever looks for processes next removes it.
@@ -57,10 +62,13 @@ fn remove_socket_at_exit() {
 }
 
 fn accept(listener: &UnixListener) {
-    let _listening = Descriptor::track(listener.as_raw_fd());
     loop {
         match listener.accept() {
             Ok((stream, _)) => welcome(stream),
+            // The program has closed all its descriptors, as programs do that go into the background.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EBADF | libc::ENOTSOCK | libc::EINVAL)) => {
+                return log::warn!("the control socket was closed by the program; it cannot be controlled any more");
+            }
             Err(error) => {
                 // Out of descriptors, most likely: the program's affair, and over some day.
                 log::debug!("accept: {error}");
@@ -75,8 +83,8 @@ fn welcome(stream: UnixStream) {
         let refusal = Reply::Error(Refusal::from(&Error::Invalid(why.to_owned())));
         let _ = Peer(&stream).send(&refusal, libc::MSG_DONTWAIT);
     };
-    match peer_user(&stream) {
-        Ok(user) if user == discovery::user() || user == 0 => (),
+    match discovery::peer(&stream) {
+        Ok(peer) if peer.uid == discovery::user() || peer.uid == 0 => (),
         Ok(_) => return refuse("this process belongs to another user"),
         Err(error) => return log::debug!("SO_PEERCRED: {error}"),
     }
@@ -91,15 +99,6 @@ fn welcome(stream: UnixStream) {
     if let Err(error) = process::spawn("vramctl-client", serve) {
         log::debug!("no thread for a connection: {error}");
     }
-}
-
-fn peer_user(stream: &UnixStream) -> io::Result<u32> {
-    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut length = mem::size_of_val(&peer) as libc::socklen_t;
-    // SAFETY: `peer` is writable for `length` bytes.
-    let answer =
-        unsafe { libc::getsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &raw mut length) };
-    if answer == 0 { Ok(peer.uid) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Answers the requests of one connection, one after the other, until the client hangs up or cannot be talked to.
@@ -134,11 +133,11 @@ fn carry_out(request: Request, peer: Peer<'_>) -> Result<Reply, Error> {
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
-        Request::Pause(wanted) => transition(wanted, peer, |request, progress| memory.pause(request, progress)),
+        Request::Pause(wanted) => transition(wanted, peer, |request, client| memory.pause(request, client)),
         Request::Resume(Transition { backup: Some(_), .. }) => {
             Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
         }
-        Request::Resume(wanted) => transition(wanted, peer, |request, progress| memory.resume(request, progress)),
+        Request::Resume(wanted) => transition(wanted, peer, |request, client| memory.resume(request, client)),
         Request::SetTag { tag } => {
             memory.set_process_tag(tag.as_deref())?;
             Ok(Reply::Tag { tag })
@@ -149,18 +148,34 @@ fn carry_out(request: Request, peer: Peer<'_>) -> Result<Reply, Error> {
 fn transition(
     wanted: Transition,
     peer: Peer<'_>,
-    work: impl FnOnce(&crate::memory::Request, &mut dyn FnMut(Progress)) -> Result<Report, Error>,
+    work: impl FnOnce(&crate::memory::Request, &mut dyn Observer) -> Result<Report, Error>,
 ) -> Result<Reply, Error> {
-    let mut told = None::<(Instant, crate::memory::Stage)>;
-    let wants = wanted.progress;
-    let mut tell = |now: Progress| {
-        let due = told.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= TELL_EVERY) || now.done == now.total;
-        if wants && due {
-            told = Some((Instant::now(), now.stage));
-            let _ = peer.send(&Reply::Progress(now), libc::MSG_DONTWAIT);
+    let mut client = Client { peer, wants_progress: wanted.progress, told: None };
+    work(&wanted.into(), &mut client).map(Reply::Done)
+}
+
+/// The client of a pause or resume.
+struct Client<'a> {
+    peer: Peer<'a>,
+    wants_progress: bool,
+    told: Option<(Instant, Stage)>,
+}
+
+impl Observer for Client<'_> {
+    fn progress(&mut self, now: Progress) {
+        let due = self.told.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= TELL_EVERY) || now.done == now.total;
+        if self.wants_progress && due {
+            self.told = Some((Instant::now(), now.stage));
+            let _ = self.peer.send(&Reply::Progress(now), libc::MSG_DONTWAIT);
         }
-    };
-    work(&wanted.into(), &mut tell).map(Reply::Done)
+    }
+
+    /// A client that has only stopped sending still reads the answer; one that has hung up does not.
+    fn is_gone(&mut self) -> bool {
+        let mut socket = libc::pollfd { fd: self.peer.0.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one entry that is writable; does not block.
+        unsafe { libc::poll(&raw mut socket, 1, 0) == 1 && socket.revents & (libc::POLLHUP | libc::POLLERR) != 0 }
+    }
 }
 
 fn hello() -> Hello {

@@ -1,9 +1,13 @@
 //! Contexts and streams: what is current on a thread, and waiting for a device.
 
 use super::{CUcontext, CUdevice, CUstream, Driver, Failure, code};
+use crate::process::PerProcess;
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
+use once_cell::sync::OnceCell;
 use std::ffi::c_void;
-use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use std::{ptr, thread};
 
 /// A context, by its opaque handle: never dereferenced here, and any thread may use it. One that has been destroyed is
 /// answered with an error by the driver.
@@ -14,6 +18,13 @@ pub struct Context(CUcontext);
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
+
+impl Context {
+    /// Whether the context is no more. What was allocated in it would be gone, had it been CUDA's own memory.
+    pub fn is_gone(self) -> bool {
+        matches!(Current::push(self), Err(Failure { code: code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED, .. }))
+    }
+}
 
 /// A stream of the program, by its opaque handle, which is never dereferenced here. The layout is the handle's, so that
 /// hooked functions can take it as it comes.
@@ -26,6 +37,13 @@ impl StreamHandle {
     /// the last in each thread.
     pub fn is_default(self) -> bool {
         self.0 as usize <= 2
+    }
+
+    /// The stream that the handle means in a program built for per-thread default streams.
+    #[must_use]
+    pub fn of_per_thread_program(self) -> Self {
+        const PER_THREAD: usize = 2; // CU_STREAM_PER_THREAD
+        if self.0.is_null() { Self(PER_THREAD as CUstream) } else { self }
     }
 
     /// Whether it is being captured into a graph.
@@ -57,6 +75,22 @@ pub struct Current {
 }
 
 impl Current {
+    /// The primary context of a device, if it is in use: the one that the runtime uses, and resets.
+    pub fn primary_of(device: CUdevice) -> Result<Option<Context>, Failure> {
+        let driver = Driver::get()?;
+        let (mut flags, mut active, mut context) = (0, 0, ptr::null_mut());
+        // SAFETY: all are writable. Retained for as long as it takes to learn the handle.
+        unsafe {
+            driver.cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active)?;
+            if active == 0 {
+                return Ok(None);
+            }
+            driver.cuDevicePrimaryCtxRetain(&raw mut context, device)?;
+            driver.cuDevicePrimaryCtxRelease_v2(device)?;
+        }
+        Ok(Some(Context(context)))
+    }
+
     /// The thread's current context, if it has one. A driver that is not initialised yet counts as none.
     pub fn of_thread() -> Result<Option<Self>, Failure> {
         let mut context = ptr::null_mut();
@@ -108,43 +142,19 @@ impl Current {
     /// Not by `cuCtxSynchronize`, which makes any stream capture in the context invalid, whatever the thread's capture
     /// mode (observed with driver 580). Taking a page of host memory away from the device waits for the same work,
     /// because the device must be done with the page before the system may have it back, and in the relaxed mode it
-    /// leaves captures alone. Where registering memory is not possible, the plain way is all there is.
+    /// leaves captures alone. That is no promise of the driver's, so it is tried out first, once in a process; where it
+    /// does not hold, or memory cannot be registered, the plain way is all there is.
     pub fn wait_for_work(&self) -> Result<(), Failure> {
         let _relaxed = RelaxedCapture::enter();
-        let driver = Driver::get()?;
-        let Some(page) = Page::new() else {
-            // SAFETY: a context is current; no arguments.
-            return unsafe { driver.cuCtxSynchronize() };
-        };
-        // SAFETY: the page is ours and stays mapped until it is unregistered.
-        match unsafe { driver.cuMemHostRegister_v2(page.0, PAGE, 0) } {
-            // SAFETY: registered just now.
-            Ok(()) => unsafe { driver.cuMemHostUnregister(page.0) },
-            // SAFETY: a context is current; no arguments.
-            Err(_) => unsafe { driver.cuCtxSynchronize() },
+        if unregistering_waits()? {
+            match Page::register() {
+                Ok(page) => return page.unregister(),
+                Err(failure) if failure.is_of_earlier_work() => return Err(failure),
+                Err(_) => (),
+            }
         }
-    }
-}
-
-const PAGE: usize = 4096;
-
-/// A page of host memory, of a thread's own for as long as it lives.
-struct Page(*mut c_void);
-
-impl Page {
-    fn new() -> Option<Self> {
-        // SAFETY: a new private mapping that touches no other memory.
-        let page = unsafe {
-            libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
-        };
-        (page != libc::MAP_FAILED).then_some(Self(page))
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        // SAFETY: our own mapping; nothing refers to it any more.
-        unsafe { libc::munmap(self.0, PAGE) };
+        // SAFETY: a context is current; no arguments.
+        unsafe { Driver::get()?.cuCtxSynchronize() }
     }
 }
 
@@ -162,17 +172,80 @@ fn pop() {
     let _ = Driver::get().and_then(|driver| unsafe { driver.cuCtxPopCurrent_v2(&raw mut context) });
 }
 
+/// Whether this driver waits for queued work before it unregisters host memory: found out with a host function that takes
+/// a moment, queued on a stream of ours.
+fn unregistering_waits() -> Result<bool, Failure> {
+    static KNOWN: PerProcess<OnceCell<bool>> = PerProcess::new(OnceCell::new);
+    const MOMENT: Duration = Duration::from_millis(2);
+    extern "C" fn take_a_moment(done: *mut c_void) {
+        thread::sleep(MOMENT);
+        // SAFETY: the flag that was leaked for this call.
+        unsafe { (*done.cast::<AtomicBool>()).store(true, Ordering::Release) };
+    }
+    KNOWN
+        .get()
+        .get_or_try_init(|| {
+            // Leaked: where the driver does not wait, the host function runs after this has returned.
+            let done: &'static AtomicBool = Box::leak(Box::default());
+            let Ok(page) = Page::register() else { return Ok(false) };
+            let stream = Stream::create()?;
+            // SAFETY: a stream of ours, and a function and a flag that live for ever.
+            unsafe { Driver::get()?.cuLaunchHostFunc(stream.raw(), Some(take_a_moment), (&raw const *done).cast_mut().cast())? };
+            page.unregister()?;
+            let waited = done.load(Ordering::Acquire);
+            if !waited {
+                log::info!("this driver does not wait when it unregisters memory; stream captures will not survive a pause");
+            }
+            Ok(waited)
+        })
+        .copied()
+}
+
+const PAGE: usize = 4096;
+
+/// A page of host memory that is registered with the driver.
+struct Page(*mut c_void);
+
+impl Page {
+    fn register() -> Result<Self, Failure> {
+        // SAFETY: a new private mapping that touches no other memory.
+        let address = unsafe {
+            libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+        };
+        if address == libc::MAP_FAILED {
+            return Err(Failure { call: "mmap", code: code::OUT_OF_MEMORY });
+        }
+        // SAFETY: just mapped; it stays mapped for as long as it is registered.
+        let registered = Driver::get().and_then(|driver| unsafe { driver.cuMemHostRegister_v2(address, PAGE, 0) });
+        registered.map(|()| Self(address)).inspect_err(|_| {
+            // SAFETY: our own mapping, which the driver did not take.
+            unsafe { libc::munmap(address, PAGE) };
+        })
+    }
+
+    /// After an error the driver may still know the page, so it is not given back.
+    fn unregister(self) -> Result<(), Failure> {
+        // SAFETY: registered by `register`, and nothing of ours uses it.
+        unsafe {
+            Driver::get()?.cuMemHostUnregister(self.0)?;
+            libc::munmap(self.0, PAGE);
+        }
+        Ok(())
+    }
+}
+
 /// Calls of this thread do not disturb a stream capture that another thread has under way, for as long as this lives.
 ///
 /// Memory management calls are "potentially unsafe" to CUDA while somebody captures in the global mode, and would
 /// invalidate that capture; the memory managed here is not part of anybody's graph
 /// (`cuThreadExchangeStreamCaptureMode` in the driver API's reference).
 pub struct RelaxedCapture {
-    before: u32,
+    /// `None`: the driver has no modes, or is not initialised yet. Then there is nothing to go back to.
+    before: Option<u32>,
 }
 
 impl RelaxedCapture {
-    /// Enters the relaxed mode. A driver that does not know modes has nothing to disturb.
+    /// Enters the relaxed mode.
     pub fn enter() -> Self {
         Self { before: exchange_capture_mode(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32) }
     }
@@ -180,18 +253,23 @@ impl RelaxedCapture {
 
 impl Drop for RelaxedCapture {
     fn drop(&mut self) {
-        exchange_capture_mode(self.before);
+        if let Some(before) = self.before {
+            exchange_capture_mode(before);
+        }
     }
 }
 
-fn exchange_capture_mode(mut mode: u32) -> u32 {
+fn exchange_capture_mode(mut mode: u32) -> Option<u32> {
     // SAFETY: `mode` is writable and holds a valid mode.
-    let _ = Driver::get().and_then(|driver| unsafe { driver.cuThreadExchangeStreamCaptureMode(&raw mut mode) });
-    mode
+    let exchanged = Driver::get().and_then(|driver| unsafe { driver.cuThreadExchangeStreamCaptureMode(&raw mut mode) });
+    exchanged.ok().map(|()| mode)
 }
 
 /// A stream of our own, on which nothing waits for the program's work.
 pub struct Stream(CUstream);
+
+// SAFETY: the handle names an object of the driver, which is thread-safe.
+unsafe impl Send for Stream {}
 
 impl Stream {
     /// A stream of the current context.

@@ -24,7 +24,7 @@ impl Pinned {
     /// Registers host memory for every context of the process.
     ///
     /// # Safety
-    /// The memory must stay mapped until the value is dropped.
+    /// The memory must stay mapped until it is unregistered.
     pub unsafe fn register(address: NonNull<u8>, bytes: usize, current: &Current) -> Result<Self, Failure> {
         const PORTABLE: u32 = 1; // CU_MEMHOSTREGISTER_PORTABLE
         // SAFETY: the range is mapped, by the caller's promise.
@@ -33,15 +33,22 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
-    fn drop(&mut self) {
+impl Pinned {
+    /// Takes the memory away from the device. On `Err` the driver still knows it: it must stay as it is, for a copy to its
+    /// addresses would go to the pages that were there when it was registered.
+    pub fn unregister(self) -> Result<(), Self> {
         let _relaxed = RelaxedCapture::enter();
         // Needs a context. Where the one of the registration is gone, the registration went with it.
-        let Ok(_current) = Current::push(self.context) else { return };
-        // SAFETY: registered in `register` and still mapped, by the promise made there.
-        let answer = Driver::get().and_then(|driver| unsafe { driver.cuMemHostUnregister(self.address.as_ptr().cast()) });
-        if let Err(failure) = answer {
-            log::debug!("{failure} for a backup's host memory");
+        let unregistered = Current::push(self.context).and_then(|_current| {
+            // SAFETY: registered in `register` and still mapped, by the promise made there.
+            unsafe { Driver::get()?.cuMemHostUnregister(self.address.as_ptr().cast()) }
+        });
+        match unregistered {
+            Err(failure) if !matches!(failure.code, code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED | code::NOT_REGISTERED) => {
+                log::debug!("{failure} for a backup's host memory; will be tried again");
+                Err(self)
+            }
+            _ => Ok(()),
         }
     }
 }
@@ -81,6 +88,7 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
+        let _relaxed = RelaxedCapture::enter();
         let Ok(_current) = Current::push(self.context) else { return };
         // SAFETY: allocated in `new`, and no copy of ours uses it any more.
         let _ = Driver::get().and_then(|driver| unsafe { driver.cuMemFreeHost(self.address.as_ptr().cast()) });

@@ -44,9 +44,7 @@ impl Kernel {
     ) -> Result<(), Failure> {
         let arguments = arguments.as_mut_ptr();
         // SAFETY: the arguments are read before the call returns; the rest is the caller's promise.
-        unsafe {
-            Driver::get()?.cuLaunchKernel(self.function, blocks, 1, 1, threads, 1, 1, 0, stream.raw(), arguments, ptr::null_mut())
-        }
+        unsafe { Driver::get()?.cuLaunchKernel(self.function, blocks, 1, 1, threads, 1, 1, 0, stream.raw(), arguments, ptr::null_mut()) }
     }
 }
 

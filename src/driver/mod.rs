@@ -4,6 +4,7 @@
 
 mod context;
 mod copy;
+mod kernel;
 mod nvml;
 mod table;
 mod vmm;
@@ -12,6 +13,7 @@ pub use context::{Context, Current, RelaxedCapture, Stream, StreamHandle};
 pub use copy::{Direction, Lane, Pinned, Staging};
 use cudarc::driver::sys::{CUcontext, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
+pub use kernel::{DeviceBuffer, Kernel};
 pub use nvml::{Holder, holders};
 pub use table::{Driver, Status, code};
 pub use vmm::{Memory, Reservation, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};

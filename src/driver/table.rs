@@ -6,7 +6,8 @@
 
 use super::Failure;
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUstream, CUuuid,
+    CUcontext, CUdevice, CUdeviceptr, CUfunction, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmodule, CUstream,
+    CUuuid,
 };
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
@@ -44,8 +45,8 @@ pub mod code {
         INVALID_VALUE = CUDA_ERROR_INVALID_VALUE;
         OUT_OF_MEMORY = CUDA_ERROR_OUT_OF_MEMORY;
         NOT_INITIALIZED = CUDA_ERROR_NOT_INITIALIZED;
-        DEINITIALIZED = CUDA_ERROR_DEINITIALIZED;
         INVALID_CONTEXT = CUDA_ERROR_INVALID_CONTEXT;
+        OPERATING_SYSTEM = CUDA_ERROR_OPERATING_SYSTEM;
         CONTEXT_IS_DESTROYED = CUDA_ERROR_CONTEXT_IS_DESTROYED;
         SYMBOL_NOT_FOUND = CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND;
         NOT_FOUND = CUDA_ERROR_NOT_FOUND;
@@ -53,6 +54,7 @@ pub mod code {
         CAPTURE_UNSUPPORTED = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         CAPTURE_WRONG_THREAD = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
         PEER_ACCESS_ALREADY_ENABLED = CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
+        NOT_REGISTERED = CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
         UNKNOWN = CUDA_ERROR_UNKNOWN;
     }
 }
@@ -111,6 +113,10 @@ driver_functions! {
     cuCtxPushCurrent_v2(context: CUcontext);
     cuCtxPopCurrent_v2(context: *mut CUcontext);
     cuCtxSynchronize();
+    cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut c_uint, active: *mut c_int);
+    cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    cuLaunchHostFunc(stream: CUstream, function: Option<extern "C" fn(*mut c_void)>, data: *mut c_void);
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);
@@ -127,6 +133,18 @@ driver_functions! {
     cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong);
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
     cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+
+    // Code, and what it works on.
+    cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+    cuModuleUnload(module: CUmodule);
+    cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    cuLaunchKernel(
+        function: CUfunction, blocks_x: c_uint, blocks_y: c_uint, blocks_z: c_uint, threads_x: c_uint, threads_y: c_uint,
+        threads_z: c_uint, shared_bytes: c_uint, stream: CUstream, arguments: *mut *mut c_void, extra: *mut *mut c_void,
+    );
+    cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
+    cuMemFree_v2(address: CUdeviceptr);
+    cuPointerGetAttribute(value: *mut c_void, attribute: c_uint, address: CUdeviceptr);
 
     // Host memory and copies.
     cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint);

@@ -27,24 +27,29 @@ pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: Cuda
 
 pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
-    unsafe { provide(pointer, bytes, Place::Stream(stream), || originals::cudaMallocAsync_ptsz(pointer, bytes, stream)) }
+    unsafe {
+        provide(pointer, bytes, Place::Stream(stream.of_per_thread_program()), || originals::cudaMallocAsync_ptsz(pointer, bytes, stream))
+    }
 }
 
 pub unsafe fn malloc_from_pool_async(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
-    unsafe { provide(pointer, bytes, Place::Stream(stream), || originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)) }
+    unsafe { provide(pointer, bytes, Place::Pool(pool, stream), || originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)) }
 }
 
 pub unsafe fn malloc_from_pool_async_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
-    unsafe { provide(pointer, bytes, Place::Stream(stream), || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream)) }
+    unsafe {
+        let place = Place::Pool(pool, stream.of_per_thread_program());
+        provide(pointer, bytes, place, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
+    }
 }
 
 pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
         let real = || originals::cudaMallocPitch(pointer, pitch, width, height);
-        if pitch.is_null() {
+        if pointer.is_null() || pitch.is_null() {
             return real();
         }
         let Some((row, bytes)) = rows(width, height, 1) else { return real() };
@@ -94,7 +99,7 @@ pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError 
 
 pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: as it came.
-    release_async(pointer, stream).unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
+    release_async(pointer, stream.of_per_thread_program()).unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
 }
 
 pub unsafe fn device_reset() -> CudaError {
@@ -113,9 +118,9 @@ pub unsafe fn enable_peer_access(peer: c_int, flags: c_uint) -> CudaError {
     if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
         return answer;
     }
-    let opened = real::current_device().map(|device| Memory::get().enable_peer(device, peer));
+    let opened = real::current_context().map(|current| Memory::get().enable_peer(&current, peer));
     match opened {
-        Some(Err(error)) => {
+        Ok(Err(error)) => {
             log::warn!("managed memory of device {peer} cannot be opened to its peer: {error}");
             error.cuda_code()
         }
@@ -157,6 +162,8 @@ enum Place {
     Thread,
     /// On a stream's device.
     Stream(CudaStream),
+    /// From a pool, in the order of a stream.
+    Pool(*mut c_void, CudaStream),
 }
 
 /// Answers a request with managed memory where it is to be managed, else by the real function.
@@ -186,24 +193,28 @@ unsafe fn provide(pointer: *mut *mut c_void, bytes: usize, place: Place, real: i
 /// Managed memory; `None`: it is the real function's business.
 fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>> {
     let policy = region::current()?;
-    let allocated = match place {
+    let current = match place {
         // Memory allocated while capturing is a part of the graph, which only the driver can make.
-        Place::Stream(stream) if stream.is_capturing() => return None,
-        Place::Stream(stream) if !stream.is_default() => {
-            Current::push_of_stream(stream).map_err(Error::from).and_then(|current| Memory::get().allocate(policy, bytes, &current))
+        Place::Stream(stream) | Place::Pool(_, stream) if stream.is_capturing() => return None,
+        Place::Stream(stream) | Place::Pool(_, stream) if !stream.is_default() => {
+            Current::push_of_stream(stream).map_err(|failure| failure.code)
         }
-        _ => match real::current_context() {
-            Ok(current) => Memory::get().allocate(policy, bytes, &current),
-            Err(error) => return Some(Err(error)),
-        },
+        _ => real::current_context(),
     };
+    let current = match current {
+        Ok(current) => current,
+        Err(error) => return Some(Err(error)),
+    };
+    // Any other pool was made for a purpose: another device, the host, sharing with other processes.
+    if matches!(place, Place::Pool(pool, _) if real::default_pool(current.device()) != Some(pool)) {
+        return None;
+    }
+    let allocated = Memory::get().allocate(policy, bytes, &current);
     logger::set_up();
     match allocated {
         Ok(address) => {
             control::ensure_running();
-            if let Some(allocation) = Memory::get().find(address) {
-                backup::prewarm(allocation.context());
-            }
+            backup::prewarm(current.context());
             Some(Ok(address as *mut c_void))
         }
         Err(Error::Unsupported) => {
@@ -233,9 +244,9 @@ fn release(pointer: *mut c_void, after: After) -> Option<CudaError> {
 /// The same in the order of a stream. A default stream stands for different streams in different threads and builds, so
 /// there all work is waited for.
 fn release_async(pointer: *mut c_void, stream: CudaStream) -> Option<CudaError> {
-    if stream.is_default() {
-        return release(pointer, After::AllWork);
-    }
     // While capturing, a free becomes a part of the graph, and the real function says what it thinks of that.
-    if stream.is_capturing() { None } else { release(pointer, After::Stream(stream)) }
+    if stream.is_capturing() {
+        return None;
+    }
+    release(pointer, if stream.is_default() { After::AllWork } else { After::Stream(stream) })
 }

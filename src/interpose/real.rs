@@ -38,6 +38,17 @@ pub fn current_device() -> Option<CUdevice> {
     (answer == code::SUCCESS).then_some(device)
 }
 
+/// The memory pool that a device starts with.
+pub fn default_pool(device: CUdevice) -> Option<*mut c_void> {
+    static SYMBOL: Symbol = Symbol::new("cudaDeviceGetDefaultMemPool\0");
+    type Function = unsafe extern "C" fn(*mut *mut c_void, c_int) -> CudaError;
+    let address = SYMBOL.address()?;
+    let mut pool = ptr::null_mut();
+    // SAFETY: the runtime's function of this name has this type, and `pool` is writable.
+    let answer = unsafe { mem::transmute::<*mut c_void, Function>(address.as_ptr())(&raw mut pool, device) };
+    (answer == code::SUCCESS).then_some(pool)
+}
+
 /// The context in which the runtime would allocate on this thread, made by the runtime if it is not there yet (or was
 /// reset), as the real allocation would have it made.
 pub fn current_context() -> Result<Current, CudaError> {
@@ -82,9 +93,21 @@ impl Symbol {
     fn look_up(&self) -> Option<NonNull<c_void>> {
         // SAFETY: a NUL-terminated name.
         let next = NonNull::new(unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr().cast()) });
-        let found = next.or_else(|| in_loaded_runtime(self.name))?;
+        let found = next.inspect(|address| keep_loaded(*address)).or_else(|| in_loaded_runtime(self.name))?;
         self.found.store(found.as_ptr(), Ordering::Relaxed);
         Some(found)
+    }
+}
+
+/// A function that was found is called for ever after, so its library must not be unloaded.
+fn keep_loaded(address: NonNull<c_void>) {
+    // SAFETY: `info` is plain data and writable; the name that comes back is null or NUL-terminated. The library is loaded
+    // already, so nothing is run.
+    unsafe {
+        let mut info: libc::Dl_info = mem::zeroed();
+        if libc::dladdr(address.as_ptr(), &raw mut info) != 0 && !info.dli_fname.is_null() {
+            libc::dlopen(info.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
+        }
     }
 }
 
@@ -99,7 +122,7 @@ fn in_loaded_runtime(name: &str) -> Option<NonNull<c_void>> {
     // SAFETY: a NUL-terminated path. The library is loaded already, so nothing is run; the reference taken keeps it
     // loaded for as long as the address is in use, which is for ever.
     unsafe {
-        let library = libc::dlopen(path.bytes.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        let library = libc::dlopen(path.bytes.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
         if library.is_null() { None } else { NonNull::new(libc::dlsym(library, name.as_ptr().cast())) }
     }
 }
@@ -122,7 +145,8 @@ unsafe extern "C" fn note_runtime(info: *mut libc::dl_phdr_info, _size: libc::si
     // SAFETY: `path` is the `Path` that `in_loaded_runtime` passed.
     let bytes = unsafe { &mut (*path.cast::<Path>()).bytes };
     let name = name.to_bytes_with_nul();
-    if !file.starts_with(b"libcudart.so") || name.len() > bytes.len() {
+    // `libcudart.so.13`, and `libcudart-d0da41ae.so.11.0` as wheels bring it.
+    if !(file.starts_with(b"libcudart.so") || file.starts_with(b"libcudart-")) || name.len() > bytes.len() {
         return 0;
     }
     for (to, from) in bytes.iter_mut().zip(name) {

@@ -7,20 +7,21 @@ mod allocation;
 pub mod region;
 mod status;
 mod transition;
+mod work;
 
 pub use allocation::{Allocation, Contents};
 pub use region::Policy;
 pub use status::{DeviceStatus, Status, TagState, TagStatus};
-pub use transition::{Progress, Report, Request, Stage};
+pub use transition::{Observer, Progress, Report, Request, Stage};
 
 use crate::backup;
 use crate::config::Config;
-use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, Reservation, StreamHandle, code};
+use crate::driver::{self, CUdevice, CUdeviceptr, Context, Current, Failure, RelaxedCapture, Reservation, StreamHandle, code};
 use crate::error::{Error, Shortage};
 use crate::process::PerProcess;
 use dashmap::DashMap;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -80,8 +81,8 @@ pub struct Memory {
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes that an allocation must leave free on its device.
     margin: AtomicU64,
-    /// Which device may also use the memory of which other: (the one, the other's memory).
-    peers: RwLock<BTreeSet<(CUdevice, CUdevice)>>,
+    /// Which device may also use the memory of which other, (the one, the other's), and the context in which it does.
+    peers: RwLock<BTreeMap<(CUdevice, CUdevice), Context>>,
 }
 
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
@@ -163,36 +164,86 @@ impl Memory {
 
     /// Frees the allocation at `address`, active or paused. `None`: it is not managed. After an error it is still there.
     pub fn free(&self, address: CUdeviceptr, after: After) -> Option<Result<(), Error>> {
-        if !self.allocations.contains_key(&address) {
-            return None;
+        let allocation = self.allocations.get(&address).map(|entry| Arc::clone(&entry))?;
+        // Before the lock: the work may take long, and a pause that waits for the lock would keep others from allocating.
+        if let Err(error) = self.wait_before_free(&allocation, after) {
+            return Some(Err(error));
         }
+        drop(allocation);
         let _shared = self.share();
         // Taken out first, so that of two frees of one address exactly one succeeds.
         let (_, allocation) = self.allocations.remove(&address)?;
-        let freed = Self::take_memory(&allocation, after);
+        let freed = take_memory(&allocation);
         if freed.is_err() {
             self.allocations.insert(address, allocation);
         }
         Some(freed)
     }
 
-    /// Takes what is behind the addresses of an allocation away, for good. A backup goes with the allocation.
-    fn take_memory(allocation: &Allocation, after: After) -> Result<(), Error> {
+    /// Waits for what a free must wait for.
+    fn wait_before_free(&self, allocation: &Allocation, after: After) -> Result<(), Error> {
         let _relaxed = RelaxedCapture::enter();
-        if !allocation.is_paused() {
-            wait_before_free(allocation, after)?;
+        if allocation.is_paused() {
+            return Ok(());
         }
-        Ok(allocation.unmap()?)
+        match after {
+            After::Stream(stream) => Ok(stream.synchronize()?),
+            After::AllWork => Ok(work::wait(self.contexts_that_use([allocation]))?),
+        }
     }
 
-    /// Lets `device` use the memory of `other`, what there is and what comes. Memory of `cudaMalloc` is opened to peers by
-    /// `cudaDeviceEnablePeerAccess`; for virtual memory the driver wants it said of each mapping.
-    pub fn enable_peer(&self, device: CUdevice, other: CUdevice) -> Result<(), Error> {
+    /// The contexts whose work may use the memory of these allocations: those that they were made in, and those of the
+    /// peers that their devices were opened to.
+    fn contexts_that_use<'a>(&self, allocations: impl IntoIterator<Item = &'a Allocation>) -> BTreeSet<Context> {
+        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
+        let using = |allocation: &'a Allocation| {
+            let of_peers = peers.iter().filter(move |((_, other), _)| *other == allocation.device).map(|(_, context)| *context);
+            std::iter::once(allocation.context()).chain(of_peers)
+        };
+        allocations.into_iter().flat_map(using).collect()
+    }
+
+    /// Drops the allocations that a reset of the device's primary context destroys.
+    pub fn forget_device(&self, device: CUdevice) {
+        let Ok(Some(primary)) = Current::primary_of(device) else { return };
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|(one, other), _| *one != device && *other != device);
+        let _exclusive = self.exclude();
+        let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.context() == primary).collect();
+        // An error of the device's work is no reason to keep what is about to go.
+        let _ = work::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
+        self.drop_all(doomed);
+        backup::forget_context(primary);
+    }
+
+    /// Drops allocations whose context the program has destroyed: it would have taken memory of CUDA's own with it.
+    fn drop_gone(&self) {
+        let contexts: BTreeSet<_> = self.snapshot().iter().map(|allocation| allocation.context()).collect();
+        for gone in contexts.into_iter().filter(|context| context.is_gone()) {
+            self.drop_all(self.snapshot().into_iter().filter(|allocation| allocation.context() == gone));
+            self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|_, context| *context != gone);
+            backup::forget_context(gone);
+        }
+    }
+
+    fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {
+        for allocation in doomed {
+            self.allocations.remove(&allocation.address());
+            if let Err(error) = take_memory(&allocation) {
+                log::debug!("{error}; will be tried again");
+            }
+        }
+    }
+
+    /// Lets the device of the current context use the memory of `other`, what there is and what comes. Memory of
+    /// `cudaMalloc` is opened to peers by `cudaDeviceEnablePeerAccess`; for virtual memory the driver wants it said of each
+    /// mapping.
+    pub fn enable_peer(&self, current: &Current, other: CUdevice) -> Result<(), Error> {
+        let device = current.device();
         let _exclusive = self.exclude();
         for allocation in self.snapshot().iter().filter(|allocation| allocation.device == other) {
             allocation.let_in(device)?;
         }
-        self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other));
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other), current.context());
         Ok(())
     }
 
@@ -205,23 +256,10 @@ impl Memory {
     fn open<'a>(&self, owner: CUdevice, memories: impl IntoIterator<Item = &'a driver::Memory>) -> Result<(), Failure> {
         let peers: Vec<_> = {
             let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
-            peers.iter().filter(|(_, other)| *other == owner).map(|(device, _)| *device).collect()
+            peers.keys().filter(|(_, other)| *other == owner).map(|(device, _)| *device).collect()
         };
         let memories: Vec<_> = memories.into_iter().collect();
         std::iter::once(owner).chain(peers).try_for_each(|device| driver::let_in(device, memories.iter().copied()))
-    }
-
-    /// Drops the allocations of a device that `cudaDeviceReset` is about to destroy.
-    pub fn forget_device(&self, device: CUdevice) {
-        let _exclusive = self.exclude();
-        let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.device == device).collect();
-        for allocation in doomed {
-            self.allocations.remove(&allocation.address());
-            if let Err(error) = Self::take_memory(&allocation, After::AllWork) {
-                log::debug!("before a device reset: {error}");
-            }
-            backup::forget_context(allocation.context());
-        }
     }
 
     /// The allocation that `address` lies in.
@@ -256,15 +294,11 @@ impl Memory {
     }
 }
 
-/// Waits for what a free must wait for. Where the context is gone its work is gone with it, and there is nothing to wait
-/// for.
-fn wait_before_free(allocation: &Allocation, after: After) -> Result<(), Error> {
-    match after {
-        After::Stream(stream) => Ok(stream.synchronize()?),
-        After::AllWork => match Current::push(allocation.context()) {
-            Ok(current) => Ok(current.wait_for_work()?),
-            Err(Failure { code: code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED, .. }) => Ok(()),
-            Err(failure) => Err(failure.into()),
-        },
-    }
+/// Takes the memory and the saved contents of an allocation away for good, at once, whoever still looks at it. After an
+/// error it is as it was.
+fn take_memory(allocation: &Allocation) -> Result<(), Error> {
+    allocation.unmap()?;
+    let taken = std::mem::replace(&mut *allocation.contents(), Contents { memory: None, saved: None });
+    drop(taken);
+    Ok(())
 }

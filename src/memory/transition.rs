@@ -7,14 +7,14 @@
 //!
 //! A resume creates, maps and fills new memory beside the old state, and only then lets go of the backups.
 
-use super::{Allocation, Backup, Contents, Memory};
+use super::{Allocation, Backup, Contents, Memory, work};
 use crate::backup::{self, Saved};
 use crate::config::Config;
-use crate::driver::{self, CUdevice, Context, Current, Failure, RelaxedCapture, code};
+use crate::driver::{self, CUdevice, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -95,25 +95,67 @@ pub struct Report {
     pub ms: f64,
 }
 
+/// Who asked for a pause or resume, and wants to know how it goes.
+pub trait Observer {
+    /// A stage has come so far. Must not block.
+    fn progress(&mut self, _: Progress) {}
+
+    /// Whether nobody is interested any more. A resume that has not found its memory yet is given up then.
+    fn is_gone(&mut self) -> bool {
+        false
+    }
+}
+
+/// Nobody in particular.
+impl Observer for () {}
+
 /// How often a resume that waits for memory looks for it.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// How long a pause waits under the lock, for work that was started since it last waited. Short: the program may need to
+/// allocate in order to finish that work.
+const WAIT_LOCKED: Duration = Duration::from_millis(100);
 
 impl Memory {
     /// Pauses: gives the memory of active allocations back to the driver, their contents kept as the policies say.
     /// After an error everything is as it was.
-    pub fn pause(&self, request: &Request, progress: &mut dyn FnMut(Progress)) -> Result<Report, Error> {
+    pub fn pause(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         let mut clock = Clock::default();
-        // The long wait comes before the lock, so that the program can allocate and free meanwhile; under the lock only
-        // what was started since has to finish.
-        clock.time(Stage::Wait, || wait_for_work(&self.snapshot(), request.timeout))?;
+        let left = || request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
+        loop {
+            // The long wait comes before the lock, so that the program can allocate and free meanwhile; under the lock
+            // only what was started since has to finish.
+            let contexts = {
+                let (all, chosen) = self.choose(&request.tags)?;
+                // Where there is nothing to pause, nothing needs to be waited for.
+                let idle = chosen.iter().all(|allocation| allocation.is_paused());
+                if idle { BTreeSet::new() } else { self.contexts_that_use(all.iter().map(|allocation| &**allocation)) }
+            };
+            clock.time(Stage::Wait, || match left() {
+                None => Ok(work::wait(contexts)?),
+                Some(left) => work::wait_at_most(contexts, left),
+            })?;
+            match self.try_pause(request, started, &mut clock, observer) {
+                Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) => (),
+                Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
+                answer => return answer,
+            }
+        }
+    }
+
+    fn try_pause(&self, request: &Request, started: Instant, clock: &mut Clock, observer: &mut dyn Observer) -> Result<Report, Error> {
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
+        self.drop_gone();
         let (all, chosen) = self.choose(&request.tags)?;
         let (already, victims): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
-        let left = request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
-        clock.time(Stage::Wait, || wait_for_work(&all, left))?;
+        if !victims.is_empty() {
+            let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
+            clock.time(Stage::Wait, || work::wait_at_most(contexts, WAIT_LOCKED))?;
+        }
+        let progress = &mut |now| observer.progress(now);
 
         let (keep, discard): (Vec<_>, Vec<_>) =
             victims.into_iter().partition(|allocation| request.backup.unwrap_or(allocation.backup) == Backup::Host);
@@ -138,20 +180,20 @@ impl Memory {
             discarded_bytes,
             unchanged: already.len() as u64,
             late_bytes: driver::leftover_bytes(),
-            stages: clock.0,
+            stages: std::mem::take(&mut clock.0),
             ms: milliseconds(started.elapsed()),
         })
     }
 
     /// Resumes: puts new memory at the addresses of paused allocations, and their contents into it. After an error
     /// everything is as it was.
-    pub fn resume(&self, request: &Request, progress: &mut dyn FnMut(Progress)) -> Result<Report, Error> {
+    pub fn resume(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         loop {
-            let attempt = self.try_resume(request, started, progress);
+            let attempt = self.try_resume(request, started, observer);
             let Err(Error::DeviceMemory(_)) = &attempt else { return attempt };
             let left = request.timeout.unwrap_or_default().saturating_sub(started.elapsed());
-            if left.is_zero() {
+            if left.is_zero() || observer.is_gone() {
                 return attempt.map_err(with_holders);
             }
             // Without the lock: the program may free something.
@@ -159,13 +201,15 @@ impl Memory {
         }
     }
 
-    fn try_resume(&self, request: &Request, started: Instant, progress: &mut dyn FnMut(Progress)) -> Result<Report, Error> {
+    fn try_resume(&self, request: &Request, started: Instant, observer: &mut dyn Observer) -> Result<Report, Error> {
         let mut clock = Clock::default();
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
+        self.drop_gone();
         let (_, chosen) = self.choose(&request.tags)?;
         let (paused, already): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
+        let progress = &mut |now| observer.progress(now);
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let memories = self.bring_back(&paused, &mut clock, progress)?;
 
@@ -287,38 +331,6 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
         }
     }
     ends
-}
-
-/// Waits until the work of every context that allocated has finished, for so long at most.
-fn wait_for_work(allocations: &[Arc<Allocation>], limit: Option<Duration>) -> Result<(), Error> {
-    let contexts: BTreeSet<Context> = allocations.iter().map(|allocation| allocation.context()).collect();
-    if contexts.is_empty() {
-        return Ok(());
-    }
-    let wait = move || {
-        contexts.into_iter().try_for_each(|context| match Current::push(context) {
-            Ok(current) => current.wait_for_work(),
-            // A destroyed context has no work left.
-            Err(Failure { code: code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED, .. }) => Ok(()),
-            Err(failure) => Err(failure),
-        })
-    };
-    let waited = match limit {
-        None => wait(),
-        Some(limit) => wait_elsewhere(wait, limit)?,
-    };
-    Ok(waited?)
-}
-
-/// Runs `wait` in a thread of its own, because the driver's wait has no limit. A thread that outlives the limit ends with
-/// the work it waits for, and harms nothing meanwhile.
-fn wait_elsewhere(wait: impl FnOnce() -> Result<(), Failure> + Send + 'static, limit: Duration) -> Result<Result<(), Failure>, Error> {
-    let (answer, answered) = mpsc::channel();
-    crate::process::spawn("vramctl-wait", move || {
-        let _ = answer.send(wait());
-    })
-    .map_err(|error| Error::Internal(format!("no thread could be started: {error}")))?;
-    answered.recv_timeout(limit).map_err(|_| Error::Busy(limit))
 }
 
 /// The bytes needed on each device, if they are free.

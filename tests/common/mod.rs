@@ -387,11 +387,11 @@ pub fn request(tags: &[&str]) -> Request {
 }
 
 pub fn pause(tags: &[&str]) -> Result<Report, vramctl::Error> {
-    Memory::get().pause(&request(tags), &mut |_| ())
+    Memory::get().pause(&request(tags), &mut ())
 }
 
 pub fn resume(tags: &[&str]) -> Result<Report, vramctl::Error> {
-    Memory::get().resume(&request(tags), &mut |_| ())
+    Memory::get().resume(&request(tags), &mut ())
 }
 
 pub fn state(tag: &str) -> Option<TagState> {

@@ -1,0 +1,75 @@
+//! Waiting for the device's work.
+
+use crate::driver::{Context, Current, Failure, code};
+use crate::error::Error;
+use crate::process::{self, PerProcess};
+use std::collections::BTreeSet;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Waits until the work of these contexts has finished. A destroyed context has no work left.
+pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
+    contexts.into_iter().try_for_each(|context| match Current::push(context) {
+        Ok(current) => current.wait_for_work(),
+        Err(Failure { code: code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED, .. }) => Ok(()),
+        Err(failure) => Err(failure),
+    })
+}
+
+/// The same, for so long at most. The driver's own wait has no limit, so a thread of ours waits in the caller's place, one
+/// at a time: one that outlives its caller's limit ends with the work, and the next caller waits for it first.
+pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration) -> Result<(), Error> {
+    static WAITER: PerProcess<Waiter> = PerProcess::new(Waiter::default);
+    if contexts.is_empty() {
+        return Ok(());
+    }
+    let deadline = Instant::now() + limit.min(LONGEST);
+    let waiter = WAITER.get();
+    waiter.until_free(deadline).ok_or(Error::Busy(limit))?;
+    let answer = Arc::new(Mutex::new(None));
+    let slot = Arc::clone(&answer);
+    let work = move || {
+        let outcome = wait(contexts);
+        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        waiter.set_free();
+    };
+    if let Err(error) = process::spawn("vramctl-wait", work) {
+        waiter.set_free();
+        return Err(Error::Internal(format!("no thread could be started: {error}")));
+    }
+    if waiter.until_free(deadline).is_some() {
+        waiter.set_free();
+    }
+    let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
+    Ok(answer.ok_or(Error::Busy(limit))??)
+}
+
+/// Longer than anybody waits, and short enough to be added to the time of day.
+const LONGEST: Duration = Duration::from_secs(1 << 32);
+
+/// Whether the one thread is waiting.
+#[derive(Default)]
+struct Waiter {
+    waiting: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Waiter {
+    /// Takes the place; `None`: not until the deadline.
+    fn until_free(&self, deadline: Instant) -> Option<()> {
+        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waited = self.changed.wait_timeout_while(waiting, left, |waiting| *waiting);
+        let (mut waiting, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if timeout.timed_out() {
+            return None;
+        }
+        *waiting = true;
+        Some(())
+    }
+
+    fn set_free(&self) {
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.changed.notify_all();
+    }
+}
