@@ -416,7 +416,8 @@ fn peers_reach_each_others_memory() {
     let contents = pattern(1, 2 * MIB);
     assert_eq!(write(there, &contents), 0);
     set_device(0);
-    assert_eq!(unsafe { interpose::cudaDeviceEnablePeerAccess(1, 0) }, 0);
+    assert!(matches!(unsafe { interpose::cudaDeviceEnablePeerAccess(1, 0) }, 0 | 704));
+    last_error();
     let here = malloc_tagged("t", None, 2 * MIB).unwrap();
     let stream = Stream::create();
     assert_eq!((stream.copy(here, there, 2 * MIB), stream.synchronize()), (0, 0));
@@ -425,4 +426,168 @@ fn peers_reach_each_others_memory() {
     resume(&[]).unwrap();
     assert_eq!((stream.fill(there, 7, 2 * MIB), stream.copy(here, there, 2 * MIB), stream.synchronize()), (0, 0, 0));
     assert!(read(here, 2 * MIB).unwrap().iter().all(|byte| *byte == 7));
+}
+
+/// The program must be able to allocate and free while a pause waits for its work: it may need to, to finish that work.
+#[test]
+fn a_waiting_pause_does_not_hold_the_program_up() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let stream = Stream::create();
+    gpu.set_op_delay_ms(60);
+    for _ in 0..10 {
+        assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
+    }
+    let pausing = std::thread::spawn(|| pause(&["t"]).unwrap());
+    let mut slowest = Duration::ZERO;
+    while !pausing.is_finished() {
+        let started = Instant::now();
+        let other = malloc_tagged("other", None, 2 * MIB).unwrap();
+        slowest = slowest.max(started.elapsed());
+        // New work all the time, as from a program that is not idle.
+        if started.elapsed() < Duration::from_millis(300) {
+            stream.synchronize();
+        }
+        assert_eq!(free(other), 0);
+    }
+    gpu.set_op_delay_ms(0);
+    pausing.join().unwrap();
+    assert!(slowest < Duration::from_secs(2), "an allocation took {slowest:?}");
+}
+
+#[test]
+fn what_is_freed_while_a_pause_waits_is_free_at_once() {
+    let gpu = Gpu::take();
+    let (stays, goes) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 200 * MIB).unwrap());
+    let stream = Stream::create();
+    gpu.set_op_delay_ms(400);
+    assert_eq!(stream.fill(stays, 1, 2 * MIB), 0);
+    let pausing = std::thread::spawn(|| pause(&["t"]).unwrap());
+    std::thread::sleep(Duration::from_millis(50));
+    // In the order of a stream that has nothing to do: this does not wait for the work that the pause waits for.
+    let idle = Stream::create();
+    assert_eq!(unsafe { interpose::cudaFreeAsync(goes as *mut c_void, idle.handle()) }, 0);
+    let again = malloc(200 * MIB).expect("the memory that was freed");
+    gpu.set_op_delay_ms(0);
+    pausing.join().unwrap();
+    assert_eq!((free(again), free(stays)), (0, 0));
+}
+
+#[test]
+fn where_there_is_nothing_to_do_nothing_is_waited_for() {
+    let gpu = Gpu::take();
+    let paused = malloc_tagged("paused", None, 2 * MIB).unwrap();
+    pause(&["paused"]).unwrap();
+    let busy = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    let stream = Stream::create();
+    gpu.set_op_delay_ms(1500);
+    assert_eq!(stream.fill(busy, 1, 2 * MIB), 0);
+    let started = Instant::now();
+    assert_eq!(pause(&["paused"]).unwrap().unchanged, 1);
+    assert!(matches!(pause(&["nonsense"]), Err(Error::UnknownTag { .. })));
+    assert!(started.elapsed() < Duration::from_secs(1));
+    gpu.set_op_delay_ms(0);
+    assert_eq!((free(paused), free(busy)), (0, 0));
+}
+
+#[test]
+fn a_null_pointer_is_the_runtimes_to_refuse() {
+    let _gpu = Gpu::take();
+    region::begin(Some("t"), None).unwrap();
+    let mut pitch = 0;
+    assert_eq!(unsafe { interpose::cudaMallocPitch(ptr::null_mut(), &raw mut pitch, 4096, 4096) }, 1);
+    assert_eq!(pointer(|to| unsafe { interpose::cudaMallocPitch(to, ptr::null_mut(), 4096, 4096) }).0, 1);
+    assert_eq!(unsafe { interpose::cudaMalloc3D(ptr::null_mut(), Extent { width: 4096, height: 4096, depth: 1 }) }, 1);
+    last_error();
+}
+
+/// Work of a device that may use another's memory is waited for, too.
+#[test]
+fn a_pause_waits_for_the_work_of_peers() {
+    let gpu = Gpu::take();
+    set_device(1);
+    let there = malloc_tagged("t", None, 2 * MIB).unwrap();
+    set_device(0);
+    assert!(matches!(unsafe { interpose::cudaDeviceEnablePeerAccess(1, 0) }, 0 | 704));
+    last_error();
+    let stream = Stream::create();
+    gpu.set_op_delay_ms(200);
+    assert_eq!(stream.fill(there, 9, 2 * MIB), 0);
+    pause(&[]).unwrap();
+    gpu.set_op_delay_ms(0);
+    assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+    resume(&[]).unwrap();
+    set_device(1);
+    assert!(read(there, 2 * MIB).unwrap().iter().all(|byte| *byte == 9));
+    assert_eq!(free(there), 0);
+    set_device(0);
+}
+
+#[test]
+fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
+    let _gpu = Gpu::take();
+    let host = || {
+        vramctl::backup::settle();
+        Memory::get().status().host
+    };
+    let address = malloc_tagged("t", None, 3 * MIB).unwrap();
+    let contents = pattern(1, 3 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    pause(&[]).unwrap();
+    assert_eq!((host().used_bytes, host().pinned_bytes), (4 << 20, 64 << 20));
+    resume(&[]).unwrap();
+    assert_eq!((host().used_bytes, host().ready_bytes), (0, 0));
+
+    let retained = malloc_tagged(common::RETAINED_TAG, None, 3 * MIB).unwrap();
+    for round in 2..5 {
+        let contents = pattern(round, 3 * MIB);
+        assert_eq!(write(retained, &contents), 0);
+        pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        assert_eq!((host().used_bytes, host().ready_bytes), (4 << 20, 64 << 20));
+        assert!(read(retained, 3 * MIB).unwrap() == contents);
+    }
+    assert!(read(address, 3 * MIB).unwrap() == contents);
+    assert_eq!((free(retained), free(address)), (0, 0));
+    assert_eq!((host().used_bytes, host().ready_bytes), (0, 0), "what was retained goes with its allocation");
+}
+
+#[test]
+fn too_little_host_memory_is_an_error_before_anything_changed() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let address = malloc_tagged("t", None, 200 * MIB).unwrap();
+    let contents = pattern(2, 200 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    match pause(&[]) {
+        Err(Error::HostMemory { needed, available }) => assert!(needed > available && available <= common::HOST_CAP),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(state("t"), Some(TagState::Active));
+    assert!(read(address, 200 * MIB).unwrap() == contents);
+    assert_eq!(Memory::get().status().host.used_bytes, 0);
+    assert_eq!(free(address), 0);
+    assert_eq!(gpu.footprint(), before);
+}
+
+/// Where host memory cannot be registered, backups go through a small buffer of the driver's, or without any.
+#[test]
+fn host_memory_that_cannot_be_registered_is_slower_and_right() {
+    let gpu = Gpu::take();
+    for without_staging in [false, true] {
+        let address = malloc_tagged("t", None, 40 * MIB).unwrap();
+        let contents = pattern(3, 40 * MIB);
+        assert_eq!(write(address, &contents), 0);
+        gpu.fail("cuMemHostRegister_v2", 1, 801, u64::MAX);
+        if without_staging {
+            gpu.fail("cuMemHostAlloc", 1, 2, u64::MAX);
+        }
+        pause(&[]).unwrap();
+        let host = Memory::get().status().host;
+        assert_eq!((host.ready_bytes, host.pinned_bytes), (64 << 20, 0));
+        resume(&[]).unwrap();
+        gpu.clear_faults();
+        assert!(read(address, 40 * MIB).unwrap() == contents);
+        assert_eq!(free(address), 0);
+    }
 }

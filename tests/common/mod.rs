@@ -26,6 +26,10 @@ pub const DEVICE_BYTES: usize = 256 * MIB;
 
 /// The tag that `VRAMCTL_BACKUP` discards in the tests' own process.
 pub const DISCARDED_TAG: &str = "cache-by-environment";
+/// The tag whose saved contents `VRAMCTL_RETAIN` keeps in the tests' own process.
+pub const RETAINED_TAG: &str = "retained-by-environment";
+/// `VRAMCTL_HOST_CAP` in the tests' own process.
+pub const HOST_CAP: u64 = 192 << 20;
 
 /// The folder with the built test libraries and programs, built now if need be.
 pub fn artifacts() -> &'static Path {
@@ -175,6 +179,8 @@ impl Gpu {
                 ("SIMGPU_MEMORY", DEVICE_BYTES.to_string()),
                 ("VRAMCTL_DIR", sockets.display().to_string()),
                 ("VRAMCTL_LOG", "off".to_owned()),
+                ("VRAMCTL_RETAIN", RETAINED_TAG.to_owned()),
+                ("VRAMCTL_HOST_CAP", HOST_CAP.to_string()),
                 ("VRAMCTL_BACKUP", format!("{DISCARDED_TAG}=discard")),
             ] {
                 // SAFETY: the only thread that reads or writes the environment now: the others wait for their turn.
