@@ -48,6 +48,8 @@ enum VramctlResult
   VRAMCTL_RESULT_NOT_PAUSED = 11,
   // The buffer is too small; the size needed was written.
   VRAMCTL_RESULT_BUFFER_TOO_SMALL = 12,
+  // A file for contents could not be made, written or read.
+  VRAMCTL_RESULT_DISK = 13,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -70,6 +72,8 @@ enum VramctlBackup
   VRAMCTL_BACKUP_DISCARD = 1,
   // Kept in host memory.
   VRAMCTL_BACKUP_HOST = 2,
+  // Kept in a file in `VRAMCTL_DISK_DIR`.
+  VRAMCTL_BACKUP_DISK = 3,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -148,7 +152,7 @@ const char *vramctl_last_error(void);
 // and `*bytes`, where not null, how many bytes follow there up to the allocation's end.
 //
 // `address` may be anywhere in the allocation. The memory is the library's, and valid until the allocation is resumed or
-// freed. `NotPaused`: the address is in no paused allocation whose contents were kept.
+// freed. `NotPaused`: the address is in no paused allocation whose contents were kept in host memory.
 //
 // # Safety
 // `pointer` must be writable, and `bytes` null or writable.

@@ -41,6 +41,8 @@ pub enum VramctlResult {
     NotPaused = 11,
     /// The buffer is too small; the size needed was written.
     BufferTooSmall = 12,
+    /// A file for contents could not be made, written or read.
+    Disk = 13,
 }
 
 impl From<Kind> for VramctlResult {
@@ -58,6 +60,7 @@ impl From<Kind> for VramctlResult {
             Kind::Internal => Self::Internal,
             Kind::NotPaused => Self::NotPaused,
             Kind::BufferTooSmall => Self::BufferTooSmall,
+            Kind::Disk => Self::Disk,
         }
     }
 }
@@ -73,6 +76,8 @@ pub enum VramctlBackup {
     Discard = 1,
     /// Kept in host memory.
     Host = 2,
+    /// Kept in a file in `VRAMCTL_DISK_DIR`.
+    Disk = 3,
 }
 
 /// The library's version, such as `0.1.0`. A string of the library's own, valid for ever.
@@ -188,7 +193,7 @@ pub extern "C" fn vramctl_last_error() -> *const c_char {
 /// and `*bytes`, where not null, how many bytes follow there up to the allocation's end.
 ///
 /// `address` may be anywhere in the allocation. The memory is the library's, and valid until the allocation is resumed or
-/// freed. `NotPaused`: the address is in no paused allocation whose contents were kept.
+/// freed. `NotPaused`: the address is in no paused allocation whose contents were kept in host memory.
 ///
 /// # Safety
 /// `pointer` must be writable, and `bytes` null or writable.
@@ -203,7 +208,10 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
         else {
             return Err((VramctlResult::NotPaused, format!("{address:p} is in no paused allocation whose contents were kept")));
         };
-        let rest = &saved.as_slice()[(address as u64 - allocation.address()) as usize..];
+        let Some(kept) = saved.as_slice() else {
+            return Err((VramctlResult::NotPaused, format!("the contents of {address:p} are in a file, not in host memory")));
+        };
+        let rest = &kept[(address as u64 - allocation.address()) as usize..];
         // SAFETY: the caller's promise.
         unsafe {
             pointer.write(rest.as_ptr().cast());
@@ -275,6 +283,7 @@ fn policy(backup: i32) -> Result<Option<Backup>, Error> {
         0 => Ok(None),
         1 => Ok(Some(Backup::Discard)),
         2 => Ok(Some(Backup::Host)),
+        3 => Ok(Some(Backup::Disk)),
         other => Err(Error::Invalid(format!("{other} is no VramctlBackup"))),
     }
 }

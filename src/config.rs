@@ -3,8 +3,10 @@
 //! | variable | meaning | default |
 //! | --- | --- | --- |
 //! | `VRAMCTL_TAG` | the tag of every allocation outside a region; unset or empty: those are left to CUDA | unset; `vramctl run` sets `default` |
-//! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host` and `discard`: what a pause does with the contents of a tag | every tag `host` |
+//! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host`, `disk` and `discard`: what a pause does with the contents of a tag | every tag `host` |
 //! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: the tags whose saved contents stay in host memory after a resume, for the next pause | none |
+//! | `VRAMCTL_UNCHANGED` | `hash`: of retained contents, copy what has changed; `off`: copy everything; `verify`: hash, and compare | `hash` |
+//! | `VRAMCTL_DISK_DIR` | where the policy `disk` keeps contents | `$TMPDIR`, else `/tmp` |
 //! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
 //! | `VRAMCTL_PREWARM` | so much host memory is prepared in the background when the program first allocates, and kept ready | 0 |
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; a number of bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
@@ -20,6 +22,17 @@ use crate::units::parse_bytes;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// How a pause treats retained contents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unchanged {
+    /// Hashes the device memory and copies the pieces that have changed.
+    Hash,
+    /// Copies everything.
+    Off,
+    /// Hashes, and compares the pieces that are said not to have changed.
+    Verify,
+}
+
 /// The variables, as read at the first use in this process.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -29,6 +42,8 @@ pub struct Config {
     pub backup: Vec<(Arc<str>, Backup)>,
     /// `VRAMCTL_RETAIN`; `*` stands for every tag.
     pub retain: Vec<String>,
+    /// `VRAMCTL_UNCHANGED`.
+    pub unchanged: Unchanged,
     /// `VRAMCTL_HOST_CAP`.
     pub host_cap: u64,
     /// `VRAMCTL_PREWARM`.
@@ -61,6 +76,15 @@ impl Config {
         let backup = set("VRAMCTL_BACKUP").map_or_else(Vec::new, |list| parse_backup(&list, &mut complaints));
         let retain = set("VRAMCTL_RETAIN").unwrap_or_default();
         let retain = retain.split(',').map(|tag| tag.trim().to_owned()).filter(|tag| !tag.is_empty()).collect();
+        let unchanged = match set("VRAMCTL_UNCHANGED").as_deref() {
+            None | Some("hash") => Unchanged::Hash,
+            Some("off") => Unchanged::Off,
+            Some("verify") => Unchanged::Verify,
+            Some(other) => {
+                complaints.push(format!("VRAMCTL_UNCHANGED={other} is not hash, off or verify; using hash"));
+                Unchanged::Hash
+            }
+        };
         let mut bytes = |name: &str, default: usize| {
             let Some(text) = set(name) else { return default };
             parse_bytes(&text).unwrap_or_else(|| {
@@ -74,7 +98,7 @@ impl Config {
         let tag = set("VRAMCTL_TAG").map(|tag| checked_tag(&tag));
         let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
         let name = set("VRAMCTL_NAME");
-        Self { tag, backup, retain, host_cap, prewarm, min_bytes, name, complaints }
+        Self { tag, backup, retain, unchanged, host_cap, prewarm, min_bytes, name, complaints }
     }
 
     /// Whether `VRAMCTL_RETAIN` names a tag.
@@ -98,7 +122,7 @@ fn parse_backup(list: &str, complaints: &mut Vec<String>) -> Vec<(Arc<str>, Back
         .filter_map(|item| {
             let parsed = entry(item);
             if parsed.is_none() {
-                complaints.push(format!("VRAMCTL_BACKUP: '{item}' is not TAG=host or TAG=discard; ignored"));
+                complaints.push(format!("VRAMCTL_BACKUP: '{item}' is not TAG=host, TAG=disk or TAG=discard; ignored"));
             }
             parsed
         })
@@ -112,6 +136,12 @@ pub fn socket_directory() -> PathBuf {
         // SAFETY: `geteuid` cannot fail and touches no memory.
         PathBuf::from(format!("/tmp/vramctl-{}", unsafe { libc::geteuid() }))
     })
+}
+
+/// `VRAMCTL_DISK_DIR`: where the policy `disk` keeps contents.
+pub fn disk_directory() -> PathBuf {
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    variable("VRAMCTL_DISK_DIR").or_else(|| variable("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"))
 }
 
 /// `VRAMCTL_LOG`, read by the logger when it is set up.

@@ -22,6 +22,8 @@ pub enum Error {
         /// Bytes that the host could give.
         available: u64,
     },
+    /// A file for contents could not be made, written or read; the text says which and why.
+    Disk(String),
     /// Tags that no allocation has.
     UnknownTag {
         /// Those asked for and not known.
@@ -83,6 +85,8 @@ pub enum Kind {
     NotPaused = 11,
     /// The caller's buffer is too small.
     BufferTooSmall = 12,
+    /// A file for contents could not be made, written or read.
+    Disk = 13,
 }
 
 impl Error {
@@ -93,6 +97,7 @@ impl Error {
             Self::Work(_) => Kind::Work,
             Self::DeviceMemory(_) => Kind::DeviceMemory,
             Self::HostMemory { .. } => Kind::HostMemory,
+            Self::Disk(_) => Kind::Disk,
             Self::UnknownTag { .. } => Kind::UnknownTag,
             Self::Capturing => Kind::Capturing,
             Self::Busy(_) => Kind::Busy,
@@ -111,7 +116,7 @@ impl Error {
             Self::UnknownTag { .. } | Self::Invalid(_) => code::INVALID_VALUE,
             Self::Capturing => code::CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
-            Self::Busy(_) | Self::Internal(_) => code::UNKNOWN,
+            Self::Busy(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
         }
     }
 }
@@ -152,7 +157,7 @@ impl fmt::Display for Error {
             Self::Capturing => write!(out, "a CUDA stream is being captured into a graph; try again when the capture is over"),
             Self::Busy(waited) => write!(out, "the device's work had not finished after {} ms; nothing was changed", waited.as_millis()),
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
-            Self::Invalid(why) => write!(out, "{why}"),
+            Self::Invalid(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
         }
     }
@@ -196,6 +201,7 @@ mod tests {
             (Kind::Internal, 10, "internal"),
             (Kind::NotPaused, 11, "not_paused"),
             (Kind::BufferTooSmall, 12, "buffer_too_small"),
+            (Kind::Disk, 13, "disk"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);

@@ -223,6 +223,7 @@ impl State {
             bytes: GIB,
             paused_bytes: if *state == TagState::Paused { GIB } else { 0 },
             host_bytes: if *state == TagState::Paused { GIB } else { 0 },
+            disk_bytes: 0,
             backup: [(Backup::Host, GIB)].into(),
         };
         let device =

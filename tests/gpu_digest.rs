@@ -220,3 +220,25 @@ fn a_reset_is_noticed() {
     assert_eq!(digests[1], Key::of_process().unwrap().digest(&piece));
     println!("a reset is noticed");
 }
+
+/// A program that captures in the global mode, which everything unsafe of any other thread would invalidate.
+#[test]
+#[ignore = "needs a GPU"]
+fn leaves_captures_alone() {
+    let (current, mut random) = (context(), Random::new());
+    let contents = Contents::noise(&mut random, 4 * PIECE);
+    let (mut stream, mut graph): (*mut c_void, *mut c_void) = (std::ptr::null_mut(), std::ptr::null_mut());
+    call!(cuStreamCreate(&raw mut stream, 1) as unsafe extern "C" fn(*mut *mut c_void, u32) -> u32);
+    call!(cuStreamBeginCapture_v2(stream, 0) as unsafe extern "C" fn(*mut c_void, u32) -> u32);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let current = Current::push(current.context()).unwrap();
+            let _relaxed = RelaxedCapture::enter();
+            let mut hasher = Hasher::new(&current).unwrap();
+            assert_eq!(contents.digests(&current, &mut hasher).len(), 4);
+        });
+    });
+    call!(cuStreamEndCapture(stream, &raw mut graph) as unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> u32);
+    assert!(!graph.is_null());
+    println!("a capture in the global mode survives a hasher's life");
+}

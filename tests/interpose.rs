@@ -155,7 +155,8 @@ fn out_of_memory_looks_like_the_runtimes() {
 fn a_margin_keeps_memory_free() {
     let _gpu = Gpu::take();
     region::begin(Some("t"), None).unwrap();
-    Memory::get().set_margin((common::DEVICE_BYTES - 8 * MIB) as u64);
+    let (free_bytes, _) = vramctl::driver::memory_info().unwrap();
+    Memory::get().set_margin(free_bytes - 8 * MIB as u64);
     let fits = malloc(8 * MIB).unwrap();
     assert_eq!(malloc(2 * MIB), Err(2));
     Memory::get().set_margin(0);
@@ -590,4 +591,91 @@ fn host_memory_that_cannot_be_registered_is_slower_and_right() {
         assert!(read(address, 40 * MIB).unwrap() == contents);
         assert_eq!(free(address), 0);
     }
+}
+
+/// What nobody wrote to since it was saved is not copied again; what somebody did, is, be it a single bit.
+#[test]
+fn only_what_has_changed_is_copied_again() {
+    let _gpu = Gpu::take();
+    const PIECE: u64 = 2 << 20;
+    let address = malloc_tagged(common::RETAINED_TAG, None, 20 * MIB).unwrap();
+    let mut contents = pattern(1, 20 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    let cycle = || {
+        let report = pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        report.unchanged_bytes
+    };
+    assert_eq!(cycle(), 0);
+    assert_eq!(cycle(), 10 * PIECE);
+    for byte in [0, 2 * MIB - 1, 7 * MIB + 12345, 20 * MIB - 1] {
+        contents[byte] ^= 1;
+        assert_eq!(write(address + byte as u64, &contents[byte..=byte]), 0);
+        assert_eq!(cycle(), 9 * PIECE, "byte {byte}");
+        assert!(read(address, 20 * MIB).unwrap() == contents);
+    }
+    assert_eq!(cycle(), 10 * PIECE);
+    // Changed and changed back: the copy is right as it is.
+    assert_eq!(write(address, &[!contents[0]]), 0);
+    assert_eq!(write(address, &contents[..1]), 0);
+    assert_eq!(cycle(), 10 * PIECE);
+    // A discarding pause forgets the copy.
+    Memory::get().pause(&Request { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
+    resume(&[]).unwrap();
+    assert!(read(address, 20 * MIB).unwrap().iter().all(|byte| *byte == 0));
+    assert_eq!(cycle(), 0);
+    assert!(read(address, 20 * MIB).unwrap().iter().all(|byte| *byte == 0));
+    assert_eq!(free(address), 0);
+}
+
+/// A pause that fails after it began to replace a retained copy must not leave digests that vouch for the old one.
+#[test]
+fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged(common::RETAINED_TAG, None, 4 * MIB).unwrap();
+    let (first, second) = (pattern(1, 4 * MIB), pattern(2, 4 * MIB));
+    assert_eq!(write(address, &first), 0);
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert_eq!(write(address, &second), 0);
+    gpu.fail("cuMemUnmap", 1, 999, 1);
+    pause(&[]).unwrap_err();
+    // Back to what the digests of before stand for, while the copy is of the second contents.
+    assert_eq!(write(address, &first), 0);
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert!(read(address, 4 * MIB).unwrap() == first);
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+fn contents_go_to_a_file_and_come_back() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let sizes = [3, 70, 1, 9].map(|mib| mib * MIB);
+    let allocations: Vec<_> = sizes
+        .iter()
+        .enumerate()
+        .map(|(number, bytes)| {
+            let address = malloc_tagged(if number % 2 == 0 { "even" } else { "odd" }, Some(Backup::Disk), *bytes).unwrap();
+            let contents = pattern(number as u64, *bytes);
+            assert_eq!(write(address, &contents), 0);
+            (address, contents)
+        })
+        .collect();
+    let report = pause(&[]).unwrap();
+    assert_eq!(report.kept_bytes, (4 + 70 + 2 + 10) << 20);
+    assert_eq!(gpu.footprint().used(), before.used());
+    vramctl::backup::settle();
+    let status = Memory::get().status();
+    assert_eq!(status.host.used_bytes, 0, "no host memory beyond the staging buffers");
+    assert_eq!(status.tags.iter().map(|tag| tag.disk_bytes).sum::<u64>(), 86 << 20);
+    // By tag: not all of a file at once, and out of order.
+    resume(&["odd"]).unwrap();
+    resume(&["even"]).unwrap();
+    for (address, contents) in allocations {
+        assert!(read(address, contents.len()).unwrap() == contents);
+        assert_eq!(free(address), 0);
+    }
+    assert_eq!(gpu.footprint(), before);
 }

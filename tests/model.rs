@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vramctl::memory::{Backup, Memory, Request, region};
 
-const TAGS: [&str; 3] = ["weights", "kv_cache", "graph"];
+const TAGS: [&str; 4] = ["weights", "kv_cache", "graph", common::RETAINED_TAG];
 
 #[derive(Debug, Clone, Copy)]
 enum Step {
@@ -26,7 +26,7 @@ enum Step {
 }
 
 fn backup() -> impl Strategy<Value = Option<Backup>> {
-    prop_oneof![Just(None), Just(Some(Backup::Host)), Just(Some(Backup::Discard))]
+    prop_oneof![2 => Just(None), 2 => Just(Some(Backup::Host)), 2 => Just(Some(Backup::Discard)), 1 => Just(Some(Backup::Disk))]
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -155,7 +155,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn random_sequences_behave_like_the_model(steps in prop::collection::vec(step(), 1..60)) {

@@ -209,12 +209,13 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
     if matches!(place, Place::Pool(pool, _) if real::default_pool(current.device()) != Some(pool)) {
         return None;
     }
+    let tag = policy.tag.clone();
     let allocated = Memory::get().allocate(policy, bytes, &current);
     logger::set_up();
     match allocated {
         Ok(address) => {
             control::ensure_running();
-            backup::prewarm(current.context());
+            backup::get_ready(&current, &tag);
             Some(Ok(address as *mut c_void))
         }
         Err(Error::Unsupported) => {

@@ -35,6 +35,8 @@ pub enum Backup {
     Discard,
     /// They are kept in host memory.
     Host,
+    /// They are kept in a file.
+    Disk,
 }
 
 impl Backup {
@@ -43,6 +45,7 @@ impl Backup {
         match self {
             Self::Discard => "discard",
             Self::Host => "host",
+            Self::Disk => "disk",
         }
     }
 }
@@ -57,10 +60,10 @@ impl FromStr for Backup {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        [Self::Discard, Self::Host]
+        [Self::Discard, Self::Host, Self::Disk]
             .into_iter()
             .find(|policy| policy.name() == text)
-            .ok_or_else(|| Error::Invalid(format!("'{text}' is not a backup policy; they are host and discard")))
+            .ok_or_else(|| Error::Invalid(format!("'{text}' is not a backup policy; they are host, disk and discard")))
     }
 }
 

@@ -1,7 +1,7 @@
 //! What there is: by tag and by device.
 
 use super::{Backup, Memory};
-use crate::backup::{self, ArenaStatus};
+use crate::backup::{self, ArenaStatus, Saved};
 use crate::driver::{self, CUdevice, Context, Current};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -36,6 +36,8 @@ pub struct TagStatus {
     pub paused_bytes: u64,
     /// Bytes of contents that are kept in host memory now: of what is paused, and what is retained of what is active.
     pub host_bytes: u64,
+    /// Bytes of contents that are kept in files now.
+    pub disk_bytes: u64,
     /// Bytes by the policy that a pause follows unless it is told otherwise.
     pub backup: BTreeMap<Backup, u64>,
 }
@@ -86,15 +88,21 @@ impl Memory {
         let mut devices = BTreeMap::<CUdevice, (DeviceStatus, Context)>::new();
         for allocation in self.snapshot() {
             let bytes = allocation.bytes() as u64;
-            let (paused_bytes, host_bytes) = {
+            let (paused_bytes, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();
-                (if contents.memory.is_none() { bytes } else { 0 }, if contents.saved.is_some() { bytes } else { 0 })
+                let (host, disk) = match contents.saved.as_deref() {
+                    Some(Saved::Host(_)) => (bytes, 0),
+                    Some(Saved::Disk(_)) => (0, bytes),
+                    None => (0, 0),
+                };
+                (if contents.memory.is_none() { bytes } else { 0 }, host, disk)
             };
             let tag = tags.entry(allocation.tag.to_string()).or_default();
             tag.allocations += 1;
             tag.bytes += bytes;
             tag.paused_bytes += paused_bytes;
             tag.host_bytes += host_bytes;
+            tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;
             let (device, _) = devices.entry(allocation.device).or_insert_with(|| {
                 let device =

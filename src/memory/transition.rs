@@ -82,6 +82,9 @@ pub struct Report {
     pub bytes: u64,
     /// Of those, bytes whose contents were saved or restored.
     pub kept_bytes: u64,
+    /// Of the bytes saved, those that were not copied, because the backup had them already.
+    #[serde(default)]
+    pub unchanged_bytes: u64,
     /// Of those, bytes whose contents were discarded: they read as zero after the resume.
     pub discarded_bytes: u64,
     /// Allocations that were already so.
@@ -157,12 +160,15 @@ impl Memory {
         }
         let progress = &mut |now| observer.progress(now);
 
-        let (keep, discard): (Vec<_>, Vec<_>) =
-            victims.into_iter().partition(|allocation| request.backup.unwrap_or(allocation.backup) == Backup::Host);
+        let policy = |allocation: Arc<Allocation>| {
+            let policy = request.backup.unwrap_or(allocation.backup);
+            (allocation, policy)
+        };
+        let (discard, keep): (Vec<_>, Vec<_>) = victims.into_iter().map(policy).partition(|(_, policy)| *policy == Backup::Discard);
         let (kept_bytes, discarded_bytes) = (total_bytes(&keep), total_bytes(&discard));
-        let saved = clock.time(Stage::Save, || backup::save(&keep, progress))?;
-        let saved = saved.into_iter().map(Some).chain(discard.iter().map(|_| None));
-        let mut victims: Vec<_> = keep.iter().chain(&discard).cloned().zip(saved).collect();
+        let kept = clock.time(Stage::Save, || backup::save(&keep, progress))?;
+        let saved = kept.saved.into_iter().map(Some).chain(discard.iter().map(|_| None));
+        let mut victims: Vec<_> = keep.iter().chain(&discard).map(|(allocation, _)| Arc::clone(allocation)).zip(saved).collect();
         // In the order of their addresses: neighbours are unmapped in one call.
         victims.sort_unstable_by_key(|(allocation, _)| allocation.address());
         clock.time(Stage::Unmap, || self.unmap_all(&victims))?;
@@ -177,6 +183,7 @@ impl Memory {
             allocations,
             bytes: kept_bytes + discarded_bytes,
             kept_bytes,
+            unchanged_bytes: kept.unchanged_bytes,
             discarded_bytes,
             unchanged: already.len() as u64,
             late_bytes: driver::leftover_bytes(),
@@ -213,14 +220,16 @@ impl Memory {
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let memories = self.bring_back(&paused, &mut clock, progress)?;
 
-        let mut report =
-            Report { allocations: paused.len() as u64, bytes: total_bytes(&paused), unchanged: already.len() as u64, ..Report::default() };
+        let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         for (allocation, memory) in paused.iter().zip(memories) {
             let mut contents = allocation.contents();
             let kept = if contents.saved.is_some() { &mut report.kept_bytes } else { &mut report.discarded_bytes };
             *kept += allocation.bytes() as u64;
+            report.bytes += allocation.bytes() as u64;
             contents.memory = Some(memory);
-            if !Config::get().retains(&allocation.tag) {
+            // What is in a file is slower to compare with than to write anew.
+            let retained = Config::get().retains(&allocation.tag) && matches!(contents.saved.as_deref(), Some(Saved::Host(_)));
+            if !retained {
                 contents.saved = None;
             }
         }
@@ -283,10 +292,11 @@ impl Memory {
     ) -> Result<Vec<driver::Memory>, Error> {
         let started = Instant::now();
         let needed = check_free(paused)?;
-        let saved: Vec<_> = paused.iter().map(|allocation| allocation.contents().saved.clone()).collect();
-        let bytes = paused.iter().zip(&saved).filter(|(_, saved)| saved.is_some()).map(|(allocation, _)| allocation.bytes()).sum();
+        let item = |allocation: &Arc<Allocation>| Some((Arc::clone(allocation), allocation.contents().saved.clone()?));
+        let saved: Vec<_> = paused.iter().filter_map(item).collect();
+        let mut saved_next = saved.iter().peekable();
         let mut memories = Vec::with_capacity(paused.len());
-        let brought = backup::restore(bytes, progress, |give| {
+        let brought = backup::restore(&saved, progress, |give| {
             let mut from = 0;
             for upto in batches(paused) {
                 for allocation in &paused[from..upto] {
@@ -299,10 +309,8 @@ impl Memory {
                     }
                 }
                 self.open(paused[from].device, &memories[from..upto])?;
-                for (allocation, saved) in paused[from..upto].iter().zip(&saved[from..upto]) {
-                    if let Some(saved) = saved {
-                        give(allocation, saved);
-                    }
+                for allocation in &paused[from..upto] {
+                    saved_next.next_if(|(next, _)| Arc::ptr_eq(next, allocation)).into_iter().for_each(&mut *give);
                 }
                 from = upto;
             }
@@ -363,8 +371,8 @@ fn with_holders(error: Error) -> Error {
     }
 }
 
-fn total_bytes(allocations: &[Arc<Allocation>]) -> u64 {
-    allocations.iter().map(|allocation| allocation.bytes() as u64).sum()
+fn total_bytes(allocations: &[(Arc<Allocation>, Backup)]) -> u64 {
+    allocations.iter().map(|(allocation, _)| allocation.bytes() as u64).sum()
 }
 
 fn milliseconds(duration: Duration) -> f64 {

@@ -33,7 +33,7 @@ pub struct Args {
     /// Leave allocations outside regions to CUDA
     #[arg(long)]
     no_tag: bool,
-    /// What a pause does with the contents of a tag: host (keep them, the default) or discard; may be repeated
+    /// What a pause does with the contents of a tag: host (keep them, the default), disk or discard; may be repeated
     #[arg(long, value_name = "TAG=POLICY", value_parser = checked_backup)]
     backup: Vec<String>,
     /// Leave smaller allocations to CUDA: bytes, or with K, M, G (1M if not given)

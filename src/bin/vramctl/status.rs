@@ -66,7 +66,10 @@ fn describe(status: &ProcessStatus) -> String {
     if memory.tags.is_empty() {
         text += "No memory under management now.";
     } else {
-        text += &output::table(&["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY"], memory.tags.iter().map(tag_row));
+        text += &output::table(
+            &["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY", "ON DISK"],
+            memory.tags.iter().map(tag_row),
+        );
         text += "\n\n";
         text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL"], memory.devices.iter().map(device_row));
     }
@@ -96,7 +99,8 @@ fn tag_row(tag: &TagStatus) -> Vec<String> {
         [(policy, _)] => policy.to_string(),
         ref several => several.iter().map(|(policy, bytes)| format!("{policy} {}", Bytes(**bytes))).collect::<Vec<_>>().join(", "),
     };
-    vec![tag.tag.clone(), state, Bytes(tag.bytes).to_string(), tag.allocations.to_string(), backup, Bytes(tag.host_bytes).to_string()]
+    let [bytes, host, disk] = [tag.bytes, tag.host_bytes, tag.disk_bytes].map(|bytes| Bytes(bytes).to_string());
+    vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup, host, disk]
 }
 
 fn device_row(device: &DeviceStatus) -> Vec<String> {
@@ -124,9 +128,10 @@ mod tests {
             bytes: 3 << 30,
             paused_bytes: 1 << 30,
             host_bytes: 0,
+            disk_bytes: 0,
             backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
         };
-        let wanted = ["kv", "mixed (1.00 GiB paused)", "3.00 GiB", "2", "discard 1.00 GiB, host 2.00 GiB", "0 B"];
+        let wanted = ["kv", "mixed (1.00 GiB paused)", "3.00 GiB", "2", "discard 1.00 GiB, host 2.00 GiB", "0 B", "0 B"];
         assert_eq!(tag_row(&tag), wanted);
     }
 

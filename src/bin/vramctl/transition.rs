@@ -18,19 +18,23 @@ use vramctl::units::Bytes;
 #[command(after_help = "\
 Without tags: all. The process lives on and keeps its addresses, but GPU work that it starts before the resume fails \
 if it touches paused memory: have it stop first. A pause waits for the GPU work under way, with --timeout no longer \
-than that. Contents are kept in host memory, unless the tag's policy or --discard says otherwise. All or nothing: \
+than that. Contents are kept in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: \
 after an error everything is as it was. Interrupting this command does not interrupt a pause under way.
 
 Examples:
   vramctl pause                              all of the only managed process
   vramctl pause kv_cache --discard --all     this tag in every process; its contents are not needed
+  vramctl pause weights --backup disk        kept in a file in $VRAMCTL_DISK_DIR
   vramctl pause --name engine --timeout 2.5")]
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
-    /// Do not keep the contents: the memory reads as zero after the resume
-    #[arg(long)]
+    /// Do not keep the contents: the memory reads as zero after the resume. The same as --backup discard
+    #[arg(long, conflicts_with = "backup")]
     discard: bool,
+    /// Where to keep the contents, whatever the tags' policies say: host, disk or discard
+    #[arg(long, value_name = "POLICY")]
+    backup: Option<Backup>,
 }
 
 #[derive(clap::Args)]
@@ -117,7 +121,7 @@ enum Answer {
 }
 
 pub fn pause(args: PauseArgs) -> Result<Exit, Failure> {
-    let backup = args.discard.then_some(Backup::Discard);
+    let backup = args.discard.then_some(Backup::Discard).or(args.backup);
     transition(Direction::Pause, args.transition, backup)
 }
 
@@ -253,15 +257,16 @@ fn success(direction: Direction, task: &Task, report: &Report) -> String {
     // What has changed since it was looked at belongs to one of the tags that were meant.
     let tags = if task.due.is_empty() { &task.meant } else { &task.due }.join(", ");
     let (did, moved, kept, discarded) = match direction {
-        Direction::Pause => ("paused", "given back", "kept in host memory", "discarded"),
-        Direction::Resume => ("resumed", "taken again", "restored from host memory", "now zero"),
+        Direction::Pause => ("paused", "given back", "kept", "discarded"),
+        Direction::Resume => ("resumed", "taken again", "restored", "now zero"),
     };
     let mut text = format!("{did} {tags} of {process}: {} {moved} in {} ms", Bytes(report.bytes), whole(report.ms));
     let stages: Vec<_> = report.stages.iter().map(|(stage, ms)| format!("{} {}", stage.name(), whole(*ms))).collect();
     if !stages.is_empty() {
         let _ = write!(text, " ({})", stages.join(", "));
     }
-    let contents = [(report.kept_bytes, kept), (report.discarded_bytes, discarded)];
+    let unchanged = "of that not copied, because the backup had it already";
+    let contents = [(report.kept_bytes, kept), (report.unchanged_bytes, unchanged), (report.discarded_bytes, discarded)];
     let contents: Vec<_> =
         contents.iter().filter(|(bytes, _)| *bytes > 0).map(|(bytes, fate)| format!("{} {fate}", Bytes(*bytes))).collect();
     if !contents.is_empty() {
@@ -315,6 +320,7 @@ mod tests {
             bytes: 40 << 30,
             kept_bytes: 38 << 30,
             discarded_bytes: 2 << 30,
+            unchanged_bytes: 0,
             unchanged: 0,
             late_bytes: 0,
             stages: [(Stage::Wait, 3.2), (Stage::Save, 850.4), (Stage::Unmap, 19.8), (Stage::Release, 38.9)].into(),
@@ -323,7 +329,7 @@ mod tests {
         assert_eq!(
             success(Direction::Pause, &tasks[0], &report),
             "paused kv_cache, weights of engine (pid 4711): 40.00 GiB given back in 912 ms (wait 3, save 850, unmap 20, release 39); \
-             38.00 GiB kept in host memory, 2.00 GiB discarded"
+             38.00 GiB kept, 2.00 GiB discarded"
         );
         let tasks = plan(Direction::Resume, vec![engine(TagState::Paused)], &names(&["weights"])).unwrap();
         let report = Report { stages: [(Stage::Map, 1.0)].into(), discarded_bytes: 0, ..report };

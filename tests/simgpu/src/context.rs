@@ -277,17 +277,18 @@ fn end_primary(context: &Arc<Context>) -> Outcome {
     Ok(())
 }
 
-/// Destroys a context's streams, events and plain allocations, once their work is done. Virtual
+/// Destroys a context's streams, events, modules and plain allocations, once their work is done. Virtual
 /// memory belongs to the process, not to a context: it stays.
 fn empty(context: &Context) {
     let pending = state().streams.pending(context.handle);
     Ticket::wait_all(&pending);
     let mut state = state();
-    let State { space, streams, captures, host, .. } = &mut *state;
+    let State { space, streams, captures, host, modules, .. } = &mut *state;
     captures.forget_context(context.handle);
     streams.forget_context(context.handle);
     space.forget_context(context.handle);
     host.forget_context(context.handle);
+    modules.forget_context(context.handle);
     state.contexts.peers.retain(|&(from, to)| from != context.handle && to != context.handle);
 }
 

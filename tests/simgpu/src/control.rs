@@ -63,8 +63,8 @@ pub extern "C" fn simgpu_used(ordinal: c_int) -> u64 {
 }
 
 /// How many of a kind of thing this process has: `reservations`, `handles`, `mappings`, `plain`
-/// (allocations), `registered` (host ranges), `streams`, `events`, `contexts`, `graphs`. All ones for
-/// an unknown kind.
+/// (allocations), `registered` (host ranges), `streams`, `events`, `contexts`, `graphs`, `modules`. All
+/// ones for an unknown kind.
 ///
 /// # Safety
 /// `kind` is a terminated string.
@@ -84,6 +84,7 @@ pub unsafe extern "C" fn simgpu_live(kind: *const c_char) -> u64 {
             "events" => Some(state.streams.live_events()),
             "contexts" => Some(state.contexts.live()),
             "graphs" => Some(state.graphs.live()),
+            "modules" => Some(state.modules.live()),
             _ => None,
         }
     } else {

@@ -1,4 +1,4 @@
-//! What streams do: copies, memsets, calls into the program. Device memory that is not mapped with
+//! What streams do: copies, memsets, kernels, calls into the program. Device memory that is not mapped with
 //! access when a call is made is an invalid value, and nothing comes of the call. Where it is there
 //! then, and not any more when the operation runs, the operation ends the context.
 
@@ -7,6 +7,7 @@ use crate::codes::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, LAUNCH_FAILED, Outcome}
 use crate::context::{self, Context};
 use crate::driver::{State, state};
 use crate::host::{Direction, transfer};
+use crate::kernel;
 use crate::stream;
 use crate::vmm::{Piece, READ, READ_WRITE};
 use std::ffi::c_void;
@@ -53,6 +54,8 @@ pub enum Work {
         /// What it is given, a pointer of the program's.
         data: usize,
     },
+    /// A kernel that is known here.
+    Kernel(kernel::Launch),
     /// The end of an allocation.
     Free {
         /// Which.
@@ -137,7 +140,7 @@ impl Work {
             Self::Copy { to, from, bytes } => (Some((from, bytes)), Some((to, bytes))),
             Self::Upload { to, ref bytes } => (None, Some((to, bytes.len()))),
             Self::Fill { to, width, count, .. } => (None, Some((to, width * count))),
-            Self::Marker | Self::Call { .. } | Self::Free { .. } | Self::Graph { .. } => (None, None),
+            Self::Marker | Self::Call { .. } | Self::Kernel(_) | Self::Free { .. } | Self::Graph { .. } => (None, None),
         };
         Touched { read, written }
     }
@@ -185,6 +188,9 @@ pub fn execute(context: &Context, work: Work) {
 /// and still be so at its end, by the same mappings: memory that is taken away under it, even if
 /// other memory is put there, is a fault on a real device too, or worse, a silent corruption.
 fn execute_one(context: &Context, work: &Work) -> Outcome {
+    if let Work::Kernel(launch) = work {
+        return launch.run(context, delay());
+    }
     let touched = work.touched();
     let at_first = touched.mappings(context)?;
     let delay = delay();

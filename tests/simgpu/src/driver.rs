@@ -9,6 +9,7 @@ use crate::exports::{Function, Hazard, Needs};
 use crate::faults;
 use crate::graph::Graphs;
 use crate::host::HostMemory;
+use crate::kernel::Modules;
 use crate::machine::Machine;
 use crate::pool::Pools;
 use crate::settings::{self, Settings};
@@ -38,6 +39,8 @@ pub struct State {
     pub graphs: Graphs,
     /// Memory pools.
     pub pools: Pools,
+    /// Modules and functions.
+    pub modules: Modules,
 }
 
 static STATE: OnceLock<Mutex<State>> = OnceLock::new();

@@ -6,7 +6,7 @@ use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, Outcome};
 use crate::copy::{self, Sides};
 use crate::pool::PoolProps;
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
-use crate::{capture, context, device, driver, graph, host, memory, nvml, pool, stream, vmm};
+use crate::{capture, context, device, driver, graph, host, kernel, memory, nvml, pool, stream, vmm};
 use std::ffi::{c_char, c_int, c_void};
 
 /// What must be there before a call does anything.
@@ -253,6 +253,13 @@ functions! {
     cuGraphLaunch_ptsz(executable: Handle, stream: Handle) Context Safe => graph::launch(executable, per_thread(stream));
     cuGraphUpload(executable: Handle, stream: Handle) Context Safe => graph::upload(executable, stream);
     cuGraphUpload_ptsz(executable: Handle, stream: Handle) Context Safe => graph::upload(executable, per_thread(stream));
+
+    // Modules and launches. Loading is taken to be unsafe to captures, as allocating is; that is not observed.
+    cuModuleLoadData(module: Out<Handle>, image: In<c_char>) Context CaptureUnsafe => kernel::load(module, image);
+    cuModuleUnload(module: Handle) Context CaptureUnsafe => kernel::unload(module);
+    cuModuleGetFunction(function: Out<Handle>, module: Handle, name: In<c_char>) Context Safe => kernel::get_function(function, module, name);
+    cuLaunchKernel(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], stream, arguments, extra);
+    cuLaunchKernel_ptsz(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], per_thread(stream), arguments, extra);
 
     // Names of things.
     cuGetErrorName(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(name, _)| name);

@@ -13,6 +13,7 @@
 //! - [`vmm`]: reservations, physical memory, mappings and access; also the ground of plain memory;
 //! - [`memory`]: `cuMemAlloc` and its kin, pointer attributes; [`pool`]: memory pools;
 //! - [`host`]: pinned and registered host memory;
+//! - [`kernel`]: modules and launches, of the kernels that are known here;
 //! - [`stream`]: streams, events, and what waits for what; [`mod@copy`]: what streams do;
 //! - [`capture`] and [`graph`]: operations that are kept, and run again;
 //! - [`nvml`]: the monitoring functions.
@@ -38,6 +39,7 @@ pub mod exports;
 pub mod faults;
 pub mod graph;
 pub mod host;
+pub mod kernel;
 pub mod machine;
 pub mod memory;
 pub mod nvml;

@@ -165,9 +165,9 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
         Some(Purpose::Managed { context }) => (context, true, false),
         Some(Purpose::Virtual) | None => (0, false, false),
     };
-    let (base, bytes, ordinal, (start, size)) = match (device, host) {
-        (Some(range), _) => (range.base, range.bytes, range.device, range.reservation),
-        (None, Some((base, bytes))) => (base, bytes, 0, (base, bytes)),
+    let (base, bytes, ordinal, id, (start, size)) = match (device, host) {
+        (Some(range), _) => (range.base, range.bytes, range.device, range.id, range.reservation),
+        (None, Some((base, bytes))) => (base, bytes, 0, base, (base, bytes)),
         (None, None) => return Ok(None),
     };
     Ok(Some(match which {
@@ -179,7 +179,8 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
         attribute::HOST_POINTER => return Ok(None),
         attribute::SYNC_MEMOPS => Narrow(0),
         // Of virtual memory: the whole reservation.
-        attribute::BUFFER_ID | attribute::RANGE_START => Wide(start),
+        attribute::BUFFER_ID => Wide(id),
+        attribute::RANGE_START => Wide(start),
         attribute::MAPPING_BASE_ADDR => Wide(base),
         attribute::IS_MANAGED => Narrow(u32::from(managed)),
         attribute::DEVICE_ORDINAL => Narrow(ordinal as u32),

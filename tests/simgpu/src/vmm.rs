@@ -136,6 +136,8 @@ struct Reservation {
     /// Address space behind it; 0 where the backing itself lies at the address.
     space: usize,
     purpose: Purpose,
+    /// Tells this range from a later one at the same address.
+    id: u64,
     /// A stream is going to free it: no other call may.
     given_up: bool,
 }
@@ -190,6 +192,8 @@ pub struct Range {
     pub purpose: Purpose,
     /// Start and size of the whole reservation.
     pub reservation: (Address, usize),
+    /// What no other reservation of this process is called, before or after.
+    pub id: u64,
     /// Whether any device has access.
     pub accessible: bool,
 }
@@ -220,6 +224,7 @@ impl Space {
             device: mapping.physical.device,
             purpose: reservation.purpose,
             reservation: (start, reservation.bytes),
+            id: reservation.id,
             accessible: mapping.access.iter().any(|&access| access != 0),
         })
     }
@@ -276,7 +281,7 @@ impl Space {
             let space = rounded.next_multiple_of(PAGE);
             (reserve_addresses(space, alignment, 0).ok_or(OUT_OF_MEMORY)?, space)
         };
-        self.reservations.insert(address, Reservation { bytes: rounded, space, purpose, given_up: false });
+        self.reservations.insert(address, Reservation { bytes: rounded, space, purpose, id: driver::new_handle(), given_up: false });
         self.add_mapping(address, rounded, physical, READ_WRITE);
         Ok(address)
     }
@@ -453,7 +458,8 @@ pub fn reserve(pointer: Out<Address>, bytes: usize, alignment: usize, hint: Addr
     }
     let mut state = state();
     let address = reserve_addresses(bytes, alignment.max(GRANULARITY), hint).ok_or(OUT_OF_MEMORY)?;
-    state.space.reservations.insert(address, Reservation { bytes, space: bytes, purpose: Purpose::Virtual, given_up: false });
+    let id = driver::new_handle();
+    state.space.reservations.insert(address, Reservation { bytes, space: bytes, purpose: Purpose::Virtual, id, given_up: false });
     pointer.put(address)
 }
 

@@ -1,0 +1,340 @@
+//! Digests of device memory: which pieces still are what the host has already.
+//!
+//! The device computes them (`kernel.cu`), in one pass at the speed of its memory; [`Key::digest`] is the same on the
+//! processor. `docs/unchanged.md` says what is computed and proves how unlikely it is that a changed piece keeps its
+//! digest: below 2^-91, whatever the change, since each process draws a key of its own and shows it to nobody.
+
+use crate::driver::{CUdeviceptr, Context, Current, DeviceBuffer, Failure, Kernel, RelaxedCapture, Stream, code};
+use crate::process::PerProcess;
+use once_cell::sync::OnceCell;
+use std::ffi::{CStr, c_void};
+use std::mem;
+
+/// What one digest is of, in bytes: the granularity of device memory.
+pub const PIECE: usize = 2 << 20;
+
+/// Threads that work on one piece. This and the three numbers below are the kernel's.
+const THREADS: usize = 256;
+/// Vectors of 16 bytes that one thread sums up at a time.
+const VECTORS: usize = 16;
+/// How often it does so for a piece.
+const GROUPS: usize = 32;
+/// Sums of each group, in each half of a digest.
+const SUMS: usize = 2;
+const _: () = assert!(THREADS * VECTORS * GROUPS * 16 == PIECE);
+
+/// 2^61 - 1, a prime.
+const PRIME: u64 = (1 << 61) - 1;
+
+/// The digest of one piece: two numbers below 2^61 - 1. Comparable only within one process.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Digest([u64; 2]);
+
+/// What the digests of a process depend on besides the contents. As the kernel takes it.
+#[repr(C)]
+#[derive(Clone)]
+pub struct Key {
+    halves: [Half; 2],
+}
+
+#[repr(C)]
+#[derive(Clone)]
+struct Half {
+    sums: [[u32; 4 * VECTORS]; SUMS],
+    /// Below 2^60.
+    point: u64,
+}
+
+impl Key {
+    /// The key of this process, drawn from the kernel's random numbers at its first use.
+    pub fn of_process() -> Result<&'static Self, Failure> {
+        static KEY: PerProcess<OnceCell<Key>> = PerProcess::new(OnceCell::new);
+        KEY.get().get_or_try_init(|| {
+            let mut bytes = [0; mem::size_of::<Self>()];
+            fill_with_random(&mut bytes)?;
+            Ok(Self::from_bytes(&bytes))
+        })
+    }
+
+    /// The key made of these bytes.
+    pub fn from_bytes(bytes: &[u8; mem::size_of::<Self>()]) -> Self {
+        let half = |bytes: &[u8]| {
+            let (words, point) = bytes.split_at(4 * SUMS * 4 * VECTORS);
+            let mut words = words.chunks_exact(4).map(word);
+            let sums = [(); SUMS].map(|()| [(); 4 * VECTORS].map(|()| words.next().unwrap_or_default()));
+            Half { sums, point: (u64::from(word(&point[..4])) | u64::from(word(&point[4..])) << 32) >> 4 }
+        };
+        let (first, second) = bytes.split_at(mem::size_of::<Half>());
+        Self { halves: [half(first), half(second)] }
+    }
+
+    /// The digest of a piece's contents, as the kernel computes it.
+    pub fn digest(&self, piece: &[u8]) -> Digest {
+        assert_eq!(piece.len(), PIECE, "a piece has a fixed size");
+        Digest(self.halves.each_ref().map(|half| half.digest(piece)))
+    }
+}
+
+impl Half {
+    /// The polynomial of all sums, in the order of the threads and their groups, at the key's point.
+    fn digest(&self, piece: &[u8]) -> u64 {
+        let sums = (0..THREADS).flat_map(|thread| {
+            (0..GROUPS).flat_map(move |group| {
+                let vectors = (0..VECTORS).map(move |vector| 16 * ((group * VECTORS + vector) * THREADS + thread));
+                self.sums.each_ref().map(|key| sum(key, vectors.clone().map(|offset| &piece[offset..offset + 16])))
+            })
+        });
+        sums.fold(0, |value, sum| {
+            let next = u128::from(value) * u128::from(self.point) + u128::from(sum);
+            (next % u128::from(PRIME)) as u64
+        })
+    }
+}
+
+/// The sum of the products of each two neighbouring words of a group, each word with its part of the key added to it.
+fn sum<'a>(key: &[u32; 4 * VECTORS], vectors: impl Iterator<Item = &'a [u8]>) -> u64 {
+    key.chunks_exact(4).zip(vectors).fold(0, |sum: u64, (key, vector)| {
+        let keyed = |at: usize| u64::from(word(&vector[4 * at..4 * at + 4]).wrapping_add(key[at]));
+        sum.wrapping_add(keyed(0) * keyed(1)).wrapping_add(keyed(2) * keyed(3))
+    })
+}
+
+/// Four bytes as the device reads them.
+fn word(bytes: &[u8]) -> u32 {
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}
+
+fn fill_with_random(mut bytes: &mut [u8]) -> Result<(), Failure> {
+    while !bytes.is_empty() {
+        // SAFETY: writable for its length.
+        let filled = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+        match usize::try_from(filled) {
+            Ok(filled) => bytes = &mut bytes[filled..],
+            Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => (),
+            Err(_) => return Err(Failure { call: "getrandom", code: code::OPERATING_SYSTEM }),
+        }
+    }
+    Ok(())
+}
+
+const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
+    Ok(text) => text,
+    Err(_) => panic!("a NUL in the kernel"),
+};
+
+/// The device memory of a hasher, in bytes: taken in advance, because a device that is to be paused may be full.
+const BUFFER: usize = 2 << 20;
+/// How many pieces fit the buffer, each with an address and a digest. They are 170 GiB: one launch is nearly always enough.
+const BATCH: usize = BUFFER / (mem::size_of::<CUdeviceptr>() + mem::size_of::<Digest>());
+/// Where in the buffer the digests are; the addresses come first.
+const DIGESTS: usize = (BATCH * mem::size_of::<CUdeviceptr>()).next_multiple_of(mem::size_of::<Digest>());
+const _: () = assert!(DIGESTS + BATCH * mem::size_of::<Digest>() <= BUFFER);
+
+/// What computes digests in one context.
+///
+/// All that it needs is made in advance: nothing is allocated on the device later. Its user enters the relaxed capture
+/// mode, as for any memory management.
+pub struct Hasher {
+    context: Context,
+    /// There until the value is dropped.
+    parts: Option<Parts>,
+}
+
+/// In the order in which they are to be dropped.
+struct Parts {
+    stream: Stream,
+    kernel: Kernel,
+    buffer: DeviceBuffer,
+}
+
+impl Hasher {
+    /// Loads the kernel into the current context and takes 2 MiB of its device's memory.
+    pub fn new(current: &Current) -> Result<Self, Failure> {
+        let parts = Parts { kernel: Kernel::load(PTX, c"vramctl_digest")?, buffer: DeviceBuffer::new(BUFFER)?, stream: Stream::create()? };
+        // A driver that loads lazily puts the code on the device at the first launch, and it is to be there by then.
+        parts.launch(0).and_then(|()| parts.stream.synchronize())?;
+        Ok(Self { context: current.context(), parts: Some(parts) })
+    }
+
+    /// The digests of device memory, one for each piece of each span (address, bytes) in order. Spans begin at multiples
+    /// of 16 bytes and are multiples of [`PIECE`] long; others are an invalid value.
+    ///
+    /// Waits for the result. After an error nothing of it is running any more. A hasher whose context has been reset
+    /// answers [`code::CONTEXT_IS_DESTROYED`]; make another.
+    pub fn digests(&mut self, current: &Current, spans: &[(CUdeviceptr, usize)]) -> Result<Vec<Digest>, Failure> {
+        let refuse = |code| Err(Failure { call: "vramctl_digest", code });
+        if spans.iter().any(|(address, bytes)| !address.is_multiple_of(16) || !bytes.is_multiple_of(PIECE)) {
+            return refuse(code::INVALID_VALUE);
+        }
+        let Some(parts) = self.parts.as_ref().filter(|parts| self.context == current.context() && parts.buffer.is_alive()) else {
+            return refuse(code::CONTEXT_IS_DESTROYED);
+        };
+        let addresses: Vec<_> =
+            spans.iter().flat_map(|&(address, bytes)| (0..bytes).step_by(PIECE).map(move |offset| address + offset as u64)).collect();
+        let mut digests = vec![Digest([0; 2]); addresses.len()];
+        for (addresses, digests) in addresses.chunks(BATCH).zip(digests.chunks_mut(BATCH)) {
+            parts.digest(addresses, digests).inspect_err(|_| {
+                // The vectors are about to be freed, and the pieces perhaps unmapped. A second way of waiting, for that
+                // the first may be what failed; if it fails as well, the context is lost and nothing runs in it.
+                let _ = current.wait_for_work();
+            })?;
+        }
+        Ok(digests)
+    }
+}
+
+impl Parts {
+    fn digest(&self, addresses: &[CUdeviceptr], digests: &mut [Digest]) -> Result<(), Failure> {
+        // SAFETY: the caller keeps the addresses until the stream has finished, here or in `wait_for_work`.
+        unsafe { self.buffer.write(&self.stream, 0, addresses)? };
+        self.launch(addresses.len())?;
+        // SAFETY: as above; any bits are a digest.
+        unsafe { self.buffer.read(&self.stream, DIGESTS, digests)? };
+        self.stream.synchronize()
+    }
+
+    /// Has the kernel compute the digests of the first `pieces` addresses in the buffer.
+    fn launch(&self, pieces: usize) -> Result<(), Failure> {
+        let key = Key::of_process()?;
+        let (addresses, digests, count) = (self.buffer.address(), self.buffer.address() + DIGESTS as u64, pieces as u32);
+        let arguments: [*const c_void; 4] =
+            [(&raw const *key).cast(), (&raw const addresses).cast(), (&raw const digests).cast(), (&raw const count).cast()];
+        // SAFETY: the parameters in kernel.cu are a key, two addresses and a number of 32 bits. The buffer stays.
+        unsafe { self.kernel.launch(&self.stream, count.max(1), THREADS as u32, arguments.map(<*const c_void>::cast_mut)) }
+    }
+}
+
+impl Drop for Hasher {
+    fn drop(&mut self) {
+        let _relaxed = RelaxedCapture::enter();
+        if let Some(parts) = self.parts.take() {
+            match Current::push(self.context) {
+                Ok(_current) if parts.buffer.is_alive() => drop(parts),
+                // Gone with its context: nothing is left to undo, and the driver would follow stale handles.
+                _ => mem::forget(parts),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes without a pattern, the same for the same seed.
+    fn noise(seed: u64, bytes: usize) -> Vec<u8> {
+        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let words = (0..bytes.div_ceil(8)).flat_map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state.wrapping_mul(0x2545_F491_4F6C_DD1D).to_le_bytes()
+        });
+        words.take(bytes).collect()
+    }
+
+    fn key(seed: u64) -> Key {
+        Key::from_bytes(&noise(seed, mem::size_of::<Key>()).try_into().unwrap())
+    }
+
+    #[test]
+    fn any_flipped_bit_changes_both_halves() {
+        let key = key(1);
+        for contents in [vec![0; PIECE], noise(2, PIECE)] {
+            let before = key.digest(&contents);
+            let (mut changed, last) = (contents, 8 * PIECE - 1);
+            // A stride that is no power of two meets every bit of a word, thread, vector and group.
+            for bit in (0..last).step_by(8 * PIECE / 60 + 12_345).chain([last]) {
+                changed[bit / 8] ^= 1 << (bit % 8);
+                let after = key.digest(&changed);
+                assert!(after.0[0] != before.0[0] && after.0[1] != before.0[1], "bit {bit}");
+                changed[bit / 8] ^= 1 << (bit % 8);
+            }
+            assert_eq!(key.digest(&changed), before);
+        }
+    }
+
+    /// Contents that weak sums take for the same: moved, swapped, repeated, with changes that cancel out.
+    #[test]
+    fn what_looks_alike_differs() {
+        let key = key(3);
+        let original = noise(4, PIECE);
+        let swapped = |one: usize, other: usize, bytes: usize| {
+            let mut piece = original.clone();
+            for at in 0..bytes {
+                piece.swap(one + at, other + at);
+            }
+            piece
+        };
+        let mut cancelling = original.clone();
+        cancelling[0] = cancelling[0].wrapping_add(1);
+        cancelling[8] = cancelling[8].wrapping_sub(1);
+        let mut pieces = vec![
+            vec![0; PIECE],
+            vec![0xFF; PIECE],
+            [vec![1], vec![0; PIECE - 1]].concat(),
+            [vec![0; PIECE - 1], vec![1]].concat(),
+            [&original[1..], &[0]].concat(),
+            [&[0], &original[..PIECE - 1]].concat(),
+            cancelling,
+            swapped(0, 4, 4),                           // words of one product
+            swapped(0, 8, 8),                           // products of one vector
+            swapped(0, 16 * THREADS, 16),               // vectors of one group
+            swapped(0, 16, 16),                         // threads
+            swapped(0, PIECE / GROUPS, PIECE / GROUPS), // groups
+            swapped(0, PIECE / 2, PIECE / 2),
+        ];
+        pieces.push(original);
+        let mut digests: Vec<_> = pieces.iter().map(|piece| key.digest(piece).0).collect();
+        digests.sort_unstable();
+        digests.dedup();
+        assert_eq!(digests.len(), pieces.len());
+    }
+
+    #[test]
+    fn a_digest_depends_on_all_of_the_key() {
+        let (piece, bytes) = (noise(5, PIECE), noise(6, mem::size_of::<Key>()));
+        let with = |bytes: &[u8]| Key::from_bytes(bytes.try_into().unwrap()).digest(&piece).0;
+        let before = with(&bytes);
+        for at in (0..bytes.len()).step_by(37) {
+            let mut other = bytes.clone();
+            other[at] ^= 0x10;
+            let (half, after) = (at / mem::size_of::<Half>(), with(&other));
+            assert_ne!(after[half], before[half], "byte {at}");
+            assert_eq!(after[1 - half], before[1 - half], "byte {at}: the halves are independent");
+        }
+    }
+
+    #[test]
+    fn values_are_below_the_prime_and_points_below_their_bound() {
+        let all_ones = Key::from_bytes(&[0xFF; mem::size_of::<Key>()]);
+        for half in &all_ones.halves {
+            assert_eq!((half.sums, half.point), ([[u32::MAX; 4 * VECTORS]; SUMS], (1 << 60) - 1));
+        }
+        for fill in [0, 1, 0xFF] {
+            assert!(all_ones.digest(&vec![fill; PIECE]).0.iter().all(|value| *value < PRIME));
+        }
+    }
+
+    /// With a key of zeros a sum is one product of two words, and one word of one vector is easy to follow.
+    #[test]
+    fn one_product_by_hand() {
+        let mut bytes = [0; mem::size_of::<Key>()];
+        bytes[mem::size_of::<Half>() - 8] = 3 << 4; // the first half's point is 3
+        let key = Key::from_bytes(&bytes);
+        let mut piece = vec![0; PIECE];
+        let last_vector = PIECE - 16;
+        piece[last_vector] = 5;
+        piece[last_vector + 4] = 7;
+        // The last sums of all are both 5 * 7: 35 * 3 + 35.
+        assert_eq!(key.digest(&piece), Digest([140, 35]));
+    }
+
+    #[test]
+    fn keys_are_drawn_once_a_process_and_not_zero() {
+        let (one, two) = (Key::of_process().unwrap(), Key::of_process().unwrap());
+        assert!(std::ptr::eq(one, two));
+        assert!(one.halves.iter().all(|half| half.point != 0 && half.sums.iter().flatten().any(|word| *word != 0)));
+    }
+}

@@ -1,0 +1,68 @@
+//! A kernel that fails on demand: for tests of what requests may come to.
+
+use super::ALIGNMENT;
+use super::engine::{Direction, Job};
+use std::{fmt, io};
+
+/// What tests have the kernel say instead of what it says.
+#[derive(Default)]
+pub struct Faults {
+    /// Asked before each request with its direction, offset and bytes.
+    pub request: Option<Box<Shape>>,
+    /// Asked before each submission to a ring; an error code, or 0.
+    pub submission: Option<Box<dyn Fn() -> i32 + Send + Sync>>,
+    /// Rings are forbidden.
+    pub no_ring: bool,
+}
+
+pub type Shape = dyn Fn(Direction, u64, usize) -> Fault + Send + Sync;
+
+/// What becomes of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    None,
+    /// It moves no more than so many bytes.
+    Short(usize),
+    /// It fails with this code, whatever it has moved.
+    Fail(i32),
+    /// It moves nothing.
+    Nothing,
+}
+
+impl Faults {
+    pub fn shape(&self, direction: Direction, job: &mut Job, bytes: usize) -> usize {
+        let fault = self.request.as_ref().map_or(Fault::None, |ask| ask(direction, job.at + job.done as u64, bytes));
+        match fault {
+            Fault::None => bytes,
+            Fault::Short(most) => {
+                job.forced = Some(most.min(bytes) as i32);
+                bytes.min(most.next_multiple_of(ALIGNMENT))
+            }
+            Fault::Fail(code) => {
+                job.forced = Some(-code);
+                bytes
+            }
+            Fault::Nothing => {
+                job.forced = Some(0);
+                bytes
+            }
+        }
+    }
+
+    pub fn enter(&self) -> io::Result<()> {
+        match self.submission.as_ref().map_or(0, |ask| ask()) {
+            0 => Ok(()),
+            code => Err(io::Error::from_raw_os_error(code)),
+        }
+    }
+
+    pub fn set_up(&self) -> io::Result<()> {
+        if self.no_ring { Err(io::Error::from_raw_os_error(libc::EPERM)) } else { Ok(()) }
+    }
+}
+
+impl fmt::Debug for Faults {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("Faults")
+    }
+}

@@ -1,0 +1,176 @@
+//! How the file of a [`Spill`](super::Spill) comes about, and how its page cache is emptied.
+
+use super::ALIGNMENT;
+use crate::units::Bytes;
+use std::collections::hash_map::RandomState;
+use std::fs::{self, File, OpenOptions};
+use std::hash::{BuildHasher, Hasher};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Once;
+use std::{io, mem, process};
+
+/// An unlinked file of `bytes` bytes in `directory`, and whether requests on it are direct.
+pub fn create(directory: &Path, bytes: u64) -> io::Result<(File, bool)> {
+    let in_directory = |what: &str, error: &io::Error| {
+        io::Error::new(error.kind(), format!("cannot {what} a backup file in {}: {error}", directory.display()))
+    };
+    let file = open(directory).map_err(|error| in_directory("make", &error))?;
+    warn_of_memory(&file);
+    reserve(&file, directory, bytes).map_err(|error| match error.kind() {
+        io::ErrorKind::StorageFull => error,
+        _ => in_directory(&format!("set {} aside for", Bytes(bytes)), &error),
+    })?;
+    let direct = make_direct(&file, bytes).map_err(|error| in_directory("use", &error))?;
+    Ok((file, direct))
+}
+
+/// A file without a name. Where the file system has no such thing (NFS, FUSE), one whose name is gone at once.
+fn open(directory: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    match options.custom_flags(libc::O_TMPFILE | libc::O_EXCL | libc::O_CLOEXEC).open(directory) {
+        // A kernel that does not know the flag takes it for an attempt to write to a directory.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => open_and_unlink(directory),
+        other => other,
+    }
+}
+
+/// The same with a name for a moment.
+pub(super) fn open_and_unlink(directory: &Path) -> io::Result<File> {
+    // Nobody can guess the keys of a `RandomState`; who guessed would still find `create_new` in the way.
+    let name = format!(".vramctl-{}-{:016x}", process::id(), RandomState::new().build_hasher().finish());
+    let path = directory.join(name);
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC);
+    let file = options.open(&path)?;
+    fs::remove_file(&path)?;
+    Ok(file)
+}
+
+/// Sets the space aside and gives the file its size.
+fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
+    /// So much in one call that a signal, after which the call starts anew, does not keep it from ever ending.
+    const STEP: u64 = 256 << 20;
+    // Beyond this limit the kernel does not only refuse: it sends a signal that ends the program.
+    if bytes > file_size_limit() {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    let full = || {
+        let available = Bytes(available_bytes(file).unwrap_or(0));
+        let text = format!("too little space in {} for a backup: {} needed, {available} available", directory.display(), Bytes(bytes));
+        io::Error::new(io::ErrorKind::StorageFull, text)
+    };
+    // First a look, so that a disk that is too small is not filled to the brim on the way to the error.
+    if available_bytes(file).is_some_and(|available| available < bytes) {
+        return Err(full());
+    }
+    let mut at = 0;
+    while at < bytes {
+        let step = STEP.min(bytes - at);
+        // SAFETY: the call touches no memory.
+        match unsafe { libc::fallocate(file.as_raw_fd(), 0, at as libc::off_t, step as libc::off_t) } {
+            0 => at += step,
+            _ => match io::Error::last_os_error().raw_os_error().unwrap_or(0) {
+                libc::EINTR => {}
+                libc::ENOSPC | libc::EDQUOT => return Err(full()),
+                // The file system cannot; the first look has to do.
+                libc::EOPNOTSUPP | libc::ENOSYS => return file.set_len(bytes),
+                other => return Err(io::Error::from_raw_os_error(other)),
+            },
+        }
+    }
+    Ok(())
+}
+
+fn file_size_limit() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is writable. Without an answer there is no limit.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    limit.rlim_cur
+}
+
+/// Bytes that the file system still gives this user, if it counts them.
+fn available_bytes(file: &File) -> Option<u64> {
+    // SAFETY: plain data, for which all zeroes is a value, and writable.
+    let statistics = unsafe {
+        let mut statistics: libc::statvfs64 = mem::zeroed();
+        if libc::fstatvfs64(file.as_raw_fd(), &raw mut statistics) != 0 {
+            return None;
+        }
+        statistics
+    };
+    (statistics.f_blocks > 0).then(|| statistics.f_bavail * statistics.f_frsize)
+}
+
+/// Turns direct I/O on if the file system has it: some refuse the flag, some only the first request.
+fn make_direct(file: &File, bytes: u64) -> io::Result<bool> {
+    #[repr(align(4096))]
+    struct Page([u8; ALIGNMENT]);
+
+    if bytes < ALIGNMENT as u64 || !set_direct(file, true) {
+        return Ok(false);
+    }
+    let page = Page([0; ALIGNMENT]);
+    loop {
+        // SAFETY: the page is readable for its length.
+        let written = unsafe { libc::pwrite64(file.as_raw_fd(), page.0.as_ptr().cast(), ALIGNMENT, 0) };
+        if written == ALIGNMENT as isize {
+            return Ok(true);
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR) if written < 0 => {}
+            Some(libc::EINVAL | libc::EOPNOTSUPP) if written < 0 => return Ok(!set_direct(file, false)),
+            _ if written < 0 => return Err(error),
+            _ => return Err(io::ErrorKind::WriteZero.into()),
+        }
+    }
+}
+
+/// Whether the flag is now as wished.
+pub(super) fn set_direct(file: &File, direct: bool) -> bool {
+    // SAFETY: these calls touch no memory.
+    unsafe {
+        let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
+        let flags = if direct { flags | libc::O_DIRECT } else { flags & !libc::O_DIRECT };
+        libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags) == 0
+    }
+}
+
+/// A directory that is itself in memory saves none.
+fn warn_of_memory(file: &File) {
+    static ONCE: Once = Once::new();
+    // SAFETY: plain data, for which all zeroes is a value, and writable.
+    let kind = unsafe {
+        let mut statistics: libc::statfs64 = mem::zeroed();
+        libc::fstatfs64(file.as_raw_fd(), &raw mut statistics);
+        statistics.f_type
+    };
+    if kind == libc::TMPFS_MAGIC {
+        ONCE.call_once(|| log::warn!("the directory of disk backups is a tmpfs: contents go to host memory"));
+    }
+}
+
+/// Empties the page cache of a range, after writing back what is in it. Errors are those of the writing.
+pub fn leave_no_cache(file: &File, offset: u64, bytes: u64) -> io::Result<()> {
+    const WRITE_AND_WAIT: libc::c_uint = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    let (offset, bytes) = (offset as libc::off64_t, bytes as libc::off64_t);
+    loop {
+        // SAFETY: the call touches no memory.
+        if unsafe { libc::sync_file_range(file.as_raw_fd(), offset, bytes, WRITE_AND_WAIT) } == 0 {
+            break;
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR) => {}
+            // What cannot be done this way the system does in its own time.
+            Some(libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP) => break,
+            _ => return Err(error),
+        }
+    }
+    // SAFETY: the call touches no memory. It is a hint: what it does not drop is dropped when memory is short.
+    unsafe { libc::posix_fadvise64(file.as_raw_fd(), offset, bytes, libc::POSIX_FADV_DONTNEED) };
+    Ok(())
+}

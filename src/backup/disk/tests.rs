@@ -1,0 +1,438 @@
+use super::faults::Fault;
+use super::*;
+use proptest::prelude::*;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use std::{fs, iter, panic, ptr};
+
+const PAGE: usize = ALIGNMENT;
+
+/// The tests look at the threads of the whole process, so only one of them runs at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Staging memory as a caller has it: page-aligned, and not for forked children.
+struct Memory {
+    address: NonNull<u8>,
+    sizes: Vec<usize>,
+}
+
+impl Memory {
+    fn new(sizes: &[usize]) -> Self {
+        let bytes = sizes.iter().sum();
+        // SAFETY: a fresh mapping that touches no other memory.
+        let address = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let address = libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
+            assert_ne!(address, libc::MAP_FAILED);
+            libc::madvise(address, bytes, libc::MADV_DONTFORK);
+            address
+        };
+        Self { address: NonNull::new(address.cast()).unwrap(), sizes: sizes.to_vec() }
+    }
+
+    fn staging(&mut self) -> Vec<Staging<'_>> {
+        let starts = self.sizes.iter().scan(0, |start, bytes| Some(std::mem::replace(start, *start + bytes)));
+        // SAFETY: separate parts of our own mapping, borrowed as long as the staging memory lives.
+        starts.zip(&self.sizes).map(|(start, &bytes)| unsafe { Staging::new(self.address.add(start), bytes) }).collect()
+    }
+
+    fn all(&mut self) -> &mut [u8] {
+        // SAFETY: our own mapping, borrowed mutably.
+        unsafe { slice::from_raw_parts_mut(self.address.as_ptr(), self.sizes.iter().sum()) }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping.
+        unsafe { libc::munmap(self.address.as_ptr().cast(), self.sizes.iter().sum()) };
+    }
+}
+
+/// Contents in which every page tells where it belongs.
+fn contents(bytes: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed;
+    let mut word = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        (state ^ (state >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9)
+    };
+    iter::repeat_with(|| word().to_le_bytes()).take(bytes / 8).flatten().collect()
+}
+
+/// Which engine a test runs on: a ring, threads asked for, threads because the kernel permits no ring, and requests
+/// through the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Ring,
+    Threads,
+    Forbidden,
+    Cached,
+}
+
+const WAYS: [Way; 4] = [Way::Ring, Way::Threads, Way::Forbidden, Way::Cached];
+
+fn spill_in(directory: &Path, bytes: usize, way: Way) -> Spill {
+    let mut spill = Spill::create(directory, bytes as u64).unwrap();
+    match way {
+        Way::Ring => {}
+        Way::Threads => spill.set_engine(Engine::Threads),
+        Way::Forbidden => spill.faults.no_ring = true,
+        Way::Cached => spill.direct = !file::set_direct(&spill.file, false),
+    }
+    spill
+}
+
+fn spill(bytes: usize, way: Way) -> Spill {
+    spill_in(&std::env::temp_dir(), bytes, way)
+}
+
+fn write(spill: &Spill, memory: &mut Memory, offset: u64, from: &[u8]) -> Result<(), SpillError<&'static str>> {
+    spill.write(&mut memory.staging(), offset, from.len() as u64, &mut |at, piece| {
+        let at = (at - offset) as usize;
+        piece.copy_from_slice(&from[at..at + piece.len()]);
+        Ok(())
+    })
+}
+
+fn read(spill: &Spill, memory: &mut Memory, offset: u64, bytes: usize) -> Result<Vec<u8>, SpillError<&'static str>> {
+    let mut to = Vec::with_capacity(bytes);
+    spill.read(&mut memory.staging(), offset, bytes as u64, &mut |at, piece| {
+        assert_eq!(at, offset + to.len() as u64, "pieces come in order");
+        to.extend_from_slice(piece);
+        Ok(())
+    })?;
+    Ok(to)
+}
+
+fn io_error<T: std::fmt::Debug>(result: Result<T, SpillError<&'static str>>) -> io::Error {
+    match result {
+        Err(SpillError::Io(error)) => error,
+        other => panic!("an error of the file expected, got {other:?}"),
+    }
+}
+
+/// The names of this process's threads that an engine has, its own and those that the kernel adds to a ring.
+fn threads() -> Vec<String> {
+    let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
+    let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+    names.map(|name| name.trim().to_owned()).filter(|name| name == engine::NAME || name.starts_with("iou-")).collect()
+}
+
+/// No thread, no ring and no eventfd stays. A thread that has been waited for may be seen for a moment longer.
+fn assert_idle() {
+    let descriptors = || {
+        let links = fs::read_dir("/proc/self/fd").unwrap().flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
+        links.filter(|link| link.to_string_lossy().contains("io_uring") || link.to_string_lossy().contains("eventfd")).count()
+    };
+    let start = Instant::now();
+    while !threads().is_empty() || descriptors() > 0 {
+        assert!(start.elapsed() < Duration::from_secs(2), "left: {:?}, {} descriptors", threads(), descriptors());
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Pages of the file in the page cache.
+fn cached_pages(spill: &Spill) -> usize {
+    let bytes = spill.bytes as usize;
+    let mut pages = vec![0_u8; bytes / PAGE];
+    // SAFETY: a mapping of our own of the file, looked at by the kernel only, and a byte for each of its pages.
+    unsafe {
+        let address = libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, spill.file.as_raw_fd(), 0);
+        assert_ne!(address, libc::MAP_FAILED);
+        assert_eq!(libc::mincore(address, bytes, pages.as_mut_ptr()), 0);
+        libc::munmap(address, bytes);
+    }
+    pages.iter().filter(|page| **page & 1 == 1).count()
+}
+
+#[test]
+fn the_ring_is_used_where_the_kernel_permits_it() {
+    let _alone = alone();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&asked);
+    let mut spill = spill(8 * PAGE, Way::Ring);
+    spill.faults.submission = Some(Box::new(move || {
+        counter.fetch_add(1, Ordering::Relaxed);
+        0
+    }));
+    let permitted = io_uring::IoUring::new(2).is_ok_and(|ring| ring.params().is_feature_fast_poll());
+    write(&spill, &mut Memory::new(&[PAGE; 2]), 0, &contents(8 * PAGE, 1)).unwrap();
+    assert_eq!(asked.load(Ordering::Relaxed) > 0, permitted && spill.direct);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// What is written in any ranges, through any staging memory and with a kernel that is slow to finish, is read back
+    /// in any others.
+    #[test]
+    fn what_is_written_is_read(
+        way in prop::sample::select(&WAYS[..]),
+        written in prop::collection::vec(prop::collection::vec(1_usize..40, 1..20), 1..4),
+        out in prop::collection::vec(1_usize..9, 1..24),
+        back in prop::collection::vec(1_usize..9, 1..24),
+        every in 1_usize..8,
+        seed: u64,
+    ) {
+        let _alone = alone();
+        let ranges: Vec<_> = written.iter().map(|pages| pages.iter().sum::<usize>() * PAGE).collect();
+        let whole = contents(ranges.iter().sum(), seed);
+        let mut spill = spill(whole.len(), way);
+        let calls = AtomicUsize::new(0);
+        spill.faults.request = Some(Box::new(move |_, _, bytes| match calls.fetch_add(1, Ordering::Relaxed) {
+            call if call % every != 0 => Fault::None,
+            call => [Fault::Short(PAGE), Fault::Short(PAGE + 17), Fault::Fail(libc::EINTR), Fault::Fail(libc::EAGAIN), Fault::Short(bytes / 2)]
+                [if every == 1 { 0 } else { call % 5 }],
+        }));
+        let sizes = |pages: &[usize]| pages.iter().map(|pages| pages * PAGE).collect::<Vec<_>>();
+        let mut memory = Memory::new(&sizes(&out));
+        let mut at = 0;
+        for bytes in ranges {
+            write(&spill, &mut memory, at as u64, &whole[at..at + bytes]).unwrap();
+            at += bytes;
+        }
+        let mut memory = Memory::new(&sizes(&back));
+        prop_assert!(read(&spill, &mut memory, 0, whole.len()).unwrap() == whole);
+        assert_idle();
+    }
+}
+
+/// Whichever request fails, the call ends with that error, nothing is in flight any more, and the file can be used again.
+#[test]
+fn a_failed_request_ends_the_call_and_leaves_nothing_in_flight() {
+    let _alone = alone();
+    let whole = contents(40 * 4 * PAGE, 7);
+    for way in WAYS {
+        for (code, kind) in [(libc::ENOSPC, io::ErrorKind::StorageFull), (libc::EIO, io::Error::from_raw_os_error(libc::EIO).kind())] {
+            for failing in [0, 1, 17, 39] {
+                let mut spill = spill(whole.len(), way);
+                let broken = Arc::new(AtomicI32::new(code));
+                let now = Arc::clone(&broken);
+                let failing = failing * 4 * PAGE as u64;
+                spill.faults.request = Some(Box::new(move |_, at, _| match now.load(Ordering::Relaxed) {
+                    code if code != 0 && at == failing => Fault::Fail(code),
+                    _ => Fault::None,
+                }));
+                let mut memory = Memory::new(&[4 * PAGE; 8]);
+                let error = io_error(write(&spill, &mut memory, 0, &whole));
+                assert_eq!(error.kind(), kind);
+                assert!(error.to_string().contains(&format!("cannot write the backup file in {}", std::env::temp_dir().display())));
+                assert!(error.to_string().contains(&format!("at byte {failing}")), "{error}");
+                assert_idle();
+
+                broken.store(0, Ordering::Relaxed);
+                write(&spill, &mut memory, 0, &whole).unwrap();
+                broken.store(code, Ordering::Relaxed);
+                let error = io_error(read(&spill, &mut memory, 0, whole.len()));
+                assert_eq!(error.kind(), kind);
+                assert!(error.to_string().contains("cannot read the backup file"));
+                // What is still being read would show in the memory.
+                memory.all().fill(0xa5);
+                assert_idle();
+                thread::sleep(Duration::from_millis(2));
+                assert!(memory.all().iter().all(|byte| *byte == 0xa5));
+
+                broken.store(0, Ordering::Relaxed);
+                assert!(read(&spill, &mut memory, 0, whole.len()).unwrap() == whole, "the contents are still in the file");
+            }
+        }
+    }
+}
+
+/// A file that has become shorter, a drive that takes nothing, a kernel that asks to be asked again for ever.
+#[test]
+fn requests_that_never_get_anywhere_are_an_error() {
+    let _alone = alone();
+    for way in WAYS {
+        for (fault, kind) in [(Fault::Nothing, io::ErrorKind::UnexpectedEof), (Fault::Fail(libc::EAGAIN), io::ErrorKind::WouldBlock)] {
+            let mut spill = spill(4 * PAGE, way);
+            spill.faults.request = Some(Box::new(move |_, at, _| if at == 0 { fault } else { Fault::None }));
+            let mut memory = Memory::new(&[PAGE; 2]);
+            assert_eq!(io_error(read(&spill, &mut memory, 0, 4 * PAGE)).kind(), kind);
+            assert_idle();
+        }
+    }
+}
+
+/// The ring says no for a while, or for good after some requests: the call goes on, the latter without it.
+#[test]
+fn a_ring_that_refuses_requests_loses_none() {
+    let _alone = alone();
+    let whole = contents(64 * PAGE, 3);
+    for code in [libc::EINTR, libc::EAGAIN, libc::EBUSY, libc::ENOMEM, libc::EPERM] {
+        let passes = [libc::EINTR, libc::EAGAIN, libc::EBUSY].contains(&code);
+        for good in [0, 1, 2, 3, 10, 11, 64] {
+            let mut spill = spill(whole.len(), Way::Ring);
+            let calls = Arc::new(AtomicUsize::new(0));
+            let count = Arc::clone(&calls);
+            spill.faults.submission = Some(Box::new(move || {
+                let call = count.fetch_add(1, Ordering::Relaxed);
+                if call < good || passes && call % 2 == 1 { 0 } else { code }
+            }));
+            let mut memory = Memory::new(&[2 * PAGE; 4]);
+            write(&spill, &mut memory, 0, &whole).unwrap();
+            calls.store(0, Ordering::Relaxed);
+            assert!(read(&spill, &mut memory, 0, whole.len()).unwrap() == whole);
+            assert_idle();
+        }
+    }
+}
+
+#[test]
+fn the_closures_error_stays_apart_and_ends_the_call() {
+    let _alone = alone();
+    for way in WAYS {
+        let spill = spill(64 * PAGE, way);
+        let mut memory = Memory::new(&[PAGE; 4]);
+        let mut calls = 0;
+        let mut fail_at = |limit: usize| {
+            calls += 1;
+            if calls % limit == 0 { Err("the link is down") } else { Ok(()) }
+        };
+        let result = spill.write(&mut memory.staging(), 0, 64 * PAGE as u64, &mut |_, _| fail_at(9));
+        assert!(matches!(result, Err(SpillError::Copy("the link is down"))));
+        assert_idle();
+        let result = spill.read(&mut memory.staging(), 0, 64 * PAGE as u64, &mut |_, _| fail_at(9));
+        assert!(matches!(result, Err(SpillError::Copy("the link is down"))));
+        assert_eq!(calls, 18);
+        assert_idle();
+    }
+}
+
+#[test]
+fn a_panic_in_a_closure_leaves_nothing_in_flight() {
+    let _alone = alone();
+    for way in WAYS {
+        let spill = spill(64 * PAGE, way);
+        let mut memory = Memory::new(&[PAGE; 4]);
+        let result = panic::catch_unwind(panic::AssertUnwindSafe(|| {
+            spill.read::<()>(&mut memory.staging(), 0, 64 * PAGE as u64, &mut |at, _| {
+                if at == 5 * PAGE as u64 {
+                    panic::resume_unwind(Box::new("a panic"));
+                }
+                Ok(())
+            })
+        }));
+        assert!(result.is_err());
+        assert_idle();
+    }
+}
+
+#[test]
+fn what_direct_requests_cannot_do_is_refused_before_anything_happens() {
+    let _alone = alone();
+    let spill = spill(4 * PAGE, Way::Ring);
+    let mut memory = Memory::new(&[PAGE, PAGE + 8]);
+    let no = |staging: &mut [Staging], offset: usize, bytes: usize| {
+        let error = io_error(spill.read(staging, offset as u64, bytes as u64, &mut |_, _| panic!("nothing is read")));
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    };
+    no(&mut [], 0, PAGE);
+    no(&mut memory.staging(), 0, PAGE);
+    no(&mut memory.staging()[..1], 8, PAGE);
+    no(&mut memory.staging()[..1], 0, PAGE / 2);
+    no(&mut memory.staging()[..1], 3 * PAGE, 2 * PAGE);
+    no(&mut memory.staging()[..1], usize::MAX / PAGE * PAGE, PAGE);
+    read(&spill, &mut Memory::new(&[PAGE]), 4 * PAGE as u64, 0).unwrap();
+}
+
+#[test]
+fn the_page_cache_is_left_empty() {
+    let _alone = alone();
+    let whole = contents(4096 * PAGE, 5);
+    for way in WAYS {
+        let spill = spill(whole.len(), way);
+        // SAFETY: plain data and writable.
+        let kind = unsafe {
+            let mut statistics: libc::statfs64 = std::mem::zeroed();
+            libc::fstatfs64(spill.file.as_raw_fd(), &raw mut statistics);
+            statistics.f_type
+        };
+        if kind == libc::TMPFS_MAGIC {
+            return; // The cache is all that a tmpfs has.
+        }
+        let mut memory = Memory::new(&[64 * PAGE; 8]);
+        write(&spill, &mut memory, 0, &whole).unwrap();
+        assert_eq!(cached_pages(&spill), 0, "{way:?}");
+        assert!(read(&spill, &mut memory, 0, whole.len()).unwrap() == whole);
+        assert_eq!(cached_pages(&spill), 0, "{way:?}");
+    }
+}
+
+#[test]
+fn the_file_has_no_name_and_its_space_is_set_aside() {
+    let directory = tempfile::tempdir().unwrap();
+    for bytes in [0, PAGE, 64 << 20] {
+        let spill = spill_in(directory.path(), bytes, Way::Ring);
+        let metadata = spill.file.metadata().unwrap();
+        assert_eq!((metadata.nlink(), metadata.len(), metadata.mode() & 0o077), (0, bytes as u64, 0));
+        assert!(metadata.blocks() * 512 >= bytes as u64);
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+        // SAFETY: the call touches no memory.
+        assert_eq!(unsafe { libc::fcntl(spill.file.as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
+    }
+    let named = file::open_and_unlink(directory.path()).unwrap();
+    assert_eq!(named.metadata().unwrap().nlink(), 0);
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_copied_descriptor_does_not_keep_the_space() {
+    let spill = spill(1 << 20, Way::Ring);
+    let copy = spill.file.try_clone().unwrap();
+    drop(spill);
+    assert_eq!(copy.metadata().unwrap().len(), 0);
+}
+
+/// As in a forked child that drops what it inherited.
+#[test]
+fn only_the_process_that_made_it_gives_the_space_back() {
+    let mut spill = spill(1 << 20, Way::Ring);
+    let copy = spill.file.try_clone().unwrap();
+    spill.owner += 1;
+    drop(spill);
+    assert_eq!(copy.metadata().unwrap().len(), 1 << 20);
+}
+
+#[test]
+fn a_directory_that_will_not_do_is_named() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    for directory in [Path::new("/nowhere/to/be/found"), file.path(), Path::new("/proc/self")] {
+        let error = Spill::create(directory, 1 << 20).unwrap_err();
+        assert!(error.to_string().contains(&directory.display().to_string()), "{error}");
+    }
+}
+
+#[test]
+fn a_full_disk_is_known_at_once_with_what_is_needed_and_available() {
+    let directory = tempfile::tempdir().unwrap();
+    let error = Spill::create(directory.path(), 1 << 50).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+    let text = error.to_string();
+    assert!(
+        text.contains(directory.path().to_str().unwrap()) && text.contains("1048576.00 GiB needed") && text.contains(" available"),
+        "{text}"
+    );
+}
+
+/// Beyond the process's limit the kernel would end the process.
+#[test]
+fn the_limit_of_file_sizes_is_an_error_and_no_signal() {
+    const LIMIT: u64 = 1 << 40;
+    let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structures are readable and writable. No other test has a file as large as the limit.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut before) };
+    let lower = libc::rlimit { rlim_cur: LIMIT, ..before };
+    // SAFETY: as above.
+    unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const lower) };
+    let error = Spill::create(&std::env::temp_dir(), LIMIT + 1).unwrap_err();
+    // SAFETY: as above.
+    unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const before) };
+    assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
+}

@@ -1,0 +1,202 @@
+//! Contents in host memory, and copying only what has changed.
+//!
+//! With `VRAMCTL_RETAIN`, what was saved stays after the resume. The next pause hashes the device memory and copies only
+//! the pieces whose digest is not that of the copy (`docs/unchanged.md`).
+
+use super::arena::{Arena, Range};
+use super::digest::{Digest, Hasher, PIECE};
+use super::transfer::{self, Part};
+use crate::config::{Config, Unchanged};
+use crate::driver::{Context, Current, RelaxedCapture};
+use crate::error::Error;
+use crate::memory::{Allocation, Progress};
+use crate::process::PerProcess;
+use std::collections::BTreeMap;
+use std::ops;
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+
+/// The contents of an allocation, in the arena.
+#[derive(Debug)]
+pub struct Saved {
+    range: Range,
+    /// Of the contents in `range`, one for each piece. `None`: not known, or the contents are being replaced.
+    digests: Mutex<Option<Vec<Digest>>>,
+}
+
+impl Saved {
+    /// The contents, readable for as long as the value lives.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: a value is handed out only when its range has been filled, and what is written to it later is written
+        // while the allocation is active, when nobody reads it.
+        unsafe { self.range.as_slice() }
+    }
+
+    /// All of it, in the pieces of the arena.
+    pub fn parts(&self, allocation: &Allocation) -> impl Iterator<Item = Part> {
+        self.parts_in(allocation, 0..allocation.bytes())
+    }
+
+    fn parts_in(&self, allocation: &Allocation, bytes: ops::Range<usize>) -> impl Iterator<Item = Part> {
+        transfer::parts(allocation.context(), allocation.address(), &self.range, bytes.start, bytes.len())
+    }
+
+    fn digests(&self) -> MutexGuard<'_, Option<Vec<Digest>>> {
+        self.digests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The bytes that are not what `now` says they are, and from now on not known to be anything: they are about to be
+    /// replaced. Should that fail halfway, the next pause must not believe the old digests.
+    fn outdated(&self, now: Option<&[Digest]>, bytes: usize) -> Vec<ops::Range<usize>> {
+        let before = self.digests().take();
+        match (before, now) {
+            (Some(before), Some(now)) => differing(&before, now),
+            _ => vec![ops::Range { start: 0, end: bytes }],
+        }
+    }
+}
+
+/// The ranges in bytes of the pieces that differ, neighbours joined.
+fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
+    let mut ranges = Vec::<ops::Range<usize>>::new();
+    for (piece, _) in before.iter().zip(now).enumerate().filter(|(_, (before, now))| before != now) {
+        let start = piece * PIECE;
+        match ranges.last_mut() {
+            Some(last) if last.end == start => last.end += PIECE,
+            _ => ranges.push(start..start + PIECE),
+        }
+    }
+    ranges
+}
+
+/// Saves contents in host memory: over what was saved before, where that was retained. Says how many bytes were there
+/// already. After an error no more host memory is used than before.
+pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress)) -> Result<(Vec<Arc<super::Saved>>, u64), Error> {
+    if allocations.is_empty() {
+        return Ok((Vec::new(), 0));
+    }
+    let places = places(allocations)?;
+    let mut digests = digests(allocations)?;
+    let (mut parts, mut unchanged) = (Vec::new(), Vec::new());
+    for (allocation, place) in allocations.iter().zip(&places) {
+        let super::Saved::Host(saved) = &**place else { continue };
+        let now = digests.get(&allocation.address()).map(Vec::as_slice);
+        let outdated = saved.outdated(now, allocation.bytes());
+        parts.extend(outdated.iter().flat_map(|bytes| saved.parts_in(allocation, bytes.clone())));
+        unchanged.push((allocation, saved, outdated));
+    }
+    parts.sort_unstable_by_key(|part| part.offset);
+    transfer::save(&parts, progress)?;
+    let copied: usize = parts.iter().map(|part| part.bytes).sum();
+    if Config::get().unchanged == Unchanged::Verify {
+        for (allocation, saved, outdated) in &unchanged {
+            verify(allocation, saved, outdated)?;
+        }
+    }
+    for (allocation, saved, _) in unchanged {
+        *saved.digests() = digests.remove(&allocation.address());
+    }
+    let all: usize = allocations.iter().map(|allocation| allocation.bytes()).sum();
+    Ok((places, (all - copied) as u64))
+}
+
+/// Where the contents go: where they were, or ranges of their own.
+fn places(allocations: &[Arc<Allocation>]) -> Result<Vec<Arc<super::Saved>>, Error> {
+    let retained = |allocation: &Arc<Allocation>| {
+        let saved = allocation.contents().saved.clone();
+        saved.filter(|saved| matches!(**saved, super::Saved::Host(_)))
+    };
+    let retained: Vec<_> = allocations.iter().map(retained).collect();
+    let missing: Vec<_> = allocations.iter().zip(&retained).filter(|(_, saved)| saved.is_none()).map(|(new, _)| new.bytes()).collect();
+    let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
+    let make = |range| Arc::new(super::Saved::Host(Saved { range, digests: Mutex::default() }));
+    Ok(retained.into_iter().filter_map(|saved| saved.or_else(|| fresh.next().map(make))).collect())
+}
+
+type Hashers = Mutex<BTreeMap<Context, Hasher>>;
+static HASHERS: PerProcess<Hashers> = PerProcess::new(Hashers::default);
+
+fn hashers() -> MutexGuard<'static, BTreeMap<Context, Hasher>> {
+    HASHERS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The digests of what is in device memory now, by address, of those allocations whose backups will be retained. None
+/// where there is no hasher or it fails: then everything is copied.
+fn digests(allocations: &[Arc<Allocation>]) -> Result<BTreeMap<u64, Vec<Digest>>, Error> {
+    let mut known = BTreeMap::new();
+    for (context, hasher) in hashers().iter_mut() {
+        let hashed: Vec<_> = allocations
+            .iter()
+            .filter(|new| new.context() == *context && Config::get().retains(&new.tag) && new.bytes() % PIECE == 0)
+            .collect();
+        if hashed.is_empty() {
+            continue;
+        }
+        let spans: Vec<_> = hashed.iter().map(|allocation| (allocation.address(), allocation.bytes())).collect();
+        let digests = Current::push(*context).and_then(|current| hasher.digests(&current, &spans));
+        let mut digests = match digests {
+            Ok(digests) => digests.into_iter(),
+            Err(failure) if failure.is_of_earlier_work() => return Err(failure.into()),
+            Err(failure) => {
+                log::warn!("{failure}: what has changed is not known, so everything is copied");
+                continue;
+            }
+        };
+        for allocation in hashed {
+            known.insert(allocation.address(), digests.by_ref().take(allocation.bytes() / PIECE).collect());
+        }
+    }
+    Ok(known)
+}
+
+/// Has the digests of allocations in the current context computed from now on. Done once in each context.
+pub fn prepare_digests(current: &Current) {
+    if Config::get().unchanged == Unchanged::Off || hashers().contains_key(&current.context()) {
+        return;
+    }
+    let _relaxed = RelaxedCapture::enter();
+    match Hasher::new(current) {
+        Ok(hasher) => drop(hashers().insert(current.context(), hasher)),
+        Err(failure) => {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| log::warn!("{failure}: no digests can be computed, so every pause copies everything"));
+        }
+    }
+}
+
+/// The context is gone, and its hasher with it.
+pub fn forget_digests(context: Context) {
+    if HASHERS.existing().is_some() {
+        drop(hashers().remove(&context));
+    }
+}
+
+/// `VRAMCTL_UNCHANGED=verify`: compares what was not copied with the device, byte by byte. A difference is a defect (or a
+/// chance of one in 2^91); it is reported, and the copy mended.
+fn verify(allocation: &Allocation, saved: &Saved, copied: &[ops::Range<usize>]) -> Result<(), Error> {
+    let Some(range) = Arena::get()?.take(&[allocation.bytes()])?.pop() else { return Ok(()) };
+    let scratch = Saved { range, digests: Mutex::default() };
+    let parts: Vec<_> = scratch.parts(allocation).collect();
+    transfer::save(&parts, &mut |_| ())?;
+    let skipped = |piece: &usize| !copied.iter().any(|bytes| bytes.contains(piece));
+    for start in (0..allocation.bytes()).step_by(PIECE).filter(skipped) {
+        let piece = start..start + PIECE;
+        if scratch.as_slice()[piece.clone()] != saved.as_slice()[piece.clone()] {
+            log::error!("the digest of {PIECE} bytes at {:#x} did not show that they have changed", allocation.address() + start as u64);
+            let parts: Vec<_> = saved.parts_in(allocation, piece).collect();
+            transfer::save(&parts, &mut |_| ())?;
+        }
+    }
+    Ok(())
+}
+
+/// Prepares as much host memory as `VRAMCTL_PREWARM` says, in the background. The first call does it.
+pub fn prewarm(context: Context) {
+    static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
+    let bytes = Config::get().prewarm;
+    if bytes > 0 {
+        STARTED.get().call_once(|| match Arena::get() {
+            Ok(arena) => arena.prewarm(bytes, context),
+            Err(error) => log::warn!("{error}"),
+        });
+    }
+}

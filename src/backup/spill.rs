@@ -1,0 +1,134 @@
+//! Contents in a file: copied through a little page-locked memory, and no more host memory than that.
+
+use super::Item;
+use super::Meter;
+use super::arena::{Arena, Range};
+use super::disk::{Spill, SpillError, Staging};
+use crate::config;
+use crate::driver::{Context, Direction, Lane};
+use crate::error::Error;
+use crate::memory::{Allocation, Progress, Stage};
+use crate::process;
+use std::ops;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// The contents of an allocation, in a file that it shares with those that were paused with it.
+#[derive(Debug)]
+pub struct Saved {
+    file: Arc<File>,
+    offset: u64,
+}
+
+/// A file that is given up in the background: its space takes a moment to be given back, and a resume does not wait.
+#[derive(Debug)]
+struct File(Option<Spill>);
+
+impl Drop for File {
+    fn drop(&mut self) {
+        let spill = self.0.take();
+        // Without a thread to be had, it is dropped here and now.
+        let _ = process::spawn("vramctl-release", move || drop(spill));
+    }
+}
+
+/// Writes the contents of active allocations to one file in `VRAMCTL_DISK_DIR`. After an error there is no file.
+pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Arc<super::Saved>>, Error> {
+    if allocations.is_empty() {
+        return Ok(Vec::new());
+    }
+    let bytes: usize = allocations.iter().map(|allocation| allocation.bytes()).sum();
+    let layout = layout(0, allocations.iter().map(|allocation| &**allocation));
+    let spill = Spill::create(&config::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
+    let mut meter = Meter::new(Stage::Save, bytes, progress);
+    through_staging(allocations[0].context(), |staging| {
+        spill.write(staging, 0, bytes as u64, &mut |offset, piece| {
+            copy(Direction::FromDevice, &layout, offset, piece.as_mut_ptr(), piece.len())?;
+            meter.add(piece.len());
+            Ok(())
+        })
+    })?;
+    let file = Arc::new(File(Some(spill)));
+    Ok(layout.iter().map(|(bytes, _)| Arc::new(super::Saved::Disk(Saved { file: Arc::clone(&file), offset: bytes.start }))).collect())
+}
+
+/// Reads contents back from their files, to memory that is mapped again.
+pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
+    let on_disk = |(allocation, saved): &'_ Item| match &**saved {
+        super::Saved::Disk(Saved { file, offset }) => Some((Arc::clone(file), *offset, Arc::clone(allocation))),
+        super::Saved::Host(_) => None,
+    };
+    let mut wanted: Vec<_> = items.iter().filter_map(on_disk).collect();
+    if wanted.is_empty() {
+        return Ok(());
+    }
+    wanted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
+    let mut meter = Meter::new(Stage::Restore, wanted.iter().map(|(_, _, allocation)| allocation.bytes()).sum(), progress);
+    // What lies side by side is read in one go.
+    let neighbours = |a: &(Arc<File>, u64, Arc<Allocation>), b: &(Arc<File>, u64, Arc<Allocation>)| {
+        Arc::ptr_eq(&a.0, &b.0) && a.1 + a.2.bytes() as u64 == b.1
+    };
+    through_staging(wanted[0].2.context(), |staging| {
+        for run in wanted.chunk_by(neighbours) {
+            let Some((file, start, _)) = run.first() else { continue };
+            let Some(spill) = &file.0 else { continue };
+            let layout = layout(*start, run.iter().map(|(_, _, allocation)| &**allocation));
+            let bytes = layout.last().map_or(0, |(bytes, _)| bytes.end - start);
+            spill.read(staging, *start, bytes, &mut |offset, piece| {
+                copy(Direction::ToDevice, &layout, offset, piece.as_ptr().cast_mut(), piece.len())?;
+                meter.add(piece.len());
+                Ok(())
+            })?;
+        }
+        Ok(())
+    })
+}
+
+/// Allocations one behind the other in the file.
+type Layout<'a> = Vec<(ops::Range<u64>, &'a Allocation)>;
+
+fn layout<'a>(start: u64, allocations: impl Iterator<Item = &'a Allocation>) -> Layout<'a> {
+    let mut end = start;
+    let place = |allocation: &'a Allocation| {
+        let begin = end;
+        end += allocation.bytes() as u64;
+        (begin..end, allocation)
+    };
+    allocations.map(place).collect()
+}
+
+/// Copies between a piece of staging memory and what belongs at its place in the file, and waits for it.
+fn copy(direction: Direction, layout: &Layout, offset: u64, host: *mut u8, bytes: usize) -> Result<(), Error> {
+    let (mut lane, end) = (Lane::default(), offset + bytes as u64);
+    let first = layout.partition_point(|(place, _)| place.end <= offset);
+    for (place, allocation) in layout[first..].iter().take_while(|(place, _)| place.start < end) {
+        let (from, to) = (place.start.max(offset), place.end.min(end));
+        let device = allocation.address() + (from - place.start);
+        let at = host.wrapping_add((from - offset) as usize);
+        // SAFETY: inside the staging memory, which is this call's alone until the lane has finished.
+        unsafe { lane.queue(direction, allocation.context(), device, at, (to - from) as usize)? };
+    }
+    Ok(lane.finish()?)
+}
+
+/// Lends staging memory from the arena.
+fn through_staging(context: Context, work: impl FnOnce(&mut [Staging]) -> Result<(), SpillError<Error>>) -> Result<(), Error> {
+    const PIECES: usize = 8;
+    const PIECE: usize = 8 << 20;
+    let arena = Arena::get()?;
+    let ranges = arena.take(&[PIECES * PIECE])?;
+    let Some(range) = ranges.first() else { return Err(Error::Internal("no staging memory".into())) };
+    for piece in Arena::pieces_of(range) {
+        arena.prepare(piece, context)?;
+    }
+    let piece = |number: usize| {
+        let address = NonNull::new(Range::address(range).wrapping_add(number * PIECE))?;
+        // SAFETY: a part of a range of ours that is ready, is not copied into forked children, and that nobody else uses.
+        Some(unsafe { Staging::new(address, PIECE) })
+    };
+    let mut staging: Vec<_> = (0..PIECES).filter_map(piece).collect();
+    work(&mut staging).map_err(|error| match error {
+        SpillError::Io(error) => Error::Disk(error.to_string()),
+        SpillError::Copy(error) => error,
+    })
+}

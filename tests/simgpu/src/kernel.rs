@@ -1,0 +1,288 @@
+//! Modules, functions and launches, for the kernels that are known here by name. There is one: the
+//! digest of `src/backup/digest/kernel.cu`. A program gives its PTX, as to a driver; what runs in its
+//! place is written here once more, step by step as the kernel does it.
+
+use crate::abi::{Address, Handle, In, Out};
+use crate::codes::{ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, MISALIGNED_ADDRESS, NOT_FOUND, NOT_SUPPORTED, Outcome};
+use crate::context::{self, Context};
+use crate::copy::Work;
+use crate::driver::{self, state};
+use crate::stream;
+use crate::vmm::{Piece, READ, READ_WRITE};
+use std::collections::HashMap;
+use std::ffi::{c_char, c_void};
+use std::slice;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The entry that is known.
+const DIGEST: &str = "vramctl_digest";
+
+#[derive(Debug)]
+struct Module {
+    context: Handle,
+    text: String,
+}
+
+/// The modules and functions of this process.
+#[derive(Debug, Default)]
+pub struct Modules {
+    modules: HashMap<Handle, Module>,
+    /// Functions, and the modules that they are in. All of them are the one known kernel.
+    functions: HashMap<Handle, Handle>,
+}
+
+impl Modules {
+    /// Drops the modules of a context that ends.
+    pub fn forget_context(&mut self, context: Handle) {
+        self.modules.retain(|_, module| module.context != context);
+    }
+
+    /// How many modules are loaded.
+    pub fn live(&self) -> usize {
+        self.modules.len()
+    }
+
+    fn context_of_function(&self, function: Handle) -> Option<Handle> {
+        Some(self.modules.get(self.functions.get(&function)?)?.context)
+    }
+}
+
+/// `cuModuleLoadData`, of PTX only.
+pub fn load(module: Out<Handle>, image: In<c_char>) -> Outcome {
+    module.required()?;
+    let text = image.text().map_err(|_| INVALID_IMAGE)?;
+    if !text.lines().any(|line| line.starts_with(".version")) {
+        return Err(INVALID_IMAGE);
+    }
+    let context = context::current()?.handle;
+    let handle = driver::new_handle();
+    state().modules.modules.insert(handle, Module { context, text: text.to_owned() });
+    module.put(handle)
+}
+
+/// `cuModuleUnload`.
+pub fn unload(module: Handle) -> Outcome {
+    let modules = &mut state().modules;
+    modules.functions.retain(|_, home| *home != module);
+    modules.modules.remove(&module).map(drop).ok_or(INVALID_HANDLE)
+}
+
+/// `cuModuleGetFunction`: an entry that the module has but that is not known here is "not supported".
+pub fn get_function(function: Out<Handle>, module: Handle, name: In<c_char>) -> Outcome {
+    function.required()?;
+    let name = name.text()?;
+    let modules = &mut state().modules;
+    let home = modules.modules.get(&module).ok_or(INVALID_HANDLE)?;
+    if !home.text.contains(&format!(".entry {name}(")) {
+        return Err(NOT_FOUND);
+    }
+    if name != DIGEST {
+        return Err(NOT_SUPPORTED);
+    }
+    let handle = driver::new_handle();
+    modules.functions.insert(handle, module);
+    function.put(handle)
+}
+
+/// `cuLaunchKernel`: reads the arguments before it returns. Addresses are the launched work's business.
+pub fn launch(
+    function: Handle,
+    blocks: [u32; 3],
+    threads: [u32; 3],
+    handle: Handle,
+    arguments: In<*const c_void>,
+    extra: usize,
+) -> Outcome {
+    // The number of threads is what the kernel is written for; the driver itself would take fewer.
+    if blocks[0] == 0 || blocks[1..] != [1, 1] || threads != [THREADS as u32, 1, 1] {
+        return Err(INVALID_VALUE);
+    }
+    if extra != 0 {
+        return Err(NOT_SUPPORTED);
+    }
+    let arguments = arguments.get_all(4)?;
+    if arguments.iter().any(|argument| argument.is_null()) {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: CUDA's contract: each argument points to a value of its parameter's type in the kernel.
+    let launch = unsafe {
+        Launch {
+            key: Arc::new(arguments[0].cast::<Key>().read_unaligned()),
+            addresses: arguments[1].cast::<Address>().read_unaligned(),
+            digests: arguments[2].cast::<Address>().read_unaligned(),
+            count: blocks[0].min(arguments[3].cast::<u32>().read_unaligned()) as usize,
+        }
+    };
+    let mut state = state();
+    let stream = stream::find(&mut state, handle)?;
+    if state.modules.context_of_function(function) != Some(stream.context.handle) {
+        return Err(INVALID_HANDLE);
+    }
+    stream::submit(&mut state, &stream, Work::Kernel(launch))?;
+    Ok(())
+}
+
+/// One launch of the digest.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    key: Arc<Key>,
+    addresses: Address,
+    digests: Address,
+    count: usize,
+}
+
+/// The memory that a launch works on, as it is found at some moment.
+struct Found {
+    addresses: Vec<Piece>,
+    contents: Vec<Vec<Piece>>,
+    digests: Vec<Piece>,
+}
+
+impl Found {
+    fn mappings(&self) -> Vec<u64> {
+        [&self.addresses, &self.digests].into_iter().chain(&self.contents).flatten().map(|piece| piece.mapping).collect()
+    }
+}
+
+impl Launch {
+    fn find(&self, context: &Context) -> Outcome<Found> {
+        let state = state();
+        let touch = |address: Address, bytes, alignment, access| {
+            if !address.is_multiple_of(alignment) {
+                return Err(MISALIGNED_ADDRESS);
+            }
+            state.space.touch(address, bytes, context.device, access)
+        };
+        let addresses = touch(self.addresses, 8 * self.count, 8, READ)?;
+        let contents = gather(&addresses)
+            .chunks_exact(8)
+            .map(|address| touch(address.iter().rev().fold(0, |address, byte| address << 8 | Address::from(*byte)), PIECE, 16, READ))
+            .collect::<Outcome<_>>()?;
+        Ok(Found { addresses, contents, digests: touch(self.digests, 16 * self.count, 16, READ_WRITE)? })
+    }
+
+    /// Runs it. As for copies: the memory must stay where it is from the beginning to the end.
+    pub fn run(&self, context: &Context, delay: Duration) -> Outcome {
+        let at_first = self.find(context)?.mappings();
+        if !delay.is_zero() {
+            std::thread::sleep(delay);
+        }
+        let found = self.find(context)?;
+        let digests: Vec<u8> = found
+            .contents
+            .iter()
+            .flat_map(|contents| {
+                let contents = gather(contents);
+                self.key.halves.each_ref().map(|half| half.digest(&contents).to_le_bytes())
+            })
+            .flatten()
+            .collect();
+        scatter(&digests, &found.digests);
+        if self.find(context)?.mappings() == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
+    }
+}
+
+/// The bytes of pieces, one after another.
+fn gather(pieces: &[Piece]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for piece in pieces {
+        // SAFETY: a part of a backing that the piece keeps alive.
+        bytes.extend_from_slice(unsafe { slice::from_raw_parts(piece.physical.backing.at(piece.offset), piece.bytes) });
+    }
+    bytes
+}
+
+fn scatter(mut bytes: &[u8], pieces: &[Piece]) {
+    for piece in pieces {
+        let (part, rest) = bytes.split_at(piece.bytes);
+        // SAFETY: into a part of a backing that the piece keeps alive.
+        unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), piece.physical.backing.at(piece.offset), part.len()) };
+        bytes = rest;
+    }
+}
+
+const THREADS: usize = 256;
+const VECTORS: usize = 16;
+const GROUPS: usize = 32;
+const SUMS: usize = 2;
+const PIECE: usize = 16 * VECTORS * GROUPS * THREADS;
+const PRIME: u64 = (1 << 61) - 1;
+
+/// As in the kernel's parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Key {
+    halves: [Half; 2],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Half {
+    sums: [[u32; 4 * VECTORS]; SUMS],
+    point: u64,
+}
+
+/// The kernel's arithmetic, without its last reduction: results are up to 2^61 + 2.
+fn step(value: u64, point: u64, next: u64) -> u64 {
+    let product = u128::from(value) * u128::from(point);
+    let sum = (product as u64 & PRIME) + (product >> 61) as u64 + (next & PRIME) + (next >> 61);
+    (sum & PRIME) + (sum >> 61)
+}
+
+impl Half {
+    /// One thread's part of a piece.
+    fn thread(&self, piece: &[u8], thread: usize) -> u64 {
+        let mut value = 0;
+        for group in 0..GROUPS {
+            let mut sums = [0u64; SUMS];
+            for vector in 0..VECTORS {
+                let from = ((group * VECTORS + vector) * THREADS + thread) * 16;
+                let words: [u32; 4] = std::array::from_fn(|word| {
+                    let bytes = &piece[from + 4 * word..][..4];
+                    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+                });
+                for (sum, keys) in sums.iter_mut().zip(&self.sums) {
+                    let keyed = |word: usize| u64::from(words[word].wrapping_add(keys[4 * vector + word]));
+                    *sum = sum.wrapping_add(keyed(0) * keyed(1)).wrapping_add(keyed(2) * keyed(3));
+                }
+            }
+            value = sums.into_iter().fold(value, |value, sum| step(value, self.point, sum));
+        }
+        value
+    }
+
+    fn digest(&self, piece: &[u8]) -> u64 {
+        let mut values: Vec<u64> = (0..THREADS).map(|thread| self.thread(piece, thread)).collect();
+        let mut power = self.point;
+        for _ in 0..(GROUPS * SUMS).ilog2() {
+            power = step(power, power, 0);
+        }
+        while values.len() > 1 {
+            values = values.chunks_exact(2).map(|pair| step(pair[0], power, pair[1])).collect();
+            power = step(power, power, 0);
+        }
+        if values[0] >= PRIME { values[0] - PRIME } else { values[0] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the kernel relies on, at the borders of what it meets.
+    #[test]
+    fn steps_are_right_and_stay_small() {
+        let small = [0, 1, 2, PRIME - 1, PRIME, PRIME + 1, PRIME + 3];
+        for value in small {
+            for point in small {
+                for next in [0, 1, PRIME - 1, PRIME, PRIME + 1, 8 * PRIME, u64::MAX - 1, u64::MAX] {
+                    let right = (u128::from(value) * u128::from(point) + u128::from(next)) % u128::from(PRIME);
+                    let stepped = step(value, point, next);
+                    assert!(stepped <= PRIME + 3, "{value} {point} {next}: {stepped}");
+                    assert_eq!(u128::from(stepped % PRIME), right, "{value} {point} {next}");
+                }
+            }
+        }
+    }
+}
