@@ -267,7 +267,7 @@ fn ps_and_status_show_what_there_is() {
         status.expect(0, &format!("engine (pid {pid}): engine --serve"), "");
         status.expect(0, "get the tag default", "");
         let words: Vec<_> = status.out.lines().find(|line| line.starts_with("kv_cache")).unwrap().split_whitespace().collect();
-        assert_eq!(words, ["kv_cache", "active", "1.00", "GiB", "1", "host", "0", "B"]);
+        assert_eq!(words, ["kv_cache", "active", "1.00", "GiB", "1", "host", "0", "B", "0", "B"]);
         status.expect(0, "7.00 GiB", "");
         status.expect(0, "80.00 GiB", "");
     }
@@ -470,11 +470,35 @@ fn a_process_that_ends_in_the_middle_is_an_error() {
 #[test]
 fn a_process_that_dies_with_its_socket_held_open_is_given_up() {
     let place = Place::new();
-    let mut engine = Fake::reacting(&place, "engine", &["weights"], |request| is_transition(request).then_some(Reaction::BeSilent));
+    // Answers a status, is silent about all else, and has a child that keeps what it has open.
+    let program = r#"
+import json, os, socket, sys, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(os.environ["VRAMCTL_DIR"] + "/%d.sock" % os.getpid())
+listener.listen()
+print("ready", flush=True)
+hello = dict(protocol=1, library="9.9.9", pid=os.getpid(), name="engine", program="engine")
+tag = dict(tag="weights", state="active", allocations=1, bytes=1, paused_bytes=0, host_bytes=0, disk_bytes=0, backup={})
+host = dict(used_bytes=0, ready_bytes=0, pinned_bytes=0)
+status = dict(hello, reply="status", process_tag=None, tags=[tag], devices=[], host=host, late_bytes=0)
+while True:
+    client, _ = listener.accept()
+    for line in client.makefile("r"):
+        request = json.loads(line)["request"]
+        if request not in ("hello", "status"):
+            if os.fork() == 0:
+                time.sleep(20)
+            print("asked", flush=True)
+            time.sleep(60)
+        client.sendall(json.dumps(status if request == "status" else dict(hello, reply="hello")).encode() + b"\n")
+"#;
+    let mut engine = place.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(engine.stdout.take().unwrap()).lines();
+    assert_eq!(said.next().unwrap().unwrap(), "ready");
     let pause = place.command(env!("CARGO_BIN_EXE_vramctl"), &["pause"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    thread::sleep(Duration::from_millis(500));
-    engine.child.kill().unwrap();
-    engine.child.wait().unwrap();
+    assert_eq!(said.next().unwrap().unwrap(), "asked");
+    engine.kill().unwrap();
+    engine.wait().unwrap();
     let killed = Instant::now();
     Ran::new(&pause.wait_with_output().unwrap()).expect(1, "", "ended before it answered");
     assert!(killed.elapsed() < Duration::from_secs(10));
@@ -643,7 +667,7 @@ fn a_command_that_cannot_start_ends_as_in_a_shell() {
     fs::write(&file, "").unwrap();
     run(&place, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
     run(&place, &[], &[]).expect(2, "", "COMMAND");
-    run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host and discard");
+    run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk and discard");
 }
 
 #[test]

@@ -596,8 +596,8 @@ fn host_memory_that_cannot_be_registered_is_slower_and_right() {
 /// What nobody wrote to since it was saved is not copied again; what somebody did, is, be it a single bit.
 #[test]
 fn only_what_has_changed_is_copied_again() {
-    let _gpu = Gpu::take();
     const PIECE: u64 = 2 << 20;
+    let _gpu = Gpu::take();
     let address = malloc_tagged(common::RETAINED_TAG, None, 20 * MIB).unwrap();
     let mut contents = pattern(1, 20 * MIB);
     assert_eq!(write(address, &contents), 0);

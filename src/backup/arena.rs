@@ -98,17 +98,19 @@ impl Arena {
         let (mut bytes, mut base) = (8usize << 40, libc::MAP_FAILED);
         while base == libc::MAP_FAILED && bytes >= PIECE {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            // SAFETY: a new private mapping that touches no other memory, and that nothing can be read from or written to.
-            base = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0) };
+            // Readable and writable from the start: changing that for a piece stops every thread that is populating another.
+            // SAFETY: a new private mapping that touches no other memory.
+            base = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
             bytes /= 2;
         }
         let base = NonNull::new(base).filter(|_| base != libc::MAP_FAILED)?;
         // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
-        // pages into copies under the device's feet. Both are wishes: where the kernel does not know them, nothing is lost.
+        // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does not know them, nothing is lost.
         // SAFETY: the mapping just made.
         unsafe {
             libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_HUGEPAGE);
             libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTFORK);
+            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTDUMP);
         }
         let state = State { free: BTreeMap::from([(0, bytes * 2)]), ..State::default() };
         Some(Self { base: base.cast(), state: Mutex::new(state), changed: Condvar::new() })
@@ -193,9 +195,6 @@ impl Arena {
         }
         // SAFETY: our own addresses, and nobody else uses this piece now.
         unsafe {
-            if libc::mprotect(address, PIECE, libc::PROT_READ | libc::PROT_WRITE) != 0 {
-                return Err(short());
-            }
             // Kernels before 5.14 do not know this; there the pages come as they are registered or written.
             let populated = libc::madvise(address, PIECE, libc::MADV_POPULATE_WRITE) == 0;
             if !populated && *libc::__errno_location() != libc::EINVAL {
@@ -209,10 +208,7 @@ impl Arena {
     fn depopulate(&self, piece: usize) {
         let address = self.address(piece).as_ptr().cast();
         // SAFETY: our own addresses, and nobody uses this piece any more.
-        unsafe {
-            libc::madvise(address, PIECE, libc::MADV_DONTNEED);
-            libc::mprotect(address, PIECE, libc::PROT_NONE);
-        }
+        unsafe { libc::madvise(address, PIECE, libc::MADV_DONTNEED) };
     }
 
     fn pin(&self, piece: usize, current: &Current) -> Option<Pinned> {

@@ -331,7 +331,8 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     let mut ends = Vec::new();
     let mut bytes = 0;
     for (at, allocation) in allocations.iter().enumerate() {
-        bytes += allocation.bytes();
+        // Where there is nothing to copy, nothing is kept waiting.
+        bytes += if allocation.contents().saved.is_some() { allocation.bytes() } else { 0 };
         let last = allocations.get(at + 1).is_none_or(|next| next.device != allocation.device);
         if bytes >= BATCH || last {
             ends.push(at + 1);

@@ -1,0 +1,735 @@
+"""The measurements of scripts/bench, which prepares everything and calls this."""
+
+import argparse
+import contextlib
+import datetime
+import glob
+import json
+import os
+import pathlib
+import platform
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import report
+from sets import GIB, MIB, PIECE, all_sets, gib
+
+HERE = pathlib.Path(__file__).resolve().parent
+# What a process needs besides what is measured: its start, the driver's, its end.
+START = 4
+# Host memory that is left alone.
+HOST_SPARE = 6 * GIB
+# How long a resume waits after a pause, where it does.
+RESTED = 0.5
+
+
+class Failed(Exception):
+    """Something that did not work, or did not come in time."""
+
+
+def host_memory(what):
+    """A line of /proc/meminfo in bytes."""
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(what + ":"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+class Child:
+    """A program that answers lines with lines; it ends with us."""
+
+    def __init__(self, bench, name, command, env):
+        self.bench, self.name = bench, name
+        self.process = subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=bench.log,
+            env=env,
+            start_new_session=True,
+        )
+        self.rest = b""
+
+    def hear(self, seconds):
+        end = time.monotonic() + min(seconds, max(1, self.bench.left()))
+        while b"\n" not in self.rest:
+            ready, _, _ = select.select(
+                [self.process.stdout], [], [], max(0, end - time.monotonic())
+            )
+            if not ready:
+                raise Failed(f"{self.name}: no answer in time")
+            more = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not more:
+                raise Failed(f"{self.name} ended with {self.process.wait()}")
+            self.rest += more
+        line, self.rest = self.rest.split(b"\n", 1)
+        line = line.decode(errors="replace")
+        self.bench.log.write(f"{self.name}: {line[:400]}\n")
+        self.bench.log.flush()
+        return line
+
+    def ask(self, question, seconds=60):
+        self.bench.log.write(f"{self.name}> {question}\n")
+        self.process.stdin.write(f"{question}\n".encode())
+        self.process.stdin.flush()
+        word, _, rest = self.hear(seconds).partition(" ")
+        if word != "ok":
+            raise Failed(f"{self.name}: {question.split()[0]}: {rest}")
+        return rest
+
+    def timed(self, question, seconds=120):
+        """When it began and ended, in seconds."""
+        begin, end = (int(word) * 1e-9 for word in self.ask(question, seconds).split())
+        return begin, end
+
+    def took(self, question, seconds=120):
+        begin, end = self.timed(question, seconds)
+        return end - begin
+
+    def memory(self, what):
+        """A line of its /proc status, in bytes."""
+        for line in pathlib.Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith(what + ":"):
+                return int(line.split()[1]) << 10
+        return 0
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Bench:
+    def __init__(self, options):
+        self.options = options
+        self.work, self.out = pathlib.Path(options.work), pathlib.Path(options.out)
+        self.repeat, self.scale = options.repeat, options.scale
+        self.began = time.monotonic()
+        self.log = open(self.out / "bench.log", "w")
+        self.children = []
+        self.sets = all_sets(self.scale)
+        names = [a.name for a in self.sets] + ["idle", "swap"]
+        wanted = options.sets.split(",") if options.sets else names
+        if unknown := [name for name in wanted if name not in names]:
+            raise SystemExit(
+                f"bench: no such set: {', '.join(unknown)}. There are: {', '.join(names)}"
+            )
+        self.idle_wanted, self.swap_wanted = "idle" in wanted, "swap" in wanted
+        self.sets = [a for a in self.sets if a.name in wanted]
+        self.files = {a.name: a.write(self.work) for a in self.sets}
+        sockets = self.work / "sockets"
+        sockets.mkdir(mode=0o700, exist_ok=True)
+        self.env = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith("VRAMCTL_") and k != "LD_PRELOAD"
+        }
+        self.env["VRAMCTL_DIR"] = str(sockets)
+        paths = [options.libcudart, os.environ.get("LD_LIBRARY_PATH", "")]
+        self.app_env = {**self.env, "LD_LIBRARY_PATH": ":".join(p for p in paths if p)}
+        self.saver = None
+        self.data = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "command": options.command.strip(),
+            "commit": options.commit,
+            "gpu": options.gpu,
+            "driver": self.driver_version(),
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "host_bytes": host_memory("MemTotal"),
+            "simulated": options.smi != "nvidia-smi",
+            "repeat": self.repeat,
+            "scale": self.scale,
+            "sets": {
+                a.name: {"title": a.title, "bytes": a.bytes, "allocations": len(a.sizes)}
+                for a in self.sets
+            },
+            "limits": {},
+            "calls": {},
+            "samples": {},
+            "memory": {},
+            "stages": {},
+            "idle": {},
+            "swap": {},
+            "torch_memory_saver": None,
+            "notes": [],
+            "missed": [],
+        }
+
+    # ---- telling ----
+
+    def say(self, text):
+        print(f"[{time.monotonic() - self.began:5.0f} s] {text}", file=sys.stderr, flush=True)
+        self.log.write(f"# {text}\n")
+        self.log.flush()
+
+    def note(self, text):
+        if text not in self.data["notes"]:
+            self.data["notes"].append(text)
+
+    def left(self):
+        return self.options.limit - (time.monotonic() - self.began)
+
+    def step(self, name, seconds, function, *arguments):
+        """Does one step, if there is time for it; what goes wrong ends the step alone."""
+        if self.left() < seconds:
+            self.say(f"{name}: left out, {self.left():.0f} s are left and it takes {seconds:.0f}")
+            self.data["missed"].append(f"{name}: no time was left")
+            return
+        self.say(name)
+        self.step_began, self.step_end = time.monotonic(), time.monotonic() + 2.5 * seconds
+        try:
+            function(*arguments)
+        except (Failed, OSError, subprocess.SubprocessError) as error:
+            self.say(f"{name}: {error}")
+            self.data["missed"].append(f"{name}: {error}")
+        finally:
+            for child in self.children:
+                child.kill()
+            self.children = []
+
+    def turns(self, number):
+        """0, 1 … as long as the step keeps to its time; once at least."""
+        for turn in range(number):
+            if turn > 0 and time.monotonic() > self.step_end:
+                self.say(f"  only {turn} of {number} times: it is slower than was allowed for")
+                return
+            yield turn
+
+    def record(self, name, system, row, seconds):
+        self.data["samples"].setdefault(name, {}).setdefault(system, {}).setdefault(row, []).append(
+            seconds
+        )
+        rate = self.data["sets"].get(name, {}).get("bytes", 0) / seconds / 1e9
+        self.log.write(f"# {name} {system} {row}: {seconds * 1e3:.2f} ms, {rate:.1f} GB/s\n")
+
+    # ---- the machine ----
+
+    def driver_version(self):
+        if self.options.smi != "nvidia-smi":
+            return "simulated"
+        query = ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()
+
+    def device_memory(self, what):
+        """used or total of GPU 0, in bytes."""
+        if self.options.smi != "nvidia-smi":
+            shown = subprocess.run(
+                [self.options.smi, "--json"], capture_output=True, text=True, timeout=30
+            )
+            found = json.loads(shown.stdout)
+            device = (found["devices"] if isinstance(found, dict) else found)[0]
+            return device[what]
+        query = [
+            "nvidia-smi",
+            "--id=0",
+            f"--query-gpu=memory.{what}",
+            "--format=csv,noheader,nounits",
+        ]
+        return (
+            int(
+                subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+            )
+            * MIB
+        )
+
+    def raw(self, *arguments, seconds=120):
+        """What raw.c measured: an object for each line."""
+        child = Child(self, "raw", [self.work / "raw", *arguments], self.app_env)
+        self.children.append(child)
+        found = []
+        child.process.stdin.close()
+        try:
+            while True:
+                found.append(json.loads(child.hear(seconds)))
+        except Failed:
+            if child.process.wait(20) != 0:
+                raise Failed(
+                    f"raw {arguments[0]} ended with {child.process.returncode}; see bench.log"
+                ) from None
+        return found
+
+    def touch_host(self):
+        """A virtual machine may get its memory when it is first touched, at a tenth of the speed.
+        That is the machine's doing, so it is out of the way before anything is measured."""
+        kept = [a.bytes for a in self.sets if not a.discard_only]
+        if any(a.huge for a in self.sets):
+            kept += [a.bytes for a in self.sets if a.huge]
+        if self.swap_wanted:
+            kept.append(2 * self.swap_size()[1])
+        goal = int(min(max(kept, default=0) * 1.05 + GIB / self.scale, 110 * GIB))
+        for found in self.raw(
+            "--bytes", 1, "host", goal, HOST_SPARE, os.cpu_count() or 1, seconds=90
+        ):
+            rates = self.data["limits"].setdefault(f"host_touch_{found['unit']}", [])
+            rates.append(found["bytes"] / found["seconds"])
+            if found["unit"] == "first":
+                self.data["limits"]["host_touched"] = found["bytes"]
+        self.data["host_bytes"] = host_memory("MemTotal")
+
+    def measure_limits(self):
+        size = max(64 * MIB, 8 * GIB // self.scale)
+        for found in self.raw("--repeat", self.repeat, "--bytes", size, "limits"):
+            key = found["what"] + (
+                f"_{found['chunk'] // MIB}m" if found["what"].startswith("copy") else ""
+            )
+            self.data["limits"].setdefault(key, []).append(found["bytes"] / found["seconds"])
+
+    def measure_calls(self, chosen):
+        rest = 500 if self.scale == 1 else 20
+        command = [
+            "--repeat",
+            self.repeat,
+            "--rest",
+            rest,
+            "calls",
+            chosen.name,
+            self.files[chosen.name],
+        ]
+        for found in self.raw(*command):
+            variant = "joined" if found["joined"] else "each"
+            if found["rdma"]:
+                variant += "_rdma"
+            calls = self.data["calls"].setdefault(chosen.name, {}).setdefault(variant, {})
+            again = "_rested" if found["rested"] else ""
+            sums = {
+                "pause": found["unmap"] + found["release"],
+                f"resume{again}": found["create"] + found["map"] + found["access"],
+            }
+            for part in ("unmap", "release"):
+                sums[part] = found[part]
+            for part in ("create", "map", "access"):
+                sums[part + again] = found[part]
+            for key, seconds in sums.items():
+                calls.setdefault(key, []).append(seconds)
+
+    # ---- this library ----
+
+    def start(self, name, with_library=True, **settings):
+        env = dict(self.app_env)
+        if with_library:
+            env["LD_PRELOAD"] = str(self.work / "libvramctl.so")
+            env.update({f"VRAMCTL_{key}": str(value) for key, value in settings.items()})
+        child = Child(self, name, [self.work / "set"], env)
+        self.children.append(child)
+        if child.hear(60) != ("ok with the library" if with_library else "ok without the library"):
+            raise Failed(f"{name} did not start as it should; see bench.log")
+        return child
+
+    def holding(self, chosen, fill=True, **settings):
+        """A process that holds the set."""
+        child = self.start(chosen.name, **settings)
+        child.ask(f"alloc bench 0 {self.files[chosen.name]}")
+        if fill:
+            child.ask("fill")
+        return child
+
+    def finish(self, child):
+        child.close()
+        self.children.remove(child)
+
+    def host_bytes(self, child, what):
+        return json.loads(child.ask("status"))["host"][what]
+
+    def wait_for_host(self, child, done, seconds):
+        end = time.monotonic() + seconds
+        while not done(self.host_bytes(child, "ready_bytes")):
+            if time.monotonic() > end:
+                raise Failed("the library's host memory did not become what was waited for")
+            time.sleep(0.02)
+
+    def pause(self, child, chosen, row, backup=0):
+        self.record(chosen.name, "vramctl", row, child.took(f"pause * {backup}"))
+
+    def resume(self, child, chosen, row):
+        self.record(chosen.name, "vramctl", row, child.took("resume * 0"))
+
+    def check(self, child, how="sample"):
+        child.ask(f"check * {how}")
+
+    def remember(self, chosen, key, value):
+        self.data["memory"].setdefault(chosen.name, {})[key] = value
+
+    def stages(self, child, chosen, how, **fields):
+        """One more pause and resume, asked for through the socket: the answer has the time of each stage."""
+        for request in ("pause", "resume"):
+            asked = {"version": 1, "request": request, **(fields if request == "pause" else {})}
+            with socket.socket(socket.AF_UNIX) as control:
+                control.settimeout(max(1, min(120, self.left())))
+                control.connect(str(self.work / "sockets" / f"{child.process.pid}.sock"))
+                control.sendall(json.dumps(asked).encode() + b"\n")
+                answer = json.loads(control.makefile().readline())
+            if answer.get("reply") != "done":
+                raise Failed(f"{request}: {answer}")
+            found = self.data["stages"].setdefault(chosen.name, {}).setdefault(how, {})
+            found[request] = {"ms": answer["ms"], **answer["stages"]}
+
+    def released(self, chosen):
+        """The default: host memory is given back after each resume. A process for each first pause."""
+        for turn in self.turns(self.repeat):
+            child = self.holding(chosen)
+            used = host_memory("MemAvailable")
+            before = child.memory("VmRSS")
+            self.pause(child, chosen, "first")
+            if turn == 0:
+                self.remember(chosen, "vramctl_peak", child.memory("VmHWM") - before)
+                self.remember(chosen, "vramctl_host_used", used - host_memory("MemAvailable"))
+            self.resume(child, chosen, "resume_released")
+            self.check(child)
+            if turn == 0:
+                time.sleep(3 if self.scale == 1 else 1)
+                self.remember(chosen, "vramctl_rss_after", child.memory("VmRSS") - before)
+            if turn < (2 if self.scale == 1 else 1):
+                self.wait_for_host(child, lambda ready: ready == 0, 30)
+                self.pause(child, chosen, "again")
+                self.resume(child, chosen, "resume_released")
+            if turn == 0:
+                self.wait_for_host(child, lambda ready: ready == 0, 30)
+                self.stages(child, chosen, "released")
+                self.check(child, "full")
+            self.finish(child)
+
+    def retained(self, chosen):
+        """Backups stay, and all of them is copied each time."""
+        child = self.holding(chosen, RETAIN="*", UNCHANGED="off")
+        before = child.memory("VmRSS")
+        self.pause(child, chosen, "first_retained")
+        self.resume(child, chosen, "resume_retained")
+        for _ in self.turns(self.repeat):
+            child.ask(f"change {max(1, sum(chosen.sizes) // PIECE // 100)}")
+            self.pause(child, chosen, "steady")
+            self.resume(child, chosen, "resume_retained")
+            self.check(child)
+        self.remember(chosen, "vramctl_retained_peak", child.memory("VmHWM") - before)
+        self.stages(child, chosen, "retained")
+        self.check(child, "full")
+        self.finish(child)
+
+    def hashed(self, chosen):
+        """Backups stay, and what has changed is found by hashing."""
+        child = self.holding(chosen, RETAIN="*", UNCHANGED="hash")
+        self.pause(child, chosen, "first_hashed")
+        self.resume(child, chosen, "resume_hashed")
+        self.stages(child, chosen, "unchanged")
+        for _ in self.turns(self.repeat):
+            self.pause(child, chosen, "unchanged")
+            self.resume(child, chosen, "resume_hashed")
+            self.check(child)
+        for _ in self.turns(self.repeat):
+            child.ask(f"change {max(1, sum(chosen.sizes) // PIECE // 100)}")
+            self.pause(child, chosen, "changed")
+            self.resume(child, chosen, "resume_hashed")
+            self.check(child)
+        self.check(child, "full")
+        self.finish(child)
+
+    def prewarmed(self, chosen):
+        for _ in self.turns(min(self.repeat, 2)):
+            child = self.holding(chosen, PREWARM=chosen.bytes)
+            began = time.monotonic()
+            self.wait_for_host(child, lambda ready: ready >= chosen.bytes, 90)
+            self.remember(chosen, "prewarm_seconds", time.monotonic() - began)
+            self.pause(child, chosen, "prewarmed")
+            self.resume(child, chosen, "resume_prewarmed")
+            self.pause(child, chosen, "prewarmed_again")
+            self.resume(child, chosen, "resume_prewarmed")
+            self.check(child)
+            self.finish(child)
+
+    def discarded(self, chosen):
+        child = self.holding(chosen, fill=False)
+        child.ask("scribble")
+        # The first of a process is not counted: it is the start of other things, too.
+        child.took("pause * 1")
+        child.took("resume * 0")
+        rest = RESTED if self.scale == 1 else 0.02
+        for turn in range(self.repeat + min(self.repeat, 3)):
+            rested = turn >= self.repeat
+            child.ask("scribble")
+            self.pause(child, chosen, "discard_pause", backup=1)
+            if rested:
+                time.sleep(rest)
+            self.resume(child, chosen, "discard_resume_rested" if rested else "discard_resume")
+            self.check(child, "zero")
+        self.stages(child, chosen, "discarded", backup="discard")
+        self.finish(child)
+
+    def huge(self, chosen):
+        needed, free = chosen.bytes + HOST_SPARE, host_memory("MemAvailable")
+        if free < needed:
+            self.note(
+                f"{chosen.title} with a backup was left out: it needs {gib(needed)} of host memory, {gib(free)} are free."
+            )
+            return
+        child = self.holding(chosen)
+        before = child.memory("VmRSS")
+        self.pause(child, chosen, "first")
+        self.remember(chosen, "vramctl_peak", child.memory("VmHWM") - before)
+        self.resume(child, chosen, "resume_released")
+        self.check(child)
+        time.sleep(3 if self.scale == 1 else 1)
+        self.remember(chosen, "vramctl_rss_after", child.memory("VmRSS") - before)
+        self.finish(child)
+
+    # ---- torch_memory_saver ----
+
+    def find_saver(self):
+        if self.options.no_tms:
+            self.note("torch_memory_saver was left out, as asked.")
+            return
+        env = dict(self.env)
+        paths = [self.options.tms or "", env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = ":".join(p for p in paths if p)
+        look = (
+            "import importlib.metadata as m, json, os, torch\n"
+            "from torch_memory_saver.utils import get_binary_path_from_package as get\n"
+            "assert torch.cuda.is_available(), 'torch sees no GPU'\n"
+            "print(json.dumps({'version': m.version('torch_memory_saver'), 'torch': torch.__version__,"
+            " 'library': str(get('torch_memory_saver_hook_mode_preload')),"
+            " 'site': os.path.dirname(os.path.dirname(torch.__file__))}))"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", look], env=env, capture_output=True, text=True, timeout=60
+        )
+        if found.returncode != 0:
+            why = found.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            self.note(f"torch_memory_saver is not here: {why[0]}")
+            return
+        self.saver = json.loads(found.stdout.strip().splitlines()[-1])
+        self.data["torch_memory_saver"] = {key: self.saver[key] for key in ("version", "torch")}
+        # The library that is preloaded needs libcudart before torch has loaded its own.
+        runtimes = sorted(glob.glob(f"{self.saver['site']}/nvidia/*/lib/libcudart.so.*"))
+        folders = [os.path.dirname(path) for path in runtimes[-1:]] + [
+            self.options.libcudart,
+            env.get("LD_LIBRARY_PATH", ""),
+        ]
+        env["LD_LIBRARY_PATH"] = ":".join(f for f in folders if f)
+        env["LD_PRELOAD"] = self.saver["library"]
+        env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        self.saver_env = env
+
+    def saved(self, chosen):
+        def record(row, question):
+            self.record(chosen.name, "torch_memory_saver", row, child.took(question, 180))
+
+        child = Child(self, "saver", [sys.executable, HERE / "saver.py"], self.saver_env)
+        self.children.append(child)
+        if child.hear(60).strip() != "ok":
+            raise Failed("torch_memory_saver did not start; see bench.log")
+        child.ask(f"alloc discarded 1 {self.files[chosen.name]}")
+        child.took("pause discarded")
+        child.took("resume discarded")
+        rest = RESTED if self.scale == 1 else 0.02
+        for turn in range(self.repeat + min(self.repeat, 3)):
+            child.ask("fill discarded")
+            record("discard_pause", "pause discarded")
+            rested = turn >= self.repeat
+            if rested:
+                time.sleep(rest)
+            record("discard_resume_rested" if rested else "discard_resume", "resume discarded")
+        child.ask("drop discarded")
+        if not chosen.discard_only:
+            child.ask(f"alloc kept 2 {self.files[chosen.name]}")
+            child.ask("fill kept")
+            free = host_memory("MemAvailable")
+            record("first", "pause kept")
+            self.remember(chosen, "saver_host_used", free - host_memory("MemAvailable"))
+            record("resume", "resume kept")
+            child.ask("check kept")
+            record("again", "pause kept")
+            child.ask("retain 1")
+            record("resume_retained", "resume kept")
+            for _ in self.turns(self.repeat):
+                record("steady", "pause kept")
+                record("resume_retained", "resume kept")
+            child.ask("check kept")
+        with contextlib.suppress(OSError):
+            child.process.stdin.write(b"quit\n")
+        self.finish(child)
+
+    # ---- at rest ----
+
+    def rest(self):
+        chosen = next((a for a in self.sets if a.name == "24x1g"), None) or all_sets(self.scale)[0]
+        self.files.setdefault(chosen.name, chosen.write(self.work))
+        found = self.data["idle"]
+        found["set"], found["bytes"] = chosen.title, chosen.bytes
+        plain = self.start("plain", with_library=False)
+        plain.ask(f"alloc bench 0 {self.files[chosen.name]}")
+        plain.ask("fill")
+        found["device_without"] = self.device_memory("used")
+        plain.ask(f"pin {chosen.bytes}", 120)
+        found["device_pinned"] = self.device_memory("used")
+        self.finish(plain)
+
+        child = self.holding(chosen, RETAIN="*", UNCHANGED="hash")
+        found["device_allocated"] = self.device_memory("used")
+        for _ in range(2):
+            child.took("pause * 0")
+            found["device_paused"] = self.device_memory("used")
+            child.took("resume * 0")
+        found["device_with"] = self.device_memory("used")
+        before = self.switches(child)
+        time.sleep(2)
+        after = self.switches(child)
+        found["threads"] = {
+            name: after[thread][1] - before.get(thread, (name, 0))[1]
+            for thread, (name, _) in after.items()
+        }
+        found["switches"] = sum(
+            after[thread][1] - before.get(thread, ("", 0))[1] for thread in after
+        )
+        found["device_own"] = found["device_with"] - found["device_pinned"]
+        self.finish(child)
+
+    @staticmethod
+    def switches(child):
+        """The library's threads: name and how often each has gone to sleep or been put aside."""
+        found = {}
+        for folder in glob.glob(f"/proc/{child.process.pid}/task/*"):
+            with contextlib.suppress(OSError):
+                name = pathlib.Path(folder, "comm").read_text().strip()
+                if name.startswith("vramctl"):
+                    lines = pathlib.Path(folder, "status").read_text().splitlines()
+                    found[folder] = (
+                        name,
+                        sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line),
+                    )
+        return found
+
+    # ---- two processes ----
+
+    def swap_size(self):
+        """Bytes of each, and of those the bytes that are kept: as much as the host can hold twice."""
+        total = self.device_memory("total")
+        whole = int(total * 0.6)
+        if self.scale > 1 and not self.data["simulated"]:
+            whole //= self.scale
+        unit = GIB if whole > 8 * GIB else PIECE * 4
+        kept = min(whole * 0.4, host_memory("MemAvailable") * 0.35)
+        return whole // unit * unit, max(unit, int(kept) // unit * unit), unit
+
+    def swap(self, retain):
+        whole, kept, unit = self.swap_size()
+        weights, cache = self.work / "weights.sizes", self.work / "cache.sizes"
+        weights.write_text(f"{unit}\n" * (kept // unit))
+        cache.write_text(f"{unit}\n" * ((whole - kept) // unit))
+        settings = {"RETAIN": "*", "UNCHANGED": "off"} if retain else {}
+        key = "retained" if retain else "released"
+        found = self.data["swap"]
+        found.update({"bytes": whole, "kept": kept})
+
+        def begin(name):
+            child = self.start(name, **settings)
+            child.ask(f"alloc weights 2 {weights}")
+            child.ask(f"alloc cache 1 {cache}")
+            child.ask("fill")
+            return child
+
+        a = begin("a")
+        a.took("pause * 0")
+        b = begin("b")
+        for turn in self.turns(self.repeat + 1):
+            out_begin, out_end = b.timed("pause * 0")
+            # It waits for what is late to come free, as a real one would.
+            in_begin, in_end = a.timed("resume * 10000")
+            # The first swap is the second one's first pause.
+            row = key if turn > 0 else f"{key}_first"
+            found.setdefault(row, []).append(in_end - out_begin)
+            found.setdefault(f"{row}_pause", []).append(out_end - out_begin)
+            found.setdefault(f"{row}_resume", []).append(in_end - in_begin)
+            a.ask("check weights sample")
+            a, b = b, a
+        b.ask("check weights full")
+        for child in (a, b):
+            self.finish(child)
+
+    # ---- all of it ----
+
+    def run(self):
+        size = sum(a.bytes for a in self.sets) / GIB
+        self.say(f"{self.data['gpu']}; {self.repeat} repeats; {self.options.limit} s at most")
+        self.step("host memory is touched once", 5, self.touch_host)
+        self.step("limits: copies and a pass over device memory", 5, self.measure_limits)
+        for chosen in self.sets:
+            self.step(f"{chosen.title}: the driver's calls alone", 3, self.measure_calls, chosen)
+        self.step("torch_memory_saver: is it here?", 10, self.find_saver)
+        for chosen in self.sets:
+            gigabytes = chosen.bytes / GIB
+            title = f"{chosen.title}: vramctl"
+            self.step(f"{title}, contents discarded", START, self.discarded, chosen)
+            if chosen.discard_only:
+                continue
+            self.step(f"{title}, first pause", START + gigabytes / 8, self.released, chosen)
+            self.step(f"{title}, retained", START + gigabytes / 8, self.retained, chosen)
+            self.step(f"{title}, retained and hashed", START + gigabytes / 8, self.hashed, chosen)
+            self.step(f"{title}, pre-warmed", START + gigabytes / 2, self.prewarmed, chosen)
+        if self.idle_wanted:
+            self.step("at rest", 10 if self.scale == 1 else 4, self.rest)
+        if self.saver:
+            for chosen in self.sets:
+                needed = 8 + (0 if chosen.discard_only else chosen.bytes / GIB)
+                self.step(f"{chosen.title}: torch_memory_saver", needed, self.saved, chosen)
+        if self.swap_wanted:
+            for retain in (False, True):
+                self.step(
+                    f"two processes in turns, {'retained' if retain else 'released'}",
+                    15 if self.scale == 1 else 3,
+                    self.swap,
+                    retain,
+                )
+        for chosen in self.sets:
+            if chosen.huge:
+                self.step(
+                    f"{chosen.title}: vramctl, with a backup",
+                    START + chosen.bytes / GIB / 8,
+                    self.huge,
+                    chosen,
+                )
+        self.data["seconds"] = round(time.monotonic() - self.began, 1)
+        self.say(f"done; {size:.0f} GiB of sets")
+
+    def write(self):
+        (self.out / "bench.json").write_text(json.dumps(self.data, indent=1) + "\n")
+        text = report.markdown(self.data)
+        (self.out / "bench.md").write_text(text)
+        (self.out / "bench.svg").write_text(report.plot(self.data))
+        return text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("work", "out", "libcudart", "smi"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("sets", "gpu", "commit", "tms", "command"):
+        parser.add_argument(f"--{name}", default="")
+    for name in ("repeat", "scale", "limit"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--no-tms", action="store_true")
+    bench = Bench(parser.parse_args())
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        bench.data["missed"].append("what came after the interruption")
+    finally:
+        for child in bench.children:
+            child.kill()
+        print(bench.write())
+    bench.say(f"{bench.out}/bench.md, bench.json, bench.svg and bench.log")
+    return 1 if bench.data["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,462 @@
+"""The table and the plot of what scripts/bench measured."""
+
+import statistics
+from html import escape
+
+from sets import GIB, MIB, gib
+
+
+# Row, its name, what limits it, and torch_memory_saver's row that does the same.
+ROWS = [
+    ("first", "first pause", "out", "first"),
+    ("prewarmed", "first pause, host memory pre-warmed", "out", "first"),
+    ("again", "pause again, host memory given back before", "out", "again"),
+    ("steady", "steady pause, backup retained", "out", "steady"),
+    ("unchanged", "pause, retained, nothing changed", "pass", "steady"),
+    ("changed", "pause, retained, 1% changed", "pass+1%", "steady"),
+    ("resume_released", "resume, host memory given back", "in", "resume"),
+    ("resume_retained", "resume, backup retained", "in", "resume_retained"),
+    ("discard_pause", "pause, contents discarded", "calls", "discard_pause"),
+    ("discard_resume", "resume right after it", "calls", "discard_resume"),
+    ("discard_resume_rested", "resume 0.5 s after it", "calls", "discard_resume_rested"),
+]
+
+
+def middle(samples):
+    return statistics.median(samples) if samples else None
+
+
+def best(data, key):
+    """The best of the medians of a limit, over the sizes of the pieces."""
+    found = [middle(rates) for name, rates in data["limits"].items() if name.startswith(key)]
+    return max(found) if found else None
+
+
+def calls_of(data, name, key):
+    """The driver's calls alone: one for each allocation, or as few as it allows; whichever is faster."""
+    variants = data["calls"].get(name, {})
+    found = [middle(variants[v][key]) for v in ("each", "joined") if key in variants.get(v, {})]
+    return min(found) if found else None
+
+
+def limit_of(data, name, row, kind):
+    """Seconds that the machine itself needs for a row."""
+    size = data["sets"][name]["bytes"]
+    out, back, device = best(data, "copy_out"), best(data, "copy_in"), best(data, "device_copy")
+    if kind == "out":
+        return size / out if out else None
+    if kind == "in":
+        return size / back if back else None
+    if kind == "calls":
+        key = {
+            "discard_pause": "pause",
+            "discard_resume": "resume",
+            "discard_resume_rested": "resume_rested",
+        }[row]
+        return calls_of(data, name, key)
+    calls = calls_of(data, name, "pause")
+    if not device or not out or calls is None:
+        return None
+    return size / device + calls + (size * 0.01 / out if kind == "pass+1%" else 0)
+
+
+def ms(seconds):
+    if seconds is None:
+        return "–"
+    value = seconds * 1e3
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def span(samples, wanted=0):
+    """The least and the most; of how many, where they are fewer than was asked for."""
+    if len(samples) < 2:
+        return "once"
+    return f"{ms(min(samples))} to {ms(max(samples))}" + (
+        f" ({len(samples)})" if len(samples) < wanted else ""
+    )
+
+
+def rate(size, seconds):
+    return f"{size / seconds / 1e9:.1f}" if seconds else "–"
+
+
+def result_rows(data):
+    for name, about in data["sets"].items():
+        samples = data["samples"].get(name, {})
+        own, other = samples.get("vramctl", {}), samples.get("torch_memory_saver", {})
+        first = True
+        for row, title, kind, counterpart in ROWS:
+            if row not in own and counterpart not in other:
+                continue
+            if row not in own and row in ("prewarmed", "unchanged", "changed"):
+                continue
+            ours, theirs = middle(own.get(row, [])), middle(other.get(counterpart, []))
+            limit = limit_of(data, name, row, kind)
+            size = about["bytes"]
+            copies = kind in ("out", "in")
+            share = "–"
+            if ours and limit:
+                share = f"{limit / ours * 100:.0f}%" if copies else f"{ours / limit:.2f} x"
+            their_rate = f" ({rate(size, theirs)} GB/s)" if theirs and copies else ""
+            yield [
+                f"**{about['title']}**" if first else "",
+                title,
+                ms(ours),
+                span(own[row], data["repeat"]) if row in own else "–",
+                rate(size, ours) if copies else "",
+                ms(limit),
+                share,
+                ms(theirs) + their_rate,
+                f"{theirs / ours:.1f}" if ours and theirs else "–",
+            ]
+            first = False
+
+
+def table(header, align, rows):
+    lines = ["| " + " | ".join(header) + " |", "| " + " | ".join(align) + " |"]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def limit_lines(data):
+    names = {
+        "copy_out_16m": "copy to pinned host memory, pieces of 16 MiB",
+        "copy_out_64m": "the same, 64 MiB",
+        "copy_in_16m": "copy from pinned host memory, pieces of 16 MiB",
+        "copy_in_64m": "the same, 64 MiB",
+        "device_copy": "device copy, bytes read and written",
+        "device_set": "device memset, bytes written",
+        "host_touch_first": "fresh host memory touched by all cores, the first time on this machine",
+        "host_touch_again": "the same, once more",
+    }
+    rows = []
+    for key, title in names.items():
+        rates = data["limits"].get(key)
+        if rates:
+            low, high = min(rates) / 1e9, max(rates) / 1e9
+            rows.append([title, f"{middle(rates) / 1e9:,.1f}", f"{low:,.1f} to {high:,.1f}"])
+    return table(["limit", "GB/s", "noise"], ["---", "---:", "---:"], rows)
+
+
+def call_lines(data):
+    titles = {
+        "each": "a call for each allocation",
+        "joined": "as few calls as allowed, pieces of 8 GiB at most",
+        "joined_rdma": "the same, memory fit for GPUDirect RDMA",
+    }
+    rows = []
+    for name, variants in data["calls"].items():
+        for variant, title in titles.items():
+            calls = variants.get(variant)
+            if not calls:
+                continue
+            part = lambda key: ms(middle(calls.get(key, [])))
+            whole = lambda key: f"{part(key)} ({span(calls[key])})" if key in calls else "–"
+            rows.append(
+                [
+                    data["sets"][name]["title"],
+                    title,
+                    whole("pause"),
+                    f"{part('unmap')} + {part('release')}",
+                ]
+                + [
+                    whole("resume"),
+                    f"{part('create')} + {part('map')} + {part('access')}",
+                    whole("resume_rested"),
+                ]
+            )
+    header = [
+        "the driver's calls alone, ms",
+        "how",
+        "pause",
+        "unmap + release",
+        "resume",
+        "create + map + access",
+    ]
+    return table(
+        header + ["resume after 0.5 s"],
+        ["---", "---", "---:", "---:", "---:", "---:", "---:"],
+        rows,
+    )
+
+
+def stage_lines(data):
+    rows = []
+    for name, hows in data["stages"].items():
+        for how, found in hows.items():
+            for request, stages in found.items():
+                part = lambda key: ms(stages[key] / 1e3) if stages.get(key) else ""
+                rows.append(
+                    [
+                        data["sets"][name]["title"],
+                        how,
+                        request,
+                        *map(part, ("ms", "wait", "save", "unmap", "release", "map", "restore")),
+                    ]
+                )
+    header = [
+        "where the time goes, ms",
+        "contents",
+        "",
+        "in all",
+        "wait",
+        "save",
+        "unmap",
+        "release",
+        "map",
+        "restore",
+    ]
+    return table(header, ["---"] * 3 + ["---:"] * 7, rows) if rows else []
+
+
+def memory_lines(data):
+    def shown(value):
+        return "–" if value is None else f"{value / GIB:.2f}"
+
+    rows = []
+    for name, found in data["memory"].items():
+        after = found.get("vramctl_rss_after")
+        rows.append(
+            [
+                data["sets"][name]["title"],
+                shown(data["sets"][name]["bytes"]),
+                shown(found.get("vramctl_peak")),
+                shown(found.get("vramctl_retained_peak")),
+                "–" if after is None else f"{after / MIB:+.1f} MiB",
+                shown(found.get("saver_host_used")),
+                f"{found['prewarm_seconds']:.1f} s" if "prewarm_seconds" in found else "–",
+            ]
+        )
+    header = [
+        "host memory, GiB",
+        "contents",
+        "peak",
+        "peak, retained",
+        "left 3 s after the resume",
+        "torch_memory_saver",
+    ]
+    return table(header + ["pre-warming took"], ["---"] + ["---:"] * 6, rows) if rows else []
+
+
+def swap_lines(data):
+    found = data["swap"]
+    out, back = best(data, "copy_out"), best(data, "copy_in")
+    if not found or not out or not back:
+        return []
+    limit = found["kept"] / out + found["kept"] / back
+    rows = []
+    for key, title in (
+        ("released_first", "first swap, host memory given back"),
+        ("released", "swaps after it"),
+        ("retained_first", "first swap, backups retained"),
+        ("retained", "swaps after it"),
+    ):
+        if found.get(key):
+            took = middle(found[key])
+            parts = f"{ms(middle(found[key + '_pause']))} + {ms(middle(found[key + '_resume']))}"
+            rows.append(
+                [title, ms(took), span(found[key]), parts, ms(limit), f"{limit / took * 100:.0f}%"]
+            )
+    title = f"two processes of {gib(found['bytes'])}, {gib(found['kept'])} of them kept, ms"
+    return table(
+        [title, "swap", "noise", "pause + resume", "copies alone", "of the limit"],
+        ["---"] + ["---:"] * 5,
+        rows,
+    )
+
+
+def idle_lines(data):
+    found = data["idle"]
+    if "device_own" not in found:
+        return []
+    pages = found["device_pinned"] - found["device_without"]
+    names = ", ".join(sorted(found["threads"])) or "none"
+    rows = [
+        ["threads of the library", names],
+        ["times they were switched to or from in 2 s", str(found["switches"])],
+        [
+            "device memory of the library, with a retained and hashed backup",
+            f"{found['device_own'] / MIB:.0f} MiB",
+        ],
+        [
+            "besides: what pinning as much host memory takes without the library",
+            f"{pages / MIB:.0f} MiB",
+        ],
+    ]
+    return table([f"at rest, {found['set']}", ""], ["---", "---:"], rows)
+
+
+def markdown(data):
+    saver = data["torch_memory_saver"]
+    about = [
+        f"{data['gpu']}, driver {data['driver']}, {data['cores']} cores, {data['host_bytes'] / GIB:.0f} GiB of host memory",
+        f"{data['date'][:16].replace('T', ' ')} UTC",
+        f"vramctl {data['commit']}" if data["commit"] else "",
+        f"torch_memory_saver {saver['version']} with torch {saver['torch']}" if saver else "",
+        f"`{data['command']}`",
+        f"{data.get('seconds', 0):.0f} s",
+    ]
+    lines = ["; ".join(part for part in about if part) + ".", ""]
+    if data["simulated"]:
+        lines += ["**On the simulated GPU: a smoke test. The figures mean nothing.**", ""]
+    elif data["scale"] != 1:
+        lines += [f"**Sizes divided by {data['scale']}.**", ""]
+    header = [
+        "allocations",
+        "what",
+        "ms",
+        "noise",
+        "GB/s",
+        "limit, ms",
+        "of the limit",
+        "torch_memory_saver, ms",
+        "times as fast",
+    ]
+    lines += table(header, ["---", "---"] + ["---:"] * 7, list(result_rows(data)))
+    lines += [
+        "",
+        f"Medians of {data['repeat']}; noise is the least and the most, with their number in parentheses where they are fewer; first pauses "
+        "each in a process of its own. GB = 1e9 bytes. The limit of a copy is the link measured in the same run, and the "
+        "share of it that was reached is given; of a pause that finds nothing or 1% changed, a pass over device memory at the speed of a "
+        "device copy, the copy of what changed, and the driver's calls; of discarded contents, the driver's calls alone for the same "
+        "allocations, one each or as few as it allows, whichever is faster; there, how many times as long it took.",
+        "",
+    ]
+    if saver:
+        lines += [
+            "torch_memory_saver: pinned backup, its default; first pause and first resume once, pause again once, steady and retained with its "
+            "`retain_cpu_backup`; it has no pre-warm and copies all of what has not changed, so it is compared with its first and its retained pause.",
+            "",
+        ]
+    for part in (
+        limit_lines(data),
+        call_lines(data),
+        stage_lines(data),
+        memory_lines(data),
+        swap_lines(data),
+        idle_lines(data),
+    ):
+        if part:
+            lines += part + [""]
+    for note in data["notes"]:
+        lines += [f"- {note}"]
+    if data["missed"]:
+        lines += ["Not reached:", ""] + [f"- {missed}" for missed in data["missed"]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+# ---- the plot ----
+
+STYLE = """
+  .card { fill: #ffffff; }
+  text { fill: #1f2328; font: 13px system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; }
+  .small { font-size: 11.5px; fill: #59636e; }
+  .title { font-size: 15px; font-weight: 600; }
+  .grid { stroke: #d1d9e0; stroke-width: 1; }
+  .link { stroke: #1f2328; stroke-width: 1.5; stroke-dasharray: 6 4; }
+  .a { fill: #0b5fc1; } .b { fill: #6cb1f5; } .c { fill: #c2570c; } .d { fill: #f2ac6e; }
+  @media (prefers-color-scheme: dark) {
+    .card { fill: #0d1117; }
+    text { fill: #e6edf3; }
+    .small { fill: #9da7b3; }
+    .grid { stroke: #30363d; }
+    .link { stroke: #e6edf3; }
+    .a { fill: #4493f8; } .b { fill: #9ccbff; } .c { fill: #e0823d; } .d { fill: #f7c99f; }
+  }
+"""
+SERIES = [
+    ("a", "vramctl", "vramctl", ("first", "again", "resume_released")),
+    ("b", "vramctl, backup retained", "vramctl", ("first_retained", "steady", "resume_retained")),
+    ("c", "torch_memory_saver", "torch_memory_saver", ("first", "again", "resume")),
+    (
+        "d",
+        "torch_memory_saver, backup retained",
+        "torch_memory_saver",
+        (None, "steady", "resume_retained"),
+    ),
+]
+GROUPS = ("first pause", "pause after it", "resume")
+
+
+def plot(data):
+    """Bars of GB/s: a panel for each set whose contents were kept, a line for the link."""
+    names = [n for n in data["sets"] if "first" in data["samples"].get(n, {}).get("vramctl", {})]
+    names = [n for n in names if "steady" in data["samples"][n]["vramctl"]]
+    out, back = best(data, "copy_out"), best(data, "copy_in")
+    series = [s for s in SERIES if s[2] == "vramctl" or data["torch_memory_saver"]]
+    bar, gap = 27, 22
+    group = len(series) * bar + gap
+    panel, left, top, height = 3 * group + 28, 52, 92, 220
+    width, bottom = left + max(1, len(names)) * panel + 16, top + height
+    link = max(out or 0, back or 0) / 1e9
+    values = {}
+    for name in names:
+        for _, _, system, rows in series:
+            for row in filter(None, rows):
+                took = middle(data["samples"][name].get(system, {}).get(row, []))
+                if took:
+                    values[name, system, row] = data["sets"][name]["bytes"] / took / 1e9
+    most = max([link, *values.values(), 1e-3]) * 1.08
+    # A round number of which some four fit.
+    step = next(s * 10**e for e in range(-3, 4) for s in (1, 2, 5) if s * 10**e * 5 >= most)
+    y = lambda value: bottom - value / most * height
+    card = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 66}" width="{width}" height="{bottom + 66}" role="img" '
+        'aria-label="Speed of pause and resume with contents kept in host memory, in GB/s">',
+        f"<style>{STYLE}</style>",
+        f'<rect class="card" width="{width}" height="{bottom + 66}" rx="8"/>',
+        f'<text class="title" x="{left}" y="28">Pause and resume with contents kept in host memory, GB/s</text>',
+    ]
+    x = left
+    for class_, title, _, _ in series:
+        card.append(
+            f'<rect class="{class_}" x="{x}" y="44" width="12" height="12" rx="2"/><text x="{x + 18}" y="54">{escape(title)}</text>'
+        )
+        x += 42 + 7 * len(title)
+    card.append(
+        f'<line class="link" x1="{x}" y1="50" x2="{x + 26}" y2="50"/><text x="{x + 32}" y="54">the link</text>'
+    )
+    for i in range(int(most / step) + 1):
+        at = y(i * step)
+        card.append(
+            f'<line class="grid" x1="{left}" y1="{at:.1f}" x2="{width - 16}" y2="{at:.1f}"/>'
+        )
+        card.append(
+            f'<text class="small" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{i * step:g}</text>'
+        )
+    for number, name in enumerate(names):
+        origin = left + number * panel + 14
+        card.append(
+            f'<text x="{origin + (3 * group - gap) / 2:.0f}" y="{bottom + 50}" text-anchor="middle">{escape(data["sets"][name]["title"])}</text>'
+        )
+        for place, title in enumerate(GROUPS):
+            start = origin + place * group
+            center = start + len(series) * bar / 2
+            card.append(
+                f'<text class="small" x="{center:.0f}" y="{bottom + 20}" text-anchor="middle">{title}</text>'
+            )
+            limit = (back if place == 2 else out) or 0
+            for order, (class_, _, system, rows) in enumerate(series):
+                value = values.get((name, system, rows[place]))
+                if value is None:
+                    continue
+                at = start + order * bar
+                label = y(value) - 5
+                # Not across the line of the link, but above it.
+                if limit and label - 12 < y(limit / 1e9) < y(value) + 2:
+                    label = y(limit / 1e9) - 5
+                card.append(
+                    f'<rect class="{class_}" x="{at + 2}" y="{y(value):.1f}" width="{bar - 4}" height="{bottom - y(value):.1f}" rx="2"/>'
+                )
+                card.append(
+                    f'<text class="small" x="{at + bar / 2}" y="{label:.1f}" text-anchor="middle">{value:.1f}</text>'
+                )
+            if limit:
+                at = y(limit / 1e9)
+                card.append(
+                    f'<line class="link" x1="{start - 4}" y1="{at:.1f}" x2="{start + len(series) * bar + 4}" y2="{at:.1f}"/>'
+                )
+    where = f"{data['gpu']}, {data['date'][:10]}; medians of {data['repeat']}"
+    card.append(
+        f'<text class="small" x="{width - 16}" y="28" text-anchor="end">{escape(where)}</text>'
+    )
+    return "\n".join(card) + "\n</svg>\n"

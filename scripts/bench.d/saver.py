@@ -1,0 +1,83 @@
+"""The same allocations under the Python package torch_memory_saver, in its preload mode.
+
+Told what to do by lines on standard input, as set.c is; the other end is bench.py. The process
+runs without torch's caching of allocations, so that each tensor is one cudaMalloc of its size.
+"""
+
+import sys
+import time
+
+import torch
+from torch_memory_saver import torch_memory_saver as saver
+
+MIB = 1 << 20
+
+
+def main():
+    # What the package prints must not get between the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    tensors = {}
+
+    def answer(*words):
+        print(*words, file=answers, flush=True)
+
+    def allocate(tag, backup, path):
+        sizes = [int(line) for line in open(path)]
+        with saver.region(tag=tag, enable_cpu_backup=backup == "2"):
+            held = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+        tensors[tag] = held
+        torch.cuda.synchronize()
+        return len(held)
+
+    def fill(tag):
+        for number, tensor in enumerate(tensors[tag]):
+            tensor.fill_(number % 251 + 1)
+        torch.cuda.synchronize()
+        return ""
+
+    def check(tag):
+        """One byte in 2 MiB of the first tensors."""
+        for number, tensor in enumerate(tensors[tag][:200]):
+            if not bool((tensor[:: 2 * MIB] == number % 251 + 1).all()):
+                raise ValueError(f"tensor {number} is not as it was")
+        return len(tensors[tag])
+
+    def timed(function, tag):
+        torch.cuda.synchronize()
+        begin = time.monotonic_ns()
+        function(tag)
+        torch.cuda.synchronize()
+        return f"{begin} {time.monotonic_ns()}"
+
+    def retain(value):
+        saver.retain_cpu_backup = value == "1"
+        return ""
+
+    def drop(tag):
+        del tensors[tag]
+        torch.cuda.empty_cache()
+        return ""
+
+    commands = {
+        "alloc": allocate,
+        "fill": fill,
+        "check": check,
+        "pause": lambda tag: timed(saver.pause, tag),
+        "resume": lambda tag: timed(saver.resume, tag),
+        "retain": retain,
+        "drop": drop,
+    }
+    torch.empty(1, device="cuda")
+    answer("ok")
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "quit":
+            break
+        try:
+            answer("ok", commands[command](*arguments))
+        except Exception as error:  # whatever it is, the bench is to hear of it
+            answer("error", " ".join(str(error).split())[:300])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The sets of allocations that are measured."""
+
+import dataclasses
+import math
+import random
+
+MIB = 1 << 20
+GIB = 1 << 30
+# What the driver hands out is a multiple of this, so every size is one.
+PIECE = 2 * MIB
+
+
+@dataclasses.dataclass
+class Set:
+    name: str
+    title: str
+    sizes: list
+    # Without a backup only: the contents are of no interest.
+    discard_only: bool = False
+    # With a backup too, where the host has the memory; once.
+    huge: bool = False
+
+    @property
+    def bytes(self):
+        return sum(self.sizes)
+
+    def write(self, folder):
+        path = folder / f"{self.name}.sizes"
+        path.write_text("".join(f"{size}\n" for size in self.sizes))
+        return path
+
+
+def model_sizes(count=500, least=20 * MIB, most=200 * MIB, seed=7):
+    """Sizes such as a model's weights have: many of some ten MiB, fewer large ones."""
+    chance = random.Random(seed)
+    ratio = math.log(most / least)
+    return [
+        max(PIECE, round(least * math.exp(chance.random() * ratio) / PIECE) * PIECE)
+        for _ in range(count)
+    ]
+
+
+def scaled(sizes, scale):
+    """The sizes divided by `scale`; where they would fall below the least, there are fewer."""
+    if scale == 1:
+        return sizes
+    total = max(PIECE, sum(sizes) / scale)
+    small, sum_ = [], 0
+    for size in sizes:
+        size = max(PIECE, int(size / scale) // PIECE * PIECE)
+        if sum_ + size > total and small:
+            break
+        small.append(size)
+        sum_ += size
+    return small
+
+
+def gib(size):
+    unit, name = (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+    return f"{round(size / unit, 1):g} {name}"
+
+
+def all_sets(scale):
+    def make(name, what, sizes, **more):
+        sizes = scaled(sizes, scale)
+        total = gib(sum(sizes))
+        if len(set(sizes)) == 1:
+            what = f"{len(sizes)} x {gib(sizes[0])}"
+            title = what if len(sizes) == 1 else f"{what} ({total})"
+        else:
+            title = f"{len(sizes)} {what} ({total})"
+        return Set(name, title, sizes, **more)
+
+    return [
+        make("24x1g", "", [GIB] * 24),
+        make("model", "of 20 to 200 MiB", model_sizes()),
+        make("4000x2m", "", [PIECE] * 4000),
+        make("64x1g", "", [GIB] * 64, discard_only=True),
+        make("1x100g", "", [100 * GIB], discard_only=True, huge=True),
+    ]
