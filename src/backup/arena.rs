@@ -12,10 +12,12 @@ use crate::config::Config;
 use crate::driver::{Context, Current, Pinned};
 use crate::error::Error;
 use crate::process::{self, PerProcess};
+use crate::units::Bytes;
 use std::collections::BTreeMap;
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::time::Duration;
 
 /// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
 /// 64 MiB in 16 threads is where populating, registering and copying together are fastest (`docs/performance.md`).
@@ -24,6 +26,7 @@ pub const PIECE: usize = 64 << 20;
 /// Host memory for backups.
 pub struct Arena {
     base: NonNull<u8>,
+    bytes: usize,
     state: Mutex<State>,
     /// Told whenever a piece has changed.
     changed: Condvar,
@@ -113,7 +116,7 @@ impl Arena {
             libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTDUMP);
         }
         let state = State { free: BTreeMap::from([(0, bytes * 2)]), ..State::default() };
-        Some(Self { base: base.cast(), state: Mutex::new(state), changed: Condvar::new() })
+        Some(Self { base: base.cast(), bytes: bytes * 2, state: Mutex::new(state), changed: Condvar::new() })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -123,6 +126,18 @@ impl Arena {
     /// Ranges of these sizes, in bytes, or an error and nothing: too little host memory for the pieces that are not there
     /// yet, or more than `VRAMCTL_HOST_CAP`.
     pub fn take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
+        /// How long to wait for memory that is being given back, where there is too little without it.
+        const PATIENCE: Duration = Duration::from_secs(5);
+        let taken = self.try_take(sizes);
+        let state = self.lock();
+        if !matches!(taken, Err(Error::HostMemory { .. })) || !state.releasing {
+            return taken;
+        }
+        drop(self.changed.wait_timeout_while(state, PATIENCE, |state| state.releasing).unwrap_or_else(PoisonError::into_inner));
+        self.try_take(sizes)
+    }
+
+    fn try_take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
         let mut state = self.lock();
         let before = state.populated();
         let mut ranges = Vec::with_capacity(sizes.len());
@@ -240,23 +255,34 @@ impl Arena {
 
     /// Makes the first `bytes` ready in the background, and keeps them ready.
     pub fn prewarm(&'static self, bytes: u64, context: Context) {
-        let pieces = (bytes as usize).div_ceil(PIECE);
+        let pieces = (bytes as usize).div_ceil(PIECE).min(self.bytes / PIECE);
         self.lock().kept = pieces;
         let work = move || {
             process::step_back();
             for piece in 0..pieces {
-                if limits::available_bytes() < PIECE as u64 || self.status().ready_bytes + PIECE as u64 > Config::get().host_cap {
-                    return log::warn!("too little host memory to prepare {bytes} bytes; {} are ready", piece * PIECE);
-                }
-                if let Err(error) = self.prepare(piece, context) {
-                    return log::warn!("preparing host memory: {error}");
+                if let Err(error) = self.prewarm_piece(piece, context) {
+                    log::warn!("{} of host memory are ready, and no more: {error}", Bytes((piece * PIECE) as u64));
+                    self.lock().kept = piece;
+                    return;
                 }
             }
-            log::info!("{} of host memory are ready", crate::units::Bytes((pieces * PIECE) as u64));
+            log::info!("{} of host memory are ready", Bytes((pieces * PIECE) as u64));
         };
         if let Err(error) = process::spawn("vramctl-prewarm", work) {
             log::warn!("no thread to prepare host memory: {error}");
         }
+    }
+
+    fn prewarm_piece(&self, piece: usize, context: Context) -> Result<(), Error> {
+        let (there, ready) = {
+            let mut state = self.lock();
+            (state.piece(piece).readiness.is_ready(), state.populated())
+        };
+        let room = Config::get().host_cap.saturating_sub((ready * PIECE) as u64);
+        if !there && room < PIECE as u64 {
+            return Err(Error::HostMemory { needed: PIECE as u64, available: room });
+        }
+        self.prepare(piece, context).map(drop)
     }
 
     /// How much host memory there is now.

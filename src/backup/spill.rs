@@ -20,13 +20,17 @@ pub struct Saved {
     offset: u64,
 }
 
-/// A file that is given up in the background: its space takes a moment to be given back, and a resume does not wait.
+/// A file, and the staging memory to read it through: kept, so that a resume needs no host memory that may be gone by then.
+/// Given up in the background: its space takes a moment to be given back, and a resume does not wait.
 #[derive(Debug)]
-struct File(Option<Spill>);
+struct File {
+    spill: Option<Spill>,
+    staging: Range,
+}
 
 impl Drop for File {
     fn drop(&mut self) {
-        let spill = self.0.take();
+        let spill = self.spill.take();
         // Without a thread to be had, it is dropped here and now.
         let _ = process::spawn("vramctl-release", move || drop(spill));
     }
@@ -41,14 +45,15 @@ pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress))
     let layout = layout(0, allocations.iter().map(|allocation| &**allocation));
     let spill = Spill::create(&config::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
     let mut meter = Meter::new(Stage::Save, bytes, progress);
-    through_staging(allocations[0].context(), |staging| {
+    let memory = staging_memory(allocations[0].context())?;
+    through_staging(&memory, |staging| {
         spill.write(staging, 0, bytes as u64, &mut |offset, piece| {
             copy(Direction::FromDevice, &layout, offset, piece.as_mut_ptr(), piece.len())?;
             meter.add(piece.len());
             Ok(())
         })
     })?;
-    let file = Arc::new(File(Some(spill)));
+    let file = Arc::new(File { spill: Some(spill), staging: memory });
     Ok(layout.iter().map(|(bytes, _)| Arc::new(super::Saved::Disk(Saved { file: Arc::clone(&file), offset: bytes.start }))).collect())
 }
 
@@ -68,20 +73,20 @@ pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(),
     let neighbours = |a: &(Arc<File>, u64, Arc<Allocation>), b: &(Arc<File>, u64, Arc<Allocation>)| {
         Arc::ptr_eq(&a.0, &b.0) && a.1 + a.2.bytes() as u64 == b.1
     };
-    through_staging(wanted[0].2.context(), |staging| {
-        for run in wanted.chunk_by(neighbours) {
-            let Some((file, start, _)) = run.first() else { continue };
-            let Some(spill) = &file.0 else { continue };
+    for run in wanted.chunk_by(neighbours) {
+        let Some((file, start, _)) = run.first() else { continue };
+        let Some(spill) = &file.spill else { continue };
+        through_staging(&file.staging, |staging| {
             let layout = layout(*start, run.iter().map(|(_, _, allocation)| &**allocation));
             let bytes = layout.last().map_or(0, |(bytes, _)| bytes.end - start);
             spill.read(staging, *start, bytes, &mut |offset, piece| {
                 copy(Direction::ToDevice, &layout, offset, piece.as_ptr().cast_mut(), piece.len())?;
                 meter.add(piece.len());
                 Ok(())
-            })?;
-        }
-        Ok(())
-    })
+            })
+        })?;
+    }
+    Ok(())
 }
 
 /// Allocations one behind the other in the file.
@@ -111,18 +116,22 @@ fn copy(direction: Direction, layout: &Layout, offset: u64, host: *mut u8, bytes
     Ok(lane.finish()?)
 }
 
-/// Lends staging memory from the arena.
-fn through_staging(context: Context, work: impl FnOnce(&mut [Staging]) -> Result<(), SpillError<Error>>) -> Result<(), Error> {
-    const PIECES: usize = 8;
-    const PIECE: usize = 8 << 20;
+/// So many pieces of so many bytes of staging memory (`disk` has the reasons).
+const PIECES: usize = 8;
+const PIECE: usize = 8 << 20;
+
+/// Staging memory from the arena, ready to be used.
+fn staging_memory(context: Context) -> Result<Range, Error> {
     let arena = Arena::get()?;
-    let ranges = arena.take(&[PIECES * PIECE])?;
-    let Some(range) = ranges.first() else { return Err(Error::Internal("no staging memory".into())) };
-    for piece in Arena::pieces_of(range) {
-        arena.prepare(piece, context)?;
-    }
+    let range = arena.take(&[PIECES * PIECE])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
+    Arena::pieces_of(&range).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
+    Ok(range)
+}
+
+/// Lends staging memory to the file's reader or writer. One at a time uses it: the transition lock is held.
+fn through_staging(memory: &Range, work: impl FnOnce(&mut [Staging]) -> Result<(), SpillError<Error>>) -> Result<(), Error> {
     let piece = |number: usize| {
-        let address = NonNull::new(Range::address(range).wrapping_add(number * PIECE))?;
+        let address = NonNull::new(memory.address().wrapping_add(number * PIECE))?;
         // SAFETY: a part of a range of ours that is ready, is not copied into forked children, and that nobody else uses.
         Some(unsafe { Staging::new(address, PIECE) })
     };

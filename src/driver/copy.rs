@@ -27,6 +27,7 @@ impl Pinned {
     /// The memory must stay mapped until it is unregistered.
     pub unsafe fn register(address: NonNull<u8>, bytes: usize, current: &Current) -> Result<Self, Failure> {
         const PORTABLE: u32 = 1; // CU_MEMHOSTREGISTER_PORTABLE
+        let _relaxed = RelaxedCapture::enter();
         // SAFETY: the range is mapped, by the caller's promise.
         unsafe { Driver::get()?.cuMemHostRegister_v2(address.as_ptr().cast(), bytes, PORTABLE)? };
         Ok(Self { address, context: current.context() })

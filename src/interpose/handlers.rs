@@ -103,7 +103,7 @@ pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaE
 }
 
 pub unsafe fn device_reset() -> CudaError {
-    if let Some(memory) = Memory::existing().filter(|memory| !memory.is_empty())
+    if let Some(memory) = Memory::existing()
         && let Some(device) = real::current_device()
     {
         memory.forget_device(device);

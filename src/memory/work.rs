@@ -23,7 +23,8 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration) -> Result<(), 
     if contexts.is_empty() {
         return Ok(());
     }
-    let deadline = Instant::now() + limit.min(LONGEST);
+    // An idle device must not look busy to a caller that does not want to wait.
+    let deadline = Instant::now() + limit.clamp(SHORTEST, LONGEST);
     let waiter = WAITER.get();
     waiter.until_free(deadline).ok_or(Error::Busy(limit))?;
     let answer = Arc::new(Mutex::new(None));
@@ -44,6 +45,8 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration) -> Result<(), 
     Ok(answer.ok_or(Error::Busy(limit))??)
 }
 
+/// What it takes at most to find out that there is nothing to wait for.
+const SHORTEST: Duration = Duration::from_millis(50);
 /// Longer than anybody waits, and short enough to be added to the time of day.
 const LONGEST: Duration = Duration::from_secs(1 << 32);
 
