@@ -490,7 +490,10 @@ while True:
                 time.sleep(20)
             print("asked", flush=True)
             time.sleep(60)
-        client.sendall(json.dumps(status if request == "status" else dict(hello, reply="hello")).encode() + b"\n")
+        try:
+            client.sendall(json.dumps(status if request == "status" else dict(hello, reply="hello")).encode() + b"\n")
+        except BrokenPipeError:
+            break
 "#;
     let mut engine = place.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
     let mut said = BufReader::new(engine.stdout.take().unwrap()).lines();
