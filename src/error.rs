@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
 
-/// Why something was not done. Whatever it is, nothing was changed.
+/// Why something was not done. Nothing was changed, unless the text says what was: undoing can fail, too.
 #[derive(Debug, Clone)]
 pub enum Error {
     /// The driver refused a call.

@@ -108,7 +108,8 @@ impl Arena {
         }
         let base = NonNull::new(base).filter(|_| base != libc::MAP_FAILED)?;
         // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
-        // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does not know them, nothing is lost.
+        // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does
+        // not know them, nothing is lost.
         // SAFETY: the mapping just made.
         unsafe {
             libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_HUGEPAGE);

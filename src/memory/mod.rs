@@ -271,11 +271,6 @@ impl Memory {
         exact.or_else(|| self.snapshot().into_iter().find(|allocation| allocation.contains(address)))
     }
 
-    /// Whether anything has been allocated and not freed.
-    pub fn is_empty(&self) -> bool {
-        self.allocations.is_empty()
-    }
-
     /// The addresses of all allocations.
     pub fn addresses(&self) -> Vec<CUdeviceptr> {
         self.snapshot().iter().map(|allocation| allocation.address()).collect()
