@@ -454,6 +454,35 @@ fn clients_without_manners() {
     program.ends_well();
 }
 
+/// Even one that gets past the directory's mode.
+#[test]
+fn another_users_client_is_refused() {
+    // SAFETY: cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("not run: only root can be somebody else");
+        return;
+    }
+    let machine = Machine::new("256M");
+    let mut program = machine.start("mine", "odd", &["plain"]);
+    program.expect("ready");
+    let socket = machine.sockets().join(format!("{}.sock", program.pid()));
+    let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();
+    [machine.folder.path(), &machine.sockets(), &socket].into_iter().for_each(open);
+    let client = r#"
+import os, socket, sys
+os.setuid(65534)
+s = socket.socket(socket.AF_UNIX)
+s.connect(sys.argv[1])
+s.sendall(b'{"version":1,"request":"pause"}\n')
+print(s.makefile().readline())
+"#;
+    let output = machine.bare("python3").args(["-c", client]).arg(&socket).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("another user"), "{output:?}");
+    fs::set_permissions(machine.sockets(), fs::Permissions::from_mode(0o700)).unwrap();
+    assert_eq!(machine.status("mine")["processes"][0]["tags"][0]["state"], "active");
+}
+
 #[test]
 fn programs_without_cuda_notice_nothing() {
     let machine = Machine::new("256M");
@@ -513,6 +542,54 @@ fn a_device_without_virtual_memory_is_left_to_cuda_and_said_so_once() {
     let mut text = String::new();
     errors.read_to_string(&mut text).unwrap();
     assert_eq!(text.matches("warn").count(), 1, "{text}");
+}
+
+/// CUDA IPC cannot share managed memory: the program gets CUDA's own answer, and the log says why, once, and what to do.
+#[test]
+fn memory_that_cannot_be_shared_is_explained_once() {
+    let machine = Machine::new("256M");
+    let program = r#"
+import ctypes
+ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
+cuda = ctypes.CDLL(None)
+pointer, handle = ctypes.c_void_p(), ctypes.create_string_buffer(64)
+assert cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
+print(cuda.cudaIpcGetMemHandle(handle, pointer), cuda.cudaIpcGetMemHandle(handle, pointer))
+"#;
+    let output = machine.vramctl(&["run", "--"]).args(["python3", "-c", program]).output().unwrap();
+    let (said, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(said.trim(), "1 1", "{log}");
+    assert_eq!(log.matches("cannot share").count(), 1, "{log}");
+    assert!(log.contains("--no-tag"), "{log}");
+}
+
+#[test]
+fn host_memory_is_prepared_in_advance_and_unchanged_contents_are_verified() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start_with("warm", "odd", &["plain"], |command| {
+        command.env("VRAMCTL_PREWARM", "128M").env("VRAMCTL_RETAIN", "*").env("VRAMCTL_UNCHANGED", "verify").stderr(Stdio::piped());
+    });
+    program.expect("ready");
+    let ready = || machine.status("warm")["processes"][0]["host"]["ready_bytes"].as_u64().unwrap();
+    let end = Instant::now() + Duration::from_secs(20);
+    while ready() < 128 * MIB && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(ready(), 128 * MIB);
+    for round in 0..3 {
+        let told: Value = serde_json::from_str(&machine.done(&["pause", "--json"])).unwrap();
+        let unchanged = if round == 0 { 0 } else { 4 * MIB };
+        assert_eq!(told["processes"][0]["report"]["unchanged_bytes"], unchanged, "{told}");
+        machine.done(&["resume"]);
+    }
+    assert_eq!(ready(), 128 * MIB, "it stays ready");
+    let mut errors = program.child.stderr.take().unwrap();
+    program.tell("go on");
+    program.expect("ok");
+    program.ends_well();
+    let mut text = String::new();
+    errors.read_to_string(&mut text).unwrap();
+    assert_eq!(text, "");
 }
 
 /// A library that needs more could not be preloaded everywhere; one that exports more would answer calls it should not.
