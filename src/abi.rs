@@ -5,6 +5,7 @@
 
 use crate::error::{Error, Kind};
 use crate::memory::{Backup, Memory, Request, region};
+use crate::process;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::panic::{self, AssertUnwindSafe};
@@ -229,6 +230,29 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
 pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
     answer(|| {
         Memory::get().set_margin(bytes);
+        Ok(())
+    })
+}
+
+/// Says that an inference engine lives in this process, by its name (`vllm`, `sglang`): `vramctl status` shows it, and
+/// `vramctl pause` does not discard the engine's `kv_cache` unless the engine forgets what its prefix cache says of it.
+/// Null: none does any more.
+///
+/// `name` has 1 to 64 letters, digits, dots, dashes and underscores, and is copied.
+///
+/// # Safety
+/// `name` must be null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_set_engine(name: *const c_char) -> VramctlResult {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let name = unsafe { text(name)? };
+        let wrong =
+            |name: &str| name.is_empty() || name.len() > 64 || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b));
+        if name.is_some_and(wrong) {
+            return Err(Error::Invalid("an engine's name has 1 to 64 letters, digits, dots, dashes and underscores".into()).into());
+        }
+        process::set_engine(name);
         Ok(())
     })
 }

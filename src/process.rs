@@ -5,9 +5,22 @@
 //! child finds empty: it makes its own when it first needs it. The parent's value stays where it is in the child's
 //! copy of the memory, untouched and never dropped, because dropping it would mean calling the driver.
 
-use std::sync::Once;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use std::sync::{Mutex, Once, PoisonError};
 use std::{io, mem, ptr, thread};
+
+/// The inference engine that the program has said it is, if it has.
+static ENGINE: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
+
+/// Says which inference engine lives in this process; `None`: none does any more.
+pub fn set_engine(name: Option<&str>) {
+    *ENGINE.get().lock().unwrap_or_else(PoisonError::into_inner) = name.map(str::to_owned);
+}
+
+/// The inference engine in this process, if it has said so.
+pub fn engine() -> Option<String> {
+    ENGINE.existing()?.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
 
 /// How many forks lie between this process and the one that first used the library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);

@@ -138,3 +138,19 @@ fn the_margin_is_set_and_the_version_is_the_packages() {
     assert!(malloc(2 * MIB).is_ok());
     assert_eq!(unsafe { CStr::from_ptr(vramctl_version()) }.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
 }
+
+/// What `vramctl pause` refuses to discard depends on this name.
+#[test]
+fn a_process_says_which_engine_it_is() {
+    let say = |name: Option<&CStr>| unsafe { vramctl_set_engine(name.map_or(ptr::null(), CStr::as_ptr)) };
+    assert_eq!(vramctl::process::engine(), None);
+    assert_eq!(say(Some(c"vllm")), VramctlResult::Ok);
+    assert_eq!(vramctl::process::engine().as_deref(), Some("vllm"));
+    for wrong in [c"", c"a b", c"a\nb"] {
+        assert_eq!(say(Some(wrong)), VramctlResult::Invalid);
+        assert!(last_error().contains("engine's name"), "{}", last_error());
+    }
+    assert_eq!(vramctl::process::engine().as_deref(), Some("vllm"), "a refused name changes nothing");
+    assert_eq!(say(None), VramctlResult::Ok);
+    assert_eq!(vramctl::process::engine(), None);
+}

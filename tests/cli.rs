@@ -5,12 +5,14 @@
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -39,7 +41,16 @@ impl Place {
 
     fn command(&self, program: impl AsRef<Path>, arguments: &[&str]) -> Command {
         let mut command = Command::new(program.as_ref());
-        for name in ["XDG_RUNTIME_DIR", "LD_PRELOAD", "VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_NAME", "VRAMCTL_LIB"] {
+        for name in [
+            "XDG_RUNTIME_DIR",
+            "LD_PRELOAD",
+            "VRAMCTL_TAG",
+            "VRAMCTL_BACKUP",
+            "VRAMCTL_NAME",
+            "VRAMCTL_LIB",
+            "VRAMCTL_ENGINE",
+            "VRAMCTL_ENGINE_KEY",
+        ] {
             command.env_remove(name);
         }
         command.args(arguments).env("VRAMCTL_DIR", &self.sockets).stdin(Stdio::null());
@@ -86,6 +97,7 @@ impl Ran {
 }
 
 /// What a pretended process does about a request, where it is not to behave.
+#[allow(clippy::large_enum_variant)]
 enum Reaction {
     Answer(Reply),
     HangUp,
@@ -103,6 +115,7 @@ struct State {
     pid: u32,
     tags: Vec<(String, TagState)>,
     process_tag: Option<String>,
+    engine: Option<String>,
     /// The pauses and resumes that it was asked for.
     asked: Vec<Request>,
 }
@@ -117,7 +130,8 @@ impl Fake {
         let child = Command::new("sleep").arg("600").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
         let listener = UnixListener::bind(place.socket(child.id())).unwrap();
         let tags = tags.iter().map(|tag| ((*tag).to_owned(), TagState::Active)).collect();
-        let state = State { name: name.into(), pid: child.id(), tags, process_tag: Some("default".into()), asked: Vec::new() };
+        let state =
+            State { name: name.into(), pid: child.id(), tags, process_tag: Some("default".into()), engine: None, asked: Vec::new() };
         let fake = Self { child, state: Arc::new(Mutex::new(state)) };
         let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
         // The thread ends with the test's process.
@@ -132,6 +146,12 @@ impl Fake {
 
     fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// From now on it says that this engine is in it.
+    fn with_engine(self, name: &str) -> Self {
+        self.state.lock().unwrap().engine = Some(name.into());
+        self
     }
 
     /// The pauses and resumes that it was asked for.
@@ -212,7 +232,8 @@ impl State {
     }
 
     fn hello(&self) -> Hello {
-        Hello { protocol: 1, library: "9.9.9".into(), pid: self.pid, name: self.name.clone(), program: format!("{} --serve", self.name) }
+        let program = format!("{} --serve", self.name);
+        Hello { protocol: 1, library: "9.9.9".into(), pid: self.pid, name: self.name.clone(), program, engine: self.engine.clone() }
     }
 
     fn status(&self) -> ProcessStatus {
@@ -813,6 +834,158 @@ fn a_script_sees_a_process_end_in_the_middle() {
         eprintln!("{transport}");
         run_script(&place, &path, "pause.sh", &[]).expect(1, "", "has ended or does not answer");
     }
+}
+
+// ---- engines ----
+
+/// An HTTP server that answers as an engine would: `answers` has a status and a body by method and path; all else is 404.
+struct Http {
+    address: String,
+    asked: Arc<Mutex<Vec<String>>>,
+}
+
+impl Http {
+    fn new(answer: impl Fn(&str) -> (u16, String) + Send + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&asked);
+        // The thread ends with the test's process.
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                let mut lines = BufReader::new(&stream).lines().map_while(Result::ok);
+                let Some(request) = lines.next() else { continue };
+                let key = lines.take_while(|line| !line.is_empty()).find(|line| line.to_lowercase().starts_with("authorization:"));
+                let request = request.trim_end_matches(" HTTP/1.1").to_owned();
+                let (status, body) = answer(&(request.clone() + key.as_deref().unwrap_or("")));
+                log.lock().unwrap().push(request);
+                let length = body.len();
+                let _ = write!(stream, "HTTP/1.1 {status} X\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}");
+            }
+        });
+        Self { address, asked }
+    }
+
+    /// vLLM with so many requests at each look, the last count for ever.
+    fn vllm(running: &'static [u32], reset: (u16, &'static str)) -> Self {
+        let looks = AtomicUsize::new(0);
+        Self::new(move |request| match request {
+            "GET /metrics" => {
+                let look = looks.fetch_add(1, Ordering::Relaxed).min(running.len() - 1);
+                let gauge = |name: &str, count: u32| format!("vllm:num_requests_{name}{{engine=\"0\"}} {count}.0\n");
+                (200, gauge("running", running[look]) + &gauge("waiting", 0))
+            }
+            "POST /reset_prefix_cache" => (reset.0, reset.1.into()),
+            _ => (404, String::new()),
+        })
+    }
+
+    fn sglang(running: u32, flush: (u16, &'static str)) -> Self {
+        Self::new(move |request| match request {
+            "GET /v1/loads?include=core" => (200, json!({"loads": [{"num_running_reqs": running, "num_waiting_reqs": 0}]}).to_string()),
+            "POST /flush_cache" => (flush.0, flush.1.into()),
+            _ => (404, "{}".into()),
+        })
+    }
+
+    fn asked(&self) -> Vec<String> {
+        self.asked.lock().unwrap().clone()
+    }
+}
+
+/// Pausing with the contents discarded, and the engine not told, would bring wrong answers later: silently.
+#[test]
+fn an_engine_s_cache_is_not_discarded_behind_its_back() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
+    for line in ["pause --discard", "pause kv_cache --discard", "pause kv_cache --backup discard"] {
+        place.vramctl(line).expect(1, "", "--engine URL");
+    }
+    let json = place.vramctl("pause --discard --json").json();
+    assert_eq!((&json["error"]["code"], &json["processes"]), (&json!("failed"), &json!([])));
+    assert!(engine.asked().is_empty(), "a refusal comes before anything is done");
+    place.vramctl("status").expect(0, "The inference engine vllm is in it.", "");
+    place.vramctl("pause weights --discard").expect(0, "paused weights", "");
+    place.vramctl("pause kv_cache").expect(0, "1.00 GiB kept", "");
+    place.vramctl("resume").expect(0, "resumed", "");
+    place.vramctl("pause --discard --force").expect(0, "discarded", "");
+}
+
+#[test]
+fn an_engine_forgets_its_prefix_cache_before_it_is_discarded() {
+    let engines: [(Http, &[&str]); 2] = [
+        (Http::vllm(&[0], (200, r#"{"success":true}"#)), &["GET /metrics", "GET /metrics", "POST /reset_prefix_cache"]),
+        (
+            Http::sglang(0, (200, "Cache flushed.")),
+            &["GET /metrics", "GET /v1/loads?include=core", "GET /v1/loads?include=core", "POST /flush_cache"],
+        ),
+    ];
+    for (http, wanted) in &engines {
+        let place = Place::new();
+        let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("whatever it says");
+        let address = &http.address;
+        place.vramctl(&format!("pause weights --engine {address}")).expect(0, "paused weights", "");
+        assert!(!http.asked().iter().any(|request| request.starts_with("POST")), "kept contents need not be forgotten");
+        http.asked.lock().unwrap().clear();
+        let ran = Ran::new(
+            &place.command(env!("CARGO_BIN_EXE_vramctl"), &["pause", "--discard"]).env("VRAMCTL_ENGINE", address).output().unwrap(),
+        );
+        ran.expect(0, "paused kv_cache", "");
+        assert_eq!(http.asked(), *wanted);
+        assert_eq!(engine.asked().len(), 2);
+        // All is paused: a second pause has nothing to ask about.
+        place.vramctl(&format!("pause --engine {address}")).expect(0, "nothing to do", "");
+        assert_eq!(http.asked(), *wanted);
+    }
+}
+
+#[test]
+fn an_engine_with_requests_is_left_alone() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let busy = Http::vllm(&[3], (200, "{}"));
+    place.vramctl(&format!("pause --engine {}", busy.address)).expect(5, "", "it has 3 requests");
+    place.vramctl(&format!("pause --engine {} --timeout 0.3", busy.address)).expect(5, "", "it has 3 requests");
+    let loaded = Http::sglang(2, (400, "pending"));
+    place.vramctl(&format!("pause --engine {}", loaded.address)).expect(5, "", "it has 2 requests");
+    assert!(engine.asked().is_empty());
+    let soon = Http::vllm(&[2, 2, 1, 0], (200, "{}"));
+    place.vramctl(&format!("pause --engine {} --timeout 20", soon.address)).expect(0, "paused kv_cache", "");
+    place.vramctl("resume").expect(0, "resumed", "");
+    place.vramctl(&format!("pause --force --engine {}", busy.address)).expect(0, "paused kv_cache", "");
+}
+
+/// Where an engine does not do what it is told, nothing is taken, and the message says what to do.
+#[test]
+fn an_engine_that_does_not_forget_keeps_its_memory() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let pause = |http: &Http| place.vramctl(&format!("pause --discard --engine {}", http.address));
+    pause(&Http::vllm(&[0], (404, ""))).expect(1, "", "VLLM_SERVER_DEV_MODE=1");
+    pause(&Http::vllm(&[0], (200, r#"{"success":false}"#))).expect(5, "", "still in use");
+    pause(&Http::sglang(0, (400, "Flush cache failed.\nmore"))).expect(5, "", "Flush cache failed.");
+    pause(&Http::vllm(&[0], (500, "oh"))).expect(1, "", "answers 500: oh");
+    pause(&Http::new(|_| (404, String::new()))).expect(1, "", "/v1/loads");
+    place.vramctl("pause --engine http://127.0.0.1:1").expect(1, "", "does not answer");
+    place.vramctl("pause --engine 127.0.0.1:8000").expect(2, "", "http://127.0.0.1:8000");
+    assert!(engine.asked().is_empty());
+}
+
+#[test]
+fn an_engine_s_key_comes_from_the_environment() {
+    let place = Place::new();
+    let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("sglang");
+    let http = Http::new(|request| match request.to_lowercase().as_str() {
+        "get /v1/loads?include=coreauthorization: bearer secret" => (200, r#"{"loads":[]}"#.into()),
+        "post /flush_cacheauthorization: bearer secret" => (200, String::new()),
+        "get /metricsauthorization: bearer secret" | "get /metrics" => (404, String::new()),
+        _ => (401, String::new()),
+    });
+    let arguments = ["pause", "--discard", "--engine", &http.address];
+    place.vramctl(&arguments.join(" ")).expect(1, "", "VRAMCTL_ENGINE_KEY");
+    let mut command = place.command(env!("CARGO_BIN_EXE_vramctl"), &arguments);
+    Ran::new(&command.env("VRAMCTL_ENGINE_KEY", "secret").output().unwrap()).expect(0, "discarded", "");
 }
 
 // ---- the documentation ----

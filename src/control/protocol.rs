@@ -100,6 +100,10 @@ pub struct Hello {
     pub name: String,
     /// The program.
     pub program: String,
+    /// The inference engine in it (`vllm`, `sglang`), where it has said so: it has a prefix cache that describes what is in
+    /// its `kv_cache`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<String>,
 }
 
 /// What a process has.

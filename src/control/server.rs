@@ -189,6 +189,7 @@ fn hello() -> Hello {
         pid: std::process::id(),
         name: name.unwrap_or_else(|| String::from_utf8_lossy(&own("comm")).trim().to_owned()),
         program: program.trim().chars().take(200).collect(),
+        engine: process::engine(),
     }
 }
 

@@ -1,6 +1,7 @@
 //! `vramctl`: starts programs under the library, shows what they have, pauses and resumes them.
 
 mod completions;
+mod engine;
 mod failure;
 mod output;
 mod progress;

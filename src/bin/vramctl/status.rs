@@ -59,6 +59,9 @@ pub fn status(args: Args) -> Result<Exit, Failure> {
 fn describe(status: &ProcessStatus) -> String {
     let (process, memory) = (&status.process, &status.memory);
     let mut text = format!("{} (pid {}): {}\n", process.name, process.pid, process.program);
+    if let Some(engine) = &process.engine {
+        let _ = writeln!(text, "The inference engine {engine} is in it.");
+    }
     let _ = match &memory.process_tag {
         Some(tag) => writeln!(text, "New allocations outside regions get the tag {tag}."),
         None => writeln!(text, "New allocations outside regions are left to CUDA."),

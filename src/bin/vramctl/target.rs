@@ -238,7 +238,7 @@ pub mod tests {
 
     /// A process with tags of one GiB each, in these states.
     pub fn process(pid: u32, name: &str, tags: &[(&str, TagState)]) -> Process {
-        let hello = Hello { protocol: 1, library: "0".into(), pid, name: name.into(), program: name.into() };
+        let hello = Hello { protocol: 1, library: "0".into(), pid, name: name.into(), program: name.into(), engine: None };
         let tag = |&(tag, state): &(&str, TagState)| {
             let paused_bytes = if state == TagState::Paused { 1 << 30 } else { 0 };
             TagStatus { tag: tag.into(), state, allocations: 1, bytes: 1 << 30, paused_bytes, ..TagStatus::default() }

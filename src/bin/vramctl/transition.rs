@@ -1,5 +1,6 @@
 //! `vramctl pause` and `vramctl resume`.
 
+use crate::engine;
 use crate::failure::{Exit, Failure};
 use crate::output;
 use crate::progress::Bars;
@@ -21,11 +22,15 @@ if it touches paused memory: have it stop first. A pause waits for the GPU work 
 than that. Contents are kept in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: \
 after an error everything is as it was. Interrupting this command does not interrupt a pause under way.
 
+An inference engine must have no requests. With --engine it is asked: the pause is refused while it has some (with \
+--timeout: if they do not end by then), and where its KV cache is discarded it is told to forget its prefix cache.
+
 Examples:
   vramctl pause                              all of the only managed process
   vramctl pause kv_cache --discard --all     this tag in every process; its contents are not needed
   vramctl pause weights --backup disk        kept in a file in $VRAMCTL_DISK_DIR
-  vramctl pause --name engine --timeout 2.5")]
+  vramctl pause --name engine --timeout 2.5
+  vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
@@ -35,6 +40,8 @@ pub struct PauseArgs {
     /// Where to keep the contents, whatever the tags' policies say: host, disk or discard
     #[arg(long, value_name = "POLICY")]
     backup: Option<Backup>,
+    #[command(flatten)]
+    engine: engine::EngineArgs,
 }
 
 #[derive(clap::Args)]
@@ -122,17 +129,32 @@ enum Answer {
 
 pub fn pause(args: PauseArgs) -> Result<Exit, Failure> {
     let backup = args.discard.then_some(Backup::Discard).or(args.backup);
-    transition(Direction::Pause, args.transition, backup)
+    let patience = args.transition.timeout.unwrap_or_default();
+    transition(Direction::Pause, args.transition, backup, |tasks| {
+        let due: Vec<_> = tasks.iter().filter(|task| !task.due.is_empty()).collect();
+        if due.is_empty() {
+            // Paused already: what an engine has now waits for the resume.
+            return Ok(());
+        }
+        let losing = due.iter().filter(|task| engine::loses_cache(&task.process, &task.due, backup));
+        args.engine.agree(&losing.map(|task| &task.process).collect::<Vec<_>>(), patience)
+    })
 }
 
 pub fn resume(args: ResumeArgs) -> Result<Exit, Failure> {
-    transition(Direction::Resume, args.transition, None)
+    transition(Direction::Resume, args.transition, None, |_| Ok(()))
 }
 
-fn transition(direction: Direction, args: Args, backup: Option<Backup>) -> Result<Exit, Failure> {
+fn transition(
+    direction: Direction,
+    args: Args,
+    backup: Option<Backup>,
+    agree: impl FnOnce(&[Task]) -> Result<(), Failure>,
+) -> Result<Exit, Failure> {
     let target = Target::from(args.target);
     let found = Found::look(&target)?;
     let tasks = plan(direction, found.choose(&target)?, &args.tags)?;
+    agree(&tasks)?;
     let bars = Bars::on_terminal(!args.quiet && !args.json);
     let request = protocol::Transition {
         tags: Vec::new(),
