@@ -1,0 +1,725 @@
+"""What is wrapped in the engines, and vLLM's sleep mode: against small packages with the functions of the real ones.
+
+The stand-ins have the names and signatures that the known versions have (vLLM 0.26.0 and 0.33.0, SGLang 0.5.16) and next
+to no bodies. Torch and the library are simulated: every allocation is noted with the region and the pool it came from.
+"""
+
+import contextlib
+import importlib
+import os
+import pathlib
+import pickle
+import sys
+import tempfile
+import textwrap
+import types
+import unittest
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import vramctl  # noqa: E402
+import vramctl._torch  # noqa: E402
+
+GIB = 1 << 30
+
+
+class Gpu:
+    """A simulated torch and library: what was allocated under which tag, from which pool, and what became of it."""
+
+    def __init__(self):
+        self.regions, self.pools, self.live_pools = [], [], 0
+        self.allocations = []  # dictionaries: what, tag, pool, bytes, state, contents
+        self.engine = None
+        self.log = []
+        self.free = None  # bytes that a resume finds, where they are few
+        self.host_memory = True
+        gpu = self
+
+        class MemPool:
+            made = 0
+
+            def __init__(self):
+                MemPool.made += 1
+                gpu.live_pools += 1
+                self.id = (0, MemPool.made)
+
+            def __del__(self):
+                gpu.live_pools -= 1
+
+        @contextlib.contextmanager
+        def use_mem_pool(pool):
+            gpu.pools.append(pool)
+            try:
+                yield
+            finally:
+                gpu.pools.remove(pool)
+
+        class CUDAGraph:
+            def capture_begin(self, pool=None, capture_error_mode="global"):
+                gpu.allocate("graph", pool=pool)
+
+            def capture_end(self):
+                gpu.allocate("graph's end", pool=None)
+
+        @contextlib.contextmanager
+        def graph(cuda_graph, pool=None, stream=None, capture_error_mode="global"):
+            cuda_graph.capture_begin(pool=pool)
+            try:
+                yield
+            finally:
+                cuda_graph.capture_end()
+
+        cuda = types.ModuleType("torch.cuda")
+        cuda.MemPool, cuda.use_mem_pool, cuda.CUDAGraph, cuda.graph = MemPool, use_mem_pool, CUDAGraph, graph
+        cuda.is_available = lambda: True
+        cuda.get_allocator_backend = lambda: "native"
+        cuda.empty_cache = lambda: gpu.log.append("empty_cache")
+        self.torch = types.ModuleType("torch")
+        self.torch.cuda, self.torch.__version__ = cuda, "2.11.0"
+        self.torch.zeros = self.allocate
+
+    def allocate(self, what, bytes=GIB, **settings):
+        # Torch takes the pool that was entered first, and none of them while a graph with a pool of its own is captured.
+        pool = settings["pool"] if "pool" in settings else self.pools[0].id if self.pools else None
+        tag = self.regions[-1] if self.regions else "default"
+        self.allocations.append({"what": what, "tag": tag, "pool": pool, "bytes": bytes, "state": "active", "contents": "here"})
+        return what
+
+    def tags(self):
+        return {one["what"]: one["tag"] for one in self.allocations}
+
+    def pools_of(self, tag):
+        return {one["pool"] for one in self.allocations if one["tag"] == tag}
+
+    def contents(self):
+        return {one["what"]: (one["state"], one["contents"]) for one in self.allocations}
+
+    # The functions of the package that are put in place of the real ones.
+
+    @contextlib.contextmanager
+    def region(self, tag, backup="default", *, device=None, pool=True):
+        assert not pool, "the engines have pools of their own"
+        self.regions.append(tag)
+        try:
+            yield
+        finally:
+            self.regions.pop()
+
+    def status(self):
+        tags = {}
+        for one in self.allocations:
+            if one["tag"] is None:
+                continue
+            tag = tags.setdefault(one["tag"], {"bytes": 0, "paused_bytes": 0, "host_bytes": 0})
+            tag["bytes"] += one["bytes"]
+            tag["paused_bytes"] += one["bytes"] if one["state"] == "paused" else 0
+            tag["host_bytes"] += one["bytes"] if one["contents"] == "kept" else 0
+
+        def state(tag):
+            return {0: "active", tag["bytes"]: "paused"}.get(tag["paused_bytes"], "mixed")
+
+        return vramctl.Status(tags=tuple(vramctl.Tag(tag=name, state=state(tag), **tag) for name, tag in sorted(tags.items())))
+
+    def pause(self, tags=None, *, timeout=None, backup="default"):
+        tags = [tags] if isinstance(tags, str) else tags
+        self.log.append(("pause", tuple(tags), backup))
+        known = {one["tag"] for one in self.allocations}
+        assert set(tags) <= known, "the library answers with UnknownTag"
+        if backup != "discard" and not self.host_memory:
+            raise vramctl.errors.HostMemory("too little host memory")
+        report = {"bytes": 0, "kept_bytes": 0, "discarded_bytes": 0}
+        for one in self.allocations:
+            if one["tag"] in tags and one["state"] == "active":
+                fate = "discarded" if backup == "discard" else "kept"
+                one.update(state="paused", contents=fate)
+                report["bytes"] += one["bytes"]
+                report[f"{fate}_bytes"] += one["bytes"]
+        return vramctl.Report(**report)
+
+    def resume(self, tags=None, *, timeout=0.0):
+        tags = [tags] if isinstance(tags, str) else tags
+        self.log.append(("resume", tuple(tags)))
+        mine = [one for one in self.allocations if one["tag"] in tags and one["state"] == "paused"]
+        if self.free is not None and sum(one["bytes"] for one in mine) > self.free:
+            self.free = None  # the next attempt finds enough
+            raise vramctl.errors.DeviceMemory("too little device memory")
+        for one in mine:
+            one.update(state="active", contents={"kept": "here", "discarded": "zero"}[one["contents"]])
+        return vramctl.Report(bytes=sum(one["bytes"] for one in mine))
+
+
+VLLM = {
+    "vllm/__init__.py": "__version__ = '0.26.0'",
+    "vllm/device_allocator/__init__.py": "",
+    "vllm/device_allocator/cumem.py": """
+        cumem_available = False
+        class CuMemAllocator:
+            instance = None
+            default_tag = "default"
+            @staticmethod
+            def get_instance(): return "vLLM's own"
+            def __init__(self): self.tags = {}
+            def use_memory_pool(self, tag=None): ...
+            def sleep(self, offload_tags=None): ...
+            def wake_up(self, tags=None): ...
+            def get_current_usage(self): ...
+            def release_pools(self): ...
+            def close(self): ...
+        """,
+    "vllm/v1/worker/gpu/attn_utils.py": """
+        import torch
+        def _allocate_kv_cache(kv_cache_config, shared_layers, device):
+            return torch.zeros("KV cache")
+        def init_kv_cache(config, device):
+            torch.zeros("block tables before")
+            cache = _allocate_kv_cache(config, {}, device)
+            torch.zeros("block tables behind")
+            return cache
+        """,
+    "vllm/v1/worker/gpu_model_runner.py": """
+        import torch
+        class GPUModelRunner:
+            def initialize_kv_cache(self, config):
+                torch.zeros("block tables before")
+                return self._allocate_kv_cache_tensors(config)
+            def _allocate_kv_cache_tensors(self, kv_cache_config):
+                return torch.zeros("KV cache")
+        """,
+    "vllm/v1/worker/gpu_worker.py": """
+        import torch
+        class Worker:
+            def __init__(self, config): self.vllm_config = config
+            def load_model(self, *, load_dummy_weights=False):
+                return torch.zeros("weights")
+        """,
+}
+
+#: What 0.33 has otherwise.
+VLLM_33 = {
+    **VLLM,
+    "vllm/__init__.py": "__version__ = '0.33.0'",
+    "vllm/device_allocator/__init__.py": "DEFERRABLE_TAGS = ('weights', 'kv_cache')",
+    "vllm/device_allocator/cumem.py": VLLM["vllm/device_allocator/cumem.py"].replace(
+        "def close(self): ...", "def close(self): ...\n            def discard(self, tags): ...\n            def cudagraph_pool(self): ..."
+    ),
+    "vllm/v1/worker/utils.py": "import torch\ndef allocate_kv_cache(config, device): return torch.zeros('KV cache')",
+    "vllm/v1/worker/gpu/attn_utils.py": """
+        import torch
+        from vllm.v1.worker.utils import allocate_kv_cache
+        def init_kv_cache(config, device):
+            torch.zeros("block tables before")
+            return allocate_kv_cache(config, device)
+        """,
+    "vllm/v1/worker/gpu_model_runner.py": "class GPUModelRunner: ...",
+}
+
+SGLANG = {
+    "sglang/__init__.py": "__version__ = '0.5.16'",
+    "sglang/srt/server_args.py": """
+        import dataclasses
+        @dataclasses.dataclass
+        class ServerArgs:
+            tp_size: int = 1
+            disable_custom_all_reduce: bool = False
+            enable_memory_saver: bool = False
+            enable_weights_cpu_backup: bool = False
+            def __post_init__(self):
+                self.resolved = self.enable_memory_saver
+        """,
+    "sglang/srt/utils/torch_memory_saver_adapter.py": """
+        from abc import ABC
+        class TorchMemorySaverAdapter(ABC):
+            @staticmethod
+            def create(enable):
+                return "the installed memory saver" if enable else "none"
+            def check_validity(self, caller_name):
+                if not self.enabled: raise RuntimeError(caller_name)
+            def region(self, tag, enable_cpu_backup=False): raise NotImplementedError
+        """,
+}
+
+
+class Engine(unittest.TestCase):
+    """Tests with a simulated GPU and stand-ins of an engine; all that is imported is forgotten again."""
+
+    preloaded = True
+
+    def setUp(self):
+        self.gpu = Gpu()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        modules, finders = set(sys.modules), list(sys.meta_path)
+
+        def forget():
+            sys.meta_path[:] = finders
+            for name in set(sys.modules) - modules:
+                del sys.modules[name]
+            for name in ("engines", "_imports"):
+                vars(vramctl).pop(name, None)
+            importlib.invalidate_caches()
+
+        stack.callback(forget)
+        for name in [name for name in sys.modules if name.startswith(("vramctl.engines", "vramctl._imports", "vllm", "sglang"))]:
+            self.fail(f"{name} was imported before the test")
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        self.folder = pathlib.Path(folder)
+        stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
+        stack.enter_context(mock.patch.dict(os.environ, clear=False))
+        for name in ("_VRAMCTL_SGLANG", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"):
+            os.environ.pop(name, None)
+        stack.enter_context(mock.patch.dict(sys.modules, {"torch": self.gpu.torch, "torch.cuda": self.gpu.torch.cuda}))
+        for name in ("region", "status", "pause", "resume"):
+            stack.enter_context(mock.patch.object(vramctl, name, getattr(self.gpu, name)))
+        stack.enter_context(mock.patch.object(vramctl, "is_preloaded", lambda: self.preloaded))
+        for name, function in {"loaded": lambda: self.gpu.torch, "required": lambda: self.gpu.torch, "adopt": lambda _: None}.items():
+            stack.enter_context(mock.patch.object(vramctl._torch, name, function))
+
+    def engine(self, files, name):
+        """Writes an engine and has ours installed, as `sitecustomize` or the engine's plugins do."""
+        for path, text in files.items():
+            path = self.folder / path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text))
+        importlib.invalidate_caches()
+        importlib.import_module(name)
+        ours = importlib.import_module(f"vramctl.engines.{name}")
+        mock.patch.object(ours.engines, "announce", lambda name: setattr(self.gpu, "engine", name)).start()
+        self.addCleanup(mock.patch.stopall)
+        ours.install()
+        return ours
+
+    @contextlib.contextmanager
+    def warned(self, *texts):
+        """Exactly these warnings."""
+        with self.assertLogs("vramctl", "WARNING") as logs:
+            yield
+        self.assertEqual(len(logs.output), len(texts), logs.output)
+        for line, text in zip(logs.output, texts):
+            self.assertIn(text, line)
+
+    def silent(self):
+        return self.assertNoLogs("vramctl", "WARNING") if sys.version_info >= (3, 10) else contextlib.nullcontext()
+
+
+def vllm_config(sleep=False, tp=1, disable=False, **more):
+    return types.SimpleNamespace(
+        model_config=types.SimpleNamespace(enable_sleep_mode=sleep, enable_cumem_allocator=sleep),
+        parallel_config=types.SimpleNamespace(tensor_parallel_size=tp, disable_custom_all_reduce=disable),
+        **more,
+    )
+
+
+def run_vllm(config, runner="second"):
+    """What a worker does at its start, in the order in which it does it."""
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu import attn_utils
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    worker = gpu_worker.Worker(config)
+    assert worker.load_model(load_dummy_weights=False) == "weights"
+    if runner == "second":
+        assert attn_utils.init_kv_cache(None, "cuda") == "KV cache"
+    else:
+        assert GPUModelRunner().initialize_kv_cache(None) == "KV cache"
+    import torch
+
+    torch.zeros("activations")
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), pool="vLLM's graphs"):
+        torch.zeros("output", pool="vLLM's graphs")
+
+
+class VllmFromOutside(Engine):
+    """vLLM without sleep mode: tags by themselves."""
+
+    WANTED = {
+        "weights": "weights",
+        "KV cache": "kv_cache",
+        "block tables before": "default",
+        "activations": "default",
+        "graph": "cuda_graph",
+        "output": "cuda_graph",
+        "graph's end": "cuda_graph",
+    }
+
+    def check(self, files, runner):
+        self.engine(files, "vllm")
+        with self.silent():
+            run_vllm(vllm_config(), runner)
+        tags = self.gpu.tags()
+        self.assertEqual({what: tags[what] for what in self.WANTED}, self.WANTED)
+        weights, cache = self.gpu.pools_of("weights"), self.gpu.pools_of("kv_cache")
+        self.assertFalse(weights & cache, "tensors of two tags share no segment")
+        self.assertNotIn(None, weights | cache)
+        self.assertEqual(self.gpu.live_pools, 0, "what is free in a pool goes back when its region ends")
+        self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
+        self.assertEqual(self.gpu.engine, "vllm")
+
+    def test_the_second_model_runner(self):
+        self.check(VLLM, "second")
+        self.assertEqual(self.gpu.tags()["block tables behind"], "default")
+
+    def test_the_first_model_runner(self):
+        self.check(VLLM, "first")
+
+    def test_version_33(self):
+        self.check(VLLM_33, "second")
+
+    def test_installed_twice_it_wraps_once(self):
+        """By `vramctl run` and as vLLM's plugin."""
+        ours = self.engine(VLLM, "vllm")
+        ours.install()
+        run_vllm(vllm_config())
+        ours.install()
+        self.assertEqual(len([one for one in self.gpu.allocations if one["what"] == "weights"]), 1)
+        from vllm.v1.worker.gpu_worker import Worker
+
+        self.assertFalse(hasattr(Worker.load_model._vramctl_wraps, "_vramctl_wraps"))
+
+    def test_a_graph_whose_capture_fails_ends_its_region(self):
+        self.engine(VLLM, "vllm")
+        run_vllm(vllm_config())
+        torch = self.gpu.torch
+        with self.assertRaises(KeyError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            raise KeyError
+        graph = torch.cuda.CUDAGraph()
+        with mock.patch.object(self.gpu, "allocate", side_effect=ValueError), self.assertRaises(ValueError):
+            graph.capture_begin()
+        self.assertEqual(self.gpu.regions, [])
+        graph.capture_end()
+
+    def test_graphs_that_workers_share_are_left_to_cuda(self):
+        """Custom all-reduce asks CUDA for a handle of what was captured, and CUDA has handles of its own memory only."""
+        self.engine(VLLM, "vllm")
+        run_vllm(vllm_config(tp=2))
+        self.assertIsNone(self.gpu.tags()["output"])
+        run_vllm(vllm_config(tp=2, disable=True))
+        self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
+
+    def test_with_sleep_mode_on_nothing_is_tagged_here(self):
+        self.engine(VLLM, "vllm")
+        run_vllm(vllm_config(sleep=True))
+        self.assertEqual(set(self.gpu.tags().values()), {"default"})
+        self.assertEqual(self.gpu.engine, "vllm", "a pause from outside must know all the same")
+
+    def test_a_tag_that_cannot_be_had_does_not_stop_the_engine(self):
+        self.engine(VLLM, "vllm")
+        refuse = mock.Mock(side_effect=vramctl.errors.Unsupported("torch cannot"))
+        with mock.patch.object(vramctl, "region", refuse), self.warned("torch cannot", "torch cannot"):
+            run_vllm(vllm_config())
+        self.assertEqual(set(self.gpu.tags().values()), {"default"})
+
+    def test_a_version_without_the_kv_cache_s_functions_says_so_once(self):
+        files = {
+            **VLLM,
+            "vllm/__init__.py": "__version__ = '9.9'",
+            "vllm/v1/worker/gpu/attn_utils.py": "import torch\ndef init_kv_cache(config, device): return torch.zeros('KV cache')",
+            "vllm/v1/worker/gpu_model_runner.py": "class GPUModelRunner: ...",
+        }
+        self.engine(files, "vllm")
+        with self.warned("vLLM 9.9 has no function that allocates the KV cache"):
+            run_vllm(vllm_config())
+            run_vllm(vllm_config())
+        self.assertEqual((self.gpu.tags()["weights"], self.gpu.tags()["KV cache"]), ("weights", "default"))
+
+    def test_a_version_without_the_worker_says_so_once(self):
+        files = {name: text for name, text in VLLM.items() if "gpu_worker" not in name}
+        with self.warned("has no vllm.v1.worker.gpu_worker"):
+            self.engine(files, "vllm").install()
+
+
+class VllmUnmanaged(Engine):
+    preloaded = False
+
+    def test_without_the_library_vllm_is_as_it_was(self):
+        self.engine(VLLM, "vllm")
+        with self.silent():
+            run_vllm(vllm_config())
+        self.assertEqual(set(self.gpu.tags().values()), {"default"})
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        self.assertEqual(CuMemAllocator.get_instance(), "vLLM's own")
+        self.assertIsNone(self.gpu.engine)
+
+
+class VllmSleepMode(Engine):
+    def setUp(self):
+        super().setUp()
+        self.ours = self.engine(VLLM, "vllm")
+        self.allocator = self.allocator_of_vllm()
+        self.addCleanup(setattr, self.ours.Allocator, "instance", None)
+
+    def allocator_of_vllm(self):
+        # As vLLM asks for it: late, by name.
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance()
+
+    def load(self):
+        self.gpu.allocate("somebody else's")
+        for tag in ("weights", "kv_cache"):
+            with self.allocator.use_memory_pool(tag=tag):
+                self.gpu.allocate(tag)
+
+    def test_it_is_ours_and_the_only_one(self):
+        self.assertIsInstance(self.allocator, self.ours.Allocator)
+        self.assertIs(self.allocator_of_vllm(), self.allocator)
+        self.assertTrue(sys.modules["vllm.device_allocator.cumem"].cumem_available)
+
+    def test_pools_by_tag(self):
+        self.assertEqual(self.allocator.get_current_usage(), 0, "vLLM takes anything else for a second engine")
+        self.load()
+        self.assertEqual(self.gpu.tags(), {"somebody else's": "default", "weights": "weights", "kv_cache": "kv_cache"})
+        self.assertEqual(self.allocator.get_current_usage(), 2 * GIB)
+        self.assertEqual(self.allocator.current_tag, "default")
+
+    def test_pools_in_pools(self):
+        """As 0.33 enters them. Torch would go on with the outer pool."""
+        with self.allocator.use_memory_pool("runtime"):
+            self.gpu.allocate("before")
+            with self.allocator.use_memory_pool("kv_cache"):
+                self.gpu.allocate("inside")
+                self.assertEqual(self.allocator.current_tag, "kv_cache")
+            self.gpu.allocate("behind")
+        self.assertEqual(self.gpu.tags(), {"before": "runtime", "inside": "kv_cache", "behind": "runtime"})
+        self.assertEqual(len(self.gpu.pools_of("runtime")), 1)
+        self.assertFalse(self.gpu.pools_of("runtime") & self.gpu.pools_of("kv_cache"))
+        self.assertEqual(self.gpu.live_pools, 0)
+
+    def test_level_1_keeps_weights_and_drops_the_rest(self):
+        self.load()
+        for _ in range(3):
+            with self.assertLogs("vllm.vramctl", "INFO") as logs:
+                self.allocator.sleep(offload_tags=("weights",))
+            self.assertIn("Sleep gave back 2.00 GiB", logs.output[0])
+            self.assertIn("1.00 GiB kept", logs.output[0])
+            wanted = {"somebody else's": ("active", "here"), "weights": ("paused", "kept"), "kv_cache": ("paused", "discarded")}
+            self.assertEqual(self.gpu.contents(), wanted)
+            self.allocator.wake_up(["weights"])
+            self.assertEqual(self.gpu.contents()["weights"], ("active", "here"))
+            self.assertEqual(self.gpu.contents()["kv_cache"], ("paused", "discarded"))
+            self.allocator.wake_up(["kv_cache"])
+            self.assertEqual(self.gpu.contents()["kv_cache"], ("active", "zero"))
+
+    def test_level_2_drops_everything(self):
+        self.load()
+        self.allocator.sleep(offload_tags=())
+        self.assertEqual({self.gpu.contents()[tag][1] for tag in ("weights", "kv_cache")}, {"discarded"})
+        self.allocator.wake_up(None)
+        self.assertEqual({self.gpu.contents()[tag] for tag in ("weights", "kv_cache")}, {("active", "zero")})
+
+    def test_the_default_tag_is_not_the_process_s_own(self):
+        self.gpu.allocate("somebody else's")
+        with self.allocator.use_memory_pool():
+            self.gpu.allocate("pooled")
+        self.allocator.sleep(())
+        self.assertEqual(self.gpu.contents()["somebody else's"], ("active", "here"))
+        self.assertEqual(self.gpu.contents()["pooled"], ("paused", "discarded"))
+        self.allocator.wake_up(["default"])
+        self.allocator.sleep()
+        self.assertEqual(self.gpu.contents()["pooled"], ("paused", "kept"))
+
+    def test_what_sleeps_sleeps_on(self):
+        self.load()
+        self.allocator.sleep("weights")
+        with self.assertLogs("vllm.vramctl", "WARNING") as logs:
+            self.allocator.sleep(("kv_cache",))
+        self.assertIn("kv_cache sleeps already, with its contents dropped", logs.output[0])
+        self.assertIn("weights sleeps already, with its contents kept", logs.output[1])
+        self.assertEqual(self.gpu.contents()["weights"], ("paused", "kept"))
+        self.allocator.wake_up()
+        self.allocator.wake_up()
+        self.assertEqual(self.gpu.log.count(("resume", ("weights", "kv_cache"))) + self.gpu.log.count(("resume", ("kv_cache", "weights"))), 1)
+
+    def test_too_little_host_memory_loses_nothing(self):
+        self.load()
+        self.gpu.host_memory = False
+        with self.assertRaises(vramctl.errors.HostMemory):
+            self.allocator.sleep(("weights",))
+        self.assertEqual({one["state"] for one in self.gpu.allocations}, {"active"})
+
+    def test_memory_that_torch_holds_as_free_is_given_back_before_giving_up(self):
+        self.load()
+        self.allocator.sleep(("weights",))
+        self.gpu.free, self.gpu.log = GIB, []
+        self.allocator.wake_up()
+        self.assertEqual([entry if isinstance(entry, str) else entry[0] for entry in self.gpu.log], ["resume", "empty_cache", "resume"])
+
+    def test_wrong_arguments_are_refused(self):
+        with self.assertRaises(AssertionError):
+            self.allocator.sleep(["weights"])
+        with self.assertRaises(AssertionError), self.allocator.use_memory_pool(3):
+            pass
+        self.allocator.sleep()
+        self.allocator.wake_up(["unknown"])
+        self.allocator.release_pools()
+        self.allocator.close()
+
+
+class VllmSleepMode33(Engine):
+    def setUp(self):
+        super().setUp()
+        self.ours = self.engine(VLLM_33, "vllm")
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        self.allocator = CuMemAllocator.get_instance()
+        self.addCleanup(setattr, self.ours.Allocator, "instance", None)
+        for tag in ("weights", "kv_cache", "runtime", "workspace"):
+            with self.allocator.use_memory_pool(tag):
+                self.gpu.allocate(tag)
+
+    def test_only_some_tags_may_sleep_on(self):
+        self.allocator.sleep(("weights", "runtime", "cudagraph"))
+        self.allocator.wake_up(["weights"])
+        states = {what: state for what, (state, _) in self.gpu.contents().items()}
+        self.assertEqual(states, {"weights": "active", "kv_cache": "paused", "runtime": "active", "workspace": "active"})
+
+    def test_discard(self):
+        self.allocator.discard("kv_cache")
+        self.allocator.discard(("kv_cache", "workspace"))
+        contents = self.gpu.contents()
+        self.assertEqual(contents["kv_cache"], ("paused", "discarded"))
+        self.assertEqual(contents["workspace"], ("paused", "discarded"))
+        self.assertEqual(contents["weights"], ("active", "here"))
+
+    def test_graphs_have_one_pool_and_the_tag_that_graphs_have(self):
+        ids = set()
+        for number in range(2):
+            with self.allocator.cudagraph_pool() as pool:
+                ids.add(pool)
+                self.gpu.allocate(f"graph {number}", pool=pool)
+        self.assertEqual(len(ids), 1)
+        self.assertEqual({self.gpu.tags()[f"graph {number}"] for number in range(2)}, {"cuda_graph"})
+        self.allocator.sleep(("weights", "cudagraph"))
+        self.assertEqual(self.gpu.contents()["graph 0"], ("paused", "kept"))
+        self.allocator.release_pools()
+        self.assertEqual(self.gpu.live_pools, 0)
+
+
+class VllmUnknownSleepMode(Engine):
+    def test_a_method_that_is_not_known_keeps_vllm_s_own(self):
+        text = VLLM["vllm/device_allocator/cumem.py"]
+        files = {**VLLM, "vllm/device_allocator/cumem.py": text.replace("def close", "def hibernate(self): ...\n            def close")}
+        self.engine(files, "vllm")
+        with self.warned("hibernate"):
+            from vllm.device_allocator.cumem import CuMemAllocator
+        self.assertEqual(CuMemAllocator.get_instance(), "vLLM's own")
+
+
+class Sglang(Engine):
+    def start(self, **settings):
+        """The settings as the first process makes them, and as its children get them."""
+        from sglang.srt.server_args import ServerArgs
+
+        return pickle.loads(pickle.dumps(ServerArgs(**settings)))
+
+    def saver(self, settings):
+        from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+        return TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver)
+
+    def capture(self):
+        torch = self.gpu.torch
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool="SGLang's graphs"):
+            torch.zeros("output", pool="SGLang's graphs")
+
+    def test_as_if_the_memory_saver_were_on(self):
+        self.engine(SGLANG, "sglang")
+        with self.silent():
+            settings = self.start()
+            saver = self.saver(settings)
+        self.assertTrue(settings.enable_memory_saver and settings.resolved and settings.enable_weights_cpu_backup)
+        saver.check_validity("somebody")
+        with saver.region("weights", enable_cpu_backup=True):
+            self.gpu.allocate("weights")
+        with saver.region("kv_cache"):
+            self.gpu.allocate("KV cache")
+        self.gpu.allocate("activations")
+        self.capture()
+        wanted = {"weights": "weights", "KV cache": "kv_cache", "activations": "default", "output": "cuda_graph"}
+        self.assertEqual({what: self.gpu.tags()[what] for what in wanted}, wanted)
+        self.assertFalse(self.gpu.pools_of("weights") & self.gpu.pools_of("kv_cache"))
+        self.assertEqual(self.gpu.live_pools, 0)
+        self.assertEqual(self.gpu.engine, "sglang")
+
+    def test_contents_are_kept_whatever_sglang_would_do(self):
+        """SGLang drops its KV cache and forgets it; a pause from outside does not tell SGLang."""
+        self.engine(SGLANG, "sglang")
+        saver = self.saver(self.start())
+        with saver.region("kv_cache", enable_cpu_backup=False):
+            self.gpu.allocate("KV cache")
+        for tag in ("kv_cache", "weights", "cuda_graph"):
+            saver.pause(tag)
+        self.assertEqual(self.gpu.contents()["KV cache"], ("paused", "kept"))
+        saver.resume("weights")
+        saver.resume("kv_cache")
+        self.assertEqual(self.gpu.contents()["KV cache"], ("active", "here"))
+
+    def test_its_own_memory_saver_rules(self):
+        self.engine(SGLANG, "sglang")
+        settings = self.start(enable_memory_saver=True)
+        self.assertFalse(settings.enable_weights_cpu_backup)
+        self.assertEqual(self.saver(settings), "the installed memory saver")
+        self.capture()
+        self.assertEqual(self.gpu.tags()["output"], "default")
+        self.assertEqual(self.gpu.engine, "sglang")
+
+    def test_a_copy_of_the_settings_is_no_other_decision(self):
+        self.engine(SGLANG, "sglang")
+        import dataclasses
+
+        settings = dataclasses.replace(self.start(), tp_size=1)
+        self.assertNotIsInstance(self.saver(settings), str)
+
+    def test_what_asks_for_no_memory_saver_gets_none(self):
+        self.engine(SGLANG, "sglang")
+        self.start()
+        from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+        self.assertEqual(TorchMemorySaverAdapter.create(False), "none")
+
+    def test_graphs_that_workers_share_are_left_to_cuda(self):
+        self.engine(SGLANG, "sglang")
+        cases = [
+            ({"tp_size": 2}, None, None),
+            ({"tp_size": 2, "enable_memory_saver": True}, None, None),
+            ({"tp_size": 2, "disable_custom_all_reduce": True}, None, "cuda_graph"),
+            ({"tp_size": 2}, "1", "cuda_graph"),
+        ]
+        for settings, variable, tag in cases:
+            with self.subTest(settings=settings, variable=variable), mock.patch.dict(os.environ):
+                if variable:
+                    os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = variable
+                self.saver(self.start(**settings))
+                self.capture()
+                self.assertEqual(self.gpu.tags()["output"], tag)
+
+    def test_sglang_s_own_way_to_capture(self):
+        self.engine(SGLANG, "sglang")
+        saver = self.saver(self.start())
+        graph = self.gpu.torch.cuda.CUDAGraph()
+        with saver.cuda_graph(tag="cuda_graph", cuda_graph=graph, pool="p", stream=None):
+            self.gpu.allocate("output")
+        self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
+
+    def test_an_unknown_version_says_so_once(self):
+        files = {**SGLANG, "sglang/srt/server_args.py": "class ServerArgs: ...", "sglang/__init__.py": "__version__ = '9.9'"}
+        del files["sglang/srt/utils/torch_memory_saver_adapter.py"]
+        with self.warned("SGLang 9.9 has no sglang.srt.utils.torch_memory_saver_adapter"):
+            self.engine(files, "sglang").install()
+            importlib.import_module("sglang.srt.server_args")
+
+
+class Announcing(unittest.TestCase):
+    def test_without_the_library_nothing_is_said_and_nothing_fails(self):
+        with mock.patch.dict(sys.modules):
+            importlib.import_module("vramctl.engines").announce("vllm")
+        for name in ("vramctl.engines", "vramctl._imports"):
+            sys.modules.pop(name, None)
+        vars(vramctl).pop("engines", None)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,257 @@
+"""The import hook, and the `sitecustomize` that installs it, against modules made for the purpose."""
+
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+import zipfile
+
+PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "vramctl"
+SITE = PACKAGE / "site"
+
+
+class Folder(unittest.TestCase):
+    """Tests with a folder of their own for modules."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def write(self, name, text):
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+
+class WhenImported(Folder):
+    """`when_imported`, in this process: everything that it changes is put back."""
+
+    def setUp(self):
+        super().setUp()
+        spec = importlib.util.spec_from_file_location("imports_under_test", PACKAGE / "_imports.py")
+        self.imports = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.imports)
+        finders, modules, path = list(sys.meta_path), set(sys.modules), list(sys.path)
+
+        def put_back():
+            sys.meta_path[:], sys.path[:] = finders, path
+            for name in set(sys.modules) - modules:
+                del sys.modules[name]
+            importlib.invalidate_caches()
+
+        self.addCleanup(put_back)
+        sys.path.insert(0, str(self.folder))
+        importlib.invalidate_caches()
+        self.seen = []
+
+    def watch(self, name):
+        self.imports.when_imported(name, self.see)
+
+    def see(self, module):
+        self.seen.append((module.__name__, getattr(module, "value", None)))
+
+    def test_after_the_module_has_executed_and_only_then(self):
+        self.write("some_module.py", "value = 1\nvalue = 2")
+        self.watch("some_module")
+        self.assertEqual(self.seen, [])
+        import some_module
+
+        self.assertEqual(self.seen, [("some_module", 2)])
+        self.assertNotIn("exec_module", vars(some_module.__spec__.loader), "the loader is afterwards as before")
+        importlib.import_module("some_module")
+        self.assertEqual(len(self.seen), 1)
+
+    def test_a_module_that_is_there_already(self):
+        self.write("some_module.py", "value = 1")
+        importlib.import_module("some_module")
+        self.watch("some_module")
+        self.watch("some_module")
+        self.assertEqual(self.seen, [("some_module", 1)], "and once, however often it is asked for")
+
+    def test_a_reload_is_another_execution(self):
+        path = self.write("some_module.py", "value = 1")
+        self.watch("some_module")
+        module = importlib.import_module("some_module")
+        path.write_text("value = 234")
+        importlib.reload(module)
+        self.assertEqual(self.seen, [("some_module", 1), ("some_module", 234)])
+
+    def test_submodules_and_packages(self):
+        self.write("some_package/__init__.py", "value = 'package'")
+        self.write("some_package/inner/__init__.py", "from .deep import value")
+        self.write("some_package/inner/deep.py", "value = 'deep'")
+        self.watch("some_package.inner.deep")
+        self.watch("some_package")
+        self.watch("some_package.missing")
+        importlib.import_module("some_package.inner")
+        self.assertEqual(self.seen, [("some_package", "package"), ("some_package.inner.deep", "deep")])
+        with self.assertRaises(ModuleNotFoundError):
+            importlib.import_module("some_package.missing")
+
+    def test_the_program_does_not_see_what_goes_wrong_here(self):
+        self.write("some_module.py", "value = 1")
+        self.watch("some_module")
+
+        def fail(module):
+            raise ValueError("defect of ours")
+
+        self.imports.when_imported("some_module", fail)
+        with self.assertLogs("vramctl", "WARNING") as logs:
+            importlib.import_module("some_module")
+        self.assertIn("some_module is left as it is", logs.output[0])
+        self.assertEqual(len(self.seen), 1, "the others are called all the same")
+
+    def test_a_module_that_fails_to_import_fails_as_ever(self):
+        self.write("some_module.py", "raise KeyError('its own')")
+        self.watch("some_module")
+        with self.assertRaisesRegex(KeyError, "its own"):
+            importlib.import_module("some_module")
+        self.assertEqual(self.seen, [])
+
+    def test_an_archive_s_loader_serves_many_modules(self):
+        with zipfile.ZipFile(self.folder / "archive.zip", "w") as archive:
+            archive.writestr("zipped_a.py", "import zipped_b\nvalue = 'a'")
+            archive.writestr("zipped_b.py", "value = 'b'")
+        sys.path.insert(0, str(self.folder / "archive.zip"))
+        self.watch("zipped_a")
+        importlib.import_module("zipped_a")
+        self.assertEqual(self.seen, [("zipped_a", "a")])
+
+    def test_beside_another_tool_of_this_kind(self):
+        """A finder that asks all the others, as tracing tools have: neither asks for ever, and the module is there once."""
+
+        class Other:
+            busy = False
+
+            def find_spec(self, name, path=None, target=None):
+                if Other.busy or name != "some_module":
+                    return None
+                Other.busy = True
+                try:
+                    return importlib.util.find_spec(name)
+                finally:
+                    Other.busy = False
+
+        self.write("some_module.py", "value = 1")
+        self.watch("some_module")
+        for place in (0, len(sys.meta_path)):
+            sys.modules.pop("some_module", None)
+            self.seen.clear()
+            sys.meta_path.insert(place, Other())
+            importlib.import_module("some_module")
+            self.assertEqual(self.seen, [("some_module", 1)])
+
+    def test_other_modules_are_not_touched(self):
+        self.write("some_module.py", "value = 1")
+        self.watch("another_module")
+        module = importlib.import_module("some_module")
+        self.assertEqual(self.seen, [])
+        self.assertEqual(type(module.__spec__.loader).__name__, "SourceFileLoader")
+
+
+class Sitecustomize(Folder):
+    """Python's start with our directory first on PYTHONPATH."""
+
+    def python(self, program, *options, preload=None, path=(), executable=sys.executable):
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VRAMCTL", "COV", "LD_PRELOAD"))}
+        env["PYTHONPATH"] = os.pathsep.join([str(SITE), *map(str, path)])
+        if preload:
+            env["LD_PRELOAD"] = preload
+        done = subprocess.run(
+            [executable, *options, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True, timeout=60
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        # The loader says of a library that is not there that it is not; the program runs.
+        errors = [line for line in done.stderr.splitlines() if "cannot be preloaded" not in line]
+        self.assertEqual(errors, [])
+        return done.stdout.strip()
+
+    MODULES = "import sys; print(sorted(name for name in sys.modules if 'vramctl' in name or name in ('ctypes', 'logging')))"
+
+    def test_nothing_is_imported_where_nothing_is_preloaded(self):
+        self.assertEqual(self.python(self.MODULES), "['_vramctl_sitecustomize']")
+
+    def test_a_preloaded_program_pays_for_one_small_module(self):
+        self.assertEqual(self.python(self.MODULES, preload="/nowhere/libvramctl.so"), "['_vramctl_sitecustomize', 'vramctl._imports']")
+
+    def test_an_engine_without_the_library_is_left_alone(self):
+        """LD_PRELOAD names something, but the library's functions are not in the process."""
+        self.write("vllm/__init__.py", "")
+        self.write("vllm/v1/worker/gpu_worker.py", "class Worker:\n    def load_model(self): return 'as ever'")
+        program = "import vllm.v1.worker.gpu_worker as w; print(w.Worker().load_model(), hasattr(w.Worker.load_model, '_vramctl_wraps'))"
+        path = [self.folder, PACKAGE.parent]
+        self.assertEqual(self.python(program, preload="/nowhere/libother.so", path=path), "as ever False")
+
+    def test_the_sitecustomize_that_was_there_runs(self):
+        self.write("a/sitecustomize.py", "import sys; sys.stdout.write('first '); name = __name__; own = __file__")
+        self.write("b/sitecustomize.py", "import sys; sys.stdout.write('second ')")
+        program = "import sitecustomize; print(sitecustomize.name, sitecustomize.own.endswith('a/sitecustomize.py'))"
+        path = [self.folder / "empty", self.folder / "a", self.folder / "b"]
+        for preload in (None, "/nowhere/libvramctl.so"):
+            self.assertEqual(self.python(program, preload=preload, path=path), "first sitecustomize True")
+
+    def test_one_that_chains_too_is_run_once(self):
+        """Such as a tracer's, which takes its own directory off the path and imports `sitecustomize` again."""
+        self.write(
+            "tracer/sitecustomize.py",
+            """
+            import os, sys
+            sys.stdout.write("tracer ")
+            here = os.path.dirname(os.path.abspath(__file__))
+            sys.path.remove(here)
+            ours = sys.modules.pop("sitecustomize")
+            try:
+                import sitecustomize
+            finally:
+                sys.path.append(here)
+                sys.modules["sitecustomize"] = ours
+            """,
+        )
+        self.assertEqual(self.python("print('program')", path=[self.folder / "tracer"]), "tracer program")
+
+    def test_our_directory_twice_on_the_path(self):
+        self.write("a/sitecustomize.py", "import sys; sys.stdout.write('once ')")
+        self.assertEqual(self.python("print()", path=[SITE, f"{SITE}/", self.folder / "a", SITE]), "once")
+
+    def test_an_error_in_the_next_one_is_reported_by_python_as_ever(self):
+        self.write("a/sitecustomize.py", "raise ValueError('its own')")
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(self.folder / "a")])}
+        done = subprocess.run([sys.executable, "-c", "print('runs')"], env=env, capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.stdout, "runs\n")
+        self.assertIn("its own", done.stderr)
+
+    def test_without_site_and_isolated(self):
+        program = "import sys; print('_vramctl_sitecustomize' in sys.modules)"
+        for option in ("-S", "-I"):
+            self.assertEqual(self.python(program, option, preload="/nowhere/libvramctl.so"), "False")
+
+    def test_in_a_virtual_environment_and_in_spawned_children(self):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.folder / "venv"], check=True, timeout=120)
+        self.write(
+            "child.py",
+            """
+            import multiprocessing, sys
+            def look(queue): queue.put("vramctl._imports" in sys.modules)
+            def main():
+                spawn = multiprocessing.get_context("spawn")
+                queue = spawn.SimpleQueue()
+                child = spawn.Process(target=look, args=(queue,))
+                child.start()
+                print(queue.get(), sys.prefix != sys.base_prefix)
+                child.join()
+            """,
+        )
+        program = "import child\nif __name__ == '__main__': child.main()"
+        python = self.folder / "venv/bin/python"
+        printed = self.python(program, preload="/nowhere/libvramctl.so", path=[self.folder], executable=python)
+        self.assertEqual(printed, "True True")
+
+
+if __name__ == "__main__":
+    unittest.main()

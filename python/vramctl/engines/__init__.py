@@ -1,0 +1,174 @@
+"""Inference engines, whose memory gets its tags by itself: what they have in common.
+
+A module of this package wraps the few functions in which its engine makes weights, KV cache and CUDA graphs. It does so
+only where the library is preloaded, and only in the versions that it knows; in others it says once that all of the
+engine's memory stays under the process's own tag. Tags: `weights`, `kv_cache`, `cuda_graph`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import sys
+import threading
+from typing import Any, Callable, Iterator, Optional
+
+import vramctl
+
+logger = logging.getLogger("vramctl")
+
+
+def announce(name: str) -> None:
+    """Says to the library which engine lives in this process: then a pause from outside does not discard its KV cache
+    without asking it."""
+    set_engine = getattr(ctypes.CDLL(None), "vramctl_set_engine", None)
+    if set_engine is not None:
+        set_engine(name.encode())
+
+
+# ---- pools ----
+
+
+class _Thread(threading.local):
+    #: The pool of the innermost `tagged` that this thread is in, and the context by which torch was told.
+    pool: Any = None
+    entered: Any = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def tagged(tag: str) -> Iterator[None]:
+    """What torch allocates inside gets the tag, in segments of its own; what of it is free again at the end goes back.
+
+    A pool for each time, and not one for each tag: torch gives the free segments of a pool back when the pool object
+    goes, while the tensors in the others live on. So what was needed while a model was loaded is not held for ever.
+    """
+    with vramctl.region(tag, pool=False):
+        torch = vramctl._torch.required()
+        if torch.cuda.get_allocator_backend() != "native":
+            yield  # it does not cache, so there is nothing to keep apart
+            return
+        pool = torch.cuda.MemPool()
+        vramctl._torch.adopt(pool.id)
+        with _alone(torch, pool):
+            del pool
+            yield
+
+
+@contextlib.contextmanager
+def tagged_if_possible(tag: str) -> Iterator[None]:
+    """The same for a program that has not asked for it: where it cannot be done, the program runs on without the tag."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(tagged(tag))
+        except vramctl.Error as error:
+            say_once("memory gets no tag %s, but the process's own: %s", tag, error)
+        yield
+
+
+@contextlib.contextmanager
+def _alone(torch: Any, pool: Any) -> Iterator[None]:
+    """Has torch allocate from this pool. It would go on with the one that was entered first, so that is left meanwhile."""
+    outer = _thread.pool
+    _leave()
+    try:
+        _enter(torch, pool)
+        yield
+    finally:
+        _leave()
+        if outer is not None:
+            _enter(torch, outer)
+
+
+def _enter(torch: Any, pool: Any) -> None:
+    entered = torch.cuda.use_mem_pool(pool)
+    entered.__enter__()
+    _thread.pool, _thread.entered = pool, entered
+
+
+def _leave() -> None:
+    entered, _thread.pool, _thread.entered = _thread.entered, None, None
+    if entered is not None:
+        entered.__exit__(None, None, None)
+
+
+# ---- wrapping ----
+
+#: On a function that wraps another: which one.
+_MARK = "_vramctl_wraps"
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:
+    """Puts `around(original, *arguments)` in place of the function `owner.name`. False: there is none. Once a function."""
+    original = vars(owner).get(name)
+    static = isinstance(original, staticmethod)
+    if static:
+        original = original.__func__
+    if not callable(original):
+        return False
+    if hasattr(original, _MARK):
+        return True
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        return around(original, *arguments, **keywords)
+
+    setattr(wrapper, _MARK, original)
+    setattr(owner, name, staticmethod(wrapper) if static else wrapper)
+    return True
+
+
+_said = set()
+
+
+def say_once(text: str, *arguments: Any) -> None:
+    """A warning, the first time."""
+    if text not in _said:
+        _said.add(text)
+        logger.warning("vramctl: " + text, *arguments)
+
+
+# ---- CUDA graphs ----
+
+_graph_tag: Optional[str] = None
+
+
+def tag_graphs(tag: Optional[str]) -> None:
+    """From now on, the memory of CUDA graphs that torch captures gets the tag; None: it is left to CUDA."""
+    global _graph_tag
+    _graph_tag = tag
+    import torch
+
+    graph = torch.cuda.CUDAGraph
+    # Both or none: a region that is begun must be ended.
+    if {"capture_begin", "capture_end"} <= set(vars(graph)):
+        wrap(graph, "capture_begin", _capture_begin)
+        wrap(graph, "capture_end", _capture_end)
+    else:
+        say_once("torch %s captures graphs otherwise than is known here; their memory gets the process's own tag", torch.__version__)
+
+
+def _capture_begin(original: Callable[..., Any], graph: Any, *arguments: Any, **keywords: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        try:
+            # Torch has a pool for the graph: only the thread's region is wanted.
+            stack.enter_context(vramctl.region(_graph_tag, pool=False))
+        except vramctl.Error as error:
+            say_once("memory of CUDA graphs gets the process's own tag: %s", error)
+        done = original(graph, *arguments, **keywords)
+        graph._vramctl_region = stack.pop_all()
+    return done
+
+
+def _capture_end(original: Callable[..., Any], graph: Any, *arguments: Any, **keywords: Any) -> Any:
+    with vars(graph).pop("_vramctl_region", None) or contextlib.nullcontext():
+        return original(graph, *arguments, **keywords)
+
+
+def version_of(package: str) -> str:
+    """An engine's version, for messages."""
+    return str(getattr(sys.modules.get(package), "__version__", "of unknown version"))

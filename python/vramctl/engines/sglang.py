@@ -1,0 +1,133 @@
+"""SGLang: tags for its memory where its own memory saver is off.
+
+Known version: 0.5.16. Where the memory saver is on (`enable_memory_saver`), it rules, through the `torch_memory_saver` of
+this package. Where it is off, SGLang is started as if it were on, with regions that keep their contents, because nobody
+tells SGLang to forget its cache when its memory is paused from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from typing import Any, Callable, ContextManager, Iterator
+
+import vramctl
+from vramctl import engines
+from vramctl._imports import when_imported
+
+#: Tells the processes that SGLang starts what was decided in the first one, which alone makes the settings:
+#: `tags` (ours, the memory saver is off) or `own`, and `shared` where workers hand each other memory of CUDA graphs.
+_DECISION = "_VRAMCTL_SGLANG"
+
+_SETTINGS = "sglang.srt.server_args"
+_ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
+
+
+def install() -> None:
+    """Has SGLang use this library in this process. Does nothing where the library is not preloaded."""
+    if not vramctl.is_preloaded():
+        return
+    when_imported(_SETTINGS, _wrap_settings)
+    when_imported(_ADAPTER, _wrap_adapter)
+    folders = getattr(importlib.import_module("sglang"), "__path__", ())
+    for name in (_SETTINGS, _ADAPTER):
+        file = os.path.join(*name.split(".")[1:]) + ".py"
+        if not any(os.path.exists(os.path.join(folder, file)) for folder in folders):
+            _unknown(name)
+
+
+def _unknown(what: str) -> None:
+    engines.say_once(
+        "SGLang %s has no %s as the version that is known (0.5.16); what it allocates stays under the process's own tag, and can "
+        "be paused with that",
+        engines.version_of("sglang"),
+        what,
+    )
+
+
+def _wrap_settings(module: Any) -> None:
+    settings = getattr(module, "ServerArgs", None)
+    known = getattr(settings, "__dataclass_fields__", {})
+    if "enable_memory_saver" not in known or not engines.wrap(settings, "__post_init__", _decide):
+        _unknown("ServerArgs.enable_memory_saver")
+
+
+def _decide(original: Callable[..., Any], settings: Any, *arguments: Any, **keywords: Any) -> Any:
+    # Settings are copied, and a copy of those that were decided on has the saver on already.
+    if not settings.enable_memory_saver:
+        settings.enable_memory_saver = True
+        # Should the regions turn out not to be ours, contents are kept all the same.
+        settings.enable_weights_cpu_backup = True
+        decision = "tags"
+    else:
+        decision = os.environ.get(_DECISION, "own").partition(",")[0]
+    # SGLang itself keeps workers from sharing graphs' memory where it is told that the graphs are pausable.
+    if (
+        getattr(settings, "tp_size", 1) > 1
+        and not getattr(settings, "disable_custom_all_reduce", False)
+        and os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() not in ("1", "true")
+    ):
+        decision += ",shared"
+    os.environ[_DECISION] = decision
+    return original(settings, *arguments, **keywords)
+
+
+def _wrap_adapter(module: Any) -> None:
+    adapter = getattr(module, "TorchMemorySaverAdapter", None)
+    if adapter is None or not engines.wrap(adapter, "create", functools.partial(_create, adapter)):
+        _unknown("TorchMemorySaverAdapter.create")
+
+
+def _create(base: type, original: Callable[..., Any], enable: bool) -> Any:
+    """What SGLang calls, in each of its processes, to get the memory saver that its settings ask for."""
+    decision = os.environ.get(_DECISION, "own").split(",")
+    if not enable:
+        return original(enable)
+    engines.announce("sglang")
+    if "shared" in decision:
+        engines.tag_graphs(None)
+    elif "tags" in decision:
+        engines.tag_graphs("cuda_graph")
+    return _regions(base)() if "tags" in decision else original(enable)
+
+
+@functools.lru_cache(maxsize=None)
+def _regions(base: type) -> type:
+    """SGLang's interface to a memory saver, with regions of ours."""
+
+    class Regions(base):  # type: ignore[valid-type, misc]
+        enabled = True
+
+        def region(self, tag: str, enable_cpu_backup: bool = False) -> ContextManager[None]:
+            return engines.tagged_if_possible(tag)
+
+        @contextlib.contextmanager
+        def cuda_graph(self, **settings: Any) -> Iterator[None]:
+            # Every capture is tagged, this one among them.
+            import torch
+
+            settings.pop("tag", None)
+            with torch.cuda.graph(**settings):
+                yield
+
+        def disable(self) -> ContextManager[None]:
+            return vramctl.unmanaged()
+
+        def configure_subprocess(self) -> ContextManager[None]:
+            return contextlib.nullcontext()
+
+        def pause(self, tag: str) -> None:
+            _known(vramctl.pause, tag)
+
+        def resume(self, tag: str) -> None:
+            _known(vramctl.resume, tag)
+
+    return Regions
+
+
+def _known(work: Callable[[str], Any], tag: str) -> None:
+    """SGLang pauses all three tags, whether there is something under each or not."""
+    if vramctl.status().tag(tag) is not None:
+        work(tag)
