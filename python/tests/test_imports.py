@@ -140,12 +140,14 @@ class WhenImported(Folder):
 
         self.write("some_module.py", "value = 1")
         self.watch("some_module")
-        for place in (0, len(sys.meta_path)):
-            sys.modules.pop("some_module", None)
-            self.seen.clear()
-            sys.meta_path.insert(place, Other())
-            importlib.import_module("some_module")
-            self.assertEqual(self.seen, [("some_module", 1)])
+        finders = list(sys.meta_path)
+        for place in (0, 1, len(finders)):
+            with self.subTest(place=place):
+                sys.modules.pop("some_module", None)
+                self.seen.clear()
+                sys.meta_path[:] = [*finders[:place], Other(), *finders[place:]]
+                importlib.import_module("some_module")
+                self.assertEqual(self.seen, [("some_module", 1)])
 
     def test_other_modules_are_not_touched(self):
         self.write("some_module.py", "value = 1")
@@ -197,20 +199,19 @@ class Sitecustomize(Folder):
             self.assertEqual(self.python(program, preload=preload, path=path), "first sitecustomize True")
 
     def test_one_that_chains_too_is_run_once(self):
-        """Such as a tracer's, which takes its own directory off the path and imports `sitecustomize` again."""
+        """Such as a tracer's, which runs the first one on the path that is not its own: this one again."""
         self.write(
             "tracer/sitecustomize.py",
             """
             import os, sys
+            from importlib.machinery import PathFinder
+            from importlib.util import module_from_spec
             sys.stdout.write("tracer ")
             here = os.path.dirname(os.path.abspath(__file__))
-            sys.path.remove(here)
-            ours = sys.modules.pop("sitecustomize")
-            try:
-                import sitecustomize
-            finally:
-                sys.path.append(here)
-                sys.modules["sitecustomize"] = ours
+            spec = PathFinder.find_spec("sitecustomize", [place for place in sys.path if place != here])
+            module = module_from_spec(spec)
+            sys.modules["sitecustomize"] = module
+            spec.loader.exec_module(module)
             """,
         )
         self.assertEqual(self.python("print('program')", path=[self.folder / "tracer"]), "tracer program")
