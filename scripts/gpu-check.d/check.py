@@ -116,11 +116,11 @@ def dig(value, key):
 
 
 class Check:
-    def __init__(self, options):
+    def __init__(self, options, name="gpu-check"):
         self.options = options
         self.bin = pathlib.Path(options.bin)
         self.out = pathlib.Path(options.out)
-        self.log_file = open(self.out / "gpu-check.log", "w")
+        self.log_file = open(self.out / f"{name}.log", "w")
         self.section, self.deadline = "", Deadline(60)
         self.children = []
         self.checks, self.cycles, self.notes = [], [], []

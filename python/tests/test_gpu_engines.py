@@ -1,0 +1,227 @@
+"""scripts/gpu-engines without a GPU: what engines' scripts print is understood, limits are limits, reports are written.
+
+The whole of it runs once with an engine, a `vramctl` and an `nvidia-smi` that only pretend.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS / "gpu-engines.d"))
+
+import report  # noqa: E402
+
+SGLANG = """
+[2026-11-20 12:00:00] INFO something of the engine's own, 12.0 ms used 3.00 GiB or so
+start 61.2 s, used 99.01 GiB
+repeatable: True tokens [1, 2, 3] logprobs [-1.5, -2.0]
+""" + """\
+release kv_cache                  40.1 ms  used 16.50 GiB
+release weights                  {weights} ms  used 1.50 GiB
+release cuda_graph                12.0 ms  used {left} GiB
+resume cuda_graph                  9.0 ms  used 1.50 GiB
+resume weights                   301.0 ms  used 16.50 GiB
+resume kv_cache                    7.5 ms  used 99.01 GiB
+same tokens: True same logprobs: {same}
+"""
+
+VLLM = """\
+start 50.0 s, used 98.10 GiB
+repeatable: True tokens [1] logprobs [-1.0]
+sleep level 1                    900.0 ms  used 0.92 GiB
+wake weights                     300.0 ms  used 16.20 GiB
+wake kv_cache                     40.0 ms  used 98.10 GiB
+same tokens: True same logprobs: True
+sleep level 1                    350.0 ms  used 0.92 GiB
+wake weights                     310.0 ms  used 16.20 GiB
+wake kv_cache                     41.0 ms  used 98.10 GiB
+same tokens: True same logprobs: True
+"""
+
+
+def sglang(weights=("800.0", "390.0"), left="0.94", same="True"):
+    head, cycle = SGLANG.split("release", 1)
+    return head + "".join(("release" + cycle).format(weights=ms, left=left, same=same) for ms in weights)
+
+
+def failed(checks):
+    return [name for name, ok, _ in checks if not ok]
+
+
+class Reading(unittest.TestCase):
+    def test_steps_in_their_order(self):
+        found = report.parse(sglang())
+        self.assertEqual((found["start_s"], found["start_used_gib"], found["repeatable"]), (61.2, 99.01, True))
+        self.assertEqual([step["name"] for step in found["steps"][:3]], ["release kv_cache", "release weights", "release cuda_graph"])
+        self.assertEqual(len(found["steps"]), 12)
+        self.assertEqual(found["same"], [{"tokens": True, "logprobs": True}] * 2)
+        self.assertEqual(report.first_and_later(found["steps"], "release weights"), {"first": 800.0, "later": 390.0, "longest": 390.0})
+        self.assertEqual(report.parse(VLLM)["steps"][0], {"name": "sleep level 1", "ms": 900.0, "used_gib": 0.92})
+
+    def test_limits_hold_or_do_not(self):
+        self.assertEqual(failed(report.check_cycles("sglang", "cycles", report.parse(sglang()))), [])
+        self.assertEqual(failed(report.check_cycles("vllm", "cycles", report.parse(VLLM))), [])
+        slow = report.parse(sglang(weights=("800.0", "390.0", "410.0")))
+        self.assertEqual(failed(report.check_cycles("sglang", "cycles", slow)), ["release weights, later, in at most 400 ms"])
+        wrong = report.parse(sglang(same="False"))
+        self.assertIn("tokens and log-probabilities are the same in every cycle", failed(report.check_cycles("sglang", "cycles", wrong)))
+        much = report.parse(sglang(left="0.96"))
+        self.assertEqual(failed(report.check_cycles("sglang", "cycles", much)), ["at most 0.95 GiB stay in use"])
+        retained = report.parse(sglang(weights=("800.0", "55.0")))
+        self.assertEqual(failed(report.check_cycles("sglang", "retained", retained)), [])
+        self.assertEqual(len(failed(report.check_cycles("sglang", "retained", report.parse(sglang())))), 1)
+
+    def test_a_script_that_broke_off_has_passed_nothing(self):
+        self.assertGreaterEqual(len(failed(report.check_cycles("vllm", "cycles", report.parse("Traceback\n"), 1))), 4)
+        whole = report.parse(VLLM)
+        self.assertEqual(failed(report.check_cycles("vllm", "cycles", whole, 1)), ["the script runs to its end"])
+
+    def test_time_per_token(self):
+        self.assertEqual(failed(report.check_tpot({"without": [10.0, 10.2], "with": [10.1, 10.15]})), [])
+        self.assertEqual(len(failed(report.check_tpot({"without": [10.0], "with": [10.11]}))), 1)
+
+
+class Running(unittest.TestCase):
+    """The whole, with pretenders."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.write("bin/nvidia-smi", "#!/bin/sh\ncase $* in -L) echo 'GPU 0: pretended';; *memory*) echo 900;; *) echo pretended;; esac\n")
+        self.write("bin/libvramctl.so", "")
+        self.write(
+            "bin/vramctl",
+            f"""\
+            #!{sys.executable}
+            import json, os, sys
+            with open({str(self.folder / "asked")!r}, "a") as log: print(*sys.argv[1:], file=log)
+            what = sys.argv[1]
+            if what == "run":
+                command = sys.argv[sys.argv.index("--") + 1:]
+                os.execvp(command[0], command)
+            if what == "--version": print("vramctl 9.9.9")
+            if what == "status":
+                tags = [{{"tag": tag, "bytes": 1 << 30}} for tag in ("cuda_graph", "default", "kv_cache", "weights")]
+                print(json.dumps({{"processes": [{{"tags": tags}}]}}))
+            if what in ("pause", "resume"): print(json.dumps({{"processes": [{{"report": {{"ms": 123.4}}}}]}}))
+            """,
+        )
+        self.write("scripts/vllm_cycle.py", f"import os\nassert os.environ['PYTHONPATH'].startswith('{self.folder}/engine')\nprint('''{VLLM}''')")
+        self.write("scripts/make_model.py", "def make_model(): return '/model'")
+        self.write(
+            "engine/vllm/__init__.py",
+            """\
+            from types import SimpleNamespace as S
+            __version__ = "0.26.0"
+            SamplingParams = S
+            print("a line of the engine's own")
+            class LLM:
+                def __init__(self, model, **settings): assert model == "/model" and "enable_sleep_mode" not in settings
+                def reset_prefix_cache(self): pass
+                def generate(self, prompts, parameters, use_tqdm):
+                    chosen = [{7: S(logprob=-1.5)}] * parameters.max_tokens
+                    return [S(outputs=[S(token_ids=[7] * parameters.max_tokens, logprobs=chosen)]) for _ in prompts]
+            """,
+        )
+        self.write("engine/vllm-0.26.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")
+        self.write("engine/torch.py", "__version__ = '2.11.0'")
+        # The other process must not have the engine's packages; here it has a torch of its own.
+        self.write("other/torch.py", PRETENDED_TORCH)
+
+    def write(self, name, text):
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        path.chmod(0o755)
+
+    def gpu_engines(self, *arguments):
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "VRAMCTL_"))}
+        env.update(PATH=f"{self.folder}/bin:{env['PATH']}", PYTHONPATH=f"{self.folder}/other")
+        command = [SCRIPTS / "gpu-engines", "--engine", "vllm", "--out", self.folder / "out", *arguments]
+        return subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, timeout=120)
+
+    def places(self):
+        (self.folder / "package").mkdir(exist_ok=True)
+        (self.folder / "package/__init__.py").touch()
+        places = {"--scripts": "scripts", "--engine-dir": "engine", "--bin": "bin", "--python": "package"}
+        return [part for option, place in places.items() for part in (option, self.folder / place)]
+
+    def test_all_parts(self):
+        done = self.gpu_engines(*self.places(), "--cycles", 2, "--other-gib", 3, "--part", "cycles,outside,tpot")
+        result = json.loads((self.folder / "out/gpu-engines.json").read_text())["parts"]
+        self.assertEqual(sorted(result), ["vllm/cycles", "vllm/outside", "vllm/tpot"], done.stdout + done.stderr)
+        for name in ("vllm/cycles", "vllm/outside"):
+            self.assertEqual([check for check in result[name]["checks"] if not check["ok"]], [], done.stdout)
+        outside = result["vllm/outside"]
+        self.assertEqual(outside["version"], "0.26.0")
+        self.assertEqual([(cycle["pause_ms"], cycle["same"], cycle["other_gib"]) for cycle in outside["cycles"]], [(123.4, True, 3)] * 2)
+        self.assertEqual(len(result["vllm/tpot"]["ms"]["with"]), 2)
+        asked = (self.folder / "asked").read_text()
+        self.assertIn("pause cuda_graph kv_cache weights --name gpu-engines --json", asked)
+        text = (self.folder / "out/gpu-engines.md").read_text()
+        self.assertIn("| vLLM 0.26.0 | sleep level 1 | – | 0.90 s / 0.35 s |", text)
+        self.assertIn("| 1 | 0.12 s | 0.12 s | 0.88 GiB | 3 GiB | yes |", text)
+        self.assertIn("pretended", text)
+
+        # Parts of several runs make one report.
+        first = self.folder / "out/gpu-engines.json"
+        again = self.gpu_engines(*self.places(), "--part", "baseline", "--join", first, "--out", self.folder / "second")
+        self.assertEqual(again.returncode, 0, again.stdout + again.stderr)
+        text = (self.folder / "second/gpu-engines.md").read_text()
+        self.assertIn("| vLLM 0.26.0 | sleep level 1 | 0.90 s / 0.35 s | 0.90 s / 0.35 s |", text)
+
+    def test_discarding_tells_the_engine_first(self):
+        done = self.gpu_engines(*self.places(), "--cycles", 1, "--other-gib", 1, "--part", "outside", "--discard", "--model", "/model")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("pause kv_cache --discard --force", (self.folder / "asked").read_text())
+
+    def test_a_failed_part_is_told_and_the_others_run(self):
+        (self.folder / "scripts/vllm_cycle.py").write_text("raise SystemExit('no')")
+        done = self.gpu_engines(*self.places(), "--cycles", 1, "--other-gib", 1, "--part", "cycles,outside")
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertIn("gpu-engines FAILED", done.stdout)
+        text = (self.folder / "out/gpu-engines.md").read_text()
+        self.assertIn("- vllm/cycles: the script runs to its end: exit code 1", text)
+        self.assertIn("vLLM 0.26.0 from outside", text)
+
+    def test_help_and_a_dry_run_need_nothing(self):
+        self.assertIn("--dry-run", self.gpu_engines("--help").stdout)
+        done = self.gpu_engines("--dry-run", "--scripts", "/s")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for line in ("run --name gpu-engines -- ", "/s/vllm_cycle.py", "pause cuda_graph kv_cache weights", "env VRAMCTL_RETAIN=weights"):
+            self.assertIn(line, done.stdout)
+
+    def test_what_is_missing_is_said(self):
+        for arguments, text in [
+            (["--part", "all"], "there is no part all"),
+            (["--fraction", "2"], "not a share of the GPU"),
+            (["--scripts", "/nowhere"], "vllm_cycle.py and make_model.py in '/nowhere' is missing"),
+            (["--cycles"], "--cycles needs a value"),
+        ]:
+            done = self.gpu_engines(*arguments)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn(text, done.stderr)
+
+
+PRETENDED_TORCH = """\
+    int64 = None
+    class Tensor:
+        def add_(self, _): return self
+        sub_ = add_
+    def arange(*_, **__): return Tensor()
+    def equal(*_): return True
+    class cuda:
+        synchronize = staticmethod(lambda: None)
+"""
+
+
+if __name__ == "__main__":
+    unittest.main()

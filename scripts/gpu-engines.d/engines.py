@@ -1,0 +1,262 @@
+"""The measurements of scripts/gpu-engines, which prepares everything and calls this."""
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import signal
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "gpu-check.d")]
+
+import report  # noqa: E402
+from check import Check, Child, Deadline, Failed  # noqa: E402
+
+NAME = "gpu-engines"
+TAGS = ("cuda_graph", "kv_cache", "weights")
+
+
+class Program(Child):
+    """program.py: only lines behind "@ " are its answers, the others are the engine's."""
+
+    def hear(self, seconds):
+        end = time.monotonic() + seconds
+        while True:
+            line = super().hear(max(end - time.monotonic(), 0.1))
+            if line.startswith("@ "):
+                return line[2:]
+
+
+class Engines(Check):
+    def __init__(self, options):
+        super().__init__(options, NAME)
+        self.env.update(VRAMCTL_PYTHON=options.python, VRAMCTL_NAME=NAME)
+        # The other process and the interpreter are as they are without the engine.
+        self.plain_env = dict(self.env)
+        if options.engine_dir:
+            paths = [options.engine_dir, self.env.get("PYTHONPATH", "")]
+            self.env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        self.parts = report.join(json.loads(pathlib.Path(file).read_text()) for file in options.join)
+
+    # ---- commands, which --dry-run prints ----
+
+    def under_library(self, command, managed=True):
+        """A command line, under the library or as it is."""
+        return [str(self.bin / "vramctl"), "run", "--name", NAME, "--", *command] if managed else list(command)
+
+    def script(self):
+        return [sys.executable, str(pathlib.Path(self.options.scripts) / f"{self.options.engine}_cycle.py")]
+
+    def program(self):
+        fraction = str(self.options.fraction)
+        return [sys.executable, str(HERE / "program.py"), self.options.engine, self.options.model or "MODEL", fraction]
+
+    def pause(self):
+        """The commands that pause the engine from the shell."""
+        both = ["--name", NAME, "--json"]
+        if not self.options.discard:
+            return [["pause", *TAGS, *both]]
+        kept = [tag for tag in TAGS if tag != "kv_cache"]
+        # The program has told the engine itself.
+        return [["pause", "kv_cache", "--discard", "--force", *both], ["pause", *kept, *both]]
+
+    def plan(self):
+        """What each part runs, as lines."""
+        vramctl, other = str(self.bin / "vramctl"), [sys.executable, str(HERE / "other.py"), str(self.options.other_gib)]
+        outside = [
+            self.under_library(self.program()),
+            *[[vramctl, *line] for line in self.pause()],
+            other,
+            [vramctl, "resume", *TAGS, "--name", NAME, "--json"],
+        ]
+        both = [self.program(), self.under_library(self.program())]
+        plans = {
+            "cycles": [self.under_library(self.script())],
+            "baseline": [self.script()],
+            "retained": [["env", "VRAMCTL_RETAIN=weights", *self.under_library(self.script())]],
+            "outside": outside,
+            "tpot": both * self.options.rounds,
+        }
+        names = ("PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON")
+        lines = [f"{name}={shlex.quote(self.env[name])}" for name in names if name in self.env]
+        for part in self.options.part.split(","):
+            lines += [f"# {part}", *[shlex.join(command) for command in plans[part]]]
+        return "\n".join(lines)
+
+    # ---- parts ----
+
+    def cycle_script(self, part):
+        env = {**self.env, "VRAMCTL_RETAIN": "weights"} if part == "retained" else self.env
+        command = self.under_library(self.script(), managed=part != "baseline")
+        code, text, _ = self.command(*command, seconds=self.options.limit, env=env)
+        found = report.parse(text)
+        self.judge(report.check_cycles(self.options.engine, part, found, code))
+        return {"found": found}
+
+    def model(self):
+        if self.options.model:
+            return
+        code = "import make_model; print(make_model.make_model())"
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {self.options.scripts!r}); {code}"]
+        status, text, _ = self.command(*command, seconds=300)
+        if status != 0:
+            raise Failed(f"make_model.py: exit code {status}: {text}")
+        self.options.model = text.strip().splitlines()[-1]
+
+    def start_program(self, managed):
+        command = self.under_library(self.program(), managed)
+        program = Program(self, "program.py", command, self.env)
+        self.children.append(program)
+        started = json.loads(program.hear(300))
+        self.version = started["version"]
+        self.log(f"started in {started['start_s']:.1f} s, {self.used_mib()} MiB in use")
+        return program
+
+    def outside(self):
+        self.model()
+        program = self.start_program(managed=True)
+        # Once to warm up: the first answers may come from kernels that are still being chosen.
+        program.ask_json("generate", 120)
+        first = program.ask_json("generate", 120)
+        self.expect("the engine repeats itself", first["tokens"] and first["logprobs"], first)
+        tags = {name: tag["bytes"] for name, tag in self.states(NAME).items()}
+        self.expect("weights, KV cache and graphs have their tags", set(TAGS) <= set(tags), json.dumps(tags))
+        cycles = []
+        for number in range(1, self.options.cycles + 1):
+            if self.options.discard:
+                program.ask_json("forget")
+            pause_ms = sum(self.shell(*line) for line in self.pause())
+            used_mib = self.used_mib(below=8 * 1024)
+            other = [sys.executable, HERE / "other.py", self.options.other_gib]
+            code, text, _ = self.command(*other, seconds=120, env=self.plain_env)
+            self.expect(f"cycle {number}: another process uses {self.options.other_gib} GiB", code == 0, text)
+            resume_ms = self.shell("resume", *TAGS, "--name", NAME, "--json", "--timeout", "10")
+            same = program.ask_json("generate", 120)
+            self.expect(f"cycle {number}: the same tokens and log-probabilities", same["tokens"] and same["logprobs"], same)
+            cycles.append(
+                {
+                    "pause_ms": pause_ms,
+                    "resume_ms": resume_ms,
+                    "used_mib": used_mib,
+                    "other_gib": self.options.other_gib if code == 0 else 0,
+                    "same": same["tokens"] and same["logprobs"],
+                }
+            )
+        return {"cycles": cycles, "tags": tags, "kv": "discarded" if self.options.discard else "kept"}
+
+    def shell(self, *arguments):
+        """One pause or resume: the milliseconds of the slowest process, as each reports them."""
+        code, text, _ = self.command(self.bin / "vramctl", *arguments, seconds=120)
+        if code != 0:
+            raise Failed(f"vramctl {arguments[0]}: exit code {code}: {text}")
+        return max(one["report"]["ms"] for one in json.loads(text)["processes"])
+
+    def tpot(self):
+        self.model()
+        ms = {"without": [], "with": []}
+        for _ in range(self.options.rounds):
+            for which in ms:
+                program = self.start_program(managed=which == "with")
+                ms[which].append(program.ask_json("tpot", 240)["ms"])
+                self.end_children()
+                self.used_mib(below=2 * 1024)
+        self.judge(report.check_tpot(ms))
+        return {"ms": ms}
+
+    # ---- all of it ----
+
+    def judge(self, checks):
+        for name, ok, detail in checks:
+            self.expect(name, ok, detail)
+
+    def engine_version(self):
+        code = f"import importlib.metadata as m; print(m.version({self.options.engine!r}))"
+        status, text, _ = self.command(sys.executable, "-c", code)
+        return text.strip() if status == 0 else "of unknown version"
+
+    def run(self):
+        begin = time.monotonic()
+        self.facts = self.machine()
+        self.version = self.engine_version()
+        ok = True
+        for part in self.options.part.split(","):
+            self.section, self.checks = part, []
+            self.say(f"{self.options.engine}: {part}")
+            start = time.monotonic()
+            # What is left of the whole, less a little to write the report.
+            self.deadline = Deadline(max(self.options.limit - 15 - (start - begin), 0.1))
+            measured = {}
+            try:
+                work = {"outside": self.outside, "tpot": self.tpot}.get(part)
+                measured = work() if work else self.cycle_script(part)
+            except Exception as error:
+                self.expect("runs to its end", False, f"{type(error).__name__}: {error}")
+            finally:
+                self.end_children()
+            passed = all(check["ok"] for check in self.checks)
+            ok = ok and passed
+            taken = time.monotonic() - start
+            self.say(f"  {'passed' if passed else 'FAILED'} after {taken:.0f} s")
+            told = {"engine": {"sglang": "SGLang", "vllm": "vLLM"}[self.options.engine], "version": self.version}
+            about = {**told, "machine": self.facts, "checks": self.checks, "took_s": round(taken, 1)}
+            # A part that broke off has nothing to show in the tables; that it failed is in what is printed and in the log.
+            if measured or f"{self.options.engine}/{part}" not in self.parts:
+                self.parts[f"{self.options.engine}/{part}"] = {**about, **measured} if measured else {**about, **EMPTY[part]}
+            self.write()  # after each part, so that a later mishap leaves something
+        return ok
+
+    def write(self):
+        result = {"options": vars(self.options), "parts": self.parts}
+        (self.out / f"{NAME}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (self.out / f"{NAME}.md").write_text(report.markdown(self.parts) + "\n")
+
+
+#: What a part that broke off has measured.
+_NO_CYCLES = {"found": {"start_s": None, "start_used_gib": None, "repeatable": None, "steps": [], "same": []}}
+EMPTY = {
+    "cycles": _NO_CYCLES,
+    "baseline": _NO_CYCLES,
+    "retained": _NO_CYCLES,
+    "outside": {"cycles": [], "tags": {}, "kv": "?"},
+    "tpot": {"ms": {"without": [], "with": []}},
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("engine", "engine-dir", "scripts", "part", "model", "bin", "python", "out", "work"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("other-gib", "cycles", "rounds", "limit"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--fraction", type=float, required=True)
+    parser.add_argument("--join", action="append", default=[])
+    for name in ("discard", "dry-run"):
+        parser.add_argument(f"--{name}", action="store_true")
+    options = parser.parse_args()
+    options.smi, options.libcudart = "nvidia-smi", ""
+    engines = Engines(options)
+    if options.dry_run:
+        print(engines.plan())
+        return 0
+
+    def interrupted(number, _frame):
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, interrupted)
+    try:
+        passed = engines.run()
+    finally:
+        engines.end_children()
+        engines.log_file.close()
+    print()
+    print((engines.out / f"{NAME}.md").read_text())
+    print(f"written to {engines.out}")
+    print(f"{NAME} {'OK' if passed else 'FAILED'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

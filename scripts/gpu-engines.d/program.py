@@ -1,0 +1,122 @@
+"""Starts a real engine, without its own memory saver or sleep mode, and does what lines on its input say.
+
+    program.py sglang|vllm MODEL FRACTION
+
+Each answer is a line of JSON behind "@ ", for engines write to stdout too. `generate`: whether tokens and log-probabilities
+are those of the first time; `forget`: the engine forgets its prefix cache; `tpot`: milliseconds per output token; `end`.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+
+PROMPTS = [[(i * 7919 + j * 104729) % 120000 + 10 for j in range(64)] for i in range(4)]
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+class Vllm:
+    def __init__(self, model, fraction):
+        # The engine core in a process of its own, as `vllm serve` has it.
+        os.environ.update(
+            OFFLINE,
+            VLLM_NO_USAGE_STATS="1",
+            VLLM_USE_FLASHINFER_SAMPLER="0",
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            VLLM_LOGGING_LEVEL="WARNING",
+        )
+        import vllm
+
+        self.version, self.parameters = vllm.__version__, vllm.SamplingParams
+        self.engine = vllm.LLM(
+            model=model,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_model_len=4096,
+            gpu_memory_utilization=fraction,
+            max_num_seqs=16,
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
+        )
+
+    def forget(self):
+        self.engine.reset_prefix_cache()
+
+    def run(self, tokens):
+        parameters = self.parameters(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+        done = self.engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], parameters, use_tqdm=False)
+        outputs = [one.outputs[0] for one in done]
+        return [(list(one.token_ids), [next(iter(chosen.values())).logprob for chosen in one.logprobs]) for one in outputs]
+
+
+class Sglang:
+    def __init__(self, model, fraction):
+        os.environ.update(OFFLINE)
+        import sglang
+
+        self.version = sglang.__version__
+        self.engine = sglang.Engine(
+            model_path=model,
+            skip_tokenizer_init=True,
+            attention_backend="triton",
+            sampling_backend="pytorch",
+            mem_fraction_static=fraction,
+            cuda_graph_max_bs_decode=8,
+            log_level="warning",
+        )
+
+    def forget(self):
+        self.engine.flush_cache()
+
+    def run(self, tokens):
+        parameters = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        done = self.engine.generate(input_ids=PROMPTS, return_logprob=True, sampling_params=parameters)
+        return [(one["output_ids"], [token[0] for token in one["meta_info"]["output_token_logprobs"]]) for one in done]
+
+
+def milliseconds_per_token(engine, tokens=256, repeats=5):
+    """Without what a request costs however long it is."""
+
+    def seconds(count):
+        start = time.perf_counter()
+        engine.run(count)
+        return time.perf_counter() - start
+
+    engine.run(tokens)
+    return statistics.median((seconds(tokens + 1) - seconds(1)) / tokens * 1e3 for _ in range(repeats))
+
+
+def main():
+    name, model, fraction = sys.argv[1:]
+    start = time.perf_counter()
+    engine = {"vllm": Vllm, "sglang": Sglang}[name](model, float(fraction))
+    first = None
+
+    def answer(**fields):
+        print("@ " + json.dumps(fields), flush=True)
+
+    answer(version=engine.version, start_s=time.perf_counter() - start)
+    for line in sys.stdin:
+        request = line.strip()
+        try:
+            if request == "generate":
+                engine.forget()
+                outputs = engine.run(48)
+                first = first or outputs
+                tokens = [one[0] for one in outputs] == [one[0] for one in first]
+                answer(tokens=tokens, logprobs=outputs == first, sample=outputs[0][0][:6])
+            elif request == "forget":
+                engine.forget()
+                answer(done=True)
+            elif request == "tpot":
+                answer(ms=milliseconds_per_token(engine))
+            elif request == "end":
+                break
+        except Exception as error:  # the measurement goes on, and knows
+            answer(error=f"{type(error).__name__}: {error}")
+    # Engines take their time to end, and some never do.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

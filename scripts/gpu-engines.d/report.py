@@ -1,0 +1,173 @@
+"""What the engines' scripts print, as numbers; what was measured, held against the limits; and the table of it."""
+
+import re
+import statistics
+
+STEP = re.compile(r"^(?P<name>(?:release|resume|sleep|wake) .*?\S)\s+(?P<ms>\d+\.\d+) ms\s+used (?P<used>\d+\.\d+) GiB$")
+START = re.compile(r"^start (?P<s>\d+\.\d+) s, used (?P<used>\d+\.\d+) GiB$")
+SAME = re.compile(r"^same tokens: (?P<tokens>True|False) same logprobs: (?P<logprobs>True|False)$")
+
+
+def parse(text):
+    """The output of a script that drives an engine through cycles; other lines in it are the engine's own."""
+    found = {"start_s": None, "start_used_gib": None, "repeatable": None, "steps": [], "same": []}
+    for line in text.splitlines():
+        line = line.strip()
+        if step := STEP.match(line):
+            found["steps"].append({"name": step["name"], "ms": float(step["ms"]), "used_gib": float(step["used"])})
+        elif start := START.match(line):
+            found["start_s"], found["start_used_gib"] = float(start["s"]), float(start["used"])
+        elif line.startswith("repeatable: "):
+            found["repeatable"] = line.split()[1] == "True"
+        elif same := SAME.match(line):
+            found["same"].append({"tokens": same["tokens"] == "True", "logprobs": same["logprobs"] == "True"})
+    return found
+
+
+def first_and_later(steps, name):
+    """Milliseconds of a step the first time, and the median and the longest of the later ones; None where there is none."""
+    times = [step["ms"] for step in steps if step["name"] == name]
+    later = times[1:]
+    return {
+        "first": times[0] if times else None,
+        "later": statistics.median(later) if later else None,
+        "longest": max(later) if later else None,
+    }
+
+
+#: What is asked for: engine, part, step, then milliseconds at most for the first and for each later time.
+LIMITS = [
+    ("sglang", "cycles", "release weights", 900, 400),
+    ("sglang", "cycles", "resume weights", 360, 360),
+    ("sglang", "cycles", "release kv_cache", 62, 62),
+    ("sglang", "cycles", "resume kv_cache", 8, 8),
+    ("vllm", "cycles", "sleep level 1", 1000, 360),
+    ("vllm", "cycles", "wake weights", 360, 360),
+    ("vllm", "cycles", "wake kv_cache", 50, 50),
+    ("sglang", "retained", "release weights", None, 60),
+    ("vllm", "retained", "sleep level 1", None, 60),
+]
+#: GiB in use at most while all is paused.
+LEFT = {"sglang": 0.95, "vllm": 0.92}
+#: The library may take so much of the time per output token.
+SLOWER = 0.01
+
+
+def check_cycles(engine, part, found, code=0):
+    """The checks of a script's run: (name, whether it holds, detail)."""
+    steps, checks = found["steps"], []
+    checks.append(("the script runs to its end", code == 0 and len(found["same"]) > 0, f"exit code {code}"))
+    checks.append(("the engine repeats itself", found["repeatable"] is True, str(found["repeatable"])))
+    equal = [one["tokens"] and one["logprobs"] for one in found["same"]]
+    checks.append(("tokens and log-probabilities are the same in every cycle", bool(equal) and all(equal), str(equal)))
+    if part == "baseline":
+        return checks
+    for wanted_engine, wanted_part, name, first, later in LIMITS:
+        if (wanted_engine, wanted_part) != (engine, part):
+            continue
+        took = first_and_later(steps, name)
+        for which, limit, value in (("first", first, took["first"]), ("later", later, took["longest"])):
+            if limit is not None:
+                checks.append((f"{name}, {which}, in at most {limit} ms", value is not None and value <= limit, f"{value} ms"))
+    left = min((step["used_gib"] for step in steps), default=None)
+    checks.append((f"at most {LEFT[engine]} GiB stay in use", left is not None and left <= LEFT[engine], f"{left} GiB"))
+    return checks
+
+
+def check_tpot(times):
+    """The checks of milliseconds per token without and with the library."""
+    without, library = statistics.median(times["without"]), statistics.median(times["with"])
+    slower = library / without - 1
+    return [
+        (f"time per output token within {SLOWER:.0%}", slower <= SLOWER, f"{without:.3f} ms without, {library:.3f} with: {slower:+.2%}")
+    ]
+
+
+def join(results):
+    """The parts of several runs, the later ones in place of the earlier."""
+    parts = {}
+    for result in results:
+        parts.update(result.get("parts", {}))
+    return parts
+
+
+def seconds(ms):
+    if ms is None:
+        return "–"
+    return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.0f} ms"
+
+
+def markdown(parts):
+    """The tables, for docs/performance.md."""
+    lines = []
+    for facts in unique(part["machine"] for part in parts.values()):
+        lines += [machine(facts), ""]
+    rows = []
+    for engine, part, name, _, _ in LIMITS:
+        measured = parts.get(f"{engine}/{part}")
+        if measured is None:
+            continue
+        took = first_and_later(measured["found"]["steps"], name)
+        baseline = parts.get(f"{engine}/baseline")
+        before = first_and_later(baseline["found"]["steps"], name) if baseline else {"first": None, "later": None}
+        what = f"{name}, unchanged since the last backup (retained)" if part == "retained" else name
+        shown = [f"{seconds(times['first'])} / {seconds(times['later'])}" for times in (before, took)]
+        rows.append(f"| {measured['engine']} {measured['version']} | {what} | {shown[0] if baseline else '–'} | {shown[1]} |")
+    if rows:
+        lines += ["| engine | step | without the library, first / later | with it, first / later |", "| --- | --- | --- | --- |", *rows, ""]
+    rows = []
+    for name, measured in parts.items():
+        if "found" in measured and measured["found"]["steps"]:
+            left = min(step["used_gib"] for step in measured["found"]["steps"])
+            equal = sum(one["tokens"] and one["logprobs"] for one in measured["found"]["same"])
+            of = len(measured["found"]["same"])
+            rows.append(f"| {name} | {measured['found']['start_used_gib']} GiB | {left} GiB | {equal} of {of} |")
+    if rows:
+        header = "| run | in use at the start | while all is paused | cycles with the same tokens and log-probabilities |"
+        lines += [header, "| --- | ---: | ---: | ---: |", *rows, ""]
+    for name, measured in parts.items():
+        if not name.endswith("/outside"):
+            continue
+        lines += [
+            f"{measured['engine']} {measured['version']} from outside, KV cache {measured['kv']}; by tag: "
+            + ", ".join(f"{tag} {size / 2**30:.2f} GiB" for tag, size in measured["tags"].items())
+            + ".",
+            "",
+            "| cycle | pause | resume | in use meanwhile | another process | same tokens and log-probabilities |",
+            "| ---: | ---: | ---: | ---: | ---: | --- |",
+        ]
+        for number, cycle in enumerate(measured["cycles"], 1):
+            lines.append(
+                f"| {number} | {seconds(cycle['pause_ms'])} | {seconds(cycle['resume_ms'])} | {cycle['used_mib'] / 1024:.2f} GiB "
+                f"| {cycle['other_gib']} GiB | {'yes' if cycle['same'] else 'NO'} |"
+            )
+        lines.append("")
+    rows = []
+    for name, measured in parts.items():
+        if name.endswith("/tpot") and all(measured["ms"].values()):
+            without, library = (statistics.median(measured["ms"][which]) for which in ("without", "with"))
+            rows.append(
+                f"| {measured['engine']} {measured['version']} | {without:.3f} ms | {library:.3f} ms | {library / without - 1:+.2%} |"
+            )
+    if rows:
+        lines += ["| time per output token | without the library | with it | |", "| --- | ---: | ---: | ---: |", *rows, ""]
+    failed = [(name, check) for name, part in parts.items() for check in part["checks"] if not check["ok"]]
+    if failed:
+        lines += ["Failed:", "", *[f"- {name}: {check['check']}: {check['detail']}" for name, check in failed], ""]
+    return "\n".join(lines)
+
+
+def machine(facts):
+    return (
+        f"{facts.get('gpu', 'unknown GPU')} ({facts.get('gpu_mib', '?')} MiB), driver {facts.get('driver', '?')}, "
+        f"torch {facts.get('torch', '?')}, {facts.get('cores', '?')} cores, {facts.get('host_gib', '?')} GiB host memory, "
+        f"Python {facts.get('python', '?')}, {facts.get('vramctl', 'vramctl')}, {facts.get('date', '?')[:10]}."
+    )
+
+
+def unique(items):
+    """Without repetitions, in order; the time of day is none."""
+    seen = {}
+    for item in items:
+        seen.setdefault(machine(item), item)
+    return seen.values()
