@@ -18,11 +18,13 @@ sys.path.insert(0, str(SCRIPTS / "gpu-engines.d"))
 
 import report  # noqa: E402
 
-SGLANG = """
+SGLANG = (
+    """
 [2026-11-20 12:00:00] INFO something of the engine's own, 12.0 ms used 3.00 GiB or so
 start 61.2 s, used 99.01 GiB
 repeatable: True tokens [1, 2, 3] logprobs [-1.5, -2.0]
-""" + """\
+"""
+    + """\
 release kv_cache                  40.1 ms  used 16.50 GiB
 release weights                  {weights} ms  used 1.50 GiB
 release cuda_graph                12.0 ms  used {left} GiB
@@ -31,6 +33,7 @@ resume weights                   301.0 ms  used 16.50 GiB
 resume kv_cache                    7.5 ms  used 99.01 GiB
 same tokens: True same logprobs: {same}
 """
+)
 
 VLLM = """\
 start 50.0 s, used 98.10 GiB
@@ -59,10 +62,14 @@ class Reading(unittest.TestCase):
     def test_steps_in_their_order(self):
         found = report.parse(sglang())
         self.assertEqual((found["start_s"], found["start_used_gib"], found["repeatable"]), (61.2, 99.01, True))
-        self.assertEqual([step["name"] for step in found["steps"][:3]], ["release kv_cache", "release weights", "release cuda_graph"])
+        self.assertEqual(
+            [step["name"] for step in found["steps"][:3]], ["release kv_cache", "release weights", "release cuda_graph"]
+        )
         self.assertEqual(len(found["steps"]), 12)
         self.assertEqual(found["same"], [{"tokens": True, "logprobs": True}] * 2)
-        self.assertEqual(report.first_and_later(found["steps"], "release weights"), {"first": 800.0, "later": 390.0, "longest": 390.0})
+        self.assertEqual(
+            report.first_and_later(found["steps"], "release weights"), {"first": 800.0, "later": 390.0, "longest": 390.0}
+        )
         self.assertEqual(report.parse(VLLM)["steps"][0], {"name": "sleep level 1", "ms": 900.0, "used_gib": 0.92})
 
     def test_limits_hold_or_do_not(self):
@@ -71,7 +78,9 @@ class Reading(unittest.TestCase):
         slow = report.parse(sglang(weights=("800.0", "390.0", "410.0")))
         self.assertEqual(failed(report.check_cycles("sglang", "cycles", slow)), ["release weights, later, in at most 400 ms"])
         wrong = report.parse(sglang(same="False"))
-        self.assertIn("tokens and log-probabilities are the same in every cycle", failed(report.check_cycles("sglang", "cycles", wrong)))
+        self.assertIn(
+            "tokens and log-probabilities are the same in every cycle", failed(report.check_cycles("sglang", "cycles", wrong))
+        )
         much = report.parse(sglang(left="0.96"))
         self.assertEqual(failed(report.check_cycles("sglang", "cycles", much)), ["at most 0.95 GiB stay in use"])
         retained = report.parse(sglang(weights=("800.0", "55.0")))
@@ -95,7 +104,10 @@ class Running(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = pathlib.Path(folder.name)
-        self.write("bin/nvidia-smi", "#!/bin/sh\ncase $* in -L) echo 'GPU 0: pretended';; *memory*) echo 900;; *) echo pretended;; esac\n")
+        self.write(
+            "bin/nvidia-smi",
+            "#!/bin/sh\ncase $* in -L) echo 'GPU 0: pretended';; *memory*) echo 900;; *) echo pretended;; esac\n",
+        )
         self.write("bin/libvramctl.so", "")
         self.write(
             "bin/vramctl",
@@ -114,7 +126,10 @@ class Running(unittest.TestCase):
             if what in ("pause", "resume"): print(json.dumps({{"processes": [{{"report": {{"ms": 123.4}}}}]}}))
             """,
         )
-        self.write("scripts/vllm_cycle.py", f"import os\nassert os.environ['PYTHONPATH'].startswith('{self.folder}/engine')\nprint('''{VLLM}''')")
+        self.write(
+            "scripts/vllm_cycle.py",
+            f"import os\nassert os.environ['PYTHONPATH'].startswith('{self.folder}/engine')\nprint('''{VLLM}''')",
+        )
         self.write("scripts/make_model.py", "def make_model(): return '/model'")
         self.write(
             "engine/vllm/__init__.py",
@@ -162,7 +177,9 @@ class Running(unittest.TestCase):
             self.assertEqual([check for check in result[name]["checks"] if not check["ok"]], [], done.stdout)
         outside = result["vllm/outside"]
         self.assertEqual(outside["version"], "0.26.0")
-        self.assertEqual([(cycle["pause_ms"], cycle["same"], cycle["other_gib"]) for cycle in outside["cycles"]], [(123.4, True, 3)] * 2)
+        self.assertEqual(
+            [(cycle["pause_ms"], cycle["same"], cycle["other_gib"]) for cycle in outside["cycles"]], [(123.4, True, 3)] * 2
+        )
         self.assertEqual(len(result["vllm/tpot"]["ms"]["with"]), 2)
         asked = (self.folder / "asked").read_text()
         self.assertIn("pause cuda_graph kv_cache weights --name gpu-engines --json", asked)
@@ -179,7 +196,9 @@ class Running(unittest.TestCase):
         self.assertIn("| vLLM 0.26.0 | sleep level 1 | 0.90 s / 0.35 s | 0.90 s / 0.35 s |", text)
 
     def test_discarding_tells_the_engine_first(self):
-        done = self.gpu_engines(*self.places(), "--cycles", 1, "--other-gib", 1, "--part", "outside", "--discard", "--model", "/model")
+        done = self.gpu_engines(
+            *self.places(), "--cycles", 1, "--other-gib", 1, "--part", "outside", "--discard", "--model", "/model"
+        )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("pause kv_cache --discard --force", (self.folder / "asked").read_text())
 
@@ -196,7 +215,12 @@ class Running(unittest.TestCase):
         self.assertIn("--dry-run", self.gpu_engines("--help").stdout)
         done = self.gpu_engines("--dry-run", "--scripts", "/s")
         self.assertEqual(done.returncode, 0, done.stderr)
-        for line in ("run --name gpu-engines -- ", "/s/vllm_cycle.py", "pause cuda_graph kv_cache weights", "env VRAMCTL_RETAIN=weights"):
+        for line in (
+            "run --name gpu-engines -- ",
+            "/s/vllm_cycle.py",
+            "pause cuda_graph kv_cache weights",
+            "env VRAMCTL_RETAIN=weights",
+        ):
             self.assertIn(line, done.stdout)
 
     def test_what_is_missing_is_said(self):

@@ -161,7 +161,9 @@ class Sitecustomize(Folder):
     """Python's start with our directory first on PYTHONPATH."""
 
     def python(self, program, *options, preload=None, path=(), executable=sys.executable):
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VRAMCTL", "COV", "LD_PRELOAD"))}
+        env = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VRAMCTL", "COV", "LD_PRELOAD"))
+        }
         env["PYTHONPATH"] = os.pathsep.join([str(SITE), *map(str, path)])
         if preload:
             env["LD_PRELOAD"] = preload
@@ -180,7 +182,9 @@ class Sitecustomize(Folder):
         self.assertEqual(self.python(self.MODULES), "['_vramctl_sitecustomize']")
 
     def test_a_preloaded_program_pays_for_one_small_module(self):
-        self.assertEqual(self.python(self.MODULES, preload="/nowhere/libvramctl.so"), "['_vramctl_sitecustomize', 'vramctl._imports']")
+        self.assertEqual(
+            self.python(self.MODULES, preload="/nowhere/libvramctl.so"), "['_vramctl_sitecustomize', 'vramctl._imports']"
+        )
 
     def test_an_engine_without_the_library_is_left_alone(self):
         """LD_PRELOAD names something, but the library's functions are not in the process."""

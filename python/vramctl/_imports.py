@@ -33,7 +33,9 @@ def _call(function, module):
     except Exception:
         import logging
 
-        logging.getLogger("vramctl").warning("vramctl: %s is left as it is, because of an error", module.__name__, exc_info=True)
+        logging.getLogger("vramctl").warning(
+            "vramctl: %s is left as it is, because of an error", module.__name__, exc_info=True
+        )
 
 
 class _Finder:

@@ -79,7 +79,11 @@ def check_tpot(times):
     without, library = statistics.median(times["without"]), statistics.median(times["with"])
     slower = library / without - 1
     return [
-        (f"time per output token within {SLOWER:.0%}", slower <= SLOWER, f"{without:.3f} ms without, {library:.3f} with: {slower:+.2%}")
+        (
+            f"time per output token within {SLOWER:.0%}",
+            slower <= SLOWER,
+            f"{without:.3f} ms without, {library:.3f} with: {slower:+.2%}",
+        )
     ]
 
 
@@ -114,7 +118,12 @@ def markdown(parts):
         shown = [f"{seconds(times['first'])} / {seconds(times['later'])}" for times in (before, took)]
         rows.append(f"| {measured['engine']} {measured['version']} | {what} | {shown[0] if baseline else '–'} | {shown[1]} |")
     if rows:
-        lines += ["| engine | step | without the library, first / later | with it, first / later |", "| --- | --- | --- | --- |", *rows, ""]
+        lines += [
+            "| engine | step | without the library, first / later | with it, first / later |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
     rows = []
     for name, measured in parts.items():
         if "found" in measured and measured["found"]["steps"]:

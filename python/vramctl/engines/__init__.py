@@ -149,7 +149,9 @@ def tag_graphs(tag: Optional[str]) -> None:
         wrap(graph, "capture_begin", _capture_begin)
         wrap(graph, "capture_end", _capture_end)
     else:
-        say_once("torch %s captures graphs otherwise than is known here; their memory gets the process's own tag", torch.__version__)
+        say_once(
+            "torch %s captures graphs otherwise than is known here; their memory gets the process's own tag", torch.__version__
+        )
 
 
 def _capture_begin(original: Callable[..., Any], graph: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -77,7 +77,8 @@ def _load_model(original: Callable[..., Any], worker: Any, *arguments: Any, **ke
     engines.announce("vllm")
     config = worker.vllm_config
     _own_mode = bool(
-        getattr(config.model_config, "enable_sleep_mode", False) or getattr(config.model_config, "enable_cumem_allocator", False)
+        getattr(config.model_config, "enable_sleep_mode", False)
+        or getattr(config.model_config, "enable_cumem_allocator", False)
     )
     if _shares_graphs(config):
         engines.tag_graphs(None)
@@ -196,7 +197,13 @@ class Allocator:
         logger.info(
             "Sleep gave back %.2f GiB in %.0f ms: %.2f GiB kept, %.2f GiB of them not copied because the backup had them already, "
             "%.2f GiB dropped.",
-            *(total.bytes / 2**30, total.ms, total.kept_bytes / 2**30, total.unchanged_bytes / 2**30, total.discarded_bytes / 2**30),
+            *(
+                total.bytes / 2**30,
+                total.ms,
+                total.kept_bytes / 2**30,
+                total.unchanged_bytes / 2**30,
+                total.discarded_bytes / 2**30,
+            ),
         )
         self._tidy()
 
@@ -214,9 +221,7 @@ class Allocator:
         """
         deferrable = getattr(importlib.import_module("vllm.device_allocator"), "DEFERRABLE_TAGS", None)
         wanted = [
-            tag
-            for tag in self._names
-            if tags is None or tag in tags or (deferrable is not None and tag not in deferrable)
+            tag for tag in self._names if tags is None or tag in tags or (deferrable is not None and tag not in deferrable)
         ]
         asleep = [there.tag for there in self._there(wanted) if there.paused_bytes > 0]
         if not asleep:
@@ -249,9 +254,7 @@ class Allocator:
     def _pause(self, tags: List[str], backup: str) -> Any:
         there = self._there(tags)
         other = [
-            tag.tag
-            for tag in there
-            if tag.state == "paused" and (backup == "discard") == (tag.host_bytes + tag.disk_bytes > 0)
+            tag.tag for tag in there if tag.state == "paused" and (backup == "discard") == (tag.host_bytes + tag.disk_bytes > 0)
         ]
         if other:
             logger.warning("%s sleeps already, with its contents %s; that stays so.", ", ".join(other), _FATES[backup])

@@ -1,0 +1,42 @@
+"""A plain torch script: nothing in it knows of vramctl. Give its memory away and take it back from another shell.
+
+    vramctl run --name script -- python examples/torch_script.py
+    vramctl pause --name script       # in another shell, while it rests
+    nvidia-smi                        # its memory is free
+    vramctl resume --name script
+
+It works for a second, then rests for ten. Paused memory must not be used, so it waits with its next round until
+somebody presses Enter, or ten seconds without a terminal.
+"""
+
+import sys
+import time
+
+import torch
+
+
+def rest(seconds):
+    """Until Enter, where there is a terminal to press it."""
+    if sys.stdin.isatty():
+        input("resting; pause and resume me, then press Enter ")
+    else:
+        time.sleep(seconds)
+
+
+def main(rounds=3, size=8192):
+    torch.manual_seed(0)
+    weights = torch.randn(64, size // 8, size, device="cuda", dtype=torch.bfloat16)
+    state = torch.randn(size, size // 8, device="cuda", dtype=torch.bfloat16)
+    for number in range(rounds):
+        start = time.perf_counter()
+        total = torch.zeros((), device="cuda", dtype=torch.float64)
+        for layer in weights:
+            total += (layer @ state).float().abs().mean()
+        # The same sum each time: what comes back after a resume is what went.
+        print(f"round {number}: sum {total.item():.6f} in {time.perf_counter() - start:.2f} s", flush=True)
+        if number + 1 < rounds:
+            rest(10)
+
+
+if __name__ == "__main__":
+    main()
