@@ -275,6 +275,7 @@ unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<Request, Error>
         tags: tag.map(str::to_owned).into_iter().collect(),
         backup: None,
         timeout: u64::try_from(timeout_ms).ok().map(Duration::from_millis),
+        unused: Vec::new(),
     })
 }
 

@@ -62,7 +62,8 @@ pub struct Transition {
 
 impl From<Transition> for memory::Request {
     fn from(transition: Transition) -> Self {
-        Self { tags: transition.tags, backup: transition.backup, timeout: transition.timeout_ms.map(Duration::from_millis) }
+        let timeout = transition.timeout_ms.map(Duration::from_millis);
+        Self { tags: transition.tags, backup: transition.backup, timeout, unused: Vec::new() }
     }
 }
 
