@@ -5,6 +5,7 @@
 
 use super::arena::{Arena, Range};
 use super::digest::{Digest, Hasher, PIECE};
+use super::settings;
 use super::transfer::{self, Part};
 use crate::config::{Config, Unchanged};
 use crate::driver::{Context, Current, RelaxedCapture};
@@ -124,10 +125,8 @@ fn hashers() -> MutexGuard<'static, BTreeMap<Context, Hasher>> {
 fn digests(allocations: &[Arc<Allocation>]) -> Result<BTreeMap<u64, Vec<Digest>>, Error> {
     let mut known = BTreeMap::new();
     for (context, hasher) in hashers().iter_mut() {
-        let hashed: Vec<_> = allocations
-            .iter()
-            .filter(|new| new.context() == *context && Config::get().retains(&new.tag) && new.bytes() % PIECE == 0)
-            .collect();
+        let hashed: Vec<_> =
+            allocations.iter().filter(|new| new.context() == *context && settings::retains(&new.tag) && new.bytes() % PIECE == 0).collect();
         if hashed.is_empty() {
             continue;
         }

@@ -4,7 +4,7 @@ use super::Item;
 use super::Meter;
 use super::arena::{Arena, Range};
 use super::disk::{Spill, SpillError, Staging};
-use crate::config;
+use super::settings;
 use crate::driver::{Context, Direction, Lane};
 use crate::error::Error;
 use crate::memory::{Allocation, Progress, Stage};
@@ -36,14 +36,14 @@ impl Drop for File {
     }
 }
 
-/// Writes the contents of active allocations to one file in `VRAMCTL_DISK_DIR`. After an error there is no file.
+/// Writes the contents of active allocations to one file in the [`disk_directory`](super::disk_directory). After an error there is no file.
 pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Arc<super::Saved>>, Error> {
     if allocations.is_empty() {
         return Ok(Vec::new());
     }
     let bytes: usize = allocations.iter().map(|allocation| allocation.bytes()).sum();
     let layout = layout(0, allocations.iter().map(|allocation| &**allocation));
-    let spill = Spill::create(&config::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
+    let spill = Spill::create(&settings::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
     let mut meter = Meter::new(Stage::Save, bytes, progress);
     let memory = staging_memory(allocations[0].context())?;
     through_staging(&memory, |staging| {

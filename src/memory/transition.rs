@@ -9,7 +9,6 @@
 
 use super::{Allocation, Backup, Contents, Memory, work};
 use crate::backup::{self, Saved};
-use crate::config::Config;
 use crate::driver::{self, CUdevice, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
 use serde::{Deserialize, Serialize};
@@ -228,7 +227,7 @@ impl Memory {
             report.bytes += allocation.bytes() as u64;
             contents.memory = Some(memory);
             // What is in a file is slower to compare with than to write anew.
-            let retained = Config::get().retains(&allocation.tag) && matches!(contents.saved.as_deref(), Some(Saved::Host(_)));
+            let retained = backup::retains(&allocation.tag) && matches!(contents.saved.as_deref(), Some(Saved::Host(_)));
             if !retained {
                 contents.saved = None;
             }
