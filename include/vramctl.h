@@ -72,7 +72,7 @@ enum VramctlBackup
   VRAMCTL_BACKUP_DISCARD = 1,
   // Kept in host memory.
   VRAMCTL_BACKUP_HOST = 2,
-  // Kept in a file in `VRAMCTL_DISK_DIR`.
+  // Kept in a file, in the directory of `vramctl_set_disk_directory`, else of `VRAMCTL_DISK_DIR`.
   VRAMCTL_BACKUP_DISK = 3,
 };
 #ifndef __cplusplus
@@ -163,6 +163,24 @@ VramctlResult vramctl_backup_pointer(const void *address,
 // From now on, a managed allocation that would leave less than `bytes` of its device free is answered with out of
 // memory. 0, as at first: no such margin.
 VramctlResult vramctl_set_memory_margin(uint64_t bytes);
+
+// Says whether the contents that a pause saves of a tag in host memory stay there after the resume, so that the next
+// pause copies only what has changed since. What is not to stay any more is given up at once.
+//
+// `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 they stay, 0 they do not, -1 takes the
+// setting back: what is said of every tag counts, and `VRAMCTL_RETAIN` where nothing is.
+//
+// # Safety
+// `tag` must be null or NUL-terminated.
+VramctlResult vramctl_set_retain(const char *tag,
+                                 int32_t retain);
+
+// Where the pauses to come keep contents whose policy is `Disk`: an existing directory on a drive, not a `tmpfs`. Null:
+// as `VRAMCTL_DISK_DIR` says. What is in files already stays where it is. `Disk`: it is no directory.
+//
+// # Safety
+// `directory` must be null or NUL-terminated.
+VramctlResult vramctl_set_disk_directory(const char *directory);
 
 #ifdef __cplusplus
 }  // extern "C"

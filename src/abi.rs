@@ -6,8 +6,10 @@
 use crate::error::{Error, Kind};
 use crate::memory::{Backup, Memory, Request, region};
 use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
 use std::panic::{self, AssertUnwindSafe};
+use std::path::Path;
 use std::time::Duration;
 use std::{ptr, slice};
 
@@ -76,7 +78,7 @@ pub enum VramctlBackup {
     Discard = 1,
     /// Kept in host memory.
     Host = 2,
-    /// Kept in a file in `VRAMCTL_DISK_DIR`.
+    /// Kept in a file, in the directory of `vramctl_set_disk_directory`, else of `VRAMCTL_DISK_DIR`.
     Disk = 3,
 }
 
@@ -230,6 +232,43 @@ pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
     answer(|| {
         Memory::get().set_margin(bytes);
         Ok(())
+    })
+}
+
+/// Says whether the contents that a pause saves of a tag in host memory stay there after the resume, so that the next
+/// pause copies only what has changed since. What is not to stay any more is given up at once.
+///
+/// `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 they stay, 0 they do not, -1 takes the
+/// setting back: what is said of every tag counts, and `VRAMCTL_RETAIN` where nothing is.
+///
+/// # Safety
+/// `tag` must be null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_set_retain(tag: *const c_char, retain: i32) -> VramctlResult {
+    answer(|| {
+        let keep = match retain {
+            -1 => None,
+            0 => Some(false),
+            1 => Some(true),
+            other => return Err(Error::Invalid(format!("{other} is not 1 (retain), 0 (do not) or -1 (as the environment says)")).into()),
+        };
+        // SAFETY: the caller's promise.
+        let tag = unsafe { text(tag)? };
+        Ok(Memory::get().set_retain(tag, keep)?)
+    })
+}
+
+/// Where the pauses to come keep contents whose policy is `Disk`: an existing directory on a drive, not a `tmpfs`. Null:
+/// as `VRAMCTL_DISK_DIR` says. What is in files already stays where it is. `Disk`: it is no directory.
+///
+/// # Safety
+/// `directory` must be null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_set_disk_directory(directory: *const c_char) -> VramctlResult {
+    answer(|| {
+        // SAFETY: NUL-terminated where not null, by the caller's promise.
+        let path = (!directory.is_null()).then(|| Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(directory) }.to_bytes())));
+        Ok(Memory::get().set_disk_directory(path)?)
     })
 }
 

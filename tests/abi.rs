@@ -138,3 +138,80 @@ fn the_margin_is_set_and_the_version_is_the_packages() {
     assert!(malloc(2 * MIB).is_ok());
     assert_eq!(unsafe { CStr::from_ptr(vramctl_version()) }.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
 }
+
+/// A backup that stays is what makes the next pause fast; one that need not stay is host memory that others want.
+#[test]
+fn retaining_is_said_at_run_time_for_a_tag_or_for_all() {
+    let _gpu = Gpu::take();
+    let retain = |tag: Option<&CStr>, keep: i32| unsafe { vramctl_set_retain(tag.map_or(ptr::null(), CStr::as_ptr), keep) };
+    let held = || {
+        vramctl::backup::settle();
+        Memory::get().status().host.used_bytes
+    };
+    let cycle = || {
+        let paused = common::pause(&[]).unwrap();
+        common::resume(&[]).unwrap();
+        paused.unchanged_bytes
+    };
+    begin("weights", 0);
+    let address = malloc(4 * MIB).unwrap();
+    vramctl_region_end();
+    let contents = pattern(5, 4 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    assert_eq!((cycle(), held()), (0, 0), "not retained, as the environment says");
+
+    assert_eq!(retain(Some(c"weights"), 1), VramctlResult::Ok);
+    assert_eq!((cycle(), held()), (0, 4 << 20));
+    assert_eq!((cycle(), held()), (4 << 20, 4 << 20), "what has not changed is known, although the memory is older than the setting");
+    assert_eq!(retain(None, 0), VramctlResult::Ok);
+    assert_eq!(held(), 4 << 20, "a tag's own setting counts first");
+    assert_eq!(retain(Some(c"weights"), 0), VramctlResult::Ok);
+    assert_eq!(held(), 0, "given up at once");
+    assert_eq!(retain(None, 1), VramctlResult::Ok);
+    assert_eq!((cycle(), held()), (0, 0));
+    assert_eq!(retain(Some(c"weights"), -1), VramctlResult::Ok);
+    assert_eq!((cycle(), held()), (0, 4 << 20), "without a setting of its own, as all");
+    assert_eq!(retain(None, -1), VramctlResult::Ok);
+    assert_eq!(held(), 0);
+
+    // While paused, the contents are all there is: they go with the resume.
+    assert_eq!(retain(None, 1), VramctlResult::Ok);
+    common::pause(&[]).unwrap();
+    assert_eq!(retain(None, -1), VramctlResult::Ok);
+    common::resume(&[]).unwrap();
+    assert_eq!(held(), 0);
+    assert!(read(address, 4 * MIB).unwrap() == contents);
+    assert_eq!(free(address), 0);
+
+    assert_eq!(retain(None, 2), VramctlResult::Invalid);
+    assert_eq!(retain(Some(c"a,b"), 1), VramctlResult::Invalid);
+}
+
+#[test]
+fn the_disk_directory_is_said_at_run_time() {
+    let _gpu = Gpu::take();
+    let set = |path: &std::path::Path| {
+        let path = CString::new(path.to_str().unwrap()).unwrap();
+        unsafe { vramctl_set_disk_directory(path.as_ptr()) }
+    };
+    let folder = tempfile::tempdir().unwrap();
+    begin("weights", VramctlBackup::Disk as i32);
+    let address = malloc(2 * MIB).unwrap();
+    vramctl_region_end();
+    let contents = pattern(6, 2 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    assert_eq!(set(folder.path()), VramctlResult::Ok);
+    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert!(read(address, 2 * MIB).unwrap() == contents);
+
+    assert_eq!(set(&folder.path().join("missing")), VramctlResult::Disk);
+    assert!(last_error().contains("missing"), "{}", last_error());
+    std::fs::write(folder.path().join("file"), "").unwrap();
+    assert_eq!(set(&folder.path().join("file")), VramctlResult::Disk);
+    drop(folder);
+    assert_eq!(pause(None, 0), VramctlResult::Disk, "the directory that was said is the one that is used");
+    assert_eq!(unsafe { vramctl_set_disk_directory(ptr::null()) }, VramctlResult::Ok);
+    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    assert_eq!(free(address), 0);
+}

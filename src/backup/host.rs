@@ -5,6 +5,7 @@
 
 use super::arena::{Arena, Range};
 use super::digest::{Digest, Hasher, PIECE};
+use super::settings;
 use super::transfer::{self, Part};
 use super::{Item, Kept, Wanted};
 use crate::config::{Config, Unchanged};
@@ -125,7 +126,8 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dy
 fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
     let retained = |wanted: &Wanted| {
         let saved = wanted.allocation.contents().saved.clone();
-        saved.filter(|saved| matches!(**saved, super::Saved::Host(_)))
+        // It keeps the same parts, unless it was saved before it was to be retained.
+        saved.filter(|saved| matches!(&**saved, super::Saved::Host(saved) if saved.live == wanted.live))
     };
     let retained: Vec<_> = wanted.iter().map(retained).collect();
     let missing: Vec<_> =
@@ -153,7 +155,7 @@ fn digests(wanted: &[Wanted]) -> Result<BTreeMap<u64, Vec<Digest>>, Error> {
         let hashed: Vec<_> = wanted
             .iter()
             .map(|wanted| &wanted.allocation)
-            .filter(|new| new.context() == *context && Config::get().retains(&new.tag) && new.bytes() % PIECE == 0)
+            .filter(|new| new.context() == *context && settings::retains(&new.tag) && new.bytes() % PIECE == 0)
             .collect();
         if hashed.is_empty() {
             continue;

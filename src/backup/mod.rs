@@ -2,20 +2,21 @@
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
 //! are the two places. `arena` has the host memory, `transfer` copies to and from it, `digest` tells what has changed,
-//! `disk` is the file.
+//! `disk` is the file; `settings` has what was said of all this at run time.
 
 mod arena;
 pub mod digest;
 pub mod disk;
 mod host;
 mod limits;
+mod settings;
 mod spill;
 mod transfer;
 
 pub use arena::ArenaStatus;
+pub use settings::{disk_directory, retains, retains_by_default, set_disk_directory, set_retain};
 pub use transfer::Part;
 
-use crate::config::Config;
 use crate::driver::{Context, Current};
 use crate::error::Error;
 use crate::memory::{Allocation, Backup, Progress, Stage};
@@ -107,7 +108,7 @@ pub fn restore(
 /// (`VRAMCTL_PREWARM`), and the digests' kernel, because a device that is to be paused may be full.
 pub fn get_ready(current: &Current, tag: &str) {
     host::prewarm(current.context());
-    if Config::get().retains(tag) {
+    if retains(tag) {
         host::prepare_digests(current);
     }
 }

@@ -2,8 +2,7 @@
 
 use super::arena::{Arena, Range};
 use super::disk::{Spill, SpillError, Staging};
-use super::{Item, Meter, Wanted};
-use crate::config;
+use super::{Item, Meter, Wanted, settings};
 use crate::driver::{Context, Direction, Lane};
 use crate::error::Error;
 use crate::memory::{Allocation, Progress, Stage};
@@ -35,7 +34,8 @@ impl Drop for File {
     }
 }
 
-/// Writes the contents of active allocations to one file in `VRAMCTL_DISK_DIR`. After an error there is no file.
+/// Writes the contents of active allocations to one file in the [`disk_directory`](settings::disk_directory). After an
+/// error there is no file.
 pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Item>, Error> {
     if wanted.is_empty() {
         return Ok(Vec::new());
@@ -43,7 +43,7 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec
     let allocations: Vec<_> = wanted.iter().map(|wanted| &wanted.allocation).collect();
     let bytes: usize = allocations.iter().map(|allocation| allocation.bytes()).sum();
     let layout = layout(0, allocations.iter().map(|allocation| &***allocation));
-    let spill = Spill::create(&config::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
+    let spill = Spill::create(&settings::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
     let mut meter = Meter::new(Stage::Save, bytes, progress);
     let memory = staging_memory(allocations[0].context())?;
     through_staging(&memory, |staging| {

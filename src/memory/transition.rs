@@ -9,7 +9,6 @@
 
 use super::{Allocation, Backup, Contents, Memory, work};
 use crate::backup::{self, Saved};
-use crate::config::Config;
 use crate::driver::{self, CUdevice, CUdeviceptr, Current, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
 use serde::{Deserialize, Serialize};
@@ -50,7 +49,7 @@ impl Request {
         let live = match policy {
             Backup::Discard => Vec::new(),
             // What is not kept cannot be compared with what will be there next time.
-            _ if Config::get().retains(&allocation.tag) => vec![all],
+            _ if backup::retains(&allocation.tag) => vec![all],
             _ => without(all, self.unused.iter().filter_map(|span| span.inside(&allocation))),
         };
         backup::Wanted { allocation, policy, live }
@@ -292,7 +291,7 @@ impl Memory {
             report.bytes += allocation.bytes() as u64;
             contents.memory = Some(memory);
             // What is in a file is slower to compare with than to write anew.
-            let retained = Config::get().retains(&allocation.tag) && matches!(contents.saved.as_deref(), Some(Saved::Host(_)));
+            let retained = backup::retains(&allocation.tag) && matches!(contents.saved.as_deref(), Some(Saved::Host(_)));
             if !retained {
                 contents.saved = None;
             }
