@@ -8,6 +8,7 @@
 //! a piece that no range touches is given back to the system.
 
 use super::limits;
+use super::numa::Near;
 use crate::config::Config;
 use crate::driver::{Context, Current, Pinned};
 use crate::error::Error;
@@ -183,8 +184,14 @@ impl Arena {
         };
         state.piece(piece).readiness = Readiness::Changing;
         drop(state);
-        let populated = if there { Ok(()) } else { self.populate(piece) };
-        let prepared = populated.map(|()| Current::push(context).ok().and_then(|current| self.pin(piece, &current)));
+        let current = Current::push(context).ok();
+        let populated = if there {
+            Ok(())
+        } else {
+            let _near = current.as_ref().and_then(Near::to);
+            self.populate(piece)
+        };
+        let prepared = populated.map(|()| current.and_then(|current| self.pin(piece, &current)));
         let mut state = self.lock();
         let (readiness, answer) = match prepared {
             Ok(pinned) => {
