@@ -17,8 +17,9 @@ use crate::units::Bytes;
 use std::collections::BTreeMap;
 use std::ptr::{self, NonNull};
 use std::slice;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
 /// 64 MiB in 16 threads is where populating, registering and copying together are fastest (`docs/performance.md`).
@@ -31,6 +32,15 @@ pub struct Arena {
     state: Mutex<State>,
     /// Told whenever a piece has changed.
     changed: Condvar,
+    made: Made,
+}
+
+/// What making host memory ready has taken since it was last asked for, of the time of all threads together.
+#[derive(Default)]
+struct Made {
+    pieces: AtomicU64,
+    populating_us: AtomicU64,
+    registering_us: AtomicU64,
 }
 
 // SAFETY: the base is an address; what is behind it is handed out in disjoint ranges.
@@ -118,7 +128,7 @@ impl Arena {
             libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTDUMP);
         }
         let state = State { free: BTreeMap::from([(0, bytes * 2)]), ..State::default() };
-        Some(Self { base: base.cast(), bytes: bytes * 2, state: Mutex::new(state), changed: Condvar::new() })
+        Some(Self { base: base.cast(), bytes: bytes * 2, state: Mutex::new(state), changed: Condvar::new(), made: Made::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -189,9 +199,10 @@ impl Arena {
             Ok(())
         } else {
             let _near = current.as_ref().and_then(Near::to);
-            self.populate(piece)
+            timed(&self.made.populating_us, || self.populate(piece))
         };
-        let prepared = populated.map(|()| current.and_then(|current| self.pin(piece, &current)));
+        let prepared = populated.map(|()| current.and_then(|current| timed(&self.made.registering_us, || self.pin(piece, &current))));
+        self.made.pieces.fetch_add(1, Ordering::Relaxed);
         let mut state = self.lock();
         let (readiness, answer) = match prepared {
             Ok(pinned) => {
@@ -251,6 +262,17 @@ impl Arena {
                 });
                 None
             }
+        }
+    }
+
+    /// Tells the log what making host memory ready took since it was last told.
+    pub fn log_preparation(&self) {
+        let [pieces, populating, registering] =
+            [&self.made.pieces, &self.made.populating_us, &self.made.registering_us].map(|counter| counter.swap(0, Ordering::Relaxed));
+        if pieces > 0 {
+            let bytes = Bytes(pieces * PIECE as u64);
+            let (populating, registering) = (populating / 1000, registering / 1000);
+            log::debug!("{bytes} of host memory made ready: {populating} ms to populate and {registering} ms to register, of all threads");
         }
     }
 
@@ -364,6 +386,14 @@ impl Arena {
         state.releasing = false;
         self.changed.notify_all();
     }
+}
+
+/// Adds the time that some work takes, in microseconds.
+fn timed<R>(counter: &AtomicU64, work: impl FnOnce() -> R) -> R {
+    let started = Instant::now();
+    let result = work();
+    counter.fetch_add(started.elapsed().as_micros() as u64, Ordering::Relaxed);
+    result
 }
 
 impl State {

@@ -59,10 +59,12 @@ pub fn is_prepared(parts: impl Iterator<Item = Part>) -> bool {
 pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&Part)) -> Result<(), Error> {
     let total: usize = parts.iter().map(|part| part.bytes).sum();
     let threads = if is_prepared(parts.iter().copied()) { FEW_THREADS } else { threads_to_prepare() };
-    transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
+    let saved = transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
         parts.chunk_by(|a, b| a.offset / PIECE == b.offset / PIECE).for_each(|parts| give(parts.to_vec()));
         Ok(())
-    })
+    });
+    Arena::get()?.log_preparation();
+    saved
 }
 
 /// Copies parts to the device while `produce` is still making them: it hands over groups of parts, each in one piece of
