@@ -109,26 +109,17 @@ impl Arena {
     /// Takes addresses, far more than there is memory: contents of any size lie in one range, and addresses cost nothing.
     /// Less where the address space is limited (`ulimit -v`).
     fn reserve() -> Option<Self> {
-        let (mut bytes, mut base) = (8usize << 40, libc::MAP_FAILED);
-        while base == libc::MAP_FAILED && bytes >= PIECE {
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            // Readable and writable from the start: changing that for a piece stops every thread that is populating another.
-            // SAFETY: a new private mapping that touches no other memory.
-            base = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-            bytes /= 2;
-        }
-        let base = NonNull::new(base).filter(|_| base != libc::MAP_FAILED)?;
+        let sizes = std::iter::successors(Some(8usize << 40), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= PIECE);
+        let (base, bytes) = sizes.into_iter().find_map(|bytes| Some((map_addresses(bytes)?, bytes)))?;
         // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
         // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does
         // not know them, nothing is lost.
-        // SAFETY: the mapping just made.
-        unsafe {
-            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_HUGEPAGE);
-            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTFORK);
-            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTDUMP);
+        for wish in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
+            // SAFETY: the mapping just made.
+            unsafe { libc::madvise(base.as_ptr().cast(), bytes, wish) };
         }
-        let state = State { free: BTreeMap::from([(0, bytes * 2)]), ..State::default() };
-        Some(Self { base: base.cast(), bytes: bytes * 2, state: Mutex::new(state), changed: Condvar::new(), made: Made::default() })
+        let state = State { free: BTreeMap::from([(0, bytes)]), ..State::default() };
+        Some(Self { base, bytes, state: Mutex::new(state), changed: Condvar::new(), made: Made::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -386,6 +377,15 @@ impl Arena {
         state.releasing = false;
         self.changed.notify_all();
     }
+}
+
+/// Addresses for so many bytes, without memory behind them.
+fn map_addresses(bytes: usize) -> Option<NonNull<u8>> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // Readable and writable from the start: changing that for a piece stops every thread that is populating another.
+    // SAFETY: a new private mapping that touches no other memory.
+    let base = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    NonNull::new(base.cast()).filter(|_| base != libc::MAP_FAILED)
 }
 
 /// Adds the time that some work takes, in microseconds.
