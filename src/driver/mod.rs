@@ -10,8 +10,8 @@ mod table;
 mod vmm;
 
 pub use context::{Context, Current, RelaxedCapture, Stream, StreamHandle};
-pub use copy::{Direction, Lane, Pinned, Staging};
-use cudarc::driver::sys::{CUcontext, CUstream};
+pub use copy::{Direction, Lane, Mark, Pinned, Staging};
+use cudarc::driver::sys::{CUcontext, CUevent, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{DeviceBuffer, Kernel};
 pub use nvml::{Holder, holders};
@@ -79,10 +79,14 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
 
 /// A device attribute; 0 where the driver does not know it.
 fn attribute(device: CUdevice, attribute: u32) -> i32 {
+    attribute_if_known(device, attribute).unwrap_or(0)
+}
+
+fn attribute_if_known(device: CUdevice, attribute: u32) -> Option<i32> {
     let mut value = 0;
     let answer = Driver::get().and_then(|driver| {
         // SAFETY: `value` is writable; an unknown device or attribute is an error.
         unsafe { driver.cuDeviceGetAttribute(&raw mut value, attribute, device) }
     });
-    if answer.is_ok() { value } else { 0 }
+    answer.ok().map(|()| value)
 }

@@ -93,7 +93,7 @@ struct Engine<'a> {
 }
 
 impl<'a> Engine<'a> {
-    /// Finds out which engine it is: only vLLM has its gauges, and only SGLang the list of loads.
+    /// Finds out which engine it is: each has a list of its requests where the other has none.
     fn find(address: &'a str, key: Option<&'a str>) -> Result<Self, Failure> {
         // An engine's own address is not reached through a proxy.
         let settings = ureq::Agent::config_builder().http_status_as_error(false).proxy(None).timeout_global(Some(PATIENCE)).build();
@@ -199,7 +199,7 @@ fn gauges(metrics: &str) -> Option<u64> {
     metrics.lines().filter_map(value).reduce(|one, other| one + other)
 }
 
-/// The same in SGLang's list of loads, over all its ranks.
+/// The same in the list of loads that the other engine has, over all its ranks.
 fn loads(body: &str) -> Option<u64> {
     let body: Value = serde_json::from_str(body).ok()?;
     let count = |load: &Value| Some(load["num_running_reqs"].as_u64()? + load["num_waiting_reqs"].as_u64()?);
