@@ -41,19 +41,11 @@ impl Place {
 
     fn command(&self, program: impl AsRef<Path>, arguments: &[&str]) -> Command {
         let mut command = Command::new(program.as_ref());
-        for name in [
-            "XDG_RUNTIME_DIR",
-            "LD_PRELOAD",
-            "VRAMCTL_TAG",
-            "VRAMCTL_BACKUP",
-            "VRAMCTL_NAME",
-            "VRAMCTL_LIB",
-            "VRAMCTL_ENGINE",
-            "VRAMCTL_ENGINE_KEY",
-        ] {
+        for name in ["XDG_RUNTIME_DIR", "LD_PRELOAD", "VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_NAME", "VRAMCTL_LIB"] {
             command.env_remove(name);
         }
         command.args(arguments).env("VRAMCTL_DIR", &self.sockets).stdin(Stdio::null());
+        command.env_remove("VRAMCTL_ENGINE").env_remove("VRAMCTL_ENGINE_KEY");
         command
     }
 
