@@ -120,8 +120,10 @@ class WhenImported(Folder):
             archive.writestr("zipped_b.py", "value = 'b'")
         sys.path.insert(0, str(self.folder / "archive.zip"))
         self.watch("zipped_a")
-        importlib.import_module("zipped_a")
-        self.assertEqual(self.seen, [("zipped_a", "a")])
+        module = importlib.import_module("zipped_a")
+        self.assertEqual(module.value, "a")
+        # Before Python 3.10 an archive's loader does not say when it executes: nobody is told then.
+        self.assertEqual(self.seen, [("zipped_a", "a")] if sys.version_info >= (3, 10) else [])
 
     def test_beside_another_tool_of_this_kind(self):
         """A finder that asks all the others, as tracing tools have: neither asks for ever, and the module is there once."""
