@@ -75,6 +75,7 @@ class Gpu:
         cuda = types.ModuleType("torch.cuda")
         cuda.MemPool, cuda.use_mem_pool, cuda.CUDAGraph, cuda.graph = MemPool, use_mem_pool, CUDAGraph, graph
         cuda.is_available = lambda: True
+        cuda.init = lambda: None
         cuda.get_allocator_backend = lambda: "native"
         cuda.empty_cache = lambda: gpu.log.append("empty_cache")
         self.torch = types.ModuleType("torch")

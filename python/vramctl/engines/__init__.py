@@ -52,6 +52,7 @@ def tagged(tag: str) -> Iterator[None]:
         if torch.cuda.get_allocator_backend() != "native":
             yield  # it does not cache, so there is nothing to keep apart
             return
+        torch.cuda.init()  # torch makes no pool before
         pool = torch.cuda.MemPool()
         vramctl._torch.adopt(pool.id)
         with _alone(torch, pool):

@@ -1,0 +1,165 @@
+"""An engine that knows nothing of vramctl, under `vramctl run`, on the simulated GPU: the whole way from `sitecustomize` to a
+pause from outside. The engine is a stand-in with vLLM's names; torch is the stand-in of fake_torch.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import support  # noqa: E402
+
+FILES = {
+    "vllm/__init__.py": "__version__ = '0.26.0'",
+    "vllm/device_allocator/__init__.py": "",
+    "vllm/device_allocator/cumem.py": """
+        class CuMemAllocator:
+            instance = None
+            @staticmethod
+            def get_instance(): raise RuntimeError("vLLM's own allocator is in use")
+            def sleep(self, offload_tags=None): ...
+        """,
+    "vllm/v1/worker/gpu/attn_utils.py": """
+        import torch
+        def _allocate_kv_cache(config, shared_layers, device):
+            return torch.empty(64 << 20)
+        def init_kv_cache():
+            return _allocate_kv_cache(None, {}, "cuda"), torch.empty(2 << 20)
+        """,
+    "vllm/v1/worker/gpu_worker.py": """
+        import torch
+        class Worker:
+            def __init__(self, sleep):
+                from types import SimpleNamespace as S
+                self.vllm_config = S(
+                    model_config=S(enable_sleep_mode=sleep, enable_cumem_allocator=sleep), parallel_config=S(tensor_parallel_size=1)
+                )
+            def pool(self, tag):
+                import contextlib
+                if not self.vllm_config.model_config.enable_sleep_mode:
+                    return contextlib.nullcontext()
+                from vllm.device_allocator.cumem import CuMemAllocator
+                return CuMemAllocator.get_instance().use_memory_pool(tag)
+            def load_model(self):
+                with self.pool("weights"):
+                    loaded = torch.empty(32 << 20)  # what a checkpoint needs on the way
+                    self.weights = torch.empty(32 << 20)
+                    del loaded
+        """,
+}
+
+#: The engine, in a process that its own program has spawned, as engines have it.
+ENGINE = """
+import multiprocessing, sys
+def work(sleep):
+    import torch
+    torch.cuda.init()
+    torch.cuda.CUDAGraph.capture_begin = lambda self, pool=None: torch.cuda.memory.allocator(0).begin("graph")
+    torch.cuda.CUDAGraph.capture_end = lambda self: torch.cuda.memory.allocator(0).end("graph")
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.gpu import attn_utils
+    worker = Worker(sleep)
+    worker.load_model()
+    with worker.pool("kv_cache"):
+        cache, tables = attn_utils.init_kv_cache()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    static = torch.empty(4 << 20)
+    graph.capture_end()
+    contents = {"weights": worker.weights, "kv_cache": cache, "graph": static}
+    for number, tensor in enumerate(contents.values(), 1):
+        tensor.copy_(bytes([number]) * tensor.numel())
+    print("ready", flush=True)
+    for line in open(0):
+        if line.strip() == "look":
+            fate = {}
+            for number, (name, tensor) in enumerate(contents.items(), 1):
+                found = set(tensor.tobytes())
+                fate[name] = "kept" if found == {number} else "zero" if found == {0} else "lost"
+            print(fate, flush=True)
+        else:
+            from vllm.device_allocator.cumem import CuMemAllocator
+            allocator = CuMemAllocator.get_instance()
+            eval(line, {"allocator": allocator})
+            print("done", flush=True)
+"""
+
+
+class Live(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        for name, text in FILES.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text))
+        (self.folder / "engine_program.py").write_text(ENGINE)
+
+    def engine(self, name, sleep=False):
+        paths = [str(self.folder), str(pathlib.Path(support.__file__).parent / "fake_torch")]
+        # What the test itself runs under is not what the engine is to run under.
+        environment = {"PYTHONPATH": os.pathsep.join(paths), "LD_PRELOAD": "", "VRAMCTL_TAG": ""}
+        source = (
+            "import multiprocessing, engine_program\n"
+            "if __name__ == '__main__':\n"
+            f"    child = multiprocessing.get_context('spawn').Process(target=engine_program.work, args=({sleep},))\n"
+            "    child.start()\n"
+            "    child.join()\n"
+        )
+        program = support.Program(name, source, **environment)
+        self.addCleanup(program.__exit__)
+        return program
+
+    def vramctl(self, *arguments, code=0):
+        done = subprocess.run([support.VRAMCTL, *arguments], capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done.stdout + done.stderr
+
+    def tags(self, name):
+        (process,) = json.loads(self.vramctl("status", name, "--json"))["processes"]
+        self.assertEqual(process["engine"], "vllm")
+        return {tag["tag"]: (tag["bytes"] >> 20, tag["state"]) for tag in process["tags"]}
+
+    def test_from_outside(self):
+        engine = self.engine("outside")
+        tags = self.tags("outside")
+        self.assertEqual(tags["kv_cache"], (64, "active"))
+        self.assertEqual(tags["default"][1], "active")
+        self.assertEqual(set(tags), {"weights", "kv_cache", "cuda_graph", "default"})
+        self.assertGreaterEqual(tags["weights"][0], 32)
+        for _ in range(3):
+            self.vramctl("pause", "kv_cache", "weights", "cuda_graph", "--name", "outside")
+            self.assertEqual(self.tags("outside")["kv_cache"], (64, "paused"))
+            self.vramctl("resume", "--name", "outside")
+            self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'kept', 'graph': 'kept'}")
+        refusal = self.vramctl("pause", "kv_cache", "--discard", "--name", "outside", code=1)
+        self.assertIn("the vllm in it would still answer from them", refusal)
+        self.vramctl("pause", "kv_cache", "--discard", "--force", "--name", "outside")
+        self.vramctl("resume", "--name", "outside")
+        self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'zero', 'graph': 'kept'}")
+
+    def test_sleep_mode(self):
+        engine = self.engine("sleeping", sleep=True)
+        self.assertEqual(set(self.tags("sleeping")), {"weights", "kv_cache", "default"})
+        for _ in range(2):
+            self.assertEqual(engine.ask("allocator.sleep(offload_tags=('weights',))"), "done")
+            states = {name: state for name, (_, state) in self.tags("sleeping").items()}
+            self.assertEqual(states, {"weights": "paused", "kv_cache": "paused", "default": "active"})
+            self.assertEqual(engine.ask("allocator.wake_up(['weights'])"), "done")
+            self.assertEqual(self.tags("sleeping")["kv_cache"][1], "paused")
+            self.assertEqual(engine.ask("allocator.wake_up(['kv_cache'])"), "done")
+            self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'zero', 'graph': 'kept'}")
+        self.assertEqual(engine.ask("allocator.sleep(offload_tags=())"), "done")
+        self.assertEqual(engine.ask("allocator.wake_up()"), "done")
+        self.assertEqual(engine.ask("look"), "{'weights': 'zero', 'kv_cache': 'zero', 'graph': 'kept'}")
+
+
+if __name__ == "__main__":
+    unittest.main()
