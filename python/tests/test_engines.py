@@ -286,7 +286,7 @@ class Engine(unittest.TestCase):
         for name, function in {
             "loaded": lambda: self.gpu.torch,
             "required": lambda: self.gpu.torch,
-            "adopt": lambda _: None,
+            "adopt": lambda pool, tag: None,
         }.items():
             stack.enter_context(mock.patch.object(vramctl._torch, name, function))
 

@@ -54,7 +54,7 @@ def tagged(tag: str) -> Iterator[None]:
             return
         torch.cuda.init()  # torch makes no pool before
         pool = torch.cuda.MemPool()
-        vramctl._torch.adopt(pool.id)
+        vramctl._torch.adopt(pool.id, tag)
         with _alone(torch, pool):
             del pool
             yield
@@ -66,7 +66,7 @@ def tagged_if_possible(tag: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(tagged(tag))
-        except vramctl.Error as error:
+        except Exception as error:  # whatever it is, it is not the program's affair
             say_once("memory gets no tag %s, but the process's own: %s", tag, error)
         yield
 
@@ -160,7 +160,7 @@ def _capture_begin(original: Callable[..., Any], graph: Any, *arguments: Any, **
         try:
             # Torch has a pool for the graph: only the thread's region is wanted.
             stack.enter_context(vramctl.region(_graph_tag, pool=False))
-        except vramctl.Error as error:
+        except Exception as error:  # as above
             say_once("memory of CUDA graphs gets the process's own tag: %s", error)
         done = original(graph, *arguments, **keywords)
         graph._vramctl_region = stack.pop_all()
