@@ -299,6 +299,7 @@ class Engine(unittest.TestCase):
         importlib.invalidate_caches()
         importlib.import_module(name)
         ours = importlib.import_module(f"vramctl.engines.{name}")
+        mock.patch.object(ours.engines, "thread_region", lambda tag: vramctl.region(tag, pool=False)).start()
         mock.patch.object(ours.engines, "announce", lambda name: setattr(self.gpu, "engine", name)).start()
         self.addCleanup(mock.patch.stopall)
         ours.install()
@@ -379,6 +380,30 @@ class VllmFromOutside(Engine):
 
     def test_version_33(self):
         self.check(VLLM_33, "second")
+
+    def test_as_a_plugin_alone_it_comes_late(self):
+        """Without `sitecustomize`, vLLM has imported much before it calls its plugins."""
+        for files in (VLLM, VLLM_33):
+            with self.subTest(files[next(iter(files))]):
+                self.doCleanups()
+                self.setUp()
+                for path, text in files.items():
+                    path = self.folder / path
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(textwrap.dedent(text))
+                importlib.invalidate_caches()
+                for name in ("gpu_worker", "gpu.attn_utils", "gpu_model_runner"):
+                    importlib.import_module(f"vllm.v1.worker.{name}")
+                self.engine(files, "vllm")
+                run_vllm(vllm_config())
+                self.assertEqual((self.gpu.tags()["weights"], self.gpu.tags()["KV cache"]), ("weights", "kv_cache"))
+
+    def test_the_package_says_that_it_is_a_plugin(self):
+        project = ROOT.parent / "pyproject.toml"
+        if not project.is_file():
+            self.skipTest("not run: there is no pyproject.toml here")
+        table = project.read_text().partition('[project.entry-points."vllm.general_plugins"]')[2].partition("\n[")[0]
+        self.assertIn('vramctl = "vramctl.engines.vllm:install"', table)
 
     def test_installed_twice_it_wraps_once(self):
         """By `vramctl run` and as vLLM's plugin."""

@@ -135,6 +135,19 @@ def say_once(text: str, *arguments: Any) -> None:
 
 # ---- CUDA graphs ----
 
+
+@contextlib.contextmanager
+def thread_region(tag: str | None) -> Iterator[None]:
+    """A region and nothing else. Torch has a pool for each graph, and an engine may capture thousands of pieces of graphs:
+    to ask torch for its settings each time, as `vramctl.region` does, would take longer than the capture."""
+    library = vramctl._library.get()
+    library.call("region_begin", vramctl._library.tag(tag), vramctl._library.backup("default"))
+    try:
+        yield
+    finally:
+        library.call("region_end")
+
+
 _graph_tag: Optional[str] = None
 
 
@@ -158,8 +171,7 @@ def tag_graphs(tag: Optional[str]) -> None:
 def _capture_begin(original: Callable[..., Any], graph: Any, *arguments: Any, **keywords: Any) -> Any:
     with contextlib.ExitStack() as stack:
         try:
-            # Torch has a pool for the graph: only the thread's region is wanted.
-            stack.enter_context(vramctl.region(_graph_tag, pool=False))
+            stack.enter_context(thread_region(_graph_tag))
         except Exception as error:  # as above
             say_once("memory of CUDA graphs gets the process's own tag: %s", error)
         done = original(graph, *arguments, **keywords)

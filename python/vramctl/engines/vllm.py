@@ -22,7 +22,9 @@ logger = logging.getLogger("vllm.vramctl")
 
 #: Where the KV cache is allocated, and nothing else with it: the block tables must stay when it is discarded.
 _KV_CACHE = (
-    ("vllm.v1.worker.utils", None, "allocate_kv_cache"),  # 0.33
+    ("vllm.v1.worker.utils", None, "allocate_kv_cache"),  # 0.33, and where it is imported from there before we are
+    ("vllm.v1.worker.gpu.attn_utils", None, "allocate_kv_cache"),
+    ("vllm.v1.worker.gpu_model_runner", None, "allocate_kv_cache"),
     ("vllm.v1.worker.gpu.attn_utils", None, "_allocate_kv_cache"),  # 0.26, the second model runner
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_allocate_kv_cache_tensors"),  # 0.26, the first
 )
