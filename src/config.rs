@@ -103,7 +103,12 @@ impl Config {
 
     /// Whether `VRAMCTL_RETAIN` names a tag.
     pub fn retains(&self, tag: &str) -> bool {
-        self.retain.iter().any(|known| known == "*" || known == tag)
+        self.retains_every_tag() || self.retain.iter().any(|known| known == tag)
+    }
+
+    /// Whether `VRAMCTL_RETAIN` names all of them.
+    pub fn retains_every_tag(&self) -> bool {
+        self.retain.iter().any(|known| known == "*")
     }
 
     /// The policy that `VRAMCTL_BACKUP` gives a tag. The last mention of a tag counts.

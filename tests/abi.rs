@@ -138,3 +138,149 @@ fn the_margin_is_set_and_the_version_is_the_packages() {
     assert!(malloc(2 * MIB).is_ok());
     assert_eq!(unsafe { CStr::from_ptr(vramctl_version()) }.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
 }
+
+/// A backup that stays is what makes the next pause fast; one that need not stay is host memory that others want.
+#[test]
+fn retaining_is_said_at_run_time_for_a_tag_or_for_all() {
+    let _gpu = Gpu::take();
+    let retain = |tag: Option<&CStr>, keep: i32| unsafe { vramctl_set_retain(tag.map_or(ptr::null(), CStr::as_ptr), keep) };
+    let held = || {
+        vramctl::backup::settle();
+        Memory::get().status().host.used_bytes
+    };
+    let cycle = || {
+        let paused = common::pause(&[]).unwrap();
+        common::resume(&[]).unwrap();
+        paused.unchanged_bytes
+    };
+    begin("weights", 0);
+    let address = malloc(4 * MIB).unwrap();
+    vramctl_region_end();
+    let contents = pattern(5, 4 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    assert_eq!((cycle(), held()), (0, 0), "not retained, as the environment says");
+
+    assert_eq!(retain(Some(c"weights"), 1), VramctlResult::Ok);
+    assert_eq!((cycle(), held()), (0, 4 << 20));
+    assert_eq!((cycle(), held()), (4 << 20, 4 << 20), "what has not changed is known, although the memory is older than the setting");
+    assert_eq!(retain(None, 0), VramctlResult::Ok);
+    assert_eq!(held(), 4 << 20, "a tag's own setting counts first");
+    assert_eq!(retain(Some(c"weights"), 0), VramctlResult::Ok);
+    assert_eq!(held(), 0, "given up at once");
+    assert_eq!(retain(None, 1), VramctlResult::Ok);
+    assert_eq!((cycle(), held()), (0, 0));
+    assert_eq!(retain(Some(c"weights"), -1), VramctlResult::Ok);
+    assert_eq!((cycle(), held()), (0, 4 << 20), "without a setting of its own, as all");
+    assert_eq!(retain(None, -1), VramctlResult::Ok);
+    assert_eq!(held(), 0);
+
+    // While paused, the contents are all there is: they go with the resume.
+    assert_eq!(retain(None, 1), VramctlResult::Ok);
+    common::pause(&[]).unwrap();
+    assert_eq!(retain(None, -1), VramctlResult::Ok);
+    common::resume(&[]).unwrap();
+    assert_eq!(held(), 0);
+    assert!(read(address, 4 * MIB).unwrap() == contents);
+    assert_eq!(free(address), 0);
+
+    assert_eq!(retain(None, 2), VramctlResult::Invalid);
+    assert_eq!(retain(Some(c"a,b"), 1), VramctlResult::Invalid);
+}
+
+#[test]
+fn the_disk_directory_is_said_at_run_time() {
+    let _gpu = Gpu::take();
+    let set = |path: &std::path::Path| {
+        let path = CString::new(path.to_str().unwrap()).unwrap();
+        unsafe { vramctl_set_disk_directory(path.as_ptr()) }
+    };
+    let folder = tempfile::tempdir().unwrap();
+    begin("weights", VramctlBackup::Disk as i32);
+    let address = malloc(2 * MIB).unwrap();
+    vramctl_region_end();
+    let contents = pattern(6, 2 * MIB);
+    assert_eq!(write(address, &contents), 0);
+    assert_eq!(set(folder.path()), VramctlResult::Ok);
+    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert!(read(address, 2 * MIB).unwrap() == contents);
+
+    assert_eq!(set(&folder.path().join("missing")), VramctlResult::Disk);
+    assert!(last_error().contains("missing"), "{}", last_error());
+    std::fs::write(folder.path().join("file"), "").unwrap();
+    assert_eq!(set(&folder.path().join("file")), VramctlResult::Disk);
+    drop(folder);
+    assert_eq!(pause(None, 0), VramctlResult::Disk, "the directory that was said is the one that is used");
+    assert_eq!(unsafe { vramctl_set_disk_directory(ptr::null()) }, VramctlResult::Ok);
+    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    assert_eq!(free(address), 0);
+}
+
+/// What an allocator holds as free need not travel; a byte too much left behind would be lost.
+#[test]
+fn memory_that_nobody_needs_is_not_kept() {
+    let _gpu = Gpu::take();
+    begin("weights", 0);
+    let address = malloc(8 * MIB).unwrap();
+    let spare = malloc(2 * MIB).unwrap();
+    vramctl_region_end();
+    let contents = pattern(8, 8 * MIB);
+    assert_eq!((write(address, &contents), write(spare, &contents[..2 * MIB])), (0, 0));
+    let range = |from: usize, bytes| VramctlRange { address: (address as usize + from) as *const c_void, bytes };
+    // One byte into the second page, one short of the end of the third; beyond the end; nothing; and somebody else's.
+    let unused = [
+        range(2 * MIB + 1, 2 * MIB),
+        range(4 * MIB, 2 * MIB),
+        range(7 * MIB, usize::MAX),
+        range(0, 0),
+        VramctlRange { address: 64 as *const c_void, bytes: 64 },
+        VramctlRange { address: spare as *const c_void, bytes: 2 * MIB },
+    ];
+    let pause_without = |ranges: &[VramctlRange]| unsafe { vramctl_pause_without(ptr::null(), -1, 0, ranges.as_ptr(), ranges.len()) };
+    assert_eq!(pause_without(&unused), VramctlResult::Ok, "{}", last_error());
+    let report = || text(|buffer, capacity, needed| unsafe { vramctl_last_report_json(buffer, capacity, needed) });
+    let report: serde_json::Value = serde_json::from_str(&report()).unwrap();
+    assert_eq!((&report["kept_bytes"], &report["discarded_bytes"]), (&(6 << 20).into(), &(4 << 20).into()));
+    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    let found = read(address, 8 * MIB).unwrap();
+    assert!(found[..4 * MIB] == contents[..4 * MIB] && found[6 * MIB..] == contents[6 * MIB..], "what is not whole pages is kept");
+    assert!(found[4 * MIB..6 * MIB].iter().all(|byte| *byte == 0));
+    assert!(read(spare, 2 * MIB).unwrap().iter().all(|byte| *byte == 0));
+    assert_eq!(unsafe { vramctl_pause_without(ptr::null(), -1, 0, ptr::null(), 1) }, VramctlResult::Invalid);
+
+    // What is retained from now on is kept whole, although what was saved before was not.
+    assert_eq!(write(address, &contents), 0);
+    assert_eq!(pause_without(&unused[1..2]), VramctlResult::Ok);
+    assert_eq!(unsafe { vramctl_set_retain(ptr::null(), 1) }, VramctlResult::Ok);
+    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(write(address, &contents), 0);
+    for _ in 0..2 {
+        assert_eq!(pause_without(&unused[1..2]), VramctlResult::Ok);
+        assert_eq!(resume(None, 0), VramctlResult::Ok);
+        assert!(read(address, 8 * MIB).unwrap() == contents);
+    }
+    assert_eq!(unsafe { vramctl_set_retain(ptr::null(), -1) }, VramctlResult::Ok);
+    assert_eq!((free(address), free(spare)), (0, 0));
+}
+
+#[test]
+fn the_numbers_of_an_error_are_told() {
+    let gpu = Gpu::take();
+    let error = || -> serde_json::Value {
+        let error = text(|buffer, capacity, needed| unsafe { vramctl_last_error_json(buffer, capacity, needed) });
+        serde_json::from_str(&error).unwrap()
+    };
+    std::thread::spawn(move || assert_eq!(error(), serde_json::json!({}))).join().unwrap();
+    begin("weights", 0);
+    let address = malloc(128 * MIB).unwrap();
+    vramctl_region_end();
+    assert_eq!(pause(Some("nonsense"), 0), VramctlResult::UnknownTag);
+    assert_eq!((&error()["code"], &error()["known_tags"][0]), (&"unknown_tag".into(), &"weights".into()));
+    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    gpu.occupy(0, common::DEVICE_BYTES - 64 * MIB);
+    assert_eq!(resume(None, 0), VramctlResult::DeviceMemory);
+    assert_eq!(error()["shortage"]["needed"], 128 << 20);
+    assert_eq!(error()["message"], last_error());
+    gpu.occupy(0, 0);
+    assert_eq!(free(address), 0);
+}

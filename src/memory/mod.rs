@@ -12,7 +12,7 @@ mod work;
 pub use allocation::{Allocation, Contents};
 pub use region::Policy;
 pub use status::{DeviceStatus, Status, TagState, TagStatus};
-pub use transition::{Observer, Progress, Report, Request, Stage};
+pub use transition::{Observer, Progress, Report, Request, Span, Stage};
 
 use crate::backup;
 use crate::config::Config;
@@ -23,6 +23,7 @@ use dashmap::DashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -124,6 +125,44 @@ impl Memory {
     /// From now on an allocation that would leave less than `bytes` of its device free is answered with out of memory.
     pub fn set_margin(&self, bytes: u64) {
         self.margin.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Says whether the contents that a pause saves of a tag stay in host memory after the resume, in place of
+    /// `VRAMCTL_RETAIN`; without a tag, of every tag that has no setting of its own. `None` takes back what was said.
+    ///
+    /// What is not to stay any more is given up at once; of what is to stay from now on, changes can be told from the next
+    /// pause on. Waits for a pause or resume that is under way.
+    pub fn set_retain(&self, tag: Option<&str>, keep: Option<bool>) -> Result<(), Error> {
+        let tag = tag.map(region::checked_tag).transpose()?;
+        let given_up: Vec<_> = {
+            let _exclusive = self.exclude();
+            backup::set_retain(tag, keep);
+            let done_with = |allocation: &&Arc<Allocation>| !allocation.is_paused() && !backup::retains(&allocation.tag);
+            self.snapshot().iter().filter(done_with).filter_map(|allocation| allocation.contents().saved.take()).collect()
+        };
+        drop(given_up);
+        let retained = self.snapshot().into_iter().filter(|allocation| backup::retains(&allocation.tag));
+        let contexts: BTreeMap<_, _> = retained.map(|allocation| (allocation.context(), Arc::clone(&allocation.tag))).collect();
+        for (context, tag) in contexts {
+            // One that the program has destroyed needs nothing.
+            if let Ok(current) = Current::push(context) {
+                backup::get_ready(&current, &tag);
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the pauses to come keep contents whose policy is `disk`; `None`: as `VRAMCTL_DISK_DIR` says. It must be there
+    /// already, so that a wrong one is known now and not at the next pause.
+    pub fn set_disk_directory(&self, directory: Option<&Path>) -> Result<(), Error> {
+        let wrong = |path: &Path, why: &dyn fmt::Display| Error::Disk(format!("{} cannot be used for contents: {why}", path.display()));
+        // Absolute, because the program may change its working directory.
+        let directory = directory.map(|path| path.canonicalize().map_err(|error| wrong(path, &error))).transpose()?;
+        if let Some(path) = directory.as_deref().filter(|path| !path.is_dir()) {
+            return Err(wrong(path, &"it is no directory"));
+        }
+        backup::set_disk_directory(directory);
+        Ok(())
     }
 
     /// Makes an allocation of at least `bytes` on the device of the current context, and records it. After an error

@@ -1,0 +1,85 @@
+//! How contents are kept, as said at run time. Where nothing was said, the environment counts.
+
+use crate::config::{self, Config};
+use crate::process::PerProcess;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
+
+/// What was said since the process began; none of it, at first.
+#[derive(Debug, Default)]
+struct Settings {
+    /// Of every tag that is not in `retain`.
+    retain_others: Option<bool>,
+    retain: BTreeMap<Arc<str>, bool>,
+    directory: Option<PathBuf>,
+}
+
+static SETTINGS: PerProcess<RwLock<Settings>> = PerProcess::new(RwLock::default);
+
+fn read<R>(look: impl FnOnce(&Settings) -> R) -> R {
+    look(&SETTINGS.get().read().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn change() -> RwLockWriteGuard<'static, Settings> {
+    SETTINGS.get().write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether what a pause saves of a tag stays in host memory after the resume: as was said of the tag, else of all tags,
+/// else as `VRAMCTL_RETAIN` says.
+pub fn retains(tag: &str) -> bool {
+    read(|said| said.retain.get(tag).copied().or(said.retain_others)).unwrap_or_else(|| Config::get().retains(tag))
+}
+
+/// Whether it stays for a tag of which nobody has said anything.
+pub fn retains_by_default() -> bool {
+    read(|said| said.retain_others).unwrap_or_else(|| Config::get().retains_every_tag())
+}
+
+/// Says it of a tag, or of every tag that has no setting of its own. `None` takes back what was said.
+pub fn set_retain(tag: Option<Arc<str>>, keep: Option<bool>) {
+    let mut settings = change();
+    match (tag, keep) {
+        (None, keep) => settings.retain_others = keep,
+        (Some(tag), Some(keep)) => drop(settings.retain.insert(tag, keep)),
+        (Some(tag), None) => drop(settings.retain.remove(&tag)),
+    }
+}
+
+/// Where the policy `disk` keeps contents now.
+pub fn disk_directory() -> PathBuf {
+    read(|said| said.directory.clone()).unwrap_or_else(config::disk_directory)
+}
+
+/// Sets it for the pauses to come; `None`: as `VRAMCTL_DISK_DIR` says.
+pub fn set_disk_directory(directory: Option<PathBuf>) {
+    change().directory = directory;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One test, because the settings are the process's.
+    #[test]
+    fn the_nearest_word_counts_and_can_be_taken_back() {
+        let tag = || Some(Arc::from("settings-tag"));
+        assert!(!retains("settings-tag") && !retains_by_default(), "the environment says nothing");
+        set_retain(None, Some(true));
+        assert!(retains("settings-tag") && retains("any") && retains_by_default());
+        set_retain(tag(), Some(false));
+        assert!(!retains("settings-tag") && retains("any") && retains_by_default());
+        set_retain(None, Some(false));
+        set_retain(tag(), Some(true));
+        assert!(retains("settings-tag") && !retains("any") && !retains_by_default());
+        set_retain(tag(), None);
+        assert!(!retains("settings-tag"));
+        set_retain(None, None);
+
+        let before = disk_directory();
+        set_disk_directory(Some("/elsewhere".into()));
+        assert_eq!(disk_directory(), PathBuf::from("/elsewhere"));
+        set_disk_directory(None);
+        assert_eq!(disk_directory(), before);
+    }
+}
