@@ -14,7 +14,8 @@
 //! | `VRAMCTL_DIR` | where the control sockets are | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
 //! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what is written to stderr | `warn` |
 //!
-//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads.
+//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, and `VRAMCTL_PYTHON`, that
+//! of the Python package that it makes findable.
 
 use crate::memory::{Backup, region::checked_tag};
 use crate::process::PerProcess;
