@@ -13,11 +13,12 @@ import threading
 import time
 import unittest
 from pathlib import Path
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable
 from unittest import mock
 
-import vramctl
 from support import MIB, VRAMCTL, Cuda, Program, bare
+
+import vramctl
 from vramctl import errors
 
 #: Where the test's own sockets are; the programs that it starts inherit it.
@@ -28,7 +29,7 @@ class Real(unittest.TestCase):
     def test_another_process_is_paused_and_resumed(self) -> None:
         with Program("engine") as engine, vramctl.Client("engine") as client:
             self.assertEqual((client.hello().name, client.hello().pid), ("engine", engine.pid))
-            seen: List[vramctl.Progress] = []
+            seen: list[vramctl.Progress] = []
             report = client.pause(["weights", "kv_cache"], progress=seen.append)
             self.assertEqual((report.bytes, report.kept_bytes, report.discarded_bytes), (12 * MIB, 8 * MIB, 4 * MIB))
             self.assertEqual((seen[-1].stage, seen[-1].done), ("save", seen[-1].total))
@@ -82,8 +83,10 @@ class Real(unittest.TestCase):
 
     def test_processes_are_found_by_id_name_and_path(self) -> None:
         with Program("one") as one, Program("two") as two, Program("two") as again:
-            self.assertEqual({process.pid: process.name for process in vramctl.processes() if process.pid != os.getpid()},
-                             {one.pid: "one", two.pid: "two", again.pid: "two"})
+            self.assertEqual(
+                {process.pid: process.name for process in vramctl.processes() if process.pid != os.getpid()},
+                {one.pid: "one", two.pid: "two", again.pid: "two"},
+            )
             for target in (one.pid, str(one.pid), "one", str(SOCKETS / f"{one.pid}.sock"), SOCKETS / f"{one.pid}.sock"):
                 with vramctl.Client(target) as client:
                     self.assertEqual(client.hello().pid, one.pid)
@@ -127,8 +130,10 @@ class Real(unittest.TestCase):
 
     def test_threads_may_share_a_client(self) -> None:
         with Program("engine"), vramctl.Client("engine") as client:
-            answers: List[str] = []
-            threads = [threading.Thread(target=lambda: answers.extend(client.hello().name for _ in range(20))) for _ in range(4)]
+            answers: list[str] = []
+            threads = [
+                threading.Thread(target=lambda: answers.extend(client.hello().name for _ in range(20))) for _ in range(4)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -159,7 +164,7 @@ class Pretended(unittest.TestCase):
         return path
 
     def test_what_it_asks_is_the_protocol(self) -> None:
-        asked: List[Any] = []
+        asked: list[Any] = []
 
         def answer(connection: socket.socket, line: bytes) -> None:
             asked.append(json.loads(line))
@@ -167,7 +172,14 @@ class Pretended(unittest.TestCase):
 
         with vramctl.Client(self.serve(answer)) as client:
             self.assertEqual(client.pause("kv_cache", backup="discard", timeout=2.5).bytes, 5)
-        wanted = {"version": 1, "request": "pause", "tags": ["kv_cache"], "backup": "discard", "timeout_ms": 2500, "progress": False}
+        wanted = {
+            "version": 1,
+            "request": "pause",
+            "tags": ["kv_cache"],
+            "backup": "discard",
+            "timeout_ms": 2500,
+            "progress": False,
+        }
         self.assertEqual(asked, [wanted])
 
     def test_nonsense_is_an_error_and_ends_the_connection(self) -> None:
@@ -179,7 +191,10 @@ class Pretended(unittest.TestCase):
             (b"", errors.Disconnected),
             (b'{"reply":"error","code":"of_the_future","message":"later"}\n', errors.Error),
         ]:
-            with self.subTest(reply), vramctl.Client(self.serve(lambda connection, _, reply=reply: connection.sendall(reply))) as client:
+            with (
+                self.subTest(reply),
+                vramctl.Client(self.serve(lambda connection, _, reply=reply: connection.sendall(reply))) as client,
+            ):
                 with self.assertRaises(kind) as caught:
                     client.status()
                 if kind is errors.Error:
@@ -208,7 +223,11 @@ class Pretended(unittest.TestCase):
 
     def test_what_makes_no_sense_is_not_asked(self) -> None:
         with vramctl.Client(self.serve(lambda *_: None)) as client:
-            for call in (lambda: client.pause([]), lambda: client.pause(timeout=-1), lambda: client.resume(timeout=float("nan"))):
+            for call in (
+                lambda: client.pause([]),
+                lambda: client.pause(timeout=-1),
+                lambda: client.resume(timeout=float("nan")),
+            ):
                 with self.assertRaises(errors.Invalid):
                     call()
 
@@ -219,7 +238,7 @@ class Places(unittest.TestCase):
         self.addCleanup(place.cleanup)
         self.place = Path(place.name)
 
-    def look(self, **environment: Optional[str]) -> Any:
+    def look(self, **environment: str | None) -> Any:
         """What is found with these variables and no others of the kind."""
         without = {name: value for name, value in os.environ.items() if name not in ("VRAMCTL_DIR", "XDG_RUNTIME_DIR")}
         with mock.patch.dict(os.environ, {**without, **{k: v for k, v in environment.items() if v is not None}}, clear=True):
@@ -266,7 +285,9 @@ class Places(unittest.TestCase):
 
     def test_the_way_out_is_said_where_nothing_is_managed(self) -> None:
         source = "import vramctl; vramctl.Client()"
-        ran = bare([sys.executable, "-c", source], PYTHONPATH=str(Path(vramctl.__file__).parents[1]), VRAMCTL_DIR=str(self.place / "x"))
+        ran = bare(
+            [sys.executable, "-c", source], PYTHONPATH=str(Path(vramctl.__file__).parents[1]), VRAMCTL_DIR=str(self.place / "x")
+        )
         self.assertIn("vramctl run -- COMMAND", ran.stderr)
 
 
