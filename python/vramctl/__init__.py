@@ -200,7 +200,9 @@ def pause(
     library = _library.get()
     timeout_ms, policy = _library.milliseconds(timeout), _library.backup(backup)
     # With `discard` nothing is copied, and so nothing need be left out.
-    free = _torch.free() if live_only and backup != "discard" else _torch.Free([], 0)
+    free = _torch.Free([], 0)
+    if live_only and backup != "discard" and _torch.is_used():
+        free = _torch.free([tag] if isinstance(tag, str) else tag, status().process_tag)
     ranges = _library.ranges(free.ranges)
 
     def one(name: bytes | None) -> None:
