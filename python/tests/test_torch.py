@@ -174,7 +174,7 @@ class Pools(unittest.TestCase):
 
     def test_a_torch_without_pools_is_refused(self) -> None:
         with mock.patch.object(
-            torch, "cuda", mock.Mock(spec=["is_available", "get_allocator_backend", "memory", "current_device"])
+            torch, "cuda", mock.Mock(spec=["init", "is_available", "get_allocator_backend", "memory", "current_device"])
         ):
             torch.cuda.get_allocator_backend.return_value = "native"
             torch.cuda.memory._snapshot.return_value = {}

@@ -277,8 +277,8 @@ def retain(tag: str | None, keep: bool | None) -> None:
 
 
 def set_disk_directory(path: str | os.PathLike[str] | None) -> None:
-    """Where the policy ``disk`` keeps contents from now on; None: as ``VRAMCTL_DISK_DIR`` says. Raises `errors.NotPreloaded`,
-    and `errors.Error` where it is no directory that can be written to.
+    """Where the policy ``disk`` keeps contents from now on: an existing directory on a drive; None: as ``VRAMCTL_DISK_DIR``
+    says. What is in files already stays where it is. Raises `errors.NotPreloaded`, and `errors.Disk` where it is no directory.
     """
     _library.get().call("set_disk_directory", None if path is None else os.fsencode(path))
 

@@ -130,6 +130,7 @@ def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[Non
     if torch is None or torch.cuda.get_allocator_backend() != "native":
         yield
         return
+    torch.cuda.init()  # there are no pools before
     with _without_expandable_segments(torch):
         scopes = _thread.scopes
         key = (tag, backup, _index(torch, device)) if pool else None

@@ -136,6 +136,8 @@ class Allocator:
 
 class MemPool:
     def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False) -> None:
+        if not initialized():
+            raise RuntimeError("Allocator not initialized for device: did you call init?")
         self.id = new_pool_id()
 
     def __del__(self) -> None:
