@@ -99,7 +99,7 @@ fn settings_are_the_threads_own_and_stay() {
     });
 }
 
-/// Frameworks turn management off and on again inside a region: DeepEP's buffers in slime, chunks of weights with tags of
+/// Frameworks turn management off and on again inside a region: a library's buffers in slime, chunks of weights with tags of
 /// their own. It must hold there, and end with the region.
 #[test]
 fn inside_a_region_the_settings_are_the_regions() {

@@ -114,8 +114,8 @@ fn policy(said: Said, on_ground: bool, process_tag: Option<Arc<str>>) -> Policy 
     // told otherwise.
     let unsaid = if !on_ground || process_tag.is_some() { Backup::Host } else { Backup::Discard };
     let tag = said.tag.or(process_tag).unwrap_or_else(|| DEFAULT_TAG.into());
-    let of_ground = || if on_ground { config.ground_backup } else { None };
-    let backup = said.backup.or_else(|| config.backup_of(&tag)).or_else(of_ground).unwrap_or(unsaid);
+    let environments = || if on_ground { config.ground_backup } else { None };
+    let backup = said.backup.or_else(|| config.backup_of(&tag)).or_else(environments).unwrap_or(unsaid);
     Policy { tag, backup }
 }
 
