@@ -83,6 +83,14 @@ typedef int32_t VramctlBackup;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// A range of device memory.
+typedef struct VramctlRange {
+  // Its first address.
+  const void *address;
+  // Its length in bytes.
+  size_t bytes;
+} VramctlRange;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -124,6 +132,19 @@ VramctlResult vramctl_current_tag(char *buffer, size_t capacity, size_t *needed)
 // `tag` must be null or NUL-terminated.
 VramctlResult vramctl_pause(const char *tag, int64_t timeout_ms, int32_t backup);
 
+// Pauses as `vramctl_pause` does, and does not keep the contents of memory that nobody needs: what an allocator of the
+// program's own holds as free, say. The whole pages of 2 MiB in the `count` ranges at `unused` read as zero after the
+// resume, unless they were kept all the same (on disk, and where a tag's contents are retained). Ranges may overlap, and
+// what of them is not managed is ignored.
+//
+// # Safety
+// `tag` must be null or NUL-terminated, and `unused` readable for `count` ranges (or null with a `count` of 0).
+VramctlResult vramctl_pause_without(const char *tag,
+                                    int64_t timeout_ms,
+                                    int32_t backup,
+                                    const struct VramctlRange *unused,
+                                    size_t count);
+
 // Resumes: puts new memory at the same addresses, and the kept contents into it; discarded contents read as zero. All
 // or nothing; what is active already is left alone.
 //
@@ -133,6 +154,18 @@ VramctlResult vramctl_pause(const char *tag, int64_t timeout_ms, int32_t backup)
 // # Safety
 // `tag` must be null or NUL-terminated.
 VramctlResult vramctl_resume(const char *tag, int64_t timeout_ms);
+
+// What the calling thread's last successful pause or resume did, as a JSON object in `buffer`, NUL-terminated: the
+// fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if there was none.
+//
+// `needed`, where not null, gets the string's size in bytes with its NUL. `BufferTooSmall`: `capacity` is less than
+// that, and nothing was written to `buffer`.
+//
+// # Safety
+// `buffer` must be writable for `capacity` bytes (or null with a `capacity` of 0), and `needed` null or writable.
+VramctlResult vramctl_last_report_json(char *buffer,
+                                       size_t capacity,
+                                       size_t *needed);
 
 // What is under management, as a JSON object in `buffer`, NUL-terminated: the fields of the control protocol's
 // `status` reply that concern memory (`docs/protocol.md`), sizes in bytes.
@@ -147,6 +180,19 @@ VramctlResult vramctl_status_json(char *buffer, size_t capacity, size_t *needed)
 // What the calling thread's last failed call of this library failed on, for a reader; the empty string if none has
 // failed. Owned by the library and valid until the thread's next failed call.
 const char *vramctl_last_error(void);
+
+// The same with its numbers, as a JSON object in `buffer`, NUL-terminated: the fields of the control protocol's `error`
+// reply (`docs/protocol.md`), such as `code`, `message` and, where memory was short, `shortage` in bytes; `{}` if none has
+// failed.
+//
+// `needed`, where not null, gets the string's size in bytes with its NUL. `BufferTooSmall`: `capacity` is less than
+// that, nothing was written to `buffer`, and the last error is still the one before.
+//
+// # Safety
+// `buffer` must be writable for `capacity` bytes (or null with a `capacity` of 0), and `needed` null or writable.
+VramctlResult vramctl_last_error_json(char *buffer,
+                                      size_t capacity,
+                                      size_t *needed);
 
 // The kept contents of a paused allocation, to read: `*pointer` gets the host address that holds what `address` held,
 // and `*bytes`, where not null, how many bytes follow there up to the allocation's end.

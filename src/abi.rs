@@ -3,8 +3,9 @@
 //! Every function may be called from any thread at any time, never ends the process, and returns a
 //! [`VramctlResult`]; the text of the calling thread's last error is in [`vramctl_last_error`].
 
+use crate::control::protocol::Refusal;
 use crate::error::{Error, Kind};
-use crate::memory::{Backup, Memory, Request, region};
+use crate::memory::{Backup, Memory, Report, Request, Span, region};
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -101,14 +102,14 @@ pub unsafe extern "C" fn vramctl_region_begin(tag: *const c_char, backup: i32) -
     answer(|| {
         // SAFETY: the caller's promise.
         let tag = unsafe { text(tag)? };
-        Ok(region::begin(tag, policy(backup)?)?)
+        region::begin(tag, policy(backup)?)
     })
 }
 
 /// Ends the calling thread's innermost region. `Invalid`: it is in none.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_region_end() -> VramctlResult {
-    answer(|| Ok(region::end()?))
+    answer(region::end)
 }
 
 /// The tag that an allocation of the calling thread would get now, as a NUL-terminated string in `buffer`; the empty
@@ -142,7 +143,46 @@ pub unsafe extern "C" fn vramctl_pause(tag: *const c_char, timeout_ms: i64, back
     answer(|| {
         // SAFETY: the caller's promise.
         let request = Request { backup: policy(backup)?, ..unsafe { request(tag, timeout_ms)? } };
-        Memory::get().pause(&request, &mut ())?;
+        keep_report(Memory::get().pause(&request, &mut ())?);
+        Ok(())
+    })
+}
+
+/// A range of device memory.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct VramctlRange {
+    /// Its first address.
+    pub address: *const c_void,
+    /// Its length in bytes.
+    pub bytes: usize,
+}
+
+/// Pauses as `vramctl_pause` does, and does not keep the contents of memory that nobody needs: what an allocator of the
+/// program's own holds as free, say. The whole pages of 2 MiB in the `count` ranges at `unused` read as zero after the
+/// resume, unless they were kept all the same (on disk, and where a tag's contents are retained). Ranges may overlap, and
+/// what of them is not managed is ignored.
+///
+/// # Safety
+/// `tag` must be null or NUL-terminated, and `unused` readable for `count` ranges (or null with a `count` of 0).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_pause_without(
+    tag: *const c_char,
+    timeout_ms: i64,
+    backup: i32,
+    unused: *const VramctlRange,
+    count: usize,
+) -> VramctlResult {
+    answer(|| {
+        if unused.is_null() && count > 0 {
+            return Err(Error::Invalid("no ranges".into()));
+        }
+        // SAFETY: readable for `count` ranges, by the caller's promise.
+        let unused = if count == 0 { &[] } else { unsafe { slice::from_raw_parts(unused, count) } };
+        let unused = unused.iter().map(|range| Span { address: range.address as u64, bytes: range.bytes }).collect();
+        // SAFETY: the caller's promise.
+        let request = Request { backup: policy(backup)?, unused, ..unsafe { request(tag, timeout_ms)? } };
+        keep_report(Memory::get().pause(&request, &mut ())?);
         Ok(())
     })
 }
@@ -161,8 +201,25 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
         // SAFETY: the caller's promise.
         let mut request = unsafe { request(tag, timeout_ms)? };
         request.timeout = request.timeout.or(Some(Duration::MAX));
-        Memory::get().resume(&request, &mut ())?;
+        keep_report(Memory::get().resume(&request, &mut ())?);
         Ok(())
+    })
+}
+
+/// What the calling thread's last successful pause or resume did, as a JSON object in `buffer`, NUL-terminated: the
+/// fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if there was none.
+///
+/// `needed`, where not null, gets the string's size in bytes with its NUL. `BufferTooSmall`: `capacity` is less than
+/// that, and nothing was written to `buffer`.
+///
+/// # Safety
+/// `buffer` must be writable for `capacity` bytes (or null with a `capacity` of 0), and `needed` null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_last_report_json(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
+    answer(|| {
+        let report = LAST.try_with(|last| last.try_borrow().map(|last| json(last.report.as_ref())));
+        // SAFETY: the caller's promise.
+        unsafe { put(&report.unwrap_or(Ok(json(None::<&Report>))).unwrap_or_default(), buffer, capacity, needed) }
     })
 }
 
@@ -177,9 +234,8 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_status_json(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
     answer(|| {
-        let status = serde_json::to_string(&Memory::get().status()).map_err(|error| Error::Internal(error.to_string()))?;
         // SAFETY: the caller's promise.
-        unsafe { put(&status, buffer, capacity, needed) }
+        unsafe { put(&json(Some(&Memory::get().status())), buffer, capacity, needed) }
     })
 }
 
@@ -187,8 +243,26 @@ pub unsafe extern "C" fn vramctl_status_json(buffer: *mut c_char, capacity: usiz
 /// failed. Owned by the library and valid until the thread's next failed call.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_last_error() -> *const c_char {
-    let text = LAST_ERROR.try_with(|last| last.try_borrow().map_or(c"".as_ptr(), |text| text.as_ptr()));
+    let text = LAST.try_with(|last| last.try_borrow().map_or(c"".as_ptr(), |last| last.error_text.as_ptr()));
     text.unwrap_or(c"".as_ptr())
+}
+
+/// The same with its numbers, as a JSON object in `buffer`, NUL-terminated: the fields of the control protocol's `error`
+/// reply (`docs/protocol.md`), such as `code`, `message` and, where memory was short, `shortage` in bytes; `{}` if none has
+/// failed.
+///
+/// `needed`, where not null, gets the string's size in bytes with its NUL. `BufferTooSmall`: `capacity` is less than
+/// that, nothing was written to `buffer`, and the last error is still the one before.
+///
+/// # Safety
+/// `buffer` must be writable for `capacity` bytes (or null with a `capacity` of 0), and `needed` null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_last_error_json(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
+    let error = LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.error.clone())).ok().flatten();
+    // Not through `answer`, which would remember this call's own failure in place of the one that is asked for.
+    // SAFETY: the caller's promise.
+    let outcome = panic::catch_unwind(|| unsafe { put(&json(error.as_ref().map(Refusal::from).as_ref()), buffer, capacity, needed) });
+    outcome.map_or(VramctlResult::Internal, |outcome| outcome.map_or_else(|error| error.kind().into(), |()| VramctlResult::Ok))
 }
 
 /// The kept contents of a paused allocation, to read: `*pointer` gets the host address that holds what `address` held,
@@ -203,15 +277,15 @@ pub extern "C" fn vramctl_last_error() -> *const c_char {
 pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer: *mut *const c_void, bytes: *mut usize) -> VramctlResult {
     answer(|| {
         if pointer.is_null() {
-            return Err(Error::Invalid("no place for the pointer".into()).into());
+            return Err(Error::Invalid("no place for the pointer".into()));
         }
         let found = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused());
         let Some((allocation, saved)) = found.and_then(|allocation| Some((allocation.clone(), allocation.contents().saved.clone()?)))
         else {
-            return Err((VramctlResult::NotPaused, format!("{address:p} is in no paused allocation whose contents were kept")));
+            return Err(Error::NotPaused(format!("{address:p} is in no paused allocation whose contents were kept")));
         };
         let Some(kept) = saved.as_slice() else {
-            return Err((VramctlResult::NotPaused, format!("the contents of {address:p} are in a file, not in host memory")));
+            return Err(Error::NotPaused(format!("the contents of {address:p} are in a file, not in host memory")));
         };
         let rest = &kept[(address as u64 - allocation.address()) as usize..];
         // SAFETY: the caller's promise.
@@ -250,11 +324,11 @@ pub unsafe extern "C" fn vramctl_set_retain(tag: *const c_char, retain: i32) -> 
             -1 => None,
             0 => Some(false),
             1 => Some(true),
-            other => return Err(Error::Invalid(format!("{other} is not 1 (retain), 0 (do not) or -1 (as the environment says)")).into()),
+            other => return Err(Error::Invalid(format!("{other} is not 1 (retain), 0 (do not) or -1 (as the environment says)"))),
         };
         // SAFETY: the caller's promise.
         let tag = unsafe { text(tag)? };
-        Ok(Memory::get().set_retain(tag, keep)?)
+        Memory::get().set_retain(tag, keep)
     })
 }
 
@@ -268,32 +342,48 @@ pub unsafe extern "C" fn vramctl_set_disk_directory(directory: *const c_char) ->
     answer(|| {
         // SAFETY: NUL-terminated where not null, by the caller's promise.
         let path = (!directory.is_null()).then(|| Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(directory) }.to_bytes())));
-        Ok(Memory::get().set_disk_directory(path)?)
+        Memory::get().set_disk_directory(path)
     })
 }
 
 thread_local! {
-    static LAST_ERROR: RefCell<CString> = RefCell::default();
+    static LAST: RefCell<Last> = RefCell::default();
 }
 
-/// A code and its text.
-type Refusal = (VramctlResult, String);
+/// What a thread may still ask for.
+#[derive(Default)]
+struct Last {
+    error: Option<Error>,
+    /// The error's text, as C wants it.
+    error_text: CString,
+    report: Option<Report>,
+}
 
-impl From<Error> for Refusal {
-    fn from(error: Error) -> Self {
-        (error.kind().into(), error.to_string())
-    }
+/// For `vramctl_last_report_json`.
+fn keep_report(report: Report) {
+    let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.report = Some(report)));
+}
+
+fn json(value: Option<&impl serde::Serialize>) -> String {
+    // Our own types cannot fail to be written.
+    value.and_then(|value| serde_json::to_string(value).ok()).unwrap_or_else(|| "{}".into())
 }
 
 /// Runs the body of a function: errors become codes and texts, and so does a panic, which must not cross into C.
-fn answer(body: impl FnOnce() -> Result<(), Refusal>) -> VramctlResult {
+fn answer(body: impl FnOnce() -> Result<(), Error>) -> VramctlResult {
     let outcome = panic::catch_unwind(AssertUnwindSafe(body));
-    let Err((result, text)) = outcome.unwrap_or_else(|_| Err(Error::Internal("a call panicked".into()).into())) else {
+    let Err(error) = outcome.unwrap_or_else(|_| Err(Error::Internal("a call panicked".into()))) else {
         return VramctlResult::Ok;
     };
-    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    let result = error.kind().into();
+    let error_text = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default();
     // Without thread-locals the thread is ending, and the code has to do.
-    let _ = LAST_ERROR.try_with(|last| last.try_borrow_mut().map(|mut last| *last = text));
+    let _ = LAST.try_with(|last| {
+        last.try_borrow_mut().map(|mut last| {
+            last.error_text = error_text;
+            last.error = Some(error);
+        })
+    });
     result
 }
 
@@ -314,6 +404,7 @@ unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<Request, Error>
         tags: tag.map(str::to_owned).into_iter().collect(),
         backup: None,
         timeout: u64::try_from(timeout_ms).ok().map(Duration::from_millis),
+        unused: Vec::new(),
     })
 }
 
@@ -328,7 +419,7 @@ fn policy(backup: i32) -> Result<Option<Backup>, Error> {
 }
 
 /// Writes a NUL-terminated string into a caller's buffer, and its size.
-unsafe fn put(text: &str, buffer: *mut c_char, capacity: usize, needed: *mut usize) -> Result<(), Refusal> {
+unsafe fn put(text: &str, buffer: *mut c_char, capacity: usize, needed: *mut usize) -> Result<(), Error> {
     let size = text.len() + 1;
     // SAFETY: `needed` is null or writable, and `buffer` is writable for `capacity`, by the caller's promise.
     unsafe {
@@ -336,7 +427,7 @@ unsafe fn put(text: &str, buffer: *mut c_char, capacity: usize, needed: *mut usi
             needed.write(size);
         }
         if buffer.is_null() || capacity < size {
-            return Err((VramctlResult::BufferTooSmall, format!("{size} bytes are needed, the buffer has {capacity}")));
+            return Err(Error::BufferTooSmall { needed: size, capacity });
         }
         let room = slice::from_raw_parts_mut(buffer.cast::<u8>(), size);
         ptr::copy_nonoverlapping(text.as_ptr(), room.as_mut_ptr(), text.len());

@@ -39,6 +39,15 @@ pub enum Error {
     Unsupported,
     /// What was asked for makes no sense; the text says why.
     Invalid(String),
+    /// An address is not where it would have to be, in a paused allocation whose contents were kept; the text says why.
+    NotPaused(String),
+    /// A caller's buffer is too small.
+    BufferTooSmall {
+        /// Bytes needed.
+        needed: usize,
+        /// Bytes that it has.
+        capacity: usize,
+    },
     /// Something that the library did not expect of itself. Nothing to be done but to report it.
     Internal(String),
 }
@@ -103,6 +112,8 @@ impl Error {
             Self::Busy(_) => Kind::Busy,
             Self::Unsupported => Kind::Unsupported,
             Self::Invalid(_) => Kind::Invalid,
+            Self::NotPaused(_) => Kind::NotPaused,
+            Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
             Self::Internal(_) => Kind::Internal,
         }
     }
@@ -113,7 +124,7 @@ impl Error {
         match self {
             Self::Driver(failure) | Self::Work(failure) => failure.code,
             Self::DeviceMemory(_) | Self::HostMemory { .. } => code::OUT_OF_MEMORY,
-            Self::UnknownTag { .. } | Self::Invalid(_) => code::INVALID_VALUE,
+            Self::UnknownTag { .. } | Self::Invalid(_) | Self::NotPaused(_) | Self::BufferTooSmall { .. } => code::INVALID_VALUE,
             Self::Capturing => code::CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
             Self::Busy(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
@@ -157,7 +168,8 @@ impl fmt::Display for Error {
             Self::Capturing => write!(out, "a CUDA stream is being captured into a graph; try again when the capture is over"),
             Self::Busy(waited) => write!(out, "the device's work had not finished after {} ms; nothing was changed", waited.as_millis()),
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
-            Self::Invalid(why) | Self::Disk(why) => write!(out, "{why}"),
+            Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
+            Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
         }
     }

@@ -215,3 +215,72 @@ fn the_disk_directory_is_said_at_run_time() {
     assert_eq!(pause(None, 0), VramctlResult::Ok);
     assert_eq!(free(address), 0);
 }
+
+/// What an allocator holds as free need not travel; a byte too much left behind would be lost.
+#[test]
+fn memory_that_nobody_needs_is_not_kept() {
+    let _gpu = Gpu::take();
+    begin("weights", 0);
+    let address = malloc(8 * MIB).unwrap();
+    let spare = malloc(2 * MIB).unwrap();
+    vramctl_region_end();
+    let contents = pattern(8, 8 * MIB);
+    assert_eq!((write(address, &contents), write(spare, &contents[..2 * MIB])), (0, 0));
+    let range = |from: usize, bytes| VramctlRange { address: (address as usize + from) as *const c_void, bytes };
+    // One byte into the second page, one short of the end of the third; beyond the end; nothing; and somebody else's.
+    let unused = [
+        range(2 * MIB + 1, 2 * MIB),
+        range(4 * MIB, 2 * MIB),
+        range(7 * MIB, usize::MAX),
+        range(0, 0),
+        VramctlRange { address: 64 as *const c_void, bytes: 64 },
+        VramctlRange { address: spare as *const c_void, bytes: 2 * MIB },
+    ];
+    let pause_without = |ranges: &[VramctlRange]| unsafe { vramctl_pause_without(ptr::null(), -1, 0, ranges.as_ptr(), ranges.len()) };
+    assert_eq!(pause_without(&unused), VramctlResult::Ok, "{}", last_error());
+    let report = || text(|buffer, capacity, needed| unsafe { vramctl_last_report_json(buffer, capacity, needed) });
+    let report: serde_json::Value = serde_json::from_str(&report()).unwrap();
+    assert_eq!((&report["kept_bytes"], &report["discarded_bytes"]), (&(6 << 20).into(), &(4 << 20).into()));
+    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    let found = read(address, 8 * MIB).unwrap();
+    assert!(found[..4 * MIB] == contents[..4 * MIB] && found[6 * MIB..] == contents[6 * MIB..], "what is not whole pages is kept");
+    assert!(found[4 * MIB..6 * MIB].iter().all(|byte| *byte == 0));
+    assert!(read(spare, 2 * MIB).unwrap().iter().all(|byte| *byte == 0));
+    assert_eq!(unsafe { vramctl_pause_without(ptr::null(), -1, 0, ptr::null(), 1) }, VramctlResult::Invalid);
+
+    // What is retained from now on is kept whole, although what was saved before was not.
+    assert_eq!(write(address, &contents), 0);
+    assert_eq!(pause_without(&unused[1..2]), VramctlResult::Ok);
+    assert_eq!(unsafe { vramctl_set_retain(ptr::null(), 1) }, VramctlResult::Ok);
+    assert_eq!(resume(None, 0), VramctlResult::Ok);
+    assert_eq!(write(address, &contents), 0);
+    for _ in 0..2 {
+        assert_eq!(pause_without(&unused[1..2]), VramctlResult::Ok);
+        assert_eq!(resume(None, 0), VramctlResult::Ok);
+        assert!(read(address, 8 * MIB).unwrap() == contents);
+    }
+    assert_eq!(unsafe { vramctl_set_retain(ptr::null(), -1) }, VramctlResult::Ok);
+    assert_eq!((free(address), free(spare)), (0, 0));
+}
+
+#[test]
+fn the_numbers_of_an_error_are_told() {
+    let gpu = Gpu::take();
+    let error = || -> serde_json::Value {
+        let error = text(|buffer, capacity, needed| unsafe { vramctl_last_error_json(buffer, capacity, needed) });
+        serde_json::from_str(&error).unwrap()
+    };
+    std::thread::spawn(move || assert_eq!(error(), serde_json::json!({}))).join().unwrap();
+    begin("weights", 0);
+    let address = malloc(128 * MIB).unwrap();
+    vramctl_region_end();
+    assert_eq!(pause(Some("nonsense"), 0), VramctlResult::UnknownTag);
+    assert_eq!((&error()["code"], &error()["known_tags"][0]), (&"unknown_tag".into(), &"weights".into()));
+    assert_eq!(pause(None, 0), VramctlResult::Ok);
+    gpu.occupy(0, common::DEVICE_BYTES - 64 * MIB);
+    assert_eq!(resume(None, 0), VramctlResult::DeviceMemory);
+    assert_eq!(error()["shortage"]["needed"], 128 << 20);
+    assert_eq!(error()["message"], last_error());
+    gpu.occupy(0, 0);
+    assert_eq!(free(address), 0);
+}

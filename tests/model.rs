@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vramctl::memory::{Backup, Memory, Request, region};
+use vramctl::memory::{Backup, Memory, Request, Span, region};
 
 const TAGS: [&str; 4] = ["weights", "kv_cache", "graph", common::RETAINED_TAG];
 
@@ -21,7 +21,8 @@ enum Step {
     Allocate(usize),
     Free(usize),
     Write(usize, u64),
-    Pause(Option<usize>, Option<Backup>),
+    /// Perhaps a part of an allocation is said to be unused: which one, from where and how long.
+    Pause(Option<usize>, Option<Backup>, Option<(usize, usize, usize)>),
     Resume(Option<usize>),
 }
 
@@ -37,7 +38,8 @@ fn step() -> impl Strategy<Value = Step> {
         6 => (1usize..9 * MIB).prop_map(Step::Allocate),
         2 => any::<usize>().prop_map(Step::Free),
         4 => (any::<usize>(), any::<u64>()).prop_map(|(which, seed)| Step::Write(which, seed)),
-        3 => (prop::option::of(0..TAGS.len()), backup()).prop_map(|(tag, backup)| Step::Pause(tag, backup)),
+        3 => (prop::option::of(0..TAGS.len()), backup(), prop::option::of((any::<usize>(), 0..8 * MIB, 0..8 * MIB)))
+            .prop_map(|(tag, backup, unused)| Step::Pause(tag, backup, unused)),
         3 => prop::option::of(0..TAGS.len()).prop_map(Step::Resume),
     ]
 }
@@ -48,6 +50,18 @@ struct Model {
     bytes: usize,
     contents: Option<Vec<u8>>,
     paused: bool,
+}
+
+impl Model {
+    /// The whole pages in a range read as zero from now on.
+    fn forget(&mut self, from: usize, bytes: usize) {
+        const PAGE: usize = 2 * MIB;
+        let end = (from + bytes).min(self.bytes.next_multiple_of(PAGE)) / PAGE * PAGE;
+        if let Some(contents) = &mut self.contents {
+            let (start, end) = (from.next_multiple_of(PAGE), end.min(contents.len()));
+            contents[start.min(end)..end].fill(0);
+        }
+    }
 }
 
 #[derive(Default)]
@@ -113,16 +127,24 @@ impl World {
                     model.contents = Some(contents);
                 }
             }
-            Step::Pause(tag, backup) => {
-                let wanted = Request { backup, ..request(&tags(tag)) };
+            Step::Pause(tag, backup, unused) => {
+                let unused = unused.and_then(|(which, from, bytes)| Some((self.pick(which)?, from, bytes)));
+                let spans = unused.iter().map(|(address, from, bytes)| Span { address: address + *from as u64, bytes: *bytes }).collect();
+                let wanted = Request { backup, unused: spans, ..request(&tags(tag)) };
                 let answer = Memory::get().pause(&wanted, &mut ());
                 prop_assert_eq!(answer.is_ok(), self.known(tag), "{:?}", answer);
                 let mut changed = 0;
-                for model in self.of_tag(tag).filter(|model| !model.paused) {
+                let wanted = |model: &Model| model.tag.is_some_and(|(known, _)| tag.is_none_or(|tag| known == tag));
+                for (address, model) in self.allocations.iter_mut().filter(|(_, model)| wanted(model) && !model.paused) {
                     model.paused = true;
                     changed += 1;
-                    if backup.unwrap_or(model.tag.unwrap().1) == Backup::Discard {
-                        model.contents = None;
+                    let (tag, policy) = model.tag.unwrap();
+                    match (backup.unwrap_or(policy), unused) {
+                        (Backup::Discard, _) => model.contents = None,
+                        (Backup::Host, Some((of, from, bytes))) if of == *address && TAGS[tag] != common::RETAINED_TAG => {
+                            model.forget(from, bytes);
+                        }
+                        _ => (),
                     }
                 }
                 if let Ok(report) = answer {

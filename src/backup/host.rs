@@ -7,6 +7,7 @@ use super::arena::{Arena, Range};
 use super::digest::{Digest, Hasher, PIECE};
 use super::settings;
 use super::transfer::{self, Part};
+use super::{Item, Kept, Wanted};
 use crate::config::{Config, Unchanged};
 use crate::driver::{Context, Current, RelaxedCapture};
 use crate::error::Error;
@@ -20,6 +21,8 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 #[derive(Debug)]
 pub struct Saved {
     range: Range,
+    /// The parts of the allocation that it keeps, in bytes from its beginning.
+    live: Vec<ops::Range<usize>>,
     /// Of the contents in `range`, one for each piece. `None`: not known, or the contents are being replaced.
     digests: Mutex<Option<Vec<Digest>>>,
 }
@@ -32,9 +35,14 @@ impl Saved {
         unsafe { self.range.as_slice() }
     }
 
-    /// All of it, in the pieces of the arena.
+    /// All that it keeps, in the pieces of the arena.
     pub fn parts(&self, allocation: &Allocation) -> impl Iterator<Item = Part> {
-        self.parts_in(allocation, 0..allocation.bytes())
+        self.live.iter().flat_map(|bytes| self.parts_in(allocation, bytes.clone()))
+    }
+
+    /// How many bytes it keeps.
+    pub fn kept_bytes(&self) -> u64 {
+        self.live.iter().map(|bytes| bytes.len() as u64).sum()
     }
 
     fn parts_in(&self, allocation: &Allocation, bytes: ops::Range<usize>) -> impl Iterator<Item = Part> {
@@ -47,11 +55,11 @@ impl Saved {
 
     /// The bytes that are not what `now` says they are, and from now on not known to be anything: they are about to be
     /// replaced. Should that fail halfway, the next pause must not believe the old digests.
-    fn outdated(&self, now: Option<&[Digest]>, bytes: usize) -> Vec<ops::Range<usize>> {
+    fn outdated(&self, now: Option<&[Digest]>) -> Vec<ops::Range<usize>> {
         let before = self.digests().take();
         match (before, now) {
             (Some(before), Some(now)) => differing(&before, now),
-            _ => vec![ops::Range { start: 0, end: bytes }],
+            _ => self.live.clone(),
         }
     }
 }
@@ -69,48 +77,67 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
     ranges
 }
 
-/// Saves contents in host memory: over what was saved before, where that was retained. Says how many bytes were there
-/// already. After an error no more host memory is used than before.
-pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress)) -> Result<(Vec<Arc<super::Saved>>, u64), Error> {
-    if allocations.is_empty() {
-        return Ok((Vec::new(), 0));
+/// Saves contents in host memory: over what was saved before, where that was retained. After an error no more host memory
+/// is used than before. `safe` is told of what is complete while other contents are being copied.
+pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item)) -> Result<Kept, Error> {
+    if wanted.is_empty() {
+        return Ok(Kept::default());
     }
-    let places = places(allocations)?;
-    let mut digests = digests(allocations)?;
-    let (mut parts, mut unchanged) = (Vec::new(), Vec::new());
-    for (allocation, place) in allocations.iter().zip(&places) {
+    let items = places(wanted)?;
+    let mut digests = digests(wanted)?;
+    let (mut parts, mut compared, mut missing) = (Vec::new(), Vec::new(), BTreeMap::new());
+    for item in &items {
+        let (allocation, place) = item;
         let super::Saved::Host(saved) = &**place else { continue };
-        let now = digests.get(&allocation.address()).map(Vec::as_slice);
-        let outdated = saved.outdated(now, allocation.bytes());
+        let outdated = saved.outdated(digests.get(&allocation.address()).map(Vec::as_slice));
         parts.extend(outdated.iter().flat_map(|bytes| saved.parts_in(allocation, bytes.clone())));
-        unchanged.push((allocation, saved, outdated));
+        missing.insert(allocation.address(), (outdated.iter().map(ops::Range::len).sum::<usize>(), item));
+        compared.push((allocation, saved, outdated));
     }
-    parts.sort_unstable_by_key(|part| part.offset);
-    transfer::save(&parts, progress)?;
-    let copied: usize = parts.iter().map(|part| part.bytes).sum();
-    if Config::get().unchanged == Unchanged::Verify {
-        for (allocation, saved, outdated) in &unchanged {
-            verify(allocation, saved, outdated)?;
+    // What is to be verified is looked at again.
+    let verifies = Config::get().unchanged == Unchanged::Verify;
+    let mut safe = |item| {
+        if !verifies {
+            safe(item);
         }
-    }
-    for (allocation, saved, _) in unchanged {
+    };
+    missing.values().filter(|(missing, _)| *missing == 0).for_each(|(_, item)| safe(item));
+    parts.sort_unstable_by_key(|part| part.offset);
+    transfer::save(&parts, progress, &mut |part| {
+        if let Some((_, (missing, item))) = missing.range_mut(..=part.device).next_back() {
+            *missing -= part.bytes;
+            if *missing == 0 {
+                safe(item);
+            }
+        }
+    })?;
+    let copied: u64 = parts.iter().map(|part| part.bytes as u64).sum();
+    let all: u64 = compared.iter().map(|(_, saved, _)| saved.kept_bytes()).sum();
+    for (allocation, saved, outdated) in compared {
+        if verifies {
+            verify(allocation, saved, &outdated)?;
+        }
         *saved.digests() = digests.remove(&allocation.address());
     }
-    let all: usize = allocations.iter().map(|allocation| allocation.bytes()).sum();
-    Ok((places, (all - copied) as u64))
+    Ok(Kept { items, unchanged_bytes: all - copied })
 }
 
 /// Where the contents go: where they were, or ranges of their own.
-fn places(allocations: &[Arc<Allocation>]) -> Result<Vec<Arc<super::Saved>>, Error> {
-    let retained = |allocation: &Arc<Allocation>| {
-        let saved = allocation.contents().saved.clone();
-        saved.filter(|saved| matches!(**saved, super::Saved::Host(_)))
+fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
+    let retained = |wanted: &Wanted| {
+        let saved = wanted.allocation.contents().saved.clone();
+        // It keeps the same parts, unless it was saved before it was to be retained.
+        saved.filter(|saved| matches!(&**saved, super::Saved::Host(saved) if saved.live == wanted.live))
     };
-    let retained: Vec<_> = allocations.iter().map(retained).collect();
-    let missing: Vec<_> = allocations.iter().zip(&retained).filter(|(_, saved)| saved.is_none()).map(|(new, _)| new.bytes()).collect();
+    let retained: Vec<_> = wanted.iter().map(retained).collect();
+    let missing: Vec<_> =
+        wanted.iter().zip(&retained).filter(|(_, saved)| saved.is_none()).map(|(new, _)| new.allocation.bytes()).collect();
     let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
-    let make = |range| Arc::new(super::Saved::Host(Saved { range, digests: Mutex::default() }));
-    Ok(retained.into_iter().filter_map(|saved| saved.or_else(|| fresh.next().map(make))).collect())
+    let place = |(wanted, saved): (&Wanted, Option<Arc<super::Saved>>)| {
+        let make = |range| Arc::new(super::Saved::Host(Saved { range, live: wanted.live.clone(), digests: Mutex::default() }));
+        Some((Arc::clone(&wanted.allocation), saved.or_else(|| fresh.next().map(make))?))
+    };
+    Ok(wanted.iter().zip(retained).filter_map(place).collect())
 }
 
 type Hashers = Mutex<BTreeMap<Context, Hasher>>;
@@ -122,11 +149,14 @@ fn hashers() -> MutexGuard<'static, BTreeMap<Context, Hasher>> {
 
 /// The digests of what is in device memory now, by address, of those allocations whose backups will be retained. None
 /// where there is no hasher or it fails: then everything is copied.
-fn digests(allocations: &[Arc<Allocation>]) -> Result<BTreeMap<u64, Vec<Digest>>, Error> {
+fn digests(wanted: &[Wanted]) -> Result<BTreeMap<u64, Vec<Digest>>, Error> {
     let mut known = BTreeMap::new();
     for (context, hasher) in hashers().iter_mut() {
-        let hashed: Vec<_> =
-            allocations.iter().filter(|new| new.context() == *context && settings::retains(&new.tag) && new.bytes() % PIECE == 0).collect();
+        let hashed: Vec<_> = wanted
+            .iter()
+            .map(|wanted| &wanted.allocation)
+            .filter(|new| new.context() == *context && settings::retains(&new.tag) && new.bytes() % PIECE == 0)
+            .collect();
         if hashed.is_empty() {
             continue;
         }
@@ -173,16 +203,17 @@ pub fn forget_digests(context: Context) {
 /// chance of one in 2^91); it is reported, and the copy mended.
 fn verify(allocation: &Allocation, saved: &Saved, copied: &[ops::Range<usize>]) -> Result<(), Error> {
     let Some(range) = Arena::get()?.take(&[allocation.bytes()])?.pop() else { return Ok(()) };
-    let scratch = Saved { range, digests: Mutex::default() };
+    let all = ops::Range { start: 0, end: allocation.bytes() };
+    let scratch = Saved { range, live: vec![all], digests: Mutex::default() };
     let parts: Vec<_> = scratch.parts(allocation).collect();
-    transfer::save(&parts, &mut |_| ())?;
+    transfer::save(&parts, &mut |_| (), &mut |_| ())?;
     let skipped = |piece: &usize| !copied.iter().any(|bytes| bytes.contains(piece));
     for start in (0..allocation.bytes()).step_by(PIECE).filter(skipped) {
         let piece = start..start + PIECE;
         if scratch.as_slice()[piece.clone()] != saved.as_slice()[piece.clone()] {
             log::error!("the digest of {PIECE} bytes at {:#x} did not show that they have changed", allocation.address() + start as u64);
             let parts: Vec<_> = saved.parts_in(allocation, piece).collect();
-            transfer::save(&parts, &mut |_| ())?;
+            transfer::save(&parts, &mut |_| (), &mut |_| ())?;
         }
     }
     Ok(())

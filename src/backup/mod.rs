@@ -21,6 +21,7 @@ use crate::driver::{Context, Current};
 use crate::error::Error;
 use crate::memory::{Allocation, Backup, Progress, Stage};
 use arena::Arena;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The contents of one allocation, kept outside the device.
@@ -40,31 +41,49 @@ impl Saved {
             Self::Disk(_) => None,
         }
     }
+
+    /// How many bytes of an allocation it keeps.
+    pub fn kept_bytes(&self, allocation: &Allocation) -> u64 {
+        match self {
+            Self::Host(saved) => saved.kept_bytes(),
+            Self::Disk(_) => allocation.bytes() as u64,
+        }
+    }
 }
 
 /// An allocation, and where its contents are or go.
 pub type Item = (Arc<Allocation>, Arc<Saved>);
 
+/// Contents to save.
+#[derive(Debug)]
+pub struct Wanted {
+    /// The allocation, active.
+    pub allocation: Arc<Allocation>,
+    /// Where to.
+    pub policy: Backup,
+    /// The parts of it that somebody needs, in bytes from its beginning, in order. More may be saved: a file gets all.
+    pub live: Vec<Range<usize>>,
+}
+
 /// What was saved.
 #[derive(Debug, Default)]
 pub struct Kept {
-    /// Where the contents are, in the order of the allocations.
-    pub saved: Vec<Arc<Saved>>,
+    /// Where the contents are.
+    pub items: Vec<Item>,
     /// Bytes that were not copied, because the backup had them already.
     pub unchanged_bytes: u64,
 }
 
 /// Copies the contents of active allocations to where the policies say. All or nothing: after an error no more memory or
 /// disk is used than before. Everything that works on the allocations has finished, and nothing new is started meanwhile.
-pub fn save(allocations: &[(Arc<Allocation>, Backup)], progress: &mut dyn FnMut(Progress)) -> Result<Kept, Error> {
-    let of = |wanted: Backup| -> Vec<Arc<Allocation>> {
-        allocations.iter().filter(|(_, policy)| *policy == wanted).map(|(allocation, _)| Arc::clone(allocation)).collect()
-    };
-    let (in_memory, unchanged_bytes) = host::save(&of(Backup::Host), progress)?;
-    let on_disk = spill::save(&of(Backup::Disk), progress)?;
-    let (mut in_memory, mut on_disk) = (in_memory.into_iter(), on_disk.into_iter());
-    let next = |policy: Backup| if policy == Backup::Disk { on_disk.next() } else { in_memory.next() };
-    Ok(Kept { saved: allocations.iter().map(|(_, policy)| *policy).filter_map(next).collect(), unchanged_bytes })
+///
+/// `safe` is told of allocations that need not be looked at again, while others are still being copied. Not of all: what
+/// it was not told of is safe when this returns.
+pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item)) -> Result<Kept, Error> {
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
+    let mut kept = host::save(&in_memory, progress, safe)?;
+    kept.items.extend(spill::save(&on_disk, progress)?);
+    Ok(kept)
 }
 
 /// Copies saved contents back. `produce` puts memory at the addresses meanwhile, and hands over each item as soon as that
@@ -74,8 +93,8 @@ pub fn restore(
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let in_memory = items.iter().filter(|(_, saved)| matches!(**saved, Saved::Host(_))).map(|(allocation, _)| allocation.bytes()).sum();
-    transfer::restore(in_memory, progress, |give| {
+    let in_memory = |(_, saved): &Item| if let Saved::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
+    transfer::restore(items.iter().map(in_memory).sum::<u64>() as usize, progress, |give| {
         produce(&mut |(allocation, saved)| {
             if let Saved::Host(saved) = &**saved {
                 saved.parts(allocation).for_each(|part| give(vec![part]));

@@ -1,10 +1,8 @@
 //! Contents in a file: copied through a little page-locked memory, and no more host memory than that.
 
-use super::Item;
-use super::Meter;
 use super::arena::{Arena, Range};
 use super::disk::{Spill, SpillError, Staging};
-use super::settings;
+use super::{Item, Meter, Wanted, settings};
 use crate::driver::{Context, Direction, Lane};
 use crate::error::Error;
 use crate::memory::{Allocation, Progress, Stage};
@@ -36,13 +34,15 @@ impl Drop for File {
     }
 }
 
-/// Writes the contents of active allocations to one file in the [`disk_directory`](super::disk_directory). After an error there is no file.
-pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Arc<super::Saved>>, Error> {
-    if allocations.is_empty() {
+/// Writes the contents of active allocations to one file in the [`disk_directory`](settings::disk_directory). After an
+/// error there is no file.
+pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Item>, Error> {
+    if wanted.is_empty() {
         return Ok(Vec::new());
     }
+    let allocations: Vec<_> = wanted.iter().map(|wanted| &wanted.allocation).collect();
     let bytes: usize = allocations.iter().map(|allocation| allocation.bytes()).sum();
-    let layout = layout(0, allocations.iter().map(|allocation| &**allocation));
+    let layout = layout(0, allocations.iter().map(|allocation| &***allocation));
     let spill = Spill::create(&settings::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
     let mut meter = Meter::new(Stage::Save, bytes, progress);
     let memory = staging_memory(allocations[0].context())?;
@@ -54,7 +54,8 @@ pub fn save(allocations: &[Arc<Allocation>], progress: &mut dyn FnMut(Progress))
         })
     })?;
     let file = Arc::new(File { spill: Some(spill), staging: memory });
-    Ok(layout.iter().map(|(bytes, _)| Arc::new(super::Saved::Disk(Saved { file: Arc::clone(&file), offset: bytes.start }))).collect())
+    let saved = |offset| Arc::new(super::Saved::Disk(Saved { file: Arc::clone(&file), offset }));
+    Ok(allocations.into_iter().zip(&layout).map(|(allocation, (bytes, _))| (Arc::clone(allocation), saved(bytes.start))).collect())
 }
 
 /// Reads contents back from their files, to memory that is mapped again.

@@ -4,11 +4,11 @@
 //! takes a piece at a time, makes it ready while its last piece is still being copied, and queues the copies into it.
 
 use super::arena::{Arena, PIECE, Range};
-use crate::driver::{CUdeviceptr, Context, Current, Direction, Lane, Staging};
+use crate::driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, Staging};
 use crate::error::Error;
 use crate::memory::{Progress, Stage};
 use crate::process;
-use std::mem;
+use std::collections::VecDeque;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
@@ -18,9 +18,9 @@ use std::thread;
 const MOST_THREADS: usize = 16;
 /// Threads that save where all host memory is ready: one queues while the other waits, so that the link never does.
 const FEW_THREADS: usize = 2;
-/// How many bytes a thread queues before it waits for them: long enough that the waits do not show, short enough that
-/// progress is seen.
-const WAIT_EVERY: usize = 512 << 20;
+/// How many pieces of the arena a thread has under way: enough that the link never waits for the thread, few enough that
+/// what is copied is known soon.
+const UNDER_WAY: usize = 4;
 /// The size of the buffer through which host memory that cannot be registered is filled, for each thread, in bytes.
 const STAGING: usize = 16 << 20;
 
@@ -49,15 +49,15 @@ pub fn parts(context: Context, device: CUdeviceptr, range: &Range, start: usize,
     })
 }
 
-/// Copies parts, given in the order of their offsets, from the device. All of them are copied when it returns, or the
-/// error says why not; nothing is being copied any more in either case.
-pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
+/// Copies parts, given in the order of their offsets, from the device, and hands back each that is copied. All of them
+/// are when it returns, or the error says why not; nothing is being copied any more in either case.
+pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&Part)) -> Result<(), Error> {
     let arena = Arena::get()?;
     let ready = arena.status().pinned_bytes;
     let total: usize = parts.iter().map(|part| part.bytes).sum();
     // Enough that is ready to hold them all is, as good as always, where they go: ranges are taken from the beginning.
     let threads = if ready >= total as u64 { FEW_THREADS } else { threads_to_prepare() };
-    transfer(Direction::FromDevice, threads, total, progress, |give| {
+    transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
         parts.chunk_by(|a, b| a.offset / PIECE == b.offset / PIECE).for_each(|parts| give(parts.to_vec()));
         Ok(())
     })
@@ -73,7 +73,7 @@ pub fn restore(
     // The host memory is there, so one thread keeps the link busy; only where it is not registered is there work for more.
     let status = Arena::status_of_process();
     let threads = if status.pinned_bytes == status.ready_bytes { 1 } else { threads_to_prepare() };
-    transfer(Direction::ToDevice, threads, total, progress, produce)
+    transfer(Direction::ToDevice, threads, total, progress, &mut |_| (), produce)
 }
 
 fn threads_to_prepare() -> usize {
@@ -85,6 +85,7 @@ fn transfer(
     threads: usize,
     total: usize,
     progress: &mut dyn FnMut(Progress),
+    copied: &mut dyn FnMut(&Part),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     if total == 0 {
@@ -92,14 +93,15 @@ fn transfer(
     }
     let stage = if direction == Direction::FromDevice { Stage::Save } else { Stage::Restore };
     let mut done = 0;
-    let mut tell = |bytes: usize| {
-        done += bytes as u64;
+    let mut tell = |parts: Vec<Part>| {
+        done += parts.iter().map(|part| part.bytes as u64).sum::<u64>();
         progress(Progress { stage, done, total: total as u64 });
+        parts.iter().for_each(&mut *copied);
     };
     let (jobs, next) = mpsc::channel::<Vec<Part>>();
     let next = Mutex::new(next);
     let stop = AtomicBool::new(false);
-    let (report, copied) = mpsc::channel();
+    let (report, landed) = mpsc::channel();
     thread::scope(|scope| {
         let mut workers = Vec::new();
         for _ in 0..threads {
@@ -114,14 +116,14 @@ fn transfer(
         drop(report);
         let produced = produce(&mut |parts| {
             let _ = jobs.send(parts);
-            copied.try_iter().for_each(&mut tell);
+            landed.try_iter().for_each(&mut tell);
         });
         if produced.is_err() {
             stop.store(true, Ordering::Relaxed);
         }
         drop(jobs);
         // Ends when the last worker does.
-        copied.iter().for_each(&mut tell);
+        landed.iter().for_each(&mut tell);
         let worked = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|_| Err(Error::Internal("a copy panicked".into()))));
         produced.and(worked.fold(Ok(()), Result::and))
     })
@@ -132,7 +134,8 @@ struct Worker<'a> {
     jobs: &'a Mutex<mpsc::Receiver<Vec<Part>>>,
     /// Set when one has failed: the others need not go on.
     stop: &'a AtomicBool,
-    report: mpsc::Sender<usize>,
+    /// What has been copied.
+    report: mpsc::Sender<Vec<Part>>,
     staging: Option<Staging>,
 }
 
@@ -148,28 +151,34 @@ impl Worker<'_> {
 
     fn work(&mut self) -> Result<(), Error> {
         let arena = Arena::get()?;
-        let (mut lane, mut under_way) = (Lane::default(), 0);
+        let (mut lane, mut under_way) = (Lane::default(), VecDeque::<(Mark, Vec<Part>)>::new());
         while let Some(parts) = self.next() {
             let Some(first) = parts.first() else { continue };
             let direct = arena.prepare(first.offset / PIECE, first.context)?;
-            if under_way >= WAIT_EVERY {
-                lane.finish()?;
-                self.tell(mem::take(&mut under_way));
+            while let Some((end, _)) = under_way.front()
+                && (under_way.len() >= UNDER_WAY || end.is_past()?)
+            {
+                under_way.pop_front().map_or(Ok(()), |flight| self.land(flight))?;
             }
-            for part in parts {
-                if direct {
-                    // SAFETY: the piece is ready and stays so: a range that is being filled or read touches it. Nobody
-                    // else writes to this part of it, or reads it while it is being filled.
-                    unsafe { lane.queue(self.direction, part.context, part.device, arena.at(part.offset), part.bytes)? };
-                    under_way += part.bytes;
-                } else {
-                    self.copy_through_staging(part, arena.at(part.offset))?;
-                    self.tell(part.bytes);
-                }
+            if !direct {
+                parts.iter().try_for_each(|part| self.copy_through_staging(part, arena.at(part.offset)))?;
+                self.tell(parts);
+                continue;
             }
+            for part in &parts {
+                // SAFETY: the piece is ready and stays so: a range that is being filled or read touches it. Nobody else
+                // writes to this part of it, or reads it while it is being filled.
+                unsafe { lane.queue(self.direction, part.context, part.device, arena.at(part.offset), part.bytes)? };
+            }
+            under_way.push_back((lane.mark()?, parts));
         }
-        lane.finish()?;
-        self.tell(under_way);
+        under_way.into_iter().try_for_each(|flight| self.land(flight))
+    }
+
+    /// Waits until copies that are under way are done.
+    fn land(&self, (end, parts): (Mark, Vec<Part>)) -> Result<(), Error> {
+        end.wait()?;
+        self.tell(parts);
         Ok(())
     }
 
@@ -180,15 +189,13 @@ impl Worker<'_> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
     }
 
-    fn tell(&self, bytes: usize) {
-        if bytes > 0 {
-            let _ = self.report.send(bytes);
-        }
+    fn tell(&self, copied: Vec<Part>) {
+        let _ = self.report.send(copied);
     }
 
     /// Where host memory cannot be registered: the copy engines fill a buffer that the driver has made, and the processor
     /// does the rest. Without such a buffer the driver does all of it, more slowly.
-    fn copy_through_staging(&mut self, part: Part, host: *mut u8) -> Result<(), Error> {
+    fn copy_through_staging(&mut self, part: &Part, host: *mut u8) -> Result<(), Error> {
         if self.staging.is_none() {
             self.staging = Current::push(part.context).and_then(|current| Staging::new(STAGING, &current)).ok();
         }

@@ -21,7 +21,7 @@ pub struct Client {
 #[derive(Debug)]
 pub enum ClientError {
     /// The process refused the request.
-    Refused(Refusal),
+    Refused(Box<Refusal>),
     /// The process cannot be reached, or went away.
     Io {
         /// The process.
@@ -106,7 +106,7 @@ impl Client {
         loop {
             match self.read() {
                 Ok(Reply::Progress(now)) => progress(now),
-                Ok(Reply::Error(refusal)) => return Err(ClientError::Refused(refusal)),
+                Ok(Reply::Error(refusal)) => return Err(ClientError::Refused(refusal.into())),
                 Ok(answer) => return Ok(answer),
                 // A server that refuses the connection says why and hangs up, perhaps before the request is out. So the
                 // answer counts, and that the request did not get through only where there is none.

@@ -62,7 +62,8 @@ pub struct Transition {
 
 impl From<Transition> for memory::Request {
     fn from(transition: Transition) -> Self {
-        Self { tags: transition.tags, backup: transition.backup, timeout: transition.timeout_ms.map(Duration::from_millis) }
+        let timeout = transition.timeout_ms.map(Duration::from_millis);
+        Self { tags: transition.tags, backup: transition.backup, timeout, unused: Vec::new() }
     }
 }
 
@@ -113,6 +114,15 @@ pub struct ProcessStatus {
     pub memory: Status,
 }
 
+/// How much host memory is missing for contents, in bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostShortage {
+    /// What the contents need.
+    pub needed: u64,
+    /// What the host could give.
+    pub available: u64,
+}
+
 /// Why a request was not carried out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
@@ -126,6 +136,9 @@ pub struct Refusal {
     /// With `device_memory`: how much is missing, and who has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shortage: Option<Shortage>,
+    /// With `host_memory`: how much is missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_shortage: Option<HostShortage>,
     /// With `driver` and `work`: the driver's code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda_code: Option<u32>,
@@ -142,6 +155,10 @@ impl From<&Error> for Refusal {
             },
             shortage: match error {
                 Error::DeviceMemory(shortage) => Some(shortage.clone()),
+                _ => None,
+            },
+            host_shortage: match error {
+                Error::HostMemory { needed, available } => Some(HostShortage { needed: *needed, available: *available }),
                 _ => None,
             },
             cuda_code: match error {

@@ -1,6 +1,7 @@
 //! Copies between device and host memory, and host memory that the copy engines reach directly.
 
-use super::{CUdeviceptr, CUstream, Context, Current, Driver, Failure, RelaxedCapture, Stream, code};
+use super::{CUdeviceptr, CUevent, CUstream, Context, Current, Driver, Failure, RelaxedCapture, Stream, code};
+use cudarc::driver::sys::CUevent_flags;
 use std::ptr::{self, NonNull};
 
 /// Host memory registered with the driver (page-locked): copies to and from it run at the link's speed.
@@ -147,6 +148,11 @@ impl Lane {
         found.map(|(_, stream)| stream.raw()).ok_or(Failure { call: "cuStreamCreate", code: code::UNKNOWN })
     }
 
+    /// Marks what was queued so far.
+    pub fn mark(&self) -> Result<Mark, Failure> {
+        self.streams.iter().map(|(context, stream)| Event::record(*context, stream)).collect::<Result<_, _>>().map(Mark)
+    }
+
     /// Waits until all that was queued is done. After an error, too, nothing is being copied any more.
     pub fn finish(&self) -> Result<(), Failure> {
         let mut first = Ok(());
@@ -165,5 +171,60 @@ impl Lane {
 impl Drop for Lane {
     fn drop(&mut self) {
         let _ = self.finish();
+    }
+}
+
+/// A place in the order of a lane's copies.
+pub struct Mark(Vec<Event>);
+
+impl Mark {
+    /// Whether all that was queued before it is done.
+    pub fn is_past(&self) -> Result<bool, Failure> {
+        self.0.iter().try_fold(true, |past, event| Ok(past && event.has_happened()?))
+    }
+
+    /// Waits until all that was queued before it is done.
+    pub fn wait(&self) -> Result<(), Failure> {
+        self.0.iter().try_for_each(Event::synchronize)
+    }
+}
+
+/// Happens when all that was on a stream before it is done.
+struct Event {
+    raw: CUevent,
+    context: Context,
+}
+
+impl Event {
+    fn record(context: Context, stream: &Stream) -> Result<Self, Failure> {
+        let _current = Current::push(context)?;
+        let mut event = ptr::null_mut();
+        // SAFETY: `event` is writable.
+        unsafe { Driver::get()?.cuEventCreate(&raw mut event, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)? };
+        let event = Self { raw: event, context };
+        // SAFETY: an event and a stream of ours, of the same context.
+        unsafe { Driver::get()?.cuEventRecord(event.raw, stream.raw())? };
+        Ok(event)
+    }
+
+    fn has_happened(&self) -> Result<bool, Failure> {
+        // SAFETY: an event of ours.
+        match unsafe { Driver::get()?.cuEventQuery(self.raw) } {
+            Err(Failure { code: code::NOT_READY, .. }) => Ok(false),
+            answer => answer.map(|()| true),
+        }
+    }
+
+    fn synchronize(&self) -> Result<(), Failure> {
+        // SAFETY: an event of ours.
+        unsafe { Driver::get()?.cuEventSynchronize(self.raw) }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let Ok(_current) = Current::push(self.context) else { return };
+        // SAFETY: created by us and dropped once; one that has not happened yet goes when it has.
+        let _ = Driver::get().and_then(|driver| unsafe { driver.cuEventDestroy_v2(self.raw) });
     }
 }

@@ -10,8 +10,8 @@ mod table;
 mod vmm;
 
 pub use context::{Context, Current, RelaxedCapture, Stream, StreamHandle};
-pub use copy::{Direction, Lane, Pinned, Staging};
-use cudarc::driver::sys::{CUcontext, CUstream};
+pub use copy::{Direction, Lane, Mark, Pinned, Staging};
+use cudarc::driver::sys::{CUcontext, CUevent, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{DeviceBuffer, Kernel};
 pub use nvml::{Holder, holders};

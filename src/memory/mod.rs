@@ -12,7 +12,7 @@ mod work;
 pub use allocation::{Allocation, Contents};
 pub use region::Policy;
 pub use status::{DeviceStatus, Status, TagState, TagStatus};
-pub use transition::{Observer, Progress, Report, Request, Stage};
+pub use transition::{Observer, Progress, Report, Request, Span, Stage};
 
 use crate::backup;
 use crate::config::Config;

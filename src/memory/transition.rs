@@ -9,10 +9,11 @@
 
 use super::{Allocation, Backup, Contents, Memory, work};
 use crate::backup::{self, Saved};
-use crate::driver::{self, CUdevice, Current, Failure, RelaxedCapture, code};
+use crate::driver::{self, CUdevice, CUdeviceptr, Current, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,6 +28,61 @@ pub struct Request {
     /// How long to wait: a pause for the device's work, a resume for memory that others hold. `None`: a pause waits for
     /// as long as it takes, a resume not at all.
     pub timeout: Option<Duration>,
+    /// Device memory whose contents nobody needs, wherever a policy says that they are kept. For a pause only.
+    pub unused: Vec<Span>,
+}
+
+/// A range of device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Its first address.
+    pub address: CUdeviceptr,
+    /// Its length in bytes.
+    pub bytes: usize,
+}
+
+impl Request {
+    /// What of an allocation is to be kept, and where.
+    fn wanted_of(&self, allocation: Arc<Allocation>) -> backup::Wanted {
+        let policy = self.backup.unwrap_or(allocation.backup);
+        let all = Range { start: 0, end: allocation.bytes() };
+        let live = match policy {
+            Backup::Discard => Vec::new(),
+            // What is not kept cannot be compared with what will be there next time.
+            _ if backup::retains(&allocation.tag) => vec![all],
+            _ => without(all, self.unused.iter().filter_map(|span| span.inside(&allocation))),
+        };
+        backup::Wanted { allocation, policy, live }
+    }
+}
+
+impl Span {
+    /// The whole pages of an allocation that lie in it, in bytes from the allocation's beginning. Less than a page is not
+    /// worth a copy of its own.
+    fn inside(&self, allocation: &Allocation) -> Option<Range<usize>> {
+        const PAGE: usize = 2 << 20;
+        let offset = |address: u64| address.saturating_sub(allocation.address()).min(allocation.bytes() as u64) as usize;
+        let start = offset(self.address).next_multiple_of(PAGE);
+        let end = offset(self.address.saturating_add(self.bytes as u64)) / PAGE * PAGE;
+        (start < end).then_some(start..end)
+    }
+}
+
+/// What is left of a range without some parts of it, in order.
+fn without(all: Range<usize>, parts: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
+    let mut parts: Vec<_> = parts.collect();
+    parts.sort_unstable_by_key(|part| part.start);
+    let (mut left, mut from) = (Vec::new(), all.start);
+    for part in parts {
+        if part.start > from {
+            left.push(from..part.start);
+        }
+        from = from.max(part.end);
+    }
+    if from < all.end {
+        left.push(from..all.end);
+    }
+    left
 }
 
 /// A part of a pause or resume.
@@ -159,15 +215,22 @@ impl Memory {
         }
         let progress = &mut |now| observer.progress(now);
 
-        let policy = |allocation: Arc<Allocation>| {
-            let policy = request.backup.unwrap_or(allocation.backup);
-            (allocation, policy)
+        let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
+        let wanted = victims.into_iter().map(|allocation| request.wanted_of(allocation));
+        let (keep, discard): (Vec<_>, Vec<_>) = wanted.partition(|wanted| !wanted.live.is_empty());
+        // What is saved is unmapped while the rest is still being copied: that takes as long as a pause of many small
+        // allocations may, and can be taken back. Where it fails, it is tried once more at the end.
+        let mut safe = Vec::new();
+        let mut unmap = |(allocation, saved): &backup::Item| {
+            if allocation.unmap().is_ok() {
+                safe.push((Arc::clone(allocation), Some(Arc::clone(saved))));
+            }
         };
-        let (discard, keep): (Vec<_>, Vec<_>) = victims.into_iter().map(policy).partition(|(_, policy)| *policy == Backup::Discard);
-        let (kept_bytes, discarded_bytes) = (total_bytes(&keep), total_bytes(&discard));
-        let kept = clock.time(Stage::Save, || backup::save(&keep, progress))?;
-        let saved = kept.saved.into_iter().map(Some).chain(discard.iter().map(|_| None));
-        let mut victims: Vec<_> = keep.iter().chain(&discard).map(|(allocation, _)| Arc::clone(allocation)).zip(saved).collect();
+        let kept = clock.time(Stage::Save, || backup::save(keep, progress, &mut unmap));
+        let kept = kept.map_err(|error| self.map_again(&safe, error))?;
+        let kept_bytes = kept.items.iter().map(|(allocation, saved)| saved.kept_bytes(allocation)).sum();
+        let saved = kept.items.into_iter().map(|(allocation, saved)| (allocation, Some(saved)));
+        let mut victims: Vec<_> = saved.chain(discard.into_iter().map(|wanted| (wanted.allocation, None))).collect();
         // In the order of their addresses: neighbours are unmapped in one call.
         victims.sort_unstable_by_key(|(allocation, _)| allocation.address());
         clock.time(Stage::Unmap, || self.unmap_all(&victims))?;
@@ -180,10 +243,10 @@ impl Memory {
         });
         Ok(Report {
             allocations,
-            bytes: kept_bytes + discarded_bytes,
+            bytes,
             kept_bytes,
             unchanged_bytes: kept.unchanged_bytes,
-            discarded_bytes,
+            discarded_bytes: bytes - kept_bytes,
             unchanged: already.len() as u64,
             late_bytes: driver::leftover_bytes(),
             stages: std::mem::take(&mut clock.0),
@@ -222,8 +285,9 @@ impl Memory {
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         for (allocation, memory) in paused.iter().zip(memories) {
             let mut contents = allocation.contents();
-            let kept = if contents.saved.is_some() { &mut report.kept_bytes } else { &mut report.discarded_bytes };
-            *kept += allocation.bytes() as u64;
+            let kept_bytes = contents.saved.as_ref().map_or(0, |saved| saved.kept_bytes(allocation));
+            report.kept_bytes += kept_bytes;
+            report.discarded_bytes += allocation.bytes() as u64 - kept_bytes;
             report.bytes += allocation.bytes() as u64;
             contents.memory = Some(memory);
             // What is in a file is slower to compare with than to write anew.
@@ -252,18 +316,19 @@ impl Memory {
         Ok((all, chosen))
     }
 
-    /// Unmaps all of them or none.
+    /// Unmaps all of them that are not unmapped yet, or maps them all again.
     fn unmap_all(&self, victims: &[(Arc<Allocation>, Option<Arc<Saved>>)]) -> Result<(), Error> {
         let unmapped = {
             let mut contents: Vec<_> = victims.iter().map(|(allocation, _)| allocation.contents()).collect();
-            let mut memories: Vec<_> = contents.iter_mut().filter_map(|contents| contents.memory.as_mut()).collect();
+            let memories = contents.iter_mut().filter_map(|contents| contents.memory.as_mut());
+            let mut memories: Vec<_> = memories.filter(|memory| memory.is_mapped()).collect();
             driver::unmap(&mut memories)
         };
-        unmapped.map_err(|failure| self.map_again(victims, failure))
+        unmapped.map_err(|failure| self.map_again(victims, failure.into()))
     }
 
     /// Maps what was unmapped a moment ago again; its contents are still in it.
-    fn map_again(&self, victims: &[(Arc<Allocation>, Option<Arc<Saved>>)], failure: Failure) -> Error {
+    fn map_again(&self, victims: &[(Arc<Allocation>, Option<Arc<Saved>>)], error: Error) -> Error {
         let mut stranded = 0;
         for (allocation, saved) in victims {
             let mut contents = allocation.contents();
@@ -276,9 +341,9 @@ impl Memory {
             }
         }
         if stranded == 0 {
-            return failure.into();
+            return error;
         }
-        Error::Internal(format!("{failure}, and {stranded} allocations could not be mapped again; they are paused: resume them"))
+        Error::Internal(format!("{error}, and {stranded} allocations could not be mapped again; they are paused: resume them"))
     }
 
     /// New memory with the old contents at the addresses of all of them, or none. Contents are copied to memory that is
@@ -369,10 +434,6 @@ fn with_holders(error: Error) -> Error {
         Error::DeviceMemory(shortage) => Error::DeviceMemory(Shortage { holders: driver::holders(shortage.device), ..shortage }),
         other => other,
     }
-}
-
-fn total_bytes(allocations: &[(Arc<Allocation>, Backup)]) -> u64 {
-    allocations.iter().map(|(allocation, _)| allocation.bytes() as u64).sum()
 }
 
 fn milliseconds(duration: Duration) -> f64 {

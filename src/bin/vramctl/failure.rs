@@ -108,7 +108,7 @@ impl From<ClientError> for Failure {
     fn from(error: ClientError) -> Self {
         let gone = |kind| matches!(kind, ErrorKind::NotFound | ErrorKind::ConnectionRefused);
         match error {
-            ClientError::Refused(refusal) => Self::Refused(Box::new(refusal)),
+            ClientError::Refused(refusal) => Self::Refused(refusal),
             ClientError::Io { pid, error } if gone(error.kind()) => {
                 Self::new(Exit::NoProcess, format!("process {pid} does not listen any more: it has ended"))
             }
