@@ -27,8 +27,8 @@ PoolId = Tuple[int, int]
 #: Torch's name of the pool of everything that is in no pool.
 _DEFAULT_POOL: PoolId = (0, 0)
 
-#: Smaller free blocks are saved with what is around them: a copy in pieces would take longer than what it saves.
-_LEAST_FREE_BYTES = 64 << 10
+#: The library leaves out whole pages of this size: there is none in a smaller block.
+_PAGE = 2 << 20
 
 
 def loaded() -> Any:
@@ -292,7 +292,7 @@ def free() -> Free:
         for segment in _segments(torch)
         if tuple(segment.get("segment_pool_id", ())) in trusted and not segment.get("is_expandable")
         for block in segment["blocks"]
-        if block["state"] == "inactive" and block["size"] >= _LEAST_FREE_BYTES and block.get("address")
+        if block["state"] == "inactive" and block["size"] >= _PAGE and block.get("address")
     ]
     return Free(ranges, made)
 

@@ -108,6 +108,16 @@ class HostMemory(Error, MemoryError):
     code = "host_memory"
     number = 4
 
+    @property
+    def needed(self) -> int:
+        """Bytes that the contents need."""
+        return int(self.numbers.get("needed", 0))
+
+    @property
+    def available(self) -> int:
+        """Bytes that the host could give."""
+        return int(self.numbers.get("available", 0))
+
 
 class Driver(Error):
     """The CUDA driver refused a call."""
@@ -242,6 +252,8 @@ def _from_reply(reply: Mapping[str, Any]) -> Error:
 
 def _numbers(reply: Mapping[str, Any]) -> Dict[str, Any]:
     """The further fields of an `error` reply; those of a shortage beside the others."""
-    numbers = {name: value for name, value in reply.items() if name not in ("reply", "code", "message", "shortage")}
-    numbers.update(reply.get("shortage") or {})
+    shortages = ("shortage", "host_shortage")
+    numbers = {name: value for name, value in reply.items() if name not in ("reply", "code", "message", *shortages)}
+    for shortage in shortages:
+        numbers.update(reply.get(shortage) or {})
     return numbers

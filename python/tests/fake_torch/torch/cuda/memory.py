@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+from support import Cuda
+
+PoolId = Tuple[int, int]
+DEFAULT: PoolId = (0, 0)
+MIB = 1 << 20
+
+backend = "native"
+#: Pools whose objects have died, and with them their memory.
+destroyed: List[PoolId] = []
+
+_runtime: Optional[Cuda] = None
+_allocators: Dict[int, "Allocator"] = {}
+_settings: Dict[str, Any] = {}
+_numbers = itertools.count(1)
+_expandable = itertools.count(0x7000_0000_0000, 1 << 36)
+_lock = threading.RLock()
+
+
+def runtime() -> Cuda:
+    global _runtime
+    if _runtime is None:
+        _runtime = Cuda()
+    return _runtime
+
+
+def initialized() -> bool:
+    return _runtime is not None
+
+
+def allocator(device: int) -> "Allocator":
+    with _lock:
+        return _allocators.setdefault(device, Allocator(device))
+
+
+def apply_settings(text: str) -> None:
+    _settings.clear()
+    _settings.update(text=text, expandable="expandable_segments:True" in text)
+
+
+apply_settings(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
+def new_pool_id(graph: bool = False) -> PoolId:
+    return (next(_numbers), 0) if not graph else (0, next(_numbers))
+
+
+class Block:
+    def __init__(self, segment: "Segment", address: int, size: int) -> None:
+        self.segment, self.address, self.size = segment, address, size
+        self.state = "inactive"
+        self.used_elsewhere = False
+
+    def free(self) -> None:
+        with _lock:
+            self.state = "active_awaiting_free" if self.used_elsewhere else "inactive"
+            self.segment.merge()
+
+
+class Segment:
+    def __init__(self, address: int, size: int, pool: PoolId, small: bool, expandable: bool, device: int) -> None:
+        self.address, self.size, self.pool, self.small = address, size, pool, small
+        self.expandable, self.device = expandable, device
+        self.blocks = [Block(self, address, size)]
+
+    def merge(self) -> None:
+        merged: List[Block] = []
+        for block in self.blocks:
+            if merged and merged[-1].state == block.state == "inactive":
+                merged[-1].size += block.size
+            else:
+                merged.append(block)
+        self.blocks = merged
+
+
+class Allocator:
+    """Of one device."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.segments: List[Segment] = []
+        self.entered: List[Tuple[PoolId, int]] = []
+        self.made = 0
+
+    def begin(self, pool: PoolId) -> None:
+        with _lock:
+            if any(pool == other for other, _ in self.entered):
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            self.entered.append((pool, threading.get_ident()))
+
+    def end(self, pool: PoolId) -> None:
+        with _lock:
+            found = [entry for entry in self.entered if entry[0] == pool]
+            if not found:
+                raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+            self.entered.remove(found[0])
+
+    def malloc(self, size: int) -> Block:
+        with _lock:
+            thread = threading.get_ident()
+            pool = next((pool for pool, who in self.entered if who == thread), DEFAULT)
+            size = max(-(-size // 512) * 512, 512)
+            small, expandable = size <= MIB, bool(_settings["expandable"])
+            free = [
+                block
+                for segment in self.segments
+                if (segment.pool, segment.small) == (pool, small) and (expandable or not segment.expandable)
+                for block in segment.blocks
+                if block.state == "inactive" and block.size >= size
+            ]
+            block = min(free, key=lambda block: block.size) if free else self._segment(size, pool, small, expandable).blocks[0]
+            rest = block.size - size
+            if rest >= 512 if small else rest > MIB:
+                place = block.segment.blocks.index(block)
+                block.segment.blocks.insert(place + 1, Block(block.segment, block.address + size, rest))
+                block.size = size
+            block.state, block.used_elsewhere = "active_allocated", False
+            self.made += 1
+            return block
+
+    def _segment(self, size: int, pool: PoolId, small: bool, expandable: bool) -> Segment:
+        bytes = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        address = next(_expandable) if expandable else runtime().malloc(bytes)
+        segment = Segment(address, bytes, pool, small, expandable, self.device)
+        self.segments.append(segment)
+        return segment
+
+
+class MemPool:
+    def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False) -> None:
+        self.id = new_pool_id()
+
+    def __del__(self) -> None:
+        destroyed.append(self.id)
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: MemPool, device: Optional[int] = None) -> Iterator[None]:
+    from . import current_device
+
+    index = current_device() if device is None else device
+    allocator(index).begin(pool.id)
+    try:
+        yield
+    finally:
+        allocator(index).end(pool.id)
+
+
+def memory_snapshot(mempool_id: Optional[PoolId] = None, include_traces: bool = True) -> List[Dict[str, Any]]:
+    with _lock:
+        return [
+            {
+                "device": segment.device,
+                "address": segment.address,
+                "total_size": segment.size,
+                "allocated_size": sum(block.size for block in segment.blocks if block.state == "active_allocated"),
+                "active_size": sum(block.size for block in segment.blocks if block.state != "inactive"),
+                "stream": 0,
+                "segment_type": "small" if segment.small else "large",
+                "segment_pool_id": segment.pool,
+                "is_expandable": segment.expandable,
+                "frames": [],
+                "blocks": [
+                    {"address": block.address, "size": block.size, "requested_size": block.size, "state": block.state, "frames": []}
+                    for block in segment.blocks
+                ],
+            }
+            for each in _allocators.values()
+            for segment in sorted(each.segments, key=lambda segment: segment.address)
+            if mempool_id is None or segment.pool == mempool_id
+        ]
+
+
+def _snapshot(device: Any = None) -> Dict[str, Any]:
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": _settings["text"], "expandable_segments": _settings["expandable"]}
+    return {"segments": memory_snapshot(), "device_traces": [], "allocator_settings": settings}
+
+
+def memory_stats(device: Any = None) -> Dict[str, int]:
+    return {"allocation.all.allocated": allocator(int(device)).made} if initialized() else {}
+
+
+def empty_cache() -> None:
+    """Gives free segments of the default pool back to CUDA."""
+    with _lock:
+        for each in _allocators.values():
+            for segment in list(each.segments):
+                if segment.pool == DEFAULT and len(segment.blocks) == 1 and segment.blocks[0].state == "inactive":
+                    each.segments.remove(segment)
+                    runtime().free(segment.address)
