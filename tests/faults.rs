@@ -109,10 +109,19 @@ enum Path {
     FreeActive,
     FreePaused,
     Pause,
+    /// All but what goes to a file, to host memory that is there: then memory is released before all of it is copied.
+    PauseInMemory,
     Resume,
 }
 
-const PATHS: [Path; 5] = [Path::Allocate, Path::FreeActive, Path::FreePaused, Path::Pause, Path::Resume];
+const PATHS: [Path; 6] = [Path::Allocate, Path::FreeActive, Path::FreePaused, Path::Pause, Path::PauseInMemory, Path::Resume];
+
+impl Path {
+    /// What it pauses or resumes.
+    fn tags(self) -> &'static [&'static str] {
+        if self == Self::PauseInMemory { &["weights", common::RETAINED_TAG, "cache"] } else { &[] }
+    }
+}
 
 #[derive(Debug, Clone, Copy)]
 struct Fault {
@@ -146,8 +155,8 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     let extra = match path {
         Path::Allocate => malloc_tagged("extra", None, 4 * MIB).ok(),
         Path::FreeActive | Path::FreePaused => None,
-        Path::Pause => {
-            let _ = pause(&[]);
+        Path::Pause | Path::PauseInMemory => {
+            let _ = pause(path.tags());
             None
         }
         Path::Resume => {
@@ -173,7 +182,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         assert_eq!(free(program.dropped.0), 0, "{case}");
         return;
     }
-    if path == Path::Pause && Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0) {
+    if matches!(path, Path::Pause | Path::PauseInMemory) && Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0) {
         // A pause that was refused has changed nothing.
         program.check(false, &case);
     }
@@ -222,7 +231,7 @@ fn every_call_fails_at_each_of_its_uses() {
 #[test]
 fn a_failed_pause_or_resume_leaves_every_allocation_as_it_was() {
     let gpu = Gpu::take();
-    for path in [Path::Pause, Path::Resume] {
+    for path in [Path::Pause, Path::PauseInMemory, Path::Resume] {
         for (call, count) in uses(&gpu, path) {
             for nth in 1..=count {
                 let program = Program::start();
@@ -230,12 +239,13 @@ fn a_failed_pause_or_resume_leaves_every_allocation_as_it_was() {
                     pause(&[]).unwrap();
                 }
                 gpu.fail(call, nth, 999, 1);
-                let answer = if path == Path::Pause { pause(&[]) } else { resume(&[]) };
+                let answer = if path == Path::Resume { resume(&[]) } else { pause(path.tags()) };
                 gpu.clear_faults();
-                let paused: u64 = Memory::get().status().tags.iter().map(|tag| tag.paused_bytes).sum();
-                let all: u64 = Memory::get().status().tags.iter().map(|tag| tag.bytes).sum();
-                let done = answer.is_ok();
-                let wanted = if (path == Path::Pause) == done { all } else { 0 };
+                let status = Memory::get().status();
+                let chosen = || status.tags.iter().filter(|tag| path.tags().is_empty() || path.tags().contains(&&*tag.tag));
+                let paused: u64 = status.tags.iter().map(|tag| tag.paused_bytes).sum();
+                let all: u64 = chosen().map(|tag| tag.bytes).sum();
+                let wanted = if (path != Path::Resume) == answer.is_ok() { all } else { 0 };
                 assert_eq!(paused, wanted, "{path:?} with {call} failing at use {nth}: {answer:?}");
                 resume(&[]).unwrap();
                 program.end("");

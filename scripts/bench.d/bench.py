@@ -356,6 +356,10 @@ class Bench:
     def resume(self, child, chosen, row):
         self.record(chosen.name, "vramctl", row, child.took("resume * 0"))
 
+    def rest(self):
+        """So long that the driver has cleaned what was released."""
+        time.sleep(RESTED if self.scale == 1 else 0.02)
+
     def check(self, child, how="sample"):
         child.ask(f"check * {how}")
 
@@ -394,7 +398,8 @@ class Bench:
             if turn < (2 if self.scale == 1 else 1):
                 self.wait_for_host(child, lambda ready: ready == 0, 30)
                 self.pause(child, chosen, "again")
-                self.resume(child, chosen, "resume_released")
+                self.rest()
+                self.resume(child, chosen, "resume_released_rested")
             if turn == 0:
                 self.wait_for_host(child, lambda ready: ready == 0, 30)
                 self.stages(child, chosen, "released")
@@ -407,10 +412,12 @@ class Bench:
         before = child.memory("VmRSS")
         self.pause(child, chosen, "first_retained")
         self.resume(child, chosen, "resume_retained")
-        for _ in self.turns(self.repeat):
+        for turn in self.turns(2 * self.repeat):
             child.ask(f"change {max(1, sum(chosen.sizes) // PIECE // 100)}")
             self.pause(child, chosen, "steady")
-            self.resume(child, chosen, "resume_retained")
+            if turn % 2:
+                self.rest()
+            self.resume(child, chosen, "resume_retained_rested" if turn % 2 else "resume_retained")
             self.check(child)
         self.remember(chosen, "vramctl_retained_peak", child.memory("VmHWM") - before)
         self.stages(child, chosen, "retained")
@@ -454,13 +461,12 @@ class Bench:
         # The first of a process is not counted: it is the start of other things, too.
         child.took("pause * 1")
         child.took("resume * 0")
-        rest = RESTED if self.scale == 1 else 0.02
         for turn in range(self.repeat + min(self.repeat, 3)):
             rested = turn >= self.repeat
             child.ask("scribble")
             self.pause(child, chosen, "discard_pause", backup=1)
             if rested:
-                time.sleep(rest)
+                self.rest()
             self.resume(child, chosen, "discard_resume_rested" if rested else "discard_resume")
             self.check(child, "zero")
         self.stages(child, chosen, "discarded", backup="discard")
@@ -531,13 +537,12 @@ class Bench:
         child.ask(f"alloc discarded 1 {self.files[chosen.name]}")
         child.took("pause discarded")
         child.took("resume discarded")
-        rest = RESTED if self.scale == 1 else 0.02
         for turn in range(self.repeat + min(self.repeat, 3)):
             child.ask("fill discarded")
             record("discard_pause", "pause discarded")
             rested = turn >= self.repeat
             if rested:
-                time.sleep(rest)
+                self.rest()
             record("discard_resume_rested" if rested else "discard_resume", "resume discarded")
         child.ask("drop discarded")
         if not chosen.discard_only:
@@ -551,9 +556,12 @@ class Bench:
             record("again", "pause kept")
             child.ask("retain 1")
             record("resume_retained", "resume kept")
-            for _ in self.turns(self.repeat):
+            for turn in self.turns(self.repeat + min(self.repeat, 2)):
                 record("steady", "pause kept")
-                record("resume_retained", "resume kept")
+                rested = turn >= self.repeat
+                if rested:
+                    self.rest()
+                record("resume_retained_rested" if rested else "resume_retained", "resume kept")
             child.ask("check kept")
         with contextlib.suppress(OSError):
             child.process.stdin.write(b"quit\n")
@@ -561,7 +569,7 @@ class Bench:
 
     # ---- at rest ----
 
-    def rest(self):
+    def at_rest(self):
         chosen = next((a for a in self.sets if a.name == "24x1g"), None) or all_sets(self.scale)[0]
         self.files.setdefault(chosen.name, chosen.write(self.work))
         found = self.data["idle"]
@@ -677,7 +685,7 @@ class Bench:
             self.step(f"{title}, retained and hashed", START + gigabytes / 8, self.hashed, chosen)
             self.step(f"{title}, pre-warmed", START + gigabytes / 2, self.prewarmed, chosen)
         if self.idle_wanted:
-            self.step("at rest", 10 if self.scale == 1 else 4, self.rest)
+            self.step("at rest", 10 if self.scale == 1 else 4, self.at_rest)
         if self.saver:
             for chosen in self.sets:
                 needed = 8 + (0 if chosen.discard_only else chosen.bytes / GIB)

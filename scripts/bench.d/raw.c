@@ -359,9 +359,9 @@ int main(int argc, char **argv)
 	TRY(cuDeviceGetAttribute(&rdma, 110, device));
 	for (; at < argc; at += 2) {
 		calls_for(argv[at], argv[at + 1], false, false, repeat, 0, rest_ms);
-		calls_for(argv[at], argv[at + 1], true, false, repeat, repeat < 3 ? repeat : 3, rest_ms);
+		calls_for(argv[at], argv[at + 1], true, false, repeat, rdma ? 0 : repeat < 3 ? repeat : 3, rest_ms);
 		if (rdma)
-			calls_for(argv[at], argv[at + 1], true, true, repeat < 3 ? repeat : 3, 0, rest_ms);
+			calls_for(argv[at], argv[at + 1], true, true, repeat, repeat < 3 ? repeat : 3, rest_ms);
 	}
 	return 0;
 }

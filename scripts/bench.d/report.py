@@ -14,8 +14,10 @@ ROWS = [
     ("steady", "steady pause, backup retained", "out", "steady"),
     ("unchanged", "pause, retained, nothing changed", "pass", "steady"),
     ("changed", "pause, retained, 1% changed", "pass+1%", "steady"),
-    ("resume_released", "resume, host memory given back", "in", "resume"),
-    ("resume_retained", "resume, backup retained", "in", "resume_retained"),
+    ("resume_released", "resume right after a first pause", "in", "resume"),
+    ("resume_released_rested", "resume 0.5 s after a pause, host memory given back", "in", "resume"),
+    ("resume_retained", "resume right after a steady pause", "in", "resume_retained"),
+    ("resume_retained_rested", "resume 0.5 s after it", "in", "resume_retained_rested"),
     ("discard_pause", "pause, contents discarded", "calls", "discard_pause"),
     ("discard_resume", "resume right after it", "calls", "discard_resume"),
     ("discard_resume_rested", "resume 0.5 s after it", "calls", "discard_resume_rested"),
@@ -33,10 +35,13 @@ def best(data, key):
 
 
 def calls_of(data, name, key):
-    """The driver's calls alone: one for each allocation, or as few as it allows; whichever is faster."""
+    """The driver's calls alone, for memory as fit for GPUDirect RDMA as that of cudaMalloc, where the device has it."""
     variants = data["calls"].get(name, {})
-    found = [middle(variants[v][key]) for v in ("each", "joined") if key in variants.get(v, {})]
-    return min(found) if found else None
+    for chosen in (("joined_rdma",), ("each", "joined")):
+        found = [middle(variants[v][key]) for v in chosen if key in variants.get(v, {})]
+        if found:
+            return min(found)
+    return None
 
 
 def limit_of(data, name, row, kind):
@@ -318,7 +323,7 @@ def markdown(data):
         "each in a process of its own. GB = 1e9 bytes. The limit of a copy is the link measured in the same run, and the "
         "share of it that was reached is given; of a pause that finds nothing or 1% changed, a pass over device memory at the speed of a "
         "device copy, the copy of what changed, and the driver's calls; of discarded contents, the driver's calls alone for the same "
-        "allocations, one each or as few as it allows, whichever is faster; there, how many times as long it took.",
+        "allocations, with memory that GPUDirect RDMA can reach, as that of `cudaMalloc` is; there, how many times as long it took.",
         "",
     ]
     if saver:

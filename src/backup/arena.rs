@@ -163,6 +163,12 @@ impl Arena {
         range.offset / PIECE..(range.offset + range.bytes).div_ceil(PIECE)
     }
 
+    /// Whether the copy engines reach all of these pieces directly.
+    pub fn are_pinned(&self, mut pieces: impl Iterator<Item = usize>) -> bool {
+        let state = self.lock();
+        pieces.all(|piece| matches!(state.pieces.get(piece), Some(Piece { readiness: Readiness::Ready(Some(_)), .. })))
+    }
+
     /// Makes a piece ready, and says whether the copy engines reach it directly. Waits where another thread is at it.
     pub fn prepare(&self, piece: usize, context: Context) -> Result<bool, Error> {
         let mut state = self.lock();

@@ -78,8 +78,9 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
 }
 
 /// Saves contents in host memory: over what was saved before, where that was retained. After an error no more host memory
-/// is used than before. `safe` is told of what is complete while other contents are being copied.
-pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item)) -> Result<Kept, Error> {
+/// is used than before. `safe` is told of what is complete while other contents are being copied, and whether all the memory
+/// for them is there.
+pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item, bool)) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
     }
@@ -96,9 +97,10 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dy
     }
     // What is to be verified is looked at again.
     let verifies = Config::get().unchanged == Unchanged::Verify;
+    let certain = transfer::is_prepared(&parts);
     let mut safe = |item| {
         if !verifies {
-            safe(item);
+            safe(item, certain);
         }
     };
     missing.values().filter(|(missing, _)| *missing == 0).for_each(|(_, item)| safe(item));

@@ -77,11 +77,12 @@ pub struct Kept {
 /// Copies the contents of active allocations to where the policies say. All or nothing: after an error no more memory or
 /// disk is used than before. Everything that works on the allocations has finished, and nothing new is started meanwhile.
 ///
-/// `safe` is told of allocations that need not be looked at again, while others are still being copied. Not of all: what
-/// it was not told of is safe when this returns.
-pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item)) -> Result<Kept, Error> {
+/// `safe` is told of allocations that need not be looked at again, while others are still being copied, and whether
+/// nothing is left that can fail but a copy to memory that is there. Not of all of them: what it was not told of is safe
+/// when this returns.
+pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item, bool)) -> Result<Kept, Error> {
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
-    let mut kept = host::save(&in_memory, progress, safe)?;
+    let mut kept = host::save(&in_memory, progress, &mut |item, certain| safe(item, certain && on_disk.is_empty()))?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
 }

@@ -49,14 +49,16 @@ pub fn parts(context: Context, device: CUdeviceptr, range: &Range, start: usize,
     })
 }
 
+/// Whether all the host memory for parts is there, and the copy engines reach it.
+pub fn is_prepared(parts: &[Part]) -> bool {
+    Arena::get().is_ok_and(|arena| arena.are_pinned(parts.iter().map(|part| part.offset / PIECE)))
+}
+
 /// Copies parts, given in the order of their offsets, from the device, and hands back each that is copied. All of them
 /// are when it returns, or the error says why not; nothing is being copied any more in either case.
 pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&Part)) -> Result<(), Error> {
-    let arena = Arena::get()?;
-    let ready = arena.status().pinned_bytes;
     let total: usize = parts.iter().map(|part| part.bytes).sum();
-    // Enough that is ready to hold them all is, as good as always, where they go: ranges are taken from the beginning.
-    let threads = if ready >= total as u64 { FEW_THREADS } else { threads_to_prepare() };
+    let threads = if is_prepared(parts) { FEW_THREADS } else { threads_to_prepare() };
     transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
         parts.chunk_by(|a, b| a.offset / PIECE == b.offset / PIECE).for_each(|parts| give(parts.to_vec()));
         Ok(())

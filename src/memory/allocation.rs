@@ -77,6 +77,12 @@ impl Allocation {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Has other contents from now on. What there was is given up without anybody waiting for the lock.
+    pub fn replace(&self, contents: Contents) {
+        let before = std::mem::replace(&mut *self.contents(), contents);
+        drop(before);
+    }
+
     /// Takes the memory away from the addresses, if it is there; the contents stay in it. The caller has seen to it that
     /// nothing uses them.
     pub fn unmap(&self) -> Result<(), Failure> {

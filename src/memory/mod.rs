@@ -335,7 +335,6 @@ impl Memory {
 /// error it is as it was.
 fn take_memory(allocation: &Allocation) -> Result<(), Error> {
     allocation.unmap()?;
-    let taken = std::mem::replace(&mut *allocation.contents(), Contents { memory: None, saved: None });
-    drop(taken);
+    allocation.replace(Contents { memory: None, saved: None });
     Ok(())
 }

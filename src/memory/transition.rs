@@ -1,15 +1,17 @@
 //! Pause and resume: all or nothing, and nothing to do for what is already so.
 //!
 //! A pause first does what can be taken back (wait, save, unmap) and only then what cannot (release). So whatever fails
-//! before the release finds the physical memory still there with its contents, to be mapped again. A release that the
-//! driver refuses does not fail the pause: the contents are safe by then, the memory is kept in a list and tried again,
-//! and the report says how much is late.
+//! before the release finds the physical memory still there with its contents, to be mapped again. There is one exception:
+//! where all the memory for the contents is there, so that only a copy could still fail, what is copied is released at
+//! once, and should a copy fail, it gets new memory and its contents. A release that the driver refuses does not fail the
+//! pause: the contents are safe by then, the memory is kept in a list and tried again, and the report says how much is
+//! late.
 //!
 //! A resume creates, maps and fills new memory beside the old state, and only then lets go of the backups.
 
 use super::{Allocation, Backup, Contents, Memory, work};
 use crate::backup::{self, Saved};
-use crate::driver::{self, CUdevice, CUdeviceptr, Current, RelaxedCapture, code};
+use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -218,27 +220,34 @@ impl Memory {
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let wanted = victims.into_iter().map(|allocation| request.wanted_of(allocation));
         let (keep, discard): (Vec<_>, Vec<_>) = wanted.partition(|wanted| !wanted.live.is_empty());
-        // What is saved is unmapped while the rest is still being copied: that takes as long as a pause of many small
-        // allocations may, and can be taken back. Where it fails, it is tried once more at the end.
-        let mut safe = Vec::new();
-        let mut unmap = |(allocation, saved): &backup::Item| {
-            if allocation.unmap().is_ok() {
-                safe.push((Arc::clone(allocation), Some(Arc::clone(saved))));
+        // What is saved is unmapped while the rest is still being copied: that takes long where allocations are many, and can
+        // be taken back. Where it fails, it is tried once more at the end. It is released as well only if no more than a copy
+        // to memory that is there can fail: the driver cleans what is released in the background, and better now than when a
+        // resume needs the copy engines.
+        let (mut unmapped, mut released) = (Vec::new(), Vec::new());
+        let mut give_up = |(allocation, saved): &backup::Item, certain| {
+            if allocation.unmap().is_err() {
+                return;
+            }
+            unmapped.push((Arc::clone(allocation), Some(Arc::clone(saved))));
+            if certain {
+                allocation.replace(Contents { memory: None, saved: Some(Arc::clone(saved)) });
+                released.push(Arc::clone(allocation));
             }
         };
-        let kept = clock.time(Stage::Save, || backup::save(keep, progress, &mut unmap));
-        let kept = kept.map_err(|error| self.map_again(&safe, error))?;
+        let kept = clock.time(Stage::Save, || backup::save(keep, progress, &mut give_up));
+        let kept = kept.map_err(|error| self.take_back(&unmapped, &released, error))?;
         let kept_bytes = kept.items.iter().map(|(allocation, saved)| saved.kept_bytes(allocation)).sum();
         let saved = kept.items.into_iter().map(|(allocation, saved)| (allocation, Some(saved)));
         let mut victims: Vec<_> = saved.chain(discard.into_iter().map(|wanted| (wanted.allocation, None))).collect();
         // In the order of their addresses: neighbours are unmapped in one call.
         victims.sort_unstable_by_key(|(allocation, _)| allocation.address());
-        clock.time(Stage::Unmap, || self.unmap_all(&victims))?;
+        let unmapped = clock.time(Stage::Unmap, || unmap_all(&victims));
+        unmapped.map_err(|failure| self.take_back(&victims, &released, failure.into()))?;
         let allocations = victims.len() as u64;
         clock.time(Stage::Release, || {
             for (allocation, saved) in victims {
-                let released = std::mem::replace(&mut *allocation.contents(), Contents { memory: None, saved });
-                drop(released);
+                allocation.replace(Contents { memory: None, saved });
             }
         });
         Ok(Report {
@@ -284,17 +293,11 @@ impl Memory {
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         for (allocation, memory) in paused.iter().zip(memories) {
-            let mut contents = allocation.contents();
-            let kept_bytes = contents.saved.as_ref().map_or(0, |saved| saved.kept_bytes(allocation));
+            let kept_bytes = allocation.contents().saved.as_ref().map_or(0, |saved| saved.kept_bytes(allocation));
             report.kept_bytes += kept_bytes;
             report.discarded_bytes += allocation.bytes() as u64 - kept_bytes;
             report.bytes += allocation.bytes() as u64;
-            contents.memory = Some(memory);
-            // What is in a file is slower to compare with than to write anew.
-            let retained = backup::retains(&allocation.tag) && matches!(contents.saved.as_deref(), Some(Saved::Host(_)));
-            if !retained {
-                contents.saved = None;
-            }
+            activate(allocation, memory);
         }
         report.late_bytes = driver::leftover_bytes();
         report.stages = clock.0;
@@ -316,19 +319,9 @@ impl Memory {
         Ok((all, chosen))
     }
 
-    /// Unmaps all of them that are not unmapped yet, or maps them all again.
-    fn unmap_all(&self, victims: &[(Arc<Allocation>, Option<Arc<Saved>>)]) -> Result<(), Error> {
-        let unmapped = {
-            let mut contents: Vec<_> = victims.iter().map(|(allocation, _)| allocation.contents()).collect();
-            let memories = contents.iter_mut().filter_map(|contents| contents.memory.as_mut());
-            let mut memories: Vec<_> = memories.filter(|memory| memory.is_mapped()).collect();
-            driver::unmap(&mut memories)
-        };
-        unmapped.map_err(|failure| self.map_again(victims, failure.into()))
-    }
-
-    /// Maps what was unmapped a moment ago again; its contents are still in it.
-    fn map_again(&self, victims: &[(Arc<Allocation>, Option<Arc<Saved>>)], error: Error) -> Error {
+    /// Takes back what a pause has done so far: what was unmapped is mapped again, its contents still in it, and what was
+    /// released gets new memory and its contents.
+    fn take_back(&self, victims: &[(Arc<Allocation>, Option<Arc<Saved>>)], released: &[Arc<Allocation>], error: Error) -> Error {
         let mut stranded = 0;
         for (allocation, saved) in victims {
             let mut contents = allocation.contents();
@@ -338,6 +331,13 @@ impl Memory {
                 log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
                 *contents = Contents { memory: None, saved: saved.clone() };
                 stranded += 1;
+            }
+        }
+        match self.bring_back(released, &mut Clock::default(), &mut |_| ()) {
+            Ok(memories) => released.iter().zip(memories).for_each(|(allocation, memory)| activate(allocation, memory)),
+            Err(second) => {
+                log::error!("{} allocations stay paused: {second}", released.len());
+                stranded += released.len();
             }
         }
         if stranded == 0 {
@@ -385,6 +385,22 @@ impl Memory {
         // After an error the new memory goes as it came; nothing is being copied to it any more.
         brought.map(|()| memories)
     }
+}
+
+/// Unmaps all of them that are not unmapped yet. After an error, some may be.
+fn unmap_all(victims: &[(Arc<Allocation>, Option<Arc<Saved>>)]) -> Result<(), Failure> {
+    let mut contents: Vec<_> = victims.iter().map(|(allocation, _)| allocation.contents()).collect();
+    let memories = contents.iter_mut().filter_map(|contents| contents.memory.as_mut());
+    let mut memories: Vec<_> = memories.filter(|memory| memory.is_mapped()).collect();
+    driver::unmap(&mut memories)
+}
+
+/// A paused allocation has its memory and contents back.
+fn activate(allocation: &Allocation, memory: driver::Memory) {
+    let saved = allocation.contents().saved.take();
+    // What is in a file is slower to compare with than to write anew.
+    let saved = saved.filter(|saved| backup::retains(&allocation.tag) && matches!(**saved, Saved::Host(_)));
+    allocation.replace(Contents { memory: Some(memory), saved });
 }
 
 /// Where to stop mapping for a moment, make accessible what was mapped, and have it filled: neighbours on a device are
