@@ -101,6 +101,7 @@ def python(source: str, *, preload: str = "", arguments: "tuple[str, ...]" = (),
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "TMS_"))}
     for name in ("VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_RETAIN", "VRAMCTL_DISK_DIR"):
         kept.pop(name, None)
+    # Torch may be on it.
     kept["PYTHONPATH"] = os.pathsep.join([str(DROPIN), kept.get("PYTHONPATH", "")])
     if preload:
         kept["LD_PRELOAD"] = preload
@@ -355,8 +356,9 @@ class Environment(unittest.TestCase):
 
     def test_the_disk_directory_of_the_environment_is_made(self) -> None:
         source = """
-import ctypes, os, vramctl
+import ctypes, os
 from torch_memory_saver import torch_memory_saver
+import vramctl
 ctypes.CDLL("libcudart.so.12", mode=ctypes.RTLD_GLOBAL)
 pointer = ctypes.c_void_p()
 assert ctypes.CDLL(None).cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
@@ -431,95 +433,74 @@ except RuntimeError as error:
         self.assertIn("vramctl run", python(source))
 
 
-#: As much of torch as hook mode `torch` uses: pools that ask a pluggable allocator, and tensors from them.
-STAND_IN_FOR_TORCH = """
-import contextlib, ctypes, sys, types
-
-runtime = ctypes.CDLL("libcudart.so.12")
-inside = []
-
-class Allocator:
-    def __init__(self, path, malloc, free):
-        library = ctypes.CDLL(path)
-        self.malloc, self.free = getattr(library, malloc), getattr(library, free)
-        self.malloc.restype = ctypes.c_void_p
-        self.malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        self.free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    def allocator(self):
-        return self
-
-class MemPool:
-    made = 0
-    def __init__(self, allocator=None):
-        MemPool.made += 1
-        self.allocator, self.id = allocator, (0, MemPool.made)
-
-@contextlib.contextmanager
-def use_mem_pool(pool, device=None):
-    inside.append(pool)
-    try:
-        yield
-    finally:
-        inside.pop()
-
-def malloc(size):
-    allocator = inside[-1].allocator if inside else None
-    if allocator is None:
-        pointer = ctypes.c_void_p()
-        assert runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
-        return pointer.value
-    return allocator.malloc(size, 0, None)
-
-torch = types.ModuleType("torch")
-torch.__version__ = "2.11.0"
-torch._C = types.SimpleNamespace()
-torch.cuda = types.SimpleNamespace(
-    MemPool=MemPool, use_mem_pool=use_mem_pool, is_available=lambda: True, is_initialized=lambda: False,
-    current_device=lambda: 0, get_allocator_backend=lambda: "native", device=lambda index: contextlib.nullcontext(),
-    memory=types.SimpleNamespace(CUDAPluggableAllocator=Allocator, _snapshot=lambda: {}),
-)
-sys.modules["torch"] = torch
-"""
-
-
-class HookModeTorch(unittest.TestCase):
-    @unittest.skipIf(HAS_GPU, "done with torch itself")
-    def test_the_library_need_not_be_preloaded(self) -> None:
-        source = (
-            STAND_IN_FOR_TORCH
-            + """
+#: On the simulated GPU, with the stand-in for torch.
+ON_FAKE_TORCH = """
+import sys
 from torch_memory_saver import torch_memory_saver as saver
-saver.hook_mode = "torch"
+import torch, vramctl
+MIB = 1 << 20
+cuda = torch.cuda.memory.runtime()
+if sys.argv[1] == "torch":
+    saver.hook_mode = "torch"
 with saver.region("weights", enable_cpu_backup=True):
-    weights = malloc(4 << 20)
+    weights = torch.empty(32 * MIB).copy_(b"w" * 32 * MIB)
+    before = cuda.free_memory()
     with saver.disable():
-        plain = malloc(4 << 20)
+        plain = torch.empty(16 * MIB)
+        del plain
+    assert cuda.free_memory() == before, "what disable() took was not given back"
+    with saver.disable():
+        plain = torch.empty(16 * MIB).copy_(b"p" * 16 * MIB)
     with saver.region("kv_cache"):
-        cache = malloc(8 << 20)
-outside = malloc(4 << 20)
-import vramctl
-print({tag.tag: dict(tag.backup) for tag in vramctl.status().tags}, vramctl.is_preloaded())
-contents = b"x" * 4096
-assert runtime.cudaMemcpy(ctypes.c_void_p(weights), contents, ctypes.c_size_t(4096), 1) == 0
-saver.pause()
-assert {tag.state for tag in vramctl.status().tags} == {"paused"}
-saver.resume()
-found = ctypes.create_string_buffer(4096)
-assert runtime.cudaMemcpy(found, ctypes.c_void_p(weights), ctypes.c_size_t(4096), 2) == 0
-assert found.raw == contents
+        cache = torch.empty(64 * MIB).copy_(b"c" * 64 * MIB)
+    more = torch.empty(4 * MIB).copy_(b"m" * 4 * MIB)
+outside = torch.empty(8 * MIB)
+tags = {tag.tag: dict(tag.backup) for tag in vramctl.status().tags}
+assert tags == {"weights": {"host": 52 * MIB}, "kv_cache": {"discard": 64 * MIB}}, tags
+assert vramctl.is_preloaded() == (sys.argv[1] == "preload")
+before = cuda.free_memory()
+for _ in range(2):
+    saver.pause()
+assert cuda.free_memory() == before + 116 * MIB
+for _ in range(2):
+    saver.resume()
+found = [tensor.tobytes() for tensor in (weights, more, plain, cache)]
+assert found == [b"w" * 32 * MIB, b"m" * 4 * MIB, b"p" * 16 * MIB, bytes(64 * MIB)]
+graph = torch.cuda.CUDAGraph()
 try:
-    saver.hook_mode = "preload"
-except RuntimeError as error:
-    print("in use" in str(error))
-try:
-    with saver.cuda_graph(None):
-        pass
-except RuntimeError as error:
-    print("vramctl run" in str(error))
+    with saver.cuda_graph(graph, tag="cuda_graph"):
+        inside = torch.empty(8 * MIB)
+    assert vramctl.status().tag("cuda_graph").bytes >= 8 * MIB
+except vramctl.errors.NotPreloaded as error:
+    assert sys.argv[1] == "torch" and "vramctl run" in str(error)
+    try:
+        saver.hook_mode = "preload"
+    except RuntimeError as error:
+        assert "in use" in str(error)
+    else:
+        raise AssertionError("the mode was changed while it was in use")
+print("fine")
 """
-        )
-        lines = python(source).splitlines()
-        self.assertEqual(lines, [f"{{'kv_cache': {{'discard': {8 * MIB}}}, 'weights': {{'host': {4 * MIB}}}}} False", "True", "True"])
+
+
+@unittest.skipIf(HAS_GPU, "done with torch itself")
+class FakeTorch(unittest.TestCase):
+    def check(self, hook_mode: str, **environment: str) -> None:
+        path = os.pathsep.join([str(DROPIN), str(TESTS / "fake_torch"), str(TESTS)])
+        preload = str(HOOKS[0]) if hook_mode == "preload" else ""
+        found = python(ON_FAKE_TORCH, preload=preload, arguments=(hook_mode,), PYTHONPATH=path, **environment)
+        self.assertEqual(found, "fine\n")
+
+    def test_the_library_preloaded(self) -> None:
+        self.check("preload")
+
+    def test_hook_mode_torch_needs_no_preloaded_library(self) -> None:
+        self.check("torch")
+
+    def test_expandable_segments_are_no_obstacle(self) -> None:
+        for hook_mode in ("preload", "torch"):
+            with self.subTest(hook_mode=hook_mode):
+                self.check(hook_mode, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
 
 
 @needs_torch
