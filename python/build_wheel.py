@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
@@ -30,9 +30,11 @@ class BuildHook(BuildHookInterface):
 
     PLUGIN_NAME = "custom"
 
-    def initialize(self, version: str, build_data: Dict[str, Any]) -> None:
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
-            raise SystemExit("There is no editable install: in a checkout, `target/release/vramctl run` finds the package by itself")
+            raise SystemExit(
+                "There is no editable install: in a checkout, `target/release/vramctl run` finds the package by itself"
+            )
         library, binary = build(Path(self.root))
         places = [f"{PACKAGE}/libvramctl.so"]
         # A wheel has no links, so these are copies. They are of use beside the stand-in alone.
@@ -52,7 +54,7 @@ class BuildHook(BuildHookInterface):
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
 
-    def finalize(self, version: str, build_data: Dict[str, Any], artifact_path: str) -> None:
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         shutil.rmtree(self.work, ignore_errors=True)
 
 

@@ -26,7 +26,8 @@
 //! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there |
 //! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the size of the pieces needs no tuning |
 //!
-//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads.
+//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, and `VRAMCTL_PYTHON`, that
+//! of the Python package that it makes findable.
 
 use crate::memory::{Backup, region};
 use crate::process::PerProcess;

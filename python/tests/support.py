@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, List
+from typing import Any
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,12 +117,12 @@ class Program:
         self.child.communicate()
 
 
-def run(arguments: List[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program to its end; what it writes is in the answer."""
     return subprocess.run(arguments, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
 
 
-def bare(arguments: List[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def bare(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """The same without the library and its Python directories."""
     without = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
     return subprocess.run(arguments, env={**without, **environment}, capture_output=True, text=True, timeout=300)

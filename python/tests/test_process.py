@@ -8,8 +8,9 @@ import sys
 import threading
 import unittest
 
-import vramctl
 from support import MIB, PACKAGE, Cuda, bare, pattern, run
+
+import vramctl
 from vramctl import errors
 
 
@@ -96,7 +97,9 @@ class Process(unittest.TestCase):
         status = vramctl.status()
         tag = status.tag("a")
         assert tag is not None
-        self.assertEqual((tag.state, tag.bytes, tag.paused_bytes, dict(tag.backup)), ("paused", 2 * MIB, 2 * MIB, {"host": 2 * MIB}))
+        self.assertEqual(
+            (tag.state, tag.bytes, tag.paused_bytes, dict(tag.backup)), ("paused", 2 * MIB, 2 * MIB, {"host": 2 * MIB})
+        )
         self.assertEqual(status.process_tag, "default")
         self.assertEqual(status.devices[0].paused_bytes, 2 * MIB)
         self.assertGreaterEqual(status.host.used_bytes, 2 * MIB)

@@ -8,18 +8,19 @@ import threading
 import unittest
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "fake_torch"))
 
 import torch  # noqa: E402
-import vramctl  # noqa: E402
 from support import MIB, pattern, run  # noqa: E402
+
+import vramctl  # noqa: E402
 from vramctl import _library, _torch, errors  # noqa: E402
 
 
-def segment_of(tensor: Any) -> Dict[str, Any]:
+def segment_of(tensor: Any) -> dict[str, Any]:
     """The segment that a tensor is in."""
     address = tensor.data_ptr()
     return next(
@@ -27,18 +28,20 @@ def segment_of(tensor: Any) -> Dict[str, Any]:
     )
 
 
-def bytes_by_tag() -> Dict[str, int]:
+def bytes_by_tag() -> dict[str, int]:
     return {tag.tag: tag.bytes for tag in vramctl.status().tags}
 
 
 class Pools(unittest.TestCase):
     def tearDown(self) -> None:
         vramctl.resume(timeout=None)
-        self.assertEqual([each.entered for each in torch.cuda.memory._allocators.values()], [[]] * len(torch.cuda.memory._allocators))
+        self.assertEqual(
+            [each.entered for each in torch.cuda.memory._allocators.values()], [[]] * len(torch.cuda.memory._allocators)
+        )
 
     def test_tensors_of_different_tags_never_share_a_segment(self) -> None:
         """Blocks that were freed under one tag are there for the taking, and must not be taken under another."""
-        tensors: Dict[str, List[Any]] = {"weights": [], "kv_cache": [], "default": []}
+        tensors: dict[str, list[Any]] = {"weights": [], "kv_cache": [], "default": []}
         for turn in range(30):
             for tag, kept in tensors.items():
                 size = [3 * MIB, 700, 12 * MIB][turn % 3]
@@ -105,7 +108,7 @@ class Pools(unittest.TestCase):
     def test_threads_in_the_same_region_do_not_get_in_each_other_s_way(self) -> None:
         """Torch refuses to enter one pool in two threads."""
         both = threading.Barrier(4)
-        tensors: List[Any] = []
+        tensors: list[Any] = []
 
         def work() -> None:
             with vramctl.region("threads"):
@@ -171,7 +174,9 @@ class Pools(unittest.TestCase):
         self.assertEqual(bytes_by_tag()["graphs"], 20 * MIB, "graphs that share a pool share memory")
 
     def test_a_torch_without_pools_is_refused(self) -> None:
-        with mock.patch.object(torch, "cuda", mock.Mock(spec=["is_available", "get_allocator_backend", "memory", "current_device"])):
+        with mock.patch.object(
+            torch, "cuda", mock.Mock(spec=["is_available", "get_allocator_backend", "memory", "current_device"])
+        ):
             torch.cuda.get_allocator_backend.return_value = "native"
             torch.cuda.memory._snapshot.return_value = {}
             torch.cuda.current_device.return_value = 0
@@ -307,7 +312,13 @@ class LiveBlocks(unittest.TestCase):
 
     def test_overlaps_are_counted(self) -> None:
         one = [(0, 10), (20, 10), (40, 10)]
-        for other, wanted in [([], 0), ([(5, 20)], 10), ([(0, 100)], 30), ([(10, 10), (30, 5)], 0), ([(2, 1), (4, 1), (49, 9)], 3)]:
+        for other, wanted in [
+            ([], 0),
+            ([(5, 20)], 10),
+            ([(0, 100)], 30),
+            ([(10, 10), (30, 5)], 0),
+            ([(2, 1), (4, 1), (49, 9)], 3),
+        ]:
             self.assertEqual(_torch._overlap(one, other), wanted, other)
 
 

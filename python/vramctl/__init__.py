@@ -28,8 +28,9 @@ import contextlib
 import ctypes
 import os
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Optional, Sequence, Union
+from typing import TYPE_CHECKING, Any
 
 from . import _library, _torch, errors
 from ._types import Device, Hello, Host, Progress, Report, Status, Tag
@@ -103,7 +104,7 @@ def library_path() -> str:
 
 
 @contextlib.contextmanager
-def region(tag: Optional[str], backup: Backup = "default", *, device: Any = None, pool: bool = True) -> Iterator[None]:
+def region(tag: str | None, backup: Backup = "default", *, device: Any = None, pool: bool = True) -> Iterator[None]:
     """GPU memory that the calling thread allocates inside gets the tag `tag`. Regions nest; the innermost counts.
 
     `tag`: 1 to 128 bytes of UTF-8 without commas, equals signs and control characters; None: allocations are left to
@@ -156,13 +157,14 @@ def cuda_graph(
     Raises `errors.NotPreloaded`, and `errors.Unsupported` without torch.
     """
     torch = _torch.required()
-    with region(tag, backup, pool=False), torch.cuda.graph(
-        graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode
+    with (
+        region(tag, backup, pool=False),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode),
     ):
         yield
 
 
-def current_tag() -> Optional[str]:
+def current_tag() -> str | None:
     """The tag that an allocation of the calling thread would get now; None: it would be left to CUDA.
     Raises `errors.NotPreloaded`.
     """
@@ -170,9 +172,9 @@ def current_tag() -> Optional[str]:
 
 
 def pause(
-    tag: Union[str, Sequence[str], None] = None,
+    tag: str | Sequence[str] | None = None,
     *,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
     backup: Backup = "default",
     live_only: bool = True,
 ) -> Report:
@@ -201,7 +203,7 @@ def pause(
     free = _torch.free() if live_only and backup != "discard" else _torch.Free([], 0)
     ranges = _library.ranges(free.ranges)
 
-    def one(name: Optional[bytes]) -> None:
+    def one(name: bytes | None) -> None:
         if free.ranges:
             library.call("pause_without", name, timeout_ms, policy, ranges, len(free.ranges))
         else:
@@ -219,7 +221,7 @@ def pause(
     return report
 
 
-def resume(tag: Union[str, Sequence[str], None] = None, *, timeout: Optional[float] = 0.0) -> Report:
+def resume(tag: str | Sequence[str] | None = None, *, timeout: float | None = 0.0) -> Report:
     """Puts new memory at the addresses of a tag and the kept contents into it; discarded contents read as zero.
 
     All of it or, after an error, nothing; what is active already is left alone. `tag` is as in `pause`, with
@@ -233,7 +235,7 @@ def resume(tag: Union[str, Sequence[str], None] = None, *, timeout: Optional[flo
     return _each(library, tag, lambda name: library.call("resume", name, timeout_ms), "resumed")
 
 
-def _each(library: _library.Library, tag: Union[str, Sequence[str], None], work: Any, done_as: str) -> Report:
+def _each(library: _library.Library, tag: str | Sequence[str] | None, work: Any, done_as: str) -> Report:
     """Does `work` for each of the tags, and adds up the reports."""
     if tag is None or isinstance(tag, str):
         work(_library.tag(tag))
@@ -243,7 +245,8 @@ def _each(library: _library.Library, tag: Union[str, Sequence[str], None], work:
     unknown = [name for name in tags if name not in known]
     if unknown:
         raise errors.UnknownTag(
-            f"no allocation has the tag {' or '.join(unknown)}; the tags are {', '.join(known) or 'none'}", {"known_tags": known}
+            f"no allocation has the tag {' or '.join(unknown)}; the tags are {', '.join(known) or 'none'}",
+            {"known_tags": known},
         )
     report = Report()
     for number, name in enumerate(tags):
@@ -263,7 +266,7 @@ def status() -> Status:
     return Status._from(_library.get().json("status_json"))
 
 
-def retain(tag: Optional[str], keep: Optional[bool]) -> None:
+def retain(tag: str | None, keep: bool | None) -> None:
     """Whether the saved contents of a tag stay in host memory after a resume, so that the next pause copies only what has
     changed. `tag` None: every tag without a setting of its own. `keep` None: as ``VRAMCTL_RETAIN`` says.
     Raises `errors.NotPreloaded`.
@@ -271,7 +274,7 @@ def retain(tag: Optional[str], keep: Optional[bool]) -> None:
     _library.get().call("set_retain", _library.tag(tag), -1 if keep is None else int(bool(keep)))
 
 
-def set_disk_directory(path: Union[str, os.PathLike[str], None]) -> None:
+def set_disk_directory(path: str | os.PathLike[str] | None) -> None:
     """Where the policy ``disk`` keeps contents from now on; None: as ``VRAMCTL_DISK_DIR`` says. Raises `errors.NotPreloaded`,
     and `errors.Error` where it is no directory that can be written to.
     """

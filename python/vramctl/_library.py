@@ -6,11 +6,13 @@ looked up in the global scope, where a preloaded library is, and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
 import os
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any, Callable
 
 from . import errors
 
@@ -25,7 +27,7 @@ class Range(ctypes.Structure):
 
 
 #: The functions of `include/vramctl.h` that this package uses, with the types of their arguments.
-_FUNCTIONS: Dict[str, Tuple[Any, ...]] = {
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "region_begin": (_text, ctypes.c_int32),
     "region_end": (),
     "current_tag": (_text, _size, _pointer(_size)),
@@ -54,7 +56,7 @@ class Library:
 
     def __init__(self, scope: ctypes.CDLL) -> None:
         self._scope = scope
-        self._functions: Dict[str, Callable[..., int]] = {}
+        self._functions: dict[str, Callable[..., int]] = {}
         scope.vramctl_version.restype = _text
         scope.vramctl_last_error.restype = _text
         self.version: str = scope.vramctl_version().decode()
@@ -82,7 +84,7 @@ class Library:
             # It may be longer the next time.
             capacity = needed.value + 1024
 
-    def json(self, name: str) -> Dict[str, Any]:
+    def json(self, name: str) -> dict[str, Any]:
         """The object that `vramctl_NAME` writes as JSON."""
         return dict(json.loads(self.read(name)))
 
@@ -97,22 +99,20 @@ class Library:
                     f"vramctl_{name}: it is older than this Python package. Start the program with the `vramctl run` "
                     "of the same installation"
                 ) from None
-            function.argtypes, function.restype = _FUNCTIONS[name], _code  # type: ignore[attr-defined]
+            function.argtypes, function.restype = _FUNCTIONS[name], _code
             self._functions[name] = function
         return function
 
     def _error(self, code: int) -> errors.Error:
         message = (self._scope.vramctl_last_error() or b"").decode(errors="replace") or f"error {code}"
-        reply: Dict[str, Any] = {}
+        reply: dict[str, Any] = {}
         # What the thread's last error is must be asked before anything else fails in it.
         if self.has("last_error_json"):
-            try:
+            with contextlib.suppress(errors.Error, ValueError):  # the message says the same
                 reply = self.json("last_error_json")
-            except (errors.Error, ValueError):
-                pass  # the message says the same
         return errors._from_number(code, message, reply)
 
-    def path(self) -> Optional[str]:
+    def path(self) -> str | None:
         """The file that the library was loaded from; None where the loader does not say."""
 
         class Info(ctypes.Structure):
@@ -131,8 +131,8 @@ class Library:
         return os.fsdecode(info.file)
 
 
-@functools.lru_cache(maxsize=None)
-def find() -> Optional[Library]:
+@functools.cache
+def find() -> Library | None:
     """The preloaded library; None: there is none. What is preloaded cannot change, so it is looked for once."""
     scope = ctypes.CDLL(None)
     return Library(scope) if hasattr(scope, "vramctl_version") else None
@@ -163,7 +163,7 @@ def get() -> Library:
     return library
 
 
-def tag(name: Optional[str]) -> Optional[bytes]:
+def tag(name: str | None) -> bytes | None:
     """A tag as the library takes it; it says itself what is wrong with the rest."""
     if name is None:
         return None
@@ -183,7 +183,7 @@ def backup(name: str) -> int:
     return number
 
 
-def milliseconds(seconds: Optional[float]) -> int:
+def milliseconds(seconds: float | None) -> int:
     """A timeout as the library takes it: rounded up, so that a short one is not none at all; None: without limit."""
     if seconds is None:
         return -1
@@ -192,6 +192,6 @@ def milliseconds(seconds: Optional[float]) -> int:
     return -1 if seconds > 1e12 else -int(-seconds * 1000 // 1)
 
 
-def ranges(found: Sequence[Tuple[int, int]]) -> Any:
+def ranges(found: Sequence[tuple[int, int]]) -> Any:
     """(address, bytes) pairs as an array of `VramctlRange`."""
-    return (Range * len(found))(*found)
+    return (Range * len(found))(*(Range(*pair) for pair in found))

@@ -15,14 +15,15 @@ import inspect
 import os
 import sys
 import threading
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
 
 from . import errors
 
 #: What a pool is for: tag (None: left to CUDA), backup policy, device.
-Key = Tuple[Optional[str], str, int]
+Key = tuple[Optional[str], str, int]
 #: How torch names a pool.
-PoolId = Tuple[int, int]
+PoolId = tuple[int, int]
 
 #: Torch's name of the pool of everything that is in no pool.
 _DEFAULT_POOL: PoolId = (0, 0)
@@ -59,10 +60,15 @@ class _Pools:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+<<<<<<< HEAD
         self._idle: Dict[Key, List[Any]] = {}
         self._ids: Set[PoolId] = set()
         #: What pools get their memory from; None: from CUDA's functions.
         self.allocator: Any = None
+=======
+        self._idle: dict[Key, list[Any]] = {}
+        self._ids: set[PoolId] = set()
+>>>>>>> helper-a
 
     def take(self, torch: Any, key: Key) -> Any:
         with self._lock:
@@ -86,7 +92,7 @@ class _Pools:
         with self._lock:
             self._ids.add(pool_id)
 
-    def ids(self) -> Set[PoolId]:
+    def ids(self) -> set[PoolId]:
         with self._lock:
             return set(self._ids)
 
@@ -97,7 +103,7 @@ _pools = _Pools()
 class _Scope:
     """A region of one thread: the pool that its allocations come from, or None."""
 
-    def __init__(self, key: Optional[Key], pool: Any) -> None:
+    def __init__(self, key: Key | None, pool: Any) -> None:
         self.key, self.pool = key, pool
         self._entered: Any = None
 
@@ -115,14 +121,14 @@ class _Scope:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.scopes: List[_Scope] = []
+        self.scopes: list[_Scope] = []
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def scope(tag: Optional[str], backup: str, device: Any, pool: bool) -> Iterator[None]:
+def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[None]:
     """Allocations of the calling thread on `device` come from the pool of this tag and policy; without `pool`, from none of
     ours. Without torch, or with an allocator that does not cache, there is nothing to keep apart.
     """
@@ -198,7 +204,7 @@ class _Switch:
         self.lock = threading.Lock()
         self.users = 0
         #: What to put back, and what was set in its place; None: nothing was changed.
-        self.changed: Optional[Tuple[str, str]] = None
+        self.changed: tuple[str, str] | None = None
 
 
 _switch = _Switch()
@@ -271,7 +277,7 @@ def _apply(torch: Any, settings: str) -> None:
 class Free(NamedTuple):
     """What torch holds as free, and how many allocations it had made by then."""
 
-    ranges: List[Tuple[int, int]]
+    ranges: list[tuple[int, int]]
     made: int
 
 
@@ -313,7 +319,7 @@ def taken_since(before: Free) -> int:
     return _overlap(sorted(before.ranges), used)
 
 
-def _overlap(one: List[Tuple[int, int]], other: List[Tuple[int, int]]) -> int:
+def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
     """Bytes in both of two sorted lists of ranges that do not overlap in themselves."""
     total = at = 0
     for address, size in one:
@@ -326,7 +332,7 @@ def _overlap(one: List[Tuple[int, int]], other: List[Tuple[int, int]]) -> int:
     return total
 
 
-def _segments(torch: Any) -> List[Dict[str, Any]]:
+def _segments(torch: Any) -> list[dict[str, Any]]:
     snapshot = torch.cuda.memory_snapshot
     # The history of allocations, where one is recorded, may be far larger than the rest.
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Dict, Mapping, Optional, Tuple, Type, TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
 
-def _read(kind: Type[_T], reply: Mapping[str, Any], **converted: Any) -> _T:
+def _read(kind: type[_T], reply: Mapping[str, Any], **converted: Any) -> _T:
     """A value of `kind` from the fields that it knows; a library that is newer than this package says more."""
     known = {entry.name for entry in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values = {name: value for name, value in reply.items() if name in known}
@@ -48,7 +49,7 @@ class Report:
         if not isinstance(other, Report):
             return NotImplemented
         names = [entry.name for entry in dataclasses.fields(self) if entry.name not in ("stages", "late_bytes")]
-        total: Dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        total: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         stages = dict(self.stages)
         for name, ms in other.stages.items():
             stages[name] = stages.get(name, 0.0) + ms
@@ -82,8 +83,8 @@ class Device:
     active_bytes: int = 0
     paused_bytes: int = 0
     #: Free on the device, whoever has the rest; None where the driver does not answer.
-    free_bytes: Optional[int] = None
-    total_bytes: Optional[int] = None
+    free_bytes: int | None = None
+    total_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,10 @@ class Status:
     """What a process has under management."""
 
     #: The tag of allocations outside regions; None: those are left to CUDA.
-    process_tag: Optional[str] = None
+    process_tag: str | None = None
     #: By tag, in alphabetical order.
-    tags: Tuple[Tag, ...] = ()
-    devices: Tuple[Device, ...] = ()
+    tags: tuple[Tag, ...] = ()
+    devices: tuple[Device, ...] = ()
     host: Host = Host()
     #: Bytes that the driver has refused to take back so far; it is tried again.
     late_bytes: int = 0
@@ -121,7 +122,7 @@ class Status:
             host=_read(Host, reply.get("host") or {}),
         )
 
-    def tag(self, name: str) -> Optional[Tag]:
+    def tag(self, name: str) -> Tag | None:
         """What there is under a tag; None: nothing."""
         return next((tag for tag in self.tags if tag.tag == name), None)
 

@@ -15,16 +15,17 @@ import stat
 import struct
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable
 
 from . import errors
 from ._types import Hello, Progress, Report, Status
 
 if TYPE_CHECKING:
     from types import TracebackType
-    from typing import Literal, Type
+    from typing import Literal
 
     Policy = Literal["default", "discard", "host", "disk"]
 
@@ -68,7 +69,7 @@ class _Directory:
     def close(self) -> None:
         os.close(self._open)
 
-    def connect(self, name: str) -> Tuple[socket.socket, int]:
+    def connect(self, name: str) -> tuple[socket.socket, int]:
         """A connection to the socket of this name, and the id of the process as it is seen from here (0: it is not)."""
         control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -83,7 +84,7 @@ class _Directory:
             control.close()
             raise
 
-    def pids(self) -> List[int]:
+    def pids(self) -> list[int]:
         """The processes that listen. Sockets that nobody listens on any more are removed on the way."""
         found = []
         for name in os.listdir(self._open):
@@ -113,7 +114,7 @@ def _directory_path() -> str:
 
 
 @contextlib.contextmanager
-def _directory(path: Optional[str] = None) -> Iterator[Optional[_Directory]]:
+def _directory(path: str | None = None) -> Iterator[_Directory | None]:
     """The directory of the sockets; None: there is none yet, so no process has managed memory."""
     try:
         directory = _Directory(path if path is not None else _directory_path())
@@ -143,19 +144,17 @@ class Client:
     `status` is answered during a pause. Use it in a ``with`` statement, or `close` it.
     """
 
-    def __init__(self, target: Union[int, str, os.PathLike[str], None] = None, *, patience: Optional[float] = _PATIENCE) -> None:
+    def __init__(self, target: int | str | os.PathLike[str] | None = None, *, patience: float | None = _PATIENCE) -> None:
         self._patience = patience
         self._lock = threading.Lock()
-        self._control: Optional[socket.socket] = None
+        self._control: socket.socket | None = None
         self._unread = b""
         self._control, self._seen_as, self._name = _connect(target, patience)
 
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
@@ -174,11 +173,11 @@ class Client:
 
     def pause(
         self,
-        tags: Union[str, Sequence[str], None] = None,
+        tags: str | Sequence[str] | None = None,
         *,
         backup: Policy = "default",
-        timeout: Optional[float] = None,
-        progress: Optional[Callable[[Progress], None]] = None,
+        timeout: float | None = None,
+        progress: Callable[[Progress], None] | None = None,
     ) -> Report:
         """Gives the GPU memory of the tags (None: all) back to the driver: all of it or, after an error, nothing.
 
@@ -196,10 +195,10 @@ class Client:
 
     def resume(
         self,
-        tags: Union[str, Sequence[str], None] = None,
+        tags: str | Sequence[str] | None = None,
         *,
-        timeout: Optional[float] = 0.0,
-        progress: Optional[Callable[[Progress], None]] = None,
+        timeout: float | None = 0.0,
+        progress: Callable[[Progress], None] | None = None,
     ) -> Report:
         """Gives the process the memory of the tags (None: all) and its contents again: all of it or, after an error, nothing.
 
@@ -211,18 +210,18 @@ class Client:
         request = self._transition("resume", tags, 1e12 if timeout is None else timeout, progress)
         return Report._from(self._ask(request, "done", None, progress))
 
-    def set_tag(self, tag: Optional[str]) -> Optional[str]:
+    def set_tag(self, tag: str | None) -> str | None:
         """Sets the tag of allocations outside regions from now on; None: those are left to CUDA. What there is keeps its
         tag. Raises `errors.Invalid` for what is no tag.
         """
-        answer: Optional[str] = self._ask({"request": "set-tag", "tag": tag}, "tag", self._patience).get("tag")
+        answer: str | None = self._ask({"request": "set-tag", "tag": tag}, "tag", self._patience).get("tag")
         return answer
 
     @staticmethod
     def _transition(
-        name: str, tags: Union[str, Sequence[str], None], timeout: Optional[float], progress: Optional[Callable[..., None]]
-    ) -> Dict[str, Any]:
-        request: Dict[str, Any] = {"request": name, "progress": progress is not None}
+        name: str, tags: str | Sequence[str] | None, timeout: float | None, progress: Callable[..., None] | None
+    ) -> dict[str, Any]:
+        request: dict[str, Any] = {"request": name, "progress": progress is not None}
         if tags is not None:
             request["tags"] = [tags] if isinstance(tags, str) else list(tags)
             if not request["tags"]:
@@ -235,11 +234,11 @@ class Client:
 
     def _ask(
         self,
-        request: Dict[str, Any],
+        request: dict[str, Any],
         wanted: str,
-        patience: Optional[float],
-        progress: Optional[Callable[[Progress], None]] = None,
-    ) -> Dict[str, Any]:
+        patience: float | None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> dict[str, Any]:
         """Sends a request and waits for its answer, at most `patience` seconds."""
         line = json.dumps({"version": _VERSION, **request}).encode() + b"\n"
         with self._lock:
@@ -274,7 +273,7 @@ class Client:
                     # The answer may still come, and must not be taken for that of the next request.
                     self.close()
 
-    def _read(self, deadline: Optional[float], unsent: Optional[OSError]) -> Dict[str, Any]:
+    def _read(self, deadline: float | None, unsent: OSError | None) -> dict[str, Any]:
         """The next line of the process."""
         control = self._control
         while b"\n" not in self._unread:
@@ -311,19 +310,19 @@ class Process:
     #: Its id.
     pid: int
     #: Who it is; None where it did not say.
-    hello: Optional[Hello]
+    hello: Hello | None
     #: What it has; None where it did not say.
-    status: Optional[Status]
+    status: Status | None
     #: Why it did not say; None where it did.
-    error: Optional[errors.Error]
+    error: errors.Error | None
 
     @property
-    def name(self) -> Optional[str]:
+    def name(self) -> str | None:
         """Its name; None where it did not say."""
         return self.hello.name if self.hello is not None else None
 
 
-def processes(*, patience: float = _PATIENCE) -> List[Process]:
+def processes(*, patience: float = _PATIENCE) -> list[Process]:
     """The managed processes of this user, by id, and what they have. All are asked at once; one that does not answer
     within `patience` seconds (because it is stopped, say) has an `error` in place of its status.
 
@@ -337,7 +336,7 @@ def processes(*, patience: float = _PATIENCE) -> List[Process]:
         return list(threads.map(lambda pid: _look(pid, patience), pids))
 
 
-def _look(pid: int, patience: Optional[float]) -> Process:
+def _look(pid: int, patience: float | None) -> Process:
     try:
         with Client(pid, patience=patience) as client:
             # A status says also who the process is.
@@ -347,7 +346,7 @@ def _look(pid: int, patience: Optional[float]) -> Process:
         return Process(pid, None, None, error)
 
 
-def _connect(target: Union[int, str, os.PathLike[str], None], patience: Optional[float]) -> Tuple[socket.socket, int, str]:
+def _connect(target: int | str | os.PathLike[str] | None, patience: float | None) -> tuple[socket.socket, int, str]:
     """A connection, the process's id as seen from here, and what to call it in messages."""
     if isinstance(target, str) and target.isascii() and target.isdigit():
         target = int(target)
@@ -374,7 +373,7 @@ def _connect(target: Union[int, str, os.PathLike[str], None], patience: Optional
     )
 
 
-def _connect_to(folder: Optional[str], name: str, pid: Optional[int]) -> Tuple[socket.socket, int, str]:
+def _connect_to(folder: str | None, name: str, pid: int | None) -> tuple[socket.socket, int, str]:
     called = f"process {pid}" if pid is not None else f"the process at {folder}/{name}"
     with _directory(folder) as directory:
         try:
@@ -385,7 +384,9 @@ def _connect_to(folder: Optional[str], name: str, pid: Optional[int]) -> Tuple[s
             if pid is None:
                 why = f"nobody listens at {folder}/{name}: the process has ended, or another directory is meant"
             elif os.path.exists(f"/proc/{pid}"):
-                why = f"process {pid} is not managed: it was not started under `vramctl run`, or has not allocated GPU memory yet"
+                why = (
+                    f"process {pid} is not managed: it was not started under `vramctl run`, or has not allocated GPU memory yet"
+                )
             else:
                 why = f"there is no process {pid}"
             raise errors.NoProcess(why) from error

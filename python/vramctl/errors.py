@@ -6,7 +6,8 @@ Every exception of this package is an `Error`. `Error.code` is the control proto
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Dict, List, Mapping, Optional, Tuple, Type
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 __all__ = [
     "Busy",
@@ -41,17 +42,17 @@ class Error(RuntimeError):
     #: The C ABI's number of it; 0 where it is an error of the Python side alone.
     number: ClassVar[int] = 0
 
-    def __init__(self, message: str, numbers: Optional[Mapping[str, Any]] = None) -> None:
+    def __init__(self, message: str, numbers: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         #: What happened and what to do next, for people.
         self.message = message
         #: What the message says in numbers, in bytes where they are sizes; which ones depends on the class.
-        self.numbers: Dict[str, Any] = dict(numbers or {})
+        self.numbers: dict[str, Any] = dict(numbers or {})
 
     def __str__(self) -> str:
         return self.message  # and not what OSError makes of its arguments
 
-    def __reduce__(self) -> Tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # The numbers must survive the way from a worker process, which pickles its exceptions.
         return (type(self), (self.message, self.numbers), {"code": self.code})
 
@@ -70,7 +71,7 @@ class UnknownTag(Error, LookupError):
     number = 2
 
     @property
-    def known_tags(self) -> List[str]:
+    def known_tags(self) -> list[str]:
         """The tags that there are."""
         return list(self.numbers.get("known_tags", ()))
 
@@ -82,7 +83,7 @@ class DeviceMemory(Error, MemoryError):
     number = 3
 
     @property
-    def device(self) -> Optional[int]:
+    def device(self) -> int | None:
         """The device's ordinal in the process; None where it was not said."""
         return self.numbers.get("device")
 
@@ -97,7 +98,7 @@ class DeviceMemory(Error, MemoryError):
         return int(self.numbers.get("free", 0))
 
     @property
-    def holders(self) -> List[Dict[str, Any]]:
+    def holders(self) -> list[dict[str, Any]]:
         """Who has the rest, as far as the driver tells: each with ``pid``, and ``bytes`` and ``program`` where known."""
         return list(self.numbers.get("holders", ()))
 
@@ -126,7 +127,7 @@ class Driver(Error):
     number = 5
 
     @property
-    def cuda_code(self) -> Optional[int]:
+    def cuda_code(self) -> int | None:
         """The driver's own number of the error; None where it was not said."""
         return self.numbers.get("cuda_code")
 
@@ -205,7 +206,7 @@ class SeveralProcesses(Error, LookupError):
     code = "several_processes"
 
     @property
-    def pids(self) -> List[int]:
+    def pids(self) -> list[int]:
         """Their ids."""
         return list(self.numbers.get("pids", ()))
 
@@ -216,7 +217,7 @@ class Disconnected(Error, ConnectionError):
     code = "disconnected"
 
 
-_CLASSES: Tuple[Type[Error], ...] = (
+_CLASSES: tuple[type[Error], ...] = (
     Invalid,
     UnknownTag,
     DeviceMemory,
@@ -235,7 +236,7 @@ _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}
 
 
-def _from_number(number: int, message: str, reply: Optional[Mapping[str, Any]] = None) -> Error:
+def _from_number(number: int, message: str, reply: Mapping[str, Any] | None = None) -> Error:
     """The exception for a `VramctlResult`. One that this package does not know yet is a plain `Error`."""
     return _BY_NUMBER.get(number, Error)(message, _numbers(reply or {}))
 
@@ -250,7 +251,7 @@ def _from_reply(reply: Mapping[str, Any]) -> Error:
     return error
 
 
-def _numbers(reply: Mapping[str, Any]) -> Dict[str, Any]:
+def _numbers(reply: Mapping[str, Any]) -> dict[str, Any]:
     """The further fields of an `error` reply; those of a shortage beside the others."""
     shortages = ("shortage", "host_shortage")
     numbers = {name: value for name, value in reply.items() if name not in ("reply", "code", "message", *shortages)}

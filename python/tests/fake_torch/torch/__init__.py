@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -29,13 +29,13 @@ __version__ = "2.11.0"
 
 
 class device:
-    def __init__(self, name: Union[str, int, "device"]) -> None:
+    def __init__(self, name: str | int | device) -> None:
         if isinstance(name, device):
             self.type, self.index = name.type, name.index
             return
         kind, _, index = str(name).partition(":")
         self.type = kind
-        self.index: Optional[int] = int(index) if index else None
+        self.index: int | None = int(index) if index else None
 
 
 class Tensor:
@@ -62,7 +62,7 @@ class Tensor:
         """From now on its memory waits, when it is freed, for another stream."""
         self.block.used_elsewhere = True
 
-    def copy_(self, contents: bytes) -> "Tensor":
+    def copy_(self, contents: bytes) -> Tensor:
         cuda.memory.runtime().write(self.data_ptr(), contents)
         return self
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, Iterator, Optional
+from collections.abc import Iterator
+from typing import Any
 
 from . import memory as memory
 from .memory import MemPool as MemPool
@@ -51,7 +52,7 @@ def empty_cache() -> None:
 
 class CUDAGraph:
     def __init__(self) -> None:
-        self.pool_id: Optional[PoolId] = None
+        self.pool_id: PoolId | None = None
 
     def pool(self) -> PoolId:
         assert self.pool_id is not None
@@ -62,7 +63,7 @@ class graph:
     """While it is captured, a graph's memory comes from its private pool."""
 
     def __init__(
-        self, cuda_graph: CUDAGraph, pool: Optional[PoolId] = None, stream: Any = None, capture_error_mode: str = "global"
+        self, cuda_graph: CUDAGraph, pool: PoolId | None = None, stream: Any = None, capture_error_mode: str = "global"
     ) -> None:
         self.graph, self.pool, self.arguments = cuda_graph, pool, (stream, capture_error_mode)
 

@@ -5,21 +5,22 @@ import ctypes
 import itertools
 import os
 import threading
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from collections.abc import Iterator
+from typing import Any
 
 from support import Cuda
 
-PoolId = Tuple[int, int]
+PoolId = tuple[int, int]
 DEFAULT: PoolId = (0, 0)
 MIB = 1 << 20
 
 backend = "native"
 #: Pools whose objects have died, and with them their memory.
-destroyed: List[PoolId] = []
+destroyed: list[PoolId] = []
 
-_runtime: Optional[Cuda] = None
-_allocators: Dict[int, "Allocator"] = {}
-_settings: Dict[str, Any] = {}
+_runtime: Cuda | None = None
+_allocators: dict[int, Allocator] = {}
+_settings: dict[str, Any] = {}
 _numbers = itertools.count(1)
 _expandable = itertools.count(0x7000_0000_0000, 1 << 36)
 _lock = threading.RLock()
@@ -36,7 +37,7 @@ def initialized() -> bool:
     return _runtime is not None
 
 
-def allocator(device: int) -> "Allocator":
+def allocator(device: int) -> Allocator:
     with _lock:
         return _allocators.setdefault(device, Allocator(device))
 
@@ -54,7 +55,7 @@ def new_pool_id(graph: bool = False) -> PoolId:
 
 
 class Block:
-    def __init__(self, segment: "Segment", address: int, size: int) -> None:
+    def __init__(self, segment: Segment, address: int, size: int) -> None:
         self.segment, self.address, self.size = segment, address, size
         self.state = "inactive"
         self.used_elsewhere = False
@@ -80,7 +81,7 @@ class Segment:
             runtime().free(self.address)
 
     def merge(self) -> None:
-        merged: List[Block] = []
+        merged: list[Block] = []
         for block in self.blocks:
             if merged and merged[-1].state == block.state == "inactive":
                 merged[-1].size += block.size
@@ -94,8 +95,8 @@ class Allocator:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.segments: List[Segment] = []
-        self.entered: List[Tuple[PoolId, int]] = []
+        self.segments: list[Segment] = []
+        self.entered: list[tuple[PoolId, int]] = []
         self.made = 0
 
     def begin(self, pool: PoolId) -> None:
@@ -184,7 +185,7 @@ class MemPool:
 
 
 @contextlib.contextmanager
-def use_mem_pool(pool: MemPool, device: Optional[int] = None) -> Iterator[None]:
+def use_mem_pool(pool: MemPool, device: int | None = None) -> Iterator[None]:
     from . import current_device
 
     index = current_device() if device is None else device
@@ -195,7 +196,7 @@ def use_mem_pool(pool: MemPool, device: Optional[int] = None) -> Iterator[None]:
         allocator(index).end(pool.id)
 
 
-def memory_snapshot(mempool_id: Optional[PoolId] = None, include_traces: bool = True) -> List[Dict[str, Any]]:
+def memory_snapshot(mempool_id: PoolId | None = None, include_traces: bool = True) -> list[dict[str, Any]]:
     with _lock:
         return [
             {
@@ -210,7 +211,13 @@ def memory_snapshot(mempool_id: Optional[PoolId] = None, include_traces: bool = 
                 "is_expandable": segment.expandable,
                 "frames": [],
                 "blocks": [
-                    {"address": block.address, "size": block.size, "requested_size": block.size, "state": block.state, "frames": []}
+                    {
+                        "address": block.address,
+                        "size": block.size,
+                        "requested_size": block.size,
+                        "state": block.state,
+                        "frames": [],
+                    }
                     for block in segment.blocks
                 ],
             }
@@ -220,12 +227,12 @@ def memory_snapshot(mempool_id: Optional[PoolId] = None, include_traces: bool = 
         ]
 
 
-def _snapshot(device: Any = None) -> Dict[str, Any]:
+def _snapshot(device: Any = None) -> dict[str, Any]:
     settings = {"PYTORCH_CUDA_ALLOC_CONF": _settings["text"], "expandable_segments": _settings["expandable"]}
     return {"segments": memory_snapshot(), "device_traces": [], "allocator_settings": settings}
 
 
-def memory_stats(device: Any = None) -> Dict[str, int]:
+def memory_stats(device: Any = None) -> dict[str, int]:
     return {"allocation.all.allocated": allocator(int(device)).made} if initialized() else {}
 
 
