@@ -96,7 +96,7 @@ def settings() -> tuple:
     )
 
 
-def python(source: str, *, preload: str = "", arguments: "tuple[str, ...]" = (), **environment: str) -> str:
+def python(source: str, *, preload: str = "", arguments: tuple[str, ...] = (), **environment: str) -> str:
     """What a program prints that was not started by `vramctl run`, but finds the package."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "TMS_"))}
     for name in ("VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_RETAIN", "VRAMCTL_DISK_DIR"):
@@ -158,7 +158,9 @@ class Surface(unittest.TestCase):
             self.assertTrue(hasattr(library, name), name)
 
     def test_nothing_is_set_up_before_it_is_used(self) -> None:
-        source = "from torch_memory_saver import torch_memory_saver as saver; print(saver._impl, saver.enabled, saver.hook_mode)"
+        source = (
+            "from torch_memory_saver import torch_memory_saver as saver; print(saver._impl, saver.enabled, saver.hook_mode)"
+        )
         self.assertEqual(python(source), "None True preload\n")
 
     def test_the_distribution_s_version_satisfies_what_engines_ask_for(self) -> None:
@@ -204,7 +206,7 @@ class Memory(unittest.TestCase):
 
     def setUp(self) -> None:
         self.runtime = Runtime()
-        self.addresses: "list[int]" = []
+        self.addresses: list[int] = []
         self.addCleanup(self.clean_up)
 
     def clean_up(self) -> None:
@@ -278,7 +280,7 @@ class Memory(unittest.TestCase):
                 with torch_memory_saver.disable():
                     self.assertFalse(cdll().tms_get_interesting_region())
                 self.assertEqual(settings(), ("outer", True, True, False))
-                elsewhere: "list[tuple]" = []
+                elsewhere: list[tuple] = []
                 thread = threading.Thread(target=lambda: elsewhere.append(settings()))
                 thread.start()
                 thread.join()

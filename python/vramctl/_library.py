@@ -138,7 +138,7 @@ def find() -> Library | None:
     return Library(scope) if hasattr(scope, "vramctl_version") else None
 
 
-_opened: Optional[Library] = None
+_opened: Library | None = None
 
 
 def open(path: str) -> None:

@@ -60,15 +60,10 @@ class _Pools:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-<<<<<<< HEAD
-        self._idle: Dict[Key, List[Any]] = {}
-        self._ids: Set[PoolId] = set()
-        #: What pools get their memory from; None: from CUDA's functions.
-        self.allocator: Any = None
-=======
         self._idle: dict[Key, list[Any]] = {}
         self._ids: set[PoolId] = set()
->>>>>>> helper-a
+        #: What pools get their memory from; None: from CUDA's functions.
+        self.allocator: Any = None
 
     def take(self, torch: Any, key: Key) -> Any:
         with self._lock:

@@ -4,6 +4,8 @@ Where a program finds this package (``PYTHONPATH``), it need not find that one, 
 run` works for interpreters into which nothing was installed. So it is loaded from where it lies around this one.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,8 @@
 """The C functions of torch_memory_saver in the library, with their types."""
 
+from __future__ import annotations
+
 import ctypes
-from typing import Optional
 
 _text, _flag, _bytes = ctypes.c_char_p, ctypes.c_bool, ctypes.POINTER(ctypes.c_uint8)
 
@@ -30,7 +31,7 @@ _FUNCTIONS = (
 class BinaryWrapper:
     """The library of this process: ``cdll.tms_…`` are its functions."""
 
-    def __init__(self, path: Optional[str]) -> None:
+    def __init__(self, path: str | None) -> None:
         """`path`: where the library is; None: it is preloaded."""
         self.cdll = ctypes.CDLL(path)
         for name, result, arguments in _FUNCTIONS:
@@ -43,7 +44,7 @@ class BinaryWrapper:
         tag: str,
         interesting_region: bool,
         enable_cpu_backup: bool,
-        cpu_backup_backend: Optional[str] = None,
+        cpu_backup_backend: str | None = None,
         enable_disk_backup: bool = False,
     ) -> None:
         """Says what the calling thread's allocations are from now on, in the region that it is in."""

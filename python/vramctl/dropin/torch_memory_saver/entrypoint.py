@@ -1,9 +1,12 @@
 """`TorchMemorySaver`: what torch_memory_saver offers, said in vramctl's words."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
-from typing import Any, Iterator, Literal, Optional
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from ._vramctl import vramctl
 from .binary_wrapper import BinaryWrapper
@@ -28,7 +31,7 @@ class TorchMemorySaver:
         self._hook_mode: HookMode = "preload"
         self._memory_margin_bytes = 0
         #: None until it is first used: programs look here to learn whether it is in use.
-        self._impl: Optional[_TorchMemorySaverImpl] = None
+        self._impl: _TorchMemorySaverImpl | None = None
 
     @contextlib.contextmanager
     def region(
@@ -36,7 +39,7 @@ class TorchMemorySaver:
         tag: str = _DEFAULT_TAG,
         enable_cpu_backup: bool = False,
         enable_disk_backup: bool = False,
-        cpu_backup_backend: Optional[CpuBackupBackend] = None,
+        cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
         """Tensors that the calling thread makes inside can be paused and resumed under `tag`. Regions nest; the innermost
         counts.
@@ -58,7 +61,7 @@ class TorchMemorySaver:
         capture_error_mode: str = "global",
         tag: str = _DEFAULT_TAG,
         enable_cpu_backup: bool = False,
-        cpu_backup_backend: Optional[CpuBackupBackend] = None,
+        cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
         """Captures as ``torch.cuda.graph`` does; the memory that the graph allocates for itself can be paused under `tag`.
         The other arguments are those of `region`. Needs the library preloaded.
@@ -70,8 +73,11 @@ class TorchMemorySaver:
                 "the memory of a CUDA graph can be paused only where the library is preloaded: start the program with "
                 "`vramctl run -- python …`, or capture with torch.cuda.graph(), whose memory stays"
             )
-        with impl.backend(cpu_backup_backend), vramctl.cuda_graph(
-            cuda_graph, tag=tag, backup=backup, pool=pool, stream=stream, capture_error_mode=capture_error_mode
+        with (
+            impl.backend(cpu_backup_backend),
+            vramctl.cuda_graph(
+                cuda_graph, tag=tag, backup=backup, pool=pool, stream=stream, capture_error_mode=capture_error_mode
+            ),
         ):
             yield
 
@@ -83,7 +89,7 @@ class TorchMemorySaver:
         with self._ensure_initialized().disable():
             yield
 
-    def pause(self, tag: Optional[str] = None) -> None:
+    def pause(self, tag: str | None = None) -> None:
         """Gives the GPU memory of a tag, or of all, back to the driver. What is paused already stays so; a tag that nothing
         has is nothing to do. The memory must not be used until `resume`.
         """
@@ -91,7 +97,7 @@ class TorchMemorySaver:
         with contextlib.suppress(vramctl.errors.UnknownTag):
             vramctl.pause(tag or None)
 
-    def resume(self, tag: Optional[str] = None) -> None:
+    def resume(self, tag: str | None = None) -> None:
         """Puts memory back at the same addresses, with what was kept. What is active already stays so; a tag that nothing
         has is nothing to do. Raises `vramctl.errors.DeviceMemory` where there is too little; everything stays paused then.
         """
@@ -106,7 +112,7 @@ class TorchMemorySaver:
         """
         return self._ensure_initialized().get_cpu_backup(x, zero_copy)
 
-    def set_disk_backup_dir(self, path: "str | os.PathLike[str]") -> None:
+    def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
         """Where pauses from now on keep what is kept on disk; made if it is not there."""
         self._ensure_initialized()
         os.makedirs(path, exist_ok=True)
@@ -159,7 +165,7 @@ class TorchMemorySaver:
         self._ensure_initialized()
         vramctl.retain(None, bool(value))
 
-    def _ensure_initialized(self) -> "_TorchMemorySaverImpl":
+    def _ensure_initialized(self) -> _TorchMemorySaverImpl:
         if self._impl is None:
             self._impl = _TorchMemorySaverImpl(self._hook_mode)
         return self._impl
@@ -183,12 +189,12 @@ class _TorchMemorySaverImpl:
         self._binary_wrapper = BinaryWrapper(path)
 
     @contextlib.contextmanager
-    def region(self, tag: str, backup: str, cpu_backup_backend: Optional[str]) -> Iterator[None]:
+    def region(self, tag: str, backup: str, cpu_backup_backend: str | None) -> Iterator[None]:
         with self.backend(cpu_backup_backend), vramctl.region(tag, backup):
             yield
 
     @contextlib.contextmanager
-    def backend(self, name: Optional[str]) -> Iterator[None]:
+    def backend(self, name: str | None) -> Iterator[None]:
         """`tms_get_cpu_backup_backend` answers `name` inside; None: as before."""
         cdll = self._binary_wrapper.cdll
         before = cdll.tms_get_cpu_backup_backend()
@@ -227,7 +233,7 @@ class _TorchMemorySaverImpl:
         return tensor if zero_copy else tensor.clone()
 
 
-def _backup(in_memory: bool, on_disk: bool, backend: Optional[str]) -> str:
+def _backup(in_memory: bool, on_disk: bool, backend: str | None) -> str:
     """vramctl's word for what becomes of the contents."""
     if in_memory and on_disk:
         raise ValueError("enable_cpu_backup and enable_disk_backup exclude each other: choose where the contents are kept")
@@ -250,7 +256,6 @@ def _torch_with_gpu() -> Any:
 def _use_as_allocator(path: str) -> None:
     """Has torch ask the library for the memory of regions. It is not preloaded, and nothing else is answered by it."""
     import torch
-
     from vramctl import _library, _torch
 
     _library.open(path)

@@ -1,5 +1,7 @@
 """Where the library is, for those who put it into ``LD_PRELOAD`` themselves."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

@@ -166,7 +166,7 @@ class CUDAPluggableAllocator:
 
 
 #: The allocators of pools that have one.
-_sources: Dict[PoolId, Any] = {}
+_sources: dict[PoolId, Any] = {}
 
 
 class MemPool:

@@ -1,9 +1,11 @@
 """Hook mode ``preload``: the library is preloaded, and answers the CUDA runtime's functions."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
-from typing import Iterator
+from collections.abc import Iterator
 
 from .._vramctl import vramctl
 from ..utils import PRELOAD, get_binary_path_from_package, is_library
