@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Callable
 from unittest import mock
 
-from support import MIB, VRAMCTL, Cuda, Program, bare
-
 import vramctl
+from support import MIB, VRAMCTL, Cuda, Program, bare
 from vramctl import errors
 
 #: Where the test's own sockets are; the programs that it starts inherit it.

@@ -10,9 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "fake_torch"))
 
-from support import ROOT, Program, run  # noqa: E402
-
 import vramctl  # noqa: E402
+from support import ROOT, Program, run  # noqa: E402
 
 PAGE = (ROOT / "docs" / "python.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

@@ -8,9 +8,8 @@ import sys
 import threading
 import unittest
 
-from support import MIB, PACKAGE, Cuda, bare, pattern, run
-
 import vramctl
+from support import MIB, PACKAGE, Cuda, bare, pattern, run
 from vramctl import errors
 
 
@@ -230,7 +229,11 @@ print("done")
 class Found(unittest.TestCase):
     def test_run_makes_the_package_findable_and_nothing_beside_it(self) -> None:
         """The directories on the path must bring in what they are for and not, say, the package's tests or `client`."""
-        source = "import sys, vramctl, vramctl.client; print(vramctl.__file__); import importlib.util as u; print([u.find_spec(n) for n in ('client', 'errors', 'engines', 'support')])"
+        source = """
+import importlib.util, vramctl, vramctl.client
+print(vramctl.__file__)
+print([importlib.util.find_spec(name) for name in ("client", "errors", "engines", "support")])
+"""
         ran = run([sys.executable, "-c", source])
         self.assertEqual(ran.stdout.splitlines(), [str(PACKAGE / "__init__.py"), str([None] * 4)], ran.stderr)
 

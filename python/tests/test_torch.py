@@ -14,9 +14,8 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent / "fake_torch"))
 
 import torch  # noqa: E402
-from support import MIB, pattern, run  # noqa: E402
-
 import vramctl  # noqa: E402
+from support import MIB, pattern, run  # noqa: E402
 from vramctl import _library, _torch, errors  # noqa: E402
 
 
