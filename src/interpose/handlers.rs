@@ -155,7 +155,7 @@ pub unsafe fn ipc_get_mem_handle(handle: *mut c_void, pointer: *mut c_void) -> C
     answer
 }
 
-/// Memory on a device for torch's pluggable allocator, managed as [`malloc`] would; null: there is none.
+/// Memory on a device for torch's pluggable allocator, managed as `cudaMalloc` here would; null: there is none.
 ///
 /// torch answers a null by giving up what it holds in reserve and asking again.
 pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
