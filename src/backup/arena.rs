@@ -8,6 +8,7 @@
 //! a piece that no range touches is given back to the system.
 
 use super::limits;
+use super::numa::Near;
 use crate::config::Config;
 use crate::driver::{Context, Current, Pinned};
 use crate::error::Error;
@@ -16,8 +17,9 @@ use crate::units::Bytes;
 use std::collections::BTreeMap;
 use std::ptr::{self, NonNull};
 use std::slice;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
 /// 64 MiB in 16 threads is where populating, registering and copying together are fastest (`docs/performance.md`).
@@ -30,6 +32,15 @@ pub struct Arena {
     state: Mutex<State>,
     /// Told whenever a piece has changed.
     changed: Condvar,
+    made: Made,
+}
+
+/// What making host memory ready has taken since it was last asked for, of the time of all threads together.
+#[derive(Default)]
+struct Made {
+    pieces: AtomicU64,
+    populating_us: AtomicU64,
+    registering_us: AtomicU64,
 }
 
 // SAFETY: the base is an address; what is behind it is handed out in disjoint ranges.
@@ -98,26 +109,17 @@ impl Arena {
     /// Takes addresses, far more than there is memory: contents of any size lie in one range, and addresses cost nothing.
     /// Less where the address space is limited (`ulimit -v`).
     fn reserve() -> Option<Self> {
-        let (mut bytes, mut base) = (8usize << 40, libc::MAP_FAILED);
-        while base == libc::MAP_FAILED && bytes >= PIECE {
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            // Readable and writable from the start: changing that for a piece stops every thread that is populating another.
-            // SAFETY: a new private mapping that touches no other memory.
-            base = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-            bytes /= 2;
-        }
-        let base = NonNull::new(base).filter(|_| base != libc::MAP_FAILED)?;
+        let sizes = std::iter::successors(Some(8usize << 40), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= PIECE);
+        let (base, bytes) = sizes.into_iter().find_map(|bytes| Some((map_addresses(bytes)?, bytes)))?;
         // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
         // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does
         // not know them, nothing is lost.
-        // SAFETY: the mapping just made.
-        unsafe {
-            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_HUGEPAGE);
-            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTFORK);
-            libc::madvise(base.as_ptr(), bytes * 2, libc::MADV_DONTDUMP);
+        for wish in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
+            // SAFETY: the mapping just made.
+            unsafe { libc::madvise(base.as_ptr().cast(), bytes, wish) };
         }
-        let state = State { free: BTreeMap::from([(0, bytes * 2)]), ..State::default() };
-        Some(Self { base: base.cast(), bytes: bytes * 2, state: Mutex::new(state), changed: Condvar::new() })
+        let state = State { free: BTreeMap::from([(0, bytes)]), ..State::default() };
+        Some(Self { base, bytes, state: Mutex::new(state), changed: Condvar::new(), made: Made::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -183,8 +185,15 @@ impl Arena {
         };
         state.piece(piece).readiness = Readiness::Changing;
         drop(state);
-        let populated = if there { Ok(()) } else { self.populate(piece) };
-        let prepared = populated.map(|()| Current::push(context).ok().and_then(|current| self.pin(piece, &current)));
+        let current = Current::push(context).ok();
+        let populated = if there {
+            Ok(())
+        } else {
+            let _near = current.as_ref().and_then(Near::to);
+            timed(&self.made.populating_us, || self.populate(piece))
+        };
+        let prepared = populated.map(|()| current.and_then(|current| timed(&self.made.registering_us, || self.pin(piece, &current))));
+        self.made.pieces.fetch_add(1, Ordering::Relaxed);
         let mut state = self.lock();
         let (readiness, answer) = match prepared {
             Ok(pinned) => {
@@ -244,6 +253,17 @@ impl Arena {
                 });
                 None
             }
+        }
+    }
+
+    /// Tells the log what making host memory ready took since it was last told.
+    pub fn log_preparation(&self) {
+        let [pieces, populating, registering] =
+            [&self.made.pieces, &self.made.populating_us, &self.made.registering_us].map(|counter| counter.swap(0, Ordering::Relaxed));
+        if pieces > 0 {
+            let bytes = Bytes(pieces * PIECE as u64);
+            let (populating, registering) = (populating / 1000, registering / 1000);
+            log::debug!("{bytes} of host memory made ready: {populating} ms to populate and {registering} ms to register, of all threads");
         }
     }
 
@@ -357,6 +377,23 @@ impl Arena {
         state.releasing = false;
         self.changed.notify_all();
     }
+}
+
+/// Addresses for so many bytes, without memory behind them.
+fn map_addresses(bytes: usize) -> Option<NonNull<u8>> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // Readable and writable from the start: changing that for a piece stops every thread that is populating another.
+    // SAFETY: a new private mapping that touches no other memory.
+    let base = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    NonNull::new(base.cast()).filter(|_| base != libc::MAP_FAILED)
+}
+
+/// Adds the time that some work takes, in microseconds.
+fn timed<R>(counter: &AtomicU64, work: impl FnOnce() -> R) -> R {
+    let started = Instant::now();
+    let result = work();
+    counter.fetch_add(started.elapsed().as_micros() as u64, Ordering::Relaxed);
+    result
 }
 
 impl State {

@@ -12,10 +12,11 @@ use crate::config::{Config, Unchanged};
 use crate::driver::{Context, Current, RelaxedCapture};
 use crate::error::Error;
 use crate::memory::{Allocation, Progress};
-use crate::process::PerProcess;
+use crate::process::{self, PerProcess};
 use std::collections::BTreeMap;
 use std::ops;
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
+use std::thread;
 
 /// The contents of an allocation, in the arena.
 #[derive(Debug)]
@@ -85,25 +86,34 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dy
         return Ok(Kept::default());
     }
     let items = places(wanted)?;
-    let mut digests = digests(wanted)?;
-    let (mut parts, mut compared, mut missing) = (Vec::new(), Vec::new(), BTreeMap::new());
-    for item in &items {
-        let (allocation, place) = item;
-        let super::Saved::Host(saved) = &**place else { continue };
-        let outdated = saved.outdated(digests.get(&allocation.address()).map(Vec::as_slice));
-        parts.extend(outdated.iter().flat_map(|bytes| saved.parts_in(allocation, bytes.clone())));
-        missing.insert(allocation.address(), (outdated.iter().map(ops::Range::len).sum::<usize>(), item));
-        compared.push((allocation, saved, outdated));
-    }
+    let contents = || items.iter().filter_map(|item| if let super::Saved::Host(saved) = &*item.1 { Some((item, saved)) } else { None });
+    let certain = transfer::is_prepared(contents().flat_map(|((allocation, _), saved)| saved.parts(allocation)));
     // What is to be verified is looked at again.
     let verifies = Config::get().unchanged == Unchanged::Verify;
-    let certain = transfer::is_prepared(&parts);
     let mut safe = |item| {
         if !verifies {
             safe(item, certain);
         }
     };
-    missing.values().filter(|(missing, _)| *missing == 0).for_each(|(_, item)| safe(item));
+    let of_address: BTreeMap<_, _> = contents().map(|found| (found.0.0.address(), found)).collect();
+    let (mut digests, mut outdated) = (BTreeMap::new(), BTreeMap::new());
+    hash(wanted, &mut |allocation, now| {
+        let Some((item, saved)) = of_address.get(&allocation.address()) else { return };
+        let ranges = saved.outdated(Some(&now));
+        if ranges.is_empty() {
+            safe(item);
+        }
+        outdated.insert(allocation.address(), ranges);
+        digests.insert(allocation.address(), now);
+    })?;
+
+    let (mut parts, mut missing) = (Vec::new(), BTreeMap::new());
+    for (item, saved) in contents() {
+        let allocation = &item.0;
+        let ranges = outdated.entry(allocation.address()).or_insert_with(|| saved.outdated(None));
+        parts.extend(ranges.iter().flat_map(|bytes| saved.parts_in(allocation, bytes.clone())));
+        missing.insert(allocation.address(), (ranges.iter().map(ops::Range::len).sum::<usize>(), item));
+    }
     parts.sort_unstable_by_key(|part| part.offset);
     transfer::save(&parts, progress, &mut |part| {
         if let Some((_, (missing, item))) = missing.range_mut(..=part.device).next_back() {
@@ -113,14 +123,14 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dy
             }
         }
     })?;
-    let copied: u64 = parts.iter().map(|part| part.bytes as u64).sum();
-    let all: u64 = compared.iter().map(|(_, saved, _)| saved.kept_bytes()).sum();
-    for (allocation, saved, outdated) in compared {
+    for ((allocation, _), saved) in contents() {
         if verifies {
-            verify(allocation, saved, &outdated)?;
+            verify(allocation, saved, &outdated[&allocation.address()])?;
         }
         *saved.digests() = digests.remove(&allocation.address());
     }
+    let copied: u64 = parts.iter().map(|part| part.bytes as u64).sum();
+    let all: u64 = contents().map(|(_, saved)| saved.kept_bytes()).sum();
     Ok(Kept { items, unchanged_bytes: all - copied })
 }
 
@@ -149,34 +159,64 @@ fn hashers() -> MutexGuard<'static, BTreeMap<Context, Hasher>> {
     HASHERS.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The digests of what is in device memory now, by address, of those allocations whose backups will be retained. None
-/// where there is no hasher or it fails: then everything is copied.
-fn digests(wanted: &[Wanted]) -> Result<BTreeMap<u64, Vec<Digest>>, Error> {
-    let mut known = BTreeMap::new();
+/// Computes the digests of what is in device memory now, of those allocations whose backups will be retained, and hands
+/// them over while others are being computed. None of what there is no hasher for, or where it fails: that is copied.
+fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(&Allocation, Vec<Digest>)) -> Result<(), Error> {
     for (context, hasher) in hashers().iter_mut() {
         let hashed: Vec<_> = wanted
             .iter()
-            .map(|wanted| &wanted.allocation)
+            .map(|wanted| &*wanted.allocation)
             .filter(|new| new.context() == *context && settings::retains(&new.tag) && new.bytes() % PIECE == 0)
             .collect();
         if hashed.is_empty() {
             continue;
         }
-        let spans: Vec<_> = hashed.iter().map(|allocation| (allocation.address(), allocation.bytes())).collect();
-        let digests = Current::push(*context).and_then(|current| hasher.digests(&current, &spans));
-        let mut digests = match digests {
-            Ok(digests) => digests.into_iter(),
-            Err(failure) if failure.is_of_earlier_work() => return Err(failure.into()),
-            Err(failure) => {
-                log::warn!("{failure}: what has changed is not known, so everything is copied");
-                continue;
+        let (give, groups) = mpsc::channel();
+        let all = &hashed;
+        thread::scope(|scope| {
+            let work = move || {
+                let _relaxed = RelaxedCapture::enter();
+                groups_of(all).try_for_each(|group| {
+                    let spans: Vec<_> = group.iter().map(|allocation| (allocation.address(), allocation.bytes())).collect();
+                    let digests = Current::push(*context).and_then(|current| hasher.digests(&current, &spans));
+                    let go_on = if digests.is_ok() { Some(()) } else { None };
+                    give.send((group, digests)).ok().and(go_on)
+                });
+            };
+            process::spawn_scoped(scope, "vramctl-hash", work)
+                .map_err(|error| Error::Internal(format!("no thread could be started: {error}")))?;
+            for (group, digests) in groups {
+                match digests {
+                    Ok(digests) => {
+                        let mut digests = digests.into_iter();
+                        for allocation in group {
+                            tell(allocation, digests.by_ref().take(allocation.bytes() / PIECE).collect());
+                        }
+                    }
+                    Err(failure) if failure.is_of_earlier_work() => return Err(Error::from(failure)),
+                    Err(failure) => log::warn!("{failure}: what has changed is not known, so everything is copied"),
+                }
             }
-        };
-        for allocation in hashed {
-            known.insert(allocation.address(), digests.by_ref().take(allocation.bytes() / PIECE).collect());
-        }
+            Ok(())
+        })?;
     }
-    Ok(known)
+    Ok(())
+}
+
+/// Allocations in groups that take about as long to hash as to be given up, so that both are done side by side.
+fn groups_of<'a>(allocations: &'a [&'a Allocation]) -> impl Iterator<Item = &'a [&'a Allocation]> {
+    const GROUP: usize = 2 << 30;
+    let mut rest = allocations;
+    std::iter::from_fn(move || {
+        let mut bytes = 0;
+        let full = rest.iter().position(|allocation| {
+            bytes += allocation.bytes();
+            bytes >= GROUP
+        });
+        let (group, after) = rest.split_at(full.map_or(rest.len(), |last| last + 1));
+        rest = after;
+        (!group.is_empty()).then_some(group)
+    })
 }
 
 /// Has the digests of allocations in the current context computed from now on. Done once in each context.

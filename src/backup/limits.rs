@@ -28,9 +28,11 @@ fn cgroup_available() -> Option<u64> {
         };
         let left = |directory: &Path| {
             let number = |name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
+            // The statistics are the dear part, so they come last.
+            let limit = number(limit)?;
             let statistics = fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
             let droppable = statistics.lines().find_map(|line| line.strip_prefix(droppable)?.parse().ok()).unwrap_or(0);
-            Some(number(limit)?.saturating_sub(number(usage)?.saturating_sub(droppable)))
+            Some(limit.saturating_sub(number(usage)?.saturating_sub(droppable)))
         };
         let own = Path::new(root).join(group.trim_start_matches('/'));
         own.ancestors().take_while(|directory| directory.starts_with(root)).filter_map(left).min()

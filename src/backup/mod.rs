@@ -1,7 +1,7 @@
 //! Where contents go while their memory is paused, and how they are copied.
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
-//! are the two places. `arena` has the host memory, `transfer` copies to and from it, `digest` tells what has changed,
+//! are the two places. `arena` has the host memory (`numa`: which), `transfer` copies to and from it, `digest` tells what has changed,
 //! `disk` is the file; `settings` has what was said of all this at run time.
 
 mod arena;
@@ -9,6 +9,7 @@ pub mod digest;
 pub mod disk;
 mod host;
 mod limits;
+mod numa;
 mod settings;
 mod spill;
 mod transfer;

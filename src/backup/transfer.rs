@@ -50,19 +50,21 @@ pub fn parts(context: Context, device: CUdeviceptr, range: &Range, start: usize,
 }
 
 /// Whether all the host memory for parts is there, and the copy engines reach it.
-pub fn is_prepared(parts: &[Part]) -> bool {
-    Arena::get().is_ok_and(|arena| arena.are_pinned(parts.iter().map(|part| part.offset / PIECE)))
+pub fn is_prepared(parts: impl Iterator<Item = Part>) -> bool {
+    Arena::get().is_ok_and(|arena| arena.are_pinned(parts.map(|part| part.offset / PIECE)))
 }
 
 /// Copies parts, given in the order of their offsets, from the device, and hands back each that is copied. All of them
 /// are when it returns, or the error says why not; nothing is being copied any more in either case.
 pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&Part)) -> Result<(), Error> {
     let total: usize = parts.iter().map(|part| part.bytes).sum();
-    let threads = if is_prepared(parts) { FEW_THREADS } else { threads_to_prepare() };
-    transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
+    let threads = if is_prepared(parts.iter().copied()) { FEW_THREADS } else { threads_to_prepare() };
+    let saved = transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
         parts.chunk_by(|a, b| a.offset / PIECE == b.offset / PIECE).for_each(|parts| give(parts.to_vec()));
         Ok(())
-    })
+    });
+    Arena::get()?.log_preparation();
+    saved
 }
 
 /// Copies parts to the device while `produce` is still making them: it hands over groups of parts, each in one piece of

@@ -79,10 +79,14 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
 
 /// A device attribute; 0 where the driver does not know it.
 fn attribute(device: CUdevice, attribute: u32) -> i32 {
+    attribute_if_known(device, attribute).unwrap_or(0)
+}
+
+fn attribute_if_known(device: CUdevice, attribute: u32) -> Option<i32> {
     let mut value = 0;
     let answer = Driver::get().and_then(|driver| {
         // SAFETY: `value` is writable; an unknown device or attribute is an error.
         unsafe { driver.cuDeviceGetAttribute(&raw mut value, attribute, device) }
     });
-    if answer.is_ok() { value } else { 0 }
+    answer.ok().map(|()| value)
 }

@@ -118,6 +118,7 @@ const ATTRIBUTES: &[(i32, i32)] = &[
     (91, 1),         // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
     (99, 1),         // HOST_REGISTER_SUPPORTED
     (115, 1),        // MEMORY_POOLS_SUPPORTED
+    (134, -1),       // HOST_NUMA_ID: none
 ];
 
 /// `cuDeviceGetAttribute`. What is not listed is a feature that the simulated device lacks.
