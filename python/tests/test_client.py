@@ -37,6 +37,7 @@ class Real(unittest.TestCase):
             self.assertEqual(client.pause("weights").unchanged, 1)
             self.assertEqual(client.resume("weights").bytes, 8 * MIB)
             self.assertEqual(client.resume(timeout=None).bytes, 4 * MIB)
+            self.assertEqual(client.resume(timeout=float("inf")).unchanged, 2)
             self.assertEqual(engine.ask("check"), "weights ok, cache zero")
 
     def test_the_shell_and_python_do_the_same(self) -> None:
@@ -170,7 +171,7 @@ class Pretended(unittest.TestCase):
             connection.sendall(b'{"reply":"done","bytes":5,"later":"unknown fields are ignored"}\n')
 
         with vramctl.Client(self.serve(answer)) as client:
-            self.assertEqual(client.pause("kv_cache", backup="discard", timeout=2.5).bytes, 5)
+            self.assertEqual(client.pause("kv_cache", backup="discard", timeout=2.4999).bytes, 5)
         wanted = {
             "version": 1,
             "request": "pause",
@@ -265,6 +266,28 @@ class Places(unittest.TestCase):
             with self.assertRaises(errors.Invalid) as caught:
                 self.look(VRAMCTL_DIR=str(SOCKETS))
         self.assertIn("not by you", str(caught.exception))
+
+    @unittest.skipUnless(os.geteuid() == 0, "not run: only root can start a process of another user")
+    def test_a_socket_of_another_user_in_it_is_not_talked_to(self) -> None:
+        os.chmod(self.place, 0o700)
+        source = f"""
+import os, socket, time
+server = socket.socket(socket.AF_UNIX)
+server.bind({str(self.place / "7.sock")!r})
+os.setuid(65534)
+server.listen()
+print("ready", flush=True)
+time.sleep(60)
+"""
+        with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as other:
+            try:
+                assert other.stdout is not None
+                self.assertEqual(other.stdout.readline(), "ready\n")
+                with self.assertRaises(errors.Invalid) as caught:
+                    vramctl.Client(self.place / "7.sock")
+                self.assertIn("user 65534 answers there", str(caught.exception))
+            finally:
+                other.kill()
 
     def test_where_it_looks_is_where_the_library_listens(self) -> None:
         self.assertEqual(self.look(VRAMCTL_DIR=str(self.place / "nowhere")), [])

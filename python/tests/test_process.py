@@ -197,6 +197,11 @@ class Process(unittest.TestCase):
             stop.set()
             thread.join()
 
+    def test_a_short_timeout_is_not_none_at_all(self) -> None:
+        """Rounded down it would be 0, which for a resume means not to wait."""
+        milliseconds = vramctl._library.milliseconds
+        self.assertEqual([milliseconds(seconds) for seconds in (None, 0, 0.0001, 2.5, float("inf"))], [-1, 0, 1, 2500, -1])
+
     def test_torch_is_not_imported(self) -> None:
         self.assertNotIn("torch", sys.modules)
 

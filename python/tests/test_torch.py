@@ -174,7 +174,7 @@ class Pools(unittest.TestCase):
 
     def test_a_torch_without_pools_is_refused(self) -> None:
         with mock.patch.object(
-            torch, "cuda", mock.Mock(spec=["is_available", "get_allocator_backend", "memory", "current_device"])
+            torch, "cuda", mock.Mock(spec=["init", "is_available", "get_allocator_backend", "memory", "current_device"])
         ):
             torch.cuda.get_allocator_backend.return_value = "native"
             torch.cuda.memory._snapshot.return_value = {}
@@ -188,7 +188,7 @@ class Pools(unittest.TestCase):
         with mock.patch.object(torch.cuda.memory, "backend", "cudaMallocAsync"):
             with vramctl.region("a"):
                 self.assertEqual(torch.cuda.memory.allocator(0).entered, [])
-            self.assertEqual(_torch.free().ranges, [])
+            self.assertFalse(_torch.is_used())
 
 
 class ExpandableSegments(unittest.TestCase):
@@ -229,7 +229,7 @@ class ExpandableSegments(unittest.TestCase):
 
     def test_other_tensors_that_are_expandable_are_left_alone_by_a_pause(self) -> None:
         del torch.empty(64 * MIB).size
-        self.assertEqual([size for _, size in _torch.free().ranges if size >= 64 * MIB], [])
+        self.assertEqual([size for _, size in _torch.free(None, None).ranges if size >= 64 * MIB], [])
 
 
 class LiveBlocks(unittest.TestCase):
@@ -278,7 +278,7 @@ class LiveBlocks(unittest.TestCase):
             torch.empty(24 * MIB)
         self.assertEqual(vramctl.pause("foreign").kept_bytes, 24 * MIB)
         vramctl.resume("foreign")
-        _torch.adopt(pool.id)
+        _torch.adopt(pool.id, "foreign")
         self.assertEqual(vramctl.pause("foreign").kept_bytes, 0)
 
     def test_a_thread_that_allocates_meanwhile_is_told_of(self) -> None:
@@ -299,6 +299,31 @@ class LiveBlocks(unittest.TestCase):
         self.assertEqual(len(caught), 1)
         self.assertIn(str(24 * MIB), str(caught[0].message))
         self.assertEqual(caught[0].filename, __file__)
+
+    def test_a_thread_that_allocates_under_another_tag_is_no_matter(self) -> None:
+        with vramctl.region("paused"):
+            torch.empty(24 * MIB)
+        library, taken = _library.get(), []
+        call = library.call
+
+        def late(name: str, *arguments: Any) -> None:
+            if name == "pause_without":
+                taken.append(torch.empty(24 * MIB))
+            call(name, *arguments)
+
+        del torch.empty(24 * MIB).size  # free under the process's tag
+        with mock.patch.object(library, "call", late), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertEqual(vramctl.pause("paused").kept_bytes, 0)
+        self.assertEqual(len(taken), 1)
+
+    def test_what_is_outside_regions_counts_under_the_process_s_tag(self) -> None:
+        kept = torch.empty(16 * MIB).copy_(pattern(1, 16 * MIB))
+        torch.empty(40 * MIB)
+        report = vramctl.pause("default")
+        self.assertLessEqual(report.kept_bytes, report.bytes - 40 * MIB)
+        vramctl.resume("default")
+        self.assertEqual(kept.tobytes(), pattern(1, 16 * MIB))
 
     def test_a_backup_of_a_tensor_is_its_bytes(self) -> None:
         with vramctl.region("backup"):

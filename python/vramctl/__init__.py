@@ -200,7 +200,9 @@ def pause(
     library = _library.get()
     timeout_ms, policy = _library.milliseconds(timeout), _library.backup(backup)
     # With `discard` nothing is copied, and so nothing need be left out.
-    free = _torch.free() if live_only and backup != "discard" else _torch.Free([], 0)
+    free = _torch.Free([], 0)
+    if live_only and backup != "discard" and _torch.is_used():
+        free = _torch.free([tag] if isinstance(tag, str) else tag, status().process_tag)
     ranges = _library.ranges(free.ranges)
 
     def one(name: bytes | None) -> None:
@@ -275,8 +277,8 @@ def retain(tag: str | None, keep: bool | None) -> None:
 
 
 def set_disk_directory(path: str | os.PathLike[str] | None) -> None:
-    """Where the policy ``disk`` keeps contents from now on; None: as ``VRAMCTL_DISK_DIR`` says. Raises `errors.NotPreloaded`,
-    and `errors.Error` where it is no directory that can be written to.
+    """Where the policy ``disk`` keeps contents from now on: an existing directory on a drive; None: as ``VRAMCTL_DISK_DIR``
+    says. What is in files already stays where it is. Raises `errors.NotPreloaded`, and `errors.Disk` where it is no directory.
     """
     _library.get().call("set_disk_directory", None if path is None else os.fsencode(path))
 

@@ -15,7 +15,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, Optional
 
 from . import errors
@@ -61,7 +61,7 @@ class _Pools:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: dict[Key, list[Any]] = {}
-        self._ids: set[PoolId] = set()
+        self._tags: dict[PoolId, str | None] = {}
         #: What pools get their memory from; None: from CUDA's functions.
         self.allocator: Any = None
 
@@ -76,20 +76,21 @@ class _Pools:
         # through a runtime that may be gone already.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
         with self._lock:
-            self._ids.add(tuple(pool.id))
+            self._tags[tuple(pool.id)] = key[0]
         return pool
 
     def give_back(self, key: Key, pool: Any) -> None:
         with self._lock:
             self._idle[key].append(pool)
 
-    def adopt(self, pool_id: PoolId) -> None:
+    def adopt(self, pool_id: PoolId, tag: str) -> None:
         with self._lock:
-            self._ids.add(pool_id)
+            self._tags[pool_id] = tag
 
-    def ids(self) -> set[PoolId]:
+    def of(self, tags: Collection[str] | None) -> set[PoolId]:
+        """The pools whose memory has one of the tags; None: any tag."""
         with self._lock:
-            return set(self._ids)
+            return {pool for pool, tag in self._tags.items() if tag is not None and (tags is None or tag in tags)}
 
 
 _pools = _Pools()
@@ -131,6 +132,7 @@ def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[Non
     if torch is None or torch.cuda.get_allocator_backend() != "native":
         yield
         return
+    torch.cuda.init()  # there are no pools before
     with _without_expandable_segments(torch):
         scopes = _thread.scopes
         key = (tag, backup, _index(torch, device)) if pool else None
@@ -171,12 +173,13 @@ def use_allocator(allocator: Any) -> None:
     _pools.allocator = allocator
 
 
-def adopt(pool_id: PoolId) -> None:
-    """Treats a pool of the caller's as one of ours: what torch holds as free in it is not kept by a pause.
+def adopt(pool_id: PoolId, tag: str) -> None:
+    """Treats a pool of the caller's, whose memory has this tag, as one of ours: what torch holds as free in it is not kept
+    by a pause.
 
     Not for pools of CUDA graphs: a graph that is replayed uses memory that torch holds as free.
     """
-    _pools.adopt((int(pool_id[0]), int(pool_id[1])))
+    _pools.adopt((int(pool_id[0]), int(pool_id[1])), tag)
 
 
 def _index(torch: Any, device: Any) -> int:
@@ -269,6 +272,13 @@ def _apply(torch: Any, settings: str) -> None:
 # ---- live blocks ----
 
 
+def is_used() -> bool:
+    """Whether torch's own allocator is in use in this process."""
+    torch = sys.modules.get("torch")
+    initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+    return torch is not None and initialized is not None and initialized() and torch.cuda.get_allocator_backend() == "native"
+
+
 class Free(NamedTuple):
     """What torch holds as free, and how many allocations it had made by then."""
 
@@ -276,18 +286,18 @@ class Free(NamedTuple):
     made: int
 
 
-def free() -> Free:
-    """The parts of segments that torch certainly holds as free, as (address, bytes): nobody reads them before writing.
+def free(tags: Collection[str] | None, process_tag: str | None) -> Free:
+    """The parts of segments with these tags (None: any) that torch certainly holds as free, as (address, bytes): nobody
+    reads them before writing. `process_tag` is that of memory outside regions.
 
     Left out, as they may be in use or are not worth it: blocks that wait for another stream, blocks in pools that are not
     ours (a CUDA graph that is replayed uses memory that torch holds as free), expandable segments, and small blocks.
     """
-    torch = sys.modules.get("torch")
-    initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
-    if torch is None or initialized is None or not initialized() or torch.cuda.get_allocator_backend() != "native":
-        return Free([], 0)
+    torch = sys.modules["torch"]
     made = _allocations_made(torch)
-    trusted = _pools.ids() | {_DEFAULT_POOL}
+    trusted = _pools.of(tags)
+    if tags is None or process_tag in tags:
+        trusted.add(_DEFAULT_POOL)
     ranges = [
         (int(block["address"]), int(block["size"]))
         for segment in _segments(torch)

@@ -37,6 +37,8 @@ _VERSION = 1
 _LOOK_AFTER = 1.0
 #: How long, in seconds, a process may take to answer a question that needs no work.
 _PATIENCE = 5.0
+#: In seconds.
+_FOR_EVER = 1e9
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -207,7 +209,7 @@ class Client:
         who has the rest), `errors.Disk`, `errors.Driver`, and `errors.Disconnected` where the process goes away.
         """
         # Left out, a resume does not wait; so without limit is a time that does not come.
-        request = self._transition("resume", tags, 1e12 if timeout is None else timeout, progress)
+        request = self._transition("resume", tags, _FOR_EVER if timeout is None else timeout, progress)
         return Report._from(self._ask(request, "done", None, progress))
 
     def set_tag(self, tag: str | None) -> str | None:
@@ -229,7 +231,7 @@ class Client:
         if timeout is not None:
             if not timeout >= 0:
                 raise errors.Invalid(f"a timeout is a number of seconds from 0 on, or None: not {timeout!r}")
-            request["timeout_ms"] = -int(-timeout * 1000 // 1)
+            request["timeout_ms"] = -int(-min(timeout, _FOR_EVER) * 1000 // 1)
         return request
 
     def _ask(

@@ -407,6 +407,26 @@ class Check:
     def regions(self):
         self.torch(regions=True)
 
+    def python(self):
+        root = pathlib.Path(self.options.root)
+        code, text, taken = self.command(
+            self.bin / "vramctl",
+            "run",
+            "--",
+            sys.executable,
+            root / "scripts" / "gpu-check.d" / "torch_package.py",
+            env={**self.env, "VRAMCTL_PYTHON": str(root / "python" / "vramctl")},
+            seconds=90,
+        )
+        lines = text.splitlines()
+        for line in lines:
+            if line.startswith(("ok: ", "FAILED: ")):
+                state, _, what = line.partition(": ")
+                self.expect(what[:80], state == "ok", what)
+        # Also that it ends as a program should: pools of torch outlive the interpreter.
+        self.expect("the program ends well", code == 0, f"exit code {code}: {lines[-1:]}")
+        self.say(f"  {sum(line.startswith('ok: ') for line in lines)} checks held ({taken:.1f} s)")
+
     def engine(self):
         options = self.options
         weights = max(256, options.gib * 1024 * 3 // 10)
@@ -541,6 +561,7 @@ class Check:
         sections = {
             "torch": (self.torch, 200),
             "regions": (self.regions, 200),
+            "python": (self.python, 100),
             "engine": (self.engine, 160),
             "oom": (self.oom, 120),
             "overhead": (self.overhead_section, 130),

@@ -10,7 +10,7 @@ pub const LIBRARY: &str = "libvramctl.so";
 /// `$VRAMCTL_LIB`, else beside this binary, else in `../lib`, else in the Python package that this binary came with.
 pub fn library() -> Result<PathBuf, Failure> {
     let candidates = chosen("VRAMCTL_LIB").map_or_else(|| with_binary(libraries), |path| vec![path]);
-    find(&candidates, |path| path.is_file()).ok_or_else(|| {
+    find(&candidates, Path::is_file).ok_or_else(|| {
         let way_out = "build it with `cargo build --release`, or set VRAMCTL_LIB to its path";
         Failure::new(Exit::Failed, format!("{LIBRARY} is not there (looked for {}); {way_out}", list(&candidates)))
     })

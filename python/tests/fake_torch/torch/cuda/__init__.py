@@ -19,6 +19,10 @@ def is_available() -> bool:
     return True
 
 
+def init() -> None:
+    memory.runtime()
+
+
 def is_initialized() -> bool:
     return memory.initialized()
 

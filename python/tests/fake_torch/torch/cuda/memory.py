@@ -171,6 +171,8 @@ _sources: dict[PoolId, Any] = {}
 
 class MemPool:
     def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False) -> None:
+        if not initialized():
+            raise RuntimeError("Allocator not initialized for device: did you call init?")
         self.id = new_pool_id()
         if allocator is not None:
             _sources[self.id] = allocator
