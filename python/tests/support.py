@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,17 @@ VRAMCTL = os.environ.get("VRAMCTL_TEST_COMMAND", "vramctl")
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
 
+def _runtime() -> str:
+    """The one that the process has, as torch brings it; else one that the loader finds."""
+    loaded = re.findall(r"/\S+/libcudart\S*\.so\S*", Path("/proc/self/maps").read_text())
+    return loaded[0] if loaded else "libcudart.so.12"
+
+
 class Cuda:
     """The CUDA runtime by way of the global scope, where a preloaded library answers first."""
 
     def __init__(self) -> None:
-        ctypes.CDLL("libcudart.so.12", mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(_runtime(), mode=ctypes.RTLD_GLOBAL)
         self._scope = ctypes.CDLL(None)
 
     def call(self, name: str, *arguments: Any) -> None:

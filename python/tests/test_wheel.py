@@ -151,6 +151,14 @@ class Wheel(unittest.TestCase):
             self.assertTrue(path.startswith(str(place)), path)
         for folder in done([command, "python-path"]).strip().split(":"):
             self.assertTrue(folder.startswith(str(place)) and Path(folder).is_dir(), folder)
+        stand_in = "import importlib.metadata, os, torch_memory_saver; print(os.path.dirname(torch_memory_saver.__file__)); "
+        stand_in += "print(importlib.metadata.version('torch_memory_saver'), torch_memory_saver.torch_memory_saver.pause())"
+        package, version = done([command, "run", "--", python, "-c", stand_in]).splitlines()
+        self.assertTrue(package.startswith(str(place)), package)
+        self.assertRegex(version, r"^0\.0\.10\+vramctl None$")
+        # As a training framework starts its workers: a copy of the library beside the stand-in, and no `vramctl run`.
+        copy = str(Path(package).parent / "torch_memory_saver_hook_mode_preload.abi3.so")
+        done([python, "-c", stand_in], LD_PRELOAD=copy, PYTHONPATH=str(Path(package).parent))
         done(
             [
                 command,

@@ -199,10 +199,13 @@ def pause(
     """
     library = _library.get()
     timeout_ms, policy = _library.milliseconds(timeout), _library.backup(backup)
-    # With `discard` nothing is copied, and so nothing need be left out.
     free = _torch.Free([], 0)
     if live_only and backup != "discard" and _torch.is_used():
-        free = _torch.free([tag] if isinstance(tag, str) else tag, status().process_tag)
+        there, tags = status(), [tag] if isinstance(tag, str) else tag
+        policies = {policy for each in there.tags if tags is None or each.tag in tags for policy in each.backup}
+        # What is dropped is not copied, and so nothing need be left out: to ask torch takes longer than such a pause.
+        if backup != "default" or policies - {"discard"}:
+            free = _torch.free(tags, there.process_tag)
     ranges = _library.ranges(free.ranges)
 
     def one(name: bytes | None) -> None:

@@ -138,9 +138,23 @@ def find() -> Library | None:
     return Library(scope) if hasattr(scope, "vramctl_version") else None
 
 
+_opened: Library | None = None
+
+
+def open(path: str) -> None:
+    """Has this module use a library that is not preloaded, where none is. It answers none of CUDA's functions, and manages
+    what it is asked for itself: as torch's pluggable allocator.
+    """
+    global _opened
+    if find() is None and _opened is None:
+        # Not into the global scope: what the dynamic linker binds later would find its functions, and what is bound already
+        # would not.
+        _opened = Library(ctypes.CDLL(path))
+
+
 def get() -> Library:
-    """The preloaded library; raises `NotPreloaded` with the way out."""
-    library = find()
+    """The preloaded library, or the one that was opened; raises `NotPreloaded` with the way out."""
+    library = find() or _opened
     if library is None:
         raise errors.NotPreloaded(
             "libvramctl.so is not preloaded in this process, so its GPU memory is not managed. "

@@ -62,6 +62,8 @@ class _Pools:
         self._lock = threading.Lock()
         self._idle: dict[Key, list[Any]] = {}
         self._tags: dict[PoolId, str | None] = {}
+        #: What pools get their memory from; None: from CUDA's functions.
+        self.allocator: Any = None
 
     def take(self, torch: Any, key: Key) -> Any:
         with self._lock:
@@ -69,7 +71,7 @@ class _Pools:
             if idle:
                 return idle.pop()
         with torch.cuda.device(key[2]):
-            pool = torch.cuda.MemPool()
+            pool = torch.cuda.MemPool(self.allocator)
         # One reference that is never given back. At the interpreter's exit the pool would otherwise free its memory
         # through a runtime that may be gone already.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
@@ -164,6 +166,11 @@ def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[Non
         finally:
             if taken and key is not None:
                 _pools.give_back(key, inner.pool)
+
+
+def use_allocator(allocator: Any) -> None:
+    """Pools that are made from now on get their memory from a pluggable allocator, and not from CUDA's functions."""
+    _pools.allocator = allocator
 
 
 def adopt(pool_id: PoolId, tag: str) -> None:

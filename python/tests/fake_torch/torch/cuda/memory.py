@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import threading
@@ -66,10 +67,18 @@ class Block:
 
 
 class Segment:
-    def __init__(self, address: int, size: int, pool: PoolId, small: bool, expandable: bool, device: int) -> None:
+    def __init__(
+        self, address: int, size: int, pool: PoolId, small: bool, expandable: bool, device: int, source: Any = None
+    ) -> None:
         self.address, self.size, self.pool, self.small = address, size, pool, small
-        self.expandable, self.device = expandable, device
+        self.expandable, self.device, self.source = expandable, device, source
         self.blocks = [Block(self, address, size)]
+
+    def give_back(self) -> None:
+        if self.source is not None:
+            self.source.free(self.address, self.size, self.device, None)
+        elif not self.expandable:
+            runtime().free(self.address)
 
     def merge(self) -> None:
         merged: list[Block] = []
@@ -128,10 +137,36 @@ class Allocator:
 
     def _segment(self, size: int, pool: PoolId, small: bool, expandable: bool) -> Segment:
         bytes = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        address = next(_expandable) if expandable else runtime().malloc(bytes)
-        segment = Segment(address, bytes, pool, small, expandable, self.device)
+        source = _sources.get(pool)
+        # A pool with an allocator of its own has no expandable segments.
+        expandable = expandable and source is None
+        if source is not None:
+            address = source.malloc(bytes, self.device, None) or 0
+            if not address:
+                raise MemoryError
+        else:
+            address = next(_expandable) if expandable else runtime().malloc(bytes)
+        segment = Segment(address, bytes, pool, small, expandable, self.device, source)
         self.segments.append(segment)
         return segment
+
+
+class CUDAPluggableAllocator:
+    """Memory from two functions of a library."""
+
+    def __init__(self, path_to_so_file: str, alloc_fn_name: str, free_fn_name: str) -> None:
+        library = ctypes.CDLL(path_to_so_file)
+        self.malloc, self.free = getattr(library, alloc_fn_name), getattr(library, free_fn_name)
+        self.malloc.restype = ctypes.c_void_p
+        self.malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self.free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+
+    def allocator(self) -> Any:
+        return self
+
+
+#: The allocators of pools that have one.
+_sources: dict[PoolId, Any] = {}
 
 
 class MemPool:
@@ -139,9 +174,16 @@ class MemPool:
         if not initialized():
             raise RuntimeError("Allocator not initialized for device: did you call init?")
         self.id = new_pool_id()
+        if allocator is not None:
+            _sources[self.id] = allocator
 
     def __del__(self) -> None:
         destroyed.append(self.id)
+        for each in _allocators.values():
+            for segment in [segment for segment in each.segments if segment.pool == self.id]:
+                if all(block.state == "inactive" for block in segment.blocks):
+                    each.segments.remove(segment)
+                    segment.give_back()
 
 
 @contextlib.contextmanager
@@ -203,4 +245,4 @@ def empty_cache() -> None:
             for segment in list(each.segments):
                 if segment.pool == DEFAULT and len(segment.blocks) == 1 and segment.blocks[0].state == "inactive":
                     each.segments.remove(segment)
-                    runtime().free(segment.address)
+                    segment.give_back()
