@@ -14,11 +14,25 @@
 //! | `VRAMCTL_DIR` | where the control sockets are | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
 //! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what is written to stderr | `warn` |
 //!
-//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads.
+//! Where none of these says anything of it, those of `torch_memory_saver` count (`docs/torch_memory_saver.md`):
+//!
+//! | variable | meaning |
+//! | --- | --- |
+//! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` |
+//! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: contents of allocations outside regions are kept in host memory |
+//! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: they are kept on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded |
+//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `pinned` or `mmap`: what `tms_get_cpu_backup_backend` answers; no other effect |
+//! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` |
+//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there |
+//! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the size of the pieces needs no tuning |
+//!
+//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, and `VRAMCTL_PYTHON`, that
+//! of the Python package that it makes findable.
 
-use crate::memory::{Backup, region::checked_tag};
+use crate::memory::{Backup, region};
 use crate::process::PerProcess;
 use crate::units::parse_bytes;
+use std::ffi::{CStr, CString};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -33,11 +47,41 @@ pub enum Unchanged {
     Verify,
 }
 
+/// What `torch_memory_saver` calls the kind of host memory. Ours is pinned as long as it is in use and given back
+/// afterwards, so there is nothing to choose; the word is kept for those who ask for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CpuBackupBackend {
+    /// `pinned`.
+    Pinned,
+    /// `mmap`.
+    Mmap,
+}
+
+impl CpuBackupBackend {
+    /// The word.
+    pub fn name(self) -> &'static CStr {
+        match self {
+            Self::Pinned => c"pinned",
+            Self::Mmap => c"mmap",
+        }
+    }
+
+    /// The kind that a word stands for.
+    pub fn of_name(name: &CStr) -> Option<Self> {
+        [Self::Pinned, Self::Mmap].into_iter().find(|kind| kind.name() == name)
+    }
+}
+
 /// The variables, as read at the first use in this process.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// `VRAMCTL_TAG`.
     pub tag: Option<Arc<str>>,
+    /// What becomes of the contents of allocations outside regions, where `VRAMCTL_BACKUP` does not mention their tag:
+    /// what the `TMS_INIT_` variables say.
+    pub ground_backup: Option<Backup>,
+    /// `TMS_INIT_CPU_BACKUP_BACKEND`.
+    pub cpu_backup_backend: CpuBackupBackend,
     /// `VRAMCTL_BACKUP`, in the order given.
     pub backup: Vec<(Arc<str>, Backup)>,
     /// `VRAMCTL_RETAIN`; `*` stands for every tag.
@@ -73,8 +117,34 @@ impl Config {
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Self {
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
         let mut complaints = Vec::new();
+        let mut is_on = |name: &str| {
+            let text = set(name)?;
+            let known = switch(&text);
+            if known.is_none() {
+                complaints.push(format!("{name}={text} is not 1 or 0; ignored"));
+            }
+            known
+        };
+        let manages_all = is_on("TMS_INIT_ENABLE") == Some(true);
+        let (in_memory, on_disk) = (is_on("TMS_INIT_ENABLE_CPU_BACKUP"), is_on("TMS_INIT_ENABLE_DISK_BACKUP"));
+        let retains_all = is_on("TMS_RETAIN_CPU_BACKUP") == Some(true);
+        let ground_backup = match (in_memory, on_disk) {
+            (_, Some(true)) => Some(Backup::Disk),
+            (Some(true), _) => Some(Backup::Host),
+            _ => manages_all.then_some(Backup::Discard),
+        };
+        if (in_memory, on_disk) == (Some(true), Some(true)) {
+            complaints.push("TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP are both 1; keeping contents on disk".into());
+        }
+        let named = |text: &str| CpuBackupBackend::of_name(&CString::new(text).ok()?);
+        let cpu_backup_backend = set("TMS_INIT_CPU_BACKUP_BACKEND").map_or(CpuBackupBackend::Pinned, |text| {
+            named(&text).unwrap_or_else(|| {
+                complaints.push(format!("TMS_INIT_CPU_BACKUP_BACKEND={text} is not pinned or mmap; using pinned"));
+                CpuBackupBackend::Pinned
+            })
+        });
         let backup = set("VRAMCTL_BACKUP").map_or_else(Vec::new, |list| parse_backup(&list, &mut complaints));
-        let retain = set("VRAMCTL_RETAIN").unwrap_or_default();
+        let retain = set("VRAMCTL_RETAIN").unwrap_or_else(|| if retains_all { "*".into() } else { String::new() });
         let retain = retain.split(',').map(|tag| tag.trim().to_owned()).filter(|tag| !tag.is_empty()).collect();
         let unchanged = match set("VRAMCTL_UNCHANGED").as_deref() {
             None | Some("hash") => Unchanged::Hash,
@@ -95,10 +165,11 @@ impl Config {
         let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
         let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
         let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
-        let tag = set("VRAMCTL_TAG").map(|tag| checked_tag(&tag));
+        let tag = set("VRAMCTL_TAG").map(|tag| region::checked_tag(&tag));
         let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
+        let tag = tag.or_else(|| manages_all.then(|| region::DEFAULT_TAG.into()));
         let name = set("VRAMCTL_NAME");
-        Self { tag, backup, retain, unchanged, host_cap, prewarm, min_bytes, name, complaints }
+        Self { tag, ground_backup, cpu_backup_backend, backup, retain, unchanged, host_cap, prewarm, min_bytes, name, complaints }
     }
 
     /// Whether `VRAMCTL_RETAIN` names a tag.
@@ -117,10 +188,19 @@ impl Config {
     }
 }
 
+/// A variable that is on or off, in the words that `torch_memory_saver` takes.
+fn switch(text: &str) -> Option<bool> {
+    match text.to_ascii_lowercase().as_str() {
+        "1" | "true" | "yes" => Some(true),
+        "0" | "false" | "no" => Some(false),
+        _ => None,
+    }
+}
+
 fn parse_backup(list: &str, complaints: &mut Vec<String>) -> Vec<(Arc<str>, Backup)> {
     let entry = |item: &str| {
         let (tag, policy) = item.trim().split_once('=')?;
-        Some((checked_tag(tag.trim()).ok()?, policy.trim().parse().ok()?))
+        Some((region::checked_tag(tag.trim()).ok()?, policy.trim().parse().ok()?))
     };
     list.split(',')
         .filter(|item| !item.trim().is_empty())
@@ -146,7 +226,13 @@ pub fn socket_directory() -> PathBuf {
 /// `VRAMCTL_DISK_DIR`: where the policy `disk` keeps contents.
 pub fn disk_directory() -> PathBuf {
     let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    variable("VRAMCTL_DISK_DIR").or_else(|| variable("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"))
+    // Those who set it count on its being made. Where it cannot be, the one who needs it says so.
+    let made = |path: PathBuf| {
+        let _ = std::fs::create_dir_all(&path);
+        path
+    };
+    let of_memory_saver = || variable("TMS_DISK_BACKUP_DIR").map(made);
+    variable("VRAMCTL_DISK_DIR").or_else(of_memory_saver).or_else(|| variable("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"))
 }
 
 /// `VRAMCTL_LOG`, read by the logger when it is set up.
@@ -166,6 +252,31 @@ mod tests {
     fn an_empty_environment_manages_nothing() {
         let config = config(&[]);
         assert_eq!((config.tag, config.min_bytes, config.complaints.len()), (None, 1 << 20, 0));
+    }
+
+    #[test]
+    fn the_variables_of_torch_memory_saver_count_where_ours_are_silent() {
+        let all = config(&[("TMS_INIT_ENABLE", "1"), ("TMS_RETAIN_CPU_BACKUP", "TRUE"), ("TMS_INIT_CPU_BACKUP_BACKEND", "mmap")]);
+        assert_eq!((all.tag.as_deref(), all.ground_backup), (Some("default"), Some(Backup::Discard)));
+        assert!(all.retains("anything") && all.complaints.is_empty(), "{:?}", all.complaints);
+        assert_eq!(all.cpu_backup_backend.name(), c"mmap");
+
+        let ours = config(&[
+            ("TMS_INIT_ENABLE", "1"),
+            ("TMS_INIT_ENABLE_CPU_BACKUP", "1"),
+            ("TMS_RETAIN_CPU_BACKUP", "1"),
+            ("VRAMCTL_TAG", "mine"),
+            ("VRAMCTL_RETAIN", "weights"),
+        ]);
+        assert_eq!((ours.tag.as_deref(), ours.ground_backup), (Some("mine"), Some(Backup::Host)));
+        assert!(ours.retains("weights") && !ours.retains("mine"));
+
+        let off = config(&[("TMS_INIT_ENABLE", "0"), ("TMS_INIT_ENABLE_CPU_BACKUP", "no"), ("TMS_RETAIN_CPU_BACKUP", "false")]);
+        assert_eq!((off.tag, off.ground_backup, off.retain.len(), off.complaints.len()), (None, None, 0, 0));
+        let both = config(&[("TMS_INIT_ENABLE_CPU_BACKUP", "1"), ("TMS_INIT_ENABLE_DISK_BACKUP", "1")]);
+        assert_eq!((both.ground_backup, both.complaints.len()), (Some(Backup::Disk), 1));
+        let nonsense = config(&[("TMS_INIT_ENABLE", "maybe"), ("TMS_INIT_CPU_BACKUP_BACKEND", "tape")]);
+        assert_eq!((nonsense.tag, nonsense.complaints.len()), (None, 2), "{:?}", nonsense.complaints);
     }
 
     #[test]

@@ -17,6 +17,8 @@
 //!    device's work, has [`backup`] copy the contents to the host, unmaps and releases.
 //! 5. A resume does the same the other way round.
 //!
+//! [`tms`] is the C interface of `torch_memory_saver`, for programs that were written for that.
+//!
 //! `docs/design.md` has the rules and the reasons.
 
 pub mod abi;
@@ -29,6 +31,7 @@ pub mod interpose;
 mod logger;
 pub mod memory;
 pub mod process;
+pub mod tms;
 pub mod units;
 
 pub use error::Error;

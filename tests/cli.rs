@@ -41,7 +41,8 @@ impl Place {
 
     fn command(&self, program: impl AsRef<Path>, arguments: &[&str]) -> Command {
         let mut command = Command::new(program.as_ref());
-        for name in ["XDG_RUNTIME_DIR", "LD_PRELOAD", "VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_NAME", "VRAMCTL_LIB"] {
+        let ours = ["VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_NAME", "VRAMCTL_LIB", "VRAMCTL_PYTHON"];
+        for name in ["XDG_RUNTIME_DIR", "LD_PRELOAD", "PYTHONPATH"].iter().chain(&ours) {
             command.env_remove(name);
         }
         command.args(arguments).env("VRAMCTL_DIR", &self.sockets).stdin(Stdio::null());
@@ -607,7 +608,7 @@ fn a_reader_that_goes_away_is_no_accident() {
 fn help_and_completions_are_there() {
     let place = Place::new();
     place.vramctl("--help").expect(0, "Exit codes:", "");
-    for command in ["run", "ps", "status", "pause", "resume", "set-tag", "completions"] {
+    for command in ["run", "ps", "status", "pause", "resume", "set-tag", "python-path", "completions"] {
         place.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
     }
     for shell in ["bash", "zsh", "fish"] {
@@ -703,6 +704,60 @@ fn a_missing_library_is_explained() {
     fs::create_dir(&lib).unwrap();
     symlink(harmless_library(), lib.join("libvramctl.so")).unwrap();
     run().expect(0, &format!("LD_PRELOAD={}", lib.join("libvramctl.so").display()), "");
+}
+
+/// A folder that looks like the Python package.
+fn package(place: &Place) -> PathBuf {
+    let package = place.folder.path().join("vramctl");
+    for folder in ["site", "dropin"] {
+        fs::create_dir_all(package.join(folder)).unwrap();
+    }
+    fs::write(package.join("__init__.py"), "").unwrap();
+    package
+}
+
+#[test]
+fn python_programs_find_the_package() {
+    let place = Place::new();
+    let package = package(&place);
+    let (site, dropin) = (package.join("site"), package.join("dropin"));
+    let ours = format!("{}:{}", site.display(), dropin.display());
+    let chosen = ("VRAMCTL_PYTHON", package.to_str().unwrap());
+    let path = |arguments: &[&str], present: &str| {
+        let ran = run(&place, arguments, &[chosen, ("PYTHONPATH", present)]);
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        ran.out.lines().find_map(|line| line.strip_prefix("PYTHONPATH=")).unwrap_or_default().to_owned()
+    };
+    assert_eq!(path(&["env"], ""), ours);
+    assert_eq!(path(&["env"], "/mine"), format!("{ours}:/mine"));
+    assert_eq!(path(&["--no-python", "env"], "/mine"), "/mine");
+    assert_eq!(path(&["--", env!("CARGO_BIN_EXE_vramctl"), "run", "--", "env"], "/mine"), format!("{ours}:/mine"), "once");
+
+    let printed =
+        |value: &str| Ran::new(&place.command(env!("CARGO_BIN_EXE_vramctl"), &["python-path"]).env(chosen.0, value).output().unwrap());
+    assert_eq!(printed(chosen.1).out, format!("{ours}\n"));
+    fs::remove_dir(&dropin).unwrap();
+    assert_eq!(printed(chosen.1).out, format!("{}\n", site.display()), "what is not there is not named");
+    printed("/nowhere").expect(1, "", "set VRAMCTL_PYTHON");
+    run(&place, &["env"], &[("VRAMCTL_PYTHON", "/nowhere")]).expect(1, "", "/nowhere");
+}
+
+/// As pip lays a wheel out: in a prefix of a Python, and in a directory of its own.
+#[test]
+fn what_pip_has_installed_is_found() {
+    let place = Place::new();
+    for site in ["venv/lib/python3.12/site-packages", "target"] {
+        let site = place.folder.path().join(site);
+        let prefix = place.folder.path().join(site.strip_prefix(place.folder.path()).unwrap().iter().next().unwrap());
+        fs::create_dir_all(prefix.join("bin")).unwrap();
+        fs::copy(env!("CARGO_BIN_EXE_vramctl"), prefix.join("bin/vramctl")).unwrap();
+        fs::create_dir_all(site.join("vramctl/site")).unwrap();
+        fs::write(site.join("vramctl/__init__.py"), "").unwrap();
+        symlink(harmless_library(), site.join("vramctl/libvramctl.so")).unwrap();
+        let ran = Ran::new(&place.command(prefix.join("bin/vramctl"), &["run", "env"]).output().unwrap());
+        ran.expect(0, &format!("LD_PRELOAD={}", site.join("vramctl/libvramctl.so").display()), "");
+        ran.expect(0, &format!("PYTHONPATH={}", site.join("vramctl/site").display()), "");
+    }
 }
 
 // ---- scripts ----

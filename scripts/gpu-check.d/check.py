@@ -407,6 +407,59 @@ class Check:
     def regions(self):
         self.torch(regions=True)
 
+    def python(self):
+        root = pathlib.Path(self.options.root)
+        code, text, taken = self.command(
+            self.bin / "vramctl",
+            "run",
+            "--",
+            sys.executable,
+            root / "scripts" / "gpu-check.d" / "torch_package.py",
+            env={**self.env, "VRAMCTL_PYTHON": str(root / "python" / "vramctl")},
+            seconds=90,
+        )
+        lines = text.splitlines()
+        for line in lines:
+            if line.startswith(("ok: ", "FAILED: ")):
+                state, _, what = line.partition(": ")
+                self.expect(what[:80], state == "ok", what)
+        # Also that it ends as a program should: pools of torch outlive the interpreter.
+        self.expect("the program ends well", code == 0, f"exit code {code}: {lines[-1:]}")
+        self.say(f"  {sum(line.startswith('ok: ') for line in lines)} checks held ({taken:.1f} s)")
+
+    def saver(self):
+        package = pathlib.Path(self.options.root) / "python" / "vramctl"
+        name = "torch_memory_saver_hook_mode_preload{}.abi3.so"
+        links = [package / "dropin" / name.format(suffix) for suffix in ("", "_cu12", "_cu13")]
+        for link in links:
+            link.unlink(missing_ok=True)
+            link.symlink_to((self.bin / "libvramctl.so").resolve())
+        try:
+            self.saver_tests(package)
+        finally:
+            # They lead to a folder that goes. scripts/test-python makes its own.
+            for link in links:
+                link.unlink(missing_ok=True)
+
+    def saver_tests(self, package):
+        code, text, taken = self.command(
+            self.bin / "vramctl",
+            "run",
+            "--",
+            sys.executable,
+            package.parent / "tests" / "test_torch_memory_saver.py",
+            "--verbose",
+            env={**self.env, "VRAMCTL_PYTHON": str(package)},
+            seconds=240,
+        )
+        lines = text.splitlines()
+        for line in lines:
+            if line.startswith(("FAIL: ", "ERROR: ")):
+                self.expect(line[:80], False, "see the log")
+        ran = next((line for line in lines if line.startswith("Ran ")), "no test ran")
+        self.expect("the tests pass", code == 0 and lines[-1].startswith("OK"), lines[-1] if lines else "nothing was written")
+        self.say(f"  {ran}: {lines[-1] if lines else ''} ({taken:.1f} s)")
+
     def engine(self):
         options = self.options
         weights = max(256, options.gib * 1024 * 3 // 10)
@@ -541,6 +594,8 @@ class Check:
         sections = {
             "torch": (self.torch, 200),
             "regions": (self.regions, 200),
+            "python": (self.python, 100),
+            "saver": (self.saver, 250),
             "engine": (self.engine, 160),
             "oom": (self.oom, 120),
             "overhead": (self.overhead_section, 130),

@@ -2,7 +2,7 @@
 //! makes no sense, the real function says so.
 
 use super::real::{self, originals};
-use super::{CudaError, CudaStream, Extent, PitchedPtr};
+use super::{CudaError, CudaStream, Extent, PitchedPtr, copies};
 use crate::backup;
 use crate::config::Config;
 use crate::control;
@@ -153,6 +153,39 @@ pub unsafe fn ipc_get_mem_handle(handle: *mut c_void, pointer: *mut c_void) -> C
         });
     }
     answer
+}
+
+/// Memory on a device for torch's pluggable allocator, managed as `cudaMalloc` here would; null: there is none.
+///
+/// torch answers a null by giving up what it holds in reserve and asking again.
+pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
+    let before = real::current_device();
+    if before != Some(device) && !real::set_device(device) {
+        log::error!("no memory of device {device} can be given: it is not there, or no CUDA runtime is loaded");
+        return ptr::null_mut();
+    }
+    let mut pointer = ptr::null_mut();
+    // SAFETY: `pointer` is writable.
+    let answer = unsafe {
+        if copies::another_is_first() { originals::cudaMalloc(&raw mut pointer, bytes) } else { malloc(&raw mut pointer, bytes) }
+    };
+    if let Some(before) = before.filter(|before| *before != device) {
+        real::set_device(before);
+    }
+    if answer == code::SUCCESS { pointer } else { ptr::null_mut() }
+}
+
+/// Frees memory of [`torch_malloc`].
+///
+/// # Safety
+/// `pointer` came from there and was not freed since.
+pub unsafe fn torch_free(pointer: *mut c_void) {
+    // SAFETY: the caller's promise.
+    let answer = unsafe { if copies::another_is_first() { originals::cudaFree(pointer) } else { free(pointer) } };
+    // At the end of a process the runtime may be gone before torch's pools, and then everything is free anyway.
+    if !matches!(answer, code::SUCCESS | code::DEINITIALIZED) {
+        log::error!("memory at {pointer:p} could not be freed (CUDA error {answer})");
+    }
 }
 
 /// Where memory is asked for.

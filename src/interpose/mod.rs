@@ -3,9 +3,14 @@
 //! One table (`hooked_functions!`) declares them; the exports, the lookups of the real functions and the list of names all come
 //! from it. Each handler is a few lines that forward to [`crate::memory`] or to the real function. Whatever is not
 //! known to be managed goes to the real function, and its result comes back unchanged.
+//!
+//! Where several copies of the library are loaded, the first answers and the others only forward (`copies`).
 
+mod copies;
 mod handlers;
 mod real;
+
+pub use handlers::{torch_free, torch_malloc};
 
 use real::originals;
 use std::ffi::{c_int, c_uint, c_void};
@@ -89,8 +94,11 @@ macro_rules! exports {
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
                 // A panic must not cross into the program. It is a defect; the call is answered as failed.
-                // SAFETY: the arguments are handed on as they came.
-                panic::catch_unwind(|| unsafe { $handler($($argument),*) }).unwrap_or(crate::driver::code::UNKNOWN)
+                panic::catch_unwind(|| {
+                    // SAFETY: the arguments are handed on as they came.
+                    unsafe { if copies::another_is_first() { originals::$name($($argument),*) } else { $handler($($argument),*) } }
+                })
+                .unwrap_or(crate::driver::code::UNKNOWN)
             }
         )*
 

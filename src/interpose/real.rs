@@ -38,6 +38,14 @@ pub fn current_device() -> Option<CUdevice> {
     (answer == code::SUCCESS).then_some(device)
 }
 
+/// Has the runtime use another device on this thread. Says whether it does.
+pub fn set_device(device: CUdevice) -> bool {
+    static SYMBOL: Symbol = Symbol::new("cudaSetDevice\0");
+    let Some(address) = SYMBOL.address() else { return false };
+    // SAFETY: the runtime's function of this name has this type.
+    unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int) -> CudaError>(address.as_ptr())(device) == code::SUCCESS }
+}
+
 /// The memory pool that a device starts with.
 pub fn default_pool(device: CUdevice) -> Option<*mut c_void> {
     static SYMBOL: Symbol = Symbol::new("cudaDeviceGetDefaultMemPool\0");

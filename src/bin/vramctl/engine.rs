@@ -3,8 +3,8 @@
 use crate::failure::{Exit, Failure};
 use crate::target::Process;
 use serde_json::Value;
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{env, thread};
 use vramctl::control::protocol::ProcessStatus;
 use vramctl::memory::{Backup, TagState};
 
@@ -17,9 +17,6 @@ pub struct EngineArgs {
     /// Ask no engine, and refuse nothing on account of one
     #[arg(long)]
     force: bool,
-    /// The key that the engine asks for, where it asks for one
-    #[arg(long, value_name = "KEY", env = "VRAMCTL_ENGINE_KEY", hide_env_values = true)]
-    engine_key: Option<String>,
 }
 
 impl EngineArgs {
@@ -40,7 +37,9 @@ impl EngineArgs {
                 ),
             ));
         }
-        let engines = self.engine.iter().map(|address| Engine::find(address, self.engine_key.as_deref()));
+        // Not an option of the command line, which every user of the machine can read.
+        let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
+        let engines = self.engine.iter().map(|address| Engine::find(address, key.as_deref()));
         // All are asked before any is told to forget.
         let engines = engines.collect::<Result<Vec<_>, _>>()?;
         for engine in &engines {

@@ -4,8 +4,10 @@ mod completions;
 mod engine;
 mod failure;
 mod output;
+mod places;
 mod progress;
 mod ps;
+mod python_path;
 mod run;
 mod status;
 mod tag;
@@ -39,6 +41,8 @@ enum Command {
     Resume(transition::ResumeArgs),
     /// Set the tag of a process's allocations from now on
     SetTag(tag::Args),
+    /// Print the directories that `run` puts on PYTHONPATH
+    PythonPath(python_path::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),
 }
@@ -62,6 +66,7 @@ impl Command {
             Self::Pause(args) => transition::pause(args),
             Self::Resume(args) => transition::resume(args),
             Self::SetTag(args) => tag::set_tag(args),
+            Self::PythonPath(args) => python_path::python_path(&args),
             Self::Completions(args) => completions::completions(&args),
         }
     }
@@ -73,7 +78,7 @@ impl Command {
             Self::Pause(args) => args.transition.json,
             Self::Resume(args) => args.transition.json,
             Self::SetTag(args) => args.json,
-            Self::Run(_) | Self::Completions(_) => false,
+            Self::Run(_) | Self::PythonPath(_) | Self::Completions(_) => false,
         }
     }
 }
@@ -87,8 +92,11 @@ fn after_help() -> String {
   vramctl pause && vramctl resume                  all tags of the one managed process
 
 Environment:
-  VRAMCTL_DIR   where the control sockets are; $XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>
-  VRAMCTL_LIB   the library that `run` preloads; libvramctl.so beside this binary, else in ../lib
+  VRAMCTL_DIR      where the control sockets are; $XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>
+  VRAMCTL_LIB      the library that `run` preloads; libvramctl.so beside this binary, else in ../lib, else in the
+                   Python package that this binary was installed with
+  VRAMCTL_PYTHON   the Python package that `run` puts on PYTHONPATH; the one that this binary was installed with, else
+                   python/vramctl of the checkout that it was built in
 
 Exit codes:",
     );

@@ -1,6 +1,7 @@
 //! `vramctl run`.
 
 use crate::failure::{Exit, Failure};
+use crate::places::{self, LIBRARY};
 use crate::target::checked_tag;
 use clap::ValueEnum;
 use std::env;
@@ -8,7 +9,7 @@ use std::ffi::{OsStr, OsString};
 use std::io::ErrorKind;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
-use std::path::{self, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use vramctl::memory::Backup;
 use vramctl::units::parse_bytes;
@@ -39,6 +40,9 @@ pub struct Args {
     /// Leave smaller allocations to CUDA: bytes, or with K, M, G (1M if not given)
     #[arg(long, value_name = "SIZE", value_parser = checked_size)]
     min_bytes: Option<String>,
+    /// Leave PYTHONPATH alone: Python programs then do not find the package `vramctl` that this command came with
+    #[arg(long)]
+    no_python: bool,
     /// What the library writes to stderr (warn if not given)
     #[arg(long, value_name = "LEVEL")]
     log: Option<Level>,
@@ -70,7 +74,8 @@ impl Level {
 }
 
 pub fn run(args: &Args) -> Result<Exit, Failure> {
-    let variables = environment(args, &find_library()?, |name| env::var_os(name).filter(|value| !value.is_empty()))?;
+    let python = if args.no_python { Vec::new() } else { places::python_path()? };
+    let variables = environment(args, &places::library()?, &python, |name| env::var_os(name).filter(|value| !value.is_empty()))?;
     let (program, arguments) = args.command.split_first().ok_or_else(|| Failure::new(Exit::Usage, "no command"))?;
     let mut command = Command::new(program);
     command.args(arguments);
@@ -85,38 +90,17 @@ pub fn run(args: &Args) -> Result<Exit, Failure> {
     Err(Failure::new(exit, format!("{}: {error}", Path::new(program).display())))
 }
 
-const LIBRARY: &str = "libvramctl.so";
-
-/// `$VRAMCTL_LIB`, else beside this binary, else in `../lib`.
-fn find_library() -> Result<PathBuf, Failure> {
-    let chosen = env::var_os("VRAMCTL_LIB").filter(|path| !path.is_empty()).map(PathBuf::from);
-    let candidates = match chosen {
-        Some(path) => vec![path],
-        None => env::current_exe().map_or_else(|_| Vec::new(), |binary| beside(&binary)),
-    };
-    // The program may change its directory. Symbolic links stay: they are a way around a path with spaces in it.
-    let found = candidates.iter().find(|path| path.is_file()).and_then(|path| path::absolute(path).ok());
-    found.ok_or_else(|| {
-        let looked: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
-        let looked = looked.join(", ");
-        let way_out = "build it with `cargo build --release`, or set VRAMCTL_LIB to its path";
-        Failure::new(Exit::Failed, format!("{LIBRARY} is not there (looked for {looked}); {way_out}"))
-    })
-}
-
-fn beside(binary: &Path) -> Vec<PathBuf> {
-    let folder = binary.parent();
-    let lib = folder.and_then(Path::parent).map(|above| above.join("lib"));
-    folder.map(Path::to_owned).into_iter().chain(lib).map(|folder| folder.join(LIBRARY)).collect()
-}
-
 /// The variables to set, or without a value to remove. `present` tells what there is now.
 fn environment(
     args: &Args,
     library: &Path,
+    python: &[PathBuf],
     present: impl Fn(&str) -> Option<OsString>,
 ) -> Result<Vec<(&'static str, Option<OsString>)>, Failure> {
     let mut variables = vec![("LD_PRELOAD", Some(preload(library, present("LD_PRELOAD").as_deref())?))];
+    if !python.is_empty() {
+        variables.push(("PYTHONPATH", Some(python_path(python, present("PYTHONPATH").as_deref())?)));
+    }
     if args.no_tag {
         variables.push(("VRAMCTL_TAG", None));
     } else if let Some(tag) = &args.tag {
@@ -150,7 +134,10 @@ fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, Failure>
     }
     let ours = |path: &[u8]| {
         let path = Path::new(OsStr::from_bytes(path));
-        path == library || path.file_name() == Some(OsStr::new(LIBRARY))
+        // The last are copies of it under the names by which torch_memory_saver's users know theirs.
+        path == library
+            || path.file_name() == Some(OsStr::new(LIBRARY))
+            || path.parent().is_some_and(|folder| folder.ends_with("vramctl/dropin"))
     };
     let mut list = library.as_os_str().to_owned().into_vec();
     for other in present.unwrap_or_default().as_bytes().split(separator).filter(|path| !path.is_empty() && !ours(path)) {
@@ -158,6 +145,18 @@ fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, Failure>
         list.extend_from_slice(other);
     }
     Ok(OsString::from_vec(list))
+}
+
+/// The package's directories first, then what else is there, except those of another installation of the package.
+fn python_path(folders: &[PathBuf], present: Option<&OsStr>) -> Result<OsString, Failure> {
+    let ours = |path: &Path| {
+        folders.iter().any(|folder| folder == path) || ["vramctl/site", "vramctl/dropin"].iter().any(|end| path.ends_with(end))
+    };
+    let others = present.into_iter().flat_map(env::split_paths).filter(|path| !ours(path));
+    env::join_paths(folders.iter().cloned().chain(others)).map_err(|error| {
+        let way_out = "put the package elsewhere, or leave PYTHONPATH alone with --no-python";
+        Failure::new(Exit::Failed, format!("PYTHONPATH: {error}; {way_out}"))
+    })
 }
 
 fn checked_name(text: &str) -> Result<String, String> {
@@ -193,7 +192,7 @@ mod tests {
     fn variables(line: &[&str], present: &[(&str, &str)]) -> Vec<(&'static str, Option<String>)> {
         let args = Line::try_parse_from(["run"].iter().chain(line).chain(&["--", "x"])).unwrap().args;
         let lookup = |name: &str| present.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
-        let set = environment(&args, Path::new("/l/libvramctl.so"), lookup).unwrap();
+        let set = environment(&args, Path::new("/l/libvramctl.so"), &[], lookup).unwrap();
         set.into_iter().map(|(name, value)| (name, value.map(|value| value.into_string().unwrap()))).collect()
     }
 
@@ -249,13 +248,26 @@ mod tests {
         assert_eq!(list("/a.so /b.so"), "/l/libvramctl.so:/a.so:/b.so");
         assert_eq!(list("/a.so:/l/libvramctl.so"), "/l/libvramctl.so:/a.so");
         assert_eq!(list("/old/libvramctl.so::/a.so"), "/l/libvramctl.so:/a.so");
+        assert_eq!(list("/p/vramctl/dropin/torch_memory_saver_hook_mode_preload.abi3.so"), "/l/libvramctl.so", "a copy of ours");
         for wrong in ["/with space/libvramctl.so", "/with:colon/libvramctl.so"] {
             assert!(preload(Path::new(wrong), None).is_err());
         }
     }
 
     #[test]
-    fn the_library_lies_beside_the_binary_or_in_lib() {
-        assert_eq!(beside(Path::new("/usr/bin/vramctl")), [Path::new("/usr/bin/libvramctl.so"), Path::new("/usr/lib/libvramctl.so")]);
+    fn the_package_comes_first_on_the_python_path_and_once() {
+        let folders = ["/p/vramctl/site", "/p/vramctl/dropin"].map(PathBuf::from);
+        let path = |present: Option<&str>| python_path(&folders, present.map(OsStr::new)).unwrap().into_string().unwrap();
+        let ours = "/p/vramctl/site:/p/vramctl/dropin";
+        assert_eq!(path(None), ours);
+        assert_eq!(path(Some("/a::/b")), format!("{ours}:/a::/b"), "what was there stays, as it was");
+        assert_eq!(path(Some(&format!("/a:{ours}:/b"))), format!("{ours}:/a:/b"), "one run inside another adds nothing");
+        assert_eq!(path(Some("/old/vramctl/site:/old/vramctl/dropin:/a/site")), format!("{ours}:/a/site"));
+        assert!(python_path(&[PathBuf::from("/with:colon/vramctl/site")], None).unwrap_err().to_string().contains("--no-python"));
+    }
+
+    #[test]
+    fn without_a_package_the_python_path_is_left_alone() {
+        assert_eq!(value(&variables(&[], &[("PYTHONPATH", "/a")]), "PYTHONPATH"), None);
     }
 }

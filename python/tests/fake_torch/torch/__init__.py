@@ -1,0 +1,74 @@
+"""Stands in for torch where there is none: what this project uses of `torch.cuda`, on the simulated GPU.
+
+It behaves as torch does where that matters here, and was written from torch's documentation and observed behaviour:
+
+- A caching allocator that gets segments with `cudaMalloc` and hands out blocks of them; freed blocks stay, and are merged
+  with free neighbours. Sizes are rounded as in torch (512 bytes; segments of 2 MiB, 20 MiB, or whole 2 MiB).
+- Pools: `MemPool`, `use_mem_pool`, and the private pools of graphs. Of the pools that have been entered, the *first* that
+  applies is used, not the innermost. A pool that is entered already cannot be entered, in whatever thread.
+- `memory_snapshot` in torch's form: segments with `address`, `total_size`, `segment_pool_id`, `is_expandable`, and blocks
+  with `address`, `size`, `state` (`active_allocated`, `active_awaiting_free`, `inactive`).
+- With expandable segments, memory does not come from `cudaMalloc`; settings that are not mentioned are reset.
+
+A `Tensor` here is bytes and no more.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from . import _C as _C  # noqa: E402
+from . import cuda as cuda  # noqa: E402
+
+__version__ = "2.11.0"
+
+
+class device:
+    def __init__(self, name: str | int | device) -> None:
+        if isinstance(name, device):
+            self.type, self.index = name.type, name.index
+            return
+        kind, _, index = str(name).partition(":")
+        self.type = kind
+        self.index: int | None = int(index) if index else None
+
+
+class Tensor:
+    def __init__(self, size: int, at: Any) -> None:
+        index = cuda.current_device() if at is None or device(at).index is None else device(at).index
+        self.device_index, self.size = index, size
+        self.block = cuda.memory.allocator(index).malloc(size)
+        self._end = weakref.finalize(self, self.block.free)
+        self._end.atexit = False
+
+    def data_ptr(self) -> int:
+        return self.block.address
+
+    def numel(self) -> int:
+        return self.size
+
+    def element_size(self) -> int:
+        return 1
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def record_stream(self, stream: Any = None) -> None:
+        """From now on its memory waits, when it is freed, for another stream."""
+        self.block.used_elsewhere = True
+
+    def copy_(self, contents: bytes) -> Tensor:
+        cuda.memory.runtime().write(self.data_ptr(), contents)
+        return self
+
+    def tobytes(self) -> bytes:
+        return cuda.memory.runtime().read(self.data_ptr(), self.size)
+
+
+def empty(size: int, device: Any = "cuda") -> Tensor:
+    return Tensor(size, device)

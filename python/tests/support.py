@@ -1,0 +1,135 @@
+"""What the tests share: the simulated GPU through the CUDA runtime, and programs to start."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "python" / "vramctl"
+
+#: The command line that belongs to the library under test; scripts/test-python says where it is.
+VRAMCTL = os.environ.get("VRAMCTL_TEST_COMMAND", "vramctl")
+
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+
+
+def _runtime() -> str:
+    """The one that the process has, as torch brings it; else one that the loader finds."""
+    loaded = re.findall(r"/\S+/libcudart\S*\.so\S*", Path("/proc/self/maps").read_text())
+    return loaded[0] if loaded else "libcudart.so.12"
+
+
+class Cuda:
+    """The CUDA runtime by way of the global scope, where a preloaded library answers first."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(_runtime(), mode=ctypes.RTLD_GLOBAL)
+        self._scope = ctypes.CDLL(None)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._scope, name)(*arguments)
+        if code != 0:
+            raise RuntimeError(f"{name}: error {code}")
+
+    def malloc(self, size: int) -> int:
+        pointer = ctypes.c_void_p()
+        self.call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(size))
+        return int(pointer.value or 0)
+
+    def free(self, address: int) -> None:
+        self.call("cudaFree", ctypes.c_void_p(address))
+
+    def write(self, address: int, contents: bytes) -> None:
+        self.call("cudaMemcpy", ctypes.c_void_p(address), contents, ctypes.c_size_t(len(contents)), _HOST_TO_DEVICE)
+
+    def read(self, address: int, size: int) -> bytes:
+        buffer = ctypes.create_string_buffer(size)
+        self.call("cudaMemcpy", buffer, ctypes.c_void_p(address), ctypes.c_size_t(size), _DEVICE_TO_HOST)
+        return buffer.raw
+
+    def free_memory(self) -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+
+def pattern(seed: int, size: int) -> bytes:
+    """Bytes that no other seed has."""
+    unit = bytes((seed * 31 + number * 7 + number // 251) % 251 + 1 for number in range(4093))
+    return (unit * (size // len(unit) + 1))[:size]
+
+
+#: A program that holds GPU memory under two tags and does what it is told, a line at a time.
+HOLDER = """
+import sys
+sys.path.insert(0, {tests!r})
+from support import Cuda, MIB, pattern
+import vramctl
+cuda = Cuda()
+with vramctl.region("weights"):
+    weights = cuda.malloc(8 * MIB)
+with vramctl.region("kv_cache", backup="discard"):
+    cache = cuda.malloc(4 * MIB)
+cuda.write(weights, pattern(1, 8 * MIB))
+cuda.write(cache, pattern(2, 4 * MIB))
+print("ready", flush=True)
+for line in sys.stdin:
+    if line.strip() == "check":
+        kept = cuda.read(weights, 8 * MIB) == pattern(1, 8 * MIB)
+        dropped = not any(cuda.read(cache, 4 * MIB))
+        print(f"weights {{'ok' if kept else 'lost'}}, cache {{'zero' if dropped else 'there'}}", flush=True)
+""".format(tests=str(Path(__file__).resolve().parent))
+
+
+class Program:
+    """A Python program under `vramctl run`."""
+
+    def __init__(self, name: str, source: str = HOLDER, python: str = sys.executable, **environment: str) -> None:
+        self.child = subprocess.Popen(
+            [VRAMCTL, "run", "--name", name, "--", python, "-c", source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        line = self.line()
+        assert line == "ready", line
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def line(self) -> str:
+        assert self.child.stdout is not None
+        return self.child.stdout.readline().strip()
+
+    def ask(self, line: str) -> str:
+        assert self.child.stdin is not None
+        self.child.stdin.write(line + "\n")
+        self.child.stdin.flush()
+        return self.line()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.child.kill()
+        self.child.communicate()
+
+
+def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end; what it writes is in the answer."""
+    return subprocess.run(arguments, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+
+
+def bare(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same without the library and its Python directories."""
+    without = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
+    return subprocess.run(arguments, env={**without, **environment}, capture_output=True, text=True, timeout=300)

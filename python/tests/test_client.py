@@ -1,0 +1,317 @@
+"""The client of other processes, against real ones on the simulated GPU and against some with no manners."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from pathlib import Path
+from typing import Any, Callable
+from unittest import mock
+
+import vramctl
+from support import MIB, VRAMCTL, Cuda, Program, bare
+from vramctl import errors
+
+#: Where the test's own sockets are; the programs that it starts inherit it.
+SOCKETS = Path(os.environ["VRAMCTL_DIR"])
+
+
+class Real(unittest.TestCase):
+    def test_another_process_is_paused_and_resumed(self) -> None:
+        with Program("engine") as engine, vramctl.Client("engine") as client:
+            self.assertEqual((client.hello().name, client.hello().pid), ("engine", engine.pid))
+            seen: list[vramctl.Progress] = []
+            report = client.pause(["weights", "kv_cache"], progress=seen.append)
+            self.assertEqual((report.bytes, report.kept_bytes, report.discarded_bytes), (12 * MIB, 8 * MIB, 4 * MIB))
+            self.assertEqual((seen[-1].stage, seen[-1].done), ("save", seen[-1].total))
+            status = client.status()
+            self.assertEqual([(tag.tag, tag.state) for tag in status.tags], [("kv_cache", "paused"), ("weights", "paused")])
+            self.assertEqual(client.pause("weights").unchanged, 1)
+            self.assertEqual(client.resume("weights").bytes, 8 * MIB)
+            self.assertEqual(client.resume(timeout=None).bytes, 4 * MIB)
+            self.assertEqual(client.resume(timeout=float("inf")).unchanged, 2)
+            self.assertEqual(engine.ask("check"), "weights ok, cache zero")
+
+    def test_the_shell_and_python_do_the_same(self) -> None:
+        with Program("engine") as engine, vramctl.Client(engine.pid) as client:
+            subprocess.run([VRAMCTL, "pause", "weights", "--name", "engine"], check=True, stdout=subprocess.DEVNULL)
+            tag = client.status().tag("weights")
+            assert tag is not None
+            self.assertEqual(tag.state, "paused")
+            client.resume()
+            shown = subprocess.run([VRAMCTL, "status", "engine", "--json"], check=True, capture_output=True).stdout
+            self.assertEqual({tag["state"] for tag in json.loads(shown)["processes"][0]["tags"]}, {"active"})
+
+    def test_errors_of_the_process_carry_its_numbers(self) -> None:
+        cuda = Cuda()
+        with Program("engine") as engine, vramctl.Client("engine") as client:
+            with self.assertRaises(errors.UnknownTag) as unknown:
+                client.pause(["weights", "wieghts"])
+            self.assertEqual(unknown.exception.known_tags, ["kv_cache", "weights"])
+            with self.assertRaises(errors.Invalid):
+                client.pause("weights", backup="tape")  # type: ignore[arg-type]
+            client.pause()
+            with vramctl.unmanaged():
+                hog = cuda.malloc(cuda.free_memory() - 6 * MIB)
+            try:
+                start = time.monotonic()
+                with self.assertRaises(errors.DeviceMemory) as short:
+                    client.resume("weights", timeout=0.2)
+                self.assertGreater(time.monotonic() - start, 0.15, "it waited")
+                self.assertEqual(short.exception.needed, 8 * MIB)
+                self.assertIn(os.getpid(), [holder["pid"] for holder in short.exception.holders])
+            finally:
+                cuda.free(hog)
+            client.resume()
+            self.assertEqual(engine.ask("check"), "weights ok, cache zero")
+
+    def test_the_process_tag_is_set(self) -> None:
+        with Program("engine"), vramctl.Client("engine") as client:
+            self.assertEqual(client.set_tag("later"), "later")
+            self.assertEqual(client.status().process_tag, "later")
+            self.assertIsNone(client.set_tag(None))
+            with self.assertRaises(errors.Invalid):
+                client.set_tag("a,b")
+
+    def test_processes_are_found_by_id_name_and_path(self) -> None:
+        with Program("one") as one, Program("two") as two, Program("two") as again:
+            self.assertEqual(
+                {process.pid: process.name for process in vramctl.processes() if process.pid != os.getpid()},
+                {one.pid: "one", two.pid: "two", again.pid: "two"},
+            )
+            for target in (one.pid, str(one.pid), "one", str(SOCKETS / f"{one.pid}.sock"), SOCKETS / f"{one.pid}.sock"):
+                with vramctl.Client(target) as client:
+                    self.assertEqual(client.hello().pid, one.pid)
+            with self.assertRaises(errors.SeveralProcesses) as several:
+                vramctl.Client("two")
+            self.assertEqual(sorted(several.exception.pids), sorted([two.pid, again.pid]))
+            with self.assertRaises(errors.SeveralProcesses):
+                vramctl.Client()
+            with self.assertRaises(errors.NoProcess) as none:
+                vramctl.Client("three")
+            self.assertIn(f"one (pid {one.pid})", str(none.exception))
+
+    def test_a_process_that_is_killed_leaves_a_socket_that_is_removed(self) -> None:
+        with Program("engine") as engine:
+            client = vramctl.Client(engine.pid)
+            pid = engine.pid
+        self.assertTrue((SOCKETS / f"{pid}.sock").exists())
+        with self.assertRaises(errors.Disconnected):
+            client.status()
+        with self.assertRaises(errors.Disconnected):
+            client.status()
+        with self.assertRaises(errors.NoProcess) as gone:
+            vramctl.Client(pid)
+        self.assertIn(f"there is no process {pid}", str(gone.exception))
+        self.assertNotIn(pid, [process.pid for process in vramctl.processes()])
+        self.assertFalse((SOCKETS / f"{pid}.sock").exists())
+
+    def test_a_stopped_process_does_not_keep_the_others_from_being_seen(self) -> None:
+        with Program("awake") as awake, Program("asleep") as asleep:
+            os.kill(asleep.pid, signal.SIGSTOP)
+            try:
+                start = time.monotonic()
+                found = {process.pid: process for process in vramctl.processes(patience=1.5)}
+                self.assertLess(time.monotonic() - start, 4.5)
+                self.assertEqual((found[awake.pid].name, found[awake.pid].error), ("awake", None))
+                self.assertIsInstance(found[asleep.pid].error, TimeoutError)
+                with vramctl.Client(asleep.pid, patience=0.3) as client, self.assertRaises(errors.Busy):
+                    client.status()
+            finally:
+                os.kill(asleep.pid, signal.SIGCONT)
+
+    def test_threads_may_share_a_client(self) -> None:
+        with Program("engine"), vramctl.Client("engine") as client:
+            answers: list[str] = []
+            threads = [
+                threading.Thread(target=lambda: answers.extend(client.hello().name for _ in range(20))) for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.assertEqual(answers, ["engine"] * 80)
+
+
+class Pretended(unittest.TestCase):
+    """A process that answers as it is told to, at a path of its own."""
+
+    def serve(self, answer: Callable[[socket.socket, bytes], None]) -> Path:
+        folder = tempfile.mkdtemp()
+        self.addCleanup(os.rmdir, folder)
+        os.chmod(folder, 0o700)
+        path = Path(folder) / "1.sock"
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(str(path))
+        self.addCleanup(path.unlink)
+        server.listen()
+        self.addCleanup(server.close)
+
+        def work() -> None:
+            with server.accept()[0] as connection:
+                answer(connection, connection.makefile("rb").readline())
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return path
+
+    def test_what_it_asks_is_the_protocol(self) -> None:
+        asked: list[Any] = []
+
+        def answer(connection: socket.socket, line: bytes) -> None:
+            asked.append(json.loads(line))
+            connection.sendall(b'{"reply":"done","bytes":5,"later":"unknown fields are ignored"}\n')
+
+        with vramctl.Client(self.serve(answer)) as client:
+            self.assertEqual(client.pause("kv_cache", backup="discard", timeout=2.4999).bytes, 5)
+        wanted = {
+            "version": 1,
+            "request": "pause",
+            "tags": ["kv_cache"],
+            "backup": "discard",
+            "timeout_ms": 2500,
+            "progress": False,
+        }
+        self.assertEqual(asked, [wanted])
+
+    def test_nonsense_is_an_error_and_ends_the_connection(self) -> None:
+        for reply, kind in [
+            (b"[1]\n", errors.Internal),
+            (b"\xff\n", errors.Internal),
+            (b'{"reply":"tag"}\n', errors.Internal),
+            (b'{"reply":"status"', errors.Disconnected),
+            (b"", errors.Disconnected),
+            (b'{"reply":"error","code":"of_the_future","message":"later"}\n', errors.Error),
+        ]:
+            with (
+                self.subTest(reply),
+                vramctl.Client(self.serve(lambda connection, _, reply=reply: connection.sendall(reply))) as client,
+            ):
+                with self.assertRaises(kind) as caught:
+                    client.status()
+                if kind is errors.Error:
+                    self.assertEqual((caught.exception.code, str(caught.exception)), ("of_the_future", "later"))
+
+    def test_a_late_answer_is_not_taken_for_the_next_one(self) -> None:
+        done = threading.Event()
+        self.addCleanup(done.set)
+        with vramctl.Client(self.serve(lambda *_: done.wait(10) and None), patience=0.2) as client:
+            with self.assertRaises(errors.Busy):
+                client.hello()
+            with self.assertRaises(errors.Disconnected):
+                client.hello()
+
+    def test_an_exception_in_the_progress_callback_ends_the_connection(self) -> None:
+        progress = b'{"reply":"progress","stage":"save","done":1,"total":2}\n'
+
+        def fail(now: vramctl.Progress) -> None:
+            raise KeyError(now.stage)
+
+        with vramctl.Client(self.serve(lambda connection, _: connection.sendall(progress))) as client:
+            with self.assertRaises(KeyError):
+                client.pause(progress=fail)
+            with self.assertRaises(errors.Disconnected):
+                client.status()
+
+    def test_what_makes_no_sense_is_not_asked(self) -> None:
+        with vramctl.Client(self.serve(lambda *_: None)) as client:
+            for call in (
+                lambda: client.pause([]),
+                lambda: client.pause(timeout=-1),
+                lambda: client.resume(timeout=float("nan")),
+            ):
+                with self.assertRaises(errors.Invalid):
+                    call()
+
+
+class Places(unittest.TestCase):
+    def setUp(self) -> None:
+        place = tempfile.TemporaryDirectory()
+        self.addCleanup(place.cleanup)
+        self.place = Path(place.name)
+
+    def look(self, **environment: str | None) -> Any:
+        """What is found with these variables and no others of the kind."""
+        without = {name: value for name, value in os.environ.items() if name not in ("VRAMCTL_DIR", "XDG_RUNTIME_DIR")}
+        with mock.patch.dict(os.environ, {**without, **{k: v for k, v in environment.items() if v is not None}}, clear=True):
+            return vramctl.processes()
+
+    def test_an_unsafe_directory_is_refused(self) -> None:
+        open_to_all = self.place / "open"
+        open_to_all.mkdir()
+        open_to_all.chmod(0o755)
+        link = self.place / "link"
+        link.symlink_to(SOCKETS)
+        file = self.place / "file"
+        file.touch()
+        for path, why in [(open_to_all, "chmod 700"), (link, "cannot be used"), (file, "cannot be used")]:
+            with self.assertRaises(errors.Invalid) as caught:
+                self.look(VRAMCTL_DIR=str(path))
+            self.assertIn(why, str(caught.exception))
+        if os.geteuid() == 0:
+            return  # root may look into anybody's
+        with self.assertRaises(errors.Invalid):
+            self.look(VRAMCTL_DIR="/root")
+
+    def test_another_user_s_directory_is_for_root_alone(self) -> None:
+        with mock.patch("os.geteuid", return_value=os.geteuid() + 1):
+            with self.assertRaises(errors.Invalid) as caught:
+                self.look(VRAMCTL_DIR=str(SOCKETS))
+        self.assertIn("not by you", str(caught.exception))
+
+    @unittest.skipUnless(os.geteuid() == 0, "not run: only root can start a process of another user")
+    def test_a_socket_of_another_user_in_it_is_not_talked_to(self) -> None:
+        os.chmod(self.place, 0o700)
+        source = f"""
+import os, socket, time
+server = socket.socket(socket.AF_UNIX)
+server.bind({str(self.place / "7.sock")!r})
+os.setuid(65534)
+server.listen()
+print("ready", flush=True)
+time.sleep(60)
+"""
+        with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as other:
+            try:
+                assert other.stdout is not None
+                self.assertEqual(other.stdout.readline(), "ready\n")
+                with self.assertRaises(errors.Invalid) as caught:
+                    vramctl.Client(self.place / "7.sock")
+                self.assertIn("user 65534 answers there", str(caught.exception))
+            finally:
+                other.kill()
+
+    def test_where_it_looks_is_where_the_library_listens(self) -> None:
+        self.assertEqual(self.look(VRAMCTL_DIR=str(self.place / "nowhere")), [])
+        runtime = self.place / "runtime"
+        (runtime / "vramctl").mkdir(parents=True)
+        (runtime / "vramctl").chmod(0o700)
+        with Program("engine", VRAMCTL_DIR="", XDG_RUNTIME_DIR=str(runtime)) as engine:
+            found = self.look(VRAMCTL_DIR="", XDG_RUNTIME_DIR=str(runtime))
+            self.assertEqual([process.pid for process in found], [engine.pid])
+
+    def test_the_path_of_the_directory_may_be_long(self) -> None:
+        deep = self.place / ("d" * 100) / ("e" * 100)
+        deep.mkdir(parents=True)
+        deep.chmod(0o700)
+        with Program("engine", VRAMCTL_DIR=str(deep)) as engine, vramctl.Client(deep / f"{engine.pid}.sock") as client:
+            self.assertEqual(client.hello().name, "engine")
+
+    def test_the_way_out_is_said_where_nothing_is_managed(self) -> None:
+        source = "import vramctl; vramctl.Client()"
+        ran = bare(
+            [sys.executable, "-c", source], PYTHONPATH=str(Path(vramctl.__file__).parents[1]), VRAMCTL_DIR=str(self.place / "x")
+        )
+        self.assertIn("vramctl run -- COMMAND", ran.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

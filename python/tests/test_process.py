@@ -1,0 +1,247 @@
+"""The functions about the process's own memory, without torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import unittest
+
+import vramctl
+from support import MIB, PACKAGE, Cuda, bare, pattern, run
+from vramctl import errors
+
+
+class Process(unittest.TestCase):
+    def setUp(self) -> None:
+        self.cuda = Cuda()
+        self.addresses: list = []
+        self.addCleanup(self.clean_up)
+
+    def clean_up(self) -> None:
+        vramctl.resume(timeout=None)
+        for address in self.addresses:
+            self.cuda.free(address)
+
+    def malloc(self, tag: str, size: int, backup: str = "default") -> int:
+        with vramctl.region(tag, backup):
+            self.addresses.append(self.cuda.malloc(size))
+        return self.addresses[-1]
+
+    def test_contents_are_kept_or_dropped_by_tag(self) -> None:
+        weights, cache = self.malloc("weights", 8 * MIB), self.malloc("kv_cache", 4 * MIB, "discard")
+        self.cuda.write(weights, pattern(1, 8 * MIB))
+        self.cuda.write(cache, pattern(2, 4 * MIB))
+        before = self.cuda.free_memory()
+        report = vramctl.pause("weights")
+        self.assertEqual((report.allocations, report.bytes, report.kept_bytes), (1, 8 * MIB, 8 * MIB))
+        self.assertEqual(self.cuda.free_memory() - before, 8 * MIB)
+        self.assertGreater(report.ms, 0)
+        self.assertIn("save", report.stages)
+        self.assertEqual(bytes(vramctl.backup_of(weights)), pattern(1, 8 * MIB))
+        report = vramctl.pause()
+        self.assertEqual((report.unchanged, report.discarded_bytes), (1, 4 * MIB))
+        report = vramctl.resume()
+        self.assertEqual((report.allocations, report.bytes), (2, 12 * MIB))
+        self.assertEqual(self.cuda.read(weights, 8 * MIB), pattern(1, 8 * MIB))
+        self.assertEqual(self.cuda.read(cache, 4 * MIB), bytes(4 * MIB))
+
+    def test_a_policy_for_one_pause_counts_more_than_the_region_s(self) -> None:
+        cache = self.malloc("kv_cache", 4 * MIB, "discard")
+        self.cuda.write(cache, pattern(2, 4 * MIB))
+        self.assertEqual(vramctl.pause("kv_cache", backup="host").kept_bytes, 4 * MIB)
+        vramctl.resume("kv_cache")
+        self.assertEqual(self.cuda.read(cache, 4 * MIB), pattern(2, 4 * MIB))
+
+    def test_regions_nest_and_end_after_an_exception(self) -> None:
+        self.assertEqual(vramctl.current_tag(), "default")
+        with self.assertRaises(KeyError):
+            with vramctl.region("outer"):
+                with vramctl.region("inner"):
+                    self.assertEqual(vramctl.current_tag(), "inner")
+                    with vramctl.unmanaged():
+                        self.assertIsNone(vramctl.current_tag())
+                self.assertEqual(vramctl.current_tag(), "outer")
+                seen = []
+                thread = threading.Thread(target=lambda: seen.append(vramctl.current_tag()))
+                thread.start()
+                thread.join()
+                self.assertEqual(seen, ["default"], "a region is one thread's")
+                raise KeyError
+        self.assertEqual(vramctl.current_tag(), "default")
+
+    def test_a_region_is_also_a_decorator(self) -> None:
+        @vramctl.region("decorated")
+        def tag() -> object:
+            return vramctl.current_tag()
+
+        self.assertEqual([tag(), tag()], ["decorated", "decorated"])
+
+    def test_several_tags_are_one_report_and_an_unknown_one_is_found_out_first(self) -> None:
+        self.malloc("a", 2 * MIB)
+        self.malloc("b", 4 * MIB)
+        with self.assertRaises(errors.UnknownTag) as caught:
+            vramctl.pause(["a", "nonsense"])
+        self.assertEqual(caught.exception.known_tags, ["a", "b"])
+        status = vramctl.status()
+        self.assertEqual({tag.state for tag in status.tags}, {"active"}, "nothing was done")
+        report = vramctl.pause(["a", "b", "a"])
+        self.assertEqual((report.allocations, report.bytes, report.unchanged), (2, 6 * MIB, 0))
+        self.assertEqual(vramctl.resume(["b", "a"]).bytes, 6 * MIB)
+
+    def test_the_status_is_by_tag_and_by_device(self) -> None:
+        self.malloc("a", 2 * MIB)
+        vramctl.pause("a")
+        status = vramctl.status()
+        tag = status.tag("a")
+        assert tag is not None
+        self.assertEqual(
+            (tag.state, tag.bytes, tag.paused_bytes, dict(tag.backup)), ("paused", 2 * MIB, 2 * MIB, {"host": 2 * MIB})
+        )
+        self.assertEqual(status.process_tag, "default")
+        self.assertEqual(status.devices[0].paused_bytes, 2 * MIB)
+        self.assertGreaterEqual(status.host.used_bytes, 2 * MIB)
+        self.assertIsNone(status.tag("nonsense"))
+
+    def test_errors_carry_numbers(self) -> None:
+        self.malloc("a", 64 * MIB)
+        with self.assertRaises(errors.UnknownTag) as unknown:
+            vramctl.pause("nonsense")
+        self.assertEqual((unknown.exception.code, unknown.exception.number), ("unknown_tag", 2))
+        self.assertEqual(unknown.exception.known_tags, ["a"])
+        vramctl.pause("a")
+        with vramctl.unmanaged():
+            hog = self.cuda.malloc(self.cuda.free_memory() - 16 * MIB)
+        try:
+            with self.assertRaises(errors.DeviceMemory) as short:
+                vramctl.resume("a", timeout=0.05)
+            error = pickle.loads(pickle.dumps(short.exception))
+            self.assertIsInstance(error, MemoryError)
+            self.assertEqual((error.device, error.needed), (0, 64 * MIB))
+            self.assertLess(error.free, 64 * MIB)
+            self.assertEqual(str(error), short.exception.message)
+            self.assertIn("64.00 MiB needed", str(error))
+        finally:
+            self.cuda.free(hog)
+
+    def test_what_makes_no_sense_is_refused_before_anything_happens(self) -> None:
+        self.malloc("a", 2 * MIB)
+        for call in (
+            lambda: vramctl.pause("a", backup="tape"),
+            lambda: vramctl.pause("a", timeout=-1),
+            lambda: vramctl.pause("a", timeout=float("nan")),
+            lambda: vramctl.pause("a\0b"),
+            lambda: vramctl.resume("a", timeout=-0.5),
+            lambda: vramctl.region("a=b").__enter__(),
+            lambda: vramctl.region("", backup="host").__enter__(),
+            lambda: vramctl.set_memory_margin(-1),
+        ):
+            with self.assertRaises(errors.Invalid) as caught:
+                call()
+            self.assertIsInstance(caught.exception, ValueError)
+        with self.assertRaises(TypeError):
+            vramctl.pause(b"a")  # type: ignore[arg-type]
+        self.assertEqual(vramctl.current_tag(), "default", "a refused region was not begun")
+        self.assertEqual(vramctl.status().tags[0].state, "active")
+
+    def test_retained_contents_are_not_copied_again(self) -> None:
+        address = self.malloc("kept", 64 * MIB)
+        self.cuda.write(address, pattern(3, 64 * MIB))
+        vramctl.retain("kept", True)
+        self.addCleanup(vramctl.retain, "kept", None)
+        vramctl.pause("kept")
+        vramctl.resume("kept")
+        tag = vramctl.status().tag("kept")
+        assert tag is not None
+        self.assertEqual(tag.host_bytes, 64 * MIB, "they stay in host memory while the tag is active")
+        vramctl.retain("kept", False)
+        tag = vramctl.status().tag("kept")
+        assert tag is not None
+        self.assertEqual(tag.host_bytes, 0)
+        self.assertEqual(self.cuda.read(address, 64 * MIB), pattern(3, 64 * MIB))
+
+    def test_the_disk_directory_can_be_set(self) -> None:
+        self.malloc("a", 4 * MIB)
+        with self.assertRaises(errors.Disk) as caught:
+            vramctl.set_disk_directory("/nowhere/at/all")
+        self.assertIsInstance(caught.exception, OSError)
+        vramctl.set_disk_directory(None)
+
+    def test_a_backup_is_read_in_place(self) -> None:
+        address = self.malloc("a", 4 * MIB)
+        self.cuda.write(address, pattern(5, 4 * MIB))
+        with self.assertRaises(errors.NotPaused):
+            vramctl.backup_of(address)
+        vramctl.pause("a")
+        view = vramctl.backup_of(address + 4096)
+        self.assertTrue(view.readonly)
+        self.assertEqual((len(view), bytes(view[:100])), (4 * MIB - 4096, pattern(5, 4 * MIB)[4096:4196]))
+
+    def test_a_pause_lets_other_threads_go_on(self) -> None:
+        """A pause takes seconds; an engine's HTTP server is a thread like any other."""
+        self.malloc("a", 256 * MIB)
+        ticks, stop = [0], threading.Event()
+
+        def tick() -> None:
+            while not stop.is_set():
+                ticks[0] += 1
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        try:
+            before = ticks[0]
+            vramctl.pause("a")
+            self.assertGreater(ticks[0] - before, 10)
+        finally:
+            stop.set()
+            thread.join()
+
+    def test_a_short_timeout_is_not_none_at_all(self) -> None:
+        """Rounded down it would be 0, which for a resume means not to wait."""
+        milliseconds = vramctl._library.milliseconds
+        self.assertEqual([milliseconds(seconds) for seconds in (None, 0, 0.0001, 2.5, float("inf"))], [-1, 0, 1, 2500, -1])
+
+    def test_torch_is_not_imported(self) -> None:
+        self.assertNotIn("torch", sys.modules)
+
+    def test_the_library_is_the_preloaded_one(self) -> None:
+        self.assertTrue(vramctl.is_preloaded())
+        self.assertEqual(vramctl.library_path(), os.environ["LD_PRELOAD"].split(":")[0])
+        self.assertRegex(vramctl.library_version(), r"^\d+\.\d+\.\d+$")
+
+
+class WithoutTheLibrary(unittest.TestCase):
+    def test_it_is_said_and_how_to_go_on(self) -> None:
+        source = """
+import vramctl
+assert not vramctl.is_preloaded()
+assert vramctl.processes() is not None
+for call in (vramctl.pause, vramctl.resume, vramctl.status, vramctl.current_tag, vramctl.library_version,
+             vramctl.region("a").__enter__, vramctl.unmanaged().__enter__, lambda: vramctl.backup_of(1)):
+    try:
+        call()
+    except vramctl.errors.NotPreloaded as error:
+        assert "vramctl run --" in str(error), error
+    else:
+        raise SystemExit(f"{call} did something")
+print("done")
+"""
+        ran = bare([sys.executable, "-c", source], PYTHONPATH=str(PACKAGE.parent))
+        self.assertEqual((ran.stdout.strip(), ran.stderr), ("done", ""))
+
+
+class Found(unittest.TestCase):
+    def test_run_makes_the_package_findable_and_nothing_beside_it(self) -> None:
+        """The directories on the path must bring in what they are for and not, say, the package's tests or `client`."""
+        source = """
+import importlib.util, vramctl, vramctl.client
+print(vramctl.__file__)
+print([importlib.util.find_spec(name) for name in ("client", "errors", "engines", "support")])
+"""
+        ran = run([sys.executable, "-c", source])
+        self.assertEqual(ran.stdout.splitlines(), [str(PACKAGE / "__init__.py"), str([None] * 4)], ran.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

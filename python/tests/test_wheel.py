@@ -1,0 +1,224 @@
+"""The wheel: it builds, it installs on the oldest and on newer Pythons, and what was installed pauses and resumes.
+
+The programs in it run on the simulated GPU; nothing of the checkout is on their paths. VRAMCTL_TEST_WHEEL=FILE takes a wheel
+that there is already.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+import zipfile
+from pathlib import Path
+
+from support import HOLDER, ROOT
+
+#: What a user of the wheel does not have.
+_OURS = (
+    "LD_PRELOAD",
+    "PYTHONPATH",
+    "VRAMCTL_LIB",
+    "VRAMCTL_PYTHON",
+    "VRAMCTL_TAG",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONWARNINGS",
+)
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OURS}
+
+
+def done(arguments: list[str], **environment: str) -> str:
+    """Runs a command that must succeed."""
+    ran = subprocess.run(
+        arguments,
+        cwd=ROOT,
+        env={**ENVIRONMENT, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=540,
+    )
+    if ran.returncode != 0:
+        raise AssertionError(f"{' '.join(arguments)} ended with {ran.returncode}:\n{ran.stdout}")
+    return ran.stdout
+
+
+def interpreters() -> dict[tuple[int, int], str]:
+    """The Pythons of this machine that run and can make a virtual environment, by version."""
+    candidates = [sys.executable, *(f"python3.{minor}" for minor in range(9, 16))]
+    candidates += map(str, Path.home().glob(".pyenv/versions/3.*/bin/python3"))
+    if shutil.which("uv"):
+        listed = subprocess.run(["uv", "python", "list", "--only-installed"], capture_output=True, text=True).stdout
+        candidates += re.findall(r"\S+/bin/python3\S*", listed)
+    found: dict[tuple[int, int], str] = {}
+    for candidate in candidates:
+        try:
+            ran = subprocess.run(
+                [candidate, "-c", "import ensurepip, venv, sys; print(*sys.version_info[:2])"],
+                env=ENVIRONMENT,
+                capture_output=True,
+                text=True,
+            )
+        except OSError:
+            continue
+        if ran.returncode == 0:
+            major, minor = map(int, ran.stdout.split())
+            found.setdefault((major, minor), candidate)
+    return found
+
+
+def reachable() -> bool:
+    """Whether pip gets what the build needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "hatchling>=1.26"]
+        return subprocess.run(command, env=ENVIRONMENT, capture_output=True).returncode == 0
+
+
+class Wheel(unittest.TestCase):
+    wheel: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = Path(folder.name)
+        given = os.environ.get("VRAMCTL_TEST_WHEEL")
+        if given is None and not reachable():
+            raise unittest.SkipTest("not run: pip cannot get what builds the wheel; is there a network?")
+        cls.wheel = Path(given or done([str(ROOT / "scripts/wheel"), str(cls.folder)]).splitlines()[-1])
+
+    def test_it_is_one_for_all_and_has_everything_in_it(self) -> None:
+        self.assertRegex(self.wheel.name, r"^vramctl-[\d.]+-py3-none-manylinux_2_28_x86_64\.whl$")
+        with zipfile.ZipFile(self.wheel) as archive:
+            names = archive.namelist()
+            for wanted in ("__init__.py", "py.typed", "libvramctl.so", "client.py", "site/vramctl.py"):
+                self.assertIn(f"vramctl/{wanted}", names)
+            self.assertTrue(any(name.endswith(".data/scripts/vramctl") for name in names), names)
+            hooks = [name for name in names if "dropin/torch_memory_saver_hook_mode_preload" in name]
+            if "vramctl/dropin/torch_memory_saver/__init__.py" in names:
+                self.assertEqual(len(hooks), 3, "beside the stand-in, under the names by which it is looked for")
+                library = archive.read("vramctl/libvramctl.so")
+                self.assertTrue(all(archive.read(name) == library for name in hooks))
+            else:
+                self.assertEqual(hooks, [])
+            metadata = archive.read(
+                next(name for name in names if re.fullmatch(r"vramctl-[^/]+\.dist-info/METADATA", name))
+            ).decode()
+        self.assertIn("Requires-Python: >=3.9", metadata)
+        self.assertNotIn("Requires-Dist", metadata, "nothing is needed at run time")
+
+    def test_it_works_where_it_is_installed_in_the_oldest_python(self) -> None:
+        self.in_environment(interpreters().get((3, 9)), "Python 3.9")
+
+    def test_it_works_where_it_is_installed_in_a_newer_python(self) -> None:
+        newer = {version: python for version, python in interpreters().items() if version >= (3, 11)}
+        self.in_environment(newer[max(newer)] if newer else None, "Python 3.11 or later")
+
+    def in_environment(self, python: str | None, wanted: str) -> None:
+        if python is None:
+            self.skipTest(f"not run: there is no {wanted} here")
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        done([python, "-m", "venv", str(place)])
+        done([str(place / "bin/pip"), "install", "--quiet", "--no-index", "--disable-pip-version-check", str(self.wheel)])
+        self.works(str(place / "bin/vramctl"), str(place / "bin/python"), place)
+
+    def test_pip_builds_it_where_rust_is_and_installs_it_into_a_directory(self) -> None:
+        """In the profile that was built already: what pip does with it is the same."""
+        place = self.folder / "target"
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--target",
+            str(place),
+            ".",
+        ]
+        done(command, VRAMCTL_WHEEL_CARGO="build")
+        # Another Python than the one that it was installed with, and with no path to it but what `vramctl run` says.
+        self.works(str(place / "bin/vramctl"), sys.executable, place)
+
+    def works(self, command: str, python: str, place: Path) -> None:
+        """Pauses and resumes, from Python and from the shell, with what was installed at `place`."""
+        where = [command, "run", "--", python, "-c", "import vramctl; print(vramctl.__file__, vramctl.library_path())"]
+        for path in done(where).split():
+            self.assertTrue(path.startswith(str(place)), path)
+        for folder in done([command, "python-path"]).strip().split(":"):
+            self.assertTrue(folder.startswith(str(place)) and Path(folder).is_dir(), folder)
+        stand_in = "import importlib.metadata, os, torch_memory_saver; print(os.path.dirname(torch_memory_saver.__file__)); "
+        stand_in += "print(importlib.metadata.version('torch_memory_saver'), torch_memory_saver.torch_memory_saver.pause())"
+        package, version = done([command, "run", "--", python, "-c", stand_in]).splitlines()
+        self.assertTrue(package.startswith(str(place)), package)
+        self.assertRegex(version, r"^0\.0\.10\+vramctl None$")
+        # As a training framework starts its workers: a copy of the library beside the stand-in, and no `vramctl run`.
+        copy = str(Path(package).parent / "torch_memory_saver_hook_mode_preload.abi3.so")
+        done([python, "-c", stand_in], LD_PRELOAD=copy, PYTHONPATH=str(Path(package).parent))
+        done(
+            [
+                command,
+                "run",
+                "--",
+                python,
+                str(ROOT / "tests/apps/engine.py"),
+                "--weights-mib",
+                "16",
+                "--kv-mib",
+                "8",
+                "--cycles",
+                "1",
+            ]
+        )
+        holder = subprocess.Popen(
+            [command, "run", "--name", "wheel", "--", python, "-c", HOLDER],
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert holder.stdin is not None and holder.stdout is not None
+        try:
+            self.assertEqual(holder.stdout.readline(), "ready\n")
+            self.assertIn("12.00 MiB", done([command, "pause", "--name", "wheel"]))
+            done([command, "resume", "--name", "wheel"])
+            client = "import vramctl\nwith vramctl.Client('wheel') as c:\n    print(c.pause('weights').bytes, c.resume().bytes)"
+            self.assertEqual(done([command, "run", "--", python, "-c", client]), f"{8 << 20} {8 << 20}\n")
+            holder.stdin.write("check\n")
+            holder.stdin.flush()
+            self.assertEqual(holder.stdout.readline(), "weights ok, cache zero\n")
+        finally:
+            holder.kill()
+            holder.communicate()
+
+    def test_the_engine_of_the_demonstration_is_paused_by_what_is_installed(self) -> None:
+        """The demonstration itself, with the installed binary and library in place of built ones."""
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        done(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-index",
+                "--disable-pip-version-check",
+                "--target",
+                str(place),
+                str(self.wheel),
+            ]
+        )
+        (place / "bin" / "libvramctl.so").symlink_to(place / "vramctl" / "libvramctl.so")
+        without_gpu = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("SIMGPU_")}
+        demo = [str(ROOT / "scripts/demo"), "--simulated", "--bin", str(place / "bin"), "--weights-mib", "64", "--kv-mib", "16"]
+        ran = subprocess.run(demo, env=without_gpu, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=540)
+        self.assertEqual(ran.returncode, 0, ran.stdout)
+        self.assertIn("demo OK", ran.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,131 @@
+//! Where the library and the Python package are: in a checkout, where an archive was unpacked, and where pip puts a wheel.
+
+use crate::failure::{Exit, Failure};
+use std::env;
+use std::fs;
+use std::path::{self, Path, PathBuf};
+
+pub const LIBRARY: &str = "libvramctl.so";
+
+/// `$VRAMCTL_LIB`, else beside this binary, else in `../lib`, else in the Python package that this binary came with.
+pub fn library() -> Result<PathBuf, Failure> {
+    let candidates = chosen("VRAMCTL_LIB").map_or_else(|| with_binary(libraries), |path| vec![path]);
+    find(&candidates, Path::is_file).ok_or_else(|| {
+        let way_out = "build it with `cargo build --release`, or set VRAMCTL_LIB to its path";
+        Failure::new(Exit::Failed, format!("{LIBRARY} is not there (looked for {}); {way_out}", list(&candidates)))
+    })
+}
+
+/// The directories of the Python package that belong on `PYTHONPATH`: `$VRAMCTL_PYTHON`'s, else those of the package that
+/// this binary came with, else those of the checkout that it was built in. None where there is no package, which is an
+/// error only where it was chosen.
+pub fn python_path() -> Result<Vec<PathBuf>, Failure> {
+    let is_package = |path: &Path| path.join("__init__.py").is_file();
+    let package = match chosen("VRAMCTL_PYTHON") {
+        Some(path) => Some(find(&[path], is_package).ok_or_else(no_package)?),
+        None => find(&with_binary(packages), is_package),
+    };
+    let folders = package.map_or_else(Vec::new, |package| ["site", "dropin"].map(|folder| package.join(folder)).into());
+    Ok(folders.into_iter().filter(|folder| folder.is_dir()).collect())
+}
+
+/// That there is no package, for those who need it.
+pub fn no_package() -> Failure {
+    let looked = list(&chosen("VRAMCTL_PYTHON").map_or_else(|| with_binary(packages), |path| vec![path]));
+    let way_out = "install the wheel, or set VRAMCTL_PYTHON to the directory python/vramctl of a checkout";
+    Failure::new(Exit::Failed, format!("the Python package is not there (looked for {looked}); {way_out}"))
+}
+
+/// What a variable of the environment names, unless it is empty.
+fn chosen(variable: &str) -> Option<PathBuf> {
+    env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
+}
+
+fn with_binary(places: impl Fn(&Path) -> Vec<PathBuf>) -> Vec<PathBuf> {
+    env::current_exe().map_or_else(|_| Vec::new(), |binary| places(&binary))
+}
+
+/// The first that is there. The program may change its directory, so the answer is absolute. Symbolic links stay: they
+/// are a way around a path with spaces in it.
+fn find(candidates: &[PathBuf], is_there: impl Fn(&Path) -> bool) -> Option<PathBuf> {
+    candidates.iter().find(|path| is_there(path)).and_then(|path| path::absolute(path).ok())
+}
+
+fn list(candidates: &[PathBuf]) -> String {
+    candidates.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+fn libraries(binary: &Path) -> Vec<PathBuf> {
+    let folder = binary.parent();
+    let lib = folder.and_then(Path::parent).map(|above| above.join("lib"));
+    let beside = folder.map(Path::to_owned).into_iter().chain(lib);
+    beside.chain(installed(binary)).map(|folder| folder.join(LIBRARY)).collect()
+}
+
+fn packages(binary: &Path) -> Vec<PathBuf> {
+    // target/release/vramctl, or target/TRIPLE/release/vramctl.
+    let target = binary.ancestors().find(|folder| folder.ends_with("target"));
+    let checkout = target.and_then(Path::parent).map(|root| root.join("python/vramctl"));
+    installed(binary).into_iter().chain(checkout).collect()
+}
+
+/// The packages that pip may have put this binary beside: `pip install --target`, then each Python of a prefix (a virtual
+/// environment, `~/.local`, `/usr/local`), those with this binary's version first.
+fn installed(binary: &Path) -> Vec<PathBuf> {
+    let Some(prefix) = binary.parent().and_then(Path::parent) else { return Vec::new() };
+    let mut sites = Vec::new();
+    for lib in ["lib", "lib64"] {
+        let pythons = fs::read_dir(prefix.join(lib)).into_iter().flatten().flatten().map(|entry| entry.path());
+        let pythons =
+            pythons.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("python3")));
+        sites.extend(pythons.flat_map(|python| [python.join("site-packages"), python.join("dist-packages")]));
+    }
+    sites.retain(|site| site.join("vramctl").is_dir());
+    sites.sort();
+    sites.sort_by_key(|site| !site.join(concat!("vramctl-", env!("CARGO_PKG_VERSION"), ".dist-info")).is_dir());
+    [prefix.to_owned()].into_iter().chain(sites).map(|site| site.join("vramctl")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn touch(path: &Path) {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "").unwrap();
+    }
+
+    #[test]
+    fn the_library_lies_beside_the_binary_or_in_lib_or_in_a_package() {
+        let wanted = ["/nowhere/bin/libvramctl.so", "/nowhere/lib/libvramctl.so", "/nowhere/vramctl/libvramctl.so"];
+        assert_eq!(libraries(Path::new("/nowhere/bin/vramctl")), wanted.map(Path::new));
+    }
+
+    #[test]
+    fn a_package_is_found_where_pip_puts_it() {
+        let prefix = tempfile::tempdir().unwrap();
+        let binary = prefix.path().join("bin/vramctl");
+        let site = |python: &str| prefix.path().join("lib").join(python);
+        for folder in ["python3.8/site-packages", "python3.12/site-packages", "python3.13/dist-packages"] {
+            touch(&site(folder).join("vramctl/libvramctl.so"));
+        }
+        touch(&site("python3.9/site-packages/other/__init__.py"));
+        touch(&site(&format!("python3.12/site-packages/vramctl-{}.dist-info/METADATA", env!("CARGO_PKG_VERSION"))));
+        let found: Vec<_> = installed(&binary).iter().map(|path| path.strip_prefix(prefix.path()).unwrap().to_owned()).collect();
+        let wanted = [
+            "vramctl",
+            "lib/python3.12/site-packages/vramctl",
+            "lib/python3.13/dist-packages/vramctl",
+            "lib/python3.8/site-packages/vramctl",
+        ];
+        assert_eq!(found, wanted.map(PathBuf::from), "the one with this version comes first, of those with a package");
+    }
+
+    #[test]
+    fn a_checkout_s_package_is_found_from_what_was_built_in_it() {
+        for built in ["/c/target/debug/vramctl", "/c/target/x86_64-unknown-linux-gnu/release/vramctl"] {
+            assert!(packages(Path::new(built)).contains(&PathBuf::from("/c/python/vramctl")), "{built}");
+        }
+        assert!(packages(Path::new("/usr/bin/vramctl")).iter().all(|path| path.starts_with("/usr")));
+    }
+}

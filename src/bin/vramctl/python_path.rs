@@ -1,0 +1,27 @@
+//! `vramctl python-path`.
+
+use crate::failure::{Exit, Failure};
+use crate::output;
+use crate::places;
+use std::env;
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+`vramctl run` puts these directories first on PYTHONPATH by itself. This is for those who set the environment of a Python \
+program in another way, together with LD_PRELOAD. They contain the package `vramctl`, what recognises inference engines, and \
+a stand-in for torch_memory_saver; nothing that is installed is changed.
+
+Examples:
+  PYTHONPATH=\"$(vramctl python-path):$PYTHONPATH\" LD_PRELOAD=/path/to/libvramctl.so python serve.py
+  vramctl python-path | tr : '\\n'     one a line")]
+pub struct Args {}
+
+pub fn python_path(_: &Args) -> Result<Exit, Failure> {
+    let folders = places::python_path()?;
+    if folders.is_empty() {
+        return Err(places::no_package());
+    }
+    let joined = env::join_paths(&folders).map_err(|error| Failure::new(Exit::Failed, error.to_string()))?;
+    output::say(&joined.to_string_lossy())?;
+    Ok(Exit::Done)
+}

@@ -1,0 +1,366 @@
+//! The C functions of `torch_memory_saver`, called as its users call them.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{Gpu, MIB, free, malloc, pattern, read, write};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::Path;
+use std::process::Command;
+use std::ptr;
+use std::thread;
+use vramctl::abi::{VramctlBackup, VramctlResult, vramctl_last_error, vramctl_region_begin, vramctl_region_end};
+use vramctl::memory::{Backup, Memory};
+use vramctl::tms::*;
+
+fn set_tag(tag: &str) {
+    let tag = CString::new(tag).unwrap();
+    unsafe { tms_set_current_tag(tag.as_ptr()) };
+}
+
+fn tag() -> String {
+    unsafe { CStr::from_ptr(tms_get_current_tag()) }.to_str().unwrap().to_owned()
+}
+
+fn backend() -> &'static CStr {
+    unsafe { CStr::from_ptr(tms_get_cpu_backup_backend()) }
+}
+
+fn named(tag: Option<&str>, call: unsafe extern "C" fn(*const c_char) -> c_int) -> c_int {
+    let tag = tag.map(|tag| CString::new(tag).unwrap());
+    unsafe { call(tag.as_ref().map_or(ptr::null(), |tag| tag.as_ptr())) }
+}
+
+fn pause(tag: Option<&str>) -> c_int {
+    named(tag, tms_pause)
+}
+
+fn resume(tag: Option<&str>) -> c_int {
+    named(tag, tms_resume)
+}
+
+/// What the thread would hand to the next allocation: (tag, managed, in host memory, on disk).
+fn settings() -> (String, bool, bool, bool) {
+    (tag(), tms_get_interesting_region(), tms_get_enable_cpu_backup(), tms_get_enable_disk_backup())
+}
+
+fn policy(address: u64) -> (String, Backup) {
+    let allocation = Memory::get().find(address).expect("it is managed");
+    (allocation.tag.to_string(), allocation.backup)
+}
+
+/// In a thread of its own: what is said of a thread's ground stays with it.
+fn in_a_new_thread(body: impl FnOnce() + Send + 'static) {
+    thread::spawn(body).join().unwrap();
+}
+
+#[test]
+fn settings_are_the_threads_own_and_stay() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        assert_eq!(settings(), ("default".into(), false, false, false));
+        assert_eq!(backend(), c"pinned");
+        common::set_device(0);
+        let plain = malloc(2 * MIB).unwrap();
+        assert!(Memory::get().find(plain).is_none(), "nothing is managed until it is said");
+
+        set_tag("weights");
+        tms_set_interesting_region(true);
+        assert_eq!(settings(), ("weights".into(), true, false, false));
+        let discarded = malloc(2 * MIB).unwrap();
+        tms_set_enable_cpu_backup(true);
+        let in_memory = malloc(2 * MIB).unwrap();
+        assert_eq!(settings(), ("weights".into(), true, true, false));
+        tms_set_enable_disk_backup(true);
+        assert_eq!(settings(), ("weights".into(), true, false, true), "one at a time");
+        let on_disk = malloc(2 * MIB).unwrap();
+        tms_set_enable_cpu_backup(false);
+        assert_eq!(settings(), ("weights".into(), true, false, true), "it was not there that they were kept");
+        tms_set_enable_disk_backup(false);
+        assert_eq!(settings(), ("weights".into(), true, false, false));
+        unsafe { tms_set_cpu_backup_backend(c"mmap".as_ptr()) };
+        assert_eq!(backend(), c"mmap");
+
+        tms_set_interesting_region(false);
+        let left = malloc(2 * MIB).unwrap();
+        assert!(Memory::get().find(left).is_none());
+        assert_eq!(settings(), ("weights".into(), false, false, false), "what else was said is not forgotten");
+        assert_eq!(
+            [discarded, in_memory, on_disk].map(policy),
+            [Backup::Discard, Backup::Host, Backup::Disk].map(|backup| ("weights".to_owned(), backup))
+        );
+        in_a_new_thread(|| {
+            assert_eq!(settings(), ("default".into(), false, false, false));
+            assert_eq!(backend(), c"pinned");
+        });
+        for address in [plain, discarded, in_memory, on_disk, left] {
+            assert_eq!(free(address), 0);
+        }
+    });
+}
+
+/// Frameworks turn management off and on again inside a region: a library's buffers in slime, chunks of weights with tags of
+/// their own. It must hold there, and end with the region.
+#[test]
+fn inside_a_region_the_settings_are_the_regions() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        set_tag("ground");
+        tms_set_interesting_region(true);
+        unsafe { vramctl_region_begin(c"weights".as_ptr(), VramctlBackup::Host as i32) };
+        assert_eq!(settings(), ("weights".into(), true, true, false));
+        tms_set_interesting_region(false);
+        common::set_device(0);
+        let plain = malloc(2 * MIB).unwrap();
+        assert!(Memory::get().find(plain).is_none());
+        tms_set_interesting_region(true);
+        set_tag("chunk_0");
+        let chunk = malloc(2 * MIB).unwrap();
+        assert_eq!(policy(chunk), ("chunk_0".into(), Backup::Host));
+        vramctl_region_end();
+        assert_eq!(settings(), ("ground".into(), true, false, false));
+        unsafe { vramctl_region_begin(ptr::null(), 0) };
+        assert!(!tms_get_interesting_region());
+        vramctl_region_end();
+        assert!(tms_get_interesting_region());
+        assert_eq!((free(plain), free(chunk)), (0, 0));
+    });
+}
+
+#[test]
+fn pausing_and_resuming_twice_is_no_error_and_nor_is_a_tag_that_nothing_has() {
+    let gpu = Gpu::take();
+    common::set_device(0);
+    let (weights, cache) = thread::spawn(|| {
+        common::set_device(0);
+        tms_set_interesting_region(true);
+        set_tag("kv_cache");
+        let cache = malloc(4 * MIB).unwrap();
+        set_tag("weights");
+        tms_set_enable_cpu_backup(true);
+        (malloc(4 * MIB).unwrap(), cache)
+    })
+    .join()
+    .unwrap();
+    let contents = pattern(3, 4 * MIB);
+    assert_eq!((write(weights, &contents), write(cache, &contents)), (0, 0));
+    let used = gpu.used(0);
+
+    let backup = |address: u64, bytes: u64| tms_get_cpu_backup_pointer(address as *const u8, bytes);
+    assert!(backup(weights, 1).is_null(), "what is active has none");
+    assert_eq!((pause(Some("weights")), pause(Some("weights")), pause(Some("cuda_graph"))), (0, 0, 0));
+    assert_eq!(pause(None), 0);
+    assert!(gpu.used(0) <= used - 8 * MIB as u64);
+    let kept = backup(weights + 4096, 4096);
+    assert!(unsafe { std::slice::from_raw_parts(kept, 4096) } == &contents[4096..8192]);
+    assert!(backup(weights + 4096, 4 * MIB as u64).is_null(), "so much does not follow there");
+    assert!(backup(cache, 1).is_null(), "what was discarded has none");
+
+    // Too little memory: said, and nothing has changed.
+    gpu.occupy(0, common::DEVICE_BYTES - 6 * MIB);
+    let failed = resume(None);
+    assert_eq!(failed, VramctlResult::DeviceMemory as c_int);
+    assert!(unsafe { CStr::from_ptr(vramctl_last_error()) }.to_str().unwrap().contains("too little memory"));
+    gpu.occupy(0, 0);
+    assert_eq!((resume(Some("weights")), resume(None), resume(None), resume(Some("cuda_graph"))), (0, 0, 0, 0));
+    assert!(read(weights, 4 * MIB).unwrap() == contents);
+    assert!(read(cache, 4 * MIB).unwrap().iter().all(|byte| *byte == 0), "without a backup nothing is kept");
+    assert_eq!((free(weights), free(cache)), (0, 0));
+}
+
+#[test]
+fn retaining_the_margin_and_the_directory_are_the_processes() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        assert!(!tms_get_retain_cpu_backup());
+        tms_set_retain_cpu_backup(true);
+        in_a_new_thread(|| assert!(tms_get_retain_cpu_backup()));
+        tms_set_interesting_region(true);
+        tms_set_enable_cpu_backup(true);
+        common::set_device(0);
+        let address = malloc(4 * MIB).unwrap();
+        let held = || {
+            vramctl::backup::settle();
+            Memory::get().status().host.used_bytes
+        };
+        assert_eq!((pause(None), resume(None), held()), (0, 0, 4 << 20));
+        tms_set_retain_cpu_backup(false);
+        assert_eq!(held(), 0);
+
+        let folder = tempfile::tempdir().unwrap();
+        let made = CString::new(folder.path().join("made/for/it").to_str().unwrap()).unwrap();
+        unsafe { tms_set_disk_backup_dir(made.as_ptr()) };
+        assert!(folder.path().join("made/for/it").is_dir());
+        assert_eq!(vramctl::backup::disk_directory(), folder.path().join("made/for/it"));
+        vramctl::backup::set_disk_directory(None);
+
+        set_memory_margin_bytes(common::DEVICE_BYTES as u64);
+        assert_eq!(malloc(2 * MIB), Err(2));
+        common::last_error();
+        set_memory_margin_bytes(0);
+        assert_eq!(free(address), 0);
+    });
+}
+
+#[test]
+fn nonsense_changes_nothing_and_ends_nothing() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        let before = settings();
+        unsafe {
+            tms_set_current_tag(ptr::null());
+            tms_set_current_tag(c"a,b".as_ptr());
+            tms_set_current_tag(c"\xff".as_ptr());
+            tms_set_cpu_backup_backend(ptr::null());
+            tms_set_cpu_backup_backend(c"tape".as_ptr());
+            tms_set_disk_backup_dir(ptr::null());
+            tms_set_disk_backup_dir(c"/dev/null/x".as_ptr());
+        }
+        assert_eq!(settings(), before);
+        assert_eq!(backend(), c"pinned");
+        assert!(tms_get_cpu_backup_pointer(ptr::null(), 0).is_null());
+        assert!(tms_torch_malloc(-1, 0, ptr::null_mut()).is_null());
+        assert!(tms_torch_malloc(2 << 20, 99, ptr::null_mut()).is_null());
+    });
+}
+
+#[test]
+fn torchs_allocator_gets_managed_memory_on_the_device_that_it_names() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        common::set_device(0);
+        let stream = ptr::null_mut::<c_void>();
+        let plain = tms_torch_malloc(2 << 20, 1, stream);
+        assert!(!plain.is_null() && Memory::get().find(plain as u64).is_none(), "outside a region it is CUDA's own");
+        tms_set_interesting_region(true);
+        set_tag("pool");
+        let managed = tms_torch_malloc(2 << 20, 1, stream);
+        let allocation = Memory::get().find(managed as u64).unwrap();
+        assert_eq!((&*allocation.tag, allocation.device), ("pool", 1));
+        let here = malloc(2 * MIB).unwrap();
+        assert_eq!(Memory::get().find(here).unwrap().device, 0, "the thread's device is as it was");
+        assert!(tms_torch_malloc(common::DEVICE_BYTES as isize, 0, stream).is_null());
+        common::last_error();
+        // torch frees whenever it likes: outside the region, and while it is paused.
+        tms_set_interesting_region(false);
+        assert_eq!(pause(Some("pool")), 0);
+        unsafe {
+            tms_torch_free(managed, 2 << 20, 1, stream);
+            tms_torch_free(plain, 2 << 20, 1, stream);
+            tms_torch_free(ptr::null_mut(), 0, 0, stream);
+        }
+        assert_eq!(free(here), 0);
+    });
+}
+
+/// Runs Python with the simulated GPU, and with `preload` in `LD_PRELOAD`.
+fn python(script: &str, preload: &[&Path], sockets: &Path) {
+    let preload: Vec<_> = preload.iter().map(|path| path.to_str().unwrap()).collect();
+    let output = Command::new("python3")
+        .args(["-c", script])
+        .arg(common::artifacts().join("libvramctl.so"))
+        .env("LD_PRELOAD", preload.join(":"))
+        .env("LD_LIBRARY_PATH", common::simulated_libraries())
+        // Made by the library: one that is there already would have to be closed to other users.
+        .env("VRAMCTL_DIR", sockets.join("sockets"))
+        .env("VRAMCTL_TAG", "default")
+        .output()
+        .expect("python3 runs");
+    assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+}
+
+/// `vramctl run` preloads the library, and a framework the same one under another name. The memory that the first leaves to
+/// CUDA must not be taken by the second, and there is one control socket.
+#[test]
+fn of_two_copies_the_first_answers_and_the_second_stands_aside() {
+    let folder = tempfile::tempdir().unwrap();
+    let (library, copy) = (common::artifacts().join("libvramctl.so"), folder.path().join("torch_memory_saver_hook_mode_preload.abi3.so"));
+    std::fs::copy(&library, &copy).unwrap();
+    for order in [[&*copy, &*library], [&*library, &*copy]] {
+        let sockets = tempfile::tempdir().unwrap();
+        python(
+            "
+import ctypes, json, os, time
+ctypes.CDLL('libcudart.so.13', mode=ctypes.RTLD_GLOBAL)
+first, *others = [ctypes.CDLL(path) for path in os.environ['LD_PRELOAD'].split(':')]
+program = ctypes.CDLL(None)
+
+def tags(library):
+    text = ctypes.create_string_buffer(1 << 16)
+    assert library.vramctl_status_json(text, len(text), None) == 0
+    return {tag['tag']: tag['bytes'] for tag in json.loads(text.value)['tags']}
+
+def malloc(library=program):
+    pointer = ctypes.c_void_p()
+    assert library.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(8 << 20)) == 0
+    return pointer
+
+managed = malloc()
+assert tags(first) == {'default': 8 << 20}, tags(first)
+program.tms_set_interesting_region(False)
+plain, asked_of_the_second = malloc(), malloc(others[0])
+assert tags(first) == {'default': 8 << 20}, 'what is left to CUDA is managed'
+assert all(not tags(other) for other in others), 'the second copy manages memory, too'
+sockets = lambda: os.listdir(os.environ['VRAMCTL_DIR']) if os.path.exists(os.environ['VRAMCTL_DIR']) else []
+deadline = time.monotonic() + 20
+while not sockets() and time.monotonic() < deadline:
+    time.sleep(0.01)
+time.sleep(0.2)
+assert len(sockets()) == 1, sockets()
+for pointer in (managed, plain, asked_of_the_second):
+    assert program.cudaFree(pointer) == 0
+assert not tags(first)
+",
+            &order,
+            sockets.path(),
+        );
+    }
+}
+
+/// torch's pluggable allocator opens the library without its being preloaded. Then nothing is hooked, and what torch asks
+/// for can be paused all the same.
+#[test]
+fn a_library_that_was_only_opened_manages_what_it_is_asked_for() {
+    let sockets = tempfile::tempdir().unwrap();
+    python(
+        "
+import ctypes, sys
+runtime = ctypes.CDLL('libcudart.so.13')
+library = ctypes.CDLL(sys.argv[1])
+library.tms_torch_malloc.restype = ctypes.c_void_p
+library.tms_torch_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+library.tms_torch_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+runtime.cudaMemGetInfo.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+
+def free_bytes():
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    assert runtime.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)) == 0
+    return free.value
+
+library.tms_set_current_tag(b'weights')
+library.tms_set_interesting_region(True)
+library.tms_set_enable_cpu_backup(True)
+pointer = library.tms_torch_malloc(64 << 20, 0, None)
+assert pointer
+contents = bytes(range(256)) * 16
+assert runtime.cudaMemcpy(ctypes.c_void_p(pointer), contents, len(contents), 1) == 0
+before = free_bytes()
+assert library.tms_pause(None) == 0
+assert free_bytes() >= before + (64 << 20)
+assert library.tms_resume(None) == 0
+found = ctypes.create_string_buffer(len(contents))
+assert runtime.cudaMemcpy(found, ctypes.c_void_p(pointer), len(contents), 2) == 0
+assert found.raw == contents
+library.tms_torch_free(pointer, 64 << 20, 0, None)
+
+plain = ctypes.c_void_p()
+before = free_bytes()
+assert runtime.cudaMalloc(ctypes.byref(plain), ctypes.c_size_t(8 << 20)) == 0
+library.tms_pause(None)
+assert free_bytes() == before - (8 << 20), 'the runtime itself is not hooked'
+assert runtime.cudaFree(plain) == 0
+",
+        &[],
+        sockets.path(),
+    );
+}
