@@ -23,7 +23,8 @@ than that. Contents are kept in host memory, unless the tag's policy, --backup o
 after an error everything is as it was. Interrupting this command does not interrupt a pause under way.
 
 An inference engine must have no requests. With --engine it is asked: the pause is refused while it has some (with \
---timeout: if they do not end by then), and where its KV cache is discarded it is told to forget its prefix cache. VRAMCTL_ENGINE_KEY is its API key, where it asks for one.
+--timeout: if they do not end by then), and where its KV cache is discarded it is told to forget its prefix cache. VRAMCTL_ENGINE_KEY is \
+its API key, where it asks for one.
 
 Examples:
   vramctl pause                              all of the only managed process
