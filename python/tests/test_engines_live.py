@@ -1,5 +1,5 @@
-"""An engine that knows nothing of vramctl, under `vramctl run`, on the simulated GPU: the whole way from `sitecustomize` to a
-pause from outside. The engine is a stand-in with vLLM's names; torch is the stand-in of fake_torch.
+"""Engines that know nothing of vramctl, under `vramctl run`, on the simulated GPU: the whole way from `sitecustomize` to a
+pause from outside. The engines are stand-ins with the names of the real ones; torch is the stand-in of fake_torch.
 """
 
 import json
@@ -90,26 +90,78 @@ def work(sleep):
             print("done", flush=True)
 """
 
+SGLANG_FILES = {
+    "sglang/__init__.py": "__version__ = '0.5.16'",
+    "sglang/srt/server_args.py": """
+        import dataclasses
+        @dataclasses.dataclass
+        class ServerArgs:
+            enable_memory_saver: bool = False
+            enable_weights_cpu_backup: bool = False
+            def __post_init__(self): pass
+        """,
+    "sglang/srt/utils/torch_memory_saver_adapter.py": """
+        import contextlib
+        import torch_memory_saver
+        class TorchMemorySaverAdapter:
+            @staticmethod
+            def create(enable): return Real() if enable else Noop()
+        class Real(TorchMemorySaverAdapter):
+            def region(self, tag, enable_cpu_backup=False):
+                return torch_memory_saver.torch_memory_saver.region(tag=tag, enable_cpu_backup=enable_cpu_backup)
+        class Noop(TorchMemorySaverAdapter):
+            def region(self, tag, enable_cpu_backup=False): return contextlib.nullcontext()
+        """,
+}
+
+#: A scheduler, which gets its settings from the process that has made them.
+SGLANG_ENGINE = """
+def settings(saver):
+    from sglang.srt.server_args import ServerArgs
+    return ServerArgs(enable_memory_saver=saver)
+def work(settings):
+    import torch
+    torch.cuda.init()
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+    saver = TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver)
+    with saver.region("weights", enable_cpu_backup=settings.enable_weights_cpu_backup):
+        weights = torch.empty(32 << 20)
+    with saver.region("kv_cache"):
+        cache = torch.empty(64 << 20)
+    other = torch.empty(4 << 20)
+    contents = {"weights": weights, "kv_cache": cache, "other": other}
+    for number, tensor in enumerate(contents.values(), 1):
+        tensor.copy_(bytes([number]) * tensor.numel())
+    print("ready", flush=True)
+    for _ in open(0):
+        fate = {}
+        for number, (name, tensor) in enumerate(contents.items(), 1):
+            found = set(tensor.tobytes())
+            fate[name] = "kept" if found == {number} else "zero" if found == {0} else "lost"
+        print(fate, flush=True)
+"""
+
 
 class Live(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = pathlib.Path(folder.name)
-        for name, text in FILES.items():
+        for name, text in {**FILES, **SGLANG_FILES}.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text))
-        (self.folder / "engine_program.py").write_text(ENGINE)
+        (self.folder / "vllm_program.py").write_text(ENGINE)
+        (self.folder / "sglang_program.py").write_text(SGLANG_ENGINE)
 
-    def engine(self, name, sleep=False):
+    def engine(self, name, program="vllm_program", argument="False"):
         paths = [str(self.folder), str(pathlib.Path(support.__file__).parent / "fake_torch")]
         # What the test itself runs under is not what the engine is to run under.
         environment = {"PYTHONPATH": os.pathsep.join(paths), "LD_PRELOAD": "", "VRAMCTL_TAG": ""}
         source = (
-            "import multiprocessing, engine_program\n"
+            f"import multiprocessing\nfrom {program} import *\n"
             "if __name__ == '__main__':\n"
-            f"    child = multiprocessing.get_context('spawn').Process(target=engine_program.work, args=({sleep},))\n"
+            f"    child = multiprocessing.get_context('spawn').Process(target=work, args=({argument},))\n"
             "    child.start()\n"
             "    child.join()\n"
         )
@@ -122,9 +174,9 @@ class Live(unittest.TestCase):
         self.assertEqual(done.returncode, code, done.stdout + done.stderr)
         return done.stdout + done.stderr
 
-    def tags(self, name):
+    def tags(self, name, engine="vllm"):
         (process,) = json.loads(self.vramctl("status", name, "--json"))["processes"]
-        self.assertEqual(process["engine"], "vllm")
+        self.assertEqual(process["engine"], engine)
         return {tag["tag"]: (tag["bytes"] >> 20, tag["state"]) for tag in process["tags"]}
 
     def test_from_outside(self):
@@ -146,7 +198,7 @@ class Live(unittest.TestCase):
         self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'zero', 'graph': 'kept'}")
 
     def test_sleep_mode(self):
-        engine = self.engine("sleeping", sleep=True)
+        engine = self.engine("sleeping", argument="True")
         self.assertEqual(set(self.tags("sleeping")), {"weights", "kv_cache", "default"})
         for _ in range(2):
             self.assertEqual(engine.ask("allocator.sleep(offload_tags=('weights',))"), "done")
@@ -159,6 +211,26 @@ class Live(unittest.TestCase):
         self.assertEqual(engine.ask("allocator.sleep(offload_tags=())"), "done")
         self.assertEqual(engine.ask("allocator.wake_up()"), "done")
         self.assertEqual(engine.ask("look"), "{'weights': 'zero', 'kv_cache': 'zero', 'graph': 'kept'}")
+
+    def test_sglang_from_outside(self):
+        engine = self.engine("outside", "sglang_program", "settings(False)")
+        tags = self.tags("outside", "sglang")
+        self.assertEqual({name: size for name, (size, _) in tags.items()}, {"weights": 32, "kv_cache": 64, "default": 20})
+        self.vramctl("pause", "--name", "outside")
+        self.vramctl("resume", "--name", "outside")
+        self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'kept', 'other': 'kept'}")
+
+    def test_sglang_with_its_own_memory_saver(self):
+        """Its regions say what becomes of contents. From outside, that is not to be lost behind its back either."""
+        engine = self.engine("own", "sglang_program", "settings(True)")
+        self.assertEqual(set(self.tags("own", "sglang")), {"weights", "kv_cache", "default"})
+        self.assertIn("--engine URL", self.vramctl("pause", "--name", "own", code=1))
+        self.vramctl("pause", "--name", "own", "--backup", "host")
+        self.vramctl("resume", "--name", "own")
+        self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'kept', 'other': 'kept'}")
+        self.vramctl("pause", "kv_cache", "--name", "own", "--force")
+        self.vramctl("resume", "--name", "own")
+        self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'zero', 'other': 'kept'}")
 
 
 if __name__ == "__main__":
