@@ -149,10 +149,10 @@ class Engines(Check):
 
     def shell(self, *arguments):
         """One pause or resume: the milliseconds of the slowest process, as each reports them."""
-        code, text, _ = self.command(self.bin / "vramctl", *arguments, seconds=120)
-        if code != 0:
+        code, answer, text, _ = self.vramctl(*[part for part in arguments if part != "--json"])
+        if code != 0 or answer is None:
             raise Failed(f"vramctl {arguments[0]}: exit code {code}: {text}")
-        return max(one["report"]["ms"] for one in json.loads(text)["processes"])
+        return max(one["report"]["ms"] for one in answer["processes"])
 
     def tpot(self):
         self.model()
