@@ -15,6 +15,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import support  # noqa: E402
 
+import vramctl  # noqa: E402
+
 FILES = {
     "vllm/__init__.py": "__version__ = '0.26.0'",
     "vllm/device_allocator/__init__.py": "",
@@ -177,6 +179,8 @@ class Live(unittest.TestCase):
     def tags(self, name, engine="vllm"):
         (process,) = json.loads(self.vramctl("status", name, "--json"))["processes"]
         self.assertEqual(process["engine"], engine)
+        with vramctl.Client(name) as client:
+            self.assertEqual(client.hello().engine, engine)
         return {tag["tag"]: (tag["bytes"] >> 20, tag["state"]) for tag in process["tags"]}
 
     def test_from_outside(self):

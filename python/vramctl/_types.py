@@ -141,6 +141,9 @@ class Hello:
     name: str
     #: Its command line, the first 200 characters.
     program: str = ""
+    #: The inference engine in it (``vllm``, ``sglang``), where it has said so: discard its ``kv_cache`` only if the engine
+    #: forgets what its prefix cache says of it.
+    engine: str | None = None
 
     @classmethod
     def _from(cls, reply: Mapping[str, Any]) -> Hello:
