@@ -27,7 +27,7 @@ thread_local! {
     static BACKEND: Cell<Option<CpuBackupBackend>> = const { Cell::new(None) };
 }
 
-/// Pauses a tag, or with null all of them. 0: done, or there was nothing to do. Otherwise a [`VramctlResult`]; nothing was
+/// Pauses a tag, or with null or an empty one all of them. 0: done, or there was nothing to do. Otherwise a [`VramctlResult`]; nothing was
 /// changed then.
 ///
 /// # Safety
@@ -35,10 +35,10 @@ thread_local! {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
     // SAFETY: the caller's promise.
-    code("tms_pause", unsafe { abi::vramctl_pause(tag, -1, 0) })
+    code("tms_pause", unsafe { abi::vramctl_pause(one_or_all(tag), -1, 0) })
 }
 
-/// Resumes a tag, or with null all of them. 0: done, or there was nothing to do. Otherwise a [`VramctlResult`]; nothing was
+/// Resumes a tag, or with null or an empty one all of them. 0: done, or there was nothing to do. Otherwise a [`VramctlResult`]; nothing was
 /// changed then.
 ///
 /// # Safety
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_resume(tag: *const c_char) -> c_int {
     // SAFETY: the caller's promise.
-    code("tms_resume", unsafe { abi::vramctl_resume(tag, 0) })
+    code("tms_resume", unsafe { abi::vramctl_resume(one_or_all(tag), 0) })
 }
 
 /// The tag of the calling thread's managed allocations, whether or not they are managed now. Valid until the thread asks
@@ -216,6 +216,12 @@ fn set_backup(backup: Backup, keep: bool) -> Result<(), Error> {
     } else {
         Ok(())
     }
+}
+
+/// A tag as [`abi`] takes it: null for all.
+unsafe fn one_or_all(tag: *const c_char) -> *const c_char {
+    // SAFETY: a string that is not null has at least its NUL, by the caller's promise.
+    if !tag.is_null() && unsafe { *tag } == 0 { ptr::null() } else { tag }
 }
 
 /// A C string that must be there.
