@@ -36,6 +36,8 @@ class Cuda:
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._scope, name)(*arguments)
         if code != 0:
+            # Torch, in the same thread, would take it for an error of its own next call.
+            self._scope.cudaGetLastError()
             raise RuntimeError(f"{name}: error {code}")
 
     def malloc(self, size: int) -> int:
@@ -58,6 +60,13 @@ class Cuda:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value
+
+
+def freed(bytes: int) -> int:
+    """How much of `bytes` must be free after a pause. Host memory that the GPU reaches takes page tables on the GPU: 1 byte for
+    512, 2 MiB at a time.
+    """
+    return bytes - bytes // 512 - 2 * MIB
 
 
 def pattern(seed: int, size: int) -> bytes:

@@ -288,32 +288,23 @@ class Bench:
             self.data["limits"].setdefault(key, []).append(found["bytes"] / found["seconds"])
 
     def measure_calls(self, chosen):
-        rest = 500 if self.scale == 1 else 20
-        command = [
-            "--repeat",
-            self.repeat,
-            "--rest",
-            rest,
-            "calls",
-            chosen.name,
-            self.files[chosen.name],
-        ]
+        command = ["--repeat", min(self.repeat, 3), "calls", chosen.name, self.files[chosen.name]]
         for found in self.raw(*command):
-            variant = "joined" if found["joined"] else "each"
-            if found["rdma"]:
-                variant += "_rdma"
-            calls = self.data["calls"].setdefault(chosen.name, {}).setdefault(variant, {})
-            again = "_rested" if found["rested"] else ""
-            sums = {
-                "pause": found["unmap"] + found["release"],
-                f"resume{again}": found["create"] + found["map"] + found["access"],
-            }
-            for part in ("unmap", "release"):
-                sums[part] = found[part]
-            for part in ("create", "map", "access"):
-                sums[part + again] = found[part]
-            for key, seconds in sums.items():
-                calls.setdefault(key, []).append(seconds)
+            variant = ("joined" if found["joined"] else "each") + ("_rdma" if found["rdma"] else "")
+            self.record_calls(chosen, variant, found)
+
+    def record_calls(self, chosen, variant, found, rested=False):
+        calls = self.data["calls"].setdefault(chosen.name, {}).setdefault(variant, {})
+        again = "_rested" if rested else ""
+        sums = {
+            "pause": found["unmap"] + found["release"],
+            f"resume{again}": found["create"] + found["map"] + found["access"],
+            "unmap": found["unmap"],
+            "release": found["release"],
+            **{part + again: found[part] for part in ("create", "map", "access")},
+        }
+        for key, seconds in sums.items():
+            calls.setdefault(key, []).append(seconds)
 
     # ---- this library ----
 
@@ -455,6 +446,12 @@ class Bench:
             self.check(child)
             self.finish(child)
 
+    def driver_alone(self, child, chosen, rested):
+        """The driver's calls for the same set, in the same process and moment: machines change from minute to minute."""
+        parts = ("create", "map", "access", "unmap", "release")
+        took = map(float, child.ask(f"calls {self.files[chosen.name]}").split())
+        self.record_calls(chosen, "beside", dict(zip(parts, took)), rested)
+
     def discarded(self, chosen):
         child = self.holding(chosen, fill=False)
         child.ask("scribble")
@@ -465,6 +462,9 @@ class Bench:
             rested = turn >= self.repeat
             child.ask("scribble")
             self.pause(child, chosen, "discard_pause", backup=1)
+            if rested:
+                self.rest()
+            self.driver_alone(child, chosen, rested)
             if rested:
                 self.rest()
             self.resume(child, chosen, "discard_resume_rested" if rested else "discard_resume")

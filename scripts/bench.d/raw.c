@@ -4,107 +4,20 @@
  * memory of a set of allocations. Prints one JSON object a line.
  */
 #define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
+#include "calls.h"
+
 #include <pthread.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <time.h>
-#include <unistd.h>
 
 static const char help[] =
-	"usage: raw [--repeat N] [--bytes N] [--rest MS] limits | calls NAME FILE… | host BYTES SPARE THREADS\n\n"
+	"usage: raw [--repeat N] [--bytes N] limits | calls NAME FILE… | host BYTES SPARE THREADS\n\n"
 	"  limits   copies of --bytes (8 GiB) each way in pieces of 16 and 64 MiB; a device copy\n"
 	"           and a memset of half as much\n"
 	"  calls    for each set, named, and described by a file with one size a line: the time\n"
-	"           of unmap and release, then of create, map and access, right after that and\n"
-	"           after a rest (500 ms); with calls for each allocation, and with as few as the\n"
-	"           driver allows\n"
+	"           of unmap and release, then of create, map and access right after that; with\n"
+	"           calls for each allocation, and with as few as the driver allows\n"
 	"  host     touches so much fresh host memory, leaving so much spare, and some of it again:\n"
 	"           a virtual machine may get its own memory only then\n";
-
-/* ---- the driver's part that is used here ---- */
-
-typedef unsigned long long pointer;
-typedef struct { int type, id; } location;
-/* CUmemAllocationProp; 32 bytes. */
-typedef struct {
-	int type, handle_types;
-	location where;
-	void *win32;
-	struct { unsigned char compression, rdma; unsigned short usage; unsigned char reserved[4]; } flags;
-} properties;
-typedef struct { location where; int flags; } access_flags;
-
-#define CALLS(X) \
-	X(cuInit, (unsigned flags)) \
-	X(cuDeviceGet, (int *device, int ordinal)) \
-	X(cuDeviceGetAttribute, (int *value, int attribute, int device)) \
-	X(cuDevicePrimaryCtxRetain, (void **context, int device)) \
-	X(cuCtxSetCurrent, (void *context)) \
-	X(cuCtxSynchronize, (void)) \
-	X(cuStreamCreate, (void **stream, unsigned flags)) \
-	X(cuStreamSynchronize, (void *stream)) \
-	X(cuMemAlloc_v2, (pointer * out, size_t bytes)) \
-	X(cuMemFree_v2, (pointer address)) \
-	X(cuMemAllocHost_v2, (void **out, size_t bytes)) \
-	X(cuMemcpyHtoDAsync_v2, (pointer to, const void *from, size_t bytes, void *stream)) \
-	X(cuMemcpyDtoHAsync_v2, (void *to, pointer from, size_t bytes, void *stream)) \
-	X(cuMemcpyDtoDAsync_v2, (pointer to, pointer from, size_t bytes, void *stream)) \
-	X(cuMemsetD8Async, (pointer to, unsigned char value, size_t bytes, void *stream)) \
-	X(cuMemAddressReserve, (pointer * out, size_t bytes, size_t align, pointer wish, unsigned long long flags)) \
-	X(cuMemAddressFree, (pointer address, size_t bytes)) \
-	X(cuMemCreate, (unsigned long long *handle, size_t bytes, const properties *wanted, unsigned long long flags)) \
-	X(cuMemRelease, (unsigned long long handle)) \
-	X(cuMemMap, (pointer at, size_t bytes, size_t offset, unsigned long long handle, unsigned long long flags)) \
-	X(cuMemUnmap, (pointer at, size_t bytes)) \
-	X(cuMemSetAccess, (pointer at, size_t bytes, const access_flags *access, size_t count))
-
-#define DECLARE(name, arguments) static int (*name) arguments;
-CALLS(DECLARE)
-
-static void fail(const char *what, int code)
-{
-	fprintf(stderr, "raw: %s failed with %d\n", what, code);
-	exit(1);
-}
-
-#define TRY(call) \
-	do { \
-		int code_ = (call); \
-		if (code_ != 0) \
-			fail(#call, code_); \
-	} while (0)
-
-static void find_driver(void)
-{
-	void *driver = dlopen("libcuda.so.1", RTLD_NOW);
-	if (driver == NULL) {
-		fprintf(stderr, "raw: %s\n", dlerror());
-		exit(1);
-	}
-#define FIND(name, arguments) \
-	{ \
-		void *found = dlsym(driver, #name); \
-		if (found == NULL) { \
-			fprintf(stderr, "raw: the driver has no %s\n", #name); \
-			exit(1); \
-		} \
-		memcpy(&name, &found, sizeof found); \
-	}
-	CALLS(FIND)
-}
-
-static double now(void)
-{
-	struct timespec t;
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 
 /* ---- copies ---- */
 
@@ -170,92 +83,22 @@ static void limits(int repeat, size_t bytes)
 
 /* ---- the calls for a set ---- */
 
-/* Right after much was released, one piece of 96 GiB takes twice as long as pieces of 8 GiB. */
-static const size_t LARGEST = (size_t)8 << 30;
-
-struct piece {
-	size_t bytes;
-	unsigned long long handle;
-};
-
-static struct piece *read_set(const char *path, bool cut, size_t *count, size_t *total)
-{
-	struct piece *pieces = NULL;
-	size_t room = 0, bytes;
-	FILE *file = fopen(path, "r");
-	if (file == NULL)
-		fail(path, errno);
-	*count = *total = 0;
-	while (fscanf(file, "%zu", &bytes) == 1) {
-		*total += bytes;
-		while (bytes > 0) {
-			size_t take = cut && bytes > LARGEST ? LARGEST : bytes;
-			if (*count == room) {
-				room = room * 2 + 64;
-				pieces = realloc(pieces, room * sizeof *pieces);
-				if (pieces == NULL)
-					fail("realloc", errno);
-			}
-			pieces[(*count)++] = (struct piece){take, 0};
-			bytes -= take;
-		}
-	}
-	fclose(file);
-	return pieces;
-}
-
-static void calls_for(const char *name, const char *path, bool joined, bool rdma, int repeat, int rested, int rest_ms)
+static void calls_for(const char *name, const char *path, bool joined, bool rdma, int repeat)
 {
 	size_t count, total;
 	struct piece *pieces = read_set(path, joined, &count, &total);
-	properties wanted = {.type = 1, .where = {1, 0}};
-	access_flags access = {{1, 0}, 3};
 	pointer base;
-	wanted.flags.rdma = rdma;
 	TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
 	/* The first turn takes and gives without being counted. */
-	for (int turn = -1; turn < repeat + rested; turn++) {
-		double create = 0, map = 0, open = 0, unmap = 0, release = 0, from = now();
-		pointer at = base;
-		for (size_t i = 0; i < count; i++)
-			TRY(cuMemCreate(&pieces[i].handle, pieces[i].bytes, &wanted, 0));
-		create = now() - from;
-		from = now();
-		for (size_t i = 0; i < count; at += pieces[i++].bytes)
-			TRY(cuMemMap(at, pieces[i].bytes, 0, pieces[i].handle, 0));
-		map = now() - from;
-		from = now();
-		at = base;
-		if (joined)
-			TRY(cuMemSetAccess(base, total, &access, 1));
-		else
-			for (size_t i = 0; i < count; at += pieces[i++].bytes)
-				TRY(cuMemSetAccess(at, pieces[i].bytes, &access, 1));
-		open = now() - from;
-		/* It is used, as it would be. */
-		TRY(cuMemsetD8Async(base, 0x5a, total, stream));
-		TRY(cuStreamSynchronize(stream));
-		from = now();
-		at = base;
-		if (joined)
-			TRY(cuMemUnmap(base, total));
-		else
-			for (size_t i = 0; i < count; at += pieces[i++].bytes)
-				TRY(cuMemUnmap(at, pieces[i].bytes));
-		unmap = now() - from;
-		from = now();
-		for (size_t i = 0; i < count; i++)
-			TRY(cuMemRelease(pieces[i].handle));
-		release = now() - from;
+	for (int turn = -1; turn < repeat; turn++) {
+		struct times times = take_and_give(pieces, count, base, total, joined, rdma, stream);
 		if (turn >= 0) {
-			printf("{\"what\":\"calls\",\"set\":\"%s\",\"joined\":%s,\"rdma\":%s,\"rested\":%s,"
+			printf("{\"what\":\"calls\",\"set\":\"%s\",\"joined\":%s,\"rdma\":%s,"
 			       "\"create\":%.9f,\"map\":%.9f,\"access\":%.9f,\"unmap\":%.9f,\"release\":%.9f}\n",
-			       name, joined ? "true" : "false", rdma ? "true" : "false",
-			       turn >= repeat ? "true" : "false", create, map, open, unmap, release);
+			       name, joined ? "true" : "false", rdma ? "true" : "false", times.create, times.map,
+			       times.access, times.unmap, times.release);
 			fflush(stdout);
 		}
-		if (turn + 1 >= repeat)
-			usleep((useconds_t)rest_ms * 1000);
 	}
 	TRY(cuMemAddressFree(base, total));
 	free(pieces);
@@ -322,15 +165,13 @@ static void host(size_t bytes, size_t spare, size_t threads)
 
 int main(int argc, char **argv)
 {
-	int repeat = 5, rest_ms = 500, device = 0, rdma = 0, at = 1;
+	int repeat = 5, device = 0, at = 1;
 	size_t bytes = (size_t)8 << 30;
 	for (; at + 1 < argc && strncmp(argv[at], "--", 2) == 0; at += 2) {
 		if (strcmp(argv[at], "--repeat") == 0)
 			repeat = atoi(argv[at + 1]);
 		else if (strcmp(argv[at], "--bytes") == 0)
 			bytes = strtoull(argv[at + 1], NULL, 10);
-		else if (strcmp(argv[at], "--rest") == 0)
-			rest_ms = atoi(argv[at + 1]);
 		else
 			break;
 	}
@@ -355,13 +196,11 @@ int main(int argc, char **argv)
 		limits(repeat, bytes);
 		return 0;
 	}
-	/* GPUDirect RDMA with virtual memory: what the library asks for where the device has it. */
-	TRY(cuDeviceGetAttribute(&rdma, 110, device));
 	for (; at < argc; at += 2) {
-		calls_for(argv[at], argv[at + 1], false, false, repeat, 0, rest_ms);
-		calls_for(argv[at], argv[at + 1], true, false, repeat, rdma ? 0 : repeat < 3 ? repeat : 3, rest_ms);
-		if (rdma)
-			calls_for(argv[at], argv[at + 1], true, true, repeat, repeat < 3 ? repeat : 3, rest_ms);
+		calls_for(argv[at], argv[at + 1], false, false, repeat);
+		calls_for(argv[at], argv[at + 1], true, false, repeat);
+		if (has_rdma(device))
+			calls_for(argv[at], argv[at + 1], true, true, repeat);
 	}
 	return 0;
 }

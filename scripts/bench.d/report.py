@@ -35,9 +35,10 @@ def best(data, key):
 
 
 def calls_of(data, name, key):
-    """The driver's calls alone, for memory as fit for GPUDirect RDMA as that of cudaMalloc, where the device has it."""
+    """The driver's calls alone: those beside the library's own; else for memory as fit for GPUDirect RDMA as that of
+    cudaMalloc, where the device has it."""
     variants = data["calls"].get(name, {})
-    for chosen in (("joined_rdma",), ("each", "joined")):
+    for chosen in (("beside",), ("joined_rdma",), ("each", "joined")):
         found = [middle(variants[v][key]) for v in chosen if key in variants.get(v, {})]
         if found:
             return min(found)
@@ -147,6 +148,7 @@ def call_lines(data):
         "each": "a call for each allocation",
         "joined": "as few calls as allowed, pieces of 8 GiB at most",
         "joined_rdma": "the same, memory fit for GPUDirect RDMA",
+        "beside": "the same, in the process and moment of the library's own",
     }
     rows = []
     for name, variants in data["calls"].items():
@@ -323,7 +325,8 @@ def markdown(data):
         "each in a process of its own. GB = 1e9 bytes. The limit of a copy is the link measured in the same run, and the "
         "share of it that was reached is given; of a pause that finds nothing or 1% changed, a pass over device memory at the speed of a "
         "device copy, the copy of what changed, and the driver's calls; of discarded contents, the driver's calls alone for the same "
-        "allocations, with memory that GPUDirect RDMA can reach, as that of `cudaMalloc` is; there, how many times as long it took.",
+        "allocations, with memory that GPUDirect RDMA can reach, as that of `cudaMalloc` is, in turns with the library's in one process; "
+        "there, how many times as long it took.",
         "",
     ]
     if saver:

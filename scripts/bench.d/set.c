@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include "calls.h"
 #include "cudart.h"
 
 static const char help[] =
@@ -30,6 +31,9 @@ static const char help[] =
 	"  resume TAG|* MS         the same\n"
 	"  change N                changes N of the pieces of 2 MiB, a few bytes in each\n"
 	"  check TAG full|sample|zero\n"
+	"  calls FILE              takes the memory that the file lists with the driver's calls\n"
+	"                          alone, uses it and gives it back; answers what creating,\n"
+	"                          mapping, access, unmapping and releasing took, in s\n"
 	"  status                  the library's, as JSON\n"
 	"  pin N                   registers so much host memory, as a program without the\n"
 	"                          library would\n"
@@ -75,7 +79,7 @@ static bool good(const char *what, cudaError_t error)
 	return error == cudaSuccess;
 }
 
-#define TRY(call) \
+#define GOOD(call) \
 	if (!good(#call, (call))) \
 	return
 
@@ -177,38 +181,38 @@ static void allocate(const char *tag, int backup, const char *path)
 static void fill(void)
 {
 	if (pattern == NULL) {
-		TRY(cudaMallocHost((void **)&pattern, (size_t)PATTERN_PIECES * PIECE));
+		GOOD(cudaMallocHost((void **)&pattern, (size_t)PATTERN_PIECES * PIECE));
 		for (size_t i = 0; i < (size_t)PATTERN_PIECES * PIECE; i += 8) {
 			uint64_t word = next_random();
 			memcpy(pattern + i, &word, 8);
 		}
-		TRY(cudaMallocHost((void **)&stamps, pieces * STAMP));
-		TRY(cudaMallocHost((void **)&seen, pieces * STAMP));
+		GOOD(cudaMallocHost((void **)&stamps, pieces * STAMP));
+		GOOD(cudaMallocHost((void **)&seen, pieces * STAMP));
 	}
 	for (struct allocation *a = set; a < set + count; a++) {
 		for (size_t done = 0; done < a->pieces;) {
 			size_t from = (a->first + done) % PATTERN_PIECES, run = PATTERN_PIECES - from;
 			if (run > a->pieces - done)
 				run = a->pieces - done;
-			TRY(cudaMemcpyAsync(a->address + done * PIECE, pattern + from * PIECE, run * PIECE,
+			GOOD(cudaMemcpyAsync(a->address + done * PIECE, pattern + from * PIECE, run * PIECE,
 			                    cudaMemcpyHostToDevice, stream));
 			done += run;
 		}
 	}
 	for (size_t piece = 0; piece < pieces; piece++) {
 		write_stamp(stamps + piece * STAMP, piece);
-		TRY(cudaMemcpyAsync(address_of(piece) + stamp_at(piece), stamps + piece * STAMP, STAMP,
+		GOOD(cudaMemcpyAsync(address_of(piece) + stamp_at(piece), stamps + piece * STAMP, STAMP,
 		                    cudaMemcpyHostToDevice, stream));
 	}
-	TRY(cudaDeviceSynchronize());
+	GOOD(cudaDeviceSynchronize());
 	answer("ok");
 }
 
 static void scribble(void)
 {
 	for (struct allocation *a = set; a < set + count; a++)
-		TRY(cudaMemsetAsync(a->address, 0x5a, a->pieces * PIECE, stream));
-	TRY(cudaDeviceSynchronize());
+		GOOD(cudaMemsetAsync(a->address, 0x5a, a->pieces * PIECE, stream));
+	GOOD(cudaDeviceSynchronize());
 	answer("ok");
 }
 
@@ -224,10 +228,10 @@ static void change(size_t wanted)
 		size_t piece = from + next_random() % (to - from);
 		versions[piece]++;
 		write_stamp(stamps + piece * STAMP, piece);
-		TRY(cudaMemcpyAsync(address_of(piece) + stamp_at(piece), stamps + piece * STAMP, STAMP,
+		GOOD(cudaMemcpyAsync(address_of(piece) + stamp_at(piece), stamps + piece * STAMP, STAMP,
 		                    cudaMemcpyHostToDevice, stream));
 	}
-	TRY(cudaDeviceSynchronize());
+	GOOD(cudaDeviceSynchronize());
 	answer("ok %zu", wanted);
 }
 
@@ -239,7 +243,7 @@ static void sample(const char *tag, bool zero)
 	size_t chosen[MOST], places[MOST], found = 0;
 	char expected[STAMP];
 	if (read == NULL)
-		TRY(cudaMallocHost((void **)&read, (size_t)MOST * STAMP));
+		GOOD(cudaMallocHost((void **)&read, (size_t)MOST * STAMP));
 	for (int i = 0; i < MOST; i++) {
 		size_t piece = next_random() % pieces;
 		if (strcmp(tag, "*") != 0 && strcmp(tag, holder(piece)->tag) != 0)
@@ -247,11 +251,11 @@ static void sample(const char *tag, bool zero)
 		chosen[found] = piece;
 		/* The stamp, or another place that does not touch it. */
 		places[found] = i % 2 == 0 ? stamp_at(piece) : next_random() % (PIECE / STAMP) * STAMP;
-		TRY(cudaMemcpyAsync(read + found * STAMP, address_of(piece) + places[found], STAMP,
+		GOOD(cudaMemcpyAsync(read + found * STAMP, address_of(piece) + places[found], STAMP,
 		                    cudaMemcpyDeviceToHost, stream));
 		found++;
 	}
-	TRY(cudaDeviceSynchronize());
+	GOOD(cudaDeviceSynchronize());
 	for (size_t i = 0; i < found; i++) {
 		if (places[i] == stamp_at(chosen[i]) && !zero)
 			write_stamp(expected, chosen[i]);
@@ -374,6 +378,27 @@ static void status(void)
 		answer("ok %s", buffer);
 }
 
+/* So that the library is compared with the driver in the same process and moment. */
+static void calls(const char *path)
+{
+	static size_t listed, total;
+	static struct piece *taken;
+	static pointer base;
+	static char known[4000];
+	if (strcmp(known, path) != 0) {
+		if (taken != NULL) {
+			TRY(cuMemAddressFree(base, total));
+			free(taken);
+		}
+		find_driver();
+		taken = read_set(path, true, &listed, &total);
+		TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
+		snprintf(known, sizeof known, "%s", path);
+	}
+	struct times times = take_and_give(taken, listed, base, total, true, has_rdma(0), (void *)stream);
+	answer("ok %.9f %.9f %.9f %.9f %.9f", times.create, times.map, times.access, times.unmap, times.release);
+}
+
 static void pin(size_t bytes)
 {
 	const size_t step = 64u << 20;
@@ -389,7 +414,7 @@ static void pin(size_t bytes)
 	for (size_t at = 0; at < bytes; at += step) {
 		size_t now = bytes - at < step ? bytes - at : step;
 		memset(memory + at, 1, now);
-		TRY(host_register(memory + at, now, 1));
+		GOOD(host_register(memory + at, now, 1));
 	}
 	answer("ok");
 }
@@ -416,6 +441,8 @@ int main(int argc, char **argv)
 			transition(true, tag, number);
 		else if (sscanf(line, "resume %31s %ld", tag, &number) == 2)
 			transition(false, tag, number);
+		else if (sscanf(line, "calls %3999s", rest) == 1)
+			calls(rest);
 		else if (sscanf(line, "change %ld", &number) == 1)
 			change((size_t)number);
 		else if (sscanf(line, "pin %ld", &number) == 1)

@@ -1,0 +1,187 @@
+/*
+ * The driver's own calls, as raw.c and set.c make them: what takes and gives back the physical
+ * memory of a set of allocations.
+ */
+#pragma once
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* ---- the driver's part that is used here ---- */
+
+typedef unsigned long long pointer;
+typedef struct { int type, id; } location;
+/* CUmemAllocationProp; 32 bytes. */
+typedef struct {
+	int type, handle_types;
+	location where;
+	void *win32;
+	struct { unsigned char compression, rdma; unsigned short usage; unsigned char reserved[4]; } flags;
+} properties;
+typedef struct { location where; int flags; } access_flags;
+
+#define CALLS(X) \
+	X(cuInit, (unsigned flags)) \
+	X(cuDeviceGet, (int *device, int ordinal)) \
+	X(cuDeviceGetAttribute, (int *value, int attribute, int device)) \
+	X(cuDevicePrimaryCtxRetain, (void **context, int device)) \
+	X(cuCtxSetCurrent, (void *context)) \
+	X(cuCtxSynchronize, (void)) \
+	X(cuStreamCreate, (void **stream, unsigned flags)) \
+	X(cuStreamSynchronize, (void *stream)) \
+	X(cuMemAlloc_v2, (pointer * out, size_t bytes)) \
+	X(cuMemFree_v2, (pointer address)) \
+	X(cuMemAllocHost_v2, (void **out, size_t bytes)) \
+	X(cuMemcpyHtoDAsync_v2, (pointer to, const void *from, size_t bytes, void *stream)) \
+	X(cuMemcpyDtoHAsync_v2, (void *to, pointer from, size_t bytes, void *stream)) \
+	X(cuMemcpyDtoDAsync_v2, (pointer to, pointer from, size_t bytes, void *stream)) \
+	X(cuMemsetD8Async, (pointer to, unsigned char value, size_t bytes, void *stream)) \
+	X(cuMemAddressReserve, (pointer * out, size_t bytes, size_t align, pointer wish, unsigned long long flags)) \
+	X(cuMemAddressFree, (pointer address, size_t bytes)) \
+	X(cuMemCreate, (unsigned long long *handle, size_t bytes, const properties *wanted, unsigned long long flags)) \
+	X(cuMemRelease, (unsigned long long handle)) \
+	X(cuMemMap, (pointer at, size_t bytes, size_t offset, unsigned long long handle, unsigned long long flags)) \
+	X(cuMemUnmap, (pointer at, size_t bytes)) \
+	X(cuMemSetAccess, (pointer at, size_t bytes, const access_flags *access, size_t count))
+
+#define DECLARE(name, arguments) static int (*name) arguments;
+CALLS(DECLARE)
+
+static void fail(const char *what, int code)
+{
+	fprintf(stderr, "bench: %s failed with %d\n", what, code);
+	exit(1);
+}
+
+#define TRY(call) \
+	do { \
+		int code_ = (call); \
+		if (code_ != 0) \
+			fail(#call, code_); \
+	} while (0)
+
+static void find_driver(void)
+{
+	void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+	if (driver == NULL) {
+		fprintf(stderr, "bench: %s\n", dlerror());
+		exit(1);
+	}
+#define FIND(name, arguments) \
+	{ \
+		void *found = dlsym(driver, #name); \
+		if (found == NULL) { \
+			fprintf(stderr, "bench: the driver has no %s\n", #name); \
+			exit(1); \
+		} \
+		memcpy(&name, &found, sizeof found); \
+	}
+	CALLS(FIND)
+}
+
+static double now(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* ---- a set ---- */
+
+/* Right after much was released, one piece of 96 GiB takes twice as long as pieces of 8 GiB. */
+static const size_t LARGEST = (size_t)8 << 30;
+
+struct piece {
+	size_t bytes;
+	unsigned long long handle;
+};
+
+static struct piece *read_set(const char *path, bool cut, size_t *count, size_t *total)
+{
+	struct piece *pieces = NULL;
+	size_t room = 0, bytes;
+	FILE *file = fopen(path, "r");
+	if (file == NULL)
+		fail(path, errno);
+	*count = *total = 0;
+	while (fscanf(file, "%zu", &bytes) == 1) {
+		*total += bytes;
+		while (bytes > 0) {
+			size_t take = cut && bytes > LARGEST ? LARGEST : bytes;
+			if (*count == room) {
+				room = room * 2 + 64;
+				pieces = realloc(pieces, room * sizeof *pieces);
+				if (pieces == NULL)
+					fail("realloc", errno);
+			}
+			pieces[(*count)++] = (struct piece){take, 0};
+			bytes -= take;
+		}
+	}
+	fclose(file);
+	return pieces;
+}
+
+/* GPUDirect RDMA with virtual memory: what the library asks for where the device has it. */
+static bool has_rdma(int device)
+{
+	int rdma = 0;
+	TRY(cuDeviceGetAttribute(&rdma, 110, device));
+	return rdma != 0;
+}
+
+/* Seconds. */
+struct times {
+	double create, map, access, unmap, release;
+};
+
+/*
+ * Takes the physical memory of a set, uses it and gives it back. Joined: with as few calls as the driver allows; else with
+ * calls for each allocation.
+ */
+static struct times take_and_give(struct piece *pieces, size_t count, pointer base, size_t total, bool joined, bool rdma, void *stream)
+{
+	properties wanted = {.type = 1, .where = {1, 0}};
+	access_flags access = {{1, 0}, 3};
+	struct times times;
+	pointer at = base;
+	double from = now();
+	wanted.flags.rdma = rdma;
+	for (size_t i = 0; i < count; i++)
+		TRY(cuMemCreate(&pieces[i].handle, pieces[i].bytes, &wanted, 0));
+	times.create = now() - from;
+	from = now();
+	for (size_t i = 0; i < count; at += pieces[i++].bytes)
+		TRY(cuMemMap(at, pieces[i].bytes, 0, pieces[i].handle, 0));
+	times.map = now() - from;
+	from = now();
+	at = base;
+	if (joined)
+		TRY(cuMemSetAccess(base, total, &access, 1));
+	else
+		for (size_t i = 0; i < count; at += pieces[i++].bytes)
+			TRY(cuMemSetAccess(at, pieces[i].bytes, &access, 1));
+	times.access = now() - from;
+	/* It is used, as it would be. */
+	TRY(cuMemsetD8Async(base, 0x5a, total, stream));
+	TRY(cuStreamSynchronize(stream));
+	from = now();
+	at = base;
+	if (joined)
+		TRY(cuMemUnmap(base, total));
+	else
+		for (size_t i = 0; i < count; at += pieces[i++].bytes)
+			TRY(cuMemUnmap(at, pieces[i].bytes));
+	times.unmap = now() - from;
+	from = now();
+	for (size_t i = 0; i < count; i++)
+		TRY(cuMemRelease(pieces[i].handle));
+	times.release = now() - from;
+	return times;
+}
