@@ -26,8 +26,9 @@
 //! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there |
 //! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the size of the pieces needs no tuning |
 //!
-//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, and `VRAMCTL_PYTHON`, that
-//! of the Python package that it makes findable.
+//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, `VRAMCTL_PYTHON`, that of
+//! the Python package that it makes findable, and `VRAMCTL_ENGINE` and `VRAMCTL_ENGINE_KEY`, the address of an engine that is
+//! asked before a pause and the key that it wants.
 
 use crate::memory::{Backup, region};
 use crate::process::PerProcess;

@@ -1077,3 +1077,32 @@ fn the_documented_messages_are_the_code_s() {
     }
     assert!(seen >= 10, "only {seen} messages were found: is this test still looking?");
 }
+
+/// An engine that says it has requests and then nothing that makes sense is not an idle one.
+#[test]
+fn an_engine_that_no_longer_answers_well_is_not_taken_for_idle() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let looks = AtomicUsize::new(0);
+    let http = Http::new(move |request| match request {
+        "GET /metrics" if looks.fetch_add(1, Ordering::Relaxed) == 0 => (200, "vllm:num_requests_running{engine=\"0\"} 3.0\n".into()),
+        "GET /metrics" => (503, "overloaded".into()),
+        _ => (404, String::new()),
+    });
+    let ran = place.vramctl(&format!("pause --engine {}", http.address));
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    assert!(!engine.asked().iter().any(|request| matches!(request, Request::Pause(_))), "{:?}", engine.asked());
+}
+
+/// Each engine has a prefix cache of its own, and one that keeps it would answer from zeros.
+#[test]
+fn one_address_does_not_stand_for_two_engines() {
+    let place = Place::new();
+    let engines = ["a", "b"].map(|name| Fake::new(&place, name, &["kv_cache"]).with_engine("vllm"));
+    let http = Http::vllm(&[0], (200, r#"{"success":true}"#));
+    let ran = place.vramctl(&format!("pause kv_cache --discard --all --engine {}", http.address));
+    assert_eq!(ran.code, Some(1), "{ran:?}");
+    assert!(ran.err.contains("a, b"), "{ran:?}");
+    assert!(http.asked().is_empty());
+    assert!(engines.iter().all(|engine| !engine.asked().iter().any(|request| matches!(request, Request::Pause(_)))));
+}

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use vramctl::Error;
 use vramctl::driver::StreamHandle;
 use vramctl::interpose::{self, Extent, PitchedPtr};
-use vramctl::memory::{Backup, Memory, Request, TagState, region};
+use vramctl::memory::{Backup, Memory, Observer, Progress, Request, TagState, region};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -697,4 +697,89 @@ fn contents_go_to_a_file_and_come_back() {
         assert_eq!(free(address), 0);
     }
     assert_eq!(gpu.footprint(), before);
+}
+
+struct Looks<'a>(&'a Gpu, Vec<u64>);
+
+impl Observer for Looks<'_> {
+    fn progress(&mut self, _: Progress) {
+        self.1.push(self.0.used(0));
+    }
+}
+
+/// Beside the copies where all the host memory is there; elsewhere a pause that fails for lack of it must find everything as
+/// it was.
+#[test]
+fn memory_is_released_early_only_where_nothing_but_a_copy_can_fail() {
+    let gpu = Gpu::take();
+    // Three pieces of the arena, so that one is copied before another.
+    let all: Vec<_> = (0..90).map(|_| malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap()).collect();
+    let used = gpu.used(0);
+    for seed in [1, 1000] {
+        for (number, address) in all.iter().enumerate() {
+            assert_eq!(write(*address, &pattern(number as u64 + seed, 2 * MIB)), 0);
+        }
+        let mut looks = Looks(&gpu, Vec::new());
+        Memory::get().pause(&common::request(&[]), &mut looks).unwrap();
+        assert_eq!(looks.1.iter().any(|now| *now < used), seed == 1000, "{:?}", looks.1);
+        resume(&[]).unwrap();
+    }
+
+    // What goes to a file may fail for many reasons.
+    let cold = malloc_tagged("cold", Some(Backup::Disk), 2 * MIB).unwrap();
+    Memory::get().set_disk_directory(Some("/proc/self".as_ref())).unwrap();
+    gpu.reset_counts();
+    pause(&[]).unwrap_err();
+    assert_eq!(gpu.calls("cuMemRelease"), 0);
+    Memory::get().set_disk_directory(None).unwrap();
+    assert_eq!(free(cold), 0);
+    for address in all {
+        assert_eq!(free(address), 0);
+    }
+}
+
+/// Undone work is work that another process may take the memory of.
+#[test]
+fn nothing_more_is_released_once_a_copy_has_failed_and_all_of_it_comes_back() {
+    let gpu = Gpu::take();
+    let all: Vec<_> = (0..70).map(|_| malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap()).collect();
+    let fill = |seed: u64, from: usize| {
+        for (number, address) in all.iter().enumerate().skip(from) {
+            assert_eq!(write(*address, &pattern(number as u64 + seed, 2 * MIB)), 0);
+        }
+    };
+    let check = |seed: u64, from: usize| {
+        for (number, address) in all.iter().enumerate().skip(from) {
+            assert!(read(*address, 2 * MIB).unwrap() == pattern(number as u64 + seed, 2 * MIB), "allocation {number}");
+        }
+    };
+    fill(0, 0);
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    fill(1000, 0);
+    gpu.reset_counts();
+    gpu.set_op_delay_ms(5);
+    gpu.fail("cuMemcpyDtoHAsync_v2", 10, 999, 1);
+    pause(&[]).unwrap_err();
+    gpu.set_op_delay_ms(0);
+    gpu.clear_faults();
+    assert_eq!(gpu.calls("cuMemRelease"), 0);
+    check(1000, 0);
+
+    // 66 are given up while the rest is hashed, and the driver does not take them back at once; then a copy fails, and there
+    // is room for all only when it does.
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    fill(2000, 66);
+    gpu.fail("cuMemRelease", 1, 999, 66);
+    gpu.fail("cuMemcpyDtoHAsync_v2", 2, 999, 1);
+    gpu.occupy(0, common::DEVICE_BYTES - 150 * MIB);
+    pause(&[]).unwrap_err();
+    gpu.occupy(0, 0);
+    gpu.clear_faults();
+    assert!(Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0));
+    check(2000, 66);
+    for address in all {
+        assert_eq!(free(address), 0);
+    }
 }

@@ -364,3 +364,22 @@ assert runtime.cudaFree(plain) == 0
         sockets.path(),
     );
 }
+
+/// What it answers must be what happens: contents that it says are kept were dropped where the process has a tag too.
+#[test]
+fn a_thread_of_a_tagged_process_keeps_what_it_says_it_keeps() {
+    let _gpu = Gpu::take();
+    Memory::get().set_process_tag(Some("default")).unwrap();
+    std::thread::spawn(|| {
+        common::set_device(0);
+        unsafe { tms_set_current_tag(c"weights".as_ptr()) };
+        tms_set_interesting_region(true);
+        assert!(tms_get_enable_cpu_backup());
+        let address = malloc(2 * MIB).unwrap();
+        assert_eq!(Memory::get().find(address).unwrap().backup, Backup::Host);
+        assert_eq!(free(address), 0);
+    })
+    .join()
+    .unwrap();
+    Memory::get().set_process_tag(None).unwrap();
+}

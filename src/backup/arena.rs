@@ -186,13 +186,11 @@ impl Arena {
         state.piece(piece).readiness = Readiness::Changing;
         drop(state);
         let current = Current::push(context).ok();
-        let populated = if there {
-            Ok(())
-        } else {
-            let _near = current.as_ref().and_then(Near::to);
-            timed(&self.made.populating_us, || self.populate(piece))
-        };
-        let prepared = populated.map(|()| current.and_then(|current| timed(&self.made.registering_us, || self.pin(piece, &current))));
+        // Until it is registered: older kernels populate it only then.
+        let _near = current.as_ref().and_then(Near::to);
+        let populated = if there { Ok(()) } else { timed(&self.made.populating_us, || self.populate(piece)) };
+        let prepared =
+            populated.map(|()| current.as_ref().and_then(|current| timed(&self.made.registering_us, || self.pin(piece, current))));
         self.made.pieces.fetch_add(1, Ordering::Relaxed);
         let mut state = self.lock();
         let (readiness, answer) = match prepared {

@@ -29,11 +29,27 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// The contents, readable for as long as the value lives.
-    pub fn as_slice(&self) -> &[u8] {
+    /// The contents, one live part behind the other, readable for as long as the value lives.
+    fn as_slice(&self) -> &[u8] {
         // SAFETY: a value is handed out only when its range has been filled, and what is written to it later is written
         // while the allocation is active, when nobody reads it.
         unsafe { self.range.as_slice() }
+    }
+
+    /// What is kept of an allocation from this byte of it on, up to the first that is not kept.
+    pub fn kept_from(&self, byte: usize) -> Option<&[u8]> {
+        let (live, at) = self.place_of(byte)?;
+        Some(&self.as_slice()[at..at + (live.end - byte)])
+    }
+
+    /// The live part that a byte of the allocation is in, and where it is in the range.
+    fn place_of(&self, byte: usize) -> Option<(&ops::Range<usize>, usize)> {
+        let mut before = 0;
+        self.live.iter().find_map(|live| {
+            let found = live.contains(&byte).then(|| (live, before + byte - live.start));
+            before += live.len();
+            found
+        })
     }
 
     /// All that it keeps, in the pieces of the arena.
@@ -47,7 +63,8 @@ impl Saved {
     }
 
     fn parts_in(&self, allocation: &Allocation, bytes: ops::Range<usize>) -> impl Iterator<Item = Part> {
-        transfer::parts(allocation.context(), allocation.address(), &self.range, bytes.start, bytes.len())
+        let at = self.range.offset() + self.place_of(bytes.start).map_or(0, |(_, at)| at);
+        transfer::parts(allocation.context(), allocation.address() + bytes.start as u64, at, bytes.len())
     }
 
     fn digests(&self) -> MutexGuard<'_, Option<Vec<Digest>>> {
@@ -142,8 +159,12 @@ fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
         saved.filter(|saved| matches!(&**saved, super::Saved::Host(saved) if saved.live == wanted.live))
     };
     let retained: Vec<_> = wanted.iter().map(retained).collect();
-    let missing: Vec<_> =
-        wanted.iter().zip(&retained).filter(|(_, saved)| saved.is_none()).map(|(new, _)| new.allocation.bytes()).collect();
+    let missing: Vec<_> = wanted
+        .iter()
+        .zip(&retained)
+        .filter(|(_, saved)| saved.is_none())
+        .map(|(new, _)| new.live.iter().map(ops::Range::len).sum())
+        .collect();
     let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
     let place = |(wanted, saved): (&Wanted, Option<Arc<super::Saved>>)| {
         let make = |range| Arc::new(super::Saved::Host(Saved { range, live: wanted.live.clone(), digests: Mutex::default() }));
@@ -244,13 +265,18 @@ pub fn forget_digests(context: Context) {
 /// `VRAMCTL_UNCHANGED=verify`: compares what was not copied with the device, byte by byte. A difference is a defect (or a
 /// chance of one in 2^91); it is reported, and the copy mended.
 fn verify(allocation: &Allocation, saved: &Saved, copied: &[ops::Range<usize>]) -> Result<(), Error> {
+    let skipped = |piece: &usize| saved.place_of(*piece).is_some() && !copied.iter().any(|bytes| bytes.contains(piece));
+    let skipped: Vec<_> = (0..allocation.bytes()).step_by(PIECE).filter(skipped).collect();
+    // Where something was skipped, all is kept.
+    if skipped.is_empty() {
+        return Ok(());
+    }
     let Some(range) = Arena::get()?.take(&[allocation.bytes()])?.pop() else { return Ok(()) };
     let all = ops::Range { start: 0, end: allocation.bytes() };
     let scratch = Saved { range, live: vec![all], digests: Mutex::default() };
     let parts: Vec<_> = scratch.parts(allocation).collect();
     transfer::save(&parts, &mut |_| (), &mut |_| ())?;
-    let skipped = |piece: &usize| !copied.iter().any(|bytes| bytes.contains(piece));
-    for start in (0..allocation.bytes()).step_by(PIECE).filter(skipped) {
+    for start in skipped {
         let piece = start..start + PIECE;
         if scratch.as_slice()[piece.clone()] != saved.as_slice()[piece.clone()] {
             log::error!("the digest of {PIECE} bytes at {:#x} did not show that they have changed", allocation.address() + start as u64);

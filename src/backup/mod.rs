@@ -1,8 +1,8 @@
 //! Where contents go while their memory is paused, and how they are copied.
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
-//! are the two places. `arena` has the host memory (`numa`: which), `transfer` copies to and from it, `digest` tells what has changed,
-//! `disk` is the file; `settings` has what was said of all this at run time.
+//! are the two places. `arena` has the host memory (`numa`: which), `transfer` copies to and from it, `digest` tells what
+//! has changed, `disk` is the file; `settings` has what was said of all this at run time.
 
 mod arena;
 pub mod digest;
@@ -35,10 +35,10 @@ pub enum Saved {
 }
 
 impl Saved {
-    /// The contents, where they are in host memory: readable for as long as the value lives.
-    pub fn as_slice(&self) -> Option<&[u8]> {
+    /// What is kept from a byte of the allocation on, where it is in host memory: readable for as long as the value lives.
+    pub fn kept_from(&self, byte: usize) -> Option<&[u8]> {
         match self {
-            Self::Host(saved) => Some(saved.as_slice()),
+            Self::Host(saved) => saved.kept_from(byte),
             Self::Disk(_) => None,
         }
     }

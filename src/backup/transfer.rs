@@ -3,7 +3,7 @@
 //! One thread can keep the link busy when the host memory is ready. Making it ready is what takes many, so each thread
 //! takes a piece at a time, makes it ready while its last piece is still being copied, and queues the copies into it.
 
-use super::arena::{Arena, PIECE, Range};
+use super::arena::{Arena, PIECE};
 use crate::driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, Staging};
 use crate::error::Error;
 use crate::memory::{Progress, Stage};
@@ -37,10 +37,10 @@ pub struct Part {
     pub bytes: usize,
 }
 
-/// The parts of `bytes` at `device` that are, or will be, in `range` from `start` on.
-pub fn parts(context: Context, device: CUdeviceptr, range: &Range, start: usize, bytes: usize) -> impl Iterator<Item = Part> {
-    let (mut offset, end) = (range.offset() + start, range.offset() + start + bytes);
-    let device = device.wrapping_add(start as u64).wrapping_sub(offset as u64);
+/// The parts of `bytes` at `device` that are, or will be, in the arena from `offset` on.
+pub fn parts(context: Context, device: CUdeviceptr, mut offset: usize, bytes: usize) -> impl Iterator<Item = Part> {
+    let end = offset + bytes;
+    let device = device.wrapping_sub(offset as u64);
     std::iter::from_fn(move || {
         let bytes = (PIECE - offset % PIECE).min(end - offset);
         let part = Part { context, device: device.wrapping_add(offset as u64), offset, bytes };
@@ -96,15 +96,18 @@ fn transfer(
         return produce(&mut |_| ());
     }
     let stage = if direction == Direction::FromDevice { Stage::Save } else { Stage::Restore };
+    let stop = AtomicBool::new(false);
     let mut done = 0;
     let mut tell = |parts: Vec<Part>| {
         done += parts.iter().map(|part| part.bytes as u64).sum::<u64>();
         progress(Progress { stage, done, total: total as u64 });
-        parts.iter().for_each(&mut *copied);
+        // What was copied beside a copy that failed stays where it is: it would have to be brought back.
+        if !stop.load(Ordering::Relaxed) {
+            parts.iter().for_each(&mut *copied);
+        }
     };
     let (jobs, next) = mpsc::channel::<Vec<Part>>();
     let next = Mutex::new(next);
-    let stop = AtomicBool::new(false);
     let (report, landed) = mpsc::channel();
     thread::scope(|scope| {
         let mut workers = Vec::new();

@@ -299,7 +299,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: created by us and dropped once. Work still on it goes on until done; whoever queued it waited, or
-        // keeps the memory (see `Copies`).
+        // keeps the memory (see `Lane`).
         let _ = Driver::get().and_then(|driver| unsafe { driver.cuStreamDestroy_v2(self.0) });
     }
 }

@@ -72,7 +72,8 @@ impl Allocation {
         &self.reservation
     }
 
-    /// Where the contents are now. Held for moments only: a status may be asked for at any time.
+    /// Where the contents are now. Held for moments, and while the driver unmaps or maps it: a
+    /// status that is asked for meanwhile waits so long.
     pub fn contents(&self) -> MutexGuard<'_, Contents> {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -74,7 +74,7 @@ pub fn end() -> Result<(), Error> {
 /// What this thread's allocations are recorded under now; `None`: they are left to CUDA.
 pub fn current() -> Option<Policy> {
     let (said, on_ground) = innermost();
-    let process_tag = if said.tag.is_none() || said.managed.is_none() { Memory::get().process_tag() } else { None };
+    let process_tag = if on_ground || said.tag.is_none() || said.managed.is_none() { Memory::get().process_tag() } else { None };
     said.managed.unwrap_or(process_tag.is_some()).then(|| policy(said, on_ground, process_tag))
 }
 

@@ -91,7 +91,7 @@ impl Memory {
             let (paused_bytes, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();
                 let (host, disk) = match contents.saved.as_deref() {
-                    Some(Saved::Host(_)) => (bytes, 0),
+                    Some(saved @ Saved::Host(_)) => (saved.kept_bytes(&allocation), 0),
                     Some(Saved::Disk(_)) => (0, bytes),
                     None => (0, 0),
                 };

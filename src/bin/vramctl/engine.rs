@@ -3,6 +3,7 @@
 use crate::failure::{Exit, Failure};
 use crate::target::Process;
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use std::{env, thread};
 use vramctl::control::protocol::ProcessStatus;
@@ -26,7 +27,20 @@ impl EngineArgs {
         if self.force {
             return Ok(());
         }
-        if let (Some(process), []) = (discarding.first(), &self.engine[..]) {
+        // An empty variable is as good as none.
+        let addresses: Vec<_> = self.engine.iter().filter(|address| !address.is_empty()).collect();
+        // The processes of one engine share its name.
+        let engines: BTreeSet<_> = discarding.iter().filter_map(|process| process.name()).collect();
+        if !addresses.is_empty() && engines.len() > addresses.len() {
+            let names: Vec<_> = engines.into_iter().collect();
+            let text = format!(
+                "the KV caches of {} would be discarded, and each engine has to forget its own: give the address of every one, or pause \
+                 them one at a time",
+                names.join(", ")
+            );
+            return Err(Failure::new(Exit::Failed, text));
+        }
+        if let (Some(process), []) = (discarding.first(), &addresses[..]) {
             let name = engine_of(process).unwrap_or("engine");
             return Err(Failure::new(
                 Exit::Failed,
@@ -39,7 +53,7 @@ impl EngineArgs {
         }
         // Not an option of the command line, which every user of the machine can read.
         let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
-        let engines = self.engine.iter().map(|address| Engine::find(address, key.as_deref()));
+        let engines = addresses.into_iter().map(|address| Engine::find(address, key.as_deref()));
         // All are asked before any is told to forget.
         let engines = engines.collect::<Result<Vec<_>, _>>()?;
         for engine in &engines {
@@ -128,7 +142,11 @@ impl<'a> Engine<'a> {
     fn wait_for_requests(&self, patience: Duration) -> Result<(), Failure> {
         let deadline = Instant::now() + patience;
         loop {
-            let Some(running @ 1..) = self.running()? else { return Ok(()) };
+            let running = match self.running()? {
+                Some(0) => return Ok(()),
+                Some(running) => running,
+                None => return Err(self.failure(Exit::Failed, "it no longer says how many requests it has; try again, or use --force")),
+            };
             if Instant::now() >= deadline {
                 let text = format!(
                     "it has {running} requests, which would find their memory gone; stop them, wait for them with --timeout, or use --force"
@@ -211,6 +229,7 @@ fn first_line(text: &str) -> String {
 
 fn checked_address(text: &str) -> Result<String, String> {
     match text.strip_prefix("http://") {
+        None if text.is_empty() => Ok(String::new()),
         Some(host) if !host.is_empty() => Ok(text.trim_end_matches('/').to_owned()),
         _ => Err("not an address such as http://127.0.0.1:8000; https is not spoken".into()),
     }
@@ -270,7 +289,8 @@ mod tests {
     #[test]
     fn an_address_is_checked_before_anything_is_done() {
         assert_eq!(checked_address("http://127.0.0.1:8000/").unwrap(), "http://127.0.0.1:8000");
-        for wrong in ["127.0.0.1:8000", "https://engine", "http://", ""] {
+        assert_eq!(checked_address("").unwrap(), "", "as an empty variable says it");
+        for wrong in ["127.0.0.1:8000", "https://engine", "http://"] {
             assert!(checked_address(wrong).is_err(), "{wrong:?}");
         }
     }
