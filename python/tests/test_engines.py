@@ -35,6 +35,7 @@ class Gpu:
         self.engine = None
         self.log = []
         self.free = None  # bytes that a resume finds, where they are few
+        self.cached = 0  # bytes that torch holds as free
         self.host_memory = True
         gpu = self
 
@@ -77,7 +78,7 @@ class Gpu:
         cuda.is_available = lambda: True
         cuda.init = lambda: None
         cuda.get_allocator_backend = lambda: "native"
-        cuda.empty_cache = lambda: gpu.log.append("empty_cache")
+        cuda.empty_cache = self.empty_cache
         self.torch = types.ModuleType("torch")
         self.torch.cuda, self.torch.__version__ = cuda, "2.11.0"
         self.torch.zeros = self.allocate
@@ -124,32 +125,45 @@ class Gpu:
 
         return vramctl.Status(tags=tuple(vramctl.Tag(tag=name, state=state(tag), **tag) for name, tag in sorted(tags.items())))
 
-    def pause(self, tags=None, *, timeout=None, backup="default"):
-        tags = [tags] if isinstance(tags, str) else tags
-        self.log.append(("pause", tuple(tags), backup))
+    def chosen(self, tags):
         known = {one["tag"] for one in self.allocations}
-        assert set(tags) <= known, "the library answers with UnknownTag"
-        if backup != "discard" and not self.host_memory:
+        if not tags:
+            raise vramctl.errors.Invalid("no tags: None means all of them")
+        if set(tags) - known:
+            raise vramctl.errors.UnknownTag(f"no allocation has the tag {set(tags) - known}")
+        return [one for one in self.allocations if one["tag"] in tags]
+
+    def pause(self, tags, *, timeout=None, backup="default"):
+        """All or nothing, as the real one."""
+        policies = tags if isinstance(tags, dict) else dict.fromkeys([tags] if isinstance(tags, str) else tags, backup)
+        self.log.append(("pause", dict(policies)))
+        mine = [one for one in self.chosen(policies) if one["state"] == "active"]
+        fates = ["discarded" if policies[one["tag"]] == "discard" else "kept" for one in mine]
+        if "kept" in fates and not self.host_memory:
             raise vramctl.errors.HostMemory("too little host memory")
         report = {"bytes": 0, "kept_bytes": 0, "discarded_bytes": 0}
-        for one in self.allocations:
-            if one["tag"] in tags and one["state"] == "active":
-                fate = "discarded" if backup == "discard" else "kept"
-                one.update(state="paused", contents=fate)
-                report["bytes"] += one["bytes"]
-                report[f"{fate}_bytes"] += one["bytes"]
+        for one, fate in zip(mine, fates):
+            one.update(state="paused", contents=fate)
+            report["bytes"] += one["bytes"]
+            report[f"{fate}_bytes"] += one["bytes"]
         return vramctl.Report(**report)
 
-    def resume(self, tags=None, *, timeout=0.0):
-        tags = [tags] if isinstance(tags, str) else tags
+    def resume(self, tags, *, timeout=0.0):
+        """All or nothing, as the real one."""
+        tags = [tags] if isinstance(tags, str) else list(tags)
         self.log.append(("resume", tuple(tags)))
-        mine = [one for one in self.allocations if one["tag"] in tags and one["state"] == "paused"]
-        if self.free is not None and sum(one["bytes"] for one in mine) > self.free:
-            self.free = None  # the next attempt finds enough
+        mine = [one for one in self.chosen(tags) if one["state"] == "paused"]
+        needed = sum(one["bytes"] for one in mine)
+        if self.free is not None and needed > self.free:
             raise vramctl.errors.DeviceMemory("too little device memory")
         for one in mine:
             one.update(state="active", contents={"kept": "here", "discarded": "zero"}[one["contents"]])
-        return vramctl.Report(bytes=sum(one["bytes"] for one in mine))
+        return vramctl.Report(bytes=needed)
+
+    def empty_cache(self):
+        self.log.append("empty_cache")
+        if self.free is not None:
+            self.free, self.cached = self.free + self.cached, 0
 
 
 VLLM = {
@@ -567,25 +581,46 @@ class VllmSleepMode(Engine):
         self.assertIn("kv_cache sleeps already, with its contents dropped", logs.output[0])
         self.assertIn("weights sleeps already, with its contents kept", logs.output[1])
         self.assertEqual(self.gpu.contents()["weights"], ("paused", "kept"))
-        self.allocator.wake_up()
-        self.allocator.wake_up()
-        self.assertEqual(self.gpu.log.count(("resume", ("kv_cache", "weights"))), 1)
+        for _ in range(2):
+            self.allocator.wake_up()
+            self.assertEqual([self.gpu.contents()[tag] for tag in ("weights", "kv_cache")], [("active", "here"), ("active", "zero")])
 
     def test_too_little_host_memory_loses_nothing(self):
+        """Neither what was to be kept nor what was to be dropped: the engine goes on."""
         self.load()
+        before = self.gpu.contents()
         self.gpu.host_memory = False
-        with self.assertRaises(vramctl.errors.HostMemory):
-            self.allocator.sleep(("weights",))
-        self.assertEqual({one["state"] for one in self.gpu.allocations}, {"active"})
+        for kept in ("weights", "kv_cache"):
+            with self.assertRaises(vramctl.errors.HostMemory):
+                self.allocator.sleep((kept,))
+            self.assertEqual(self.gpu.contents(), before)
+        self.allocator.sleep(())
+
+    def test_a_sleep_and_a_wake_up_are_one_call_each(self):
+        """In several, one that fails would leave some tags asleep and others awake."""
+        self.load()
+        self.gpu.log.clear()
+        self.allocator.sleep(("weights",))
+        self.allocator.wake_up()
+        calls = [entry for entry in self.gpu.log if entry != "empty_cache"]
+        self.assertEqual(calls, [("pause", {"kv_cache": "discard", "weights": "default"}), ("resume", ("kv_cache", "weights"))])
+
+    def test_too_little_memory_leaves_everything_asleep(self):
+        self.load()
+        self.allocator.sleep(("weights",))
+        before, self.gpu.free = self.gpu.contents(), GIB
+        with self.assertRaises(vramctl.errors.DeviceMemory):
+            self.allocator.wake_up()
+        self.assertEqual(self.gpu.contents(), before)
+        self.allocator.wake_up(["weights"])
+        self.assertEqual(self.gpu.contents()["weights"], ("active", "here"))
 
     def test_memory_that_torch_holds_as_free_is_given_back_before_giving_up(self):
         self.load()
         self.allocator.sleep(("weights",))
-        self.gpu.free, self.gpu.log = GIB, []
+        self.gpu.free, self.gpu.cached = GIB, GIB
         self.allocator.wake_up()
-        self.assertEqual(
-            [entry if isinstance(entry, str) else entry[0] for entry in self.gpu.log], ["resume", "empty_cache", "resume"]
-        )
+        self.assertEqual({one["state"] for one in self.gpu.allocations}, {"active"})
 
     def test_wrong_arguments_are_refused(self):
         with self.assertRaises(AssertionError):
