@@ -5,7 +5,11 @@ to no bodies. Torch and the library are simulated: every allocation is noted wit
 """
 
 import contextlib
+import copy
+import dataclasses
+import enum
 import importlib
+import json
 import os
 import pathlib
 import pickle
@@ -291,8 +295,7 @@ class Engine(unittest.TestCase):
         self.folder = pathlib.Path(folder)
         stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
         stack.enter_context(mock.patch.dict(os.environ, clear=False))
-        for name in ("_VRAMCTL_SGLANG", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"):
-            os.environ.pop(name, None)
+        os.environ.pop("SGLANG_MEMORY_SAVER_CUDA_GRAPH", None)
         stack.enter_context(mock.patch.dict(sys.modules, {"torch": self.gpu.torch, "torch.cuda": self.gpu.torch.cuda}))
         for name in ("region", "status", "pause", "resume"):
             stack.enter_context(mock.patch.object(vramctl, name, getattr(self.gpu, name)))
@@ -583,7 +586,9 @@ class VllmSleepMode(Engine):
         self.assertEqual(self.gpu.contents()["weights"], ("paused", "kept"))
         for _ in range(2):
             self.allocator.wake_up()
-            self.assertEqual([self.gpu.contents()[tag] for tag in ("weights", "kv_cache")], [("active", "here"), ("active", "zero")])
+            self.assertEqual(
+                [self.gpu.contents()[tag] for tag in ("weights", "kv_cache")], [("active", "here"), ("active", "zero")]
+            )
 
     def test_too_little_host_memory_loses_nothing(self):
         """Neither what was to be kept nor what was to be dropped: the engine goes on."""
@@ -746,10 +751,37 @@ class Sglang(Engine):
 
     def test_a_copy_of_the_settings_is_no_other_decision(self):
         self.engine(SGLANG, "sglang")
-        import dataclasses
+        for copied in (lambda settings: dataclasses.replace(settings, tp_size=1), copy.deepcopy):
+            self.assertNotIsInstance(self.saver(copied(self.start())), str)
+            self.assertEqual(self.saver(copied(self.start(enable_memory_saver=True))), "the installed memory saver")
 
-        settings = dataclasses.replace(self.start(), tp_size=1)
-        self.assertNotIsInstance(self.saver(settings), str)
+    def test_engines_of_one_program_are_decided_on_each_by_itself(self):
+        """One that has its own memory saver would lose it: its KV cache would be kept where it is to be dropped."""
+        self.engine(SGLANG, "sglang")
+        environment = dict(os.environ)
+        for _ in range(2):
+            self.assertNotIsInstance(self.saver(self.start()), str)
+            self.assertEqual(self.saver(self.start(enable_memory_saver=True)), "the installed memory saver")
+        self.assertEqual(dict(os.environ), environment, "nor does a program that it starts hear of it")
+
+    def test_those_who_capture_graphs_ask_for_less(self):
+        """`enable_memory_saver and get_bool_env_var(…)`."""
+        self.engine(SGLANG, "sglang")
+        from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+        for asked, ours in ((False, True), (True, False)):
+            settings = self.start(enable_memory_saver=asked)
+            self.saver(settings)
+            graphs = TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver and True)
+            self.assertEqual(not isinstance(graphs, str), ours)
+            self.assertEqual(TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver and False), "none")
+
+    def test_the_setting_can_be_told(self):
+        """SGLang answers questions for its settings with them, in JSON and by msgspec, which knows enums and plain numbers."""
+        self.engine(SGLANG, "sglang")
+        value = self.start().enable_memory_saver
+        self.assertIsInstance(value, enum.Enum)
+        self.assertIsInstance(json.loads(json.dumps(dataclasses.asdict(self.start())))["enable_memory_saver"], int)
 
     def test_what_asks_for_no_memory_saver_gets_none(self):
         self.engine(SGLANG, "sglang")

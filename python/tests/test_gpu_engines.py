@@ -84,7 +84,8 @@ class Reading(unittest.TestCase):
         )
         much = report.parse(sglang(left="0.96"))
         self.assertEqual(
-            failed(report.check_cycles("sglang", "cycles", much)), ["at most 0.95 GiB stay in use, besides page tables of host memory"]
+            failed(report.check_cycles("sglang", "cycles", much)),
+            ["at most 0.95 GiB stay in use, besides page tables of host memory"],
         )
         retained = report.parse(sglang(weights=("800.0", "55.0")))
         self.assertEqual(failed(report.check_cycles("sglang", "retained", retained)), [])
@@ -188,7 +189,9 @@ for number, line in enumerate({text!r}.splitlines()):
 
     def gpu_engines(self, *arguments, cwd=None, **variables):
         env = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "VRAMCTL_"))}
-        env.update(PATH=f"{self.folder}/bin:{env['PATH']}", PYTHONPATH=f"{self.folder}/other", TMPDIR=str(self.folder), **variables)
+        env.update(
+            PATH=f"{self.folder}/bin:{env['PATH']}", PYTHONPATH=f"{self.folder}/other", TMPDIR=str(self.folder), **variables
+        )
         command = [SCRIPTS / "gpu-engines", "--engine", "vllm", "--out", self.folder / "out", *arguments]
         return subprocess.run([str(part) for part in command], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
 
@@ -214,9 +217,7 @@ for number, line in enumerate({text!r}.splitlines()):
         asked = (self.folder / "asked").read_text()
         self.assertIn("pause cuda_graph kv_cache weights --name gpu-engines --json", asked)
         text = (self.folder / "out/gpu-engines.md").read_text()
-        self.assertIn(
-            "| vLLM 0.26.0 | sleep level 1 | – | 0.90 s / 0.35 s | `VRAMCTL_PREWARM=16G vramctl run -- …` |", text
-        )
+        self.assertIn("| vLLM 0.26.0 | sleep level 1 | – | 0.90 s / 0.35 s | `VRAMCTL_PREWARM=16G vramctl run -- …` |", text)
         self.assertIn("| vllm/cycles | sleep level 1, first, in at most 1000 ms | 900.0 ms | holds |", text)
         self.assertIn("| 1 | 0.12 s | 0.12 s | 0.88 GiB | 3 GiB | yes |", text)
         self.assertIn("pretended", text)
@@ -234,7 +235,9 @@ for number, line in enumerate({text!r}.splitlines()):
         )
         self.assertEqual(done.stderr.count("VRAMCTL_UNCHANGED of the environment is not taken over"), 1, done.stderr)
         settings = [json.loads(line) for line in (self.folder / "settings").read_text().splitlines()]
-        told = [[one.get(f"VRAMCTL_{name}") for name in ("PREWARM", "RETAIN", "HOST_CAP", "LOG", "UNCHANGED")] for one in settings]
+        told = [
+            [one.get(f"VRAMCTL_{name}") for name in ("PREWARM", "RETAIN", "HOST_CAP", "LOG", "UNCHANGED")] for one in settings
+        ]
         same = ["20G", "info", None]
         self.assertEqual(told, [["16G", None, *same], [None, None, *same], ["16G", "weights", *same]])
         text = (self.folder / "out/gpu-engines.md").read_text()

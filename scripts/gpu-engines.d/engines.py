@@ -61,7 +61,10 @@ class Engines(Check):
     def started(self, part):
         """How a part's engine is started, for people."""
         settings = {**given(self.options), **self.settings(part)}
-        words = [*(f"{name}={value}" for name, value in settings.items()), *([] if part == "baseline" else ["vramctl", "run", "--"])]
+        words = [
+            *(f"{name}={value}" for name, value in settings.items()),
+            *([] if part == "baseline" else ["vramctl", "run", "--"]),
+        ]
         return f"{shlex.join(words)} …" if words else "as it is"
 
     def script(self):

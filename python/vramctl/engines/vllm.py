@@ -259,7 +259,9 @@ class Allocator:
         for tag in there:
             kept = tag.host_bytes + tag.disk_bytes > 0
             if tag.state == "paused" and kept == (policies[tag.tag] == "discard"):
-                logger.warning("%s sleeps already, with its contents %s; that stays so.", tag.tag, "kept" if kept else "dropped")
+                logger.warning(
+                    "%s sleeps already, with its contents %s; that stays so.", tag.tag, "kept" if kept else "dropped"
+                )
         return vramctl.pause({tag.tag: policies[tag.tag] for tag in there}) if there else vramctl.Report()
 
     def _tidy(self) -> None:
