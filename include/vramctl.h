@@ -83,6 +83,14 @@ typedef int32_t VramctlBackup;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// What a pause does with a tag.
+typedef struct VramctlTag {
+  // The tag, NUL-terminated; null: every tag that is not named beside it.
+  const char *tag;
+  // A `VramctlBackup` in place of each allocation's own policy; `Default` keeps to the policies.
+  int32_t backup;
+} VramctlTag;
+
 // A range of device memory.
 typedef struct VramctlRange {
   // Its first address.
@@ -132,18 +140,24 @@ VramctlResult vramctl_current_tag(char *buffer, size_t capacity, size_t *needed)
 // `tag` must be null or NUL-terminated.
 VramctlResult vramctl_pause(const char *tag, int64_t timeout_ms, int32_t backup);
 
-// Pauses as `vramctl_pause` does, and does not keep the contents of memory that nobody needs: what an allocator of the
-// program's own holds as free, say. The whole pages of 2 MiB in the `count` ranges at `unused` read as zero after the
-// resume, unless they were kept all the same (on disk, and where a tag's contents are retained). Ranges may overlap, and
-// what of them is not managed is ignored.
+// Pauses several tags at once, as `vramctl_pause` does one: all of them or, after an error, none.
+//
+// `tags`: `count` of them, at least one. Beside a null tag, a named one need not be there; else it is `UnknownTag`.
+// `timeout_ms`: as for `vramctl_pause`.
+//
+// `unused`: `unused_count` ranges of memory that nobody needs, such as what an allocator of the program's own holds as
+// free. Their contents are not kept: the whole pages of 2 MiB in them read as zero after the resume, unless they were kept
+// all the same (on disk, and where a tag's contents are retained). Ranges may overlap, and what of them is not managed is
+// ignored.
 //
 // # Safety
-// `tag` must be null or NUL-terminated, and `unused` readable for `count` ranges (or null with a `count` of 0).
-VramctlResult vramctl_pause_without(const char *tag,
-                                    int64_t timeout_ms,
-                                    int32_t backup,
-                                    const struct VramctlRange *unused,
-                                    size_t count);
+// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` readable for
+// `unused_count` ranges (or null with an `unused_count` of 0).
+VramctlResult vramctl_pause_tags(const struct VramctlTag *tags,
+                                 size_t count,
+                                 int64_t timeout_ms,
+                                 const struct VramctlRange *unused,
+                                 size_t unused_count);
 
 // Resumes: puts new memory at the same addresses, and the kept contents into it; discarded contents read as zero. All
 // or nothing; what is active already is left alone.
@@ -154,6 +168,16 @@ VramctlResult vramctl_pause_without(const char *tag,
 // # Safety
 // `tag` must be null or NUL-terminated.
 VramctlResult vramctl_resume(const char *tag, int64_t timeout_ms);
+
+// Resumes several tags at once, as `vramctl_resume` does one: all of them or, after an error, none.
+//
+// `tags`: `count` of them, at least one; null among them means all. `timeout_ms`: as for `vramctl_resume`, for all of it.
+//
+// # Safety
+// `tags` must be readable for `count` pointers that are null or to NUL-terminated strings.
+VramctlResult vramctl_resume_tags(const char *const *tags,
+                                  size_t count,
+                                  int64_t timeout_ms);
 
 // What the calling thread's last successful pause or resume did, as a JSON object in `buffer`, NUL-terminated: the
 // fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if there was none.

@@ -159,30 +159,61 @@ pub struct VramctlRange {
     pub bytes: usize,
 }
 
-/// Pauses as `vramctl_pause` does, and does not keep the contents of memory that nobody needs: what an allocator of the
-/// program's own holds as free, say. The whole pages of 2 MiB in the `count` ranges at `unused` read as zero after the
-/// resume, unless they were kept all the same (on disk, and where a tag's contents are retained). Ranges may overlap, and
-/// what of them is not managed is ignored.
+/// What a pause does with a tag.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct VramctlTag {
+    /// The tag, NUL-terminated; null: every tag that is not named beside it.
+    pub tag: *const c_char,
+    /// A `VramctlBackup` in place of each allocation's own policy; `Default` keeps to the policies.
+    pub backup: i32,
+}
+
+/// Pauses several tags at once, as `vramctl_pause` does one: all of them or, after an error, none.
+///
+/// `tags`: `count` of them, at least one. Beside a null tag, a named one need not be there; else it is `UnknownTag`.
+/// `timeout_ms`: as for `vramctl_pause`.
+///
+/// `unused`: `unused_count` ranges of memory that nobody needs, such as what an allocator of the program's own holds as
+/// free. Their contents are not kept: the whole pages of 2 MiB in them read as zero after the resume, unless they were kept
+/// all the same (on disk, and where a tag's contents are retained). Ranges may overlap, and what of them is not managed is
+/// ignored.
 ///
 /// # Safety
-/// `tag` must be null or NUL-terminated, and `unused` readable for `count` ranges (or null with a `count` of 0).
+/// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` readable for
+/// `unused_count` ranges (or null with an `unused_count` of 0).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramctl_pause_without(
-    tag: *const c_char,
-    timeout_ms: i64,
-    backup: i32,
-    unused: *const VramctlRange,
+pub unsafe extern "C" fn vramctl_pause_tags(
+    tags: *const VramctlTag,
     count: usize,
+    timeout_ms: i64,
+    unused: *const VramctlRange,
+    unused_count: usize,
 ) -> VramctlResult {
     answer(|| {
-        if unused.is_null() && count > 0 {
-            return Err(Error::Invalid("no ranges".into()));
-        }
-        // SAFETY: readable for `count` ranges, by the caller's promise.
-        let unused = if count == 0 { &[] } else { unsafe { slice::from_raw_parts(unused, count) } };
-        let unused = unused.iter().map(|range| Span { address: range.address as u64, bytes: range.bytes }).collect();
         // SAFETY: the caller's promise.
-        let request = Request { backup: policy(backup)?, unused, ..unsafe { request(tag, timeout_ms)? } };
+        let (tags, unused) = unsafe { (array(tags, count, "tags")?, array(unused, unused_count, "ranges")?) };
+        if tags.is_empty() {
+            return Err(Error::Invalid("no tags; one that is null means all".into()));
+        }
+        let mut request = Request {
+            timeout: timeout(timeout_ms),
+            unused: unused.iter().map(|range| Span { address: range.address as u64, bytes: range.bytes }).collect(),
+            ..Request::default()
+        };
+        for one in tags {
+            // SAFETY: the caller's promise.
+            match unsafe { text(one.tag)? } {
+                Some(tag) => {
+                    request.tags.push(tag.to_owned());
+                    request.backups.extend(policy(one.backup)?.map(|policy| (tag.to_owned(), policy)));
+                }
+                None => request.backup = policy(one.backup)?,
+            }
+        }
+        if tags.iter().any(|one| one.tag.is_null()) {
+            request.tags.clear();
+        }
         keep_report(Memory::get().pause(&request, &mut ())?);
         Ok(())
     })
@@ -203,6 +234,27 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
         let mut request = unsafe { request(tag, timeout_ms)? };
         request.timeout = request.timeout.or(Some(Duration::MAX));
         keep_report(Memory::get().resume(&request, &mut ())?);
+        Ok(())
+    })
+}
+
+/// Resumes several tags at once, as `vramctl_resume` does one: all of them or, after an error, none.
+///
+/// `tags`: `count` of them, at least one; null among them means all. `timeout_ms`: as for `vramctl_resume`, for all of it.
+///
+/// # Safety
+/// `tags` must be readable for `count` pointers that are null or to NUL-terminated strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: usize, timeout_ms: i64) -> VramctlResult {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let names = unsafe { array(tags, count, "tags")?.iter().map(|tag| text(*tag)).collect::<Result<Vec<_>, _>>()? };
+        if names.is_empty() {
+            return Err(Error::Invalid("no tags; null means all".into()));
+        }
+        let tags = names.into_iter().map(|name| name.map(str::to_owned)).collect::<Option<Vec<_>>>();
+        let timeout = timeout(timeout_ms).or(Some(Duration::MAX));
+        keep_report(Memory::get().resume(&Request { tags: tags.unwrap_or_default(), timeout, ..Request::default() }, &mut ())?);
         Ok(())
     })
 }
@@ -424,12 +476,22 @@ unsafe fn text<'a>(pointer: *const c_char) -> Result<Option<&'a str>, Error> {
 unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<Request, Error> {
     // SAFETY: the caller's promise.
     let tag = unsafe { text(tag)? };
-    Ok(Request {
-        tags: tag.map(str::to_owned).into_iter().collect(),
-        backup: None,
-        timeout: u64::try_from(timeout_ms).ok().map(Duration::from_millis),
-        unused: Vec::new(),
-    })
+    Ok(Request { tags: tag.map(str::to_owned).into_iter().collect(), timeout: timeout(timeout_ms), ..Request::default() })
+}
+
+/// Negative: without limit.
+fn timeout(ms: i64) -> Option<Duration> {
+    u64::try_from(ms).ok().map(Duration::from_millis)
+}
+
+/// A C array; null is an empty one.
+unsafe fn array<'a, T>(first: *const T, count: usize, what: &str) -> Result<&'a [T], Error> {
+    match (first.is_null(), count) {
+        (_, 0) => Ok(&[]),
+        (true, _) => Err(Error::Invalid(format!("no {what} where {count} are said to be"))),
+        // SAFETY: readable for `count` values, by the caller's promise.
+        (false, _) => Ok(unsafe { slice::from_raw_parts(first, count) }),
+    }
 }
 
 fn policy(backup: i32) -> Result<Option<Backup>, Error> {

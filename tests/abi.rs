@@ -252,7 +252,8 @@ fn memory_that_nobody_needs_is_not_kept() {
         VramctlRange { address: 64 as *const c_void, bytes: 64 },
         VramctlRange { address: spare as *const c_void, bytes: 2 * MIB },
     ];
-    let pause_without = |ranges: &[VramctlRange]| unsafe { vramctl_pause_without(ptr::null(), -1, 0, ranges.as_ptr(), ranges.len()) };
+    let all = VramctlTag { tag: ptr::null(), backup: 0 };
+    let pause_without = |ranges: &[VramctlRange]| unsafe { vramctl_pause_tags(&raw const all, 1, -1, ranges.as_ptr(), ranges.len()) };
     assert_eq!(pause_without(&unused), VramctlResult::Ok, "{}", last_error());
     let report = || text(|buffer, capacity, needed| unsafe { vramctl_last_report_json(buffer, capacity, needed) });
     let report: serde_json::Value = serde_json::from_str(&report()).unwrap();
@@ -262,7 +263,7 @@ fn memory_that_nobody_needs_is_not_kept() {
     assert!(found[..4 * MIB] == contents[..4 * MIB] && found[6 * MIB..] == contents[6 * MIB..], "what is not whole pages is kept");
     assert!(found[4 * MIB..6 * MIB].iter().all(|byte| *byte == 0));
     assert!(read(spare, 2 * MIB).unwrap().iter().all(|byte| *byte == 0));
-    assert_eq!(unsafe { vramctl_pause_without(ptr::null(), -1, 0, ptr::null(), 1) }, VramctlResult::Invalid);
+    assert_eq!(unsafe { vramctl_pause_tags(&raw const all, 1, -1, ptr::null(), 1) }, VramctlResult::Invalid);
 
     // What is retained from now on is kept whole, although what was saved before was not.
     assert_eq!(write(address, &contents), 0);
@@ -299,4 +300,50 @@ fn the_numbers_of_an_error_are_told() {
     assert_eq!(error()["message"], last_error());
     gpu.occupy(0, 0);
     assert_eq!(free(address), 0);
+}
+
+/// An engine that keeps one tag and drops another, or brings back several, must not end up halfway.
+#[test]
+fn several_tags_are_paused_and_resumed_at_once() {
+    let gpu = Gpu::take();
+    let allocate = |tag: &str| {
+        begin(tag, 0);
+        let address = malloc(64 * MIB).unwrap();
+        vramctl_region_end();
+        assert_eq!(write(address, &pattern(3, 4096)), 0);
+        address
+    };
+    let (weights, cache, other) = (allocate("weights"), allocate("kv_cache"), allocate("other"));
+    let is_paused = || [weights, cache, other].map(|address| Memory::get().find(address).unwrap().is_paused());
+    let tag = |tag: &'static CStr, backup: VramctlBackup| VramctlTag { tag: tag.as_ptr(), backup: backup as i32 };
+    let others = |backup: VramctlBackup| VramctlTag { tag: ptr::null(), backup: backup as i32 };
+    let pause = |tags: &[VramctlTag]| unsafe { vramctl_pause_tags(tags.as_ptr(), tags.len(), -1, ptr::null(), 0) };
+    let resume = |tags: &[*const c_char], timeout| unsafe { vramctl_resume_tags(tags.as_ptr(), tags.len(), timeout) };
+
+    assert_eq!(pause(&[tag(c"weights", VramctlBackup::Host), tag(c"missing", VramctlBackup::Host)]), VramctlResult::UnknownTag);
+    assert_eq!(is_paused(), [false; 3]);
+    assert_eq!(pause(&[tag(c"weights", VramctlBackup::Host), tag(c"kv_cache", VramctlBackup::Discard)]), VramctlResult::Ok);
+    assert_eq!(is_paused(), [true, true, false]);
+
+    gpu.occupy(0, common::DEVICE_BYTES - 160 * MIB);
+    assert_eq!(resume(&[c"weights".as_ptr(), c"kv_cache".as_ptr()], 50), VramctlResult::DeviceMemory, "there is room for one of them");
+    assert_eq!(is_paused(), [true, true, false]);
+    gpu.occupy(0, 0);
+    assert_eq!(resume(&[c"weights".as_ptr(), c"kv_cache".as_ptr()], 0), VramctlResult::Ok);
+    assert!(read(weights, 4096).unwrap() == pattern(3, 4096));
+    assert!(read(cache, 4096).unwrap() == [0; 4096]);
+
+    assert_eq!(write(cache, &pattern(4, 4096)), 0);
+    let kept = [others(VramctlBackup::Discard), tag(c"kv_cache", VramctlBackup::Host), tag(c"missing", VramctlBackup::Host)];
+    assert_eq!(pause(&kept), VramctlResult::Ok, "beside all others, a name need not be there");
+    assert_eq!(is_paused(), [true; 3]);
+    assert_eq!(resume(&[ptr::null()], 0), VramctlResult::Ok);
+    assert!(read(cache, 4096).unwrap() == pattern(4, 4096));
+    assert!(read(weights, 4096).unwrap() == [0; 4096] && read(other, 4096).unwrap() == [0; 4096]);
+
+    assert_eq!(pause(&[]), VramctlResult::Invalid);
+    assert_eq!(resume(&[], 0), VramctlResult::Invalid);
+    assert_eq!(unsafe { vramctl_resume_tags(ptr::null(), 2, 0) }, VramctlResult::Invalid);
+    assert_eq!(pause(&[VramctlTag { tag: ptr::null(), backup: 9 }]), VramctlResult::Invalid);
+    assert_eq!([weights, cache, other].map(free), [0; 3]);
 }

@@ -89,6 +89,41 @@ class Process(unittest.TestCase):
         report = vramctl.pause(["a", "b", "a"])
         self.assertEqual((report.allocations, report.bytes, report.unchanged), (2, 6 * MIB, 0))
         self.assertEqual(vramctl.resume(["b", "a"]).bytes, 6 * MIB)
+        self.assertEqual(vramctl.pause(name for name in "ab").allocations, 2)
+        for call in (vramctl.pause, vramctl.resume):
+            with self.assertRaises(errors.Invalid):
+                call([])
+
+    def test_each_of_several_tags_has_a_policy_of_its_own(self) -> None:
+        addresses = {tag: self.malloc(tag, 2 * MIB) for tag in ("kept", "dropped", "other")}
+        for address in addresses.values():
+            self.cuda.write(address, pattern(1, 2 * MIB))
+        report = vramctl.pause({"kept": "host", "dropped": "discard"})
+        self.assertEqual((report.allocations, report.kept_bytes), (2, 2 * MIB))
+        vramctl.resume()
+        vramctl.pause({None: "discard", "kept": "default"})
+        vramctl.resume()
+        contents = {tag: self.cuda.read(address, 2 * MIB) for tag, address in addresses.items()}
+        self.assertEqual(contents, {"kept": pattern(1, 2 * MIB), "dropped": bytes(2 * MIB), "other": bytes(2 * MIB)})
+        for wrong in ({}, {"kept": "tape"}):
+            with self.assertRaises(errors.Invalid):
+                vramctl.pause(wrong)
+        with self.assertRaises(errors.Invalid):
+            vramctl.pause({"kept": "host"}, backup="host")
+
+    def test_a_resume_of_several_tags_that_finds_too_little_memory_resumes_none(self) -> None:
+        self.malloc("a", 8 * MIB)
+        self.malloc("b", 64 * MIB)
+        vramctl.pause()
+        with vramctl.unmanaged():
+            hog = self.cuda.malloc(self.cuda.free_memory() - 16 * MIB)
+        try:
+            with self.assertRaises(errors.DeviceMemory):
+                vramctl.resume(["a", "b"], timeout=0.05)
+            self.assertEqual({tag.state for tag in vramctl.status().tags}, {"paused"})
+        finally:
+            self.cuda.free(hog)
+        self.assertEqual(vramctl.resume(["a", "b"]).bytes, 72 * MIB)
 
     def test_the_status_is_by_tag_and_by_device(self) -> None:
         self.malloc("a", 2 * MIB)

@@ -299,7 +299,7 @@ class LiveBlocks(unittest.TestCase):
         call = library.call
 
         def late(name: str, *arguments: Any) -> None:
-            if name == "pause_without":
+            if name == "pause_tags":
                 with vramctl.region("raced"):
                     taken.append(torch.empty(24 * MIB))
             call(name, *arguments)
@@ -318,7 +318,7 @@ class LiveBlocks(unittest.TestCase):
         call = library.call
 
         def late(name: str, *arguments: Any) -> None:
-            if name == "pause_without":
+            if name == "pause_tags":
                 taken.append(torch.empty(24 * MIB))
             call(name, *arguments)
 

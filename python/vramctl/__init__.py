@@ -28,7 +28,7 @@ import contextlib
 import ctypes
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,7 @@ def current_tag() -> str | None:
 
 
 def pause(
-    tag: str | Sequence[str] | None = None,
+    tag: str | Iterable[str] | Mapping[str | None, Backup] | None = None,
     *,
     timeout: float | None = None,
     backup: Backup = "default",
@@ -183,12 +183,11 @@ def pause(
     Waits for the device's work, then keeps or discards the contents, then gives the memory back: all of it or, after an
     error, nothing. What is paused already is left alone, and counted in `Report.unchanged`.
 
-    `tag`: one, several, or None for all. Several are paused one after the other: where a later one fails, the earlier ones
-    stay paused, and the exception's `numbers["paused"]` names them. An unknown tag is found out before anything is done.
+    `tag`: one; several; None for all; or a mapping of tags to policies, in which the key None stands for all others.
 
     `timeout`: how long to wait for the device's work, in seconds; None: as long as it takes. Copying is not limited by it.
 
-    `backup`: a policy for all of it, in place of each allocation's own.
+    `backup`: a policy for all of it, in place of each allocation's own. Not with a mapping, which has its own.
 
     `live_only`: with torch, what its allocator holds as free is not copied and reads as anything after the resume. So
     other threads must not make tensors while this runs, as what they write may be lost; a `RuntimeWarning` says if one
@@ -198,23 +197,19 @@ def pause(
     `errors.Capturing` while a CUDA graph is being captured, `errors.Driver`, `errors.Work`.
     """
     library = _library.get()
-    timeout_ms, policy = _library.milliseconds(timeout), _library.backup(backup)
+    if isinstance(tag, Mapping):
+        if backup != "default":
+            raise errors.Invalid("a mapping of tags to policies says what becomes of each: backup is not for it")
+        policies = dict(tag)
+    else:
+        policies = dict.fromkeys(_names(tag), backup)
+    entries = _library.tags(policies)
+    timeout_ms = _library.milliseconds(timeout)
     free = _torch.Free([], 0)
-    if live_only and backup != "discard" and _torch.is_used():
-        there, tags = status(), [tag] if isinstance(tag, str) else tag
-        policies = {policy for each in there.tags if tags is None or each.tag in tags for policy in each.backup}
-        # What is dropped is not copied, and so nothing need be left out: to ask torch takes longer than such a pause.
-        if backup != "default" or policies - {"discard"}:
-            free = _torch.free(tags, there.process_tag)
-    ranges = _library.ranges(free.ranges)
-
-    def one(name: bytes | None) -> None:
-        if free.ranges:
-            library.call("pause_without", name, timeout_ms, policy, ranges, len(free.ranges))
-        else:
-            library.call("pause", name, timeout_ms, policy)
-
-    report = _each(library, tag, one, "paused")
+    if live_only and _torch.is_used():
+        free = _free_of(policies)
+    library.call("pause_tags", entries, len(entries), timeout_ms, _library.ranges(free.ranges), len(free.ranges))
+    report = Report._from(library.json("last_report_json"))
     lost = _torch.taken_since(free)
     if lost:
         warnings.warn(
@@ -226,42 +221,41 @@ def pause(
     return report
 
 
-def resume(tag: str | Sequence[str] | None = None, *, timeout: float | None = 0.0) -> Report:
+def resume(tag: str | Iterable[str] | None = None, *, timeout: float | None = 0.0) -> Report:
     """Puts new memory at the addresses of a tag and the kept contents into it; discarded contents read as zero.
 
-    All of it or, after an error, nothing; what is active already is left alone. `tag` is as in `pause`, with
-    `numbers["resumed"]`. `timeout`: how long to wait for memory that other processes hold, in seconds; None: without limit.
+    All of it or, after an error, nothing; what is active already is left alone.
+
+    `tag`: one, several, or None for all. `timeout`: how long to wait for memory that other processes hold, in seconds;
+    None: without limit.
 
     Raises `errors.NotPreloaded`, `errors.UnknownTag`, `errors.DeviceMemory` (with what is needed, what is free and who has
     the rest), `errors.Disk`, `errors.Driver`.
     """
     library = _library.get()
-    timeout_ms = _library.milliseconds(timeout)
-    return _each(library, tag, lambda name: library.call("resume", name, timeout_ms), "resumed")
+    names = (ctypes.c_char_p * len(chosen))(*map(_library.tag, chosen)) if (chosen := _names(tag)) else None
+    library.call("resume_tags", names, len(chosen), _library.milliseconds(timeout))
+    return Report._from(library.json("last_report_json"))
 
 
-def _each(library: _library.Library, tag: str | Sequence[str] | None, work: Any, done_as: str) -> Report:
-    """Does `work` for each of the tags, and adds up the reports."""
-    if tag is None or isinstance(tag, str):
-        work(_library.tag(tag))
-        return Report._from(library.json("last_report_json"))
-    tags = list(dict.fromkeys(tag))
-    known = [there.tag for there in status().tags]
-    unknown = [name for name in tags if name not in known]
-    if unknown:
-        raise errors.UnknownTag(
-            f"no allocation has the tag {' or '.join(unknown)}; the tags are {', '.join(known) or 'none'}",
-            {"known_tags": known},
-        )
-    report = Report()
-    for number, name in enumerate(tags):
-        try:
-            work(_library.tag(name))
-        except errors.Error as error:
-            error.numbers[done_as] = tags[:number]
-            raise
-        report += Report._from(library.json("last_report_json"))
-    return report
+def _names(tag: str | Iterable[str] | None) -> list[str | None]:
+    """The tags, each once; None stands for all."""
+    names = [tag] if tag is None or isinstance(tag, str) else list(dict.fromkeys(tag))
+    if not names:
+        raise errors.Invalid("no tags: None means all of them")
+    return names
+
+
+def _free_of(policies: Mapping[str | None, str]) -> _torch.Free:
+    """What torch holds as free under the tags that are kept. To ask it takes longer than a pause that keeps nothing."""
+    there = status()
+
+    def is_kept(tag: Tag) -> bool:
+        policy = policies.get(tag.tag, policies.get(None, "discard"))
+        return any(each != "discard" for each in (tag.backup if policy == "default" else [policy]))
+
+    kept = [tag.tag for tag in there.tags if is_kept(tag)]
+    return _torch.free(kept, there.process_tag) if kept else _torch.Free([], 0)
 
 
 def status() -> Status:

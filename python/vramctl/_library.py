@@ -11,7 +11,7 @@ import ctypes
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
 from . import errors
@@ -26,14 +26,19 @@ class Range(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
 
 
+class Tag(ctypes.Structure):
+    """`VramctlTag`."""
+
+    _fields_ = [("tag", ctypes.c_char_p), ("backup", ctypes.c_int32)]
+
+
 #: The functions of `include/vramctl.h` that this package uses, with the types of their arguments.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "region_begin": (_text, ctypes.c_int32),
     "region_end": (),
     "current_tag": (_text, _size, _pointer(_size)),
-    "pause": (_text, ctypes.c_int64, ctypes.c_int32),
-    "pause_without": (_text, ctypes.c_int64, ctypes.c_int32, _pointer(Range), _size),
-    "resume": (_text, ctypes.c_int64),
+    "pause_tags": (_pointer(Tag), _size, ctypes.c_int64, _pointer(Range), _size),
+    "resume_tags": (_pointer(_text), _size, ctypes.c_int64),
     "status_json": (_text, _size, _pointer(_size)),
     "last_report_json": (_text, _size, _pointer(_size)),
     "last_error_json": (_text, _size, _pointer(_size)),
@@ -190,6 +195,13 @@ def milliseconds(seconds: float | None) -> int:
     if not seconds >= 0:
         raise errors.Invalid(f"a timeout is a number of seconds from 0 on, or None: not {seconds!r}")
     return -1 if seconds > 1e12 else -int(-seconds * 1000 // 1)
+
+
+def tags(policies: Mapping[str | None, str]) -> Any:
+    """Tags and their policies as an array of `VramctlTag`."""
+    if not policies:
+        raise errors.Invalid("no tags: None means all of them")
+    return (Tag * len(policies))(*(Tag(tag(name), backup(policy)) for name, policy in policies.items()))
 
 
 def ranges(found: Sequence[tuple[int, int]]) -> Any:

@@ -63,7 +63,7 @@ pub struct Transition {
 impl From<Transition> for memory::Request {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
-        Self { tags: transition.tags, backup: transition.backup, timeout, unused: Vec::new() }
+        Self { tags: transition.tags, backup: transition.backup, timeout, ..Self::default() }
     }
 }
 

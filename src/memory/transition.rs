@@ -13,8 +13,10 @@ use super::{Allocation, Backup, Contents, Memory, work};
 use crate::backup::{self, Saved};
 use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
+use crate::units::Bytes;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
@@ -27,6 +29,8 @@ pub struct Request {
     pub tags: Vec<String>,
     /// What becomes of the contents, in place of the allocations' own policies. For a pause only.
     pub backup: Option<Backup>,
+    /// The same for single tags, in place of `backup`.
+    pub backups: BTreeMap<String, Backup>,
     /// How long to wait: a pause for the device's work, a resume for memory that others hold. `None`: a pause waits for
     /// as long as it takes, a resume not at all.
     pub timeout: Option<Duration>,
@@ -44,9 +48,14 @@ pub struct Span {
 }
 
 impl Request {
+    /// For a reader.
+    fn tags_text(&self) -> String {
+        if self.tags.is_empty() { "all tags".into() } else { self.tags.join(", ") }
+    }
+
     /// What of an allocation is to be kept, and where.
     fn wanted_of(&self, allocation: Arc<Allocation>) -> backup::Wanted {
-        let policy = self.backup.unwrap_or(allocation.backup);
+        let policy = self.backups.get(&*allocation.tag).copied().or(self.backup).unwrap_or(allocation.backup);
         let all = Range { start: 0, end: allocation.bytes() };
         let live = match policy {
             Backup::Discard => Vec::new(),
@@ -155,6 +164,16 @@ pub struct Report {
     pub ms: f64,
 }
 
+impl fmt::Display for Report {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} in {:.1} ms, {} kept", Bytes(self.bytes), self.ms, Bytes(self.kept_bytes))?;
+        if self.unchanged_bytes > 0 {
+            write!(out, " ({} of it unchanged)", Bytes(self.unchanged_bytes))?;
+        }
+        self.stages.iter().try_for_each(|(stage, ms)| write!(out, ", {} {ms:.1}", stage.name()))
+    }
+}
+
 /// Who asked for a pause or resume, and wants to know how it goes.
 pub trait Observer {
     /// A stage has come so far. Must not block.
@@ -199,7 +218,7 @@ impl Memory {
             match self.try_pause(request, started, &mut clock, observer) {
                 Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
-                answer => return answer,
+                answer => return answer.inspect(|report| log::info!("paused {}: {report}", request.tags_text())),
             }
         }
     }
@@ -269,7 +288,9 @@ impl Memory {
         let started = Instant::now();
         loop {
             let attempt = self.try_resume(request, started, observer);
-            let Err(Error::DeviceMemory(_)) = &attempt else { return attempt };
+            let Err(Error::DeviceMemory(_)) = &attempt else {
+                return attempt.inspect(|report| log::info!("resumed {}: {report}", request.tags_text()));
+            };
             let left = request.timeout.unwrap_or_default().saturating_sub(started.elapsed());
             if left.is_zero() || observer.is_gone() {
                 return attempt.map_err(with_holders);
