@@ -88,7 +88,8 @@ class Gpu:
         self.torch.zeros = self.allocate
 
     def allocate(self, what, bytes=GIB, **settings):
-        # Torch takes the pool that was entered first, and none of them while a graph with a pool of its own is captured.
+        # Torch takes the pool that was entered first. While a graph is captured, that is the graph's, `settings` says, unless
+        # a region around the capture has entered another: no engine does that.
         pool = settings["pool"] if "pool" in settings else self.pools[0].id if self.pools else None
         tag = self.regions[-1] if self.regions else "default"
         self.allocations.append({"what": what, "tag": tag, "pool": pool, "bytes": bytes, "state": "active", "contents": "here"})
