@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -187,13 +188,17 @@ for number, line in enumerate({text!r}.splitlines()):
         path.write_text(textwrap.dedent(text))
         path.chmod(0o755)
 
-    def gpu_engines(self, *arguments, cwd=None, **variables):
+    def command(self, *arguments, **variables):
         env = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "VRAMCTL_"))}
         env.update(
             PATH=f"{self.folder}/bin:{env['PATH']}", PYTHONPATH=f"{self.folder}/other", TMPDIR=str(self.folder), **variables
         )
         command = [SCRIPTS / "gpu-engines", "--engine", "vllm", "--out", self.folder / "out", *arguments]
-        return subprocess.run([str(part) for part in command], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+        return [str(part) for part in command], env
+
+    def gpu_engines(self, *arguments, cwd=None, **variables):
+        command, env = self.command(*arguments, **variables)
+        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
 
     def places(self, folder=None):
         folder = self.folder if folder is None else folder
@@ -263,21 +268,27 @@ for number, line in enumerate({text!r}.splitlines()):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_an_engine_ends_with_the_measurement(self):
-        """When an outer limit ends it, too: what an engine holds would be in the way of whatever comes next."""
+        """By its own limit, by an outer one, by Ctrl-C: what an engine holds would be in the way of whatever comes next."""
         pid = self.folder / "pid"
         self.write(
             "scripts/vllm_cycle.py",
-            "import os, subprocess, sys, time\n"
-            f"child = subprocess.Popen(['sleep', '600'])\nopen({str(pid)!r}, 'w').write(str(child.pid))\ntime.sleep(600)",
+            "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+            f"open({str(pid)!r} + '.new', 'w').write(str(child.pid))\nos.rename({str(pid)!r} + '.new', {str(pid)!r})\n"
+            "time.sleep(600)",
         )
         done = self.gpu_engines(*self.places(), "--part", "cycles", "--limit", "20")
         self.assertNotEqual(done.returncode, 0)
         self.assertFalse(alive(int(pid.read_text())))
-        pid.unlink()
-        # One that is ended itself.
-        command = [sys.executable, "-c", INTERRUPTED.format(scripts=str(SCRIPTS), folder=str(self.folder), pid=str(pid))]
-        self.assertEqual(subprocess.run(command, timeout=60).returncode, 128 + signal.SIGTERM)
-        self.assertFalse(alive(int(pid.read_text())))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            pid.unlink()
+            command, env = self.command(*self.places(), "--part", "cycles")
+            # As `timeout` and a terminal signal: all that is in the group.
+            with subprocess.Popen(
+                command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            ) as run:
+                eventually(pid.exists)
+                os.killpg(run.pid, number)
+            eventually(lambda: not alive(int(pid.read_text())))
 
     def test_discarding_tells_the_engine_first(self):
         done = self.gpu_engines(
@@ -330,22 +341,12 @@ def alive(pid):
         return False
 
 
-#: Runs a command and is told to end meanwhile.
-INTERRUPTED = """
-import os, pathlib, signal, sys, threading, time, types
-sys.path.insert(0, {scripts!r} + "/gpu-check.d")
-from check import Check
-pid = pathlib.Path({pid!r})
-def interrupted(number, frame): raise SystemExit(128 + number)
-signal.signal(signal.SIGTERM, interrupted)
-def interrupt():
-    while not pid.exists() or not pid.read_text().endswith("\\n"): time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGTERM)
-threading.Thread(target=interrupt).start()
-place = {folder!r}
-check = Check(types.SimpleNamespace(bin=place, out=place, work=place, libcudart=""))
-check.command("sh", "-c", f"sleep 600 & echo $! > {{pid}}; wait")
-"""
+def eventually(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
+
 
 PRETENDED_TORCH = """\
     int64 = None

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import sys
@@ -213,7 +214,8 @@ class Engines(Check):
         """The last that the library has written to the log from `start` on."""
         with open(self.log_file.name, errors="replace") as log:
             log.seek(start)
-            return [line.rstrip() for line in log if line.startswith("vramctl[")][-count:]
+            # Not always at a line's start: progress bars leave lines open.
+            return [found[0] for found in (re.search(r"vramctl\[\d+\]: .*", line) for line in log) if found][-count:]
 
     def engine_version(self):
         code = f"import importlib.metadata as m; print(m.version({self.options.engine!r}))"
