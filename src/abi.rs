@@ -206,7 +206,7 @@ pub unsafe extern "C" fn vramctl_pause_tags(
             match unsafe { text(one.tag)? } {
                 Some(tag) => {
                     request.tags.push(tag.to_owned());
-                    request.backups.extend(policy(one.backup)?.map(|policy| (tag.to_owned(), policy)));
+                    request.backups.insert(tag.to_owned(), policy(one.backup)?);
                 }
                 None => request.backup = policy(one.backup)?,
             }

@@ -103,8 +103,9 @@ class Process(unittest.TestCase):
         vramctl.resume()
         vramctl.pause({None: "discard", "kept": "default"})
         vramctl.resume()
-        contents = {tag: self.cuda.read(address, 2 * MIB) for tag, address in addresses.items()}
-        self.assertEqual(contents, {"kept": pattern(1, 2 * MIB), "dropped": bytes(2 * MIB), "other": bytes(2 * MIB)})
+        kept = {tag: any(self.cuda.read(address, 2 * MIB)) for tag, address in addresses.items()}
+        self.assertEqual(kept, {"kept": True, "dropped": False, "other": False})
+        self.assertTrue(self.cuda.read(addresses["kept"], 2 * MIB) == pattern(1, 2 * MIB))
         for wrong in ({}, {"kept": "tape"}):
             with self.assertRaises(errors.Invalid):
                 vramctl.pause(wrong)

@@ -29,8 +29,8 @@ pub struct Request {
     pub tags: Vec<String>,
     /// What becomes of the contents, in place of the allocations' own policies. For a pause only.
     pub backup: Option<Backup>,
-    /// The same for single tags, in place of `backup`.
-    pub backups: BTreeMap<String, Backup>,
+    /// The same for single tags, in place of `backup`; `None`: the allocations' own policies.
+    pub backups: BTreeMap<String, Option<Backup>>,
     /// How long to wait: a pause for the device's work, a resume for memory that others hold. `None`: a pause waits for
     /// as long as it takes, a resume not at all.
     pub timeout: Option<Duration>,
@@ -55,7 +55,7 @@ impl Request {
 
     /// What of an allocation is to be kept, and where.
     fn wanted_of(&self, allocation: Arc<Allocation>) -> backup::Wanted {
-        let policy = self.backups.get(&*allocation.tag).copied().or(self.backup).unwrap_or(allocation.backup);
+        let policy = self.backups.get(&*allocation.tag).copied().unwrap_or(self.backup).unwrap_or(allocation.backup);
         let all = Range { start: 0, end: allocation.bytes() };
         let live = match policy {
             Backup::Discard => Vec::new(),
