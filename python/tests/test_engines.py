@@ -5,7 +5,11 @@ to no bodies. Torch and the library are simulated: every allocation is noted wit
 """
 
 import contextlib
+import copy
+import dataclasses
+import enum
 import importlib
+import json
 import os
 import pathlib
 import pickle
@@ -35,6 +39,7 @@ class Gpu:
         self.engine = None
         self.log = []
         self.free = None  # bytes that a resume finds, where they are few
+        self.cached = 0  # bytes that torch holds as free
         self.host_memory = True
         gpu = self
 
@@ -77,13 +82,14 @@ class Gpu:
         cuda.is_available = lambda: True
         cuda.init = lambda: None
         cuda.get_allocator_backend = lambda: "native"
-        cuda.empty_cache = lambda: gpu.log.append("empty_cache")
+        cuda.empty_cache = self.empty_cache
         self.torch = types.ModuleType("torch")
         self.torch.cuda, self.torch.__version__ = cuda, "2.11.0"
         self.torch.zeros = self.allocate
 
     def allocate(self, what, bytes=GIB, **settings):
-        # Torch takes the pool that was entered first, and none of them while a graph with a pool of its own is captured.
+        # Torch takes the pool that was entered first. While a graph is captured, that is the graph's, `settings` says, unless
+        # a region around the capture has entered another: no engine does that.
         pool = settings["pool"] if "pool" in settings else self.pools[0].id if self.pools else None
         tag = self.regions[-1] if self.regions else "default"
         self.allocations.append({"what": what, "tag": tag, "pool": pool, "bytes": bytes, "state": "active", "contents": "here"})
@@ -124,32 +130,45 @@ class Gpu:
 
         return vramctl.Status(tags=tuple(vramctl.Tag(tag=name, state=state(tag), **tag) for name, tag in sorted(tags.items())))
 
-    def pause(self, tags=None, *, timeout=None, backup="default"):
-        tags = [tags] if isinstance(tags, str) else tags
-        self.log.append(("pause", tuple(tags), backup))
+    def chosen(self, tags):
         known = {one["tag"] for one in self.allocations}
-        assert set(tags) <= known, "the library answers with UnknownTag"
-        if backup != "discard" and not self.host_memory:
+        if not tags:
+            raise vramctl.errors.Invalid("no tags: None means all of them")
+        if set(tags) - known:
+            raise vramctl.errors.UnknownTag(f"no allocation has the tag {set(tags) - known}")
+        return [one for one in self.allocations if one["tag"] in tags]
+
+    def pause(self, tags, *, timeout=None, backup="default"):
+        """All or nothing, as the real one."""
+        policies = tags if isinstance(tags, dict) else dict.fromkeys([tags] if isinstance(tags, str) else tags, backup)
+        self.log.append(("pause", dict(policies)))
+        mine = [one for one in self.chosen(policies) if one["state"] == "active"]
+        fates = ["discarded" if policies[one["tag"]] == "discard" else "kept" for one in mine]
+        if "kept" in fates and not self.host_memory:
             raise vramctl.errors.HostMemory("too little host memory")
         report = {"bytes": 0, "kept_bytes": 0, "discarded_bytes": 0}
-        for one in self.allocations:
-            if one["tag"] in tags and one["state"] == "active":
-                fate = "discarded" if backup == "discard" else "kept"
-                one.update(state="paused", contents=fate)
-                report["bytes"] += one["bytes"]
-                report[f"{fate}_bytes"] += one["bytes"]
+        for one, fate in zip(mine, fates):
+            one.update(state="paused", contents=fate)
+            report["bytes"] += one["bytes"]
+            report[f"{fate}_bytes"] += one["bytes"]
         return vramctl.Report(**report)
 
-    def resume(self, tags=None, *, timeout=0.0):
-        tags = [tags] if isinstance(tags, str) else tags
+    def resume(self, tags, *, timeout=0.0):
+        """All or nothing, as the real one."""
+        tags = [tags] if isinstance(tags, str) else list(tags)
         self.log.append(("resume", tuple(tags)))
-        mine = [one for one in self.allocations if one["tag"] in tags and one["state"] == "paused"]
-        if self.free is not None and sum(one["bytes"] for one in mine) > self.free:
-            self.free = None  # the next attempt finds enough
+        mine = [one for one in self.chosen(tags) if one["state"] == "paused"]
+        needed = sum(one["bytes"] for one in mine)
+        if self.free is not None and needed > self.free:
             raise vramctl.errors.DeviceMemory("too little device memory")
         for one in mine:
             one.update(state="active", contents={"kept": "here", "discarded": "zero"}[one["contents"]])
-        return vramctl.Report(bytes=sum(one["bytes"] for one in mine))
+        return vramctl.Report(bytes=needed)
+
+    def empty_cache(self):
+        self.log.append("empty_cache")
+        if self.free is not None:
+            self.free, self.cached = self.free + self.cached, 0
 
 
 VLLM = {
@@ -277,8 +296,7 @@ class Engine(unittest.TestCase):
         self.folder = pathlib.Path(folder)
         stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
         stack.enter_context(mock.patch.dict(os.environ, clear=False))
-        for name in ("_VRAMCTL_SGLANG", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"):
-            os.environ.pop(name, None)
+        os.environ.pop("SGLANG_MEMORY_SAVER_CUDA_GRAPH", None)
         stack.enter_context(mock.patch.dict(sys.modules, {"torch": self.gpu.torch, "torch.cuda": self.gpu.torch.cuda}))
         for name in ("region", "status", "pause", "resume"):
             stack.enter_context(mock.patch.object(vramctl, name, getattr(self.gpu, name)))
@@ -567,25 +585,48 @@ class VllmSleepMode(Engine):
         self.assertIn("kv_cache sleeps already, with its contents dropped", logs.output[0])
         self.assertIn("weights sleeps already, with its contents kept", logs.output[1])
         self.assertEqual(self.gpu.contents()["weights"], ("paused", "kept"))
-        self.allocator.wake_up()
-        self.allocator.wake_up()
-        self.assertEqual(self.gpu.log.count(("resume", ("kv_cache", "weights"))), 1)
+        for _ in range(2):
+            self.allocator.wake_up()
+            self.assertEqual(
+                [self.gpu.contents()[tag] for tag in ("weights", "kv_cache")], [("active", "here"), ("active", "zero")]
+            )
 
     def test_too_little_host_memory_loses_nothing(self):
+        """Neither what was to be kept nor what was to be dropped: the engine goes on."""
         self.load()
+        before = self.gpu.contents()
         self.gpu.host_memory = False
-        with self.assertRaises(vramctl.errors.HostMemory):
-            self.allocator.sleep(("weights",))
-        self.assertEqual({one["state"] for one in self.gpu.allocations}, {"active"})
+        for kept in ("weights", "kv_cache"):
+            with self.assertRaises(vramctl.errors.HostMemory):
+                self.allocator.sleep((kept,))
+            self.assertEqual(self.gpu.contents(), before)
+        self.allocator.sleep(())
+
+    def test_a_sleep_and_a_wake_up_are_one_call_each(self):
+        """In several, one that fails would leave some tags asleep and others awake."""
+        self.load()
+        self.gpu.log.clear()
+        self.allocator.sleep(("weights",))
+        self.allocator.wake_up()
+        calls = [entry for entry in self.gpu.log if entry != "empty_cache"]
+        self.assertEqual(calls, [("pause", {"kv_cache": "discard", "weights": "default"}), ("resume", ("kv_cache", "weights"))])
+
+    def test_too_little_memory_leaves_everything_asleep(self):
+        self.load()
+        self.allocator.sleep(("weights",))
+        before, self.gpu.free = self.gpu.contents(), GIB
+        with self.assertRaises(vramctl.errors.DeviceMemory):
+            self.allocator.wake_up()
+        self.assertEqual(self.gpu.contents(), before)
+        self.allocator.wake_up(["weights"])
+        self.assertEqual(self.gpu.contents()["weights"], ("active", "here"))
 
     def test_memory_that_torch_holds_as_free_is_given_back_before_giving_up(self):
         self.load()
         self.allocator.sleep(("weights",))
-        self.gpu.free, self.gpu.log = GIB, []
+        self.gpu.free, self.gpu.cached = GIB, GIB
         self.allocator.wake_up()
-        self.assertEqual(
-            [entry if isinstance(entry, str) else entry[0] for entry in self.gpu.log], ["resume", "empty_cache", "resume"]
-        )
+        self.assertEqual({one["state"] for one in self.gpu.allocations}, {"active"})
 
     def test_wrong_arguments_are_refused(self):
         with self.assertRaises(AssertionError):
@@ -711,10 +752,37 @@ class Sglang(Engine):
 
     def test_a_copy_of_the_settings_is_no_other_decision(self):
         self.engine(SGLANG, "sglang")
-        import dataclasses
+        for copied in (lambda settings: dataclasses.replace(settings, tp_size=1), copy.deepcopy):
+            self.assertNotIsInstance(self.saver(copied(self.start())), str)
+            self.assertEqual(self.saver(copied(self.start(enable_memory_saver=True))), "the installed memory saver")
 
-        settings = dataclasses.replace(self.start(), tp_size=1)
-        self.assertNotIsInstance(self.saver(settings), str)
+    def test_engines_of_one_program_are_decided_on_each_by_itself(self):
+        """One that has its own memory saver would lose it: its KV cache would be kept where it is to be dropped."""
+        self.engine(SGLANG, "sglang")
+        environment = dict(os.environ)
+        for _ in range(2):
+            self.assertNotIsInstance(self.saver(self.start()), str)
+            self.assertEqual(self.saver(self.start(enable_memory_saver=True)), "the installed memory saver")
+        self.assertEqual(dict(os.environ), environment, "nor does a program that it starts hear of it")
+
+    def test_those_who_capture_graphs_ask_for_less(self):
+        """`enable_memory_saver and get_bool_env_var(…)`."""
+        self.engine(SGLANG, "sglang")
+        from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+        for asked, ours in ((False, True), (True, False)):
+            settings = self.start(enable_memory_saver=asked)
+            self.saver(settings)
+            graphs = TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver and True)
+            self.assertEqual(not isinstance(graphs, str), ours)
+            self.assertEqual(TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver and False), "none")
+
+    def test_the_setting_can_be_told(self):
+        """SGLang answers questions for its settings with them, in JSON and by msgspec, which knows enums and plain numbers."""
+        self.engine(SGLANG, "sglang")
+        value = self.start().enable_memory_saver
+        self.assertIsInstance(value, enum.Enum)
+        self.assertIsInstance(json.loads(json.dumps(dataclasses.asdict(self.start())))["enable_memory_saver"], int)
 
     def test_what_asks_for_no_memory_saver_gets_none(self):
         self.engine(SGLANG, "sglang")

@@ -88,8 +88,11 @@ def work(sleep):
         else:
             from vllm.device_allocator.cumem import CuMemAllocator
             allocator = CuMemAllocator.get_instance()
-            eval(line, {"allocator": allocator})
-            print("done", flush=True)
+            try:
+                eval(line, {"allocator": allocator})
+                print("done", flush=True)
+            except Exception as error:
+                print(type(error).__name__, flush=True)
 """
 
 SGLANG_FILES = {
@@ -215,6 +218,22 @@ class Live(unittest.TestCase):
         self.assertEqual(engine.ask("allocator.sleep(offload_tags=())"), "done")
         self.assertEqual(engine.ask("allocator.wake_up()"), "done")
         self.assertEqual(engine.ask("look"), "{'weights': 'zero', 'kv_cache': 'zero', 'graph': 'kept'}")
+
+    def test_a_wake_up_without_room_leaves_everything_asleep(self):
+        """There is room for each of the tags and not for both: neither may be awake when the engine hears that it failed."""
+        engine = self.engine("crowded", argument="True")
+        self.assertEqual(engine.ask("allocator.sleep(offload_tags=('weights',))"), "done")
+        asleep = self.tags("crowded")
+        weights, cache = (asleep[tag][0] << 20 for tag in ("weights", "kv_cache"))
+        cuda = support.Cuda()
+        hog = cuda.malloc(cuda.free_memory() - max(weights, cache) - min(weights, cache) // 2)
+        try:
+            self.assertEqual(engine.ask("allocator.wake_up()"), "DeviceMemory")
+            self.assertEqual(self.tags("crowded"), asleep)
+        finally:
+            cuda.free(hog)
+        self.assertEqual(engine.ask("allocator.wake_up()"), "done")
+        self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'zero', 'graph': 'kept'}")
 
     def test_sglang_from_outside(self):
         engine = self.engine("outside", "sglang_program", "settings(False)")

@@ -6,10 +6,12 @@ The whole of it runs once with an engine, a `vramctl` and an `nvidia-smi` that o
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -55,7 +57,7 @@ def sglang(weights=("800.0", "390.0"), left="0.94", same="True"):
 
 
 def failed(checks):
-    return [name for name, ok, _ in checks if not ok]
+    return [check.name for check in checks if not check.ok]
 
 
 class Reading(unittest.TestCase):
@@ -82,10 +84,22 @@ class Reading(unittest.TestCase):
             "tokens and log-probabilities are the same in every cycle", failed(report.check_cycles("sglang", "cycles", wrong))
         )
         much = report.parse(sglang(left="0.96"))
-        self.assertEqual(failed(report.check_cycles("sglang", "cycles", much)), ["at most 0.95 GiB stay in use"])
+        self.assertEqual(
+            failed(report.check_cycles("sglang", "cycles", much)),
+            ["at most 0.95 GiB stay in use"],
+        )
         retained = report.parse(sglang(weights=("800.0", "55.0")))
         self.assertEqual(failed(report.check_cycles("sglang", "retained", retained)), [])
         self.assertEqual(len(failed(report.check_cycles("sglang", "retained", report.parse(sglang())))), 1)
+
+    def test_page_tables_of_host_memory_are_named(self):
+        """They are in use like the rest, and count."""
+        for left, prewarmed, ok in (("0.95", 16.0, True), ("0.98", 16.0, False), ("0.98", None, False)):
+            checks = report.check_cycles("sglang", "cycles", report.parse(sglang(left=left)), prewarmed=prewarmed)
+            self.assertEqual((checks[-1].ok, checks[-1].measured, checks[-1].limit), (ok, float(left), 0.95), checks[-1])
+        checks = report.check_cycles("sglang", "cycles", report.parse(sglang(left="0.98")), prewarmed=16.0)
+        self.assertEqual(checks[-1].detail, "0.98 GiB, 0.03 of them page tables of 16 GiB of host memory")
+        self.assertEqual([report.gib(size) for size in ("16G", "512M", "1T", "0")], [16, 0.5, 1024, 0])
 
     def test_a_script_that_broke_off_has_passed_nothing(self):
         self.assertGreaterEqual(len(failed(report.check_cycles("vllm", "cycles", report.parse("Traceback\n"), 1))), 4)
@@ -117,6 +131,7 @@ class Running(unittest.TestCase):
             with open({str(self.folder / "asked")!r}, "a") as log: print(*sys.argv[1:], file=log)
             what = sys.argv[1]
             if what == "run":
+                os.environ["LD_PRELOAD"] = ""
                 command = sys.argv[sys.argv.index("--") + 1:]
                 os.execvp(command[0], command)
             if what == "--version": print("vramctl 9.9.9")
@@ -126,11 +141,12 @@ class Running(unittest.TestCase):
             if what in ("pause", "resume"): print(json.dumps({{"processes": [{{"report": {{"ms": 123.4}}}}]}}))
             """,
         )
+        self.write("scripts/vllm_cycle.py", self.cycle_script(VLLM))
+        # In a plain environment: under the library it would prepare host memory of its own.
         self.write(
-            "scripts/vllm_cycle.py",
-            f"import os\nassert os.environ['PYTHONPATH'].startswith('{self.folder}/engine')\nprint('''{VLLM}''')",
+            "scripts/make_model.py",
+            "import os\ndef make_model():\n    assert not {'LD_PRELOAD', 'VRAMCTL_PREWARM'} & set(os.environ)\n    return '/model'",
         )
-        self.write("scripts/make_model.py", "def make_model(): return '/model'")
         self.write(
             "engine/vllm/__init__.py",
             """\
@@ -151,23 +167,45 @@ class Running(unittest.TestCase):
         # The other process must not have the engine's packages; here it has a torch of its own.
         self.write("other/torch.py", PRETENDED_TORCH)
 
+    def cycle_script(self, text):
+        """Prints this, with lines of the library between the parts of its lines, as several processes come to write them."""
+        return f"""\
+import json, os, sys
+assert os.environ['PYTHONPATH'].startswith('{self.folder}/engine')
+settings = {{name: value for name, value in os.environ.items() if name.startswith("VRAMCTL_")}}
+print(json.dumps(settings), file=open({str(self.folder / "settings")!r}, "a"))
+for number, line in enumerate({text!r}.splitlines()):
+    head, _, rest = line.partition(" ")
+    sys.stdout.write(head)
+    sys.stdout.flush()
+    os.write(2, b"vramctl[7]: info: line %d\\n" % number)
+    print("", rest)
+"""
+
     def write(self, name, text):
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
         path.chmod(0o755)
 
-    def gpu_engines(self, *arguments):
+    def command(self, *arguments, **variables):
         env = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "VRAMCTL_"))}
-        env.update(PATH=f"{self.folder}/bin:{env['PATH']}", PYTHONPATH=f"{self.folder}/other")
+        env.update(
+            PATH=f"{self.folder}/bin:{env['PATH']}", PYTHONPATH=f"{self.folder}/other", TMPDIR=str(self.folder), **variables
+        )
         command = [SCRIPTS / "gpu-engines", "--engine", "vllm", "--out", self.folder / "out", *arguments]
-        return subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, timeout=120)
+        return [str(part) for part in command], env
 
-    def places(self):
+    def gpu_engines(self, *arguments, cwd=None, **variables):
+        command, env = self.command(*arguments, **variables)
+        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+    def places(self, folder=None):
+        folder = self.folder if folder is None else folder
         (self.folder / "package").mkdir(exist_ok=True)
         (self.folder / "package/__init__.py").touch()
         places = {"--scripts": "scripts", "--engine-dir": "engine", "--bin": "bin", "--python": "package"}
-        return [part for option, place in places.items() for part in (option, self.folder / place)]
+        return [part for option, place in places.items() for part in (option, folder / place)]
 
     def test_all_parts(self):
         done = self.gpu_engines(*self.places(), "--cycles", 2, "--other-gib", 3, "--part", "cycles,outside,tpot")
@@ -184,7 +222,8 @@ class Running(unittest.TestCase):
         asked = (self.folder / "asked").read_text()
         self.assertIn("pause cuda_graph kv_cache weights --name gpu-engines --json", asked)
         text = (self.folder / "out/gpu-engines.md").read_text()
-        self.assertIn("| vLLM 0.26.0 | sleep level 1 | – | 0.90 s / 0.35 s |", text)
+        self.assertIn("| vLLM 0.26.0 | sleep level 1 | – | 0.90 s / 0.35 s | `VRAMCTL_PREWARM=16G vramctl run -- …` |", text)
+        self.assertIn("| vllm/cycles | sleep level 1, first, in at most 1000 ms | 900.0 ms | holds |", text)
         self.assertIn("| 1 | 0.12 s | 0.12 s | 0.88 GiB | 3 GiB | yes |", text)
         self.assertIn("pretended", text)
 
@@ -194,6 +233,62 @@ class Running(unittest.TestCase):
         self.assertEqual(again.returncode, 0, again.stdout + again.stderr)
         text = (self.folder / "second/gpu-engines.md").read_text()
         self.assertIn("| vLLM 0.26.0 | sleep level 1 | 0.90 s / 0.35 s | 0.90 s / 0.35 s |", text)
+
+    def test_what_the_engines_are_started_with(self):
+        done = self.gpu_engines(
+            *self.places(), "--part", "cycles,baseline,retained", "--env", "VRAMCTL_HOST_CAP=20G", VRAMCTL_UNCHANGED="always"
+        )
+        self.assertEqual(done.stderr.count("VRAMCTL_UNCHANGED of the environment is not taken over"), 1, done.stderr)
+        settings = [json.loads(line) for line in (self.folder / "settings").read_text().splitlines()]
+        told = [
+            [one.get(f"VRAMCTL_{name}") for name in ("PREWARM", "RETAIN", "HOST_CAP", "LOG", "UNCHANGED")] for one in settings
+        ]
+        same = ["20G", "info", None]
+        self.assertEqual(told, [["16G", None, *same], [None, None, *same], ["16G", "weights", *same]])
+        text = (self.folder / "out/gpu-engines.md").read_text()
+        self.assertIn("`VRAMCTL_HOST_CAP=20G VRAMCTL_PREWARM=16G VRAMCTL_RETAIN=weights vramctl run -- …`", text)
+        self.gpu_engines(*self.places(), "--part", "cycles", "--prewarm", "0")
+        self.assertNotIn("VRAMCTL_PREWARM", (self.folder / "settings").read_text().splitlines()[-1])
+
+    def test_a_missed_limit_is_told_with_the_library_s_last_lines(self):
+        slow = VLLM.replace("310.0 ms", "361.5 ms") + VLLM.partition("logprobs [-1.0]\n")[2]
+        self.write("scripts/vllm_cycle.py", self.cycle_script(slow))
+        done = self.gpu_engines(*self.places(), "--part", "cycles")
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertIn("| vllm/cycles | wake weights, later, in at most 360 ms | 361.5 ms | **missed** |", done.stdout)
+        last = len(slow.splitlines()) - 1
+        self.assertIn(f"  vramctl[7]: info: line {last}\n", done.stdout)
+        self.assertNotIn("info: line 1\n", done.stdout, "only the last ones")
+        self.assertIn("info: line 1\n", (self.folder / "out/gpu-engines.log").read_text())
+
+    def test_places_may_be_relative(self):
+        """To where the command is given, and not to where the engine works."""
+        self.write("scripts/vllm_cycle.py", "import os\nos.chdir('/')\nimport vllm\n" + self.cycle_script(VLLM))
+        done = self.gpu_engines(*self.places(pathlib.Path()), "--part", "cycles", cwd=self.folder)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_an_engine_ends_with_the_measurement(self):
+        """By its own limit, by an outer one, by Ctrl-C: what an engine holds would be in the way of whatever comes next."""
+        pid = self.folder / "pid"
+        self.write(
+            "scripts/vllm_cycle.py",
+            "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+            f"open({str(pid)!r} + '.new', 'w').write(str(child.pid))\nos.rename({str(pid)!r} + '.new', {str(pid)!r})\n"
+            "time.sleep(600)",
+        )
+        done = self.gpu_engines(*self.places(), "--part", "cycles", "--limit", "20")
+        self.assertNotEqual(done.returncode, 0)
+        self.assertFalse(alive(int(pid.read_text())))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            pid.unlink()
+            command, env = self.command(*self.places(), "--part", "cycles")
+            # As `timeout` and a terminal signal: all that is in the group.
+            with subprocess.Popen(
+                command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            ) as run:
+                eventually(pid.exists)
+                os.killpg(run.pid, number)
+            eventually(lambda: not alive(int(pid.read_text())))
 
     def test_discarding_tells_the_engine_first(self):
         done = self.gpu_engines(
@@ -219,7 +314,8 @@ class Running(unittest.TestCase):
             "run --name gpu-engines -- ",
             "/s/vllm_cycle.py",
             "pause cuda_graph kv_cache weights",
-            "env VRAMCTL_RETAIN=weights",
+            "env VRAMCTL_PREWARM=16G VRAMCTL_RETAIN=weights",
+            "make_model",
         ):
             self.assertIn(line, done.stdout)
 
@@ -229,10 +325,27 @@ class Running(unittest.TestCase):
             (["--fraction", "2"], "not a share of the GPU"),
             (["--scripts", "/nowhere"], "vllm_cycle.py and make_model.py in '/nowhere' is missing"),
             (["--cycles"], "--cycles needs a value"),
+            (["--prewarm", "much"], "not a size such as 16G: much"),
+            (["--env", "VRAMCTL_LOG"], "not NAME=VALUE: VRAMCTL_LOG"),
         ]:
             done = self.gpu_engines(*arguments)
             self.assertNotEqual(done.returncode, 0)
             self.assertIn(text, done.stderr)
+
+
+def alive(pid):
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def eventually(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
 
 
 PRETENDED_TORCH = """\

@@ -220,10 +220,15 @@ class ExpandableSegments(unittest.TestCase):
         self.assertEqual(torch.cuda.memory._settings["text"], "garbage_collection_threshold:0.8")
 
     def test_where_they_cannot_be_switched_off_it_is_said(self) -> None:
-        with mock.patch.object(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None):
+        def stubborn(settings: str) -> None:
+            """Takes everything but this one."""
+            torch.cuda.memory.apply_settings(settings.replace("expandable_segments:False", "expandable_segments:1,other:1"))
+
+        with mock.patch.object(torch._C, "_accelerator_setAllocatorSettings", stubborn):
             with self.assertRaises(errors.Unsupported) as caught:
                 vramctl.region("a").__enter__()
         self.assertIn("PYTORCH_CUDA_ALLOC_CONF", str(caught.exception))
+        self.assertEqual(torch.cuda.memory._settings["text"], self.SETTINGS, "the program's settings are as they were")
         self.assertEqual(vramctl.current_tag(), "default")
         self.assertEqual(_torch._switch.users, 0)
 
@@ -282,6 +287,19 @@ class LiveBlocks(unittest.TestCase):
         with vramctl.cuda_graph(torch.cuda.CUDAGraph(), tag="replayed"):
             torch.empty(24 * MIB)
         self.assertEqual(vramctl.pause("replayed").kept_bytes, 24 * MIB)
+
+    def test_a_graph_that_is_captured_inside_a_region_keeps_its_free_blocks(self) -> None:
+        """Torch takes them from the region's pool, which was entered first; a replay leaves results in them all the same."""
+        with vramctl.region("around"):
+            torch.empty(48 * MIB)
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                captured = torch.empty(24 * MIB).copy_(pattern(4, 24 * MIB))
+                address, pool = captured.data_ptr(), segment_of(captured)["segment_pool_id"]
+                del captured
+        self.assertIn(pool, _torch._pools.of(["around"]))
+        self.assertEqual(vramctl.pause("around").kept_bytes, 24 * MIB, "and nothing else")
+        vramctl.resume("around")
+        self.assertEqual(torch.cuda.memory.runtime().read(address, 24 * MIB), pattern(4, 24 * MIB))
 
     def test_the_free_blocks_of_other_pools_are_kept_unless_they_are_adopted(self) -> None:
         pool = torch.cuda.MemPool()

@@ -15,7 +15,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
 from . import errors
@@ -222,6 +222,7 @@ def _without_expandable_segments(torch: Any) -> Iterator[None]:
                 without = _with_expandable(settings, False)
                 _apply(torch, without)
                 if _is_expandable(_allocator_settings(torch)):
+                    _apply(torch, settings)
                     raise errors.Unsupported(
                         f"torch {torch.__version__} allocates expandable segments and cannot be told otherwise, and those are "
                         f"not managed. Start the program without {_EXPANDABLE}:True in PYTORCH_CUDA_ALLOC_CONF"
@@ -291,7 +292,9 @@ def free(tags: Collection[str] | None, process_tag: str | None) -> Free:
     reads them before writing. `process_tag` is that of memory outside regions.
 
     Left out, as they may be in use or are not worth it: blocks that wait for another stream, blocks in pools that are not
-    ours (a CUDA graph that is replayed uses memory that torch holds as free), expandable segments, and small blocks.
+    ours (a CUDA graph that is replayed uses memory that torch holds as free), expandable segments, and small blocks. Of our
+    pools also what belongs to other streams than the default one: a graph that is captured inside a region takes its memory
+    from the region's pool, which was entered before its own, and no graph is captured on the default stream.
     """
     torch = sys.modules["torch"]
     made = _allocations_made(torch)
@@ -301,11 +304,16 @@ def free(tags: Collection[str] | None, process_tag: str | None) -> Free:
     ranges = [
         (int(block["address"]), int(block["size"]))
         for segment in _segments(torch)
-        if tuple(segment.get("segment_pool_id", ())) in trusted and not segment.get("is_expandable")
+        if _is_trusted(segment, trusted)
         for block in segment["blocks"]
         if block["state"] == "inactive" and block["size"] >= _PAGE and block.get("address")
     ]
     return Free(ranges, made)
+
+
+def _is_trusted(segment: Mapping[str, Any], pools: Collection[PoolId]) -> bool:
+    pool = tuple(segment.get("segment_pool_id", ()))
+    return pool in pools and not segment.get("is_expandable") and (pool == _DEFAULT_POOL or segment.get("stream") == 0)
 
 
 def taken_since(before: Free) -> int:

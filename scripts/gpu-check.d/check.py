@@ -101,6 +101,17 @@ class Child:
         self.process.wait()
 
 
+def kill(process):
+    """Ends a process with all that it has started; what it had written."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired as error:
+        # Somebody who has left the group holds the other end, or the driver holds the process.
+        return f"{(error.output or b'').decode(errors='replace')}\n(not ended by SIGKILL)"
+
+
 def dig(value, key):
     """The first value of `key` anywhere in a JSON value; None if there is none."""
     if isinstance(value, dict):
@@ -178,7 +189,7 @@ class Check:
                 child.kill()
         self.children.clear()
 
-    def command(self, *command, seconds=120, env=None):
+    def command(self, *command, seconds=120, env=None, stderr=subprocess.STDOUT):
         """Runs to its end: (exit code, what it wrote, seconds it took)."""
         command = [str(part) for part in command]
         self.log(f"$ {' '.join(command)}")
@@ -187,17 +198,18 @@ class Check:
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             env=env or self.env,
             text=True,
             start_new_session=True,
         )
         try:
             text, _ = process.communicate(timeout=self.deadline.left(seconds))
-        except (subprocess.TimeoutExpired, Failed):
-            os.killpg(process.pid, signal.SIGKILL)
-            text, _ = process.communicate()
-            self.log(text)
+        except BaseException as error:
+            # Whatever ended the waiting, Ctrl-C and SIGTERM too: nothing may be left on the GPU.
+            self.log(kill(process))
+            if not isinstance(error, (subprocess.TimeoutExpired, Failed)):
+                raise
             raise Failed(
                 f"{pathlib.Path(command[0]).name} {command[1]}: no end within {seconds} s"
             ) from None

@@ -148,6 +148,25 @@ def graphs():
         expect("a graph replays to the same", torch.equal(result, wanted))
 
 
+def captured_inside():
+    """A plain capture in a region: what the graph has freed is not to be left out of a pause, whosever pool it is in."""
+    graph = torch.cuda.CUDAGraph()
+    source = torch.arange(4 * MIB, device="cuda", dtype=torch.float32)
+    with vramctl.region("captured"):
+        (source * 2 + 1).flip(0)
+        ordinary = tensor(100)
+        with torch.cuda.graph(graph):
+            result = (source * 2 + 1).flip(0)
+    graph.replay()
+    torch.cuda.synchronize()
+    streams = segment_of(ordinary)["stream"], segment_of(result)["stream"]
+    expect("no graph is captured on the default stream", streams[0] == 0 != streams[1], str(streams))
+    places = [(each.data_ptr(), each.numel() * each.element_size()) for each in (ordinary, result)]
+    del ordinary, result
+    left_out = [_torch._overlap(sorted(_torch.free(None, "default").ranges), [place]) for place in places]
+    expect("what a graph has freed is kept, and only that", left_out == [places[0][1], 0], str(left_out))
+
+
 def expandable():
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change("max_split_size_mb:512,expandable_segments:True")
@@ -180,7 +199,7 @@ def costs():
 def main():
     print(f"torch {torch.__version__}, vramctl {vramctl.library_version()} at {vramctl.library_path()}")
     torch.cuda.init()
-    for check in (pools, nesting, threads, contents, graphs, expandable, costs):
+    for check in (pools, nesting, threads, contents, graphs, captured_inside, expandable, costs):
         print(f"-- {check.__name__}")
         try:
             check()

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import sys
@@ -33,9 +34,11 @@ class Program(Child):
 class Engines(Check):
     def __init__(self, options):
         super().__init__(options, NAME)
-        self.env.update(VRAMCTL_PYTHON=options.python, VRAMCTL_NAME=NAME)
+        # The library says what each pause and resume did: it is in the log when a limit is missed.
+        self.env.update(VRAMCTL_PYTHON=options.python, VRAMCTL_NAME=NAME, VRAMCTL_LOG="info")
         # The other process and the interpreter are as they are without the engine.
         self.plain_env = dict(self.env)
+        self.env.update(given(options))
         if options.engine_dir:
             paths = [options.engine_dir, self.env.get("PYTHONPATH", "")]
             self.env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -46,6 +49,24 @@ class Engines(Check):
     def under_library(self, command, managed=True):
         """A command line, under the library or as it is."""
         return [str(self.bin / "vramctl"), "run", "--name", NAME, "--", *command] if managed else list(command)
+
+    def settings(self, part):
+        """The variables that make a part what it is."""
+        settings = {}
+        if part in ("cycles", "retained") and self.options.prewarm != "0":
+            settings["VRAMCTL_PREWARM"] = self.options.prewarm
+        if part == "retained":
+            settings["VRAMCTL_RETAIN"] = "weights"
+        return settings
+
+    def started(self, part):
+        """How a part's engine is started, for people."""
+        settings = {**given(self.options), **self.settings(part)}
+        words = [
+            *(f"{name}={value}" for name, value in settings.items()),
+            *([] if part == "baseline" else ["vramctl", "run", "--"]),
+        ]
+        return f"{shlex.join(words)} …" if words else "as it is"
 
     def script(self):
         return [sys.executable, str(pathlib.Path(self.options.scripts) / f"{self.options.engine}_cycle.py")]
@@ -73,15 +94,22 @@ class Engines(Check):
             [vramctl, "resume", *TAGS, "--name", NAME, "--json"],
         ]
         both = [self.program(), self.under_library(self.program())]
+
+        def cycles(part):
+            settings = [f"{name}={value}" for name, value in self.settings(part).items()]
+            return [[*(["env", *settings] if settings else []), *self.under_library(self.script(), part != "baseline")]]
+
         plans = {
-            "cycles": [self.under_library(self.script())],
-            "baseline": [self.script()],
-            "retained": [["env", "VRAMCTL_RETAIN=weights", *self.under_library(self.script())]],
+            "cycles": cycles("cycles"),
+            "baseline": cycles("baseline"),
+            "retained": cycles("retained"),
             "outside": outside,
             "tpot": both * self.options.rounds,
         }
-        names = ("PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON")
-        lines = [f"{name}={shlex.quote(self.env[name])}" for name in names if name in self.env]
+        names = ("PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON", "VRAMCTL_LOG", *given(self.options))
+        lines = [f"{name}={shlex.quote(self.env[name])}" for name in dict.fromkeys(names) if name in self.env]
+        if self.needs_model():
+            lines += ["# the model", shlex.join(self.model_maker())]
         for part in self.options.part.split(","):
             lines += [f"# {part}", *[shlex.join(command) for command in plans[part]]]
         return "\n".join(lines)
@@ -89,22 +117,31 @@ class Engines(Check):
     # ---- parts ----
 
     def cycle_script(self, part):
-        env = {**self.env, "VRAMCTL_RETAIN": "weights"} if part == "retained" else self.env
         command = self.under_library(self.script(), managed=part != "baseline")
-        code, text, _ = self.command(*command, seconds=self.options.limit, env=env)
+        env = {**self.env, **self.settings(part)}
+        # What is written to stderr, the library's lines among it, must not come between what the script prints.
+        code, text, _ = self.command(*command, seconds=self.options.limit, env=env, stderr=self.log_file)
         found = report.parse(text)
-        self.judge(report.check_cycles(self.options.engine, part, found, code))
-        return {"found": found}
+        prewarmed = None if part == "baseline" else report.gib(self.options.prewarm)
+        self.judge(report.check_cycles(self.options.engine, part, found, code, prewarmed))
+        return {"found": found, "started": self.started(part)}
 
-    def model(self):
-        if self.options.model:
-            return
+    def needs_model(self):
+        """The scripts make it themselves where it is missing, but under the library and in what is measured."""
+        return not self.options.model or set(self.options.part.split(",")) & {"cycles", "baseline", "retained"}
+
+    def model_maker(self):
         code = "import make_model; print(make_model.make_model())"
-        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {self.options.scripts!r}); {code}"]
-        status, text, _ = self.command(*command, seconds=300)
+        return [sys.executable, "-c", f"import sys; sys.path.insert(0, {self.options.scripts!r}); {code}"]
+
+    def make_model(self):
+        self.section, self.deadline = "model", Deadline(max(self.options.limit - 15, 0.1))
+        status, text, taken = self.command(*self.model_maker(), seconds=self.options.limit, stderr=self.log_file)
         if status != 0:
-            raise Failed(f"make_model.py: exit code {status}: {text}")
-        self.options.model = text.strip().splitlines()[-1]
+            raise Failed(f"make_model.py: exit code {status}; see the log")
+        made = text.strip().splitlines()[-1]
+        self.say(f"the model is in {made}, after {taken:.0f} s")
+        self.options.model = self.options.model or made
 
     def start_program(self, managed):
         command = self.under_library(self.program(), managed)
@@ -116,7 +153,6 @@ class Engines(Check):
         return program
 
     def outside(self):
-        self.model()
         program = self.start_program(managed=True)
         # Once to warm up: the first answers may come from kernels that are still being chosen.
         program.ask_json("generate", 120)
@@ -145,7 +181,8 @@ class Engines(Check):
                     "same": same["tokens"] and same["logprobs"],
                 }
             )
-        return {"cycles": cycles, "tags": tags, "kv": "discarded" if self.options.discard else "kept"}
+        kv = "discarded" if self.options.discard else "kept"
+        return {"cycles": cycles, "tags": tags, "kv": kv, "started": self.started("outside")}
 
     def shell(self, *arguments):
         """One pause or resume: the milliseconds of the slowest process, as each reports them."""
@@ -155,7 +192,6 @@ class Engines(Check):
         return max(one["report"]["ms"] for one in answer["processes"])
 
     def tpot(self):
-        self.model()
         ms = {"without": [], "with": []}
         for _ in range(self.options.rounds):
             for which in ms:
@@ -164,13 +200,22 @@ class Engines(Check):
                 self.end_children()
                 self.used_mib(below=2 * 1024)
         self.judge(report.check_tpot(ms))
-        return {"ms": ms}
+        return {"ms": ms, "started": self.started("tpot")}
 
     # ---- all of it ----
 
     def judge(self, checks):
-        for name, ok, detail in checks:
-            self.expect(name, ok, detail)
+        for check in checks:
+            self.expect(check.name, check.ok, check.detail)
+            if check.limit is not None:
+                self.checks[-1].update(measured=check.measured, limit=check.limit, unit=check.unit)
+
+    def last_words(self, start, count=12):
+        """The last that the library has written to the log from `start` on."""
+        with open(self.log_file.name, errors="replace") as log:
+            log.seek(start)
+            # Not always at a line's start: progress bars leave lines open.
+            return [found[0] for found in (re.search(r"vramctl\[\d+\]: .*", line) for line in log) if found][-count:]
 
     def engine_version(self):
         code = f"import importlib.metadata as m; print(m.version({self.options.engine!r}))"
@@ -182,8 +227,16 @@ class Engines(Check):
         self.facts = self.machine()
         self.version = self.engine_version()
         ok = True
+        if self.needs_model():
+            try:
+                self.make_model()
+            except Failed as error:
+                self.say(f"  FAILED: {error}")
+                self.write()
+                return False
         for part in self.options.part.split(","):
             self.section, self.checks = part, []
+            log_start = os.fstat(self.log_file.fileno()).st_size
             self.say(f"{self.options.engine}: {part}")
             start = time.monotonic()
             # What is left of the whole, less a little to write the report.
@@ -200,6 +253,9 @@ class Engines(Check):
             ok = ok and passed
             taken = time.monotonic() - start
             self.say(f"  {'passed' if passed else 'FAILED'} after {taken:.0f} s")
+            if not passed:
+                for line in self.last_words(log_start):
+                    print(f"  {line}", flush=True)
             told = {"engine": {"sglang": "SGLang", "vllm": "vLLM"}[self.options.engine], "version": self.version}
             about = {**told, "machine": self.facts, "checks": self.checks, "took_s": round(taken, 1)}
             # A part that broke off has nothing to show in the tables; that it failed is in what is printed and in the log.
@@ -212,6 +268,11 @@ class Engines(Check):
         result = {"options": vars(self.options), "parts": self.parts}
         (self.out / f"{NAME}.json").write_text(json.dumps(result, indent=1) + "\n")
         (self.out / f"{NAME}.md").write_text(report.markdown(self.parts) + "\n")
+
+
+def given(options):
+    """The variables that the user gives the engines."""
+    return dict(pair.split("=", 1) for pair in options.env)
 
 
 #: What a part that broke off has measured.
@@ -232,10 +293,18 @@ def main():
     for name in ("other-gib", "cycles", "rounds", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--fraction", type=float, required=True)
-    parser.add_argument("--join", action="append", default=[])
+    parser.add_argument("--prewarm", required=True)
+    for name in ("join", "env"):
+        parser.add_argument(f"--{name}", action="append", default=[])
     for name in ("discard", "dry-run"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
+    # The engines are started in other folders, and other programs still.
+    for name in ("engine_dir", "scripts", "bin", "python"):
+        if getattr(options, name):
+            setattr(options, name, os.path.abspath(getattr(options, name)))
+    if os.path.isdir(options.model):
+        options.model = os.path.abspath(options.model)
     options.smi, options.libcudart = "nvidia-smi", ""
     engines = Engines(options)
     if options.dry_run:

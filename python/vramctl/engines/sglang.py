@@ -8,18 +8,29 @@ tells SGLang to forget its cache when its memory is paused from outside.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import importlib
 import os
-from typing import Any, Callable, ContextManager, Iterator
+from typing import Any, Callable, ContextManager, Iterator, Optional
 
 import vramctl
 from vramctl import engines
 from vramctl._imports import when_imported
 
-#: Tells the processes that SGLang starts what was decided in the first one, which alone makes the settings:
-#: `tags` (ours, the memory saver is off) or `own`, and `shared` where workers hand each other memory of CUDA graphs.
-_DECISION = "_VRAMCTL_SGLANG"
+
+class _Saver(enum.IntFlag):
+    """The setting `enable_memory_saver` where it is on, with what was decided when the settings were made. So it reaches
+    the processes that SGLang starts for this engine, and no others. An enum, because msgspec, by which SGLang tells its
+    settings, encodes numbers of no other class; it shows up there as a number in place of `true`.
+    """
+
+    ON = 1
+    #: Tags of ours: it was off.
+    OURS = 2
+    #: Workers hand each other memory of CUDA graphs.
+    SHARED = 4
+
 
 _SETTINGS = "sglang.srt.server_args"
 _ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
@@ -55,22 +66,20 @@ def _wrap_settings(module: Any) -> None:
 
 
 def _decide(original: Callable[..., Any], settings: Any, *arguments: Any, **keywords: Any) -> Any:
-    # Settings are copied, and a copy of those that were decided on has the saver on already.
-    if not settings.enable_memory_saver:
-        settings.enable_memory_saver = True
+    asked, saver = settings.enable_memory_saver, _Saver.ON
+    # Settings are copied, and in a copy of those that were decided on the saver is on already.
+    if not asked or (isinstance(asked, _Saver) and _Saver.OURS in asked):
+        saver |= _Saver.OURS
         # Should the regions turn out not to be ours, contents are kept all the same.
         settings.enable_weights_cpu_backup = True
-        decision = "tags"
-    else:
-        decision = os.environ.get(_DECISION, "own").partition(",")[0]
     # SGLang itself keeps workers from sharing graphs' memory where it is told that the graphs are pausable.
     if (
         getattr(settings, "tp_size", 1) > 1
         and not getattr(settings, "disable_custom_all_reduce", False)
         and os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() not in ("1", "true")
     ):
-        decision += ",shared"
-    os.environ[_DECISION] = decision
+        saver |= _Saver.SHARED
+    settings.enable_memory_saver = saver
     return original(settings, *arguments, **keywords)
 
 
@@ -80,17 +89,25 @@ def _wrap_adapter(module: Any) -> None:
         _unknown("TorchMemorySaverAdapter.create")
 
 
-def _create(base: type, original: Callable[..., Any], enable: bool) -> Any:
+#: The last setting that a memory saver was asked for with in this process.
+_last: Optional[_Saver] = None
+
+
+def _create(base: type, original: Callable[..., Any], enable: Any) -> Any:
     """What SGLang calls, in each of its processes, to get the memory saver that its settings ask for."""
-    decision = os.environ.get(_DECISION, "own").split(",")
+    global _last
     if not enable:
         return original(enable)
+    if isinstance(enable, _Saver):
+        _last = enable
+    # Those who capture graphs ask last, with `setting and …`, of which no more is left than that it is on.
+    saver = _last or _Saver.ON
     engines.announce("sglang")
-    if "shared" in decision:
+    if _Saver.SHARED in saver:
         engines.tag_graphs(None)
-    elif "tags" in decision:
+    elif _Saver.OURS in saver:
         engines.tag_graphs("cuda_graph")
-    return _regions(base)() if "tags" in decision else original(enable)
+    return _regions(base)() if _Saver.OURS in saver else original(enable)
 
 
 @functools.lru_cache(maxsize=None)

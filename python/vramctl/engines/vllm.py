@@ -186,25 +186,25 @@ class Allocator:
             self.current_tag = before
 
     def sleep(self, offload_tags: Union[Tuple[str, ...], str, None] = None) -> None:
-        """Gives back all memory of all tags; keeps the contents of these tags (of `default` if None), drops the others."""
+        """Gives back all memory of all tags; keeps the contents of these tags (of `default` if None), drops the others.
+
+        All of it or, after an error, nothing: where host memory is too little for what is kept, nothing is dropped either.
+        """
         if offload_tags is None:
             offload_tags = (self.default_tag,)
         elif isinstance(offload_tags, str):
             offload_tags = (offload_tags,)
         assert isinstance(offload_tags, tuple), f"tags are a tuple or a str, not {offload_tags!r}"
-        # What is kept first: it may fail, for want of host memory, and then nothing is lost.
-        kept = self._pause([tag for tag in self._names if tag in offload_tags], "default")
-        dropped = self._pause([tag for tag in self._names if tag not in offload_tags], "discard")
-        total = kept + dropped
+        report = self._pause({name: "default" if tag in offload_tags else "discard" for tag, name in self._names.items()})
         logger.info(
             "Sleep gave back %.2f GiB in %.0f ms: %.2f GiB kept, %.2f GiB of them not copied because the backup had them already, "
             "%.2f GiB dropped.",
             *(
-                total.bytes / 2**30,
-                total.ms,
-                total.kept_bytes / 2**30,
-                total.unchanged_bytes / 2**30,
-                total.discarded_bytes / 2**30,
+                report.bytes / 2**30,
+                report.ms,
+                report.kept_bytes / 2**30,
+                report.unchanged_bytes / 2**30,
+                report.discarded_bytes / 2**30,
             ),
         )
         self._tidy()
@@ -212,7 +212,7 @@ class Allocator:
     def discard(self, tags: Union[Tuple[str, ...], str]) -> None:
         """Gives back the memory of these tags and drops its contents."""
         tags = (tags,) if isinstance(tags, str) else tags
-        report = self._pause([tag for tag in self._names if tag in tags], "discard")
+        report = self._pause({name: "discard" for tag, name in self._names.items() if tag in tags})
         logger.info("Gave back %.2f GiB of %s, contents dropped.", report.bytes / 2**30, ", ".join(tags))
 
     def wake_up(self, tags: Optional[List[str]] = None) -> None:
@@ -225,15 +225,15 @@ class Allocator:
         wanted = [
             tag for tag in self._names if tags is None or tag in tags or (deferrable is not None and tag not in deferrable)
         ]
-        asleep = [there.tag for there in self._there(wanted) if there.paused_bytes > 0]
-        if not asleep:
+        names = [there.tag for there in self._there(wanted)]
+        if not names:
             return
         try:
-            vramctl.resume(asleep)
+            vramctl.resume(names)
         except vramctl.errors.DeviceMemory:
             # Some of what is missing may be torch's own, held as free.
             self._tidy()
-            vramctl.resume(asleep)
+            vramctl.resume(names)
 
     def get_current_usage(self) -> int:
         """Bytes allocated in the pools, asleep or awake."""
@@ -253,22 +253,19 @@ class Allocator:
         names = {self._names[tag] for tag in tags}
         return [there for there in vramctl.status().tags if there.tag in names] if names else []
 
-    def _pause(self, tags: List[str], backup: str) -> Any:
-        there = self._there(tags)
-        other = [
-            tag.tag for tag in there if tag.state == "paused" and (backup == "discard") == (tag.host_bytes + tag.disk_bytes > 0)
-        ]
-        if other:
-            logger.warning("%s sleeps already, with its contents %s; that stays so.", ", ".join(other), _FATES[backup])
-        awake = [tag.tag for tag in there if tag.state != "paused"]
-        return vramctl.pause(awake, backup=backup) if awake else vramctl.Report()
+    def _pause(self, policies: Dict[str, str]) -> Any:
+        """Pauses what there is of these tags of ours, each by its policy."""
+        there = [tag for tag in vramctl.status().tags if tag.tag in policies]
+        for tag in there:
+            kept = tag.host_bytes + tag.disk_bytes > 0
+            if tag.state == "paused" and kept == (policies[tag.tag] == "discard"):
+                logger.warning(
+                    "%s sleeps already, with its contents %s; that stays so.", tag.tag, "kept" if kept else "dropped"
+                )
+        return vramctl.pause({tag.tag: policies[tag.tag] for tag in there}) if there else vramctl.Report()
 
     def _tidy(self) -> None:
         gc.collect()
         torch = vramctl._torch.loaded()
         if torch is not None:
             torch.cuda.empty_cache()
-
-
-#: What has become of contents that were asked to be treated so and have been treated otherwise.
-_FATES = {"discard": "kept", "default": "dropped"}

@@ -6,7 +6,8 @@ It behaves as torch does where that matters here, and was written from torch's d
   with free neighbours. Sizes are rounded as in torch (512 bytes; segments of 2 MiB, 20 MiB, or whole 2 MiB).
 - Pools: `MemPool`, `use_mem_pool`, and the private pools of graphs. Of the pools that have been entered, the *first* that
   applies is used, not the innermost. A pool that is entered already cannot be entered, in whatever thread.
-- `memory_snapshot` in torch's form: segments with `address`, `total_size`, `segment_pool_id`, `is_expandable`, and blocks
+- A segment belongs to the stream that was the current one when it was asked for, and only that gets parts of it.
+- `memory_snapshot` in torch's form: segments with `address`, `total_size`, `segment_pool_id`, `stream`, `is_expandable`, and blocks
   with `address`, `size`, `state` (`active_allocated`, `active_awaiting_free`, `inactive`).
 - With expandable segments, memory does not come from `cudaMalloc`; settings that are not mentioned are reset.
 

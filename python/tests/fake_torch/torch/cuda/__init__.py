@@ -64,7 +64,9 @@ class CUDAGraph:
 
 
 class graph:
-    """While it is captured, a graph's memory comes from its private pool."""
+    """While it is captured, a graph's memory comes from its private pool, if no other has been entered before. It is captured
+    on a stream of its own: the default stream cannot be captured.
+    """
 
     def __init__(
         self, cuda_graph: CUDAGraph, pool: PoolId | None = None, stream: Any = None, capture_error_mode: str = "global"
@@ -75,7 +77,9 @@ class graph:
         self.graph.pool_id = self.pool or memory.new_pool_id(graph=True)
         self.device = current_device()
         memory.allocator(self.device).begin(self.graph.pool_id)
+        self.before, memory.current.stream = memory.current.stream, self.arguments[0] or 7
 
     def __exit__(self, *_: Any) -> None:
+        memory.current.stream = self.before
         assert self.graph.pool_id is not None
         memory.allocator(self.device).end(self.graph.pool_id)

@@ -66,11 +66,20 @@ class Block:
             self.segment.merge()
 
 
+class _Thread(threading.local):
+    stream = 0
+
+
+#: The current stream of each thread.
+current = _Thread()
+
+
 class Segment:
     def __init__(
         self, address: int, size: int, pool: PoolId, small: bool, expandable: bool, device: int, source: Any = None
     ) -> None:
         self.address, self.size, self.pool, self.small = address, size, pool, small
+        self.stream = current.stream
         self.expandable, self.device, self.source = expandable, device, source
         self.blocks = [Block(self, address, size)]
 
@@ -121,7 +130,8 @@ class Allocator:
             free = [
                 block
                 for segment in self.segments
-                if (segment.pool, segment.small) == (pool, small) and (expandable or not segment.expandable)
+                if (segment.pool, segment.small, segment.stream) == (pool, small, current.stream)
+                and (expandable or not segment.expandable)
                 for block in segment.blocks
                 if block.state == "inactive" and block.size >= size
             ]
@@ -207,7 +217,7 @@ def memory_snapshot(mempool_id: PoolId | None = None, include_traces: bool = Tru
                 "total_size": segment.size,
                 "allocated_size": sum(block.size for block in segment.blocks if block.state == "active_allocated"),
                 "active_size": sum(block.size for block in segment.blocks if block.state != "inactive"),
-                "stream": 0,
+                "stream": segment.stream,
                 "segment_type": "small" if segment.small else "large",
                 "segment_pool_id": segment.pool,
                 "is_expandable": segment.expandable,
