@@ -44,17 +44,6 @@ class Report:
     def _from(cls, reply: Mapping[str, Any]) -> Report:
         return _read(cls, reply)
 
-    def __add__(self, other: Report) -> Report:
-        """Both, one after the other. `late_bytes` is a state and not a sum: the later one counts."""
-        if not isinstance(other, Report):
-            return NotImplemented
-        names = [entry.name for entry in dataclasses.fields(self) if entry.name not in ("stages", "late_bytes")]
-        total: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
-        stages = dict(self.stages)
-        for name, ms in other.stages.items():
-            stages[name] = stages.get(name, 0.0) + ms
-        return Report(stages=stages, late_bytes=other.late_bytes, **total)
-
 
 @dataclass(frozen=True)
 class Tag:
