@@ -40,6 +40,39 @@ class Deadline:
         return left
 
 
+#: What ends a measurement from outside.
+ENDING = {signal.SIGINT, signal.SIGTERM}
+
+
+def end_once():
+    """SIGTERM and Ctrl-C end the measurement, once: they come twice where the sender tells the whole group and `timeout` hands
+    them on, and the second must not break off the cleaning up.
+    """
+
+    def end(number, _frame):
+        for each in ENDING:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in ENDING:
+        signal.signal(each, end)
+
+
+@contextlib.contextmanager
+def no_end():
+    """Until a process that is being started is known, nothing ends us: it would live on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def open_to_signals():
+    """In a process started inside `no_end`."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
 class Child:
     """A program that answers lines with lines; it and all it started end with us."""
 
@@ -54,6 +87,7 @@ class Child:
             env=env,
             text=True,
             start_new_session=True,
+            preexec_fn=open_to_signals,
         )
         self.lines = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -179,8 +213,9 @@ class Check:
         ).name
         if managed is not None:
             command = [str(self.bin / "vramctl"), "run", *managed, "--", *command]
-        child = Child(self, name, command, env or self.env)
-        self.children.append(child)
+        with no_end():
+            child = Child(self, name, command, env or self.env)
+            self.children.append(child)
         return child
 
     def end_children(self):
@@ -194,20 +229,24 @@ class Check:
         command = [str(part) for part in command]
         self.log(f"$ {' '.join(command)}")
         start = time.perf_counter()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env=env or self.env,
-            text=True,
-            start_new_session=True,
-        )
+        process = None
         try:
+            with no_end():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env=env or self.env,
+                    text=True,
+                    start_new_session=True,
+                    preexec_fn=open_to_signals,
+                )
             text, _ = process.communicate(timeout=self.deadline.left(seconds))
         except BaseException as error:
             # Whatever ended the waiting, Ctrl-C and SIGTERM too: nothing may be left on the GPU.
-            self.log(kill(process))
+            if process is not None:
+                self.log(kill(process))
             if not isinstance(error, (subprocess.TimeoutExpired, Failed)):
                 raise
             raise Failed(
@@ -747,11 +786,7 @@ def main():
     for name in ("gib", "other-gib", "cycles", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     check = Check(parser.parse_args())
-
-    def interrupted(number, _frame):
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, interrupted)
+    end_once()
     try:
         passed = check.run()
     finally:

@@ -6,7 +6,6 @@ import os
 import pathlib
 import re
 import shlex
-import signal
 import sys
 import time
 
@@ -14,7 +13,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "gpu-check.d")]
 
 import report  # noqa: E402
-from check import Check, Child, Deadline, Failed  # noqa: E402
+from check import Check, Child, Deadline, Failed, end_once, no_end  # noqa: E402
 
 NAME = "gpu-engines"
 TAGS = ("cuda_graph", "kv_cache", "weights")
@@ -145,8 +144,9 @@ class Engines(Check):
 
     def start_program(self, managed):
         command = self.under_library(self.program(), managed)
-        program = Program(self, "program.py", command, self.env)
-        self.children.append(program)
+        with no_end():
+            program = Program(self, "program.py", command, self.env)
+            self.children.append(program)
         started = json.loads(program.hear(300))
         self.version = started["version"]
         self.log(f"started in {started['start_s']:.1f} s, {self.used_mib()} MiB in use")
@@ -310,11 +310,7 @@ def main():
     if options.dry_run:
         print(engines.plan())
         return 0
-
-    def interrupted(number, _frame):
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, interrupted)
+    end_once()
     try:
         passed = engines.run()
     finally:
