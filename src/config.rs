@@ -6,6 +6,7 @@
 //! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host`, `disk` and `discard`: what a pause does with the contents of a tag | every tag `host` |
 //! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: the tags whose saved contents stay in host memory after a resume, for the next pause | none |
 //! | `VRAMCTL_UNCHANGED` | `hash`: of retained contents, copy what has changed; `off`: copy everything; `verify`: hash, and compare | `hash` |
+//! | `VRAMCTL_COPY` | who copies contents back: `auto`: the copy engines, and a kernel while they are slower; `engines`; `kernel` | `auto` |
 //! | `VRAMCTL_DISK_DIR` | where the policy `disk` keeps contents | `$TMPDIR`, else `/tmp` |
 //! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
 //! | `VRAMCTL_PREWARM` | so much host memory is prepared in the background when the program first allocates, and kept ready | 0 |
@@ -46,6 +47,17 @@ pub enum Unchanged {
     Off,
     /// Hashes, and compares the pieces that are said not to have changed.
     Verify,
+}
+
+/// Who copies contents back to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyBy {
+    /// The copy engines, and the kernel while they are slower than it.
+    Auto,
+    /// The copy engines.
+    Engines,
+    /// The kernel, where it can be had.
+    Kernel,
 }
 
 /// What `torch_memory_saver` calls the kind of host memory. Ours is pinned as long as it is in use and given back
@@ -89,6 +101,8 @@ pub struct Config {
     pub retain: Vec<String>,
     /// `VRAMCTL_UNCHANGED`.
     pub unchanged: Unchanged,
+    /// `VRAMCTL_COPY`.
+    pub copy_by: CopyBy,
     /// `VRAMCTL_HOST_CAP`.
     pub host_cap: u64,
     /// `VRAMCTL_PREWARM`.
@@ -156,6 +170,15 @@ impl Config {
                 Unchanged::Hash
             }
         };
+        let copy_by = match set("VRAMCTL_COPY").as_deref() {
+            None | Some("auto") => CopyBy::Auto,
+            Some("engines") => CopyBy::Engines,
+            Some("kernel") => CopyBy::Kernel,
+            Some(other) => {
+                complaints.push(format!("VRAMCTL_COPY={other} is not auto, engines or kernel; using auto"));
+                CopyBy::Auto
+            }
+        };
         let mut bytes = |name: &str, default: usize| {
             let Some(text) = set(name) else { return default };
             parse_bytes(&text).unwrap_or_else(|| {
@@ -170,7 +193,7 @@ impl Config {
         let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
         let tag = tag.or_else(|| manages_all.then(|| region::DEFAULT_TAG.into()));
         let name = set("VRAMCTL_NAME");
-        Self { tag, ground_backup, cpu_backup_backend, backup, retain, unchanged, host_cap, prewarm, min_bytes, name, complaints }
+        Self { tag, ground_backup, cpu_backup_backend, backup, retain, unchanged, copy_by, host_cap, prewarm, min_bytes, name, complaints }
     }
 
     /// Whether `VRAMCTL_RETAIN` names a tag.

@@ -7,6 +7,7 @@ mod common;
 use common::{Footprint, Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use vramctl::config::CopyBy;
 use vramctl::memory::{Backup, Memory};
 
 /// The driver's functions that the library calls; those that a path does not use are skipped there.
@@ -20,6 +21,7 @@ const CALLS: &[&str] = &[
     "cuCtxSynchronize",
     "cuEventCreate",
     "cuEventDestroy_v2",
+    "cuEventElapsedTime",
     "cuEventQuery",
     "cuEventRecord",
     "cuEventSynchronize",
@@ -112,14 +114,25 @@ enum Path {
     /// All but what goes to a file, to host memory that is there: then memory is released before all of it is copied.
     PauseInMemory,
     Resume,
+    /// A kernel copies the contents back, as it does while the copy engines are slow.
+    ResumeByKernel,
 }
 
-const PATHS: [Path; 6] = [Path::Allocate, Path::FreeActive, Path::FreePaused, Path::Pause, Path::PauseInMemory, Path::Resume];
+const PATHS: [Path; 7] =
+    [Path::Allocate, Path::FreeActive, Path::FreePaused, Path::Pause, Path::PauseInMemory, Path::Resume, Path::ResumeByKernel];
 
 impl Path {
     /// What it pauses or resumes.
     fn tags(self) -> &'static [&'static str] {
         if self == Self::PauseInMemory { &["weights", common::RETAINED_TAG, "cache"] } else { &[] }
+    }
+
+    fn is_resume(self) -> bool {
+        matches!(self, Self::Resume | Self::ResumeByKernel)
+    }
+
+    fn choose_who_copies(self) {
+        vramctl::backup::set_copy_by((self == Self::ResumeByKernel).then_some(CopyBy::Kernel));
     }
 }
 
@@ -143,9 +156,10 @@ fn uses(gpu: &Gpu, path: Path) -> BTreeMap<&'static str, u64> {
 fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'static str, u64>>) {
     let case = format!("{path:?} with {faults:?}");
     let program = Program::start();
-    if matches!(path, Path::Resume | Path::FreePaused) {
+    if path.is_resume() || path == Path::FreePaused {
         pause(&[]).unwrap();
     }
+    path.choose_who_copies();
     // The library's own background work is not on the path that is looked at.
     vramctl::backup::settle();
     gpu.reset_counts();
@@ -159,7 +173,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
             let _ = pause(path.tags());
             None
         }
-        Path::Resume => {
+        Path::Resume | Path::ResumeByKernel => {
             let _ = resume(&[]);
             None
         }
@@ -231,21 +245,22 @@ fn every_call_fails_at_each_of_its_uses() {
 #[test]
 fn a_failed_pause_or_resume_leaves_every_allocation_as_it_was() {
     let gpu = Gpu::take();
-    for path in [Path::Pause, Path::PauseInMemory, Path::Resume] {
+    for path in [Path::Pause, Path::PauseInMemory, Path::Resume, Path::ResumeByKernel] {
         for (call, count) in uses(&gpu, path) {
             for nth in 1..=count {
                 let program = Program::start();
-                if path == Path::Resume {
+                if path.is_resume() {
                     pause(&[]).unwrap();
                 }
+                path.choose_who_copies();
                 gpu.fail(call, nth, 999, 1);
-                let answer = if path == Path::Resume { resume(&[]) } else { pause(path.tags()) };
+                let answer = if path.is_resume() { resume(&[]) } else { pause(path.tags()) };
                 gpu.clear_faults();
                 let status = Memory::get().status();
                 let chosen = || status.tags.iter().filter(|tag| path.tags().is_empty() || path.tags().contains(&&*tag.tag));
                 let paused: u64 = status.tags.iter().map(|tag| tag.paused_bytes).sum();
                 let all: u64 = chosen().map(|tag| tag.bytes).sum();
-                let wanted = if (path != Path::Resume) == answer.is_ok() { all } else { 0 };
+                let wanted = if path.is_resume() != answer.is_ok() { all } else { 0 };
                 assert_eq!(paused, wanted, "{path:?} with {call} failing at use {nth}: {answer:?}");
                 resume(&[]).unwrap();
                 program.end("");

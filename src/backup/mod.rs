@@ -1,10 +1,11 @@
 //! Where contents go while their memory is paused, and how they are copied.
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
-//! are the two places. `arena` has the host memory (`numa`: which), `transfer` copies to and from it, `digest` tells what
-//! has changed, `disk` is the file; `settings` has what was said of all this at run time.
+//! are the two places. `arena` has the host memory (`numa`: which), `transfer` copies to and from it (`copier`: when not
+//! by the copy engines), `digest` tells what has changed, `disk` is the file; `settings` has what was said of all this at run time.
 
 mod arena;
+mod copier;
 pub mod digest;
 pub mod disk;
 mod host;
@@ -15,7 +16,7 @@ mod spill;
 mod transfer;
 
 pub use arena::ArenaStatus;
-pub use settings::{disk_directory, retains, retains_by_default, set_disk_directory, set_retain};
+pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_retain};
 pub use transfer::Part;
 
 use crate::driver::{Context, Current};
@@ -118,6 +119,7 @@ pub fn get_ready(current: &Current, tag: &str) {
 /// What was registered or loaded in a context is gone with it.
 pub fn forget_context(context: Context) {
     Arena::forget_context(context);
+    copier::forget_context(context);
     host::forget_digests(context);
 }
 

@@ -1,6 +1,6 @@
 //! How contents are kept, as said at run time. Where nothing was said, the environment counts.
 
-use crate::config::{self, Config};
+use crate::config::{self, Config, CopyBy};
 use crate::process::PerProcess;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,6 +13,7 @@ struct Settings {
     retain_others: Option<bool>,
     retain: BTreeMap<Arc<str>, bool>,
     directory: Option<PathBuf>,
+    copy_by: Option<CopyBy>,
 }
 
 static SETTINGS: PerProcess<RwLock<Settings>> = PerProcess::new(RwLock::default);
@@ -54,6 +55,16 @@ pub fn disk_directory() -> PathBuf {
 /// Sets it for the pauses to come; `None`: as `VRAMCTL_DISK_DIR` says.
 pub fn set_disk_directory(directory: Option<PathBuf>) {
     change().directory = directory;
+}
+
+/// Who copies contents back now.
+pub fn copy_by() -> CopyBy {
+    read(|said| said.copy_by).unwrap_or_else(|| Config::get().copy_by)
+}
+
+/// Sets it for the resumes to come; `None`: as `VRAMCTL_COPY` says. For tests and measurements.
+pub fn set_copy_by(copy_by: Option<CopyBy>) {
+    change().copy_by = copy_by;
 }
 
 #[cfg(test)]

@@ -4,11 +4,12 @@
 //! takes a piece at a time, makes it ready while its last piece is still being copied, and queues the copies into it.
 
 use super::arena::{Arena, PIECE};
-use crate::driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, Staging};
+use super::copier::{self, By, Choice};
+use crate::driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, Moment, Staging};
 use crate::error::Error;
 use crate::memory::{Progress, Stage};
 use crate::process;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
@@ -136,6 +137,35 @@ fn transfer(
     })
 }
 
+/// Copies that are under way.
+struct Flight {
+    parts: Vec<Part>,
+    end: Mark,
+    /// Who copies the one part, from when to when; `None`: it does not matter.
+    measured: Option<(By, Moment, Moment)>,
+}
+
+/// Queues a copy to the device.
+///
+/// # Safety
+/// As for [`Lane::queue`]; and the host memory is registered with the driver.
+unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &mut Choice) -> Result<Option<(By, Moment, Moment)>, Error> {
+    let (by, measured) = choice.next(part.bytes);
+    let begin = measured.then(|| lane.moment(part.context).ok()).flatten();
+    // SAFETY: the caller's promise.
+    let by = if by == By::Kernel && unsafe { copier::queue(lane, part, host)? } {
+        By::Kernel
+    } else {
+        if by == By::Kernel {
+            choice.without_kernel();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { lane.queue(Direction::ToDevice, part.context, part.device, host, part.bytes)? };
+        By::Engines
+    };
+    Ok(begin.and_then(|begin| Some((by, begin, lane.moment(part.context).ok()?))))
+}
+
 struct Worker<'a> {
     direction: Direction,
     jobs: &'a Mutex<mpsc::Receiver<Vec<Part>>>,
@@ -158,34 +188,47 @@ impl Worker<'_> {
 
     fn work(&mut self) -> Result<(), Error> {
         let arena = Arena::get()?;
-        let (mut lane, mut under_way) = (Lane::default(), VecDeque::<(Mark, Vec<Part>)>::new());
+        let (mut lane, mut under_way) = (Lane::default(), VecDeque::<Flight>::new());
+        let mut choices = BTreeMap::new();
         while let Some(parts) = self.next() {
             let Some(first) = parts.first() else { continue };
             let direct = arena.prepare(first.offset / PIECE, first.context)?;
-            while let Some((end, _)) = under_way.front()
-                && (under_way.len() >= UNDER_WAY || end.is_past()?)
+            while let Some(flight) = under_way.front()
+                && (under_way.len() >= UNDER_WAY || flight.end.is_past()?)
             {
-                under_way.pop_front().map_or(Ok(()), |flight| self.land(flight))?;
+                under_way.pop_front().map_or(Ok(()), |flight| self.land(flight, &mut choices))?;
             }
             if !direct {
                 parts.iter().try_for_each(|part| self.copy_through_staging(part, arena.at(part.offset)))?;
                 self.tell(parts);
                 continue;
             }
-            for part in &parts {
-                // SAFETY: the piece is ready and stays so: a range that is being filled or read touches it. Nobody else
-                // writes to this part of it, or reads it while it is being filled.
-                unsafe { lane.queue(self.direction, part.context, part.device, arena.at(part.offset), part.bytes)? };
-            }
-            under_way.push_back((lane.mark()?, parts));
+            let measured = if let (Direction::ToDevice, [part]) = (self.direction, &parts[..]) {
+                let choice = choices.entry(part.context).or_insert_with(Choice::now);
+                // SAFETY: as below; and the piece is registered.
+                unsafe { queue_by_choice(&mut lane, part, arena.at(part.offset), choice)? }
+            } else {
+                for part in &parts {
+                    // SAFETY: the piece is ready and stays so: a range that is being filled or read touches it. Nobody else
+                    // writes to this part of it, or reads it while it is being filled.
+                    unsafe { lane.queue(self.direction, part.context, part.device, arena.at(part.offset), part.bytes)? };
+                }
+                None
+            };
+            under_way.push_back(Flight { parts, end: lane.mark()?, measured });
         }
-        under_way.into_iter().try_for_each(|flight| self.land(flight))
+        under_way.into_iter().try_for_each(|flight| self.land(flight, &mut choices))
     }
 
     /// Waits until copies that are under way are done.
-    fn land(&self, (end, parts): (Mark, Vec<Part>)) -> Result<(), Error> {
-        end.wait()?;
-        self.tell(parts);
+    fn land(&self, flight: Flight, choices: &mut BTreeMap<Context, Choice>) -> Result<(), Error> {
+        flight.end.wait()?;
+        if let (Some((by, begin, end)), [part]) = (flight.measured, &flight.parts[..])
+            && let (Some(choice), Ok(milliseconds)) = (choices.get_mut(&part.context), end.since(&begin))
+        {
+            choice.took(by, part.bytes, milliseconds);
+        }
+        self.tell(flight.parts);
         Ok(())
     }
 

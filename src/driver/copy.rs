@@ -1,6 +1,6 @@
 //! Copies between device and host memory, and host memory that the copy engines reach directly.
 
-use super::{CUdeviceptr, CUevent, CUstream, Context, Current, Driver, Failure, RelaxedCapture, Stream, code};
+use super::{CUdeviceptr, CUevent, Context, Current, Driver, Failure, RelaxedCapture, Stream, code};
 use cudarc::driver::sys::CUevent_flags;
 use std::ptr::{self, NonNull};
 
@@ -129,7 +129,7 @@ impl Lane {
     ) -> Result<(), Failure> {
         let driver = Driver::get()?;
         let _current = Current::push(context)?;
-        let stream = self.stream(context)?;
+        let stream = self.stream(context)?.raw();
         // SAFETY: the host side by the caller's promise; a wrong device side is answered with an error.
         unsafe {
             match direction {
@@ -139,18 +139,31 @@ impl Lane {
         }
     }
 
+    /// Queues work of a kernel's in the order of the copies; `launch` gets the stream for it. Its context is current.
+    pub fn queue_kernel(&mut self, current: &Current, launch: impl FnOnce(&Stream) -> Result<(), Failure>) -> Result<(), Failure> {
+        launch(self.stream(current.context())?)
+    }
+
     /// The stream in a context, made at its first use. The context is current.
-    fn stream(&mut self, context: Context) -> Result<CUstream, Failure> {
+    fn stream(&mut self, context: Context) -> Result<&Stream, Failure> {
         if !self.streams.iter().any(|(known, _)| *known == context) {
             self.streams.push((context, Stream::create()?));
         }
         let found = self.streams.iter().find(|(known, _)| *known == context);
-        found.map(|(_, stream)| stream.raw()).ok_or(Failure { call: "cuStreamCreate", code: code::UNKNOWN })
+        found.map(|(_, stream)| stream).ok_or(Failure { call: "cuStreamCreate", code: code::UNKNOWN })
     }
 
     /// Marks what was queued so far.
     pub fn mark(&self) -> Result<Mark, Failure> {
-        self.streams.iter().map(|(context, stream)| Event::record(*context, stream)).collect::<Result<_, _>>().map(Mark)
+        let record = |(context, stream): &(_, _)| Event::record(*context, stream, CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        self.streams.iter().map(record).collect::<Result<_, _>>().map(Mark)
+    }
+
+    /// The moment, on the device's clock, at which it has done what was queued in a context so far.
+    pub fn moment(&mut self, context: Context) -> Result<Moment, Failure> {
+        let _current = Current::push(context)?;
+        let stream = self.stream(context)?;
+        Event::record(context, stream, CUevent_flags::CU_EVENT_DEFAULT).map(Moment)
     }
 
     /// Waits until all that was queued is done. After an error, too, nothing is being copied any more.
@@ -189,6 +202,19 @@ impl Mark {
     }
 }
 
+/// A moment on the device's clock.
+pub struct Moment(Event);
+
+impl Moment {
+    /// Milliseconds from an earlier moment of the same context to this one. Both are past.
+    pub fn since(&self, earlier: &Self) -> Result<f32, Failure> {
+        let mut milliseconds = 0.0;
+        // SAFETY: `milliseconds` is writable; both events are ours.
+        unsafe { Driver::get()?.cuEventElapsedTime(&raw mut milliseconds, earlier.0.raw, self.0.raw)? };
+        Ok(milliseconds)
+    }
+}
+
 /// Happens when all that was on a stream before it is done.
 struct Event {
     raw: CUevent,
@@ -196,11 +222,11 @@ struct Event {
 }
 
 impl Event {
-    fn record(context: Context, stream: &Stream) -> Result<Self, Failure> {
+    fn record(context: Context, stream: &Stream, flags: CUevent_flags) -> Result<Self, Failure> {
         let _current = Current::push(context)?;
         let mut event = ptr::null_mut();
         // SAFETY: `event` is writable.
-        unsafe { Driver::get()?.cuEventCreate(&raw mut event, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)? };
+        unsafe { Driver::get()?.cuEventCreate(&raw mut event, flags as u32)? };
         let event = Self { raw: event, context };
         // SAFETY: an event and a stream of ours, of the same context.
         unsafe { Driver::get()?.cuEventRecord(event.raw, stream.raw())? };

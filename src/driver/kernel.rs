@@ -1,12 +1,65 @@
 //! Code and small buffers on the device: a kernel of our own and the memory that it works on.
 //!
 //! They belong to a context and go with it: what a reset of the device has destroyed must not be touched any more, not
-//! even to destroy it. [`DeviceBuffer::is_alive`] is how their owner finds out.
+//! even to destroy it. [`Resident`] sees to that.
 
-use super::{CUdeviceptr, Driver, Failure, Stream};
+use super::{CUdeviceptr, Context, Current, Driver, Failure, RelaxedCapture, Stream};
 use cudarc::driver::sys::{CUfunction, CUmodule, CUpointer_attribute};
 use std::ffi::{CStr, c_void};
 use std::{mem, ptr};
+
+/// A kernel in a context, ready to be launched, with a stream and memory of its own. Its user enters the relaxed capture
+/// mode, as for any memory management.
+pub struct Resident {
+    context: Context,
+    /// There until the value is dropped.
+    parts: Option<Parts>,
+}
+
+/// What there is of a [`Resident`], in the order in which it is to be dropped.
+pub struct Parts {
+    /// A stream.
+    pub stream: Stream,
+    /// The kernel.
+    pub kernel: Kernel,
+    /// The memory.
+    pub buffer: DeviceBuffer,
+}
+
+impl Resident {
+    /// Loads the function `name` of a module of PTX into the current context and takes so many bytes of its device's
+    /// memory. `launch` is to run the kernel with nothing to do: a driver that loads lazily puts the code on the device at
+    /// the first launch, and it is to be there by then.
+    pub fn new(
+        current: &Current,
+        ptx: &CStr,
+        name: &CStr,
+        bytes: usize,
+        launch: impl FnOnce(&Parts) -> Result<(), Failure>,
+    ) -> Result<Self, Failure> {
+        let parts = Parts { kernel: Kernel::load(ptx, name)?, buffer: DeviceBuffer::new(bytes)?, stream: Stream::create()? };
+        launch(&parts).and_then(|()| parts.stream.synchronize())?;
+        Ok(Self { context: current.context(), parts: Some(parts) })
+    }
+
+    /// What there is of it, in the current context. None where that is another, or was reset.
+    pub fn parts(&self, current: &Current) -> Option<&Parts> {
+        self.parts.as_ref().filter(|parts| self.context == current.context() && parts.buffer.is_alive())
+    }
+}
+
+impl Drop for Resident {
+    fn drop(&mut self) {
+        let _relaxed = RelaxedCapture::enter();
+        if let Some(parts) = self.parts.take() {
+            match Current::push(self.context) {
+                Ok(_current) if parts.buffer.is_alive() => drop(parts),
+                // Gone with its context: nothing is left to undo, and the driver would follow stale handles.
+                _ => mem::forget(parts),
+            }
+        }
+    }
+}
 
 /// One function of a module of PTX, compiled by the driver for the current context's device.
 #[derive(Debug)]

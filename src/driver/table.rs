@@ -120,6 +120,7 @@ driver_functions! {
     cuDevicePrimaryCtxRelease_v2(device: CUdevice);
     cuEventCreate(event: *mut CUevent, flags: c_uint);
     cuEventDestroy_v2(event: CUevent);
+    cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent);
     cuEventQuery(event: CUevent);
     cuEventRecord(event: CUevent, stream: CUstream);
     cuEventSynchronize(event: CUevent);

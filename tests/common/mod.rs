@@ -16,6 +16,7 @@ use std::mem::transmute;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use vramctl::config::CopyBy;
 use vramctl::interpose;
 use vramctl::memory::{Memory, Report, Request, TagState};
 
@@ -195,10 +196,14 @@ impl Gpu {
         gpu.clear_faults();
         gpu.free_everything();
         // What the library makes once in each context, and keeps, is not to be taken for a leak.
+        vramctl::backup::set_copy_by(Some(CopyBy::Kernel));
         for device in (0..DEVICES).rev() {
             set_device(device);
-            free(malloc_tagged(RETAINED_TAG, None, MIB).expect("a device that works"));
+            let address = malloc_tagged(RETAINED_TAG, None, MIB).expect("a device that works");
+            pause(&[]).and_then(|_| resume(&[])).expect("a device that works");
+            free(address);
         }
+        vramctl::backup::set_copy_by(None);
         gpu
     }
 
@@ -262,6 +267,7 @@ impl Drop for Gpu {
         }
         while vramctl::memory::region::end().is_ok() {}
         let _ = Memory::get().set_process_tag(None);
+        vramctl::backup::set_copy_by(None);
         Memory::get().set_margin(0);
         self.free_everything();
     }

@@ -4,7 +4,7 @@
 //! processor. `docs/unchanged.md` says what is computed and proves how unlikely it is that a changed piece keeps its
 //! digest: below 2^-91, whatever the change, since each process draws a key of its own and shows it to nobody.
 
-use crate::driver::{CUdeviceptr, Context, Current, DeviceBuffer, Failure, Kernel, RelaxedCapture, Stream, code};
+use crate::driver::{CUdeviceptr, Current, Failure, Parts, Resident, code};
 use crate::process::PerProcess;
 use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_void};
@@ -135,26 +135,12 @@ const _: () = assert!(DIGESTS + BATCH * mem::size_of::<Digest>() <= BUFFER);
 ///
 /// All that it needs is made in advance: nothing is allocated on the device later. Its user enters the relaxed capture
 /// mode, as for any memory management.
-pub struct Hasher {
-    context: Context,
-    /// There until the value is dropped.
-    parts: Option<Parts>,
-}
-
-/// In the order in which they are to be dropped.
-struct Parts {
-    stream: Stream,
-    kernel: Kernel,
-    buffer: DeviceBuffer,
-}
+pub struct Hasher(Resident);
 
 impl Hasher {
     /// Loads the kernel into the current context and takes 2 MiB of its device's memory.
     pub fn new(current: &Current) -> Result<Self, Failure> {
-        let parts = Parts { kernel: Kernel::load(PTX, c"vramctl_digest")?, buffer: DeviceBuffer::new(BUFFER)?, stream: Stream::create()? };
-        // A driver that loads lazily puts the code on the device at the first launch, and it is to be there by then.
-        parts.launch(0).and_then(|()| parts.stream.synchronize())?;
-        Ok(Self { context: current.context(), parts: Some(parts) })
+        Resident::new(current, PTX, c"vramctl_digest", BUFFER, |parts| launch(parts, 0)).map(Self)
     }
 
     /// The digests of device memory, one for each piece of each span (address, bytes) in order. Spans begin at multiples
@@ -167,14 +153,12 @@ impl Hasher {
         if spans.iter().any(|(address, bytes)| !address.is_multiple_of(16) || !bytes.is_multiple_of(PIECE)) {
             return refuse(code::INVALID_VALUE);
         }
-        let Some(parts) = self.parts.as_ref().filter(|parts| self.context == current.context() && parts.buffer.is_alive()) else {
-            return refuse(code::CONTEXT_IS_DESTROYED);
-        };
+        let Some(parts) = self.0.parts(current) else { return refuse(code::CONTEXT_IS_DESTROYED) };
         let addresses: Vec<_> =
             spans.iter().flat_map(|&(address, bytes)| (0..bytes).step_by(PIECE).map(move |offset| address + offset as u64)).collect();
         let mut digests = vec![Digest([0; 2]); addresses.len()];
         for (addresses, digests) in addresses.chunks(BATCH).zip(digests.chunks_mut(BATCH)) {
-            parts.digest(addresses, digests).inspect_err(|_| {
+            digest(parts, addresses, digests).inspect_err(|_| {
                 // The vectors are about to be freed, and the pieces perhaps unmapped. A second way of waiting, for that
                 // the first may be what failed; if it fails as well, the context is lost and nothing runs in it.
                 let _ = current.wait_for_work();
@@ -184,38 +168,23 @@ impl Hasher {
     }
 }
 
-impl Parts {
-    fn digest(&self, addresses: &[CUdeviceptr], digests: &mut [Digest]) -> Result<(), Failure> {
-        // SAFETY: the caller keeps the addresses until the stream has finished, here or in `wait_for_work`.
-        unsafe { self.buffer.write(&self.stream, 0, addresses)? };
-        self.launch(addresses.len())?;
-        // SAFETY: as above; any bits are a digest.
-        unsafe { self.buffer.read(&self.stream, DIGESTS, digests)? };
-        self.stream.synchronize()
-    }
-
-    /// Has the kernel compute the digests of the first `pieces` addresses in the buffer.
-    fn launch(&self, pieces: usize) -> Result<(), Failure> {
-        let key = Key::of_process()?;
-        let (addresses, digests, count) = (self.buffer.address(), self.buffer.address() + DIGESTS as u64, pieces as u32);
-        let arguments: [*const c_void; 4] =
-            [(&raw const *key).cast(), (&raw const addresses).cast(), (&raw const digests).cast(), (&raw const count).cast()];
-        // SAFETY: the parameters in kernel.cu are a key, two addresses and a number of 32 bits. The buffer stays.
-        unsafe { self.kernel.launch(&self.stream, count.max(1), THREADS as u32, arguments.map(<*const c_void>::cast_mut)) }
-    }
+fn digest(parts: &Parts, addresses: &[CUdeviceptr], digests: &mut [Digest]) -> Result<(), Failure> {
+    // SAFETY: the caller keeps the addresses until the stream has finished, here or in `wait_for_work`.
+    unsafe { parts.buffer.write(&parts.stream, 0, addresses)? };
+    launch(parts, addresses.len())?;
+    // SAFETY: as above; any bits are a digest.
+    unsafe { parts.buffer.read(&parts.stream, DIGESTS, digests)? };
+    parts.stream.synchronize()
 }
 
-impl Drop for Hasher {
-    fn drop(&mut self) {
-        let _relaxed = RelaxedCapture::enter();
-        if let Some(parts) = self.parts.take() {
-            match Current::push(self.context) {
-                Ok(_current) if parts.buffer.is_alive() => drop(parts),
-                // Gone with its context: nothing is left to undo, and the driver would follow stale handles.
-                _ => mem::forget(parts),
-            }
-        }
-    }
+/// Has the kernel compute the digests of the first `pieces` addresses in the buffer.
+fn launch(parts: &Parts, pieces: usize) -> Result<(), Failure> {
+    let key = Key::of_process()?;
+    let (addresses, digests, count) = (parts.buffer.address(), parts.buffer.address() + DIGESTS as u64, pieces as u32);
+    let arguments: [*const c_void; 4] =
+        [(&raw const *key).cast(), (&raw const addresses).cast(), (&raw const digests).cast(), (&raw const count).cast()];
+    // SAFETY: the parameters in kernel.cu are a key, two addresses and a number of 32 bits. The buffer stays.
+    unsafe { parts.kernel.launch(&parts.stream, count.max(1), THREADS as u32, arguments.map(<*const c_void>::cast_mut)) }
 }
 
 #[cfg(test)]

@@ -1,12 +1,13 @@
-//! Modules, functions and launches, for the kernels that are known here by name. There is one: the
-//! digest of `src/backup/digest/kernel.cu`. A program gives its PTX, as to a driver; what runs in its
-//! place is written here once more, step by step as the kernel does it.
+//! Modules, functions and launches, for the kernels that are known here by name: the digest of
+//! `src/backup/digest/kernel.cu` and the copy of `src/backup/copier/kernel.cu`. A program gives its PTX,
+//! as to a driver; what runs in its place is written here once more, step by step as the kernel does it.
 
 use crate::abi::{Address, Handle, In, Out};
 use crate::codes::{ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, MISALIGNED_ADDRESS, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::context::{self, Context};
 use crate::copy::Work;
 use crate::driver::{self, state};
+use crate::host;
 use crate::stream;
 use crate::vmm::{Piece, READ, READ_WRITE};
 use std::collections::HashMap;
@@ -15,8 +16,30 @@ use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The entry that is known.
-const DIGEST: &str = "vramctl_digest";
+/// A kernel that is known.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kernel {
+    Digest,
+    Copy,
+}
+
+impl Kernel {
+    fn of_name(name: &str) -> Option<Self> {
+        match name {
+            "vramctl_digest" => Some(Self::Digest),
+            "vramctl_copy" => Some(Self::Copy),
+            _ => None,
+        }
+    }
+
+    /// Of a block: what the kernel is written for; the driver itself would take fewer.
+    fn threads(self) -> u32 {
+        match self {
+            Self::Digest => THREADS as u32,
+            Self::Copy => 512,
+        }
+    }
+}
 
 #[derive(Debug)]
 struct Module {
@@ -28,8 +51,8 @@ struct Module {
 #[derive(Debug, Default)]
 pub struct Modules {
     modules: HashMap<Handle, Module>,
-    /// Functions, and the modules that they are in. All of them are the one known kernel.
-    functions: HashMap<Handle, Handle>,
+    /// Functions: which kernel each is, and the module that it is in.
+    functions: HashMap<Handle, (Kernel, Handle)>,
 }
 
 impl Modules {
@@ -43,8 +66,10 @@ impl Modules {
         self.modules.len()
     }
 
-    fn context_of_function(&self, function: Handle) -> Option<Handle> {
-        Some(self.modules.get(self.functions.get(&function)?)?.context)
+    /// Which kernel a function is, and in which context.
+    fn function(&self, function: Handle) -> Option<(Kernel, Handle)> {
+        let (kernel, home) = self.functions.get(&function)?;
+        Some((*kernel, self.modules.get(home)?.context))
     }
 }
 
@@ -64,7 +89,7 @@ pub fn load(module: Out<Handle>, image: In<c_char>) -> Outcome {
 /// `cuModuleUnload`.
 pub fn unload(module: Handle) -> Outcome {
     let modules = &mut state().modules;
-    modules.functions.retain(|_, home| *home != module);
+    modules.functions.retain(|_, (_, home)| *home != module);
     modules.modules.remove(&module).map(drop).ok_or(INVALID_HANDLE)
 }
 
@@ -77,11 +102,9 @@ pub fn get_function(function: Out<Handle>, module: Handle, name: In<c_char>) -> 
     if !home.text.contains(&format!(".entry {name}(")) {
         return Err(NOT_FOUND);
     }
-    if name != DIGEST {
-        return Err(NOT_SUPPORTED);
-    }
+    let kernel = Kernel::of_name(name).ok_or(NOT_SUPPORTED)?;
     let handle = driver::new_handle();
-    modules.functions.insert(handle, module);
+    modules.functions.insert(handle, (kernel, module));
     function.put(handle)
 }
 
@@ -94,41 +117,110 @@ pub fn launch(
     arguments: In<*const c_void>,
     extra: usize,
 ) -> Outcome {
-    // The number of threads is what the kernel is written for; the driver itself would take fewer.
-    if blocks[0] == 0 || blocks[1..] != [1, 1] || threads != [THREADS as u32, 1, 1] {
-        return Err(INVALID_VALUE);
-    }
     if extra != 0 {
         return Err(NOT_SUPPORTED);
     }
-    let arguments = arguments.get_all(4)?;
-    if arguments.iter().any(|argument| argument.is_null()) {
+    let (kernel, context) = state().modules.function(function).ok_or(INVALID_HANDLE)?;
+    if blocks[0] == 0 || blocks[1..] != [1, 1] || threads != [kernel.threads(), 1, 1] {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: CUDA's contract: each argument points to a value of its parameter's type in the kernel.
-    let launch = unsafe {
-        Launch {
-            key: Arc::new(arguments[0].cast::<Key>().read_unaligned()),
-            addresses: arguments[1].cast::<Address>().read_unaligned(),
-            digests: arguments[2].cast::<Address>().read_unaligned(),
-            count: blocks[0].min(arguments[3].cast::<u32>().read_unaligned()) as usize,
-        }
+    let launch = match kernel {
+        Kernel::Digest => Launch::Digest(Digests::of_arguments(arguments, blocks[0])?),
+        Kernel::Copy => Launch::Copy(Copy::of_arguments(arguments)?),
     };
     let mut state = state();
     let stream = stream::find(&mut state, handle)?;
-    if state.modules.context_of_function(function) != Some(stream.context.handle) {
+    if context != stream.context.handle {
         return Err(INVALID_HANDLE);
     }
     stream::submit(&mut state, &stream, Work::Kernel(launch))?;
     Ok(())
 }
 
+/// The arguments of a launch, each a pointer to a value.
+fn arguments_of(arguments: In<*const c_void>, count: usize) -> Outcome<Vec<*const c_void>> {
+    let arguments = arguments.get_all(count)?;
+    if arguments.iter().any(|argument| argument.is_null()) { Err(INVALID_VALUE) } else { Ok(arguments) }
+}
+
+/// A launch of a known kernel.
+#[derive(Clone, Debug)]
+pub enum Launch {
+    /// Of the digest.
+    Digest(Digests),
+    /// Of the copy.
+    Copy(Copy),
+}
+
+impl Launch {
+    /// Runs it. As for copies: the memory must stay where it is from the beginning to the end.
+    pub fn run(&self, context: &Context, delay: Duration) -> Outcome {
+        match self {
+            Self::Digest(launch) => launch.run(context, delay),
+            Self::Copy(launch) => launch.run(context, delay),
+        }
+    }
+}
+
+/// One launch of the copy.
+#[derive(Clone, Debug)]
+pub struct Copy {
+    from: Address,
+    to: Address,
+    bytes: usize,
+}
+
+impl Copy {
+    fn of_arguments(arguments: In<*const c_void>) -> Outcome<Self> {
+        let arguments = arguments_of(arguments, 3)?;
+        // SAFETY: CUDA's contract: each argument points to a value of its parameter's type in the kernel.
+        unsafe {
+            Ok(Self {
+                from: arguments[0].cast::<Address>().read_unaligned(),
+                to: arguments[1].cast::<Address>().read_unaligned(),
+                bytes: 16 * arguments[2].cast::<u64>().read_unaligned() as usize,
+            })
+        }
+    }
+
+    fn find(&self, context: &Context) -> Outcome<Vec<Piece>> {
+        if !(self.from | self.to).is_multiple_of(16) {
+            return Err(MISALIGNED_ADDRESS);
+        }
+        let state = state();
+        // Kernels reach no host memory but what the driver knows.
+        let (base, bytes) = state.host.find(self.from).ok_or(ILLEGAL_ADDRESS)?;
+        if self.from + self.bytes as u64 > base + bytes as u64 {
+            return Err(ILLEGAL_ADDRESS);
+        }
+        state.space.touch(self.to, self.bytes, context.device, READ_WRITE)
+    }
+
+    fn run(&self, context: &Context, delay: Duration) -> Outcome {
+        if self.bytes == 0 {
+            return Ok(());
+        }
+        let mappings = |pieces: &[Piece]| pieces.iter().map(|piece| piece.mapping).collect::<Vec<_>>();
+        let at_first = mappings(&self.find(context)?);
+        if !delay.is_zero() {
+            std::thread::sleep(delay);
+        }
+        let pieces = self.find(context)?;
+        let mut from = self.from;
+        for piece in &pieces {
+            host::transfer(host::Direction::FromHost, piece.physical.backing.at(piece.offset), from, piece.bytes)?;
+            from += piece.bytes as u64;
+        }
+        if mappings(&self.find(context)?) == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
+    }
+}
+
 /// One launch of the digest.
 #[derive(Clone, Debug)]
-pub struct Launch {
+pub struct Digests {
     key: Arc<Key>,
-    addresses: Address,
-    digests: Address,
+    pieces: Address,
+    results: Address,
     count: usize,
 }
 
@@ -145,7 +237,20 @@ impl Found {
     }
 }
 
-impl Launch {
+impl Digests {
+    fn of_arguments(arguments: In<*const c_void>, blocks: u32) -> Outcome<Self> {
+        let arguments = arguments_of(arguments, 4)?;
+        // SAFETY: CUDA's contract: each argument points to a value of its parameter's type in the kernel.
+        unsafe {
+            Ok(Self {
+                key: Arc::new(arguments[0].cast::<Key>().read_unaligned()),
+                pieces: arguments[1].cast::<Address>().read_unaligned(),
+                results: arguments[2].cast::<Address>().read_unaligned(),
+                count: blocks.min(arguments[3].cast::<u32>().read_unaligned()) as usize,
+            })
+        }
+    }
+
     fn find(&self, context: &Context) -> Outcome<Found> {
         let state = state();
         let touch = |address: Address, bytes, alignment, access| {
@@ -154,16 +259,15 @@ impl Launch {
             }
             state.space.touch(address, bytes, context.device, access)
         };
-        let addresses = touch(self.addresses, 8 * self.count, 8, READ)?;
+        let addresses = touch(self.pieces, 8 * self.count, 8, READ)?;
         let contents = gather(&addresses)
             .chunks_exact(8)
             .map(|address| touch(address.iter().rev().fold(0, |address, byte| address << 8 | Address::from(*byte)), PIECE, 16, READ))
             .collect::<Outcome<_>>()?;
-        Ok(Found { addresses, contents, digests: touch(self.digests, 16 * self.count, 16, READ_WRITE)? })
+        Ok(Found { addresses, contents, digests: touch(self.results, 16 * self.count, 16, READ_WRITE)? })
     }
 
-    /// Runs it. As for copies: the memory must stay where it is from the beginning to the end.
-    pub fn run(&self, context: &Context, delay: Duration) -> Outcome {
+    fn run(&self, context: &Context, delay: Duration) -> Outcome {
         let at_first = self.find(context)?.mappings();
         if !delay.is_zero() {
             std::thread::sleep(delay);
