@@ -260,7 +260,7 @@ fn a_failed_pause_or_resume_leaves_every_allocation_as_it_was() {
                 let chosen = || status.tags.iter().filter(|tag| path.tags().is_empty() || path.tags().contains(&&*tag.tag));
                 let paused: u64 = status.tags.iter().map(|tag| tag.paused_bytes).sum();
                 let all: u64 = chosen().map(|tag| tag.bytes).sum();
-                let wanted = if path.is_resume() != answer.is_ok() { all } else { 0 };
+                let wanted = if path.is_resume() == answer.is_ok() { 0 } else { all };
                 assert_eq!(paused, wanted, "{path:?} with {call} failing at use {nth}: {answer:?}");
                 resume(&[]).unwrap();
                 program.end("");

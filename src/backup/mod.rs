@@ -97,11 +97,15 @@ pub fn restore(
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let in_memory = |(_, saved): &Item| if let Saved::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
-    transfer::restore(items.iter().map(in_memory).sum::<u64>() as usize, progress, |give| {
-        produce(&mut |(allocation, saved)| {
-            if let Saved::Host(saved) = &**saved {
-                saved.parts(allocation).for_each(|part| give(vec![part]));
-            }
+    let bytes = items.iter().map(in_memory).sum::<u64>() as usize;
+    let contexts = items.iter().map(|(allocation, _)| allocation.context()).collect();
+    copier::beside(contexts, bytes, || {
+        transfer::restore(bytes, progress, |give| {
+            produce(&mut |(allocation, saved)| {
+                if let Saved::Host(saved) = &**saved {
+                    saved.parts(allocation).for_each(|part| give(vec![part]));
+                }
+            })
         })
     })?;
     spill::restore(items, progress)

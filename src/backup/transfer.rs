@@ -157,7 +157,7 @@ unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &
         By::Kernel
     } else {
         if by == By::Kernel {
-            choice.without_kernel();
+            choice.refused();
         }
         // SAFETY: the caller's promise.
         unsafe { lane.queue(Direction::ToDevice, part.context, part.device, host, part.bytes)? };

@@ -11,11 +11,12 @@
 use super::settings;
 use super::transfer::Part;
 use crate::config::CopyBy;
-use crate::driver::{self, Context, Current, Failure, Lane, Parts, Resident, Stream, code};
-use crate::process::PerProcess;
-use std::collections::BTreeMap;
+use crate::driver::{self, Context, Current, Failure, Lane, Parts, RelaxedCapture, Resident, Stream, code};
+use crate::process::{self, PerProcess};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
@@ -45,31 +46,46 @@ pub fn forget_context(context: Context) {
     }
 }
 
-/// Queues a copy of host memory to a part of device memory by the kernel, which is loaded if need be. `false`: it cannot be
-/// done so, and nothing was queued.
+/// Does some copying of so many bytes in these contexts, while the kernel is being loaded where it may be wanted.
 ///
-/// # Safety
-/// As for [`Lane::queue`]; and the host memory is registered with the driver.
-pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<bool, Failure> {
-    if !(host as usize | part.device as usize | part.bytes).is_multiple_of(VECTOR) {
-        return Ok(false);
-    }
-    let current = Current::push(part.context)?;
-    let mut copiers = copiers();
-    if !copiers.contains_key(&part.context) {
-        match load(&current) {
-            Ok(copier) => drop(copiers.insert(part.context, copier)),
-            Err(failure) => return refused(failure),
+/// To load it for the first time takes 80 ms, for the driver compiles it: worth it only for copies that take longer.
+pub fn beside<R>(contexts: BTreeSet<Context>, bytes: usize, copy: impl FnOnce() -> R) -> R {
+    const WORTH_IT: usize = 4 << 30;
+    let load = move || contexts.into_iter().for_each(prepare);
+    match copy_by_now() {
+        CopyBy::Kernel => {
+            load();
+            copy()
         }
+        CopyBy::Auto if bytes >= WORTH_IT => thread::scope(|scope| {
+            // Without the thread, and until it is done, the engines copy alone.
+            let _ = process::spawn_scoped(scope, "vramctl-kernel", load);
+            copy()
+        }),
+        _ => copy(),
     }
-    let Some(parts) = copiers.get(&part.context).and_then(|copier| copier.parts(&current)) else { return Ok(false) };
-    lane.queue_kernel(&current, |stream| launch(parts, stream, host, part.device, part.bytes)).map_or_else(refused, |()| Ok(true))
 }
 
-/// The copy engines can do without the kernel, but nobody can in a context that failed work has spoilt.
-fn refused(failure: Failure) -> Result<bool, Failure> {
-    log::debug!("{failure}: the copy engines copy alone");
-    if failure.is_of_earlier_work() { Err(failure) } else { Ok(false) }
+/// Whether the kernel comes into question at all: at other times than soon after a release it does not.
+fn copy_by_now() -> CopyBy {
+    let released_lately = || driver::time_since_release().is_some_and(|time| time < CLEANING);
+    match settings::copy_by() {
+        CopyBy::Auto if !released_lately() => CopyBy::Engines,
+        copy_by => copy_by,
+    }
+}
+
+/// Loads the kernel into a context, if it is not there.
+fn prepare(context: Context) {
+    let _relaxed = RelaxedCapture::enter();
+    let mut copiers = copiers();
+    if copiers.contains_key(&context) {
+        return;
+    }
+    match Current::push(context).and_then(|current| load(&current)) {
+        Ok(copier) => drop(copiers.insert(context, copier)),
+        Err(failure) => log::debug!("{failure}: the copy engines copy alone"),
+    }
 }
 
 fn load(current: &Current) -> Result<Resident, Failure> {
@@ -79,6 +95,29 @@ fn load(current: &Current) -> Result<Resident, Failure> {
         return Err(Failure { call: "vramctl_copy", code: code::NOT_SUPPORTED });
     }
     Resident::new(current, PTX, c"vramctl_copy", BUFFER, |parts| launch(parts, &parts.stream, std::ptr::null(), 0, 0))
+}
+
+/// Queues a copy of host memory to a part of device memory by the kernel. `false`: it cannot be done so now, and nothing was
+/// queued.
+///
+/// # Safety
+/// As for [`Lane::queue`]; and the host memory is registered with the driver.
+pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<bool, Failure> {
+    if !(host as usize | part.device as usize | part.bytes).is_multiple_of(VECTOR) {
+        return Ok(false);
+    }
+    // While it is being loaded, nobody waits for it.
+    let Ok(copiers) = COPIERS.get().try_lock() else { return Ok(false) };
+    let current = Current::push(part.context)?;
+    let Some(parts) = copiers.get(&part.context).and_then(|copier| copier.parts(&current)) else { return Ok(false) };
+    match lane.queue_kernel(&current, |stream| launch(parts, stream, host, part.device, part.bytes)) {
+        // The engines can do without the kernel, but nobody can in a context that failed work has spoilt.
+        Err(failure) if !failure.is_of_earlier_work() => {
+            log::debug!("{failure}: the copy engines copy instead");
+            Ok(false)
+        }
+        queued => queued.map(|()| true),
+    }
 }
 
 fn launch(parts: &Parts, stream: &Stream, from: *const u8, to: driver::CUdeviceptr, bytes: usize) -> Result<(), Failure> {
@@ -128,11 +167,7 @@ const INTERVAL: u32 = 8;
 impl Choice {
     /// For copies that begin now.
     pub fn now() -> Self {
-        let released_lately = driver::time_since_release().is_some_and(|time| time < CLEANING);
-        Self::new(match settings::copy_by() {
-            CopyBy::Auto if !released_lately => CopyBy::Engines,
-            copy_by => copy_by,
-        })
+        Self::new(copy_by_now())
     }
 
     fn new(copy_by: CopyBy) -> Self {
@@ -153,9 +188,12 @@ impl Choice {
         (self.faster.other(), true)
     }
 
-    /// Only the engines from now on.
-    pub fn without_kernel(&mut self) {
-        *self = Self::new(CopyBy::Engines);
+    /// The kernel was to copy and could not: it is tried again with one of the next copies.
+    pub fn refused(&mut self) {
+        self.until_trial = 1;
+        if self.copy_by == CopyBy::Auto {
+            self.faster = By::Engines;
+        }
     }
 
     /// How long so many bytes took.
@@ -219,8 +257,5 @@ mod tests {
             assert_eq!(Choice::new(copy_by).next(PIECE), (by, false));
         }
         assert_eq!(Choice::new(CopyBy::Auto).next(TELLING - 1), (By::Engines, false));
-        let mut choice = Choice::new(CopyBy::Kernel);
-        choice.without_kernel();
-        assert_eq!(choice.next(PIECE), (By::Engines, false));
     }
 }
