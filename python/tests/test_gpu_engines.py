@@ -12,12 +12,14 @@ import sys
 import tempfile
 import textwrap
 import time
+import types
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS / "gpu-engines.d"))
 
+import engines  # noqa: E402
 import report  # noqa: E402
 
 SGLANG = (
@@ -109,6 +111,86 @@ class Reading(unittest.TestCase):
     def test_time_per_token(self):
         self.assertEqual(failed(report.check_tpot({"without": [10.0, 10.2], "with": [10.1, 10.15]})), [])
         self.assertEqual(len(failed(report.check_tpot({"without": [10.0], "with": [10.11]}))), 1)
+        (check,) = report.check_tpot({"without": [10.0, 10.2], "with": [10.1]})
+        self.assertEqual(check.detail, "10.100 ms (2 runs) without, 10.100 ms (1 run) with: +0.00%")
+
+    def test_beside_no_slower_than_without_it_stands_what_it_took_without_it(self):
+        parts = {}
+        for part, times in (("baseline", ("60.0", "40.0", "50.0", "66.0")), ("cycles", ("70.0", "71.0"))):
+            # The same time for a release and its resume.
+            text = "".join(f"{step} kv_cache {ms} ms  used 1.00 GiB\n" for ms in times for step in ("release", "resume"))
+            found = report.parse(text)
+            checks = [{"check": check.name, **check._asdict()} for check in report.check_cycles("sglang", part, found, 0, 16.0)]
+            about = {"engine": "SGLang", "version": "1", "machine": {}, "started": "x"}
+            parts[f"sglang/{part}"] = {**about, "checks": checks, "found": found}
+        rows = report.markdown(parts).splitlines()
+        at = rows.index("| sglang/cycles | release kv_cache, later, in at most 62 ms | 71.0 ms | **missed** |")
+        without = "first 60.0 ms, later 50.0 ms (median), 66.0 ms (longest)"
+        self.assertEqual(rows[at + 1], f"| sglang/baseline | release kv_cache, without the library | {without} | |")
+        self.assertEqual(len([row for row in rows if row.startswith("| sglang/baseline | re")]), 2, rows)
+        del parts["sglang/baseline"]
+        self.assertNotIn("sglang/baseline", report.markdown(parts))
+
+
+class Tokens(engines.Engines):
+    """The part `tpot` on a clock of its own: each engine takes as long as is given, or fails."""
+
+    def __init__(self, seconds, limit, rounds=2):
+        self.options = types.SimpleNamespace(rounds=rounds, env=[])
+        self.deadline, self.left = self, limit
+        self.seconds, self.said, self.checks, self.section = list(seconds), [], [], "tpot"
+
+    def rest(self):
+        return self.left
+
+    def start_program(self, managed):
+        seconds = self.seconds.pop(0)
+        self.left -= min(seconds or 1, self.left)
+        if seconds is None or self.left <= 0:
+            raise engines.Failed("no answer")
+        return types.SimpleNamespace(ask_json=lambda *_: {"ms": 4.0 + managed / 100})
+
+    def say(self, text):
+        self.said.append(text)
+
+    def log(self, text):
+        pass
+
+    def end_children(self):
+        pass
+
+    def used_mib(self, below):
+        pass
+
+
+class TimePerToken(unittest.TestCase):
+    def measure(self, *arguments, **more):
+        part = Tokens(*arguments, **more)
+        measured = part.tpot()["ms"]
+        ended = [line.strip() for line in part.said if "ended after" in line]
+        return [len(measured["without"]), len(measured["with"])], ended, [check["ok"] for check in part.checks]
+
+    def test_all_rounds_where_there_is_time(self):
+        self.assertEqual(self.measure([100, 100, 100, 100], 500), ([2, 2], [], [True]))
+
+    def test_no_engine_is_started_that_has_no_time(self):
+        for limit, counts in ((200 + 1, [1, 1]), (300 + 50, [2, 1])):
+            runs, ended, ok = self.measure([100, 100, 100], limit)
+            self.assertEqual((runs, ok), (counts, [True]))
+            self.assertIn(f"{counts[0]} runs without the library and {counts[1]} with it, of 2 each", ended[0])
+
+    def test_one_of_each_is_tried_in_any_case(self):
+        self.assertEqual(self.measure([100, 20], 130)[0], [1, 1])
+        with self.assertRaises(engines.Failed):
+            self.measure([100, 100], 130)
+
+    def test_a_later_start_that_fails_takes_nothing_away(self):
+        # For lack of time: what there is counts.
+        runs, ended, ok = self.measure([100, 100, 100, 200], 450)
+        self.assertEqual((runs, len(ended), ok), ([2, 1], 1, [True]))
+        # For another reason: it counts, too, but the part has failed.
+        runs, ended, ok = self.measure([100, 100, None], 900)
+        self.assertEqual((runs, len(ended), ok), ([1, 1], 1, [False, True]))
 
 
 class Running(unittest.TestCase):
@@ -222,7 +304,8 @@ for number, line in enumerate({text!r}.splitlines()):
         asked = (self.folder / "asked").read_text()
         self.assertIn("pause cuda_graph kv_cache weights --name gpu-engines --json", asked)
         text = (self.folder / "out/gpu-engines.md").read_text()
-        self.assertIn("| vLLM 0.26.0 | sleep level 1 | – | 0.90 s / 0.35 s | `VRAMCTL_PREWARM=16G vramctl run -- …` |", text)
+        self.assertIn("| vLLM 0.26.0 | sleep level 1 | – | 0.90 s / 0.35 s |\n", text)
+        self.assertIn("- vllm/cycles: `VRAMCTL_PREWARM=16G vramctl run -- …`\n", text)
         self.assertIn("| vllm/cycles | sleep level 1, first, in at most 1000 ms | 900.0 ms | holds |", text)
         self.assertIn("| 1 | 0.12 s | 0.12 s | 0.88 GiB | 3 GiB | yes |", text)
         self.assertIn("pretended", text)

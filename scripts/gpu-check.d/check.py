@@ -33,8 +33,12 @@ class Deadline:
     def __init__(self, seconds):
         self.end = time.monotonic() + seconds
 
+    def rest(self):
+        """Seconds until then; none or fewer afterwards."""
+        return self.end - time.monotonic()
+
     def left(self, wanted):
-        left = min(wanted, self.end - time.monotonic())
+        left = min(wanted, self.rest())
         if left <= 0:
             raise Failed("the section's time is used up")
         return left
@@ -144,6 +148,14 @@ def kill(process):
     except subprocess.TimeoutExpired as error:
         # Somebody who has left the group holds the other end, or the driver holds the process.
         return f"{(error.output or b'').decode(errors='replace')}\n(not ended by SIGKILL)"
+
+
+def unittest_result(text):
+    """How many tests unittest says that it ran, and its verdict. Other lines may stand around them: what a library writes as
+    its process ends comes last.
+    """
+    found = re.findall(r"^Ran (\d+) tests? in .*?^((?:OK|FAILED|NO TESTS RAN)\b.*?)$", text, re.MULTILINE | re.DOTALL)
+    return (int(found[-1][0]), found[-1][1]) if found else (0, "no verdict")
 
 
 def dig(value, key):
@@ -503,13 +515,13 @@ class Check:
             env={**self.env, "VRAMCTL_PYTHON": str(package)},
             seconds=240,
         )
-        lines = text.splitlines()
-        for line in lines:
+        for line in text.splitlines():
             if line.startswith(("FAIL: ", "ERROR: ")):
                 self.expect(line[:80], False, "see the log")
-        ran = next((line for line in lines if line.startswith("Ran ")), "no test ran")
-        self.expect("the tests pass", code == 0 and lines[-1].startswith("OK"), lines[-1] if lines else "nothing was written")
-        self.say(f"  {ran}: {lines[-1] if lines else ''} ({taken:.1f} s)")
+        ran, verdict = unittest_result(text)
+        told = f"{ran} tests ran: {verdict}, exit code {code}"
+        self.expect("the tests pass", code == 0 and ran > 0 and verdict.startswith("OK"), told)
+        self.say(f"  {told} ({taken:.1f} s)")
 
     def engine(self):
         options = self.options
