@@ -105,6 +105,11 @@ pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()>
     with_signals_blocked(|| builder(name).spawn(work)).map(drop)
 }
 
+/// The same for work in which the driver compiles code: with as large a stack as programs' threads usually have.
+pub fn spawn_compiler(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    with_signals_blocked(|| builder(name).stack_size(8 << 20).spawn(work)).map(drop)
+}
+
 /// The same for a thread that ends with a scope.
 pub fn spawn_scoped<'scope, 'env, R: Send + 'scope>(
     scope: &'scope thread::Scope<'scope, 'env>,

@@ -35,16 +35,20 @@ impl Program {
 }
 
 /// Launches of kernels and copies to the device by the engines in one resume.
-fn who_copies(gpu: &Gpu, copy_by: Option<CopyBy>, sizes: &[usize]) -> [u64; 2] {
-    let program = Program::start(sizes);
-    set_copy_by(copy_by);
-    pause(&[]).unwrap();
+fn resume_and_count(gpu: &Gpu) -> [u64; 2] {
     gpu.reset_counts();
     resume(&[]).unwrap();
-    let calls = ["cuLaunchKernel", "cuMemcpyHtoDAsync_v2"].map(|call| gpu.calls(call));
+    ["cuLaunchKernel", "cuMemcpyHtoDAsync_v2"].map(|call| gpu.calls(call))
+}
+
+fn who_copies(gpu: &Gpu, copy_by: Option<CopyBy>, sizes: &[usize]) -> [u64; 2] {
+    let program = Program::start(sizes);
+    set_copy_by(copy_by, None);
+    pause(&[]).unwrap();
+    let counts = resume_and_count(gpu);
     program.check(&format!("{copy_by:?}"));
     program.end();
-    calls
+    counts
 }
 
 #[test]
@@ -55,9 +59,9 @@ fn the_contents_are_the_same_whoever_copies() {
     assert_eq!(who_copies(&gpu, Some(CopyBy::Kernel), &sizes), [3, 0]);
 }
 
-/// Right after a release both are tried where that tells something, and small copies are left to the engines.
+/// Soon after a pause both are tried where that tells something; small copies are left to the engines.
 #[test]
-fn right_after_a_release_both_are_tried() {
+fn soon_after_a_pause_both_are_tried() {
     let gpu = Gpu::take();
     let [launches, copies] = who_copies(&gpu, None, &[LARGE; 4]);
     assert!(launches > 0 && copies > 0, "{launches} by the kernel, {copies} by the engines");
@@ -65,31 +69,58 @@ fn right_after_a_release_both_are_tried() {
     assert_eq!(who_copies(&gpu, None, &[MIB; 4]), [0, 4]);
 }
 
+#[test]
+fn each_device_has_its_own_kernel() {
+    let gpu = Gpu::take();
+    let programs = [0, 1].map(|device| {
+        common::set_device(device);
+        Program::start(&[MIB; 2])
+    });
+    set_copy_by(Some(CopyBy::Kernel), None);
+    pause(&[]).unwrap();
+    assert_eq!(resume_and_count(&gpu), [4, 0]);
+    for (device, program) in (0..).zip(programs) {
+        common::set_device(device);
+        program.check("two devices");
+        program.end();
+    }
+    common::set_device(0);
+}
+
 /// Nobody needs the kernel: whatever of it cannot be had, the engines do the rest and the resume succeeds.
 #[test]
 fn without_the_kernel_the_engines_copy() {
     let gpu = Gpu::take();
     let program = Program::start(&[LARGE; 3]);
-    let calls = ["cuLaunchKernel", "cuPointerGetAttribute", "cuEventElapsedTime"];
-    for (call, copy_by) in calls.iter().flat_map(|call| [(call, None), (call, Some(CopyBy::Kernel))]) {
-        set_copy_by(copy_by);
+    let cases = [
+        ("cuLaunchKernel", None),
+        ("cuLaunchKernel", Some(CopyBy::Kernel)),
+        ("cuPointerGetAttribute", None),
+        ("cuPointerGetAttribute", Some(CopyBy::Kernel)),
+        ("cuEventElapsedTime", None),
+    ];
+    for (call, copy_by) in cases {
+        set_copy_by(copy_by, None);
         pause(&[]).unwrap();
         gpu.fail(call, 1, 4242, u64::MAX);
-        resume(&[]).unwrap_or_else(|error| panic!("{call}: {error}"));
+        let [_, copies] = resume_and_count(&gpu);
+        assert!(gpu.calls(call) > 0 && copies > 0, "{call} was called {} times, the engines copied {copies} times", gpu.calls(call));
         gpu.clear_faults();
         program.check(call);
     }
     program.end();
 }
 
-/// The kernel goes with a context that is reset, and is loaded anew in the next; if it cannot be, the engines copy.
+/// The kernel goes with a context that is reset, and is loaded anew in the next; if it cannot be, the engines copy, and
+/// nothing of the attempt is left.
 #[test]
 fn a_reset_takes_the_kernel_along() {
     let gpu = Gpu::take();
     for call in [None, Some("cuModuleLoadData"), Some("cuModuleGetFunction"), Some("cuMemAlloc_v2"), Some("cuLaunchKernel")] {
         assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
         let program = Program::start(&[MIB; 2]);
-        set_copy_by(Some(CopyBy::Kernel));
+        let before = gpu.footprint();
+        set_copy_by(Some(CopyBy::Kernel), None);
         pause(&[]).unwrap();
         gpu.reset_counts();
         if let Some(call) = call {
@@ -101,6 +132,53 @@ fn a_reset_takes_the_kernel_along() {
         assert_eq!(gpu.calls("cuMemcpyHtoDAsync_v2"), if call.is_some() { 2 } else { 0 }, "{call:?}");
         gpu.clear_faults();
         program.check(&format!("{call:?}"));
+        if call.is_some() {
+            assert_eq!(gpu.footprint(), before, "{call:?} left something");
+        }
         program.end();
     }
+}
+
+/// To load it takes device memory: none that the resume itself needs, now or the next time.
+#[test]
+fn a_device_without_memory_to_spare_gets_no_kernel() {
+    let gpu = Gpu::take();
+    assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+    let program = Program::start(&[MIB; 2]);
+    gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize);
+    set_copy_by(Some(CopyBy::Kernel), None);
+    for _ in 0..2 {
+        pause(&[]).unwrap();
+        assert_eq!(resume_and_count(&gpu), [0, 2]);
+        assert_eq!(gpu.calls("cuModuleLoadData"), 0);
+    }
+    program.check("a full device");
+    program.end();
+}
+
+/// As in a program: the first large resume loads the kernel beside its copies and does not wait for it; the next has it.
+#[test]
+fn it_is_loaded_in_the_background_and_there_the_next_time() {
+    let gpu = Gpu::take();
+    assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+    let program = Program::start(&[LARGE; 3]);
+    set_copy_by(None, Some(0));
+    pause(&[]).unwrap();
+    resume_and_count(&gpu);
+    vramctl::backup::settle();
+    assert_eq!(gpu.calls("cuModuleLoadData"), 1);
+    program.check("while it is loaded");
+    pause(&[]).unwrap();
+    let [launches, _] = resume_and_count(&gpu);
+    assert!(launches > 0, "it is not used");
+    assert_eq!(gpu.calls("cuModuleLoadData"), 0, "loaded twice");
+    program.check("with the kernel");
+    // Small ones are not worth it.
+    assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+    let small = Program::start(&[LARGE; 2]);
+    set_copy_by(None, None);
+    pause(&[]).unwrap();
+    resume_and_count(&gpu);
+    assert_eq!(gpu.calls("cuModuleLoadData"), 0);
+    small.end();
 }

@@ -132,7 +132,7 @@ impl Path {
     }
 
     fn choose_who_copies(self) {
-        vramctl::backup::set_copy_by((self == Self::ResumeByKernel).then_some(CopyBy::Kernel));
+        vramctl::backup::set_copy_by((self == Self::ResumeByKernel).then_some(CopyBy::Kernel), None);
     }
 }
 

@@ -16,6 +16,7 @@ mod spill;
 mod transfer;
 
 pub use arena::ArenaStatus;
+pub use copier::{SPARE, paused};
 pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_retain};
 pub use transfer::Part;
 
@@ -23,6 +24,7 @@ use crate::driver::{Context, Current};
 use crate::error::Error;
 use crate::memory::{Allocation, Backup, Progress, Stage};
 use arena::Arena;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -89,6 +91,20 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), safe: &mut 
     Ok(kept)
 }
 
+/// These contents are about to be copied back, to devices that have [`SPARE`] bytes more than all of it takes: makes ready
+/// what that is faster with.
+pub fn expect_restore<'a>(items: impl Iterator<Item = &'a Item>) {
+    let mut bytes = BTreeMap::<Context, usize>::new();
+    for (allocation, saved) in items {
+        if let Saved::Host(saved) = &**saved {
+            *bytes.entry(allocation.context()).or_default() += saved.kept_bytes() as usize;
+        }
+    }
+    for (context, bytes) in bytes {
+        copier::get_ready(context, bytes);
+    }
+}
+
 /// Copies saved contents back. `produce` puts memory at the addresses meanwhile, and hands over each item as soon as that
 /// is done.
 pub fn restore(
@@ -98,14 +114,11 @@ pub fn restore(
 ) -> Result<(), Error> {
     let in_memory = |(_, saved): &Item| if let Saved::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
     let bytes = items.iter().map(in_memory).sum::<u64>() as usize;
-    let contexts = items.iter().map(|(allocation, _)| allocation.context()).collect();
-    copier::beside(contexts, bytes, || {
-        transfer::restore(bytes, progress, |give| {
-            produce(&mut |(allocation, saved)| {
-                if let Saved::Host(saved) = &**saved {
-                    saved.parts(allocation).for_each(|part| give(vec![part]));
-                }
-            })
+    transfer::restore(bytes, progress, |give| {
+        produce(&mut |(allocation, saved)| {
+            if let Saved::Host(saved) = &**saved {
+                saved.parts(allocation).for_each(|part| give(vec![part]));
+            }
         })
     })?;
     spill::restore(items, progress)
@@ -132,8 +145,10 @@ pub fn status() -> ArenaStatus {
     Arena::status_of_process()
 }
 
-/// Waits until no host memory is being given back. For tests and measurements.
+/// Waits until nothing is being done in the background: no host memory given back, no kernel loaded. For tests and
+/// measurements.
 pub fn settle() {
+    copier::settle();
     Arena::settle();
 }
 

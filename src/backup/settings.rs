@@ -14,6 +14,7 @@ struct Settings {
     retain: BTreeMap<Arc<str>, bool>,
     directory: Option<PathBuf>,
     copy_by: Option<CopyBy>,
+    kernel_from: Option<usize>,
 }
 
 static SETTINGS: PerProcess<RwLock<Settings>> = PerProcess::new(RwLock::default);
@@ -62,9 +63,16 @@ pub fn copy_by() -> CopyBy {
     read(|said| said.copy_by).unwrap_or_else(|| Config::get().copy_by)
 }
 
-/// Sets it for the resumes to come; `None`: as `VRAMCTL_COPY` says. For tests and measurements.
-pub fn set_copy_by(copy_by: Option<CopyBy>) {
-    change().copy_by = copy_by;
+/// The bytes from which on a kernel is loaded to copy them, where that is not settled.
+pub fn kernel_from() -> usize {
+    read(|said| said.kernel_from).unwrap_or(super::copier::WORTH_IT)
+}
+
+/// Sets who copies in the resumes to come, and the bytes from which on a kernel is loaded for them; `None`: as `VRAMCTL_COPY`
+/// says, and as is usual. For tests and measurements.
+pub fn set_copy_by(copy_by: Option<CopyBy>, kernel_from: Option<usize>) {
+    let mut settings = change();
+    (settings.copy_by, settings.kernel_from) = (copy_by, kernel_from);
 }
 
 #[cfg(test)]

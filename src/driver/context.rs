@@ -143,12 +143,6 @@ impl Current {
         super::attribute_if_known(self.device, HOST_NUMA_ID).and_then(|node| node.try_into().ok())
     }
 
-    /// Whether kernels reach host memory that is registered with the driver, at the address that it has on the host.
-    pub fn reaches_registered_memory(&self) -> bool {
-        const CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: u32 = 91; // CU_DEVICE_ATTRIBUTE_ of this name
-        super::attribute(self.device, CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) != 0
-    }
-
     /// Waits until the context's work has finished, on all streams. An error that the work left behind is returned.
     ///
     /// Not by `cuCtxSynchronize`, which makes any stream capture in the context invalid, whatever the thread's capture

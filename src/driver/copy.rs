@@ -1,7 +1,7 @@
 //! Copies between device and host memory, and host memory that the copy engines reach directly.
 
 use super::{CUdeviceptr, CUevent, Context, Current, Driver, Failure, RelaxedCapture, Stream, code};
-use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::sys::{CUevent_flags, CUpointer_attribute};
 use std::ptr::{self, NonNull};
 
 /// Host memory registered with the driver (page-locked): copies to and from it run at the link's speed.
@@ -53,6 +53,15 @@ impl Pinned {
             _ => Ok(()),
         }
     }
+}
+
+/// Where kernels of the current context find host memory; an error where they do not reach it.
+pub fn device_address(host: *const u8) -> Result<CUdeviceptr, Failure> {
+    let mut address = 0u64;
+    let attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER as u32;
+    // SAFETY: the attribute is an address of 64 bits; memory that the driver does not know is an error.
+    unsafe { Driver::get()?.cuPointerGetAttribute((&raw mut address).cast(), attribute, host as u64)? };
+    Ok(address)
 }
 
 /// Page-locked host memory of the driver's making, to copy through where memory of our own cannot be registered.

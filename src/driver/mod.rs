@@ -10,13 +10,13 @@ mod table;
 mod vmm;
 
 pub use context::{Context, Current, RelaxedCapture, Stream, StreamHandle};
-pub use copy::{Direction, Lane, Mark, Moment, Pinned, Staging};
+pub use copy::{Direction, Lane, Mark, Moment, Pinned, Staging, device_address};
 use cudarc::driver::sys::{CUcontext, CUevent, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
 pub use nvml::{Holder, holders};
 pub use table::{Driver, Status, code};
-pub use vmm::{Memory, Reservation, granularity, leftover_bytes, let_in, supports_vmm, sweep, time_since_release, unmap};
+pub use vmm::{Memory, Reservation, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
 
 use std::ffi::CStr;
 use std::fmt;

@@ -12,7 +12,6 @@ use cudarc::driver::sys::{
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 /// Whether the device can map physical memory at reserved addresses.
 pub fn supports_vmm(device: CUdevice) -> bool {
@@ -225,7 +224,6 @@ impl Leftover {
             if let Some((handle, _)) = self.handle {
                 driver.cuMemRelease(handle)?;
                 self.handle = None;
-                *RELEASED.get().lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
             }
             if let Some((base, bytes)) = self.addresses {
                 driver.cuMemAddressFree(base, bytes)?;
@@ -234,13 +232,6 @@ impl Leftover {
         }
         Ok(())
     }
-}
-
-static RELEASED: PerProcess<Mutex<Option<Instant>>> = PerProcess::new(Mutex::default);
-
-/// How long ago this process last gave device memory back to the driver; `None`: never.
-pub fn time_since_release() -> Option<Duration> {
-    RELEASED.get().lock().unwrap_or_else(PoisonError::into_inner).map(|then| then.elapsed())
 }
 
 static LEFTOVERS: PerProcess<Mutex<Vec<Leftover>>> = PerProcess::new(Mutex::default);

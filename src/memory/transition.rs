@@ -269,6 +269,9 @@ impl Memory {
                 allocation.replace(Contents { memory: None, saved });
             }
         });
+        if allocations > 0 {
+            backup::paused();
+        }
         Ok(Report {
             allocations,
             bytes,
@@ -378,9 +381,10 @@ impl Memory {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Vec<driver::Memory>, Error> {
         let started = Instant::now();
-        let needed = check_free(paused)?;
+        let room = check_free(paused)?;
         let item = |allocation: &Arc<Allocation>| Some((Arc::clone(allocation), allocation.contents().saved.clone()?));
         let saved: Vec<_> = paused.iter().filter_map(item).collect();
+        backup::expect_restore(saved.iter().filter(|(allocation, _)| room[&allocation.device].spare() >= backup::SPARE));
         let mut saved_next = saved.iter().peekable();
         let mut memories = Vec::with_capacity(paused.len());
         let brought = backup::restore(&saved, progress, |give| {
@@ -388,7 +392,11 @@ impl Memory {
             for upto in batches(paused) {
                 for allocation in &paused[from..upto] {
                     let new = driver::Memory::create(allocation.device, allocation.bytes()).map_err(|failure| {
-                        if failure.code == code::OUT_OF_MEMORY { shortage(allocation, needed[&allocation.device]) } else { failure.into() }
+                        if failure.code == code::OUT_OF_MEMORY {
+                            shortage(allocation, room[&allocation.device].needed)
+                        } else {
+                            failure.into()
+                        }
                     });
                     memories.push(new?);
                     if let Some(memory) = memories.last_mut() {
@@ -445,21 +453,35 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     ends
 }
 
-/// The bytes needed on each device, if they are free.
-fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
-    let mut needed = BTreeMap::<CUdevice, u64>::new();
-    for allocation in paused {
-        *needed.entry(allocation.device).or_default() += allocation.bytes() as u64;
+/// Device memory in bytes.
+#[derive(Default)]
+struct Room {
+    needed: u64,
+    free: u64,
+}
+
+impl Room {
+    fn spare(&self) -> u64 {
+        self.free.saturating_sub(self.needed)
     }
-    for (&device, &needed) in &needed {
+}
+
+/// The bytes needed on each device, if they are free.
+fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, Room>, Error> {
+    let mut rooms = BTreeMap::<CUdevice, Room>::new();
+    for allocation in paused {
+        rooms.entry(allocation.device).or_default().needed += allocation.bytes() as u64;
+    }
+    for (&device, room) in &mut rooms {
         let on_device = paused.iter().find(|allocation| allocation.device == device);
         let Some(allocation) = on_device else { continue };
         let _current = Current::push(allocation.context())?;
-        if needed > driver::memory_info()?.0 {
-            return Err(shortage(allocation, needed));
+        room.free = driver::memory_info()?.0;
+        if room.needed > room.free {
+            return Err(shortage(allocation, room.needed));
         }
     }
-    Ok(needed)
+    Ok(rooms)
 }
 
 /// How much is missing now. Between the look and the taking, somebody may have been faster.

@@ -196,14 +196,14 @@ impl Gpu {
         gpu.clear_faults();
         gpu.free_everything();
         // What the library makes once in each context, and keeps, is not to be taken for a leak.
-        vramctl::backup::set_copy_by(Some(CopyBy::Kernel));
+        vramctl::backup::set_copy_by(Some(CopyBy::Kernel), None);
         for device in (0..DEVICES).rev() {
             set_device(device);
             let address = malloc_tagged(RETAINED_TAG, None, MIB).expect("a device that works");
             pause(&[]).and_then(|_| resume(&[])).expect("a device that works");
             free(address);
         }
-        vramctl::backup::set_copy_by(None);
+        vramctl::backup::set_copy_by(None, None);
         gpu
     }
 
@@ -267,7 +267,7 @@ impl Drop for Gpu {
         }
         while vramctl::memory::region::end().is_ok() {}
         let _ = Memory::get().set_process_tag(None);
-        vramctl::backup::set_copy_by(None);
+        vramctl::backup::set_copy_by(None, None);
         Memory::get().set_margin(0);
         self.free_everything();
     }

@@ -5,19 +5,20 @@
 //! over the same link is not held up, and reaches 50; when the engines are free it is the slower one. So both are measured,
 //! by the device's clock, and the faster one goes on.
 //!
-//! A kernel also waits for processors while the program's own kernels have them all. So it is tried only soon after this
-//! process has given memory back, which a pause does once the device's work is done.
+//! A kernel also waits for processors while the program's own kernels have them all, and the engines do not. So it is tried
+//! only soon after a pause, which began with waiting for all work of the device.
+//!
+//! Nobody needs it: where it cannot be had, or not yet, the engines copy.
 
 use super::settings;
 use super::transfer::Part;
 use crate::config::CopyBy;
-use crate::driver::{self, Context, Current, Failure, Lane, Parts, RelaxedCapture, Resident, Stream, code};
+use crate::driver::{CUdeviceptr, Context, Current, Failure, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
 use crate::process::{self, PerProcess};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_void};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::time::Duration;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
     Ok(text) => text,
@@ -31,86 +32,129 @@ const BLOCKS: u32 = 16;
 /// What the kernel copies at a time, in bytes; addresses are multiples of it.
 const VECTOR: usize = 16;
 
-/// The kernel of each context in which it was wanted.
-type Copiers = BTreeMap<Context, Resident>;
-static COPIERS: PerProcess<Mutex<Copiers>> = PerProcess::new(Mutex::default);
+/// Copies of fewer bytes are not worth a kernel of which the driver takes 80 ms to compile it, once for a context.
+pub const WORTH_IT: usize = 4 << 30;
+/// Device memory that is to be free besides what a resume takes, or the kernel is not loaded: more than it needs, in bytes.
+pub const SPARE: u64 = 64 << 20;
 
-fn copiers() -> MutexGuard<'static, Copiers> {
-    COPIERS.get().lock().unwrap_or_else(PoisonError::into_inner)
+#[derive(Default)]
+struct Copiers {
+    /// The kernel of each context where it was wanted; `None`: it is being loaded.
+    by_context: Mutex<BTreeMap<Context, Option<Resident>>>,
+    loaded: Condvar,
+    /// When this process last paused something.
+    paused: Mutex<Option<Instant>>,
 }
 
-/// The context is gone, and its kernel with it.
-pub fn forget_context(context: Context) {
-    if COPIERS.existing().is_some() {
-        drop(copiers().remove(&context));
+static COPIERS: PerProcess<Copiers> = PerProcess::new(Copiers::default);
+
+impl Copiers {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Context, Option<Resident>>> {
+        self.by_context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Does some copying of so many bytes in these contexts, while the kernel is being loaded where it may be wanted.
-///
-/// To load it for the first time takes 80 ms, for the driver compiles it: worth it only for copies that take longer.
-pub fn beside<R>(contexts: BTreeSet<Context>, bytes: usize, copy: impl FnOnce() -> R) -> R {
-    const WORTH_IT: usize = 4 << 30;
-    let load = move || contexts.into_iter().for_each(prepare);
-    match copy_by_now() {
-        CopyBy::Kernel => {
-            load();
-            copy()
-        }
-        CopyBy::Auto if bytes >= WORTH_IT => thread::scope(|scope| {
-            // Without the thread, and until it is done, the engines copy alone.
-            let _ = process::spawn_scoped(scope, "vramctl-kernel", load);
-            copy()
-        }),
-        _ => copy(),
-    }
+/// A pause has given memory back: all work of its devices was done, and the driver cleans.
+pub fn paused() {
+    *COPIERS.get().paused.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
 }
 
-/// Whether the kernel comes into question at all: at other times than soon after a release it does not.
+/// Whether the kernel comes into question at all: at other times than soon after a pause it does not.
 fn copy_by_now() -> CopyBy {
-    let released_lately = || driver::time_since_release().is_some_and(|time| time < CLEANING);
+    let paused_lately = || {
+        let paused = *COPIERS.get().paused.lock().unwrap_or_else(PoisonError::into_inner);
+        paused.is_some_and(|then| then.elapsed() < CLEANING)
+    };
     match settings::copy_by() {
-        CopyBy::Auto if !released_lately() => CopyBy::Engines,
+        CopyBy::Auto if !paused_lately() => CopyBy::Engines,
         copy_by => copy_by,
     }
 }
 
-/// Loads the kernel into a context, if it is not there.
-fn prepare(context: Context) {
-    let _relaxed = RelaxedCapture::enter();
-    let mut copiers = copiers();
-    if copiers.contains_key(&context) {
-        return;
+/// So many bytes are about to be copied to a context whose device has memory to spare: loads the kernel if it may be wanted.
+/// Beside the copies, in a thread that nobody waits for: the driver may wait for the program's work before it loads code.
+pub fn get_ready(context: Context, bytes: usize) {
+    let load_now = match copy_by_now() {
+        CopyBy::Engines => return,
+        CopyBy::Auto if bytes < settings::kernel_from() => return,
+        CopyBy::Auto => false,
+        CopyBy::Kernel => true,
+    };
+    {
+        let mut copiers = COPIERS.get().lock();
+        if copiers.contains_key(&context) {
+            return;
+        }
+        copiers.insert(context, None);
     }
-    match Current::push(context).and_then(|current| load(&current)) {
-        Ok(copier) => drop(copiers.insert(context, copier)),
-        Err(failure) => log::debug!("{failure}: the copy engines copy alone"),
+    if load_now {
+        load_into(context);
+    } else if let Err(error) = process::spawn_compiler("vramctl-kernel", move || load_into(context)) {
+        log::debug!("no thread could be started: {error}");
+        COPIERS.get().lock().remove(&context);
+    }
+}
+
+fn load_into(context: Context) {
+    let _relaxed = RelaxedCapture::enter();
+    let loaded = Current::push(context).and_then(|current| load(&current));
+    let copiers = COPIERS.get();
+    match loaded {
+        // Not where it was forgotten meanwhile: the context is gone.
+        Ok(copier) => {
+            if let Some(place) = copiers.lock().get_mut(&context) {
+                *place = Some(copier);
+            }
+        }
+        Err(failure) => {
+            log::debug!("{failure}: the copy engines copy alone");
+            copiers.lock().remove(&context);
+        }
+    }
+    copiers.loaded.notify_all();
+}
+
+/// Waits until no kernel is being loaded. For tests and measurements.
+pub fn settle() {
+    let copiers = COPIERS.get();
+    let is_loading = |copiers: &mut BTreeMap<_, Option<Resident>>| copiers.values().any(Option::is_none);
+    drop(copiers.loaded.wait_while(copiers.lock(), is_loading));
+}
+
+/// The context is gone, and its kernel with it.
+pub fn forget_context(context: Context) {
+    if let Some(copiers) = COPIERS.existing() {
+        let copier = copiers.lock().remove(&context);
+        copiers.loaded.notify_all();
+        drop(copier);
     }
 }
 
 fn load(current: &Current) -> Result<Resident, Failure> {
     /// It needs none; but its being there tells that the context is.
     const BUFFER: usize = VECTOR;
-    if !current.reaches_registered_memory() {
-        return Err(Failure { call: "vramctl_copy", code: code::NOT_SUPPORTED });
-    }
-    Resident::new(current, PTX, c"vramctl_copy", BUFFER, |parts| launch(parts, &parts.stream, std::ptr::null(), 0, 0))
+    // SAFETY: no bytes are read or written.
+    Resident::new(current, PTX, c"vramctl_copy", BUFFER, |parts| unsafe { launch(parts, &parts.stream, 0, 0, 0) })
 }
 
 /// Queues a copy of host memory to a part of device memory by the kernel. `false`: it cannot be done so now, and nothing was
 /// queued.
 ///
 /// # Safety
-/// As for [`Lane::queue`]; and the host memory is registered with the driver.
+/// As for [`Lane::queue`].
 pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<bool, Failure> {
-    if !(host as usize | part.device as usize | part.bytes).is_multiple_of(VECTOR) {
+    let current = Current::push(part.context)?;
+    // The driver's word that kernels reach the memory: what was registered in a context that is gone is registered no more,
+    // and a kernel that reads it all the same would end the program's context.
+    let Ok(from) = device_address(host) else { return Ok(false) };
+    if !(from as usize | part.device as usize | part.bytes).is_multiple_of(VECTOR) {
         return Ok(false);
     }
-    // While it is being loaded, nobody waits for it.
-    let Ok(copiers) = COPIERS.get().try_lock() else { return Ok(false) };
-    let current = Current::push(part.context)?;
-    let Some(parts) = copiers.get(&part.context).and_then(|copier| copier.parts(&current)) else { return Ok(false) };
-    match lane.queue_kernel(&current, |stream| launch(parts, stream, host, part.device, part.bytes)) {
+    let copiers = COPIERS.get().lock();
+    let copier = copiers.get(&part.context).and_then(Option::as_ref);
+    let Some(parts) = copier.and_then(|copier| copier.parts(&current)) else { return Ok(false) };
+    // SAFETY: the caller's promise, and the driver's about `from`.
+    match lane.queue_kernel(&current, |stream| unsafe { launch(parts, stream, from, part.device, part.bytes) }) {
         // The engines can do without the kernel, but nobody can in a context that failed work has spoilt.
         Err(failure) if !failure.is_of_earlier_work() => {
             log::debug!("{failure}: the copy engines copy instead");
@@ -120,11 +164,12 @@ pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<boo
     }
 }
 
-fn launch(parts: &Parts, stream: &Stream, from: *const u8, to: driver::CUdeviceptr, bytes: usize) -> Result<(), Failure> {
-    let (from, vectors) = (from as u64, (bytes / VECTOR) as u64);
+/// # Safety
+/// The device reads and writes so many bytes at addresses of its own, both multiples of [`VECTOR`], until the stream is done.
+unsafe fn launch(parts: &Parts, stream: &Stream, from: CUdeviceptr, to: CUdeviceptr, bytes: usize) -> Result<(), Failure> {
+    let vectors = (bytes / VECTOR) as u64;
     let arguments: [*const c_void; 3] = [(&raw const from).cast(), (&raw const to).cast(), (&raw const vectors).cast()];
-    // SAFETY: the parameters in kernel.cu are two addresses and a number of 64 bits. That the memory stays is the promise of
-    // the caller of `queue`.
+    // SAFETY: the parameters in kernel.cu are two addresses and a number of 64 bits; the rest is the caller's promise.
     unsafe { parts.kernel.launch(stream, BLOCKS, THREADS, arguments.map(<*const c_void>::cast_mut)) }
 }
 
@@ -171,14 +216,16 @@ impl Choice {
     }
 
     fn new(copy_by: CopyBy) -> Self {
-        let faster = if copy_by == CopyBy::Kernel { By::Kernel } else { By::Engines };
-        Self { copy_by, took: [None; 2], faster, until_trial: 1, interval: INTERVAL }
+        Self { copy_by, took: [None; 2], faster: By::Engines, until_trial: 1, interval: INTERVAL }
     }
 
     /// Who copies the next so many bytes, and whether [`Choice::took`] wants to know how long that took.
     pub fn next(&mut self, bytes: usize) -> (By, bool) {
-        if self.copy_by != CopyBy::Auto || bytes < TELLING {
-            return (self.faster, false);
+        match self.copy_by {
+            CopyBy::Kernel => return (By::Kernel, false),
+            CopyBy::Engines => return (By::Engines, false),
+            CopyBy::Auto if bytes < TELLING => return (By::Engines, false),
+            CopyBy::Auto => (),
         }
         if self.until_trial > 0 {
             self.until_trial -= 1;
@@ -191,9 +238,7 @@ impl Choice {
     /// The kernel was to copy and could not: it is tried again with one of the next copies.
     pub fn refused(&mut self) {
         self.until_trial = 1;
-        if self.copy_by == CopyBy::Auto {
-            self.faster = By::Engines;
-        }
+        self.faster = By::Engines;
     }
 
     /// How long so many bytes took.
