@@ -17,6 +17,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 class Vllm:
+    # One by one: which of several its core finds together when it looks is chance, and with it the rounding, and the tokens.
+    BATCHES = [[prompt] for prompt in PROMPTS]
+
     def __init__(self, model, fraction):
         # The engine core in a process of its own, as `vllm serve` has it.
         os.environ.update(
@@ -42,14 +45,16 @@ class Vllm:
     def forget(self):
         self.engine.reset_prefix_cache()
 
-    def run(self, tokens):
+    def run(self, prompts, tokens):
         parameters = self.parameters(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-        done = self.engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], parameters, use_tqdm=False)
+        done = self.engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
         outputs = [one.outputs[0] for one in done]
         return [(list(one.token_ids), [next(iter(chosen.values())).logprob for chosen in one.logprobs]) for one in outputs]
 
 
 class Sglang:
+    BATCHES = [PROMPTS]
+
     def __init__(self, model, fraction):
         os.environ.update(OFFLINE)
         import sglang
@@ -68,9 +73,9 @@ class Sglang:
     def forget(self):
         self.engine.flush_cache()
 
-    def run(self, tokens):
+    def run(self, prompts, tokens):
         parameters = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-        done = self.engine.generate(input_ids=PROMPTS, return_logprob=True, sampling_params=parameters)
+        done = self.engine.generate(input_ids=prompts, return_logprob=True, sampling_params=parameters)
         return [(one["output_ids"], [token[0] for token in one["meta_info"]["output_token_logprobs"]]) for one in done]
 
 
@@ -79,10 +84,10 @@ def milliseconds_per_token(engine, tokens=256, repeats=5):
 
     def seconds(count):
         start = time.perf_counter()
-        engine.run(count)
+        engine.run(PROMPTS, count)
         return time.perf_counter() - start
 
-    engine.run(tokens)
+    engine.run(PROMPTS, tokens)
     return statistics.median((seconds(tokens + 1) - seconds(1)) / tokens * 1e3 for _ in range(repeats))
 
 
@@ -101,7 +106,7 @@ def main():
         try:
             if request == "generate":
                 engine.forget()
-                outputs = engine.run(48)
+                outputs = [output for prompts in engine.BATCHES for output in engine.run(prompts, 48)]
                 first = first or outputs
                 tokens = [one[0] for one in outputs] == [one[0] for one in first]
                 answer(tokens=tokens, logprobs=outputs == first, sample=outputs[0][0][:6])
