@@ -5,7 +5,7 @@
 //! by the copy engines), `digest` tells what has changed, `disk` is the file; `settings` has what was said of all this at run time.
 
 mod arena;
-mod copier;
+pub mod copier;
 pub mod digest;
 pub mod disk;
 mod host;

@@ -1,10 +1,12 @@
-//! Digests on a real GPU: `scripts/gpu-check-digest` runs these. They do nothing useful on a simulated one.
+//! The kernels on a real GPU: `scripts/gpu-check-kernels` runs these. On a simulated one they show no more than that they run.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
 use vramctl::backup::digest::{Digest, Hasher, Key, PIECE};
-use vramctl::driver::{CUdeviceptr, Current, Driver, RelaxedCapture, code};
+use vramctl::backup::{Part, copier, set_copy_by};
+use vramctl::config::CopyBy;
+use vramctl::driver::{CUdeviceptr, Current, Driver, Lane, Pinned, RelaxedCapture, code};
 
 macro_rules! call {
     ($name:ident($($argument:expr),*) as $type:ty) => {{
@@ -141,6 +143,72 @@ fn agrees_with_the_reference() {
 #[ignore = "needs a GPU"]
 fn small() {
     compare_with_reference(4);
+    copy_and_compare(&context(), &[16, 4096, (1 << 20) + 48]);
+}
+
+/// Copies noise of each size by the kernel, and finds it on the device with nothing beside it touched.
+fn copy_and_compare(current: &Current, sizes: &[usize]) {
+    const MARGIN: usize = 4096;
+    let mut random = Random::new();
+    let _relaxed = RelaxedCapture::enter();
+    set_copy_by(Some(CopyBy::Kernel), None);
+    copier::get_ready(current.context(), 0);
+    for &bytes in sizes {
+        let wanted = random.bytes(bytes);
+        let host = Registered::with(&wanted, current);
+        let contents = Contents::noise(&mut random, bytes + 2 * MARGIN);
+        let mut expected = vec![0; contents.bytes];
+        contents.read(0, &mut expected);
+        expected[MARGIN..MARGIN + bytes].copy_from_slice(&wanted);
+        let part = Part { context: current.context(), device: contents.address + MARGIN as u64, offset: 0, bytes };
+        let mut lane = Lane::default();
+        assert!(unsafe { copier::queue(&mut lane, &part, host.address) }.unwrap(), "the kernel cannot be had");
+        lane.finish().unwrap();
+        let mut found = vec![0; contents.bytes];
+        contents.read(0, &mut found);
+        assert!(found == expected, "{bytes} bytes");
+        // What is not registered is not for the kernel: it would end the context.
+        assert!(!unsafe { copier::queue(&mut lane, &part, wanted.as_ptr()) }.unwrap(), "unregistered memory is taken");
+        contents.free();
+    }
+    println!("{} copies by the kernel are what they are to be", sizes.len());
+}
+
+/// Host memory that the driver knows.
+struct Registered {
+    address: *mut u8,
+    bytes: usize,
+    pinned: Option<Pinned>,
+}
+
+impl Registered {
+    fn with(contents: &[u8], current: &Current) -> Self {
+        let bytes = contents.len().next_multiple_of(4096);
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, kind, -1, 0) }.cast::<u8>();
+        assert_ne!(address.cast(), libc::MAP_FAILED);
+        unsafe { std::ptr::copy_nonoverlapping(contents.as_ptr(), address, contents.len()) };
+        let start = std::ptr::NonNull::new(address).unwrap();
+        Self { address, bytes, pinned: Some(unsafe { Pinned::register(start, bytes, current) }.unwrap()) }
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        assert!(self.pinned.take().unwrap().unregister().is_ok());
+        unsafe { libc::munmap(self.address.cast(), self.bytes) };
+    }
+}
+
+/// Sizes around those at which the kernel does something else: a vector, a round of all threads, four rounds.
+#[test]
+#[ignore = "needs a GPU"]
+fn copies_all_and_nothing_else() {
+    const ROUND: usize = 16 * 512 * 16;
+    let sizes: Vec<_> =
+        [16, ROUND, 3 * ROUND, 4 * ROUND, 8 * ROUND].iter().flat_map(|&size| [size, size + 16, size.max(32) - 16]).collect();
+    copy_and_compare(&context(), &sizes);
+    copy_and_compare(&context(), &[64 << 20]);
 }
 
 #[test]
@@ -227,6 +295,8 @@ fn a_reset_is_noticed() {
 fn leaves_captures_alone() {
     let (current, mut random) = (context(), Random::new());
     let contents = Contents::noise(&mut random, 4 * PIECE);
+    let wanted = random.bytes(4096);
+    let host = Registered::with(&wanted, &current);
     let (mut stream, mut graph): (*mut c_void, *mut c_void) = (std::ptr::null_mut(), std::ptr::null_mut());
     call!(cuStreamCreate(&raw mut stream, 1) as unsafe extern "C" fn(*mut *mut c_void, u32) -> u32);
     call!(cuStreamBeginCapture_v2(stream, 0) as unsafe extern "C" fn(*mut c_void, u32) -> u32);
@@ -236,9 +306,20 @@ fn leaves_captures_alone() {
             let _relaxed = RelaxedCapture::enter();
             let mut hasher = Hasher::new(&current).unwrap();
             assert_eq!(contents.digests(&current, &mut hasher).len(), 4);
+            set_copy_by(Some(CopyBy::Kernel), None);
+            copier::get_ready(current.context(), 0);
+            let part = Part { context: current.context(), device: contents.address, offset: 0, bytes: wanted.len() };
+            let mut lane = Lane::default();
+            assert!(unsafe { copier::queue(&mut lane, &part, host.address) }.unwrap());
+            let (begin, end) = (lane.moment(part.context).unwrap(), lane.moment(part.context).unwrap());
+            lane.finish().unwrap();
+            assert!(end.since(&begin).unwrap() >= 0.0);
         });
     });
     call!(cuStreamEndCapture(stream, &raw mut graph) as unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> u32);
     assert!(!graph.is_null());
-    println!("a capture in the global mode survives a hasher's life");
+    let mut found = vec![0; wanted.len()];
+    contents.read(0, &mut found);
+    assert!(found == wanted);
+    println!("a capture in the global mode survives both kernels");
 }
