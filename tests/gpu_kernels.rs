@@ -162,7 +162,7 @@ fn copy_and_compare(current: &Current, sizes: &[usize]) {
         expected[MARGIN..MARGIN + bytes].copy_from_slice(&wanted);
         let part = Part { context: current.context(), device: contents.address + MARGIN as u64, offset: 0, bytes };
         let mut lane = Lane::default();
-        assert!(unsafe { copier::queue(&mut lane, &part, host.address) }.unwrap(), "the kernel cannot be had");
+        assert!(unsafe { copier::queue(&mut lane, &part, host.address as *const u8) }.unwrap(), "the kernel cannot be had");
         lane.finish().unwrap();
         let mut found = vec![0; contents.bytes];
         contents.read(0, &mut found);
@@ -176,7 +176,7 @@ fn copy_and_compare(current: &Current, sizes: &[usize]) {
 
 /// Host memory that the driver knows.
 struct Registered {
-    address: *mut u8,
+    address: usize,
     bytes: usize,
     pinned: Option<Pinned>,
 }
@@ -189,14 +189,14 @@ impl Registered {
         assert_ne!(address.cast(), libc::MAP_FAILED);
         unsafe { std::ptr::copy_nonoverlapping(contents.as_ptr(), address, contents.len()) };
         let start = std::ptr::NonNull::new(address).unwrap();
-        Self { address, bytes, pinned: Some(unsafe { Pinned::register(start, bytes, current) }.unwrap()) }
+        Self { address: address as usize, bytes, pinned: Some(unsafe { Pinned::register(start, bytes, current) }.unwrap()) }
     }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
         assert!(self.pinned.take().unwrap().unregister().is_ok());
-        unsafe { libc::munmap(self.address.cast(), self.bytes) };
+        unsafe { libc::munmap(self.address as *mut c_void, self.bytes) };
     }
 }
 
@@ -310,7 +310,7 @@ fn leaves_captures_alone() {
             copier::get_ready(current.context(), 0);
             let part = Part { context: current.context(), device: contents.address, offset: 0, bytes: wanted.len() };
             let mut lane = Lane::default();
-            assert!(unsafe { copier::queue(&mut lane, &part, host.address) }.unwrap());
+            assert!(unsafe { copier::queue(&mut lane, &part, host.address as *const u8) }.unwrap());
             let (begin, end) = (lane.moment(part.context).unwrap(), lane.moment(part.context).unwrap());
             lane.finish().unwrap();
             assert!(end.since(&begin).unwrap() >= 0.0);
