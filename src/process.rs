@@ -107,7 +107,7 @@ pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()>
 
 /// The same for work in which the driver compiles code: with as large a stack as programs' threads usually have.
 pub fn spawn_compiler(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    with_signals_blocked(|| builder(name).stack_size(8 << 20).spawn(work)).map(drop)
+    with_signals_blocked(|| builder(name).stack_size((8 << 20) + thread_overhead()).spawn(work)).map(drop)
 }
 
 /// The same for a thread that ends with a scope.

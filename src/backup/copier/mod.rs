@@ -6,7 +6,7 @@
 //! by the device's clock, and the faster one goes on.
 //!
 //! A kernel also waits for processors while the program's own kernels have them all, and the engines do not. So it is tried
-//! only soon after a pause, which began with waiting for all work of the device.
+//! only soon after a pause, which began with waiting for all work of the device (unless `VRAMCTL_COPY=kernel` asks for it).
 //!
 //! Nobody needs it: where it cannot be had, or not yet, the engines copy.
 
@@ -17,7 +17,7 @@ use crate::driver::{CUdeviceptr, Context, Current, Failure, Lane, Parts, Relaxed
 use crate::process::{self, PerProcess};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_void};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
@@ -72,7 +72,8 @@ fn copy_by_now() -> CopyBy {
 }
 
 /// So many bytes are about to be copied to a context whose device has memory to spare: loads the kernel if it may be wanted.
-/// Beside the copies, in a thread that nobody waits for: the driver may wait for the program's work before it loads code.
+/// Beside the copies, in a thread that no resume waits for, because the driver may wait for the program's work before it loads
+/// code; only where the environment asks for the kernel is it loaded here and now.
 pub fn get_ready(context: Context, bytes: usize) {
     let load_now = match copy_by_now() {
         CopyBy::Engines => return,
@@ -87,45 +88,84 @@ pub fn get_ready(context: Context, bytes: usize) {
         }
         copiers.insert(context, None);
     }
+    let loading = Loading(context);
     if load_now {
-        load_into(context);
-    } else if let Err(error) = process::spawn_compiler("vramctl-kernel", move || load_into(context)) {
+        loading.finish();
+        return;
+    }
+    wait_at_exit();
+    // Where no thread can be had, the closure goes unused and says that nothing is being loaded.
+    if let Err(error) = process::spawn_compiler("vramctl-kernel", move || loading.finish()) {
         log::debug!("no thread could be started: {error}");
-        COPIERS.get().lock().remove(&context);
     }
 }
 
-fn load_into(context: Context) {
-    let _relaxed = RelaxedCapture::enter();
-    let loaded = Current::push(context).and_then(|current| load(&current));
-    let copiers = COPIERS.get();
-    match loaded {
-        // Not where it was forgotten meanwhile: the context is gone.
-        Ok(copier) => {
-            if let Some(place) = copiers.lock().get_mut(&context) {
-                *place = Some(copier);
+/// The place of a context whose kernel is being loaded. It is given up if that comes to nothing, in whatever way.
+struct Loading(Context);
+
+impl Loading {
+    fn finish(self) {
+        let _relaxed = RelaxedCapture::enter();
+        match Current::push(self.0).and_then(|current| load(&current)) {
+            // Not where it was forgotten meanwhile: the context is gone.
+            Ok(copier) => {
+                if let Some(place @ None) = COPIERS.get().lock().get_mut(&self.0) {
+                    *place = Some(copier);
+                }
             }
-        }
-        Err(failure) => {
-            log::debug!("{failure}: the copy engines copy alone");
-            copiers.lock().remove(&context);
+            Err(failure) => log::debug!("{failure}: the copy engines copy alone"),
         }
     }
-    copiers.loaded.notify_all();
+}
+
+impl Drop for Loading {
+    fn drop(&mut self) {
+        let copiers = COPIERS.get();
+        let mut by_context = copiers.lock();
+        if matches!(by_context.get(&self.0), Some(None)) {
+            by_context.remove(&self.0);
+        }
+        copiers.loaded.notify_all();
+    }
+}
+
+impl Copiers {
+    /// Waits until no kernel is being loaded, into this context or, without one, into any. Not for ever: the driver may be
+    /// waiting for the program.
+    fn wait(&self, context: Option<Context>) -> MutexGuard<'_, BTreeMap<Context, Option<Resident>>> {
+        const LONGEST: Duration = Duration::from_secs(5);
+        let is_loading = |copiers: &mut BTreeMap<Context, Option<Resident>>| {
+            copiers.iter().any(|(place, copier)| copier.is_none() && context.is_none_or(|context| context == *place))
+        };
+        self.loaded.wait_timeout_while(self.lock(), LONGEST, is_loading).unwrap_or_else(PoisonError::into_inner).0
+    }
 }
 
 /// Waits until no kernel is being loaded. For tests and measurements.
 pub fn settle() {
-    let copiers = COPIERS.get();
-    let is_loading = |copiers: &mut BTreeMap<_, Option<Resident>>| copiers.values().any(Option::is_none);
-    drop(copiers.loaded.wait_while(copiers.lock(), is_loading));
+    drop(COPIERS.get().wait(None));
 }
 
-/// The context is gone, and its kernel with it.
+/// The driver must not be taken down under a thread that is in it: exit handlers run in the opposite order of their
+/// registration, and the driver's was registered when it was loaded.
+fn wait_at_exit() {
+    extern "C" fn wait() {
+        if let Some(copiers) = COPIERS.existing() {
+            drop(copiers.wait(None));
+        }
+    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: a function that lives as long as the process: the library is never unloaded.
+        unsafe { libc::atexit(wait) };
+    });
+}
+
+/// The context is about to go, or gone, and its kernel with it.
 pub fn forget_context(context: Context) {
     if let Some(copiers) = COPIERS.existing() {
-        let copier = copiers.lock().remove(&context);
-        copiers.loaded.notify_all();
+        // Nothing is to be loaded into a context that is being destroyed.
+        let copier = copiers.wait(Some(context)).remove(&context);
         drop(copier);
     }
 }
