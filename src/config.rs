@@ -161,24 +161,12 @@ impl Config {
         let backup = set("VRAMCTL_BACKUP").map_or_else(Vec::new, |list| parse_backup(&list, &mut complaints));
         let retain = set("VRAMCTL_RETAIN").unwrap_or_else(|| if retains_all { "*".into() } else { String::new() });
         let retain = retain.split(',').map(|tag| tag.trim().to_owned()).filter(|tag| !tag.is_empty()).collect();
-        let unchanged = match set("VRAMCTL_UNCHANGED").as_deref() {
-            None | Some("hash") => Unchanged::Hash,
-            Some("off") => Unchanged::Off,
-            Some("verify") => Unchanged::Verify,
-            Some(other) => {
-                complaints.push(format!("VRAMCTL_UNCHANGED={other} is not hash, off or verify; using hash"));
-                Unchanged::Hash
-            }
-        };
-        let copy_by = match set("VRAMCTL_COPY").as_deref() {
-            None | Some("auto") => CopyBy::Auto,
-            Some("engines") => CopyBy::Engines,
-            Some("kernel") => CopyBy::Kernel,
-            Some(other) => {
-                complaints.push(format!("VRAMCTL_COPY={other} is not auto, engines or kernel; using auto"));
-                CopyBy::Auto
-            }
-        };
+        let name = "VRAMCTL_UNCHANGED";
+        let words = [("hash", Unchanged::Hash), ("off", Unchanged::Off), ("verify", Unchanged::Verify)];
+        let unchanged = one_of(words, name, set(name), &mut complaints);
+        let name = "VRAMCTL_COPY";
+        let words = [("auto", CopyBy::Auto), ("engines", CopyBy::Engines), ("kernel", CopyBy::Kernel)];
+        let copy_by = one_of(words, name, set(name), &mut complaints);
         let mut bytes = |name: &str, default: usize| {
             let Some(text) = set(name) else { return default };
             parse_bytes(&text).unwrap_or_else(|| {
@@ -210,6 +198,18 @@ impl Config {
     pub fn backup_of(&self, tag: &str) -> Option<Backup> {
         self.backup.iter().rev().find(|(known, _)| &**known == tag).map(|(_, policy)| *policy)
     }
+}
+
+/// A variable that is one of these words; the first is what counts where it is not set.
+fn one_of<T: Copy, const N: usize>(words: [(&str, T); N], name: &str, text: Option<String>, complaints: &mut Vec<String>) -> T {
+    let default = words[0];
+    let Some(text) = text else { return default.1 };
+    let chosen = words.iter().find(|(word, _)| *word == text).map(|(_, meaning)| *meaning);
+    chosen.unwrap_or_else(|| {
+        let known = words.map(|(word, _)| word).join(", ");
+        complaints.push(format!("{name}={text} is none of {known}; using {}", default.0));
+        default.1
+    })
 }
 
 /// A variable that is on or off, in the words that `torch_memory_saver` takes.

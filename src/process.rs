@@ -99,6 +99,14 @@ pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
     unsafe { libc::pthread_atfork(None, None, Some(handler)) };
 }
 
+/// Has `handler` run when the program exits. Such handlers run in the opposite order of their registration, so one that is
+/// registered when the driver is in use runs before the driver is taken down.
+pub fn at_exit(handler: extern "C" fn()) {
+    // SAFETY: a function that lives as long as the process: the library is never unloaded. Without memory for the list it
+    // does not run.
+    unsafe { libc::atexit(handler) };
+}
+
 /// Starts a thread of the library in the program: named, and with all signals blocked, so that the program's handlers
 /// run where they always ran.
 pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {

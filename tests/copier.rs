@@ -95,8 +95,8 @@ fn without_the_kernel_the_engines_copy() {
     let cases = [
         ("cuLaunchKernel", None),
         ("cuLaunchKernel", Some(CopyBy::Kernel)),
-        ("cuPointerGetAttribute", None),
-        ("cuPointerGetAttribute", Some(CopyBy::Kernel)),
+        ("cuPointerGetAttributes", None),
+        ("cuPointerGetAttributes", Some(CopyBy::Kernel)),
         ("cuEventElapsedTime", None),
     ];
     for (call, copy_by) in cases {

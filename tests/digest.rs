@@ -83,7 +83,7 @@ fn every_call_may_fail() {
         "cuLaunchKernel",
         "cuMemAlloc_v2",
         "cuMemFree_v2",
-        "cuPointerGetAttribute",
+        "cuPointerGetAttributes",
         "cuMemcpyHtoDAsync_v2",
         "cuMemcpyDtoHAsync_v2",
         "cuStreamCreate",
@@ -114,7 +114,7 @@ fn every_call_may_fail() {
                 Err(failure) => assert!([4242, code::CONTEXT_IS_DESTROYED].contains(&failure.code), "{call} {nth}: {failure}"),
             }
             // What cannot be destroyed, or may be gone already, is left to its context.
-            let leaves = ["cuModuleUnload", "cuMemFree_v2", "cuPointerGetAttribute", "cuCtxPushCurrent_v2"].contains(call);
+            let leaves = ["cuModuleUnload", "cuMemFree_v2", "cuPointerGetAttributes", "cuCtxPushCurrent_v2"].contains(call);
             let after = parts();
             assert!(after == before || (leaves && after.iter().zip(before).all(|(after, before)| after - before <= 1)), "{call} {nth}");
             before = after;

@@ -48,7 +48,7 @@ const CALLS: &[&str] = &[
     "cuLaunchKernel",
     "cuLaunchHostFunc",
     "cuMemAlloc_v2",
-    "cuPointerGetAttribute",
+    "cuPointerGetAttributes",
 ];
 
 /// What a call answers, and how often: out of memory, a code that no driver of today knows, and unknown for good.

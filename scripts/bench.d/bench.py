@@ -23,8 +23,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 START = 4
 # Host memory that is left alone.
 HOST_SPARE = 6 * GIB
-# How long a resume waits after a pause, where it does.
-RESTED = 0.5
+# How long a resume waits after a pause, and a pause that keeps nothing after a resume, where they do, in ms.
+RESTED_MS = 500
 
 
 class Failed(Exception):
@@ -294,15 +294,14 @@ class Bench:
             self.record_calls(chosen, variant, found)
 
     def record_calls(self, chosen, variant, found, rested=False):
+        """`rested`: the memory was taken some time after the last was given back, and given back at once."""
         calls = self.data["calls"].setdefault(chosen.name, {}).setdefault(variant, {})
         again = "_rested" if rested else ""
-        sums = {
-            "pause": found["unmap"] + found["release"],
-            f"resume{again}": found["create"] + found["map"] + found["access"],
-            "unmap": found["unmap"],
-            "release": found["release"],
-            **{part + again: found[part] for part in ("create", "map", "access")},
-        }
+        taking = ("create", "map", "access")
+        sums = {f"resume{again}": sum(found[part] for part in taking), **{part + again: found[part] for part in taking}}
+        if not rested:
+            giving = ("unmap", "release")
+            sums.update({"pause": sum(found[part] for part in giving), **{part: found[part] for part in giving}})
         for key, seconds in sums.items():
             calls.setdefault(key, []).append(seconds)
 
@@ -348,8 +347,11 @@ class Bench:
         self.record(chosen.name, "vramctl", row, child.took("resume * 0"))
 
     def rest(self):
-        """So long that the driver has cleaned what was released."""
-        time.sleep(RESTED if self.scale == 1 else 0.02)
+        """So long that the driver has cleaned what was released: a program does something between two pauses, too."""
+        time.sleep(self.rest_ms() / 1e3)
+
+    def rest_ms(self):
+        return RESTED_MS if self.scale == 1 else 20
 
     def check(self, child, how="sample"):
         child.ask(f"check * {how}")
@@ -449,7 +451,8 @@ class Bench:
     def driver_alone(self, child, chosen, rested):
         """The driver's calls for the same set, in the same process and moment: machines change from minute to minute."""
         parts = ("create", "map", "access", "unmap", "release")
-        took = map(float, child.ask(f"calls {self.files[chosen.name]}").split())
+        rest = 0 if rested else self.rest_ms()
+        took = map(float, child.ask(f"calls {rest} {self.files[chosen.name]}").split())
         self.record_calls(chosen, "beside", dict(zip(parts, took)), rested)
 
     def discarded(self, chosen):
@@ -458,16 +461,20 @@ class Bench:
         # The first of a process is not counted: it is the start of other things, too.
         child.took("pause * 1")
         child.took("resume * 0")
-        for turn in range(self.repeat + min(self.repeat, 3)):
-            rested = turn >= self.repeat
+        for _ in range(self.repeat):
             child.ask("scribble")
+            self.rest()
             self.pause(child, chosen, "discard_pause", backup=1)
-            if rested:
-                self.rest()
-            self.driver_alone(child, chosen, rested)
-            if rested:
-                self.rest()
-            self.resume(child, chosen, "discard_resume_rested" if rested else "discard_resume")
+            self.driver_alone(child, chosen, rested=False)
+            self.resume(child, chosen, "discard_resume")
+            self.check(child, "zero")
+        for _ in range(min(self.repeat, 3)):
+            child.ask("scribble")
+            child.took("pause * 1")
+            self.rest()
+            self.driver_alone(child, chosen, rested=True)
+            self.rest()
+            self.resume(child, chosen, "discard_resume_rested")
             self.check(child, "zero")
         self.stages(child, chosen, "discarded", backup="discard")
         self.finish(child)
@@ -537,13 +544,16 @@ class Bench:
         child.ask(f"alloc discarded 1 {self.files[chosen.name]}")
         child.took("pause discarded")
         child.took("resume discarded")
-        for turn in range(self.repeat + min(self.repeat, 3)):
+        for _ in range(self.repeat):
             child.ask("fill discarded")
+            self.rest()
             record("discard_pause", "pause discarded")
-            rested = turn >= self.repeat
-            if rested:
-                self.rest()
-            record("discard_resume_rested" if rested else "discard_resume", "resume discarded")
+            record("discard_resume", "resume discarded")
+        for _ in range(min(self.repeat, 3)):
+            child.ask("fill discarded")
+            child.took("pause discarded")
+            self.rest()
+            record("discard_resume_rested", "resume discarded")
         child.ask("drop discarded")
         if not chosen.discard_only:
             child.ask(f"alloc kept 2 {self.files[chosen.name]}")

@@ -142,10 +142,10 @@ struct times {
 };
 
 /*
- * Takes the physical memory of a set, uses it and gives it back. Joined: with as few calls as the driver allows; else with
+ * Takes the physical memory of a set, uses it, rests and gives it back. Joined: with as few calls as the driver allows; else with
  * calls for each allocation.
  */
-static struct times take_and_give(struct piece *pieces, size_t count, pointer base, size_t total, bool joined, bool rdma, void *stream)
+static struct times take_and_give(struct piece *pieces, size_t count, pointer base, size_t total, bool joined, bool rdma, long rest_ms, void *stream)
 {
 	properties wanted = {.type = 1, .where = {1, 0}};
 	access_flags access = {{1, 0}, 3};
@@ -171,6 +171,8 @@ static struct times take_and_give(struct piece *pieces, size_t count, pointer ba
 	/* It is used, as it would be. */
 	TRY(cuMemsetD8Async(base, 0x5a, total, stream));
 	TRY(cuStreamSynchronize(stream));
+	struct timespec rest = {rest_ms / 1000, rest_ms % 1000 * 1000000};
+	nanosleep(&rest, NULL);
 	from = now();
 	at = base;
 	if (joined)

@@ -91,7 +91,7 @@ static void calls_for(const char *name, const char *path, bool joined, bool rdma
 	TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
 	/* The first turn takes and gives without being counted. */
 	for (int turn = -1; turn < repeat; turn++) {
-		struct times times = take_and_give(pieces, count, base, total, joined, rdma, stream);
+		struct times times = take_and_give(pieces, count, base, total, joined, rdma, 0, stream);
 		if (turn >= 0) {
 			printf("{\"what\":\"calls\",\"set\":\"%s\",\"joined\":%s,\"rdma\":%s,"
 			       "\"create\":%.9f,\"map\":%.9f,\"access\":%.9f,\"unmap\":%.9f,\"release\":%.9f}\n",

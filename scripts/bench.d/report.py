@@ -18,7 +18,7 @@ ROWS = [
     ("resume_released_rested", "resume 0.5 s after a pause, host memory given back", "in", "resume"),
     ("resume_retained", "resume right after a steady pause", "in", "resume_retained"),
     ("resume_retained_rested", "resume 0.5 s after it", "in", "resume_retained_rested"),
-    ("discard_pause", "pause, contents discarded", "calls", "discard_pause"),
+    ("discard_pause", "pause 0.5 s after a resume, contents discarded", "calls", "discard_pause"),
     ("discard_resume", "resume right after it", "calls", "discard_resume"),
     ("discard_resume_rested", "resume 0.5 s after it", "calls", "discard_resume_rested"),
 ]

@@ -31,9 +31,9 @@ static const char help[] =
 	"  resume TAG|* MS         the same\n"
 	"  change N                changes N of the pieces of 2 MiB, a few bytes in each\n"
 	"  check TAG full|sample|zero\n"
-	"  calls FILE              takes the memory that the file lists with the driver's calls\n"
-	"                          alone, uses it and gives it back; answers what creating,\n"
-	"                          mapping, access, unmapping and releasing took, in s\n"
+	"  calls MS FILE           takes the memory that the file lists with the driver's calls\n"
+	"                          alone, uses it, rests so long and gives it back; answers what\n"
+	"                          creating, mapping, access, unmapping and releasing took, in s\n"
 	"  status                  the library's, as JSON\n"
 	"  pin N                   registers so much host memory, as a program without the\n"
 	"                          library would\n"
@@ -379,7 +379,7 @@ static void status(void)
 }
 
 /* So that the library is compared with the driver in the same process and moment. */
-static void calls(const char *path)
+static void calls(long rest_ms, const char *path)
 {
 	static size_t listed, total;
 	static struct piece *taken;
@@ -395,7 +395,7 @@ static void calls(const char *path)
 		TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
 		snprintf(known, sizeof known, "%s", path);
 	}
-	struct times times = take_and_give(taken, listed, base, total, true, has_rdma(0), (void *)stream);
+	struct times times = take_and_give(taken, listed, base, total, true, has_rdma(0), rest_ms, (void *)stream);
 	answer("ok %.9f %.9f %.9f %.9f %.9f", times.create, times.map, times.access, times.unmap, times.release);
 }
 
@@ -441,8 +441,8 @@ int main(int argc, char **argv)
 			transition(true, tag, number);
 		else if (sscanf(line, "resume %31s %ld", tag, &number) == 2)
 			transition(false, tag, number);
-		else if (sscanf(line, "calls %3999s", rest) == 1)
-			calls(rest);
+		else if (sscanf(line, "calls %ld %3999s", &number, rest) == 2)
+			calls(number, rest);
 		else if (sscanf(line, "change %ld", &number) == 1)
 			change((size_t)number);
 		else if (sscanf(line, "pin %ld", &number) == 1)

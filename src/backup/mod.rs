@@ -46,6 +46,14 @@ impl Saved {
         }
     }
 
+    /// How many bytes of host memory it copies back.
+    fn bytes_in_memory(&self) -> usize {
+        match self {
+            Self::Host(saved) => saved.kept_bytes() as usize,
+            Self::Disk(_) => 0,
+        }
+    }
+
     /// How many bytes of an allocation it keeps.
     pub fn kept_bytes(&self, allocation: &Allocation) -> u64 {
         match self {
@@ -96,9 +104,7 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), safe: &mut 
 pub fn expect_restore<'a>(items: impl Iterator<Item = &'a Item>) {
     let mut bytes = BTreeMap::<Context, usize>::new();
     for (allocation, saved) in items {
-        if let Saved::Host(saved) = &**saved {
-            *bytes.entry(allocation.context()).or_default() += saved.kept_bytes() as usize;
-        }
+        *bytes.entry(allocation.context()).or_default() += saved.bytes_in_memory();
     }
     for (context, bytes) in bytes {
         copier::get_ready(context, bytes);
@@ -112,8 +118,7 @@ pub fn restore(
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let in_memory = |(_, saved): &Item| if let Saved::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
-    let bytes = items.iter().map(in_memory).sum::<u64>() as usize;
+    let bytes = items.iter().map(|(_, saved)| saved.bytes_in_memory()).sum();
     transfer::restore(bytes, progress, |give| {
         produce(&mut |(allocation, saved)| {
             if let Saved::Host(saved) = &**saved {

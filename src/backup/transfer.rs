@@ -5,7 +5,7 @@
 
 use super::arena::{Arena, PIECE};
 use super::copier::{self, By, Choice};
-use crate::driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, Moment, Staging};
+use crate::driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, Staging};
 use crate::error::Error;
 use crate::memory::{Progress, Stage};
 use crate::process;
@@ -141,17 +141,17 @@ fn transfer(
 struct Flight {
     parts: Vec<Part>,
     end: Mark,
-    /// Who copies the one part, from when to when; `None`: it does not matter.
-    measured: Option<(By, Moment, Moment)>,
+    /// Who copies the one part, and from when on; `None`: it does not matter.
+    measured: Option<(By, Mark)>,
 }
 
 /// Queues a copy to the device.
 ///
 /// # Safety
-/// As for [`Lane::queue`]; and the host memory is registered with the driver.
-unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &mut Choice) -> Result<Option<(By, Moment, Moment)>, Error> {
+/// As for [`Lane::queue`].
+unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &mut Choice) -> Result<Option<(By, Mark)>, Error> {
     let (by, measured) = choice.next(part.bytes);
-    let begin = measured.then(|| lane.moment(part.context).ok()).flatten();
+    let begin = measured.then(|| lane.mark().ok()).flatten();
     // SAFETY: the caller's promise.
     let by = if by == By::Kernel && unsafe { copier::queue(lane, part, host)? } {
         By::Kernel
@@ -163,7 +163,7 @@ unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &
         unsafe { lane.queue(Direction::ToDevice, part.context, part.device, host, part.bytes)? };
         By::Engines
     };
-    Ok(begin.and_then(|begin| Some((by, begin, lane.moment(part.context).ok()?))))
+    Ok(begin.map(|begin| (by, begin)))
 }
 
 struct Worker<'a> {
@@ -205,7 +205,7 @@ impl Worker<'_> {
             }
             let measured = if let (Direction::ToDevice, [part]) = (self.direction, &parts[..]) {
                 let choice = choices.entry(part.context).or_insert_with(Choice::now);
-                // SAFETY: as below; and the piece is registered.
+                // SAFETY: as below.
                 unsafe { queue_by_choice(&mut lane, part, arena.at(part.offset), choice)? }
             } else {
                 for part in &parts {
@@ -223,8 +223,8 @@ impl Worker<'_> {
     /// Waits until copies that are under way are done.
     fn land(&self, flight: Flight, choices: &mut BTreeMap<Context, Choice>) -> Result<(), Error> {
         flight.end.wait()?;
-        if let (Some((by, begin, end)), [part]) = (flight.measured, &flight.parts[..])
-            && let (Some(choice), Ok(milliseconds)) = (choices.get_mut(&part.context), end.since(&begin))
+        if let (Some((by, begin)), [part]) = (flight.measured, &flight.parts[..])
+            && let (Some(choice), Some(milliseconds)) = (choices.get_mut(&part.context), flight.end.since(&begin, part.context))
         {
             choice.took(by, part.bytes, milliseconds);
         }

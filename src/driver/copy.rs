@@ -1,6 +1,6 @@
 //! Copies between device and host memory, and host memory that the copy engines reach directly.
 
-use super::{CUdeviceptr, CUevent, Context, Current, Driver, Failure, RelaxedCapture, Stream, code};
+use super::{CUdeviceptr, CUevent, Context, Current, Driver, Failure, RelaxedCapture, Stream, code, pointer_attribute};
 use cudarc::driver::sys::{CUevent_flags, CUpointer_attribute};
 use std::ptr::{self, NonNull};
 
@@ -57,11 +57,7 @@ impl Pinned {
 
 /// Where kernels of the current context find host memory; an error where they do not reach it.
 pub fn device_address(host: *const u8) -> Result<CUdeviceptr, Failure> {
-    let mut address = 0u64;
-    let attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER as u32;
-    // SAFETY: the attribute is an address of 64 bits; memory that the driver does not know is an error.
-    unsafe { Driver::get()?.cuPointerGetAttribute((&raw mut address).cast(), attribute, host as u64)? };
-    Ok(address)
+    pointer_attribute(host as u64, CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
 }
 
 /// Page-locked host memory of the driver's making, to copy through where memory of our own cannot be registered.
@@ -164,15 +160,7 @@ impl Lane {
 
     /// Marks what was queued so far.
     pub fn mark(&self) -> Result<Mark, Failure> {
-        let record = |(context, stream): &(_, _)| Event::record(*context, stream, CUevent_flags::CU_EVENT_DISABLE_TIMING);
-        self.streams.iter().map(record).collect::<Result<_, _>>().map(Mark)
-    }
-
-    /// The moment, on the device's clock, at which it has done what was queued in a context so far.
-    pub fn moment(&mut self, context: Context) -> Result<Moment, Failure> {
-        let _current = Current::push(context)?;
-        let stream = self.stream(context)?;
-        Event::record(context, stream, CUevent_flags::CU_EVENT_DEFAULT).map(Moment)
+        self.streams.iter().map(|(context, stream)| Event::record(*context, stream)).collect::<Result<_, _>>().map(Mark)
     }
 
     /// Waits until all that was queued is done. After an error, too, nothing is being copied any more.
@@ -209,18 +197,16 @@ impl Mark {
     pub fn wait(&self) -> Result<(), Failure> {
         self.0.iter().try_for_each(Event::synchronize)
     }
-}
 
-/// A moment on the device's clock.
-pub struct Moment(Event);
-
-impl Moment {
-    /// Milliseconds from an earlier moment of the same context to this one. Both are past.
-    pub fn since(&self, earlier: &Self) -> Result<f32, Failure> {
+    /// Milliseconds from an earlier mark to this one by the clock of a context's device, if something was queued there
+    /// before either. Both are past.
+    pub fn since(&self, earlier: &Self, context: Context) -> Option<f32> {
+        let event_of = |mark: &Self| mark.0.iter().find(|event| event.context == context).map(|event| event.raw);
+        let (begin, end) = (event_of(earlier)?, event_of(self)?);
         let mut milliseconds = 0.0;
         // SAFETY: `milliseconds` is writable; both events are ours.
-        unsafe { Driver::get()?.cuEventElapsedTime(&raw mut milliseconds, earlier.0.raw, self.0.raw)? };
-        Ok(milliseconds)
+        unsafe { Driver::get().ok()?.cuEventElapsedTime(&raw mut milliseconds, begin, end).ok()? };
+        Some(milliseconds)
     }
 }
 
@@ -231,11 +217,11 @@ struct Event {
 }
 
 impl Event {
-    fn record(context: Context, stream: &Stream, flags: CUevent_flags) -> Result<Self, Failure> {
+    fn record(context: Context, stream: &Stream) -> Result<Self, Failure> {
         let _current = Current::push(context)?;
         let mut event = ptr::null_mut();
         // SAFETY: `event` is writable.
-        unsafe { Driver::get()?.cuEventCreate(&raw mut event, flags as u32)? };
+        unsafe { Driver::get()?.cuEventCreate(&raw mut event, CUevent_flags::CU_EVENT_DEFAULT as u32)? };
         let event = Self { raw: event, context };
         // SAFETY: an event and a stream of ours, of the same context.
         unsafe { Driver::get()?.cuEventRecord(event.raw, stream.raw())? };

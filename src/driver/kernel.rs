@@ -3,7 +3,7 @@
 //! They belong to a context and go with it: what a reset of the device has destroyed must not be touched any more, not
 //! even to destroy it. [`Resident`] sees to that.
 
-use super::{CUdeviceptr, Context, Current, Driver, Failure, RelaxedCapture, Stream};
+use super::{CUdeviceptr, Context, Current, Driver, Failure, RelaxedCapture, Stream, pointer_attribute};
 use cudarc::driver::sys::{CUfunction, CUmodule, CUpointer_attribute};
 use std::ffi::{CStr, c_void};
 use std::{mem, ptr};
@@ -143,11 +143,7 @@ impl DeviceBuffer {
     }
 
     fn id_now(&self) -> Result<u64, Failure> {
-        let mut id = 0u64;
-        let attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID as u32;
-        // SAFETY: the attribute is a number of 64 bits; an address that the driver does not know is an error.
-        unsafe { Driver::get()?.cuPointerGetAttribute((&raw mut id).cast(), attribute, self.address)? };
-        Ok(id)
+        pointer_attribute(self.address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)
     }
 
     /// Queues a copy of host memory to `offset` bytes into the buffer.

@@ -10,8 +10,8 @@ mod table;
 mod vmm;
 
 pub use context::{Context, Current, RelaxedCapture, Stream, StreamHandle};
-pub use copy::{Direction, Lane, Mark, Moment, Pinned, Staging, device_address};
-use cudarc::driver::sys::{CUcontext, CUevent, CUstream};
+pub use copy::{Direction, Lane, Mark, Pinned, Staging, device_address};
+use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
 pub use nvml::{Holder, holders};
@@ -75,6 +75,17 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     // SAFETY: both are writable.
     unsafe { Driver::get()?.cuMemGetInfo_v2(&raw mut free, &raw mut total)? };
     Ok((free as u64, total as u64))
+}
+
+/// An attribute of 64 bits of what is at an address, none of which is 0; an error where the driver does not know it.
+fn pointer_attribute(address: CUdeviceptr, attribute: CUpointer_attribute) -> Result<u64, Failure> {
+    let (mut value, attribute) = (0u64, attribute as u32);
+    let mut place = (&raw mut value).cast();
+    // SAFETY: one attribute and one place for it, which is large enough.
+    unsafe { Driver::get()?.cuPointerGetAttributes(1, &raw const attribute, &raw mut place, address)? };
+    // An address that it does not know is no error to this function, and has attributes that are 0.
+    let known = if value == 0 { code::INVALID_VALUE } else { code::SUCCESS };
+    Failure::check("cuPointerGetAttributes", known).map(|()| value)
 }
 
 /// A device attribute; 0 where the driver does not know it.

@@ -152,7 +152,7 @@ driver_functions! {
     );
     cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
     cuMemFree_v2(address: CUdeviceptr);
-    cuPointerGetAttribute(value: *mut c_void, attribute: c_uint, address: CUdeviceptr);
+    cuPointerGetAttributes(count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, address: CUdeviceptr);
 
     // Host memory and copies.
     cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint);

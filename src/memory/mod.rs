@@ -4,6 +4,7 @@
 //! and no copy happens under a guard of the map.
 
 mod allocation;
+pub mod cleaning;
 pub mod region;
 mod status;
 mod transition;

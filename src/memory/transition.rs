@@ -9,7 +9,7 @@
 //!
 //! A resume creates, maps and fills new memory beside the old state, and only then lets go of the backups.
 
-use super::{Allocation, Backup, Contents, Memory, work};
+use super::{Allocation, Backup, Contents, Memory, cleaning, work};
 use crate::backup::{self, Saved};
 use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
@@ -264,6 +264,7 @@ impl Memory {
         let unmapped = clock.time(Stage::Unmap, || unmap_all(&victims));
         unmapped.map_err(|failure| self.take_back(&victims, &released, failure.into()))?;
         let allocations = victims.len() as u64;
+        let given_back = bytes_of_devices(victims.iter().map(|(allocation, _)| &**allocation));
         clock.time(Stage::Release, || {
             for (allocation, saved) in victims {
                 allocation.replace(Contents { memory: None, saved });
@@ -271,6 +272,7 @@ impl Memory {
         });
         if allocations > 0 {
             backup::paused();
+            cleaning::expect(given_back.into_iter());
         }
         Ok(Report {
             allocations,
@@ -413,6 +415,9 @@ impl Memory {
             Ok(())
         });
         clock.add(Stage::Restore, started.elapsed());
+        // Somebody else may have given it back just before.
+        let with_spare = room.iter().filter(|(_, room)| room.spare() >= backup::SPARE);
+        cleaning::expect(with_spare.map(|(device, room)| (*device, room.needed)));
         // After an error the new memory goes as it came; nothing is being copied to it any more.
         brought.map(|()| memories)
     }
@@ -454,7 +459,6 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
 }
 
 /// Device memory in bytes.
-#[derive(Default)]
 struct Room {
     needed: u64,
     free: u64,
@@ -468,20 +472,26 @@ impl Room {
 
 /// The bytes needed on each device, if they are free.
 fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, Room>, Error> {
-    let mut rooms = BTreeMap::<CUdevice, Room>::new();
-    for allocation in paused {
-        rooms.entry(allocation.device).or_default().needed += allocation.bytes() as u64;
-    }
-    for (&device, room) in &mut rooms {
+    let mut rooms = BTreeMap::new();
+    for (device, needed) in bytes_of_devices(paused.iter().map(|allocation| &**allocation)) {
         let on_device = paused.iter().find(|allocation| allocation.device == device);
         let Some(allocation) = on_device else { continue };
         let _current = Current::push(allocation.context())?;
-        room.free = driver::memory_info()?.0;
-        if room.needed > room.free {
-            return Err(shortage(allocation, room.needed));
+        let free = driver::memory_info()?.0;
+        if needed > free {
+            return Err(shortage(allocation, needed));
         }
+        rooms.insert(device, Room { needed, free });
     }
     Ok(rooms)
+}
+
+/// How many bytes they have on each device.
+fn bytes_of_devices<'a>(allocations: impl Iterator<Item = &'a Allocation>) -> BTreeMap<CUdevice, u64> {
+    allocations.fold(BTreeMap::new(), |mut bytes, allocation| {
+        *bytes.entry(allocation.device).or_default() += allocation.bytes() as u64;
+        bytes
+    })
 }
 
 /// How much is missing now. Between the look and the taking, somebody may have been faster.

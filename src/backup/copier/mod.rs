@@ -146,8 +146,7 @@ pub fn settle() {
     drop(COPIERS.get().wait(None));
 }
 
-/// The driver must not be taken down under a thread that is in it: exit handlers run in the opposite order of their
-/// registration, and the driver's was registered when it was loaded.
+/// The driver must not be taken down under a thread that is in it.
 fn wait_at_exit() {
     extern "C" fn wait() {
         if let Some(copiers) = COPIERS.existing() {
@@ -155,10 +154,7 @@ fn wait_at_exit() {
         }
     }
     static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        // SAFETY: a function that lives as long as the process: the library is never unloaded.
-        unsafe { libc::atexit(wait) };
-    });
+    ONCE.call_once(|| process::at_exit(wait));
 }
 
 /// The context is about to go, or gone, and its kernel with it.
