@@ -7,6 +7,7 @@ mod common;
 use common::{Footprint, Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::Once;
 use vramctl::config::CopyBy;
 use vramctl::memory::{Backup, Memory};
 
@@ -152,14 +153,20 @@ fn uses(gpu: &Gpu, path: Path) -> BTreeMap<&'static str, u64> {
     counts
 }
 
+/// Makes what is made once in a process.
+fn warm_up(gpu: &Gpu) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| [Path::Resume, Path::ResumeByKernel].into_iter().for_each(|path| run(gpu, path, &[], None)));
+}
+
 /// One program goes down one path with the faults planted, and then on to its end without them.
 fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'static str, u64>>) {
     let case = format!("{path:?} with {faults:?}");
+    path.choose_who_copies();
     let program = Program::start();
     if path.is_resume() || path == Path::FreePaused {
         pause(&[]).unwrap();
     }
-    path.choose_who_copies();
     // The library's own background work is not on the path that is looked at.
     vramctl::backup::settle();
     gpu.reset_counts();
@@ -221,7 +228,7 @@ fn check_nothing_left(gpu: &Gpu, before: &Footprint, case: &str) {
 #[test]
 fn every_call_fails_at_each_of_its_uses() {
     let gpu = Gpu::take();
-    run(&gpu, Path::Resume, &[], None); // makes what is made once
+    warm_up(&gpu);
     let before = gpu.footprint();
     let mut cases = 0;
     for path in PATHS {
@@ -248,11 +255,11 @@ fn a_failed_pause_or_resume_leaves_every_allocation_as_it_was() {
     for path in [Path::Pause, Path::PauseInMemory, Path::Resume, Path::ResumeByKernel] {
         for (call, count) in uses(&gpu, path) {
             for nth in 1..=count {
+                path.choose_who_copies();
                 let program = Program::start();
                 if path.is_resume() {
                     pause(&[]).unwrap();
                 }
-                path.choose_who_copies();
                 gpu.fail(call, nth, 999, 1);
                 let answer = if path.is_resume() { resume(&[]) } else { pause(path.tags()) };
                 gpu.clear_faults();
@@ -276,6 +283,7 @@ proptest! {
     #[test]
     fn two_calls_fail(path in 0..PATHS.len(), calls in (0..CALLS.len(), 0..CALLS.len()), nth in (1u64..8, 1u64..8), times in 1u64..4) {
         let gpu = Gpu::take();
+        warm_up(&gpu);
         let before = gpu.footprint();
         let faults = [
             Fault { call: CALLS[calls.0], nth: nth.0, code: 999, times },

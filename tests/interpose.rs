@@ -85,6 +85,39 @@ fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
     }
 }
 
+/// A program that registers its buffers with a network card must find managed memory no worse than `cudaMalloc`'s, also
+/// after a resume.
+#[test]
+fn network_cards_reach_managed_memory_where_the_device_has_that() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("weights", None, 4 * MIB).unwrap();
+    let is_reached = || gpu.properties(address).map(|properties| properties.allocFlags.gpuDirectRDMACapable);
+    assert_eq!(is_reached(), Some(1));
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert_eq!(is_reached(), Some(1));
+    assert_eq!(free(address), 0);
+}
+
+/// CUDA's managed memory moves between host and device by itself: it stays CUDA's, in a region too.
+#[test]
+fn memory_that_migrates_is_left_to_the_runtime() {
+    let gpu = Gpu::take();
+    region::begin(Some("weights"), None).unwrap();
+    let (code, migrating) = pointer(|to| unsafe { interpose::cudaMallocManaged(to, 4 * MIB, 1) });
+    let before = gpu.used(0);
+    assert_eq!((code, Memory::get().addresses()), (0, Vec::new()));
+    assert_eq!(gpu.properties(migrating as u64).map(drop), None, "it is virtual memory");
+    assert_eq!(unsafe { interpose::cudaFree(migrating) }, 0);
+    assert!(gpu.used(0) <= before);
+    assert_ne!(unsafe { interpose::cudaFree(migrating) }, 0, "it was not freed");
+    last_error();
+    // What the runtime refuses, it refuses here.
+    assert_ne!(pointer(|to| unsafe { interpose::cudaMallocManaged(to, 4 * MIB, 0) }).0, 0);
+    last_error();
+    region::end().unwrap();
+}
+
 #[test]
 fn small_requests_and_odd_arguments_are_the_runtimes_business() {
     let _gpu = Gpu::take();

@@ -470,9 +470,9 @@ class Bench:
             self.check(child, "zero")
         for _ in range(min(self.repeat, 3)):
             child.ask("scribble")
-            child.took("pause * 1")
             self.rest()
             self.driver_alone(child, chosen, rested=True)
+            child.took("pause * 1")
             self.rest()
             self.resume(child, chosen, "discard_resume_rested")
             self.check(child, "zero")
@@ -599,6 +599,7 @@ class Bench:
             found["device_paused"] = self.device_memory("used")
             child.took("resume * 0")
         found["device_with"] = self.device_memory("used")
+        time.sleep(1)  # what the library does once after a resume is done by then
         before = self.switches(child)
         time.sleep(2)
         after = self.switches(child)
@@ -690,7 +691,7 @@ class Bench:
             self.step(f"{title}, contents discarded", START, self.discarded, chosen)
             if chosen.discard_only:
                 continue
-            self.step(f"{title}, first pause", START + gigabytes / 8, self.released, chosen)
+            self.step(f"{title}, first pause", START + gigabytes / 4, self.released, chosen)
             self.step(f"{title}, retained", START + gigabytes / 8, self.retained, chosen)
             self.step(f"{title}, retained and hashed", START + gigabytes / 8, self.hashed, chosen)
             self.step(f"{title}, pre-warmed", START + gigabytes / 2, self.prewarmed, chosen)

@@ -16,7 +16,7 @@ mod spill;
 mod transfer;
 
 pub use arena::ArenaStatus;
-pub use copier::{SPARE, paused};
+pub use copier::paused;
 pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_retain};
 pub use transfer::Part;
 
@@ -43,14 +43,6 @@ impl Saved {
         match self {
             Self::Host(saved) => saved.kept_from(byte),
             Self::Disk(_) => None,
-        }
-    }
-
-    /// How many bytes of host memory it copies back.
-    fn bytes_in_memory(&self) -> usize {
-        match self {
-            Self::Host(saved) => saved.kept_bytes() as usize,
-            Self::Disk(_) => 0,
         }
     }
 
@@ -94,17 +86,17 @@ pub struct Kept {
 /// when this returns.
 pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item, bool)) -> Result<Kept, Error> {
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
+    expect_restore(&in_memory);
     let mut kept = host::save(&in_memory, progress, &mut |item, certain| safe(item, certain && on_disk.is_empty()))?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
 }
 
-/// These contents are about to be copied back, to devices that have [`SPARE`] bytes more than all of it takes: makes ready
-/// what that is faster with.
-pub fn expect_restore<'a>(items: impl Iterator<Item = &'a Item>) {
+/// These contents are about to be copied to host memory, and later back: makes ready what that is faster with.
+fn expect_restore(wanted: &[Wanted]) {
     let mut bytes = BTreeMap::<Context, usize>::new();
-    for (allocation, saved) in items {
-        *bytes.entry(allocation.context()).or_default() += saved.bytes_in_memory();
+    for Wanted { allocation, live, .. } in wanted {
+        *bytes.entry(allocation.context()).or_default() += live.iter().map(Range::len).sum::<usize>();
     }
     for (context, bytes) in bytes {
         copier::get_ready(context, bytes);
@@ -118,7 +110,8 @@ pub fn restore(
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let bytes = items.iter().map(|(_, saved)| saved.bytes_in_memory()).sum();
+    let in_memory = |(_, saved): &Item| if let Saved::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
+    let bytes = items.iter().map(in_memory).sum::<u64>() as usize;
     transfer::restore(bytes, progress, |give| {
         produce(&mut |(allocation, saved)| {
             if let Saved::Host(saved) = &**saved {

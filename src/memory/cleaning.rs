@@ -13,6 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
+/// Device memory that is to be free, or the driver is not made to look: far more than it takes, in bytes.
+pub const SPARE: u64 = 64 << 20;
+
 /// By then the driver has cleaned what a large device has, and some more time is left.
 const CLEANED_AFTER: Duration = Duration::from_millis(400);
 

@@ -386,7 +386,6 @@ impl Memory {
         let room = check_free(paused)?;
         let item = |allocation: &Arc<Allocation>| Some((Arc::clone(allocation), allocation.contents().saved.clone()?));
         let saved: Vec<_> = paused.iter().filter_map(item).collect();
-        backup::expect_restore(saved.iter().filter(|(allocation, _)| room[&allocation.device].spare() >= backup::SPARE));
         let mut saved_next = saved.iter().peekable();
         let mut memories = Vec::with_capacity(paused.len());
         let brought = backup::restore(&saved, progress, |give| {
@@ -416,7 +415,7 @@ impl Memory {
         });
         clock.add(Stage::Restore, started.elapsed());
         // Somebody else may have given it back just before.
-        let with_spare = room.iter().filter(|(_, room)| room.spare() >= backup::SPARE);
+        let with_spare = room.iter().filter(|(_, room)| room.free - room.needed >= cleaning::SPARE);
         cleaning::expect(with_spare.map(|(device, room)| (*device, room.needed)));
         // After an error the new memory goes as it came; nothing is being copied to it any more.
         brought.map(|()| memories)
@@ -462,12 +461,6 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
 struct Room {
     needed: u64,
     free: u64,
-}
-
-impl Room {
-    fn spare(&self) -> u64 {
-        self.free.saturating_sub(self.needed)
-    }
 }
 
 /// The bytes needed on each device, if they are free.

@@ -11,6 +11,7 @@
     clippy::unused_self
 )]
 
+use cudarc::driver::sys::CUmemAllocationProp;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::transmute;
 use std::path::{Path, PathBuf};
@@ -84,6 +85,9 @@ struct Simulated {
     simgpu_live: unsafe extern "C" fn(*const c_char) -> u64,
     simgpu_set_op_delay_ms: unsafe extern "C" fn(u64),
     simgpu_occupy: unsafe extern "C" fn(c_int, u64),
+    cu_mem_retain_allocation_handle: unsafe extern "C" fn(*mut u64, *mut c_void) -> u32,
+    cu_mem_get_allocation_properties_from_handle: unsafe extern "C" fn(*mut CUmemAllocationProp, u64) -> u32,
+    cu_mem_release: unsafe extern "C" fn(u64) -> u32,
     cuda_memcpy: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int) -> u32,
     cuda_memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> u32,
     cuda_memset_async: unsafe extern "C" fn(*mut c_void, c_int, usize, *mut c_void) -> u32,
@@ -123,6 +127,9 @@ impl Simulated {
             simgpu_live: find!(driver, "simgpu_live"),
             simgpu_set_op_delay_ms: find!(driver, "simgpu_set_op_delay_ms"),
             simgpu_occupy: find!(driver, "simgpu_occupy"),
+            cu_mem_retain_allocation_handle: find!(driver, "cuMemRetainAllocationHandle"),
+            cu_mem_get_allocation_properties_from_handle: find!(driver, "cuMemGetAllocationPropertiesFromHandle"),
+            cu_mem_release: find!(driver, "cuMemRelease"),
             cuda_memcpy: find!(runtime, "cudaMemcpy"),
             cuda_memcpy_async: find!(runtime, "cudaMemcpyAsync"),
             cuda_memset_async: find!(runtime, "cudaMemsetAsync"),
@@ -236,6 +243,19 @@ impl Gpu {
     /// Has another program hold so much of the device.
     pub fn occupy(&self, device: i32, bytes: usize) {
         unsafe { (simulated().simgpu_occupy)(device, bytes as u64) };
+    }
+
+    /// What the physical memory at an address was created as; `None`: it is not virtual memory.
+    pub fn properties(&self, address: u64) -> Option<CUmemAllocationProp> {
+        let (mut handle, mut properties) = (0, unsafe { std::mem::zeroed() });
+        unsafe {
+            if (simulated().cu_mem_retain_allocation_handle)(&raw mut handle, address as *mut c_void) != 0 {
+                return None;
+            }
+            assert_eq!((simulated().cu_mem_get_allocation_properties_from_handle)(&raw mut properties, handle), 0);
+            assert_eq!((simulated().cu_mem_release)(handle), 0);
+        }
+        Some(properties)
     }
 
     pub fn footprint(&self) -> Footprint {

@@ -13,7 +13,7 @@
 use super::settings;
 use super::transfer::Part;
 use crate::config::CopyBy;
-use crate::driver::{CUdeviceptr, Context, Current, Failure, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
+use crate::driver::{self, CUdeviceptr, Context, Current, Failure, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
 use crate::process::{self, PerProcess};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_void};
@@ -34,8 +34,9 @@ const VECTOR: usize = 16;
 
 /// Copies of fewer bytes are not worth a kernel of which the driver takes 80 ms to compile it, once for a context.
 pub const WORTH_IT: usize = 4 << 30;
-/// Device memory that is to be free besides what a resume takes, or the kernel is not loaded: more than it needs, in bytes.
-pub const SPARE: u64 = 64 << 20;
+/// Device memory that is to be free when a pause begins, or the kernel is not loaded: far more than it needs, in bytes. What
+/// it takes must not be missing when all else comes back.
+const SPARE: u64 = 64 << 20;
 
 #[derive(Default)]
 struct Copiers {
@@ -59,7 +60,7 @@ pub fn paused() {
     *COPIERS.get().paused.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
 }
 
-/// Whether the kernel comes into question at all: at other times than soon after a pause it does not.
+/// Whether the kernel comes into question now: at other times than soon after a pause it does not.
 fn copy_by_now() -> CopyBy {
     let paused_lately = || {
         let paused = *COPIERS.get().paused.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,16 +72,20 @@ fn copy_by_now() -> CopyBy {
     }
 }
 
-/// So many bytes are about to be copied to a context whose device has memory to spare: loads the kernel if it may be wanted.
-/// Beside the copies, in a thread that no resume waits for, because the driver may wait for the program's work before it loads
-/// code; only where the environment asks for the kernel is it loaded here and now.
+/// So many bytes are about to be copied from a context, and later back: loads the kernel if it may be wanted then. Beside the
+/// copies, in a thread that nobody waits for, because the driver may wait for the program's work before it loads code; only
+/// where the environment asks for the kernel is it loaded here and now.
 pub fn get_ready(context: Context, bytes: usize) {
-    let load_now = match copy_by_now() {
+    let load_now = match settings::copy_by() {
         CopyBy::Engines => return,
         CopyBy::Auto if bytes < settings::kernel_from() => return,
         CopyBy::Auto => false,
         CopyBy::Kernel => true,
     };
+    let free = Current::push(context).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
+    if free < SPARE {
+        return;
+    }
     {
         let mut copiers = COPIERS.get().lock();
         if copiers.contains_key(&context) {
