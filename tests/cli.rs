@@ -239,6 +239,7 @@ impl State {
             host_bytes: if *state == TagState::Paused { GIB } else { 0 },
             disk_bytes: 0,
             backup: [(Backup::Host, GIB)].into(),
+            retained: false,
         };
         let device =
             DeviceStatus { device: 0, active_bytes: 2 * GIB, paused_bytes: 0, free_bytes: Some(7 * GIB), total_bytes: Some(80 * GIB) };

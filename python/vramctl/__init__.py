@@ -247,15 +247,18 @@ def _names(tag: str | Iterable[str] | None) -> list[str | None]:
 
 
 def _free_of(policies: Mapping[str | None, str]) -> _torch.Free:
-    """What torch holds as free under the tags that are kept. To ask it takes longer than a pause that keeps nothing."""
+    """What torch holds as free under the tags of which only live blocks are kept. To ask it takes longer than a pause that
+    keeps nothing, or finds nothing changed.
+    """
     there = status()
 
-    def is_kept(tag: Tag) -> bool:
+    def is_of_use(tag: Tag) -> bool:
         policy = policies.get(tag.tag, policies.get(None, "discard"))
-        return any(each != "discard" for each in (tag.backup if policy == "default" else [policy]))
+        # What is retained is kept whole, to be compared with what is there next time.
+        return not tag.retained and any(each != "discard" for each in (tag.backup if policy == "default" else [policy]))
 
-    kept = [tag.tag for tag in there.tags if is_kept(tag)]
-    return _torch.free(kept, there.process_tag) if kept else _torch.Free([], 0)
+    asked = [tag.tag for tag in there.tags if is_of_use(tag)]
+    return _torch.free(asked, there.process_tag) if asked else _torch.Free([], 0)
 
 
 def status() -> Status:

@@ -61,6 +61,8 @@ class Tag:
     disk_bytes: int = 0
     #: Its bytes by the policy that a pause follows: ``host``, ``disk``, ``discard``.
     backup: Mapping[str, int] = field(default_factory=dict)
+    #: Whether what is saved in host memory stays there after a resume.
+    retained: bool = False
 
 
 @dataclass(frozen=True)

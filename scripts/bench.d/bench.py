@@ -470,8 +470,10 @@ class Bench:
             self.check(child, "zero")
         for _ in range(min(self.repeat, 3)):
             child.ask("scribble")
+            child.took("pause * 1")
             self.rest()
             self.driver_alone(child, chosen, rested=True)
+            child.took("resume * 0")
             child.took("pause * 1")
             self.rest()
             self.resume(child, chosen, "discard_resume_rested")

@@ -40,6 +40,9 @@ pub struct TagStatus {
     pub disk_bytes: u64,
     /// Bytes by the policy that a pause follows unless it is told otherwise.
     pub backup: BTreeMap<Backup, u64>,
+    /// Whether what is saved in host memory stays there after a resume.
+    #[serde(default)]
+    pub retained: bool,
 }
 
 /// The state of a tag.
@@ -118,7 +121,7 @@ impl Memory {
                 paused if paused == tag.bytes => TagState::Paused,
                 _ => TagState::Mixed,
             };
-            TagStatus { tag: name, state, ..tag }
+            TagStatus { retained: backup::retains(&name), tag: name, state, ..tag }
         };
         let ask = |(device, context): (DeviceStatus, Context)| {
             let info = Current::push(context).and_then(|_current| driver::memory_info()).ok();

@@ -249,6 +249,8 @@ const CLEANING: Duration = Duration::from_secs(2);
 const TELLING: usize = 16 << 20;
 /// Copies between the first trials; of 64 MiB each they take some 10 ms.
 const INTERVAL: u32 = 8;
+/// The most of them while the kernel is faster: then trials take as long as noticing too late would.
+const LONG_INTERVAL: u32 = 4 * INTERVAL;
 
 impl Choice {
     /// For copies that begin now.
@@ -257,7 +259,8 @@ impl Choice {
     }
 
     fn new(copy_by: CopyBy) -> Self {
-        Self { copy_by, took: [None; 2], faster: By::Engines, until_trial: 1, interval: INTERVAL }
+        // Right after a pause the engines are busy.
+        Self { copy_by, took: [None; 2], faster: By::Kernel, until_trial: 1, interval: INTERVAL }
     }
 
     /// Who copies the next so many bytes, and whether [`Choice::took`] wants to know how long that took.
@@ -292,7 +295,9 @@ impl Choice {
             self.interval = INTERVAL;
             self.until_trial = INTERVAL;
         } else if by != faster {
-            self.interval = self.interval.saturating_mul(2);
+            // The engines will be free soon; once they are, they stay so.
+            let most = if faster == By::Kernel { LONG_INTERVAL } else { u32::MAX };
+            self.interval = self.interval.saturating_mul(2).min(most);
             self.until_trial = self.until_trial.max(self.interval);
         }
     }
@@ -334,7 +339,7 @@ mod tests {
         let mut choice = Choice::new(CopyBy::Auto);
         copy(&mut choice, 60, [1.8, 1.3]);
         let [engines, kernel] = copy(&mut choice, 200, [1.2, 1.3]);
-        assert!(kernel <= 80, "{engines} by the engines, {kernel} by the kernel");
+        assert!(kernel <= 48, "{engines} by the engines, {kernel} by the kernel");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::output;
 use crate::target::{Found, Target, TargetArgs};
 use std::fmt::Write;
 use vramctl::control::protocol::ProcessStatus;
-use vramctl::memory::{DeviceStatus, TagState, TagStatus};
+use vramctl::memory::{Backup, DeviceStatus, TagState, TagStatus};
 use vramctl::units::Bytes;
 
 #[derive(clap::Args)]
@@ -102,8 +102,10 @@ fn tag_row(tag: &TagStatus) -> Vec<String> {
         [(policy, _)] => policy.to_string(),
         ref several => several.iter().map(|(policy, bytes)| format!("{policy} {}", Bytes(**bytes))).collect::<Vec<_>>().join(", "),
     };
+    // What is dropped is not retained either.
+    let retained = if tag.retained && tag.backup.contains_key(&Backup::Host) { ", retained" } else { "" };
     let [bytes, host, disk] = [tag.bytes, tag.host_bytes, tag.disk_bytes].map(|bytes| Bytes(bytes).to_string());
-    vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup, host, disk]
+    vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup + retained, host, disk]
 }
 
 fn device_row(device: &DeviceStatus) -> Vec<String> {
@@ -120,7 +122,6 @@ fn device_row(device: &DeviceStatus) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vramctl::memory::Backup;
 
     #[test]
     fn a_tag_of_two_minds_says_how_much_of_each() {
@@ -133,9 +134,11 @@ mod tests {
             host_bytes: 0,
             disk_bytes: 0,
             backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
+            retained: false,
         };
         let wanted = ["kv", "mixed (1.00 GiB paused)", "3.00 GiB", "2", "discard 1.00 GiB, host 2.00 GiB", "0 B", "0 B"];
         assert_eq!(tag_row(&tag), wanted);
+        assert_eq!(tag_row(&TagStatus { retained: true, ..tag })[4], "discard 1.00 GiB, host 2.00 GiB, retained");
     }
 
     #[test]
