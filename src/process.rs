@@ -6,7 +6,8 @@
 //! copy of the memory, untouched and never dropped, because dropping it would mean calling the driver.
 
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::time::Duration;
 use std::{io, mem, ptr, thread};
 
 /// The inference engine that the program has said it is, if it has.
@@ -99,12 +100,69 @@ pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
     unsafe { libc::pthread_atfork(None, None, Some(handler)) };
 }
 
-/// Has `handler` run when the program exits. Such handlers run in the opposite order of their registration, so one that is
-/// registered when the driver is in use runs before the driver is taken down.
-pub fn at_exit(handler: extern "C" fn()) {
+/// Does work in the driver that nobody waits for, unless the program is ending: the driver must not be called while it is
+/// taken down, nor be taken down under a thread that is in it. So the exit handlers wait for such work, but not for ever.
+pub fn unless_ending<R>(work: impl FnOnce() -> R) -> Option<R> {
+    static ONCE: Once = Once::new();
+    // Such handlers run in the opposite order of their registration: before those of the driver, which is in use by now.
     // SAFETY: a function that lives as long as the process: the library is never unloaded. Without memory for the list it
     // does not run.
-    unsafe { libc::atexit(handler) };
+    ONCE.call_once(|| _ = unsafe { libc::atexit(end_background) });
+    let _busy = Busy::unless_ending()?;
+    Some(work())
+}
+
+#[derive(Default)]
+struct Background {
+    state: Mutex<BackgroundState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct BackgroundState {
+    /// How many threads are in the driver.
+    busy: usize,
+    ending: bool,
+}
+
+static BACKGROUND: PerProcess<Background> = PerProcess::new(Background::default);
+
+/// A thread that is at it.
+struct Busy;
+
+impl Busy {
+    fn unless_ending() -> Option<Self> {
+        let mut state = BACKGROUND.get().lock();
+        if state.ending {
+            return None;
+        }
+        state.busy += 1;
+        Some(Self)
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        BACKGROUND.get().lock().busy -= 1;
+        BACKGROUND.get().changed.notify_all();
+    }
+}
+
+impl Background {
+    fn lock(&self) -> MutexGuard<'_, BackgroundState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+extern "C" fn end_background() {
+    /// Far more than any of it takes, unless the driver waits for the program.
+    const LONGEST: Duration = Duration::from_secs(5);
+    // A forked child has none.
+    if let Some(background) = BACKGROUND.existing() {
+        let mut state = background.lock();
+        state.ending = true;
+        drop(background.changed.wait_timeout_while(state, LONGEST, |state| state.busy > 0).unwrap_or_else(PoisonError::into_inner));
+    }
 }
 
 /// Starts a thread of the library in the program: named, and with all signals blocked, so that the program's handlers

@@ -7,9 +7,10 @@ mod common;
 use common::{Footprint, Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::process::{Command, Stdio};
 use std::sync::Once;
 use vramctl::config::CopyBy;
-use vramctl::memory::{Backup, Memory};
+use vramctl::memory::{Backup, Memory, Report};
 
 /// The driver's functions that the library calls; those that a path does not use are skipped there.
 const CALLS: &[&str] = &[
@@ -52,8 +53,8 @@ const CALLS: &[&str] = &[
     "cuPointerGetAttributes",
 ];
 
-/// What a call answers, and how often: out of memory, a code that no driver of today knows, and unknown for good.
-const ANSWERS: &[(u32, u64)] = &[(2, 1), (4242, 1), (999, u64::MAX)];
+/// What a call answers, and how often: out of memory, and for good a code that no driver of today knows.
+const ANSWERS: [(u32, u64); 2] = [(2, 1), (4242, u64::MAX)];
 
 /// Allocations that are kept: in host memory, in host memory that is retained and hashed, and in a file. And one that is not.
 struct Program {
@@ -173,18 +174,13 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     for fault in faults {
         gpu.fail(fault.call, fault.nth, fault.code, fault.times);
     }
-    let extra = match path {
-        Path::Allocate => malloc_tagged("extra", None, 4 * MIB).ok(),
-        Path::FreeActive | Path::FreePaused => None,
-        Path::Pause | Path::PauseInMemory => {
-            let _ = pause(path.tags());
-            None
-        }
-        Path::Resume | Path::ResumeByKernel => {
-            let _ = resume(&[]);
-            None
-        }
-    };
+    let (mut extra, mut answer) = (None, None);
+    match path {
+        Path::Allocate => extra = malloc_tagged("extra", None, 4 * MIB).ok(),
+        Path::FreeActive | Path::FreePaused => (),
+        Path::Pause | Path::PauseInMemory => answer = Some(pause(path.tags())),
+        Path::Resume | Path::ResumeByKernel => answer = Some(resume(&[])),
+    }
     let mut freed = Vec::new();
     if matches!(path, Path::FreeActive | Path::FreePaused) {
         freed = program.kept.iter().map(|(address, _)| *address).filter(|address| free(*address) == 0).collect();
@@ -194,6 +190,12 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     }
     vramctl::backup::settle();
     gpu.clear_faults();
+    if let Some(answer) = answer
+        && faults.iter().all(|fault| fault.times == 1)
+        && faults.len() <= 1
+    {
+        check_all_or_nothing(path, &answer, &case);
+    }
 
     // The next try works, whatever state the first one left.
     if matches!(path, Path::FreeActive | Path::FreePaused) {
@@ -218,6 +220,15 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     program.end(&case);
 }
 
+/// A pause or resume that could not be carried out is a refusal, not a half. (Where undoing it fails too, it may be one.)
+fn check_all_or_nothing(path: Path, answer: &Result<Report, vramctl::Error>, case: &str) {
+    let status = Memory::get().status();
+    let chosen = status.tags.iter().filter(|tag| path.tags().is_empty() || path.tags().contains(&&*tag.tag));
+    let all: u64 = chosen.map(|tag| tag.bytes).sum();
+    let paused: u64 = status.tags.iter().map(|tag| tag.paused_bytes).sum();
+    assert_eq!(paused, if path.is_resume() == answer.is_ok() { 0 } else { all }, "{case}: {answer:?}");
+}
+
 /// Nothing is left after the program has freed everything, but for what the driver refused, which a sweep gets back.
 fn check_nothing_left(gpu: &Gpu, before: &Footprint, case: &str) {
     vramctl::driver::sweep();
@@ -225,54 +236,47 @@ fn check_nothing_left(gpu: &Gpu, before: &Footprint, case: &str) {
     assert_eq!(gpu.footprint().without_streams(), before.without_streams(), "{case}: something is left");
 }
 
-#[test]
-fn every_call_fails_at_each_of_its_uses() {
+/// All that one process of several does.
+fn each_call_fails(part: usize, parts: usize) -> usize {
     let gpu = Gpu::take();
     warm_up(&gpu);
     let before = gpu.footprint();
-    let mut cases = 0;
-    for path in PATHS {
-        let counts = uses(&gpu, path);
-        for (call, count) in counts {
-            for nth in 1..=count {
-                for &(code, times) in ANSWERS {
-                    let fault = Fault { call, nth, code, times };
-                    run(&gpu, path, &[fault], None);
-                    check_nothing_left(&gpu, &before, &format!("{path:?} with {fault:?}"));
-                    cases += 1;
-                }
-            }
-        }
+    let faults_of = |path| {
+        let faults_of_call = |(call, count)| (1..=count).flat_map(move |nth| ANSWERS.map(|(code, times)| Fault { call, nth, code, times }));
+        uses(&gpu, path).into_iter().flat_map(faults_of_call).map(move |fault| (path, fault)).collect::<Vec<_>>()
+    };
+    let all = PATHS.iter().flat_map(|path| faults_of(*path)).collect::<Vec<_>>();
+    for (path, fault) in all.iter().skip(part).step_by(parts) {
+        run(&gpu, *path, &[*fault], None);
+        check_nothing_left(&gpu, &before, &format!("{path:?} with {fault:?}"));
     }
-    println!("{cases} cases");
+    all.len()
+}
+
+const PART: &str = "FAULTS_PART";
+
+#[test]
+#[ignore = "run by the test below, in processes of its own"]
+fn each_call_of_a_part_fails() {
+    let place = std::env::var(PART).expect("a part");
+    let (part, parts) = place.split_once('/').expect("PART/PARTS");
+    let cases = each_call_fails(part.parse().unwrap(), parts.parse().unwrap());
     assert!(cases > 300, "only {cases} cases: the paths are not what this test thinks they are");
 }
 
-/// A pause that could not be carried out is a refusal, not a half: asked right after each fault, every tag is active.
+/// The simulated driver serves one test at a time, so that a process takes no more than one processor for this.
 #[test]
-fn a_failed_pause_or_resume_leaves_every_allocation_as_it_was() {
-    let gpu = Gpu::take();
-    for path in [Path::Pause, Path::PauseInMemory, Path::Resume, Path::ResumeByKernel] {
-        for (call, count) in uses(&gpu, path) {
-            for nth in 1..=count {
-                path.choose_who_copies();
-                let program = Program::start();
-                if path.is_resume() {
-                    pause(&[]).unwrap();
-                }
-                gpu.fail(call, nth, 999, 1);
-                let answer = if path.is_resume() { resume(&[]) } else { pause(path.tags()) };
-                gpu.clear_faults();
-                let status = Memory::get().status();
-                let chosen = || status.tags.iter().filter(|tag| path.tags().is_empty() || path.tags().contains(&&*tag.tag));
-                let paused: u64 = status.tags.iter().map(|tag| tag.paused_bytes).sum();
-                let all: u64 = chosen().map(|tag| tag.bytes).sum();
-                let wanted = if path.is_resume() == answer.is_ok() { 0 } else { all };
-                assert_eq!(paused, wanted, "{path:?} with {call} failing at use {nth}: {answer:?}");
-                resume(&[]).unwrap();
-                program.end("");
-            }
-        }
+fn every_call_fails_at_each_of_its_uses() {
+    common::artifacts();
+    let parts = std::thread::available_parallelism().map_or(1, usize::from).min(8);
+    let start = |part| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--ignored", "--exact", "each_call_of_a_part_fails"]).env(PART, format!("{part}/{parts}"));
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for part in (0..parts).map(start).collect::<Vec<_>>() {
+        let ended = part.wait_with_output().unwrap();
+        assert!(ended.status.success(), "{}{}", String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
     }
 }
 

@@ -8,6 +8,7 @@ use std::ffi::c_void;
 use std::ptr;
 use std::time::{Duration, Instant};
 use vramctl::Error;
+use vramctl::backup::HOST_PIECE;
 use vramctl::driver::StreamHandle;
 use vramctl::interpose::{self, Extent, PitchedPtr};
 use vramctl::memory::{Backup, Memory, Observer, Progress, Request, TagState, region};
@@ -577,7 +578,7 @@ fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
     let contents = pattern(1, 3 * MIB);
     assert_eq!(write(address, &contents), 0);
     pause(&[]).unwrap();
-    assert_eq!((host().used_bytes, host().pinned_bytes), (4 << 20, 64 << 20));
+    assert_eq!((host().used_bytes, host().pinned_bytes), (4 << 20, HOST_PIECE as u64));
     resume(&[]).unwrap();
     assert_eq!((host().used_bytes, host().ready_bytes), (0, 0));
 
@@ -587,7 +588,7 @@ fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
         assert_eq!(write(retained, &contents), 0);
         pause(&[]).unwrap();
         resume(&[]).unwrap();
-        assert_eq!((host().used_bytes, host().ready_bytes), (4 << 20, 64 << 20));
+        assert_eq!((host().used_bytes, host().ready_bytes), (4 << 20, HOST_PIECE as u64));
         assert!(read(retained, 3 * MIB).unwrap() == contents);
     }
     assert!(read(address, 3 * MIB).unwrap() == contents);
@@ -627,7 +628,7 @@ fn host_memory_that_cannot_be_registered_is_slower_and_right() {
         }
         pause(&[]).unwrap();
         let host = Memory::get().status().host;
-        assert_eq!((host.ready_bytes, host.pinned_bytes), (64 << 20, 0));
+        assert_eq!((host.ready_bytes, host.pinned_bytes), ((40 * MIB).next_multiple_of(HOST_PIECE) as u64, 0));
         resume(&[]).unwrap();
         gpu.clear_faults();
         assert!(read(address, 40 * MIB).unwrap() == contents);

@@ -353,6 +353,10 @@ class Bench:
     def rest_ms(self):
         return RESTED_MS if self.scale == 1 else 20
 
+    def often(self):
+        """How often to do what takes little time: it takes once or twice as long, from one time to the next."""
+        return 2 * self.repeat - 1
+
     def check(self, child, how="sample"):
         child.ask(f"check * {how}")
 
@@ -461,7 +465,7 @@ class Bench:
         # The first of a process is not counted: it is the start of other things, too.
         child.took("pause * 1")
         child.took("resume * 0")
-        for _ in range(self.repeat):
+        for _ in range(self.often()):
             child.ask("scribble")
             self.rest()
             self.pause(child, chosen, "discard_pause", backup=1)
@@ -546,7 +550,7 @@ class Bench:
         child.ask(f"alloc discarded 1 {self.files[chosen.name]}")
         child.took("pause discarded")
         child.took("resume discarded")
-        for _ in range(self.repeat):
+        for _ in range(self.often()):
             child.ask("fill discarded")
             self.rest()
             record("discard_pause", "pause discarded")

@@ -74,11 +74,11 @@ def ms(seconds):
 
 
 def span(samples, wanted=0):
-    """The least and the most; of how many, where they are fewer than was asked for."""
+    """The least and the most; of how many, where they are not as many as was asked for."""
     if len(samples) < 2:
         return "once"
     return f"{ms(min(samples))} to {ms(max(samples))}" + (
-        f" ({len(samples)})" if len(samples) < wanted else ""
+        f" ({len(samples)})" if wanted and len(samples) != wanted else ""
     )
 
 
@@ -321,7 +321,7 @@ def markdown(data):
     lines += table(header, ["---", "---"] + ["---:"] * 7, list(result_rows(data)))
     lines += [
         "",
-        f"Medians of {data['repeat']}; noise is the least and the most, with their number in parentheses where they are fewer; first pauses "
+        f"Medians of {data['repeat']}; noise is the least and the most, with their number in parentheses where it is another; first pauses "
         "each in a process of its own. GB = 1e9 bytes. The limit of a copy is the link measured in the same run, and the "
         "share of it that was reached is given; of a pause that finds nothing or 1% changed, a pass over device memory at the speed of a "
         "device copy, the copy of what changed, and the driver's calls; of discarded contents, the driver's calls alone for the same "

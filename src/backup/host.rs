@@ -5,9 +5,9 @@
 
 use super::arena::{Arena, Range};
 use super::digest::{Digest, Hasher, PIECE};
-use super::settings;
 use super::transfer::{self, Part};
 use super::{Item, Kept, Wanted};
+use super::{copier, settings};
 use crate::config::{Config, Unchanged};
 use crate::driver::{Context, Current, RelaxedCapture};
 use crate::error::Error;
@@ -82,6 +82,17 @@ impl Saved {
     }
 }
 
+/// These contents are about to be saved, and later copied back: makes ready what that is faster with.
+fn expect_restore(wanted: &[Wanted]) {
+    let mut bytes = BTreeMap::<Context, usize>::new();
+    for Wanted { allocation, live, .. } in wanted {
+        *bytes.entry(allocation.context()).or_default() += live.iter().map(ops::Range::len).sum::<usize>();
+    }
+    for (context, bytes) in bytes {
+        copier::get_ready(context, bytes);
+    }
+}
+
 /// The ranges in bytes of the pieces that differ, neighbours joined.
 fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
     let mut ranges = Vec::<ops::Range<usize>>::new();
@@ -103,6 +114,7 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dy
         return Ok(Kept::default());
     }
     let items = places(wanted)?;
+    expect_restore(wanted);
     let contents = || items.iter().filter_map(|item| if let super::Saved::Host(saved) = &*item.1 { Some((item, saved)) } else { None });
     let certain = transfer::is_prepared(contents().flat_map(|((allocation, _), saved)| saved.parts(allocation)));
     // What is to be verified is looked at again.

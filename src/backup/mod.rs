@@ -15,7 +15,7 @@ mod settings;
 mod spill;
 mod transfer;
 
-pub use arena::ArenaStatus;
+pub use arena::{ArenaStatus, PIECE as HOST_PIECE};
 pub use copier::paused;
 pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_retain};
 pub use transfer::Part;
@@ -24,7 +24,6 @@ use crate::driver::{Context, Current};
 use crate::error::Error;
 use crate::memory::{Allocation, Backup, Progress, Stage};
 use arena::Arena;
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -86,21 +85,9 @@ pub struct Kept {
 /// when this returns.
 pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item, bool)) -> Result<Kept, Error> {
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
-    expect_restore(&in_memory);
     let mut kept = host::save(&in_memory, progress, &mut |item, certain| safe(item, certain && on_disk.is_empty()))?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
-}
-
-/// These contents are about to be copied to host memory, and later back: makes ready what that is faster with.
-fn expect_restore(wanted: &[Wanted]) {
-    let mut bytes = BTreeMap::<Context, usize>::new();
-    for Wanted { allocation, live, .. } in wanted {
-        *bytes.entry(allocation.context()).or_default() += live.iter().map(Range::len).sum::<usize>();
-    }
-    for (context, bytes) in bytes {
-        copier::get_ready(context, bytes);
-    }
 }
 
 /// Copies saved contents back. `produce` puts memory at the addresses meanwhile, and hands over each item as soon as that

@@ -45,7 +45,7 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec
     let layout = layout(0, allocations.iter().map(|allocation| &***allocation));
     let spill = Spill::create(&settings::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
     let mut meter = Meter::new(Stage::Save, bytes, progress);
-    let memory = staging_memory(allocations[0].context())?;
+    let memory = staging_memory(bytes, allocations[0].context())?;
     through_staging(&memory, |staging| {
         spill.write(staging, 0, bytes as u64, &mut |offset, piece| {
             copy(Direction::FromDevice, &layout, offset, piece.as_mut_ptr(), piece.len())?;
@@ -117,14 +117,15 @@ fn copy(direction: Direction, layout: &Layout, offset: u64, host: *mut u8, bytes
     Ok(lane.finish()?)
 }
 
-/// So many pieces of so many bytes of staging memory (`disk` has the reasons).
+/// At most so many pieces of so many bytes of staging memory (`disk` has the reasons).
 const PIECES: usize = 8;
 const PIECE: usize = 8 << 20;
 
-/// Staging memory from the arena, ready to be used.
-fn staging_memory(context: Context) -> Result<Range, Error> {
+/// Staging memory from the arena for a file of so many bytes, ready to be used.
+fn staging_memory(bytes: usize, context: Context) -> Result<Range, Error> {
     let arena = Arena::get()?;
-    let range = arena.take(&[PIECES * PIECE])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
+    let pieces = bytes.div_ceil(PIECE).clamp(1, PIECES);
+    let range = arena.take(&[pieces * PIECE])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
     Arena::pieces_of(&range).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
     Ok(range)
 }
@@ -136,7 +137,7 @@ fn through_staging(memory: &Range, work: impl FnOnce(&mut [Staging]) -> Result<(
         // SAFETY: a part of a range of ours that is ready, is not copied into forked children, and that nobody else uses.
         Some(unsafe { Staging::new(address, PIECE) })
     };
-    let mut staging: Vec<_> = (0..PIECES).filter_map(piece).collect();
+    let mut staging: Vec<_> = (0..memory.bytes() / PIECE).filter_map(piece).collect();
     work(&mut staging).map_err(|error| match error {
         SpillError::Io(error) => Error::Disk(error.to_string()),
         SpillError::Copy(error) => error,

@@ -151,7 +151,7 @@ struct Flight {
 /// As for [`Lane::queue`].
 unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &mut Choice) -> Result<Option<(By, Mark)>, Error> {
     let (by, measured) = choice.next(part.bytes);
-    let begin = measured.then(|| lane.mark().ok()).flatten();
+    let begin = measured.then(|| lane.mark_in(part.context).ok()).flatten();
     // SAFETY: the caller's promise.
     let by = if by == By::Kernel && unsafe { copier::queue(lane, part, host)? } {
         By::Kernel

@@ -158,6 +158,12 @@ impl Lane {
         found.map(|(_, stream)| stream).ok_or(Failure { call: "cuStreamCreate", code: code::UNKNOWN })
     }
 
+    /// Marks what was queued in one context so far, if anything was.
+    pub fn mark_in(&mut self, context: Context) -> Result<Mark, Failure> {
+        let _current = Current::push(context)?;
+        Ok(Mark(vec![Event::record(context, self.stream(context)?)?]))
+    }
+
     /// Marks what was queued so far.
     pub fn mark(&self) -> Result<Mark, Failure> {
         self.streams.iter().map(|(context, stream)| Event::record(*context, stream)).collect::<Result<_, _>>().map(Mark)
@@ -198,8 +204,8 @@ impl Mark {
         self.0.iter().try_for_each(Event::synchronize)
     }
 
-    /// Milliseconds from an earlier mark to this one by the clock of a context's device, if something was queued there
-    /// before either. Both are past.
+    /// Milliseconds from an earlier mark to this one by the clock of a context's device, if both mark something there. Both
+    /// are past.
     pub fn since(&self, earlier: &Self, context: Context) -> Option<f32> {
         let event_of = |mark: &Self| mark.0.iter().find(|event| event.context == context).map(|event| event.raw);
         let (begin, end) = (event_of(earlier)?, event_of(self)?);

@@ -77,6 +77,14 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     Ok((free as u64, total as u64))
 }
 
+/// Whether so much of a context's device is free that the library may take a little for purposes of its own: nobody is to be
+/// short of memory for them.
+pub fn has_to_spare(context: Context) -> bool {
+    /// In bytes; far more than it takes.
+    const SPARE: u64 = 64 << 20;
+    Current::push(context).and_then(|_current| memory_info()).is_ok_and(|(free, _)| free >= SPARE)
+}
+
 /// An attribute of 64 bits of what is at an address, none of which is 0; an error where the driver does not know it.
 fn pointer_attribute(address: CUdeviceptr, attribute: CUpointer_attribute) -> Result<u64, Failure> {
     let (mut value, attribute) = (0u64, attribute as u32);

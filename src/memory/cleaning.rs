@@ -1,72 +1,75 @@
 //! The driver takes note of what it has cleaned, before anybody waits for that.
 //!
-//! Memory that is given back is cleaned in the background (96 GiB in 0.3 s on an H200). But the driver looks at what is clean
+//! Memory that is given back is cleaned in the background (96 GiB in 0.25 s on an H200). But the driver looks at what is clean
 //! only when it is next asked for memory or given some, and whoever that is waits for the look: 0.2 ms for each GiB, so that
 //! a pause or resume of 64 GiB takes 10 to 20 ms longer than its own calls do (`docs/performance.md`). So some time after
 //! each large one a thread of ours takes a little memory and gives it back. Then it ends: nothing wakes up in a process that
 //! is left alone.
 
+use super::{Allocation, Memory, transition};
 use crate::driver::{self, CUdevice, RelaxedCapture};
 use crate::process::{self, PerProcess};
-use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Device memory that is to be free, or the driver is not made to look: far more than it takes, in bytes.
-pub const SPARE: u64 = 64 << 20;
+/// When to look.
+#[derive(Debug, Clone, Copy)]
+pub struct When {
+    /// How long after a pause or resume. By then the driver has cleaned all of a large device (140 GiB would take 0.37 s).
+    pub after: Duration,
+    /// From how many bytes of a device on: what takes less than 0.2 ms to look at is not worth a thread.
+    pub bytes: u64,
+}
 
-/// By then the driver has cleaned what a large device has, and some more time is left.
-const CLEANED_AFTER: Duration = Duration::from_millis(400);
+impl Default for When {
+    fn default() -> Self {
+        Self { after: Duration::from_millis(400), bytes: 1 << 30 }
+    }
+}
 
+#[derive(Default)]
 struct Cleaning {
     state: Mutex<State>,
     changed: Condvar,
-    /// What takes less than 0.2 ms to look at is not worth a thread, in bytes of a device.
-    worth_it: AtomicU64,
 }
 
 #[derive(Default)]
 struct State {
-    /// Where memory was given back.
-    devices: BTreeSet<CUdevice>,
-    /// When to look; there is a thread that waits for it.
+    when: When,
+    /// There is a thread that waits for this, or is looking.
     due: Option<Instant>,
-    /// Whether the thread is in the driver.
-    looking: bool,
-    /// The program ends: the driver must not be called any more.
-    ended: bool,
 }
 
-static CLEANING: PerProcess<Cleaning> =
-    PerProcess::new(|| Cleaning { state: Mutex::default(), changed: Condvar::new(), worth_it: AtomicU64::new(1 << 30) });
+static CLEANING: PerProcess<Cleaning> = PerProcess::new(Cleaning::default);
 
-/// So many bytes of devices were given back or taken just now.
-pub fn expect(bytes: impl Iterator<Item = (CUdevice, u64)>) {
+/// So many bytes of each device were given back or taken just now.
+pub(super) fn expect(bytes: &BTreeMap<CUdevice, u64>) {
     let cleaning = CLEANING.get();
-    let worth_it = cleaning.worth_it.load(Ordering::Relaxed);
     let mut state = cleaning.lock();
-    state.devices.extend(bytes.filter(|(_, bytes)| *bytes >= worth_it).map(|(device, _)| device));
-    if state.devices.is_empty() || state.due.replace(Instant::now() + CLEANED_AFTER).is_some() {
+    let when = state.when;
+    if bytes.values().all(|bytes| *bytes < when.bytes) || state.due.replace(Instant::now() + when.after).is_some() {
         return;
     }
     drop(state);
-    end_with_the_program();
     if let Err(error) = process::spawn("vramctl-clean", || cleaning.look_when_due()) {
         log::debug!("no thread could be started: {error}");
         cleaning.lock().due = None;
     }
 }
 
-/// Waits until the driver has been made to look. For tests.
+/// Has the driver made to look at once, if that is due, and waits until it is done. For tests.
 pub fn settle() {
     let cleaning = CLEANING.get();
-    drop(cleaning.changed.wait_while(cleaning.lock(), |state| state.due.is_some()).unwrap_or_else(PoisonError::into_inner));
+    let mut state = cleaning.lock();
+    state.due = state.due.map(|_| Instant::now());
+    cleaning.changed.notify_all();
+    drop(cleaning.changed.wait_while(state, |state| state.due.is_some()).unwrap_or_else(PoisonError::into_inner));
 }
 
-/// From how many bytes of a device on the driver is made to look; `None`: as measured. For tests.
-pub fn set_worth_it(bytes: Option<u64>) {
-    CLEANING.get().worth_it.store(bytes.unwrap_or(1 << 30), Ordering::Relaxed);
+/// When to look from now on. For tests.
+pub fn set_when(when: When) {
+    CLEANING.get().lock().when = when;
 }
 
 impl Cleaning {
@@ -76,50 +79,41 @@ impl Cleaning {
 
     fn look_when_due(&self) {
         let mut state = self.lock();
-        while let Some(due) = state.due {
-            let left = due.saturating_duration_since(Instant::now());
-            if state.ended || state.devices.is_empty() {
-                state.due = None;
-            } else if left.is_zero() {
-                let devices = std::mem::take(&mut state.devices);
-                state.looking = true;
-                drop(state);
-                look(&devices);
-                state = self.lock();
-                state.looking = false;
-                self.changed.notify_all();
-            } else {
+        while let Some(left) = state.due.map(|due| due.saturating_duration_since(Instant::now())) {
+            if !left.is_zero() {
+                // Until then it may be put off.
                 state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                continue;
             }
+            let (due, when) = (state.due, state.when);
+            drop(state);
+            process::unless_ending(|| look(when));
+            state = self.lock();
+            // Unless something has happened meanwhile that asks for another.
+            state.due = state.due.filter(|_| state.due != due);
         }
         self.changed.notify_all();
     }
 }
 
-fn look(devices: &BTreeSet<CUdevice>) {
+/// Makes the driver look, on each device that is worth it.
+fn look(when: When) {
+    let Some(memory) = Memory::existing() else { return };
+    // A pause or resume that is under way asks for a look itself, and must not find memory missing that we have.
+    let Ok(_shared) = memory.transition.try_read() else { return };
     let _relaxed = RelaxedCapture::enter();
-    for &device in devices {
+    let all = memory.snapshot();
+    for (device, bytes) in transition::bytes_of_devices(all.iter().map(|allocation| &**allocation)) {
+        let of_device = |allocation: &&std::sync::Arc<Allocation>| allocation.device == device;
+        let has_to_spare = all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context()));
+        if bytes < when.bytes || !has_to_spare {
+            continue;
+        }
         let started = Instant::now();
         match driver::granularity(device).and_then(|bytes| driver::Memory::create(device, bytes)) {
             Ok(memory) => drop(memory),
-            // A device without so little memory has nothing clean to look at.
             Err(failure) => log::debug!("{failure}: nothing was looked at"),
         }
         log::debug!("device {device} has taken note of what it has cleaned, in {:.1} ms", started.elapsed().as_secs_f64() * 1e3);
     }
-}
-
-/// The driver must not be called while it is taken down, nor be taken down under a thread that is in it.
-fn end_with_the_program() {
-    extern "C" fn end() {
-        /// Far more than a look takes.
-        const LONGEST: Duration = Duration::from_secs(5);
-        if let Some(cleaning) = CLEANING.existing() {
-            let mut state = cleaning.lock();
-            state.ended = true;
-            drop(cleaning.changed.wait_timeout_while(state, LONGEST, |state| state.looking).unwrap_or_else(PoisonError::into_inner));
-        }
-    }
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| process::at_exit(end));
 }

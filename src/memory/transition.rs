@@ -272,7 +272,7 @@ impl Memory {
         });
         if allocations > 0 {
             backup::paused();
-            cleaning::expect(given_back.into_iter());
+            cleaning::expect(&given_back);
         }
         Ok(Report {
             allocations,
@@ -328,6 +328,8 @@ impl Memory {
         report.late_bytes = driver::leftover_bytes();
         report.stages = clock.0;
         report.ms = milliseconds(started.elapsed());
+        // Somebody else may have given it back just before.
+        cleaning::expect(&bytes_of_devices(paused.iter().map(|allocation| &**allocation)));
         Ok(report)
     }
 
@@ -383,7 +385,7 @@ impl Memory {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Vec<driver::Memory>, Error> {
         let started = Instant::now();
-        let room = check_free(paused)?;
+        let needed = check_free(paused)?;
         let item = |allocation: &Arc<Allocation>| Some((Arc::clone(allocation), allocation.contents().saved.clone()?));
         let saved: Vec<_> = paused.iter().filter_map(item).collect();
         let mut saved_next = saved.iter().peekable();
@@ -393,11 +395,7 @@ impl Memory {
             for upto in batches(paused) {
                 for allocation in &paused[from..upto] {
                     let new = driver::Memory::create(allocation.device, allocation.bytes()).map_err(|failure| {
-                        if failure.code == code::OUT_OF_MEMORY {
-                            shortage(allocation, room[&allocation.device].needed)
-                        } else {
-                            failure.into()
-                        }
+                        if failure.code == code::OUT_OF_MEMORY { shortage(allocation, needed[&allocation.device]) } else { failure.into() }
                     });
                     memories.push(new?);
                     if let Some(memory) = memories.last_mut() {
@@ -414,9 +412,6 @@ impl Memory {
             Ok(())
         });
         clock.add(Stage::Restore, started.elapsed());
-        // Somebody else may have given it back just before.
-        let with_spare = room.iter().filter(|(_, room)| room.free - room.needed >= cleaning::SPARE);
-        cleaning::expect(with_spare.map(|(device, room)| (*device, room.needed)));
         // After an error the new memory goes as it came; nothing is being copied to it any more.
         brought.map(|()| memories)
     }
@@ -457,30 +452,22 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     ends
 }
 
-/// Device memory in bytes.
-struct Room {
-    needed: u64,
-    free: u64,
-}
-
 /// The bytes needed on each device, if they are free.
-fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, Room>, Error> {
-    let mut rooms = BTreeMap::new();
-    for (device, needed) in bytes_of_devices(paused.iter().map(|allocation| &**allocation)) {
+fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
+    let all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
+    for (&device, &needed) in &all_needed {
         let on_device = paused.iter().find(|allocation| allocation.device == device);
         let Some(allocation) = on_device else { continue };
         let _current = Current::push(allocation.context())?;
-        let free = driver::memory_info()?.0;
-        if needed > free {
+        if needed > driver::memory_info()?.0 {
             return Err(shortage(allocation, needed));
         }
-        rooms.insert(device, Room { needed, free });
     }
-    Ok(rooms)
+    Ok(all_needed)
 }
 
 /// How many bytes they have on each device.
-fn bytes_of_devices<'a>(allocations: impl Iterator<Item = &'a Allocation>) -> BTreeMap<CUdevice, u64> {
+pub(super) fn bytes_of_devices<'a>(allocations: impl Iterator<Item = &'a Allocation>) -> BTreeMap<CUdevice, u64> {
     allocations.fold(BTreeMap::new(), |mut bytes, allocation| {
         *bytes.entry(allocation.device).or_default() += allocation.bytes() as u64;
         bytes

@@ -78,6 +78,7 @@ unsafe fn open(path: &Path) -> *mut c_void {
 
 struct Simulated {
     simgpu_fail: unsafe extern "C" fn(*const c_char, u64, u32, u64),
+    simgpu_slow_down: unsafe extern "C" fn(*const c_char, u64) -> c_int,
     simgpu_clear_faults: unsafe extern "C" fn(),
     simgpu_calls: unsafe extern "C" fn(*const c_char) -> u64,
     simgpu_reset_counts: unsafe extern "C" fn(),
@@ -120,6 +121,7 @@ impl Simulated {
         }
         Self {
             simgpu_fail: find!(driver, "simgpu_fail"),
+            simgpu_slow_down: find!(driver, "simgpu_slow_down"),
             simgpu_clear_faults: find!(driver, "simgpu_clear_faults"),
             simgpu_calls: find!(driver, "simgpu_calls"),
             simgpu_reset_counts: find!(driver, "simgpu_reset_counts"),
@@ -217,6 +219,12 @@ impl Gpu {
     pub fn fail(&self, function: &str, nth: u64, code: u32, times: u64) {
         let name = CString::new(function).unwrap();
         unsafe { (simulated().simgpu_fail)(name.as_ptr(), nth, code, times) };
+    }
+
+    /// Each call of a function takes so much longer from now on; a process that ends during one is aborted.
+    pub fn slow_down(&self, function: &str, milliseconds: u64) {
+        let name = CString::new(function).unwrap();
+        assert_eq!(unsafe { (simulated().simgpu_slow_down)(name.as_ptr(), milliseconds) }, 0, "{function}");
     }
 
     pub fn clear_faults(&self) {
@@ -347,12 +355,9 @@ pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
         state ^= state << 17;
         state
     };
-    let mut bytes: Vec<u8> = Vec::with_capacity(length + 8);
-    while bytes.len() < length {
-        bytes.extend_from_slice(&next().to_le_bytes());
-    }
-    bytes.truncate(length);
-    bytes
+    let words: Vec<u64> = (0..length.div_ceil(8)).map(|_| next()).collect();
+    // SAFETY: so many bytes at least, all of them initialised.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<u8>(), length) }.to_vec()
 }
 
 pub fn default_pool() -> *mut c_void {

@@ -1,7 +1,7 @@
 //! Copying host memory to the device by its processors, for as long as the copy engines are slow.
 //!
-//! The driver cleans the memory that is given back to it with the copy engines, for half a second after 100 GiB. What is
-//! resumed meanwhile shares them: 37 GB/s of a link of 55 (`docs/performance.md`). A kernel that reads the host's memory
+//! The driver cleans the memory that is given back to it with the copy engines: 96 GiB in 0.25 s, and longer beside copies. What
+//! is resumed meanwhile shares them: 37 GB/s of a link of 55 (`docs/performance.md`). A kernel that reads the host's memory
 //! over the same link is not held up, and reaches 50; when the engines are free it is the slower one. So both are measured,
 //! by the device's clock, and the faster one goes on.
 //!
@@ -16,8 +16,9 @@ use crate::config::CopyBy;
 use crate::driver::{self, CUdeviceptr, Context, Current, Failure, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
 use crate::process::{self, PerProcess};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ffi::{CStr, c_void};
-use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
@@ -34,10 +35,6 @@ const VECTOR: usize = 16;
 
 /// Copies of fewer bytes are not worth a kernel of which the driver takes 80 ms to compile it, once for a context.
 pub const WORTH_IT: usize = 4 << 30;
-/// Device memory that is to be free when a pause begins, or the kernel is not loaded: far more than it needs, in bytes. What
-/// it takes must not be missing when all else comes back.
-const SPARE: u64 = 64 << 20;
-
 #[derive(Default)]
 struct Copiers {
     /// The kernel of each context where it was wanted; `None`: it is being loaded.
@@ -82,25 +79,21 @@ pub fn get_ready(context: Context, bytes: usize) {
         CopyBy::Auto => false,
         CopyBy::Kernel => true,
     };
-    let free = Current::push(context).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
-    if free < SPARE {
+    // What it takes must not be missing when all else comes back.
+    if COPIERS.get().lock().contains_key(&context) || !driver::has_to_spare(context) {
         return;
     }
     {
         let mut copiers = COPIERS.get().lock();
-        if copiers.contains_key(&context) {
-            return;
-        }
-        copiers.insert(context, None);
+        let Entry::Vacant(place) = copiers.entry(context) else { return };
+        place.insert(None);
     }
     let loading = Loading(context);
+    // Where it is not done, because the program ends or no thread can be had, the value is dropped, and says so.
+    let load = move || _ = process::unless_ending(|| loading.finish());
     if load_now {
-        loading.finish();
-        return;
-    }
-    wait_at_exit();
-    // Where no thread can be had, the closure goes unused and says that nothing is being loaded.
-    if let Err(error) = process::spawn_compiler("vramctl-kernel", move || loading.finish()) {
+        load();
+    } else if let Err(error) = process::spawn_compiler("vramctl-kernel", load) {
         log::debug!("no thread could be started: {error}");
     }
 }
@@ -149,17 +142,6 @@ impl Copiers {
 /// Waits until no kernel is being loaded. For tests and measurements.
 pub fn settle() {
     drop(COPIERS.get().wait(None));
-}
-
-/// The driver must not be taken down under a thread that is in it.
-fn wait_at_exit() {
-    extern "C" fn wait() {
-        if let Some(copiers) = COPIERS.existing() {
-            drop(copiers.wait(None));
-        }
-    }
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| process::at_exit(wait));
 }
 
 /// The context is about to go, or gone, and its kernel with it.
@@ -243,13 +225,14 @@ pub struct Choice {
     interval: u32,
 }
 
-/// Long enough for the driver to have cleaned all the memory of a large device (96 GiB: about half a second).
+/// Long enough for the driver to have cleaned all the memory of a large device, beside copies.
 const CLEANING: Duration = Duration::from_secs(2);
 /// Smaller copies say little of the speed, in bytes.
 const TELLING: usize = 16 << 20;
 /// Copies between the first trials; of 64 MiB each they take some 10 ms.
 const INTERVAL: u32 = 8;
-/// The most of them while the kernel is faster: then trials take as long as noticing too late would.
+/// The most of them while the kernel is faster. A trial by slow engines loses 0.5 ms, to notice 32 copies late that they are
+/// fast again 3 ms: both together least with about so many.
 const LONG_INTERVAL: u32 = 4 * INTERVAL;
 
 impl Choice {

@@ -27,6 +27,17 @@ pub unsafe extern "C" fn simgpu_fail(function: *const c_char, nth_from_now: u64,
     c_int::from(!faults::inject(unsafe { text(function) }, nth_from_now, code, count))
 }
 
+/// Has each use of a function take so much longer, from now on. Should the process end during one, it is aborted: a real
+/// driver might crash then. Answers 0, or 1 where there is no such function.
+///
+/// # Safety
+/// `function` is a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn simgpu_slow_down(function: *const c_char, milliseconds: u64) -> c_int {
+    // SAFETY: the caller's promise.
+    c_int::from(!faults::slow_down(unsafe { text(function) }, milliseconds))
+}
+
 /// Forgets all faults that have not happened yet.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_clear_faults() {

@@ -114,6 +114,11 @@ pub fn init(flags: u32) -> Outcome {
 
 extern "C" fn end() {
     ENDED.store(true, Ordering::Release);
+    // A real driver frees what the call is using. Here it is certain, and seen.
+    if faults::is_delaying() {
+        eprintln!("simgpu: the driver ends while a thread is in a call that takes long");
+        std::process::abort();
+    }
 }
 
 /// Whether `cuInit` has been called in this process.
@@ -135,7 +140,9 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     if ENDED.load(Ordering::Acquire) && function.name.starts_with("cu") {
         return DEINITIALIZED;
     }
-    if let Some(code) = faults::use_of(index) {
+    let fault = faults::use_of(index);
+    faults::delay(index);
+    if let Some(code) = fault {
         return code;
     }
     let checked = AssertUnwindSafe(|| {

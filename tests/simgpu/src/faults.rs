@@ -22,6 +22,35 @@ static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
 /// Spares the calls the lock while there is no fault.
 static ARMED: AtomicBool = AtomicBool::new(false);
 
+/// What a use of each function takes in addition, in milliseconds.
+static DELAYS: [AtomicU64; FUNCTIONS] = [const { AtomicU64::new(0) }; FUNCTIONS];
+/// How many uses are being delayed.
+static DELAYED: AtomicU64 = AtomicU64::new(0);
+
+/// From now on each use of a function takes so much longer. `false` where there is no such function.
+pub fn slow_down(name: &str, milliseconds: u64) -> bool {
+    let known = exports::index_of(name);
+    known.is_some_and(|function| {
+        DELAYS[function].store(milliseconds, Ordering::Relaxed);
+        true
+    })
+}
+
+/// Takes as long as the function is to take.
+pub fn delay(function: usize) {
+    let milliseconds = DELAYS[function].load(Ordering::Relaxed);
+    if milliseconds > 0 {
+        DELAYED.fetch_add(1, Ordering::SeqCst);
+        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
+        DELAYED.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Whether a use is being delayed right now.
+pub fn is_delaying() -> bool {
+    DELAYED.load(Ordering::SeqCst) > 0
+}
+
 /// Counts a use of a function and answers the code that it is to fail with, if any.
 pub fn use_of(function: usize) -> Option<Code> {
     read_environment();
