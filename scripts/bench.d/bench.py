@@ -694,7 +694,8 @@ class Bench:
         for chosen in self.sets:
             gigabytes = chosen.bytes / GIB
             title = f"{chosen.title}: vramctl"
-            self.step(f"{title}, contents discarded", START, self.discarded, chosen)
+            rests = 3 * self.often() * self.rest_ms() / 1e3
+            self.step(f"{title}, contents discarded", START + rests, self.discarded, chosen)
             if chosen.discard_only:
                 continue
             self.step(f"{title}, first pause", START + gigabytes / 4, self.released, chosen)
@@ -705,7 +706,8 @@ class Bench:
             self.step("at rest", 10 if self.scale == 1 else 4, self.at_rest)
         if self.saver:
             for chosen in self.sets:
-                needed = 8 + (0 if chosen.discard_only else chosen.bytes / GIB)
+                needed = 8 + 2 * self.often() * self.rest_ms() / 1e3
+                needed += 0 if chosen.discard_only else chosen.bytes / GIB
                 self.step(f"{chosen.title}: torch_memory_saver", needed, self.saved, chosen)
         if self.swap_wanted:
             for retain in (False, True):

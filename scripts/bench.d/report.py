@@ -325,7 +325,7 @@ def markdown(data):
         "each in a process of its own. GB = 1e9 bytes. The limit of a copy is the link measured in the same run, and the "
         "share of it that was reached is given; of a pause that finds nothing or 1% changed, a pass over device memory at the speed of a "
         "device copy, the copy of what changed, and the driver's calls; of discarded contents, the driver's calls alone for the same "
-        "allocations, with memory that GPUDirect RDMA can reach, as that of `cudaMalloc` is, in turns with the library's in one process; "
+        "allocations, with memory that GPUDirect RDMA can reach, as that of `cudaMalloc` is, in turns with the library's in one process and after as long a rest; "
         "there, how many times as long it took.",
         "",
     ]

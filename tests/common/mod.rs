@@ -213,6 +213,7 @@ impl Gpu {
             free(address);
         }
         vramctl::backup::set_copy_by(None, None);
+        vramctl::backup::settle();
         gpu
     }
 
