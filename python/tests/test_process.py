@@ -191,10 +191,11 @@ class Process(unittest.TestCase):
         tag = vramctl.status().tag("kept")
         assert tag is not None
         self.assertEqual(tag.host_bytes, 64 * MIB, "they stay in host memory while the tag is active")
+        self.assertTrue(tag.retained)
         vramctl.retain("kept", False)
         tag = vramctl.status().tag("kept")
         assert tag is not None
-        self.assertEqual(tag.host_bytes, 0)
+        self.assertEqual((tag.host_bytes, tag.retained), (0, False))
         self.assertEqual(self.cuda.read(address, 64 * MIB), pattern(3, 64 * MIB))
 
     def test_the_disk_directory_can_be_set(self) -> None:

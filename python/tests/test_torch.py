@@ -272,6 +272,15 @@ class LiveBlocks(unittest.TestCase):
                 vramctl.pause("dropped", backup="host")
         self.assertEqual(dropped.tobytes(), bytes(4 * MIB))
 
+    def test_of_what_is_retained_torch_is_not_asked(self) -> None:
+        """It is kept whole, so that the next pause can tell what has changed."""
+        with vramctl.region("retained"):
+            torch.empty(24 * MIB)
+        vramctl.retain("retained", True)
+        self.addCleanup(vramctl.retain, "retained", None)
+        with mock.patch.object(torch.cuda, "memory_snapshot", side_effect=AssertionError):
+            self.assertEqual(vramctl.pause("retained").kept_bytes, 24 * MIB)
+
     def test_all_of_it_is_kept_if_asked_for(self) -> None:
         with vramctl.region("whole"):
             torch.empty(24 * MIB)

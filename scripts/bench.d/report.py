@@ -66,6 +66,16 @@ def limit_of(data, name, row, kind):
     return size / device + calls + (size * 0.01 / out if kind == "pass+1%" else 0)
 
 
+def times_as_long(data, name, row, ours, limit):
+    """How many times as long as the limit: by turns, where the driver's calls took turns with the library's."""
+    key = {"discard_pause": "pause", "discard_resume": "resume"}.get(row)
+    beside = data["calls"].get(name, {}).get("beside", {}).get(key, [])
+    samples = data["samples"][name]["vramctl"][row]
+    if len(beside) == len(samples):
+        return middle([own / driver for own, driver in zip(samples, beside)])
+    return ours / limit
+
+
 def ms(seconds):
     if seconds is None:
         return "–"
@@ -102,7 +112,8 @@ def result_rows(data):
             copies = kind in ("out", "in")
             share = "–"
             if ours and limit:
-                share = f"{limit / ours * 100:.0f}%" if copies else f"{ours / limit:.2f} x"
+                times = times_as_long(data, name, row, ours, limit)
+                share = f"{limit / ours * 100:.0f}%" if copies else f"{times:.2f} x"
             their_rate = f" ({rate(size, theirs)} GB/s)" if theirs and copies else ""
             yield [
                 f"**{about['title']}**" if first else "",
@@ -326,7 +337,7 @@ def markdown(data):
         "share of it that was reached is given; of a pause that finds nothing or 1% changed, a pass over device memory at the speed of a "
         "device copy, the copy of what changed, and the driver's calls; of discarded contents, the driver's calls alone for the same "
         "allocations, with memory that GPUDirect RDMA can reach, as that of `cudaMalloc` is, in turns with the library's in one process and after as long a rest; "
-        "there, how many times as long it took.",
+        "there, how many times as long it took, the median of the turns.",
         "",
     ]
     if saver:
