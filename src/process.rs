@@ -100,16 +100,27 @@ pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
     unsafe { libc::pthread_atfork(None, None, Some(handler)) };
 }
 
-/// Does work in the driver that nobody waits for, unless the program is ending: the driver must not be called while it is
-/// taken down, nor be taken down under a thread that is in it. So the exit handlers wait for such work, but not for ever.
-pub fn unless_ending<R>(work: impl FnOnce() -> R) -> Option<R> {
-    static ONCE: Once = Once::new();
-    // Such handlers run in the opposite order of their registration: before those of the driver, which is in use by now.
-    // SAFETY: a function that lives as long as the process: the library is never unloaded. Without memory for the list it
-    // does not run.
-    ONCE.call_once(|| _ = unsafe { libc::atexit(end_background) });
-    let _busy = Busy::unless_ending()?;
-    Some(work())
+/// Work of ours in the driver that nobody waits for. The driver must not be called while it is taken down, nor be taken down
+/// under a thread that is in it: so nothing begins while the program is ending, and an exit handler waits for what has begun.
+pub struct Busy(());
+
+impl Busy {
+    /// `None`: the program is ending.
+    pub fn unless_ending() -> Option<Self> {
+        let mut state = BACKGROUND.get().lock();
+        if state.ending {
+            return None;
+        }
+        state.busy += 1;
+        Some(Self(()))
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        BACKGROUND.get().lock().busy -= 1;
+        BACKGROUND.get().changed.notify_all();
+    }
 }
 
 #[derive(Default)]
@@ -127,37 +138,27 @@ struct BackgroundState {
 
 static BACKGROUND: PerProcess<Background> = PerProcess::new(Background::default);
 
-/// A thread that is at it.
-struct Busy;
-
-impl Busy {
-    fn unless_ending() -> Option<Self> {
-        let mut state = BACKGROUND.get().lock();
-        if state.ending {
-            return None;
-        }
-        state.busy += 1;
-        Some(Self)
-    }
-}
-
-impl Drop for Busy {
-    fn drop(&mut self) {
-        BACKGROUND.get().lock().busy -= 1;
-        BACKGROUND.get().changed.notify_all();
-    }
-}
-
 impl Background {
     fn lock(&self) -> MutexGuard<'_, BackgroundState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+/// There will be threads of ours from now on. Exit handlers run in the opposite order of their registration: ours before those
+/// of the driver, which is in use by now.
+fn expect_background() {
+    static ONCE: Once = Once::new();
+    // In a forked child too, which has inherited the handler.
+    BACKGROUND.get();
+    // SAFETY: a function that lives as long as the process: the library is never unloaded. Without memory for the list it
+    // does not run.
+    ONCE.call_once(|| _ = unsafe { libc::atexit(end_background) });
+}
+
 extern "C" fn end_background() {
     /// Far more than any of it takes, unless the driver waits for the program.
     const LONGEST: Duration = Duration::from_secs(5);
-    // A forked child has none.
+    // A forked child has none before it has threads of ours.
     if let Some(background) = BACKGROUND.existing() {
         let mut state = background.lock();
         state.ending = true;
@@ -168,11 +169,13 @@ extern "C" fn end_background() {
 /// Starts a thread of the library in the program: named, and with all signals blocked, so that the program's handlers
 /// run where they always ran.
 pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    expect_background();
     with_signals_blocked(|| builder(name).spawn(work)).map(drop)
 }
 
 /// The same for work in which the driver compiles code: with as large a stack as programs' threads usually have.
 pub fn spawn_compiler(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    expect_background();
     with_signals_blocked(|| builder(name).stack_size((8 << 20) + thread_overhead()).spawn(work)).map(drop)
 }
 

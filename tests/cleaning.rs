@@ -6,7 +6,7 @@ mod common;
 
 use common::{Gpu, MIB, free, malloc_tagged, pause, resume};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl::config::CopyBy;
 use vramctl::memory::{
     Backup,
@@ -153,28 +153,61 @@ fn a_look_that_fails_changes_nothing() {
 #[ignore = "run by the test below"]
 fn ends_during_a_call() {
     let gpu = Gpu::take();
-    let call = std::env::var("SLOW_CALL").expect("a name");
+    let call = std::env::var(CALL).expect("a name");
     // A context that has no kernel yet.
     assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
     cleaning::set_when(When { after: Duration::ZERO, bytes: 0 });
     vramctl::backup::set_copy_by(None::<CopyBy>, Some(0));
     malloc_tagged("weights", Some(Backup::Host), 8 * MIB).expect("memory");
+    // Which is what gives host memory back; the pause calls it, too.
+    let after_a_resume = call == "cuMemHostUnregister";
+    if after_a_resume {
+        pause(&[]).expect("a pause");
+    }
     gpu.reset_counts();
     gpu.slow_down(&call, 300);
-    pause(&[]).expect("a pause");
+    if after_a_resume { resume(&[]) } else { pause(&[]) }.expect("memory");
+    let begun = Instant::now();
     while gpu.calls(&call) == 0 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{call} is not called");
         std::thread::yield_now();
     }
     // By the exit handlers, as a program ends that returns from main.
     std::process::exit(42);
 }
 
-/// Exit handlers take the driver down; a thread of ours that is in it then would crash the program.
+/// The first that a look does.
+const FIRST_CALL: &str = "cuCtxPushCurrent_v2";
+
+/// The same, but it ends before the thread begins, and takes long to.
+#[test]
+#[ignore = "run by the test below"]
+fn ends_before_the_look() {
+    extern "C" fn end_slowly() {
+        let before = common::calls(FIRST_CALL);
+        std::thread::sleep(Duration::from_millis(500));
+        if common::calls(FIRST_CALL) > before {
+            unsafe { libc::_exit(1) };
+        }
+    }
+    // Before the driver's handler is registered: so it runs after that.
+    assert_eq!(unsafe { libc::atexit(end_slowly) }, 0);
+    let _gpu = Gpu::take();
+    cache(8 * MIB);
+    cleaning::set_when(When { after: Duration::from_millis(200), bytes: 0 });
+    pause(&[]).expect("a pause");
+    std::process::exit(42);
+}
+
+const CALL: &str = "CLEANING_SLOW_CALL";
+
+/// Exit handlers take the driver down; a thread of ours that is in it then, or calls it later, would crash the program.
 #[test]
 fn a_program_may_end_while_something_is_done_in_the_background() {
-    for call in ["cuMemGetAllocationGranularity", "cuModuleLoadData"] {
+    let during = ["cuMemGetAllocationGranularity", "cuModuleLoadData", "cuMemHostUnregister"].map(|call| ("ends_during_a_call", call));
+    for (test, call) in during.into_iter().chain([("ends_before_the_look", FIRST_CALL)]) {
         let this = std::env::current_exe().unwrap();
-        let ended = Command::new(this).args(["--ignored", "--exact", "ends_during_a_call"]).env("SLOW_CALL", call).output().unwrap();
-        assert_eq!(ended.status.code(), Some(42), "{call}: {}", String::from_utf8_lossy(&ended.stderr));
+        let ended = Command::new(this).args(["--ignored", "--exact", test]).env(CALL, call).output().unwrap();
+        assert_eq!(ended.status.code(), Some(42), "{test} {call}: {}", String::from_utf8_lossy(&ended.stderr));
     }
 }

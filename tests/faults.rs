@@ -7,6 +7,7 @@ mod common;
 use common::{Footprint, Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::process::{Command, Stdio};
 use std::sync::Once;
 use vramctl::config::CopyBy;
@@ -53,8 +54,8 @@ const CALLS: &[&str] = &[
     "cuPointerGetAttributes",
 ];
 
-/// What a call answers, and how often: out of memory, and for good a code that no driver of today knows.
-const ANSWERS: [(u32, u64); 2] = [(2, 1), (4242, u64::MAX)];
+/// What a call answers, and how often: out of memory, a code that no driver of today knows, and unknown for good.
+const ANSWERS: [(u32, u64); 3] = [(2, 1), (4242, 1), (999, u64::MAX)];
 
 /// Allocations that are kept: in host memory, in host memory that is retained and hashed, and in a file. And one that is not.
 struct Program {
@@ -185,10 +186,10 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     if matches!(path, Path::FreeActive | Path::FreePaused) {
         freed = program.kept.iter().map(|(address, _)| *address).filter(|address| free(*address) == 0).collect();
     }
+    vramctl::backup::settle();
     if let Some(counts) = counts {
         counts.extend(CALLS.iter().map(|call| (*call, gpu.calls(call))).filter(|(_, count)| *count > 0));
     }
-    vramctl::backup::settle();
     gpu.clear_faults();
     if let Some(answer) = answer
         && faults.iter().all(|fault| fault.times == 1)
@@ -236,21 +237,11 @@ fn check_nothing_left(gpu: &Gpu, before: &Footprint, case: &str) {
     assert_eq!(gpu.footprint().without_streams(), before.without_streams(), "{case}: something is left");
 }
 
-/// All that one process of several does.
-fn each_call_fails(part: usize, parts: usize) -> usize {
-    let gpu = Gpu::take();
-    warm_up(&gpu);
-    let before = gpu.footprint();
-    let faults_of = |path| {
-        let faults_of_call = |(call, count)| (1..=count).flat_map(move |nth| ANSWERS.map(|(code, times)| Fault { call, nth, code, times }));
-        uses(&gpu, path).into_iter().flat_map(faults_of_call).map(move |fault| (path, fault)).collect::<Vec<_>>()
-    };
-    let all = PATHS.iter().flat_map(|path| faults_of(*path)).collect::<Vec<_>>();
-    for (path, fault) in all.iter().skip(part).step_by(parts) {
-        run(&gpu, *path, &[*fault], None);
-        check_nothing_left(&gpu, &before, &format!("{path:?} with {fault:?}"));
-    }
-    all.len()
+/// Which of several processes a case is for.
+fn part_of(case: &str, parts: u64) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    case.hash(&mut hasher);
+    hasher.finish() % parts
 }
 
 const PART: &str = "FAULTS_PART";
@@ -260,8 +251,24 @@ const PART: &str = "FAULTS_PART";
 fn each_call_of_a_part_fails() {
     let place = std::env::var(PART).expect("a part");
     let (part, parts) = place.split_once('/').expect("PART/PARTS");
-    let cases = each_call_fails(part.parse().unwrap(), parts.parse().unwrap());
-    assert!(cases > 300, "only {cases} cases: the paths are not what this test thinks they are");
+    let (part, parts): (u64, u64) = (part.parse().unwrap(), parts.parse().unwrap());
+    let gpu = Gpu::take();
+    warm_up(&gpu);
+    let before = gpu.footprint();
+    let mut cases = 0;
+    for path in PATHS {
+        let uses = uses(&gpu, path).into_iter().flat_map(|(call, count)| (1..=count).map(move |nth| (call, nth)));
+        let faults = uses.flat_map(|(call, nth)| ANSWERS.map(|(code, times)| Fault { call, nth, code, times }));
+        for fault in faults {
+            let case = format!("{path:?} with {fault:?}");
+            if part_of(&case, parts) == part {
+                run(&gpu, path, &[fault], None);
+                check_nothing_left(&gpu, &before, &case);
+                cases += 1;
+            }
+        }
+    }
+    println!("{cases} cases");
 }
 
 /// The simulated driver serves one test at a time, so that a process takes no more than one processor for this.
@@ -271,13 +278,19 @@ fn every_call_fails_at_each_of_its_uses() {
     let parts = std::thread::available_parallelism().map_or(1, usize::from).min(8);
     let start = |part| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "each_call_of_a_part_fails"]).env(PART, format!("{part}/{parts}"));
+        command.args(["--ignored", "--exact", "--nocapture", "each_call_of_a_part_fails"]).env(PART, format!("{part}/{parts}"));
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
+    let mut cases = 0;
     for part in (0..parts).map(start).collect::<Vec<_>>() {
         let ended = part.wait_with_output().unwrap();
-        assert!(ended.status.success(), "{}{}", String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
+        let said = String::from_utf8_lossy(&ended.stdout);
+        assert!(ended.status.success(), "{said}{}", String::from_utf8_lossy(&ended.stderr));
+        let number = said.lines().find_map(|line| line.strip_suffix(" cases")?.split_whitespace().last()?.parse::<u32>().ok());
+        cases += number.expect("the number of cases");
     }
+    println!("{cases} cases");
+    assert!(cases > 300, "only {cases} cases: the paths are not what this test thinks they are");
 }
 
 proptest! {

@@ -12,7 +12,7 @@ use super::numa::Near;
 use crate::config::Config;
 use crate::driver::{Context, Current, Pinned};
 use crate::error::Error;
-use crate::process::{self, PerProcess};
+use crate::process::{self, Busy, PerProcess};
 use crate::units::Bytes;
 use std::collections::BTreeMap;
 use std::ptr::{self, NonNull};
@@ -286,6 +286,7 @@ impl Arena {
         let work = move || {
             process::step_back();
             for piece in 0..pieces {
+                let Some(_busy) = Busy::unless_ending() else { return };
                 if let Err(error) = self.prewarm_piece(piece, context) {
                     log::warn!("{} of host memory are ready, and no more: {error}", Bytes((piece * PIECE) as u64));
                     self.lock().kept = piece;
@@ -355,6 +356,7 @@ impl Arena {
     fn release_idle(&self) {
         let mut state = self.lock();
         while let Some(piece) = state.idle_piece() {
+            let Some(_busy) = Busy::unless_ending() else { break };
             let readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
             drop(state);
             let unregistered = match readiness {

@@ -6,10 +6,10 @@
 use super::arena::{Arena, Range};
 use super::digest::{Digest, Hasher, PIECE};
 use super::transfer::{self, Part};
-use super::{Item, Kept, Wanted};
+use super::{Item, Kept, Paused, Wanted};
 use super::{copier, settings};
 use crate::config::{Config, Unchanged};
-use crate::driver::{Context, Current, RelaxedCapture};
+use crate::driver::{CUdevice, Context, Current, RelaxedCapture};
 use crate::error::Error;
 use crate::memory::{Allocation, Progress};
 use crate::process::{self, PerProcess};
@@ -83,13 +83,13 @@ impl Saved {
 }
 
 /// These contents are about to be saved, and later copied back: makes ready what that is faster with.
-fn expect_restore(wanted: &[Wanted]) {
-    let mut bytes = BTreeMap::<Context, usize>::new();
+fn expect_restore(wanted: &[Wanted], paused: &Paused) {
+    let mut bytes = BTreeMap::<(Context, CUdevice), usize>::new();
     for Wanted { allocation, live, .. } in wanted {
-        *bytes.entry(allocation.context()).or_default() += live.iter().map(ops::Range::len).sum::<usize>();
+        *bytes.entry((allocation.context(), allocation.device)).or_default() += live.iter().map(ops::Range::len).sum::<usize>();
     }
-    for (context, bytes) in bytes {
-        copier::get_ready(context, bytes);
+    for ((context, device), bytes) in bytes {
+        copier::get_ready(context, bytes, paused.get(&device).copied().unwrap_or(0));
     }
 }
 
@@ -109,12 +109,17 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
 /// Saves contents in host memory: over what was saved before, where that was retained. After an error no more host memory
 /// is used than before. `safe` is told of what is complete while other contents are being copied, and whether all the memory
 /// for them is there.
-pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item, bool)) -> Result<Kept, Error> {
+pub fn save(
+    wanted: &[Wanted],
+    paused: &Paused,
+    progress: &mut dyn FnMut(Progress),
+    safe: &mut dyn FnMut(&Item, bool),
+) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
     }
     let items = places(wanted)?;
-    expect_restore(wanted);
+    expect_restore(wanted, paused);
     let contents = || items.iter().filter_map(|item| if let super::Saved::Host(saved) = &*item.1 { Some((item, saved)) } else { None });
     let certain = transfer::is_prepared(contents().flat_map(|((allocation, _), saved)| saved.parts(allocation)));
     // What is to be verified is looked at again.

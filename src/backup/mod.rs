@@ -20,10 +20,11 @@ pub use copier::paused;
 pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_retain};
 pub use transfer::Part;
 
-use crate::driver::{Context, Current};
+use crate::driver::{CUdevice, Context, Current};
 use crate::error::Error;
 use crate::memory::{Allocation, Backup, Progress, Stage};
 use arena::Arena;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -68,6 +69,9 @@ pub struct Wanted {
     pub live: Vec<Range<usize>>,
 }
 
+/// Bytes of each device that other allocations will want again.
+pub type Paused = BTreeMap<CUdevice, u64>;
+
 /// What was saved.
 #[derive(Debug, Default)]
 pub struct Kept {
@@ -83,9 +87,14 @@ pub struct Kept {
 /// `safe` is told of allocations that need not be looked at again, while others are still being copied, and whether
 /// nothing is left that can fail but a copy to memory that is there. Not of all of them: what it was not told of is safe
 /// when this returns.
-pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), safe: &mut dyn FnMut(&Item, bool)) -> Result<Kept, Error> {
+pub fn save(
+    wanted: Vec<Wanted>,
+    paused: &Paused,
+    progress: &mut dyn FnMut(Progress),
+    safe: &mut dyn FnMut(&Item, bool),
+) -> Result<Kept, Error> {
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
-    let mut kept = host::save(&in_memory, progress, &mut |item, certain| safe(item, certain && on_disk.is_empty()))?;
+    let mut kept = host::save(&in_memory, paused, progress, &mut |item, certain| safe(item, certain && on_disk.is_empty()))?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
 }

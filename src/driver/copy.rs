@@ -158,7 +158,7 @@ impl Lane {
         found.map(|(_, stream)| stream).ok_or(Failure { call: "cuStreamCreate", code: code::UNKNOWN })
     }
 
-    /// Marks what was queued in one context so far, if anything was.
+    /// Marks what was queued in one context so far.
     pub fn mark_in(&mut self, context: Context) -> Result<Mark, Failure> {
         let _current = Current::push(context)?;
         Ok(Mark(vec![Event::record(context, self.stream(context)?)?]))

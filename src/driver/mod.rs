@@ -77,12 +77,12 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     Ok((free as u64, total as u64))
 }
 
-/// Whether so much of a context's device is free that the library may take a little for purposes of its own: nobody is to be
-/// short of memory for them.
-pub fn has_to_spare(context: Context) -> bool {
+/// Whether so much of a context's device is free, besides so many bytes, that the library may take a little for purposes of
+/// its own: nobody is to be short of memory for them.
+pub fn has_to_spare(context: Context, besides: u64) -> bool {
     /// In bytes; far more than it takes.
     const SPARE: u64 = 64 << 20;
-    Current::push(context).and_then(|_current| memory_info()).is_ok_and(|(free, _)| free >= SPARE)
+    Current::push(context).and_then(|_current| memory_info()).is_ok_and(|(free, _)| free >= SPARE.saturating_add(besides))
 }
 
 /// An attribute of 64 bits of what is at an address, none of which is 0; an error where the driver does not know it.

@@ -8,7 +8,7 @@
 
 use super::{Allocation, Memory, transition};
 use crate::driver::{self, CUdevice, RelaxedCapture};
-use crate::process::{self, PerProcess};
+use crate::process::{self, Busy, PerProcess};
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -87,25 +87,29 @@ impl Cleaning {
             }
             let (due, when) = (state.due, state.when);
             drop(state);
-            process::unless_ending(|| look(when));
+            let looked = Busy::unless_ending().is_none_or(|_busy| look(when));
             state = self.lock();
-            // Unless something has happened meanwhile that asks for another.
-            state.due = state.due.filter(|_| state.due != due);
+            if !looked {
+                state.due = Some(Instant::now() + when.after);
+            } else if state.due == due {
+                // Nothing has happened meanwhile that asks for another.
+                state.due = None;
+            }
         }
         self.changed.notify_all();
     }
 }
 
-/// Makes the driver look, on each device that is worth it.
-fn look(when: When) {
-    let Some(memory) = Memory::existing() else { return };
-    // A pause or resume that is under way asks for a look itself, and must not find memory missing that we have.
-    let Ok(_shared) = memory.transition.try_read() else { return };
+/// Makes the driver look, on each device that is worth it. `false`: later, because a pause or resume is under way, which
+/// must not find memory missing that we have.
+fn look(when: When) -> bool {
+    let Some(memory) = Memory::existing() else { return true };
+    let Ok(_shared) = memory.transition.try_read() else { return false };
     let _relaxed = RelaxedCapture::enter();
     let all = memory.snapshot();
     for (device, bytes) in transition::bytes_of_devices(all.iter().map(|allocation| &**allocation)) {
         let of_device = |allocation: &&std::sync::Arc<Allocation>| allocation.device == device;
-        let has_to_spare = all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context()));
+        let has_to_spare = all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context(), 0));
         if bytes < when.bytes || !has_to_spare {
             continue;
         }
@@ -116,4 +120,5 @@ fn look(when: When) {
         }
         log::debug!("device {device} has taken note of what it has cleaned, in {:.1} ms", started.elapsed().as_secs_f64() * 1e3);
     }
+    true
 }

@@ -254,7 +254,8 @@ impl Memory {
                 released.push(Arc::clone(allocation));
             }
         };
-        let kept = clock.time(Stage::Save, || backup::save(keep, progress, &mut give_up));
+        let paused = bytes_of_devices(all.iter().filter(|allocation| allocation.is_paused()).map(|allocation| &**allocation));
+        let kept = clock.time(Stage::Save, || backup::save(keep, &paused, progress, &mut give_up));
         let kept = kept.map_err(|error| self.take_back(&unmapped, &released, error))?;
         let kept_bytes = kept.items.iter().map(|(allocation, saved)| saved.kept_bytes(allocation)).sum();
         let saved = kept.items.into_iter().map(|(allocation, saved)| (allocation, Some(saved)));

@@ -180,6 +180,12 @@ fn simulated() -> &'static Simulated {
     SIMULATED.get_or_init(Simulated::load)
 }
 
+/// How often a function of the driver was called, also after its end.
+pub fn calls(function: &str) -> u64 {
+    let name = CString::new(function).unwrap();
+    unsafe { (simulated().simgpu_calls)(name.as_ptr()) }
+}
+
 impl Gpu {
     /// Waits for this test's turn, and starts with nothing allocated and no fault planned.
     pub fn take() -> Self {
@@ -233,8 +239,7 @@ impl Gpu {
     }
 
     pub fn calls(&self, function: &str) -> u64 {
-        let name = CString::new(function).unwrap();
-        unsafe { (simulated().simgpu_calls)(name.as_ptr()) }
+        calls(function)
     }
 
     pub fn reset_counts(&self) {

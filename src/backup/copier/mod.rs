@@ -14,7 +14,7 @@ use super::settings;
 use super::transfer::Part;
 use crate::config::CopyBy;
 use crate::driver::{self, CUdeviceptr, Context, Current, Failure, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
-use crate::process::{self, PerProcess};
+use crate::process::{self, Busy, PerProcess};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ffi::{CStr, c_void};
@@ -71,8 +71,8 @@ fn copy_by_now() -> CopyBy {
 
 /// So many bytes are about to be copied from a context, and later back: loads the kernel if it may be wanted then. Beside the
 /// copies, in a thread that nobody waits for, because the driver may wait for the program's work before it loads code; only
-/// where the environment asks for the kernel is it loaded here and now.
-pub fn get_ready(context: Context, bytes: usize) {
+/// where the environment asks for the kernel is it loaded here and now. `paused`: bytes of the device that are paused already.
+pub fn get_ready(context: Context, bytes: usize, paused: u64) {
     let load_now = match settings::copy_by() {
         CopyBy::Engines => return,
         CopyBy::Auto if bytes < settings::kernel_from() => return,
@@ -80,7 +80,7 @@ pub fn get_ready(context: Context, bytes: usize) {
         CopyBy::Kernel => true,
     };
     // What it takes must not be missing when all else comes back.
-    if COPIERS.get().lock().contains_key(&context) || !driver::has_to_spare(context) {
+    if COPIERS.get().lock().contains_key(&context) || !driver::has_to_spare(context, paused) {
         return;
     }
     {
@@ -90,7 +90,11 @@ pub fn get_ready(context: Context, bytes: usize) {
     }
     let loading = Loading(context);
     // Where it is not done, because the program ends or no thread can be had, the value is dropped, and says so.
-    let load = move || _ = process::unless_ending(|| loading.finish());
+    let load = move || {
+        if let Some(_busy) = Busy::unless_ending() {
+            loading.finish();
+        }
+    };
     if load_now {
         load();
     } else if let Err(error) = process::spawn_compiler("vramctl-kernel", load) {

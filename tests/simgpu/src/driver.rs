@@ -136,11 +136,11 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     if initialised_by != 0 && initialised_by != std::process::id() && function.needs != Needs::Nothing {
         return NOT_INITIALIZED;
     }
+    let fault = faults::use_of(index);
     // Even the names of codes are gone by then. NVML is another library.
     if ENDED.load(Ordering::Acquire) && function.name.starts_with("cu") {
         return DEINITIALIZED;
     }
-    let fault = faults::use_of(index);
     faults::delay(index);
     if let Some(code) = fault {
         return code;
