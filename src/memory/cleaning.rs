@@ -10,7 +10,7 @@ use super::{Allocation, Memory, transition};
 use crate::driver::{self, CUdevice, RelaxedCapture};
 use crate::process::{self, Busy, PerProcess};
 use std::collections::BTreeMap;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 /// When to look.
@@ -104,11 +104,15 @@ impl Cleaning {
 /// must not find memory missing that we have.
 fn look(when: When) -> bool {
     let Some(memory) = Memory::existing() else { return true };
-    let Ok(_shared) = memory.transition.try_read() else { return false };
+    let _shared = match memory.transition.try_read() {
+        Err(TryLockError::WouldBlock) => return false,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Ok(shared) => shared,
+    };
     let _relaxed = RelaxedCapture::enter();
     let all = memory.snapshot();
     for (device, bytes) in transition::bytes_of_devices(all.iter().map(|allocation| &**allocation)) {
-        let of_device = |allocation: &&std::sync::Arc<Allocation>| allocation.device == device;
+        let of_device = |allocation: &&Arc<Allocation>| allocation.device == device;
         let has_to_spare = all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context(), 0));
         if bytes < when.bytes || !has_to_spare {
             continue;
