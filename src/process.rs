@@ -118,8 +118,9 @@ impl Busy {
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        BACKGROUND.get().lock().busy -= 1;
-        BACKGROUND.get().changed.notify_all();
+        let background = BACKGROUND.get();
+        background.lock().busy -= 1;
+        background.changed.notify_all();
     }
 }
 
@@ -169,14 +170,17 @@ extern "C" fn end_background() {
 /// Starts a thread of the library in the program: named, and with all signals blocked, so that the program's handlers
 /// run where they always ran.
 pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    expect_background();
-    with_signals_blocked(|| builder(name).spawn(work)).map(drop)
+    start(builder(name), work)
 }
 
 /// The same for work in which the driver compiles code: with as large a stack as programs' threads usually have.
 pub fn spawn_compiler(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    start(builder(name).stack_size((8 << 20) + thread_overhead()), work)
+}
+
+fn start(builder: thread::Builder, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     expect_background();
-    with_signals_blocked(|| builder(name).stack_size((8 << 20) + thread_overhead()).spawn(work)).map(drop)
+    with_signals_blocked(|| builder.spawn(work)).map(drop)
 }
 
 /// The same for a thread that ends with a scope.

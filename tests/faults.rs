@@ -192,8 +192,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     }
     gpu.clear_faults();
     if let Some(answer) = answer
-        && faults.iter().all(|fault| fault.times == 1)
-        && faults.len() <= 1
+        && matches!(faults, [] | [Fault { times: 1, .. }])
     {
         check_all_or_nothing(path, &answer, &case);
     }

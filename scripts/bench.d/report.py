@@ -24,6 +24,10 @@ ROWS = [
 ]
 
 
+# The driver's calls that do the same as a row.
+CALLS = {"discard_pause": "pause", "discard_resume": "resume", "discard_resume_rested": "resume_rested"}
+
+
 def middle(samples):
     return statistics.median(samples) if samples else None
 
@@ -54,12 +58,7 @@ def limit_of(data, name, row, kind):
     if kind == "in":
         return size / back if back else None
     if kind == "calls":
-        key = {
-            "discard_pause": "pause",
-            "discard_resume": "resume",
-            "discard_resume_rested": "resume_rested",
-        }[row]
-        return calls_of(data, name, key)
+        return calls_of(data, name, CALLS[row])
     calls = calls_of(data, name, "pause")
     if not device or not out or calls is None:
         return None
@@ -68,8 +67,7 @@ def limit_of(data, name, row, kind):
 
 def times_as_long(data, name, row, ours, limit):
     """How many times as long as the limit: by turns, where the driver's calls took turns with the library's."""
-    key = {"discard_pause": "pause", "discard_resume": "resume"}.get(row)
-    beside = data["calls"].get(name, {}).get("beside", {}).get(key, [])
+    beside = data["calls"].get(name, {}).get("beside", {}).get(CALLS.get(row), [])
     samples = data["samples"][name]["vramctl"][row]
     if len(beside) == len(samples):
         return middle([own / driver for own, driver in zip(samples, beside)])
@@ -112,8 +110,11 @@ def result_rows(data):
             copies = kind in ("out", "in")
             share = "–"
             if ours and limit:
-                times = times_as_long(data, name, row, ours, limit)
-                share = f"{limit / ours * 100:.0f}%" if copies else f"{times:.2f} x"
+                share = (
+                    f"{limit / ours * 100:.0f}%"
+                    if copies
+                    else f"{times_as_long(data, name, row, ours, limit):.2f} x"
+                )
             their_rate = f" ({rate(size, theirs)} GB/s)" if theirs and copies else ""
             yield [
                 f"**{about['title']}**" if first else "",

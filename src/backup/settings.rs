@@ -68,8 +68,8 @@ pub fn kernel_from() -> usize {
     read(|said| said.kernel_from).unwrap_or(super::copier::WORTH_IT)
 }
 
-/// Sets who copies in the resumes of pauses to come, and the bytes from which on a kernel is loaded for them; `None`: as `VRAMCTL_COPY`
-/// says, and as is usual. For tests and measurements.
+/// Sets who copies in the resumes of pauses to come, and the bytes from which on a kernel is loaded for them; `None`: as
+/// `VRAMCTL_COPY` says, and as is usual. For tests and measurements.
 pub fn set_copy_by(copy_by: Option<CopyBy>, kernel_from: Option<usize>) {
     let mut settings = change();
     (settings.copy_by, settings.kernel_from) = (copy_by, kernel_from);

@@ -111,18 +111,18 @@ fn look(when: When) -> bool {
     };
     let _relaxed = RelaxedCapture::enter();
     let all = memory.snapshot();
-    for (device, bytes) in transition::bytes_of_devices(all.iter().map(|allocation| &**allocation)) {
+    let mut by_device = transition::bytes_of_devices(all.iter().map(|allocation| &**allocation));
+    by_device.retain(|_, bytes| *bytes >= when.bytes);
+    for device in by_device.into_keys() {
         let of_device = |allocation: &&Arc<Allocation>| allocation.device == device;
-        let has_to_spare = all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context(), 0));
-        if bytes < when.bytes || !has_to_spare {
+        if !all.iter().find(of_device).is_some_and(|allocation| driver::has_to_spare(allocation.context(), 0)) {
             continue;
         }
         let started = Instant::now();
-        match driver::granularity(device).and_then(|bytes| driver::Memory::create(device, bytes)) {
-            Ok(memory) => drop(memory),
+        match driver::granularity(device).and_then(|bytes| driver::Memory::create(device, bytes)).map(drop) {
+            Ok(()) => log::debug!("device {device} has looked at what is clean, in {:.1} ms", started.elapsed().as_secs_f64() * 1e3),
             Err(failure) => log::debug!("{failure}: nothing was looked at"),
         }
-        log::debug!("device {device} has taken note of what it has cleaned, in {:.1} ms", started.elapsed().as_secs_f64() * 1e3);
     }
     true
 }

@@ -35,6 +35,7 @@ const VECTOR: usize = 16;
 
 /// Copies of fewer bytes are not worth a kernel of which the driver takes 80 ms to compile it, once for a context.
 pub const WORTH_IT: usize = 4 << 30;
+
 #[derive(Default)]
 struct Copiers {
     /// The kernel of each context where it was wanted; `None`: it is being loaded.

@@ -29,11 +29,9 @@ static DELAYED: AtomicU64 = AtomicU64::new(0);
 
 /// From now on each use of a function takes so much longer. `false` where there is no such function.
 pub fn slow_down(name: &str, milliseconds: u64) -> bool {
-    let known = exports::index_of(name);
-    known.is_some_and(|function| {
-        DELAYS[function].store(milliseconds, Ordering::Relaxed);
-        true
-    })
+    let Some(function) = exports::index_of(name) else { return false };
+    DELAYS[function].store(milliseconds, Ordering::Relaxed);
+    true
 }
 
 /// Takes as long as the function is to take.
