@@ -187,7 +187,6 @@ impl Arena {
         state.piece(piece).readiness = Readiness::Changing;
         drop(state);
         let current = Current::push(context).ok();
-        // Until it is registered: older kernels populate it only then.
         let _near = current.as_ref().and_then(Near::to);
         let populated = if there { Ok(()) } else { timed(&self.made.populating_us, || self.populate(piece)) };
         let prepared =
@@ -216,21 +215,21 @@ impl Arena {
         unsafe { self.base.add(piece * PIECE) }
     }
 
+    /// Takes memory for a piece, by a write to each page: page faults of several threads run side by side. `madvise` would
+    /// hold the lock of the address space for a whole piece, and the driver, which changes the address space as it
+    /// registers another, would wait for all of them (`docs/performance.md`).
     fn populate(&self, piece: usize) -> Result<(), Error> {
-        let address = self.address(piece).as_ptr().cast();
-        let short = || Error::HostMemory { needed: PIECE as u64, available: limits::available_bytes() };
+        /// The smallest there is: writing to every such part of a larger page does no harm.
+        const PAGE: usize = 4096;
         // Looked at for each piece: other processes may be at it at the same time, and all of them saw the same memory.
-        if limits::available_bytes() < PIECE as u64 {
-            return Err(short());
+        let available = limits::available_bytes();
+        if available < PIECE as u64 {
+            return Err(Error::HostMemory { needed: PIECE as u64, available });
         }
-        // SAFETY: our own addresses, and nobody else uses this piece now.
-        unsafe {
-            // Kernels before 5.14 do not know this; there the pages come as they are registered or written.
-            let populated = libc::madvise(address, PIECE, libc::MADV_POPULATE_WRITE) == 0;
-            if !populated && *libc::__errno_location() != libc::EINVAL {
-                self.depopulate(piece);
-                return Err(short());
-            }
+        let address = self.address(piece);
+        for offset in (0..PIECE).step_by(PAGE) {
+            // SAFETY: our own addresses, and nobody else uses this piece now. Volatile, or nothing need be written.
+            unsafe { address.add(offset).write_volatile(0) };
         }
         Ok(())
     }

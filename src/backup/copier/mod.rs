@@ -256,7 +256,8 @@ impl Choice {
         match self.copy_by {
             CopyBy::Kernel => return (By::Kernel, false),
             CopyBy::Engines => return (By::Engines, false),
-            CopyBy::Auto if bytes < TELLING => return (By::Engines, false),
+            // One by slow engines holds up those behind it.
+            CopyBy::Auto if bytes < TELLING => return (if self.is_known() { self.faster } else { By::Engines }, false),
             CopyBy::Auto => (),
         }
         if self.until_trial > 0 {
@@ -265,6 +266,11 @@ impl Choice {
         }
         self.until_trial = self.interval;
         (self.faster.other(), true)
+    }
+
+    /// Whether both have copied enough to tell.
+    fn is_known(&self) -> bool {
+        self.took.iter().all(Option::is_some)
     }
 
     /// The kernel was to copy and could not: it is tried again with one of the next copies.
@@ -328,6 +334,16 @@ mod tests {
         copy(&mut choice, 60, [1.8, 1.3]);
         let [engines, kernel] = copy(&mut choice, 200, [1.2, 1.3]);
         assert!(kernel <= 48, "{engines} by the engines, {kernel} by the kernel");
+    }
+
+    #[test]
+    fn small_copies_go_by_what_large_ones_have_shown() {
+        let mut choice = Choice::new(CopyBy::Auto);
+        assert_eq!(choice.next(TELLING - 1), (By::Engines, false), "nothing is known");
+        copy(&mut choice, 20, [1.8, 1.3]);
+        assert_eq!(choice.next(TELLING - 1), (By::Kernel, false));
+        copy(&mut choice, 60, [1.2, 1.3]);
+        assert_eq!(choice.next(TELLING - 1), (By::Engines, false));
     }
 
     #[test]
