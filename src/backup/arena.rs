@@ -1,7 +1,7 @@
 //! Host memory for backups: one range of addresses, made of pieces that come and go.
 //!
 //! Making host memory fit for the copy engines (populating it and registering it with the driver) runs at 2 to 3 GB/s in
-//! one thread and at 30 in many, where the link moves 55. So it is done in pieces, by the threads that copy, while other
+//! one thread and at 35 in many, where the link moves 55. So it is done in pieces, by the threads that copy, while other
 //! pieces are being copied; and what is there is used again. Undoing it takes as long, and is done in the background.
 //!
 //! A [`Range`] is a contiguous part of the arena for the contents of one allocation. It keeps the pieces that it touches;
