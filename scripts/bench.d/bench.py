@@ -1,11 +1,9 @@
 """The measurements of scripts/bench, which prepares everything and calls this."""
 
 import argparse
-import collections
 import contextlib
 import datetime
 import glob
-import itertools
 import json
 import os
 import pathlib
@@ -462,14 +460,6 @@ class Bench:
         self.record_calls(chosen, "beside", dict(zip(parts, took)), rested)
 
     def discarded(self, chosen):
-        """The library and torch_memory_saver in turns, where there is room for both: machines change from minute to minute."""
-        ours, theirs = self.discards(chosen), self.saver_discards(chosen)
-        room = self.device_memory("total") - 4 * GIB // self.scale
-        turns = itertools.zip_longest if 2 * chosen.bytes <= room else itertools.chain
-        collections.deque(turns(ours, theirs), maxlen=0)
-
-    def discards(self, chosen):
-        """Ends a turn with each yield."""
         child = self.holding(chosen, fill=False)
         child.ask("scribble")
         # The first of a process is not counted: it is the start of other things, too.
@@ -482,7 +472,6 @@ class Bench:
             self.driver_alone(child, chosen, rested=False)
             self.resume(child, chosen, "discard_resume")
             self.check(child, "zero")
-            yield
         for _ in range(min(self.repeat, 3)):
             child.ask("scribble")
             child.took("pause * 1")
@@ -493,7 +482,6 @@ class Bench:
             self.rest()
             self.resume(child, chosen, "discard_resume_rested")
             self.check(child, "zero")
-            yield
         self.stages(child, chosen, "discarded", backup="discard")
         self.finish(child)
 
@@ -551,64 +539,48 @@ class Bench:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         self.saver_env = env
 
-    def saver_start(self):
+    def saved(self, chosen):
+        def record(row, question):
+            self.record(chosen.name, "torch_memory_saver", row, child.took(question, 180))
+
         child = Child(self, "saver", [sys.executable, HERE / "saver.py"], self.saver_env)
         self.children.append(child)
         if child.hear(60).strip() != "ok":
             raise Failed("torch_memory_saver did not start; see bench.log")
-        return child
-
-    def saver_take(self, child, chosen, row, question):
-        self.record(chosen.name, "torch_memory_saver", row, child.took(question, 180))
-
-    def saver_discards(self, chosen):
-        """As `discards`; but what goes wrong here does not end that."""
-        try:
-            if self.saver:
-                yield from self.saver_discard_turns(chosen)
-        except Failed as error:
-            self.say(f"  {error}")
-            self.data["missed"].append(f"{chosen.title}: torch_memory_saver, discarded: {error}")
-
-    def saver_discard_turns(self, chosen):
-        child = self.saver_start()
         child.ask(f"alloc discarded 1 {self.files[chosen.name]}")
         child.took("pause discarded")
         child.took("resume discarded")
         for _ in range(self.often()):
             child.ask("fill discarded")
             self.rest()
-            self.saver_take(child, chosen, "discard_pause", "pause discarded")
-            self.saver_take(child, chosen, "discard_resume", "resume discarded")
-            yield
+            record("discard_pause", "pause discarded")
+            record("discard_resume", "resume discarded")
         for _ in range(min(self.repeat, 3)):
             child.ask("fill discarded")
             child.took("pause discarded")
             self.rest()
-            self.saver_take(child, chosen, "discard_resume_rested", "resume discarded")
-            yield
-        self.finish(child)
-
-    def saver_kept(self, chosen):
-        child = self.saver_start()
-        child.ask(f"alloc kept 2 {self.files[chosen.name]}")
-        child.ask("fill kept")
-        free = host_memory("MemAvailable")
-        self.saver_take(child, chosen, "first", "pause kept")
-        self.remember(chosen, "saver_host_used", free - host_memory("MemAvailable"))
-        self.saver_take(child, chosen, "resume", "resume kept")
-        child.ask("check kept")
-        self.saver_take(child, chosen, "again", "pause kept")
-        child.ask("retain 1")
-        self.saver_take(child, chosen, "resume_retained", "resume kept")
-        for turn in self.turns(self.repeat + min(self.repeat, 2)):
-            self.saver_take(child, chosen, "steady", "pause kept")
-            rested = turn >= self.repeat
-            if rested:
-                self.rest()
-            row = "resume_retained_rested" if rested else "resume_retained"
-            self.saver_take(child, chosen, row, "resume kept")
-        child.ask("check kept")
+            record("discard_resume_rested", "resume discarded")
+        child.ask("drop discarded")
+        if not chosen.discard_only:
+            child.ask(f"alloc kept 2 {self.files[chosen.name]}")
+            child.ask("fill kept")
+            free = host_memory("MemAvailable")
+            record("first", "pause kept")
+            self.remember(chosen, "saver_host_used", free - host_memory("MemAvailable"))
+            record("resume", "resume kept")
+            child.ask("check kept")
+            record("again", "pause kept")
+            child.ask("retain 1")
+            record("resume_retained", "resume kept")
+            for turn in self.turns(self.repeat + min(self.repeat, 2)):
+                record("steady", "pause kept")
+                rested = turn >= self.repeat
+                if rested:
+                    self.rest()
+                record("resume_retained_rested" if rested else "resume_retained", "resume kept")
+            child.ask("check kept")
+        with contextlib.suppress(OSError):
+            child.process.stdin.write(b"quit\n")
         self.finish(child)
 
     # ---- at rest ----
@@ -722,9 +694,8 @@ class Bench:
         for chosen in self.sets:
             gigabytes = chosen.bytes / GIB
             title = f"{chosen.title}: vramctl"
-            turns = 5 if self.saver else 3
-            needed = 2 * START + turns * self.often() * self.rest_ms() / 1e3
-            self.step(f"{chosen.title}: contents discarded", needed, self.discarded, chosen)
+            rests = 3 * self.often() * self.rest_ms() / 1e3
+            self.step(f"{title}, contents discarded", START + rests, self.discarded, chosen)
             if chosen.discard_only:
                 continue
             self.step(f"{title}, first pause", START + gigabytes / 4, self.released, chosen)
@@ -735,9 +706,9 @@ class Bench:
             self.step("at rest", 10 if self.scale == 1 else 4, self.at_rest)
         if self.saver:
             for chosen in self.sets:
-                if not chosen.discard_only:
-                    title = f"{chosen.title}: torch_memory_saver, contents kept"
-                    self.step(title, 8 + chosen.bytes / GIB, self.saver_kept, chosen)
+                needed = 8 + 2 * self.often() * self.rest_ms() / 1e3
+                needed += 0 if chosen.discard_only else chosen.bytes / GIB
+                self.step(f"{chosen.title}: torch_memory_saver", needed, self.saved, chosen)
         if self.swap_wanted:
             for retain in (False, True):
                 self.step(

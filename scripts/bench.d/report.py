@@ -343,7 +343,7 @@ def markdown(data):
     ]
     if saver:
         lines += [
-            "torch_memory_saver: contents discarded in turns with the library's where the GPU has room for both; pinned backup, its default; first pause and first resume once, pause again once, steady and retained with its "
+            "torch_memory_saver: pinned backup, its default; first pause and first resume once, pause again once, steady and retained with its "
             "`retain_cpu_backup`; it has no pre-warm and copies all of what has not changed, so it is compared with its first and its retained pause.",
             "",
         ]

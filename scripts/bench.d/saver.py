@@ -53,6 +53,11 @@ def main():
         saver.retain_cpu_backup = value == "1"
         return ""
 
+    def drop(tag):
+        del tensors[tag]
+        torch.cuda.empty_cache()
+        return ""
+
     commands = {
         "alloc": allocate,
         "fill": fill,
@@ -60,6 +65,7 @@ def main():
         "pause": lambda tag: timed(saver.pause, tag),
         "resume": lambda tag: timed(saver.resume, tag),
         "retain": retain,
+        "drop": drop,
     }
     torch.empty(1, device="cuda")
     answer("ok")
