@@ -304,6 +304,39 @@ fn signals_exit_handlers_and_large_thread_locals() {
     }
 }
 
+/// Addresses for backups are not memory: they are not filled where all memory is locked, and the program may have its data.
+#[test]
+fn limits_of_the_program_are_for_the_program() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("locked", "odd", &["locked"]);
+    let resident = |program: &Program| {
+        let status = fs::read_to_string(format!("/proc/{}/status", program.pid())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap().trim();
+        line.trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+    };
+    // Only a privileged user may lock so much.
+    if program.line() == "ready" {
+        let before = resident(&program);
+        machine.done(&["pause"]);
+        let paused = resident(&program);
+        assert!(paused < before + (200 << 20), "{before} bytes before the pause, {paused} after it");
+        machine.done(&["resume"]);
+    } else {
+        eprintln!("memory cannot be locked here: that part was not tested");
+    }
+    program.tell("go on");
+    program.ends_well();
+
+    let mut program = machine.start("little", "odd", &["little-data"]);
+    program.expect("ready");
+    machine.done(&["pause"]);
+    program.tell("go on");
+    program.expect("enough");
+    machine.done(&["resume"]);
+    program.tell("go on");
+    program.ends_well();
+}
+
 #[test]
 fn threads_of_ours_are_named_and_block_all_signals() {
     let machine = Machine::new("256M");

@@ -6,6 +6,9 @@
 //!
 //! A [`Range`] is a contiguous part of the arena for the contents of one allocation. It keeps the pieces that it touches;
 //! a piece that no range touches is given back to the system.
+//!
+//! Addresses that may be written to count against the limits of the program's data (`ulimit -d`, a system without
+//! overcommitment), and `mlockall` has them filled. So only the beginning of the arena is writable, as far as it is in use.
 
 use super::limits;
 use super::numa::Near;
@@ -15,6 +18,7 @@ use crate::error::Error;
 use crate::process::{self, Busy, PerProcess};
 use crate::units::Bytes;
 use std::collections::BTreeMap;
+use std::io;
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,6 +38,8 @@ pub struct Arena {
     /// Told whenever a piece has changed.
     changed: Condvar,
     made: Made,
+    /// Bytes that threads are taking just now and the system does not count as used yet.
+    coming: AtomicU64,
 }
 
 /// What making host memory ready has taken since it was last asked for, of the time of all threads together.
@@ -54,6 +60,8 @@ struct State {
     /// Free addresses, as offset and length; neighbours are joined.
     free: BTreeMap<usize, usize>,
     pieces: Vec<Piece>,
+    /// Pieces at the beginning whose addresses may be read and written.
+    open: usize,
     /// Pieces at the beginning that stay when nobody uses them: the pre-warmed ones.
     kept: usize,
     /// Whether a thread is giving memory back.
@@ -108,19 +116,17 @@ impl Arena {
     }
 
     /// Takes addresses, far more than there is memory: contents of any size lie in one range, and addresses cost nothing.
-    /// Less where the address space is limited (`ulimit -v`).
+    /// Where they are limited (`ulimit -v`), at least half of what is left stays for the program.
     fn reserve() -> Option<Self> {
-        let sizes = std::iter::successors(Some(8usize << 40), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= PIECE);
-        let (base, bytes) = sizes.into_iter().find_map(|bytes| Some((map_addresses(bytes)?, bytes)))?;
-        // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
-        // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does
-        // not know them, nothing is lost.
-        for wish in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
-            // SAFETY: the mapping just made.
-            unsafe { libc::madvise(base.as_ptr().cast(), bytes, wish) };
-        }
+        const MOST: usize = 8 << 40;
+        let sizes = std::iter::successors(Some(MOST), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= 2 * PIECE);
+        let (base, fits) = sizes.into_iter().find_map(|bytes| Some((close_addresses(None, bytes)?, bytes)))?;
+        let bytes = if fits == MOST { fits } else { fits / 2 };
+        // SAFETY: the end of the mapping just made; nothing where it is all used.
+        unsafe { libc::munmap(base.as_ptr().wrapping_add(bytes).cast(), fits - bytes) };
         let state = State { free: BTreeMap::from([(0, bytes)]), ..State::default() };
-        Some(Self { base, bytes, state: Mutex::new(state), changed: Condvar::new(), made: Made::default() })
+        let (changed, made, coming) = (Condvar::new(), Made::default(), AtomicU64::new(0));
+        Some(Self { base, bytes, state: Mutex::new(state), changed, made, coming })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -132,9 +138,11 @@ impl Arena {
     pub fn take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
         /// How long to wait for memory that is being given back, where there is too little without it.
         const PATIENCE: Duration = Duration::from_secs(5);
+        // It may end while we look at what there is.
+        let releasing = self.lock().releasing;
         let taken = self.try_take(sizes);
         let state = self.lock();
-        if !matches!(taken, Err(Error::HostMemory { .. })) || !state.releasing {
+        if !matches!(taken, Err(Error::HostMemory { .. })) || !(releasing || state.releasing) {
             return taken;
         }
         drop(self.changed.wait_timeout_while(state, PATIENCE, |state| state.releasing).unwrap_or_else(PoisonError::into_inner));
@@ -157,8 +165,37 @@ impl Arena {
         let needed = ((populated - before) * PIECE) as u64;
         let cap = Config::get().host_cap.saturating_sub((before * PIECE) as u64);
         let available = limits::available_bytes().min(cap);
+        let end = ranges.iter().map(|range| Self::pieces_of(range).end).max().unwrap_or(0);
+        let fits = needed <= available;
+        let opened = fits && self.open(&mut state, end);
         drop(state);
-        if needed > available { Err(Error::HostMemory { needed, available }) } else { Ok(ranges) }
+        if opened { Ok(ranges) } else { Err(Error::HostMemory { needed, available: if fits { 0 } else { available } }) }
+    }
+
+    /// Makes the addresses of the first pieces writable. `false`: the limits of the program do not allow it. All at once,
+    /// before they are populated: such a change stops every thread that is populating.
+    fn open(&self, state: &mut State, pieces: usize) -> bool {
+        if pieces > state.open {
+            let (address, bytes) = (self.address(state.open).as_ptr().cast(), (pieces - state.open) * PIECE);
+            // SAFETY: addresses of ours that nobody can have used yet.
+            if unsafe { libc::mprotect(address, bytes, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
+                let error = io::Error::last_os_error();
+                log::warn!("no {} of host memory for backups: this process may not have so much data ({error})", Bytes(bytes as u64));
+                return false;
+            }
+            state.open = pieces;
+        }
+        true
+    }
+
+    /// Closes the addresses at the end that nobody uses.
+    fn close(&self, state: &mut State) {
+        let used = |piece: &Piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent);
+        let end = state.pieces.iter().rposition(used).map_or(0, |last| last + 1).max(state.kept);
+        // Should the system refuse, they stay as they are.
+        if end < state.open && close_addresses(Some(self.address(end)), (state.open - end) * PIECE).is_some() {
+            state.open = end;
+        }
     }
 
     /// The pieces that a range touches.
@@ -221,15 +258,23 @@ impl Arena {
     fn populate(&self, piece: usize) -> Result<(), Error> {
         /// The smallest there is: writing to every such part of a larger page does no harm.
         const PAGE: usize = 4096;
-        // Looked at for each piece: other processes may be at it at the same time, and all of them saw the same memory.
-        let available = limits::available_bytes();
+        /// A huge page.
+        const STEP: usize = 2 << 20;
+        // Looked at for each piece: other processes may be at it at the same time, and all of them saw the same memory. What
+        // our other threads are about to take is spoken for.
+        let coming = self.coming.fetch_add(PIECE as u64, Ordering::Relaxed);
+        let available = limits::available_bytes().saturating_sub(coming);
         if available < PIECE as u64 {
+            self.coming.fetch_sub(PIECE as u64, Ordering::Relaxed);
             return Err(Error::HostMemory { needed: PIECE as u64, available });
         }
         let address = self.address(piece);
-        for offset in (0..PIECE).step_by(PAGE) {
-            // SAFETY: our own addresses, and nobody else uses this piece now. Volatile, or nothing need be written.
-            unsafe { address.add(offset).write_volatile(0) };
+        for step in (0..PIECE).step_by(STEP) {
+            for offset in (step..step + STEP).step_by(PAGE) {
+                // SAFETY: our own addresses, and nobody else uses this piece now. Volatile, or nothing need be written.
+                unsafe { address.add(offset).write_volatile(0) };
+            }
+            self.coming.fetch_sub(STEP as u64, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -281,7 +326,13 @@ impl Arena {
     /// Makes the first `bytes` ready in the background, and keeps them ready.
     pub fn prewarm(&'static self, bytes: u64, context: Context) {
         let pieces = (bytes as usize).div_ceil(PIECE).min(self.bytes / PIECE);
-        self.lock().kept = pieces;
+        {
+            let mut state = self.lock();
+            if !self.open(&mut state, pieces) {
+                return;
+            }
+            state.kept = pieces;
+        }
         let work = move || {
             process::step_back();
             for piece in 0..pieces {
@@ -340,8 +391,11 @@ impl Arena {
     fn give_back(&'static self, range: &Range) {
         let mut state = self.lock();
         state.give_back(range);
-        if state.releasing || state.idle_piece().is_none() {
+        if state.releasing {
             return;
+        }
+        if state.idle_piece().is_none() {
+            return self.close(&mut state);
         }
         state.releasing = true;
         drop(state);
@@ -374,18 +428,35 @@ impl Arena {
                 break;
             }
         }
+        self.close(&mut state);
         state.releasing = false;
         self.changed.notify_all();
     }
 }
 
-/// Addresses for so many bytes, without memory behind them.
-fn map_addresses(bytes: usize) -> Option<NonNull<u8>> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // Readable and writable from the start: changing that for a piece stops every thread that is populating another.
-    // SAFETY: a new private mapping that touches no other memory.
-    let base = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-    NonNull::new(base.cast()).filter(|_| base != libc::MAP_FAILED)
+/// Addresses for so many bytes, with no memory behind them and not to be used: new ones, or those of ours that begin there,
+/// which lose what they had. They count against no limit but that of addresses.
+fn close_addresses(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>> {
+    let place = at.map_or(ptr::null_mut(), NonNull::as_ptr).cast();
+    let fixed = if at.is_some() { libc::MAP_FIXED } else { 0 };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
+    // SAFETY: a new private mapping that touches no other memory, or takes the place of a part of ours that nobody uses.
+    let base = unsafe { libc::mmap(place, bytes, libc::PROT_NONE, flags, -1, 0) };
+    if base == libc::MAP_FAILED {
+        return None;
+    }
+    // SAFETY: the mapping just made.
+    unsafe {
+        // In a program that has all its memory locked (`mlockall`), it would be filled as soon as it can be written to.
+        libc::munlock(base, bytes);
+        // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
+        // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does
+        // not know them, nothing is lost.
+        for wish in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
+            libc::madvise(base, bytes, wish);
+        }
+    }
+    NonNull::new(base.cast())
 }
 
 /// Adds the time that some work takes, in microseconds.

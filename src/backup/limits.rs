@@ -21,15 +21,16 @@ fn cgroup_available() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/cgroup").ok()?;
     let groups = text.lines().filter_map(|line| {
         let (controllers, group) = line.split_once(':')?.1.split_once(':')?;
-        let (root, limit, usage, droppable) = match controllers {
-            "" => ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
-            "memory" => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+        let (root, limits, usage, droppable) = match controllers {
+            // Beyond the second the kernel kills nobody, but makes everybody wait.
+            "" => ("/sys/fs/cgroup", &["memory.max", "memory.high"][..], "memory.current", "inactive_file "),
+            "memory" => ("/sys/fs/cgroup/memory", &["memory.limit_in_bytes"][..], "memory.usage_in_bytes", "total_inactive_file "),
             _ => return None,
         };
         let left = |directory: &Path| {
             let number = |name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
             // The statistics are the dear part, so they come last.
-            let limit = number(limit)?;
+            let limit = limits.iter().filter_map(|limit| number(limit)).min()?;
             let statistics = fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
             let droppable = statistics.lines().find_map(|line| line.strip_prefix(droppable)?.parse().ok()).unwrap_or(0);
             Some(limit.saturating_sub(number(usage)?.saturating_sub(droppable)))

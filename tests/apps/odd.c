@@ -13,6 +13,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -197,6 +199,49 @@ static void exit_with_memory(void)
 	exit(0);
 }
 
+static void limit(int resource, rlim_t bytes)
+{
+	struct rlimit limit = {bytes, bytes};
+	check(setrlimit(resource, &limit) == 0, "setrlimit");
+}
+
+/* Has all its memory locked, what comes as well, as programs do that must never wait for a page. */
+static void locked(void)
+{
+	void *device = allocate(1);
+	/* So that addresses that are filled by mistake do not fill the machine. */
+	limit(RLIMIT_AS, (rlim_t)6 << 30);
+	turn(mlockall(MCL_FUTURE) == 0 ? "ready" : "not allowed");
+	verify(device, 1);
+}
+
+/* May have little data, and needs most of it while it is paused and after. */
+static void little_data(void)
+{
+	enum { NEEDED = 384 << 20 };
+	void *device = allocate(1);
+	char line[256];
+	size_t kib = 0;
+	FILE *status = fopen("/proc/self/status", "r");
+	check(status != NULL, "/proc/self/status");
+	while (fgets(line, sizeof line, status) != NULL && sscanf(line, "VmData: %zu", &kib) != 1)
+		;
+	fclose(status);
+	limit(RLIMIT_DATA, ((rlim_t)kib << 10) + (512 << 20));
+	turn("ready");
+	for (int paused = 1; paused >= 0; paused--) {
+		void *memory = NULL;
+		/* What was there for the contents is given back in the background. */
+		for (int i = 0; i < 1000 && (memory = malloc(NEEDED)) == NULL; i++)
+			usleep(10000);
+		check(memory != NULL, paused ? "malloc while paused" : "malloc after the resume");
+		free(memory);
+		if (paused)
+			turn("enough");
+	}
+	verify(device, 1);
+}
+
 /* Replays a graph on memory that is paused: its own fault, and to be reported. */
 static void use_while_paused(void)
 {
@@ -237,6 +282,8 @@ int main(int argc, char **argv)
 		{"orphan", orphan},
 		{"signals", signals},
 		{"exit-with-memory", exit_with_memory},
+		{"locked", locked},
+		{"little-data", little_data},
 		{"use-while-paused", use_while_paused},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {

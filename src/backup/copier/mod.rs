@@ -72,9 +72,9 @@ fn copy_by_now() -> CopyBy {
 
 /// So many bytes are about to be copied from a context, and later back: loads the kernel if it may be wanted then. Beside the
 /// copies, in a thread that nobody waits for, because the driver may wait for the program's work before it loads code; only
-/// where the environment asks for the kernel is it loaded here and now. `paused`: bytes of the device that are paused already.
+/// where the environment asks for the kernel does the pause wait. `paused`: bytes of the device that are paused already.
 pub fn get_ready(context: Context, bytes: usize, paused: u64) {
-    let load_now = match settings::copy_by() {
+    let wait = match settings::copy_by() {
         CopyBy::Engines => return,
         CopyBy::Auto if bytes < settings::kernel_from() => return,
         CopyBy::Auto => false,
@@ -96,10 +96,10 @@ pub fn get_ready(context: Context, bytes: usize, paused: u64) {
             loading.finish();
         }
     };
-    if load_now {
-        load();
-    } else if let Err(error) = process::spawn_compiler("vramctl-kernel", load) {
+    if let Err(error) = process::spawn_compiler("vramctl-kernel", load) {
         log::debug!("no thread could be started: {error}");
+    } else if wait {
+        drop(COPIERS.get().wait(Some(context)));
     }
 }
 
