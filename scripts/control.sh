@@ -33,8 +33,8 @@ control() {
 	shift
 	read_arguments "$@"
 	find_directory
-	choose_processes
 	choose_transport
+	choose_processes
 
 	message="{\"version\":1,\"request\":\"$request\",\"tags\":[$tags]$options}"
 	result=0 did=''
@@ -155,8 +155,7 @@ choose_processes() {
 		pid=${socket##*/}
 		pid=${pid%.sock}
 		case $pid in *[!0-9]*) continue ;; esac
-		# A killed process leaves its socket behind.
-		if [ -S "$socket" ] && [ -d "/proc/$pid" ]; then pids="$pids $pid"; fi
+		if [ -S "$socket" ] && ! is_stale "$pid"; then pids="$pids $pid"; fi
 	done
 	[ -n "$pids" ] || die 3 "no process is managed (looked in $directory)"
 	case $target in
@@ -171,14 +170,25 @@ choose_processes() {
 	esac
 }
 
+# Whether nobody listens on the socket of process $1 any more: a killed process leaves it behind. In a container with
+# process ids of its own, /proc does not know the others'. Whatever else is wrong with it is for the exchange to say.
+is_stale() {
+	said=$(cd "$directory" && LC_ALL=C && export LC_ALL && connect "./$1.sock" 2>&1 </dev/null) && return 1
+	# An old nc says nothing.
+	case $said in '' | *refused* | *'No such file'*) ;; *) return 1 ;; esac
+}
+
 # Defines exchange: connects to the socket $1, sends the line $2, prints what comes back until the other side hangs up.
 # All of them end their own side after the line, so that the process hangs up after its answer, however long that takes.
+# And connect: connects to the socket $1 and hangs up, without waiting for a process that may be stopped.
 choose_transport() {
 	if command -v socat >/dev/null 2>&1; then
 		# -t: how long to wait after the end of the input, in seconds; half a second unless told.
 		exchange() { printf '%s\n' "$2" | socat -t 999999 - "UNIX-CONNECT:$1"; }
-	elif nc_option=$(nc_unix_option); then
-		exchange() { printf '%s\n' "$2" | nc "$nc_option" "$1"; }
+		connect() { socat -t 0 - "UNIX-CONNECT:$1"; }
+	elif choose_nc_options; then
+		exchange() { printf '%s\n' "$2" | nc "$nc_exchange" "$1"; }
+		connect() { nc -U "$nc_connect" "$1"; }
 	elif command -v python3 >/dev/null 2>&1; then
 		exchange() {
 			python3 -I -c '
@@ -186,26 +196,29 @@ import os, socket, sys
 control = socket.socket(socket.AF_UNIX)
 try:
     control.connect(sys.argv[1])
-    control.sendall(os.fsencode(sys.argv[2]) + b"\n")
-    control.shutdown(socket.SHUT_WR)
-    sys.stdout.buffer.write(control.makefile("rb").read())
+    for line in sys.argv[2:]:
+        control.sendall(os.fsencode(line) + b"\n")
+        control.shutdown(socket.SHUT_WR)
+        sys.stdout.buffer.write(control.makefile("rb").read())
 except OSError as error:
     sys.exit(str(error))
-' "$1" "$2"
+' "$@"
 		}
+		connect() { exchange "$1"; }
 	else
 		die 1 "one of socat, nc with -U (netcat-openbsd, ncat) or python3 is needed; install one, or use the vramctl binary"
 	fi
 }
 
-# How this nc is told to use a Unix socket and to hang up after its input.
-nc_unix_option() {
+# Sets how this nc is told to use a Unix socket and to hang up after its input (nc_exchange), and what has it do so at
+# once (nc_connect), or after a second of silence. Not -z: with it, an old one always fails.
+choose_nc_options() {
 	command -v nc >/dev/null 2>&1 || return 1
 	case $(nc -h 2>&1) in
-	*Ncat*) printf '%s' -U ;;
-	*'socket after EOF on stdin'*UNIX*) printf '%s' -NU ;;
+	*Ncat*) nc_exchange=-U nc_connect=--send-only ;;
+	*'socket after EOF on stdin'*UNIX*) nc_exchange=-NU nc_connect=-Nw1 ;;
 	# An old one stays until the process hangs up, half a minute after its answer.
-	*UNIX*) printf '%s' -U ;;
+	*UNIX*) nc_exchange=-U nc_connect=-w1 ;;
 	*) return 1 ;;
 	esac
 }

@@ -100,6 +100,7 @@ enum Reaction {
 /// A process that pretends to have managed memory: tags of a GiB each.
 struct Fake {
     child: Child,
+    socket: PathBuf,
     state: Arc<Mutex<State>>,
 }
 
@@ -121,11 +122,12 @@ impl Fake {
     /// One with its own mind about some requests.
     fn reacting(place: &Place, name: &str, tags: &[&str], react: impl Fn(&Request) -> Option<Reaction> + Send + Sync + 'static) -> Self {
         let child = Command::new("sleep").arg("600").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
-        let listener = UnixListener::bind(place.socket(child.id())).unwrap();
+        let socket = place.socket(child.id());
+        let listener = UnixListener::bind(&socket).unwrap();
         let tags = tags.iter().map(|tag| ((*tag).to_owned(), TagState::Active)).collect();
         let state =
             State { name: name.into(), pid: child.id(), tags, process_tag: Some("default".into()), engine: None, asked: Vec::new() };
-        let fake = Self { child, state: Arc::new(Mutex::new(state)) };
+        let fake = Self { child, socket, state: Arc::new(Mutex::new(state)) };
         let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
         // The thread ends with the test's process.
         thread::spawn(move || {
@@ -155,6 +157,8 @@ impl Fake {
 
 impl Drop for Fake {
     fn drop(&mut self) {
+        // The thread listens on, but nobody finds it any more.
+        let _ = fs::remove_file(&self.socket);
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -836,6 +840,29 @@ fn scripts_pause_and_resume_through_every_transport() {
         assert_eq!(engine.asked()[1], Request::Resume(Transition::default()));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
         drop(engine);
+    }
+}
+
+/// Containers with process ids of their own may share the directory: a number says nothing of who listens.
+#[test]
+fn scripts_tell_a_process_by_whether_it_listens() {
+    let place = Place::new();
+    let stale = std::process::id();
+    drop(UnixListener::bind(place.socket(stale)).unwrap());
+    for (transport, path) in transports(&place) {
+        eprintln!("{transport}");
+        let run = |arguments: &[&str]| run_script(&place, &path, "pause.sh", arguments);
+        run(&[]).expect(3, "", "no process is managed");
+        let engine = Fake::new(&place, "engine", &["weights"]);
+        let elsewhere = 999_999_999;
+        fs::rename(place.socket(engine.pid()), place.socket(elsewhere)).unwrap();
+        run(&["--pid", &stale.to_string()]).expect(3, "", &format!("process {stale} is not managed; there are: {elsewhere}\n"));
+        for arguments in [&[][..], &["--all"], &["--pid", &elsewhere.to_string()]] {
+            run(arguments).expect(0, "\"reply\":\"done\"", "");
+        }
+        assert_eq!(engine.asked().len(), 3);
+        fs::rename(place.socket(elsewhere), place.socket(engine.pid())).unwrap();
+        assert!(place.socket(stale).exists());
     }
 }
 
