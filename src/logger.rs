@@ -49,8 +49,8 @@ fn write_to_stderr(line: &[u8]) {
     }
 }
 
-/// Sets the logger up, once, and says what was wrong with the environment. Called where CUDA memory first comes into
-/// play, so that a program without CUDA is never spoken into.
+/// Sets the logger up, once, and says what was wrong with the environment. Called at the program's first call of a
+/// hooked function, so that a program without CUDA is never spoken into.
 pub fn set_up() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

@@ -5,6 +5,8 @@ mod common;
 
 use common::{Gpu, MIB, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request, resume, set_device, state, write};
 use std::ffi::c_void;
+use std::path::Path;
+use std::process::Command;
 use std::ptr;
 use std::time::{Duration, Instant};
 use vramctl::Error;
@@ -815,5 +817,34 @@ fn nothing_more_is_released_once_a_copy_has_failed_and_all_of_it_comes_back() {
     check(2000, 66);
     for address in all {
         assert_eq!(free(address), 0);
+    }
+}
+
+#[test]
+#[ignore = "run by the test below, in a process of its own"]
+fn one_allocation() {
+    assert_ne!(malloc(MIB), Ok(0));
+    assert!(Memory::get().addresses().is_empty());
+}
+
+/// What is wrong with the environment may be the very reason that nothing is managed.
+#[test]
+fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
+    let said = |program: &Path, arguments: &[&str], (name, value)| {
+        let mut command = Command::new(program);
+        command.args(arguments).env(name, value).env_remove("VRAMCTL_LOG");
+        let ran = command.output().unwrap();
+        assert!(ran.status.success(), "{ran:?}");
+        String::from_utf8(ran.stderr).unwrap().lines().filter(|line| line.contains("vramctl[")).collect::<String>()
+    };
+    let allocating = |variable| said(&std::env::current_exe().unwrap(), &["--ignored", "--exact", "one_allocation"], variable);
+    assert_eq!(allocating(("VRAMCTL_TAG", "")), "");
+    let library = common::artifacts().join("libvramctl.so");
+    for wrong in [("VRAMCTL_TAG", "a,b"), ("TMS_INIT_ENABLE", "maybe")] {
+        let warning = allocating(wrong);
+        assert!(warning.contains(&format!("warn: {}", wrong.0)) && warning.contains(wrong.1), "{warning:?}");
+        // A program without CUDA is not spoken into.
+        let preload = |variable| said(Path::new("env"), &[&format!("LD_PRELOAD={}", library.display()), "true"], variable);
+        assert_eq!(preload(wrong), "");
     }
 }

@@ -5,6 +5,7 @@
 //! memory that the first leaves to CUDA would come to be managed by the second after all, and the process would have two
 //! control sockets. Therefore only the first in the loader's order answers; the others hand every call on.
 
+use crate::logger;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::{mem, ptr};
@@ -31,6 +32,11 @@ fn look() -> bool {
     let mine = library_of(ptr::from_ref(&KNOWN).cast());
     let other = !found.is_null() && library_of(found) != mine;
     KNOWN.store(if other { OTHER } else { THIS }, Ordering::Relaxed);
+    if !other {
+        // The program's first call to the library that answers it. What is wrong with the environment is said now: it may be
+        // the reason that nothing is ever managed.
+        logger::set_up();
+    }
     other
 }
 

@@ -8,7 +8,6 @@ use crate::config::Config;
 use crate::control;
 use crate::driver::{Current, code};
 use crate::error::Error;
-use crate::logger;
 use crate::memory::{After, Memory, region};
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -243,9 +242,7 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
         return None;
     }
     let tag = policy.tag.clone();
-    let allocated = Memory::get().allocate(policy, bytes, &current);
-    logger::set_up();
-    match allocated {
+    match Memory::get().allocate(policy, bytes, &current) {
         Ok(address) => {
             control::ensure_running();
             backup::get_ready(&current, &tag);
