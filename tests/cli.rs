@@ -661,6 +661,8 @@ fn run_sets_the_environment() {
     let ran = run(&place, &["--no-tag", "env"], &[("LD_PRELOAD", library), ("VRAMCTL_TAG", "x")]);
     assert!(ran.out.lines().any(|line| line == format!("LD_PRELOAD={library}")), "not twice: {}", ran.out);
     assert!(!ran.out.contains("VRAMCTL_TAG"));
+    let ran = run(&place, &["env"], &[("VRAMCTL_TAG", "")]);
+    assert!(ran.out.lines().any(|line| line == "VRAMCTL_TAG="), "an empty one is not replaced: {}", ran.out);
 }
 
 #[test]
@@ -690,6 +692,8 @@ fn a_command_that_cannot_start_ends_as_in_a_shell() {
     run(&place, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
     run(&place, &[], &[]).expect(2, "", "COMMAND");
     run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk and discard");
+    run(&place, &["--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(2, "", "VRAMCTL_TAG: the tag 'a,b' has a comma");
+    run(&place, &["--tag", "a", "--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(0, "", "");
 }
 
 #[test]

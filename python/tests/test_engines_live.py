@@ -162,7 +162,7 @@ class Live(unittest.TestCase):
     def engine(self, name, program="vllm_program", argument="False"):
         paths = [str(self.folder), str(pathlib.Path(support.__file__).parent / "fake_torch")]
         # What the test itself runs under is not what the engine is to run under.
-        environment = {"PYTHONPATH": os.pathsep.join(paths), "LD_PRELOAD": "", "VRAMCTL_TAG": ""}
+        environment = {"PYTHONPATH": os.pathsep.join(paths), "LD_PRELOAD": "", "VRAMCTL_TAG": "default"}
         source = (
             f"import multiprocessing\nfrom {program} import *\n"
             "if __name__ == '__main__':\n"

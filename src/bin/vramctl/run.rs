@@ -18,7 +18,7 @@ use vramctl::units::parse_bytes;
 #[command(after_help = "\
 The command takes this process's place: its id, its signals and its exit code are the command's. What it allocates on \
 the GPU can be paused from then on; what it starts in turn is managed too. Without --tag, VRAMCTL_TAG of the \
-environment counts, and `default` where that is not set.
+environment counts (an empty one as --no-tag), and `default` where that is not set.
 
 Examples:
   vramctl run -- python serve.py
@@ -75,7 +75,7 @@ impl Level {
 
 pub fn run(args: &Args) -> Result<Exit, Failure> {
     let python = if args.no_python { Vec::new() } else { places::python_path()? };
-    let variables = environment(args, &places::library()?, &python, |name| env::var_os(name).filter(|value| !value.is_empty()))?;
+    let variables = environment(args, &places::library()?, &python, |name| env::var_os(name))?;
     let (program, arguments) = args.command.split_first().ok_or_else(|| Failure::new(Exit::Usage, "no command"))?;
     let mut command = Command::new(program);
     command.args(arguments);
@@ -97,20 +97,26 @@ fn environment(
     python: &[PathBuf],
     present: impl Fn(&str) -> Option<OsString>,
 ) -> Result<Vec<(&'static str, Option<OsString>)>, Failure> {
-    let mut variables = vec![("LD_PRELOAD", Some(preload(library, present("LD_PRELOAD").as_deref())?))];
+    let filled = |name| present(name).filter(|value| !value.is_empty());
+    let mut variables = vec![("LD_PRELOAD", Some(preload(library, filled("LD_PRELOAD").as_deref())?))];
     if !python.is_empty() {
-        variables.push(("PYTHONPATH", Some(python_path(python, present("PYTHONPATH").as_deref())?)));
+        variables.push(("PYTHONPATH", Some(python_path(python, filled("PYTHONPATH").as_deref())?)));
     }
     if args.no_tag {
         variables.push(("VRAMCTL_TAG", None));
     } else if let Some(tag) = &args.tag {
         variables.push(("VRAMCTL_TAG", Some(tag.into())));
-    } else if present("VRAMCTL_TAG").is_none() {
+    } else if let Some(tag) = present("VRAMCTL_TAG") {
+        // It stays. An empty one says the same as --no-tag.
+        if !tag.is_empty() {
+            checked_tag(&tag.to_string_lossy()).map_err(|error| Failure::new(Exit::Usage, format!("VRAMCTL_TAG: {error}")))?;
+        }
+    } else {
         variables.push(("VRAMCTL_TAG", Some("default".into())));
     }
     if !args.backup.is_empty() {
         // The last mention of a tag counts, so what is given here comes after what is there.
-        let mut list = present("VRAMCTL_BACKUP").map_or_else(OsString::new, |list| [list, ",".into()].into_iter().collect());
+        let mut list = filled("VRAMCTL_BACKUP").map_or_else(OsString::new, |list| [list, ",".into()].into_iter().collect());
         list.push(args.backup.join(","));
         variables.push(("VRAMCTL_BACKUP", Some(list)));
     }
@@ -210,6 +216,7 @@ mod tests {
     fn the_line_counts_more_than_the_environment() {
         let present = [("VRAMCTL_TAG", "old"), ("VRAMCTL_BACKUP", "a=host")];
         assert_eq!(variables(&[], &present).len(), 1, "a tag in the environment stays");
+        assert_eq!(variables(&[], &[("VRAMCTL_TAG", "")]).len(), 1, "and so does an empty one, which is no tag");
         let set = variables(&["--tag", "new", "--backup", "a=discard", "--backup", "b=host"], &present);
         assert_eq!(value(&set, "VRAMCTL_TAG").as_deref(), Some("new"));
         assert_eq!(value(&set, "VRAMCTL_BACKUP").as_deref(), Some("a=host,a=discard,b=host"));
