@@ -252,7 +252,7 @@ class Places(unittest.TestCase):
         link.symlink_to(SOCKETS)
         file = self.place / "file"
         file.touch()
-        for path, why in [(open_to_all, "chmod 700"), (link, "cannot be used"), (file, "cannot be used")]:
+        for path, why in [(open_to_all, "chmod 700"), (link, "symbolic link"), (file, "cannot be used")]:
             with self.assertRaises(errors.Invalid) as caught:
                 self.look(VRAMCTL_DIR=str(path))
             self.assertIn(why, str(caught.exception))

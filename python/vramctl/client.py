@@ -56,7 +56,8 @@ class _Directory:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise errors.Invalid(f"the directory of the control sockets cannot be used: {path}: {error.strerror}") from error
+            why = "a symbolic link; set VRAMCTL_DIR to the directory itself" if os.path.islink(path) else error.strerror
+            raise errors.Invalid(f"the directory of the control sockets cannot be used: {path}: {why}") from error
         about, user = os.fstat(self._open), os.geteuid()
         self._owner = about.st_uid
         why = None

@@ -44,13 +44,14 @@ impl Directory {
     }
 
     fn check(path: &Path, anybodys: bool) -> io::Result<Self> {
-        let open = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
-            .open(path)
-            .map_err(|error| naming(path, &error))?;
-        let metadata = open.metadata()?;
+        let open = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path);
         let refuse = |why: String| Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display())));
+        // The kernel says of one that it is no directory, which those who look at it do not believe.
+        if open.is_err() && path.is_symlink() {
+            return refuse("a symbolic link; set VRAMCTL_DIR to the directory itself".into());
+        }
+        let open = open.map_err(|error| naming(path, &error))?;
+        let metadata = open.metadata()?;
         if metadata.uid() != user() && !anybodys {
             return refuse(format!("owned by user {}, not by you; set VRAMCTL_DIR to a directory of yours", metadata.uid()));
         }
