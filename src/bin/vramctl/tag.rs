@@ -8,12 +8,13 @@ use vramctl::control::client::ClientError;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-The tag is that of allocations outside regions, from now on; what there is keeps its own.
+The tag is that of allocations outside regions, from now on; what there is keeps its own. A process listens from its first \
+managed allocation on, so the tag that it starts with is given to `vramctl run`.
 
 Examples:
-  vramctl set-tag weights --name engine     before the model is loaded
-  vramctl set-tag kv_cache --name engine    after it
-  vramctl set-tag --none --name engine      leave further allocations to CUDA")]
+  vramctl run --name engine --tag weights -- ./engine    the tag that it starts with
+  vramctl set-tag kv_cache --name engine                 the next one, once the weights are loaded
+  vramctl set-tag --none --name engine                   leave further allocations to CUDA")]
 pub struct Args {
     /// The tag
     #[arg(value_parser = checked_tag, required_unless_present = "none")]
