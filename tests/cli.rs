@@ -1085,9 +1085,15 @@ fn the_documented_client_runs() {
     let page = protocol_page();
     let client = blocks(&page, "python")[0];
     let Some(python) = installed("python3") else { return eprintln!("skipped: no python3 here") };
-    let ran = Ran::new(&place.command(python, &["-c", client, &engine.pid().to_string()]).output().unwrap());
+    let ran = Ran::new(&place.command(&python, &["-c", client, &engine.pid().to_string()]).output().unwrap());
     ran.expect(0, "'reply': 'done'", "");
     assert!(matches!(engine.asked()[..], [Request::Pause(_)]));
+
+    let base = place.folder.path();
+    fs::rename(&place.sockets, base.join("vramctl")).unwrap();
+    let mut command = place.command(&python, &["-c", client, &engine.pid().to_string()]);
+    command.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", base);
+    Ran::new(&command.output().unwrap()).expect(0, "'reply': 'done'", "");
 }
 
 /// Every line in the page's examples is read by the code that speaks the protocol, and nothing in it is unknown to it.
