@@ -10,6 +10,7 @@ usage() {
 usage: $1.sh [TAG…] [--pid PID | --all]$([ "$1" = resume ] || printf ' [--discard]') [--timeout SECONDS]
 
 Does what \`vramctl $1\` does, with a shell and one of socat, nc (with -U) or python3.
+Left out: processes have no names here$([ "$1" = resume ] || printf ', no inference engine is asked first, and of --backup there is --discard alone').
 Without tags: all. Without --pid or --all: the only managed process.
 With --all, several tags must be known to every process; a single one that some lack is nothing to do there.
 Prints the process's answer, a line of JSON.

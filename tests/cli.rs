@@ -875,7 +875,8 @@ fn scripts_refuse_as_the_command_line_does() {
     let path = std::env::var_os("PATH").unwrap();
     let run = |name: &str, arguments: &[&str]| run_script(&place, Path::new(&path), name, arguments);
     run("pause.sh", &[]).expect(3, "", "no process is managed");
-    run("pause.sh", &["--help"]).expect(0, "--discard", "");
+    run("pause.sh", &["--help"]).expect(0, "Left out: processes have no names here, no inference engine", "");
+    run("resume.sh", &["--help"]).expect(0, "Left out: processes have no names here.\n", "");
     run("pause.sh", &["--explode"]).expect(2, "", "--explode");
     run("pause.sh", &["--timeout", "soon"]).expect(2, "", "number of seconds");
     run("pause.sh", &["--pid", "x"]).expect(2, "", "process id");
