@@ -4,14 +4,16 @@
 
 mod common;
 
-use common::{Footprint, Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
+use common::{Footprint, Gpu, MIB, Stream, free, malloc_tagged, pattern, pause, read, resume, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::process::{Command, Stdio};
+use std::ptr;
 use std::sync::Once;
 use vramctl::config::CopyBy;
-use vramctl::memory::{Backup, Memory, Report};
+use vramctl::interpose;
+use vramctl::memory::{Backup, Memory, Report, region};
 
 /// The driver's functions that the library calls; those that a path does not use are skipped there.
 const CALLS: &[&str] = &[
@@ -30,6 +32,8 @@ const CALLS: &[&str] = &[
     "cuEventSynchronize",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
+    "cuStreamGetCtx",
+    "cuStreamIsCapturing",
     "cuStreamSynchronize",
     "cuThreadExchangeStreamCaptureMode",
     "cuMemGetAllocationGranularity",
@@ -113,6 +117,9 @@ enum Path {
     Allocate,
     FreeActive,
     FreePaused,
+    /// In the order of a stream.
+    AllocateAsync,
+    FreeAsync,
     Pause,
     /// All but what goes to a file, to host memory that is there: then memory is released before all of it is copied.
     PauseInMemory,
@@ -121,13 +128,26 @@ enum Path {
     ResumeByKernel,
 }
 
-const PATHS: [Path; 7] =
-    [Path::Allocate, Path::FreeActive, Path::FreePaused, Path::Pause, Path::PauseInMemory, Path::Resume, Path::ResumeByKernel];
+const PATHS: [Path; 9] = [
+    Path::Allocate,
+    Path::FreeActive,
+    Path::FreePaused,
+    Path::AllocateAsync,
+    Path::FreeAsync,
+    Path::Pause,
+    Path::PauseInMemory,
+    Path::Resume,
+    Path::ResumeByKernel,
+];
 
 impl Path {
     /// What it pauses or resumes.
     fn tags(self) -> &'static [&'static str] {
         if self == Self::PauseInMemory { &["weights", common::RETAINED_TAG, "cache"] } else { &[] }
+    }
+
+    fn is_free(self) -> bool {
+        matches!(self, Self::FreeActive | Self::FreePaused | Self::FreeAsync)
     }
 
     fn is_resume(self) -> bool {
@@ -145,6 +165,20 @@ struct Fault {
     nth: u64,
     code: u32,
     times: u64,
+}
+
+fn malloc_async(tag: &str, bytes: usize, stream: &Stream) -> Option<u64> {
+    region::begin(Some(tag), None).unwrap();
+    let mut pointer = ptr::null_mut();
+    // SAFETY: `pointer` is writable, and the stream is there.
+    let answer = unsafe { interpose::cudaMallocAsync(&raw mut pointer, bytes, stream.handle()) };
+    region::end().unwrap();
+    (answer == 0).then_some(pointer as u64)
+}
+
+fn free_async(address: u64, stream: &Stream) -> u32 {
+    // SAFETY: the address is not in use, and the stream is there.
+    unsafe { interpose::cudaFreeAsync(address as *mut _, stream.handle()) }
 }
 
 /// How often each call is used on a path.
@@ -169,6 +203,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     if path.is_resume() || path == Path::FreePaused {
         pause(&[]).unwrap();
     }
+    let stream = Stream::create();
     // The library's own background work is not on the path that is looked at.
     vramctl::backup::settle();
     gpu.reset_counts();
@@ -178,13 +213,15 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     let (mut extra, mut answer) = (None, None);
     match path {
         Path::Allocate => extra = malloc_tagged("extra", None, 4 * MIB).ok(),
-        Path::FreeActive | Path::FreePaused => (),
+        Path::AllocateAsync => extra = malloc_async("extra", 4 * MIB, &stream),
+        Path::FreeActive | Path::FreePaused | Path::FreeAsync => (),
         Path::Pause | Path::PauseInMemory => answer = Some(pause(path.tags())),
         Path::Resume | Path::ResumeByKernel => answer = Some(resume(&[])),
     }
     let mut freed = Vec::new();
-    if matches!(path, Path::FreeActive | Path::FreePaused) {
-        freed = program.kept.iter().map(|(address, _)| *address).filter(|address| free(*address) == 0).collect();
+    if path.is_free() {
+        let release = |address| if path == Path::FreeAsync { free_async(address, &stream) } else { free(address) };
+        freed = program.kept.iter().map(|(address, _)| *address).filter(|address| release(*address) == 0).collect();
     }
     vramctl::backup::settle();
     if let Some(counts) = counts {
@@ -198,7 +235,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     }
 
     // The next try works, whatever state the first one left.
-    if matches!(path, Path::FreeActive | Path::FreePaused) {
+    if path.is_free() {
         for (address, _) in program.kept.iter().filter(|(address, _)| !freed.contains(address)) {
             assert_eq!(free(*address), 0, "{case}: the second free of what is still there");
         }
