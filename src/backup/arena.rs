@@ -118,7 +118,8 @@ impl Arena {
     /// Takes addresses, far more than there is memory: contents of any size lie in one range, and addresses cost nothing.
     /// Where they are limited (`ulimit -v`), at least half of what is left stays for the program.
     fn reserve() -> Option<Self> {
-        const MOST: usize = 8 << 40;
+        // Locked, 8 TiB would overflow the kernel's count of pages: 2^31 of them.
+        const MOST: usize = 4 << 40;
         let sizes = std::iter::successors(Some(MOST), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= 2 * PIECE);
         let (base, fits) = sizes.into_iter().find_map(|bytes| Some((close_addresses(None, bytes)?, bytes)))?;
         let bytes = if fits == MOST { fits } else { fits / 2 };
@@ -176,9 +177,10 @@ impl Arena {
     /// before they are populated: such a change stops every thread that is populating.
     fn open(&self, state: &mut State, pieces: usize) -> bool {
         if pieces > state.open {
-            let (address, bytes) = (self.address(state.open).as_ptr().cast(), (pieces - state.open) * PIECE);
+            let (address, bytes) = (self.address(state.open), (pieces - state.open) * PIECE);
+            unlock(address, bytes);
             // SAFETY: addresses of ours that nobody can have used yet.
-            if unsafe { libc::mprotect(address, bytes, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
+            if unsafe { libc::mprotect(address.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
                 let error = io::Error::last_os_error();
                 log::warn!("no {} of host memory for backups: this process may not have so much data ({error})", Bytes(bytes as u64));
                 return false;
@@ -280,9 +282,10 @@ impl Arena {
     }
 
     fn depopulate(&self, piece: usize) {
-        let address = self.address(piece).as_ptr().cast();
+        let address = self.address(piece);
+        unlock(address, PIECE);
         // SAFETY: our own addresses, and nobody uses this piece any more.
-        unsafe { libc::madvise(address, PIECE, libc::MADV_DONTNEED) };
+        unsafe { libc::madvise(address.as_ptr().cast(), PIECE, libc::MADV_DONTNEED) };
     }
 
     fn pin(&self, piece: usize, current: &Current) -> Option<Pinned> {
@@ -339,15 +342,22 @@ impl Arena {
                 let Some(_busy) = Busy::unless_ending() else { return };
                 if let Err(error) = self.prewarm_piece(piece, context) {
                     log::warn!("{} of host memory are ready, and no more: {error}", Bytes((piece * PIECE) as u64));
-                    self.lock().kept = piece;
-                    return;
+                    return self.keep(piece);
                 }
             }
             log::info!("{} of host memory are ready", Bytes((pieces * PIECE) as u64));
         };
         if let Err(error) = process::spawn("vramctl-prewarm", work) {
             log::warn!("no thread to prepare host memory: {error}");
+            self.keep(0);
         }
+    }
+
+    /// Keeps no more than so many of the first pieces ready.
+    fn keep(&self, pieces: usize) {
+        let mut state = self.lock();
+        state.kept = pieces;
+        self.close(&mut state);
     }
 
     fn prewarm_piece(&self, piece: usize, context: Context) -> Result<(), Error> {
@@ -447,8 +457,6 @@ fn close_addresses(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>>
     }
     // SAFETY: the mapping just made.
     unsafe {
-        // In a program that has all its memory locked (`mlockall`), it would be filled as soon as it can be written to.
-        libc::munlock(base, bytes);
         // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
         // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does
         // not know them, nothing is lost.
@@ -456,7 +464,16 @@ fn close_addresses(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>>
             libc::madvise(base, bytes, wish);
         }
     }
-    NonNull::new(base.cast())
+    let base = NonNull::new(base.cast())?;
+    unlock(base, bytes);
+    Some(base)
+}
+
+/// In a program that has all its memory locked (`mlockall`), addresses are filled as soon as they can be written to, and
+/// what is there does not go.
+fn unlock(base: NonNull<u8>, bytes: usize) {
+    // SAFETY: addresses of ours; their contents do not change.
+    unsafe { libc::munlock(base.as_ptr().cast(), bytes) };
 }
 
 /// Adds the time that some work takes, in microseconds.

@@ -205,13 +205,14 @@ static void limit(int resource, rlim_t bytes)
 	check(setrlimit(resource, &limit) == 0, "setrlimit");
 }
 
-/* Has all its memory locked, what comes as well, as programs do that must never wait for a page. */
+/* Has all its memory locked, what comes and then what is there, as programs do that must never wait for a page. */
 static void locked(void)
 {
 	void *device = allocate(1);
 	/* So that addresses that are filled by mistake do not fill the machine. */
 	limit(RLIMIT_AS, (rlim_t)6 << 30);
 	turn(mlockall(MCL_FUTURE) == 0 ? "ready" : "not allowed");
+	turn(mlockall(MCL_CURRENT) == 0 ? "ready" : "not allowed");
 	verify(device, 1);
 }
 
@@ -219,7 +220,6 @@ static void locked(void)
 static void little_data(void)
 {
 	enum { NEEDED = 384 << 20 };
-	void *device = allocate(1);
 	char line[256];
 	size_t kib = 0;
 	FILE *status = fopen("/proc/self/status", "r");
@@ -228,6 +228,7 @@ static void little_data(void)
 		;
 	fclose(status);
 	limit(RLIMIT_DATA, ((rlim_t)kib << 10) + (512 << 20));
+	void *device = allocate(1);
 	turn("ready");
 	for (int paused = 1; paused >= 0; paused--) {
 		void *memory = NULL;
