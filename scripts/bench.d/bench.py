@@ -53,6 +53,7 @@ class Child:
             start_new_session=True,
         )
         self.rest = b""
+        self.slow = 1.0
 
     def hear(self, seconds):
         end = time.monotonic() + min(seconds, max(1, self.bench.left()))
@@ -83,8 +84,10 @@ class Child:
 
     def timed(self, question, seconds=120):
         """When it began and ended, in seconds."""
-        begin, end = (int(word) * 1e-9 for word in self.ask(question, seconds).split())
-        return begin, end
+        begin, end, slow = self.ask(question, seconds).split()
+        # How slow the processor was, against its best in that process.
+        self.slow = float(slow)
+        return int(begin) * 1e-9, int(end) * 1e-9
 
     def took(self, question, seconds=120):
         begin, end = self.timed(question, seconds)
@@ -159,6 +162,7 @@ class Bench:
             "limits": {},
             "calls": {},
             "samples": {},
+            "slow": {},
             "memory": {},
             "stages": {},
             "idle": {},
@@ -208,12 +212,23 @@ class Bench:
                 return
             yield turn
 
-    def record(self, name, system, row, seconds):
-        self.data["samples"].setdefault(name, {}).setdefault(system, {}).setdefault(row, []).append(
-            seconds
-        )
+    def record(self, name, system, row, seconds, slow):
+        for kind, value in (("samples", seconds), ("slow", slow)):
+            rows = self.data[kind].setdefault(name, {}).setdefault(system, {})
+            rows.setdefault(row, []).append(value)
         rate = self.data["sets"].get(name, {}).get("bytes", 0) / seconds / 1e9
-        self.log.write(f"# {name} {system} {row}: {seconds * 1e3:.2f} ms, {rate:.1f} GB/s\n")
+        self.log.write(
+            f"# {name} {system} {row}: {seconds * 1e3:.2f} ms, {rate:.1f} GB/s, processor {slow:.2f}\n"
+        )
+
+    def until_quiet(self, wanted, chosen, system, rows):
+        """Turns, until so many samples of each row were undisturbed (report.QUIET); three times as many at most."""
+        slow = self.data["slow"]
+        for turn in range(3 * wanted):
+            of_system = slow.get(chosen.name, {}).get(system, {})
+            if min(report.quiet_ones(of_system.get(row, [])) for row in rows) >= wanted:
+                return
+            yield turn
 
     # ---- the machine ----
 
@@ -295,6 +310,11 @@ class Bench:
 
     def record_calls(self, chosen, variant, found, rested=False):
         """`rested`: the memory was taken some time after the last was given back, and given back at once."""
+        for key in ("pause", "resume"):
+            if f"slow_{key}" in found and not (rested and key == "pause"):
+                row = f"discard_{key}" + ("_rested" if rested else "")
+                rows = self.data["slow"].setdefault(chosen.name, {}).setdefault(variant, {})
+                rows.setdefault(row, []).append(found[f"slow_{key}"])
         calls = self.data["calls"].setdefault(chosen.name, {}).setdefault(variant, {})
         again = "_rested" if rested else ""
         taking = ("create", "map", "access")
@@ -341,10 +361,10 @@ class Bench:
             time.sleep(0.02)
 
     def pause(self, child, chosen, row, backup=0):
-        self.record(chosen.name, "vramctl", row, child.took(f"pause * {backup}"))
+        self.record(chosen.name, "vramctl", row, child.took(f"pause * {backup}"), child.slow)
 
     def resume(self, child, chosen, row):
-        self.record(chosen.name, "vramctl", row, child.took("resume * 0"))
+        self.record(chosen.name, "vramctl", row, child.took("resume * 0"), child.slow)
 
     def rest(self):
         """So long that the driver has cleaned what was released: a program does something between two pauses, too."""
@@ -352,10 +372,6 @@ class Bench:
 
     def rest_ms(self):
         return RESTED_MS if self.scale == 1 else 20
-
-    def often(self):
-        """How often to do what takes little time: it takes once or twice as long, from one time to the next."""
-        return 2 * self.repeat - 1
 
     def check(self, child, how="sample"):
         child.ask(f"check * {how}")
@@ -454,7 +470,7 @@ class Bench:
 
     def driver_alone(self, child, chosen, rested):
         """The driver's calls for the same set, in the same process and moment: machines change from minute to minute."""
-        parts = ("create", "map", "access", "unmap", "release")
+        parts = ("create", "map", "access", "unmap", "release", "slow_resume", "slow_pause")
         rest = 0 if rested else self.rest_ms()
         took = map(float, child.ask(f"calls {rest} {self.files[chosen.name]}").split())
         self.record_calls(chosen, "beside", dict(zip(parts, took)), rested)
@@ -465,14 +481,16 @@ class Bench:
         # The first of a process is not counted: it is the start of other things, too.
         child.took("pause * 1")
         child.took("resume * 0")
-        for _ in range(self.often()):
+        rows = ("discard_pause", "discard_resume")
+        for _ in self.until_quiet(self.repeat, chosen, "vramctl", rows):
             child.ask("scribble")
             self.rest()
             self.pause(child, chosen, "discard_pause", backup=1)
             self.driver_alone(child, chosen, rested=False)
             self.resume(child, chosen, "discard_resume")
             self.check(child, "zero")
-        for _ in range(min(self.repeat, 3)):
+        rested = ("discard_resume_rested",)
+        for _ in self.until_quiet(min(self.repeat, 3), chosen, "vramctl", rested):
             child.ask("scribble")
             child.took("pause * 1")
             self.rest()
@@ -541,7 +559,7 @@ class Bench:
 
     def saved(self, chosen):
         def record(row, question):
-            self.record(chosen.name, "torch_memory_saver", row, child.took(question, 180))
+            self.record(chosen.name, "torch_memory_saver", row, child.took(question, 180), child.slow)
 
         child = Child(self, "saver", [sys.executable, HERE / "saver.py"], self.saver_env)
         self.children.append(child)
@@ -550,12 +568,14 @@ class Bench:
         child.ask(f"alloc discarded 1 {self.files[chosen.name]}")
         child.took("pause discarded")
         child.took("resume discarded")
-        for _ in range(self.often()):
+        system, rows = "torch_memory_saver", ("discard_pause", "discard_resume")
+        for _ in self.until_quiet(self.repeat, chosen, system, rows):
             child.ask("fill discarded")
             self.rest()
             record("discard_pause", "pause discarded")
             record("discard_resume", "resume discarded")
-        for _ in range(min(self.repeat, 3)):
+        rested = ("discard_resume_rested",)
+        for _ in self.until_quiet(min(self.repeat, 3), chosen, system, rested):
             child.ask("fill discarded")
             child.took("pause discarded")
             self.rest()
@@ -694,7 +714,7 @@ class Bench:
         for chosen in self.sets:
             gigabytes = chosen.bytes / GIB
             title = f"{chosen.title}: vramctl"
-            rests = 3 * self.often() * self.rest_ms() / 1e3
+            rests = 6 * self.repeat * self.rest_ms() / 1e3
             self.step(f"{title}, contents discarded", START + rests, self.discarded, chosen)
             if chosen.discard_only:
                 continue
@@ -706,7 +726,7 @@ class Bench:
             self.step("at rest", 10 if self.scale == 1 else 4, self.at_rest)
         if self.saver:
             for chosen in self.sets:
-                needed = 8 + 2 * self.often() * self.rest_ms() / 1e3
+                needed = 8 + 4 * self.repeat * self.rest_ms() / 1e3
                 needed += 0 if chosen.discard_only else chosen.bytes / GIB
                 self.step(f"{chosen.title}: torch_memory_saver", needed, self.saved, chosen)
         if self.swap_wanted:

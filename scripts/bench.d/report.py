@@ -28,6 +28,25 @@ ROWS = [
 CALLS = {"discard_pause": "pause", "discard_resume": "resume", "discard_resume_rested": "resume_rested"}
 
 
+# A processor that is slower than this, against its best in the same process, is used by somebody else as well.
+QUIET = 1.1
+# So many undisturbed samples are enough for a median.
+ENOUGH = 3
+
+
+def quiet_ones(slow):
+    """How many were measured while the processor was undisturbed."""
+    return sum(value <= QUIET for value in slow)
+
+
+def undisturbed(data, name, system, row, samples):
+    """The samples during which the processor was undisturbed, if they are enough; else all."""
+    slow = data["slow"].get(name, {}).get(system, {}).get(row, [])
+    if len(slow) != len(samples) or quiet_ones(slow) < ENOUGH:
+        return samples
+    return [sample for sample, value in zip(samples, slow) if value <= QUIET]
+
+
 def middle(samples):
     return statistics.median(samples) if samples else None
 
@@ -43,7 +62,11 @@ def calls_of(data, name, key):
     cudaMalloc, where the device has it."""
     variants = data["calls"].get(name, {})
     for chosen in (("beside",), ("joined_rdma",), ("each", "joined")):
-        found = [middle(variants[v][key]) for v in chosen if key in variants.get(v, {})]
+        found = [
+            middle(undisturbed(data, name, v, f"discard_{key}", variants[v][key]))
+            for v in chosen
+            if key in variants.get(v, {})
+        ]
         if found:
             return min(found)
     return None
@@ -66,12 +89,18 @@ def limit_of(data, name, row, kind):
 
 
 def times_as_long(data, name, row, ours, limit):
-    """How many times as long as the limit: by turns, where the driver's calls took turns with the library's."""
+    """How many times as long as the limit: by turns, where the driver's calls took turns with the library's, and of
+    those the undisturbed ones, if they are enough."""
     beside = data["calls"].get(name, {}).get("beside", {}).get(CALLS.get(row), [])
     samples = data["samples"][name]["vramctl"][row]
-    if len(beside) == len(samples):
-        return middle([own / driver for own, driver in zip(samples, beside)])
-    return ours / limit
+    if len(beside) != len(samples):
+        return ours / limit
+    slow = data["slow"].get(name, {})
+    slow = zip(slow.get("vramctl", {}).get(row, []), slow.get("beside", {}).get(row, []))
+    quiet = [max(both) <= QUIET for both in slow]
+    turns = [own / driver for own, driver in zip(samples, beside)]
+    chosen = [turn for turn, good in zip(turns, quiet) if good]
+    return middle(chosen if len(chosen) >= ENOUGH else turns)
 
 
 def ms(seconds):
@@ -81,13 +110,20 @@ def ms(seconds):
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def span(samples, wanted=0):
-    """The least and the most; of how many, where they are not as many as was asked for."""
+def span(samples, wanted=0, counted=None):
+    """The least and the most; of how many, where they are not as many as was asked for, and of how many of them the
+    median is, where it is not of all."""
     if len(samples) < 2:
         return "once"
-    return f"{ms(min(samples))} to {ms(max(samples))}" + (
-        f" ({len(samples)})" if wanted and len(samples) != wanted else ""
-    )
+    number = f"{len(samples)}" if wanted and len(samples) != wanted else ""
+    if counted is not None and counted != len(samples):
+        number = f"{counted} of {len(samples)}"
+    return f"{ms(min(samples))} to {ms(max(samples))}" + (f" ({number})" if number else "")
+
+
+def aside(text):
+    """For a place in parentheses: without any of its own."""
+    return " (" + text.replace(" (", ", ").replace(")", "") + ")"
 
 
 def rate(size, seconds):
@@ -104,10 +140,18 @@ def result_rows(data):
                 continue
             if row not in own and row in ("prewarmed", "unchanged", "changed"):
                 continue
-            ours, theirs = middle(own.get(row, [])), middle(other.get(counterpart, []))
             limit = limit_of(data, name, row, kind)
             size = about["bytes"]
             copies = kind in ("out", "in")
+            counted, theirs = own.get(row, []), other.get(counterpart, [])
+            their_span = ""
+            if kind == "calls":
+                # The processor's work alone, and so what others do on it tells; the copies are the link's.
+                counted = undisturbed(data, name, "vramctl", row, counted)
+                quiet = undisturbed(data, name, "torch_memory_saver", counterpart, theirs)
+                their_span = aside(span(theirs, data["repeat"], len(quiet))) if theirs else ""
+                theirs = quiet
+            ours, theirs = middle(counted), middle(theirs)
             share = "–"
             if ours and limit:
                 share = (
@@ -115,12 +159,12 @@ def result_rows(data):
                     if copies
                     else f"{times_as_long(data, name, row, ours, limit):.2f} x"
                 )
-            their_rate = f" ({rate(size, theirs)} GB/s)" if theirs and copies else ""
+            their_rate = f" ({rate(size, theirs)} GB/s)" if theirs and copies else their_span
             yield [
                 f"**{about['title']}**" if first else "",
                 title,
                 ms(ours),
-                span(own[row], data["repeat"]) if row in own else "–",
+                span(own[row], data["repeat"], len(counted)) if row in own else "–",
                 rate(size, ours) if copies else "",
                 ms(limit),
                 share,
@@ -162,14 +206,20 @@ def call_lines(data):
         "joined_rdma": "the same, memory fit for GPUDirect RDMA",
         "beside": "the same, in the process and moment of the library's own",
     }
+    row_of = lambda key: {"pause": "discard_pause", "unmap": "discard_pause", "release": "discard_pause"}.get(
+        key, "discard_resume_rested" if key.endswith("_rested") else "discard_resume"
+    )
     rows = []
     for name, variants in data["calls"].items():
         for variant, title in titles.items():
             calls = variants.get(variant)
             if not calls:
                 continue
-            part = lambda key: ms(middle(calls.get(key, [])))
-            whole = lambda key: f"{part(key)} ({span(calls[key])})" if key in calls else "–"
+            counted = lambda key: undisturbed(data, name, variant, row_of(key), calls.get(key, []))
+            part = lambda key: ms(middle(counted(key)))
+            whole = lambda key: (
+                part(key) + aside(span(calls[key], 0, len(counted(key)))) if key in calls else "–"
+            )
             rows.append(
                 [
                     data["sets"][name]["title"],
@@ -339,6 +389,12 @@ def markdown(data):
         "device copy, the copy of what changed, and the driver's calls; of discarded contents, the driver's calls alone for the same "
         "allocations, with memory that GPUDirect RDMA can reach, as that of `cudaMalloc` is, in turns with the library's in one process and after as long a rest; "
         "there, how many times as long it took, the median of the turns.",
+        "",
+        "The driver's calls are work of one processor alone. Where the machine is virtual, somebody else may have the other half of its core, and "
+        f"they take 1.3 to 1.5 times as long. So before and after each of them, and each pause and resume of discarded contents, a thousand trips "
+        f"into the kernel are timed. Where they take more than {QUIET} times as long as the fastest in that process, the sample counts in the noise "
+        f"and not in the median, for the driver, the library and torch_memory_saver alike, unless fewer than {ENOUGH} are left; in parentheses: of "
+        f"how many of how many the median is.",
         "",
     ]
     if saver:

@@ -27,13 +27,15 @@ static const char help[] =
 	"                          environment says, 1 discard, 2 host), what the file lists\n"
 	"  fill                    writes contents into all of it\n"
 	"  scribble                the same byte everywhere, at the device's speed\n"
-	"  pause TAG|* BACKUP      answers when it began and ended (ns, monotonic clock)\n"
+	"  pause TAG|* BACKUP      answers when it began and ended (ns, monotonic clock), and how\n"
+	"                          slow the processor was, against its best\n"
 	"  resume TAG|* MS         the same\n"
 	"  change N                changes N of the pieces of 2 MiB, a few bytes in each\n"
 	"  check TAG full|sample|zero\n"
 	"  calls MS FILE           takes the memory that the file lists with the driver's calls\n"
 	"                          alone, uses it, rests so long and gives it back; answers what\n"
-	"                          creating, mapping, access, unmapping and releasing took, in s\n"
+	"                          creating, mapping, access, unmapping and releasing took, in s,\n"
+	"                          and how slow the processor was at the two\n"
 	"  status                  the library's, as JSON\n"
 	"  pin N                   registers so much host memory, as a program without the\n"
 	"                          library would\n"
@@ -359,13 +361,14 @@ static void transition(bool pausing, const char *tag, long argument)
 		answer("error the library is not preloaded");
 		return;
 	}
+	double before = slowness();
 	long long from = now_ns();
 	int32_t code = pausing ? do_pause(chosen, -1, (int32_t)argument) : do_resume(chosen, argument);
 	long long to = now_ns();
 	if (code != 0)
 		answer("error %s: %s", pausing ? "pause" : "resume", last_error());
 	else
-		answer("ok %lld %lld", from, to);
+		answer("ok %lld %lld %.3f", from, to, larger(before, slowness()));
 }
 
 static void status(void)
@@ -396,7 +399,8 @@ static void calls(long rest_ms, const char *path)
 		snprintf(known, sizeof known, "%s", path);
 	}
 	struct times times = take_and_give(taken, listed, base, total, true, has_rdma(0), rest_ms, (void *)stream);
-	answer("ok %.9f %.9f %.9f %.9f %.9f", times.create, times.map, times.access, times.unmap, times.release);
+	answer("ok %.9f %.9f %.9f %.9f %.9f %.3f %.3f", times.create, times.map, times.access, times.unmap, times.release,
+	       times.slow_taking, times.slow_giving);
 }
 
 static void pin(size_t bytes)
