@@ -31,6 +31,7 @@ pub mod interpose;
 mod logger;
 pub mod memory;
 pub mod process;
+mod ranges;
 pub mod tms;
 pub mod units;
 

@@ -242,6 +242,7 @@ impl State {
             paused_bytes: if *state == TagState::Paused { GIB } else { 0 },
             host_bytes: if *state == TagState::Paused { GIB } else { 0 },
             disk_bytes: 0,
+            freed_bytes: 0,
             backup: [(Backup::Host, GIB)].into(),
             retained: false,
         };

@@ -8,7 +8,7 @@ use common::{Gpu, MIB, free, malloc, pattern, synchronize, write};
 use std::ffi::{CStr, c_char, c_void};
 use std::mem::transmute;
 use vramctl::backup::digest::{Digest, Hasher, Key, PIECE};
-use vramctl::driver::{Current, Reservation, code};
+use vramctl::driver::{Addresses, Current, code};
 
 fn current() -> Current {
     Current::of_thread().unwrap().expect("the program has a context")
@@ -133,7 +133,7 @@ fn memory_that_is_not_there_is_an_error() {
     assert_eq!(unsafe { create(&raw mut context, 0, 0) }, 0);
     let current = current();
     let mut hasher = Hasher::new(&current).unwrap();
-    let nothing = Reservation::new(2 * PIECE).unwrap();
+    let nothing = Addresses::alone(2 * PIECE).unwrap();
     let spans = [(nothing.base(), 2 * PIECE)];
     for _ in 0..2 {
         assert_eq!(hasher.digests(&current, &spans).unwrap_err().code, 700);

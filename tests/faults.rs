@@ -61,10 +61,11 @@ const CALLS: &[&str] = &[
 /// What a call answers, and how often: out of memory, a code that no driver of today knows, and unknown for good.
 const ANSWERS: [(u32, u64); 3] = [(2, 1), (4242, 1), (999, u64::MAX)];
 
-/// Allocations that are kept: in host memory, in host memory that is retained and hashed, and in a file. And one that is not.
+/// Allocations that are kept: in host memory, in host memory that is retained and hashed, and in a file. And some that are
+/// not, which share physical memory.
 struct Program {
     kept: Vec<(u64, Vec<u8>)>,
-    dropped: (u64, Vec<u8>),
+    dropped: Vec<(u64, Vec<u8>)>,
 }
 
 impl Program {
@@ -80,7 +81,14 @@ impl Program {
             allocate(2, common::RETAINED_TAG, Backup::Host, 3 * MIB),
             allocate(3, "cold", Backup::Disk, MIB),
         ];
-        let program = Self { kept, dropped: allocate(4, "cache", Backup::Discard, MIB) };
+        let dropped = (4..7).map(|seed| allocate(seed, "cache", Backup::Discard, MIB)).collect();
+        let program = Self { kept, dropped };
+        // So that they share it.
+        pause(&["cache"]).unwrap();
+        resume(&["cache"]).unwrap();
+        for (address, contents) in &program.dropped {
+            assert_eq!(write(*address, contents), 0);
+        }
         // So that there is a retained copy, and a piece of it that has changed since.
         pause(&[common::RETAINED_TAG]).unwrap();
         resume(&[common::RETAINED_TAG]).unwrap();
@@ -96,17 +104,23 @@ impl Program {
             let found = read(*address, contents.len()).unwrap_or_else(|code| panic!("{case}: reading {address:#x}: {code}"));
             assert!(found == *contents, "{case}: contents at {address:#x} are not what they were");
         }
-        let (address, contents) = &self.dropped;
-        let found = read(*address, contents.len()).unwrap();
-        let zero = found.iter().all(|byte| *byte == 0);
-        assert!(
-            if was_paused { zero || found == *contents } else { found == *contents },
-            "{case}: discarded memory is neither kept nor zero"
-        );
+        for (address, contents) in &self.dropped {
+            let found = read(*address, contents.len()).unwrap_or_else(|code| panic!("{case}: reading {address:#x}: {code}"));
+            let zero = found.iter().all(|byte| *byte == 0);
+            assert!(
+                if was_paused { zero || found == *contents } else { found == *contents },
+                "{case}: discarded memory is neither kept nor zero"
+            );
+        }
+    }
+
+    /// What the paths of a free free: not all that shares memory.
+    fn doomed(&self) -> impl Iterator<Item = u64> {
+        self.kept.iter().chain(self.dropped.get(1..).unwrap_or_default()).map(|(address, _)| *address)
     }
 
     fn end(self, case: &str) {
-        for (address, _) in self.kept.iter().chain([&self.dropped]) {
+        for (address, _) in self.kept.iter().chain(&self.dropped) {
             assert_eq!(free(*address), 0, "{case}");
         }
     }
@@ -221,7 +235,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     let mut freed = Vec::new();
     if path.is_free() {
         let release = |address| if path == Path::FreeAsync { free_async(address, &stream) } else { free(address) };
-        freed = program.kept.iter().map(|(address, _)| *address).filter(|address| release(*address) == 0).collect();
+        freed = program.doomed().filter(|address| release(*address) == 0).collect();
     }
     vramctl::backup::settle();
     if let Some(counts) = counts {
@@ -236,10 +250,12 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
 
     // The next try works, whatever state the first one left.
     if path.is_free() {
-        for (address, _) in program.kept.iter().filter(|(address, _)| !freed.contains(address)) {
-            assert_eq!(free(*address), 0, "{case}: the second free of what is still there");
+        for address in program.doomed().filter(|address| !freed.contains(address)) {
+            assert_eq!(free(address), 0, "{case}: the second free of what is still there");
         }
-        assert_eq!(free(program.dropped.0), 0, "{case}");
+        let (left, contents) = &program.dropped[0];
+        assert!(path == Path::FreePaused || read(*left, contents.len()).unwrap() == *contents, "{case}: it was not freed");
+        assert_eq!(free(*left), 0, "{case}");
         return;
     }
     if matches!(path, Path::Pause | Path::PauseInMemory) && Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0) {

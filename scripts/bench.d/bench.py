@@ -338,10 +338,10 @@ class Bench:
             raise Failed(f"{name} did not start as it should; see bench.log")
         return child
 
-    def holding(self, chosen, fill=True, **settings):
-        """A process that holds the set."""
+    def holding(self, chosen, fill=True, backup=0, **settings):
+        """A process that holds the set, in a region with a backup as in set.c."""
         child = self.start(chosen.name, **settings)
-        child.ask(f"alloc bench 0 {self.files[chosen.name]}")
+        child.ask(f"alloc bench {backup} {self.files[chosen.name]}")
         if fill:
             child.ask("fill")
         return child
@@ -476,7 +476,7 @@ class Bench:
         self.record_calls(chosen, "beside", dict(zip(parts, took)), rested)
 
     def discarded(self, chosen):
-        child = self.holding(chosen, fill=False)
+        child = self.holding(chosen, fill=False, backup=1)
         child.ask("scribble")
         # The first of a process is not counted: it is the start of other things, too.
         child.took("pause * 1")

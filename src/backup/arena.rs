@@ -16,8 +16,8 @@ use crate::config::Config;
 use crate::driver::{Context, Current, Pinned};
 use crate::error::Error;
 use crate::process::{self, Busy, PerProcess};
+use crate::ranges::FreeRanges;
 use crate::units::Bytes;
-use std::collections::BTreeMap;
 use std::io;
 use std::ptr::{self, NonNull};
 use std::slice;
@@ -57,8 +57,8 @@ unsafe impl Sync for Arena {}
 
 #[derive(Default)]
 struct State {
-    /// Free addresses, as offset and length; neighbours are joined.
-    free: BTreeMap<usize, usize>,
+    /// Free addresses.
+    free: FreeRanges,
     pieces: Vec<Piece>,
     /// Pieces at the beginning whose addresses may be read and written.
     open: usize,
@@ -125,7 +125,7 @@ impl Arena {
         let bytes = if fits == MOST { fits } else { fits / 2 };
         // SAFETY: the end of the mapping just made; nothing where it is all used.
         unsafe { libc::munmap(base.as_ptr().wrapping_add(bytes).cast(), fits - bytes) };
-        let state = State { free: BTreeMap::from([(0, bytes)]), ..State::default() };
+        let state = State { free: FreeRanges::new(bytes), ..State::default() };
         let (changed, made, coming) = (Condvar::new(), Made::default(), AtomicU64::new(0));
         Some(Self { base, bytes, state: Mutex::new(state), changed, made, coming })
     }
@@ -376,10 +376,8 @@ impl Arena {
     pub fn status(&self) -> ArenaStatus {
         let state = self.lock();
         let count = |wanted: fn(&Piece) -> bool| (state.pieces.iter().filter(|piece| wanted(piece)).count() * PIECE) as u64;
-        let free: usize = state.free.values().sum();
-        let end = state.free.iter().next_back().map_or(0, |(offset, bytes)| offset + bytes);
         ArenaStatus {
-            used_bytes: (end - free) as u64,
+            used_bytes: (self.bytes - state.free.bytes()) as u64,
             ready_bytes: count(|piece| piece.readiness.is_ready()),
             pinned_bytes: count(|piece| matches!(piece.readiness, Readiness::Ready(Some(_)))),
         }
@@ -505,11 +503,7 @@ impl State {
 
     /// The first free place. Low addresses first, so that ranges share pieces and use those that are ready.
     fn take(&mut self, bytes: usize) -> Option<usize> {
-        let (&offset, &length) = self.free.iter().find(|(_, length)| **length >= bytes)?;
-        self.free.remove(&offset);
-        if length > bytes {
-            self.free.insert(offset + bytes, length - bytes);
-        }
+        let offset = self.free.take(bytes)?;
         for piece in Arena::pieces_of(&std::mem::ManuallyDrop::new(Range { offset, bytes })) {
             self.piece(piece).users += 1;
         }
@@ -520,17 +514,7 @@ impl State {
         for piece in Arena::pieces_of(range) {
             self.piece(piece).users -= 1;
         }
-        let (mut offset, mut bytes) = (range.offset, range.bytes);
-        if let Some(next) = self.free.remove(&(offset + bytes)) {
-            bytes += next;
-        }
-        if let Some((&before, &length)) = self.free.range(..offset).next_back()
-            && before + length == offset
-        {
-            offset = before;
-            bytes += length;
-        }
-        self.free.insert(offset, bytes);
+        self.free.give_back(range.offset, range.bytes);
     }
 }
 
@@ -581,7 +565,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn state() -> State {
-        State { free: BTreeMap::from([(0, 100 * PIECE)]), ..State::default() }
+        State { free: FreeRanges::new(100 * PIECE), ..State::default() }
     }
 
     fn range(offset: usize, bytes: usize) -> std::mem::ManuallyDrop<Range> {
@@ -611,7 +595,7 @@ mod tests {
             for (offset, bytes) in taken {
                 state.give_back(&range(offset, bytes));
             }
-            prop_assert_eq!(state.free, BTreeMap::from([(0, 100 * PIECE)]));
+            prop_assert_eq!(state.free, FreeRanges::new(100 * PIECE));
         }
     }
 }

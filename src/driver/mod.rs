@@ -16,7 +16,7 @@ pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
 pub use nvml::{Holder, holders};
 pub use table::{Driver, Status, code};
-pub use vmm::{Memory, Reservation, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
+pub use vmm::{Addresses, Memory, PIECE as MEMORY_PIECE, Reservation, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
 
 use std::ffi::CStr;
 use std::fmt;

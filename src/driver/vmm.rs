@@ -3,15 +3,16 @@
 //! An object that cannot undo itself when it is dropped (the driver refused to unmap, release or free) leaves what is
 //! left of it in one list, and [`sweep`] tries again: a refused release is late memory, not lost memory.
 
-use super::{CUdevice, CUdeviceptr, Driver, Failure, attribute};
+use super::{CUdevice, CUdeviceptr, Driver, Failure, attribute, code};
 use crate::process::PerProcess;
+use crate::ranges::FreeRanges;
 use cudarc::driver::sys::{
     CUdevice_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
 };
 use std::mem;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Whether the device can map physical memory at reserved addresses.
 pub fn supports_vmm(device: CUdevice) -> bool {
@@ -45,11 +46,14 @@ fn properties(device: CUdevice) -> CUmemAllocationProp {
     properties
 }
 
-/// A range of virtual addresses that the driver keeps for us.
+/// A range of virtual addresses that the driver keeps for us, and that allocations have parts of.
 #[derive(Debug)]
 pub struct Reservation {
     base: CUdeviceptr,
     bytes: usize,
+    free: Mutex<FreeRanges>,
+    /// Whether allocations in it may share physical memory with their neighbours.
+    shares: AtomicBool,
 }
 
 /// Where the last reservation ended.
@@ -63,7 +67,35 @@ impl Reservation {
         // SAFETY: `base` is writable. The address asked for is a wish: taken already, the driver chooses another.
         unsafe { Driver::get()?.cuMemAddressReserve(&raw mut base, bytes, 0, NEXT.load(Ordering::Relaxed), 0)? };
         NEXT.store(base + bytes as u64, Ordering::Relaxed);
-        Ok(Self { base, bytes })
+        Ok(Self { base, bytes, free: Mutex::new(FreeRanges::new(bytes)), shares: AtomicBool::new(true) })
+    }
+
+    /// Takes `bytes` (a multiple of the granularity) of it, behind what is taken already where there is room.
+    pub fn take(self: &Arc<Self>, bytes: usize) -> Option<Addresses> {
+        let offset = self.free.lock().unwrap_or_else(PoisonError::into_inner).take(bytes)?;
+        Some(Addresses { base: self.base + offset as u64, bytes, of: Arc::clone(self) })
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        undo(Leftover { addresses: Some((self.base, self.bytes)), ..Leftover::default() });
+    }
+}
+
+/// A part of a reservation, given back when dropped.
+#[derive(Debug)]
+pub struct Addresses {
+    base: CUdeviceptr,
+    bytes: usize,
+    of: Arc<Reservation>,
+}
+
+impl Addresses {
+    /// All of a reservation of their own.
+    pub fn alone(bytes: usize) -> Result<Self, Failure> {
+        let nothing = Failure { call: "cuMemAddressReserve", code: code::UNKNOWN };
+        Arc::new(Reservation::new(bytes)?).take(bytes).ok_or(nothing)
     }
 
     /// The first address.
@@ -75,23 +107,37 @@ impl Reservation {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
+
+    /// Whether the other ones follow directly, and memory may be mapped across the two.
+    pub fn may_share_with(&self, next: &Self) -> bool {
+        Arc::ptr_eq(&self.of, &next.of) && self.base + self.bytes as u64 == next.base && self.of.shares.load(Ordering::Relaxed)
+    }
+
+    /// From now on no memory is mapped across allocations in this reservation. What is mapped so stays.
+    pub fn share_no_more(&self) {
+        self.of.shares.store(false, Ordering::Relaxed);
+    }
 }
 
-impl Drop for Reservation {
+impl Drop for Addresses {
     fn drop(&mut self) {
-        undo(Leftover { addresses: Some((self.base, self.bytes)), ..Leftover::default() });
+        let offset = (self.base - self.of.base) as usize;
+        self.of.free.lock().unwrap_or_else(PoisonError::into_inner).give_back(offset, self.bytes);
     }
 }
 
 /// The largest piece of physical memory asked for at once. Right after much memory was released the driver has to clean
 /// it first, and one piece of 96 GiB takes twice as long as pieces of 8 GiB (`docs/performance.md`).
-const PIECE: usize = 8 << 30;
+pub const PIECE: usize = 8 << 30;
 
-/// Physical memory of a device, mapped or not. Dropped, it is unmapped and given back to the driver.
+/// Physical memory of a device, and the addresses that it belongs at. Dropped, it is unmapped and given back to the driver.
 #[derive(Debug)]
 pub struct Memory {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
-    mapped_at: Option<CUdeviceptr>,
+    /// One behind the other, for one allocation or for neighbours that share it; none before it is first mapped. They are
+    /// kept for as long as it may be mapped there.
+    at: Vec<Arc<Addresses>>,
+    mapped: bool,
 }
 
 impl Memory {
@@ -99,7 +145,7 @@ impl Memory {
     pub fn create(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
         let driver = Driver::get()?;
         let wanted = properties(device);
-        let mut memory = Self { pieces: Vec::with_capacity(bytes.div_ceil(PIECE)), mapped_at: None };
+        let mut memory = Self { pieces: Vec::with_capacity(bytes.div_ceil(PIECE)), at: Vec::new(), mapped: false };
         for offset in (0..bytes).step_by(PIECE) {
             let (mut handle, piece) = (0, PIECE.min(bytes - offset));
             // SAFETY: `handle` is writable and the properties are complete.
@@ -109,44 +155,64 @@ impl Memory {
         Ok(memory)
     }
 
-    fn bytes(&self) -> usize {
+    /// How much it is, in bytes.
+    pub fn bytes(&self) -> usize {
         self.pieces.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Puts the memory at the start of a reservation of the same size. Nothing can use it there until [`let_in`]. After
-    /// an error it is as it was: not mapped.
-    pub fn map(&mut self, at: &Reservation) -> Result<(), Failure> {
+    /// Puts the memory at addresses that follow each other and are as long as it is together. Nothing can use it there
+    /// until [`let_in`]. After an error it is not mapped.
+    pub fn map(&mut self, at: Vec<Arc<Addresses>>) -> Result<(), Failure> {
+        self.at = at;
+        self.map_again()
+    }
+
+    /// Puts it back where it was before it was unmapped.
+    pub fn map_again(&mut self) -> Result<(), Failure> {
         let driver = Driver::get()?;
-        let mut base = at.base;
+        let Some(first) = self.at.first().map(|addresses| addresses.base) else { return Ok(()) };
+        let mut base = first;
         for (handle, bytes) in &self.pieces {
-            // SAFETY: `at` is reserved for as long as the memory is mapped there: its owner drops the memory first.
+            // SAFETY: the addresses are reserved for as long as the memory may be mapped there: it keeps them.
             if let Err(failure) = unsafe { driver.cuMemMap(base, *bytes, 0, *handle, 0) } {
-                if base > at.base {
-                    undo(Leftover { mapping: Some((at.base, (base - at.base) as usize)), ..Leftover::default() });
+                if base > first {
+                    let mapping = Some((first, (base - first) as usize));
+                    undo(Leftover { mapping, at: self.at.clone(), ..Leftover::default() });
                 }
                 return Err(failure);
             }
             base += *bytes as u64;
         }
-        self.mapped_at = Some(at.base);
+        self.mapped = true;
         Ok(())
     }
 
-    /// Whether it is at an address.
+    /// Whether it is at its addresses.
     pub fn is_mapped(&self) -> bool {
-        self.mapped_at.is_some()
+        self.mapped
+    }
+
+    /// Whether it is of several allocations.
+    pub fn is_shared(&self) -> bool {
+        self.at.len() > 1
+    }
+
+    /// Addresses of so many bytes that nobody but this memory keeps: what shared it there is gone.
+    pub fn vacancy(&self, bytes: usize) -> Option<Arc<Addresses>> {
+        self.at.iter().find(|part| part.bytes == bytes && Arc::strong_count(part) == 1).cloned()
     }
 
     /// Where it is mapped, if it is.
     fn span(&self) -> Option<Span> {
-        self.mapped_at.map(|base| Span { base, bytes: self.bytes() })
+        let first = self.at.first().filter(|_| self.mapped)?;
+        Some(Span { base: first.base, bytes: self.bytes() })
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Some(Span { base, bytes }) = self.span() {
-            undo(Leftover { mapping: Some((base, bytes)), ..Leftover::default() });
+            undo(Leftover { mapping: Some((base, bytes)), at: mem::take(&mut self.at), ..Leftover::default() });
         }
         for piece in self.pieces.drain(..) {
             undo(Leftover { handle: Some(piece), ..Leftover::default() });
@@ -177,7 +243,7 @@ pub fn unmap(mut memories: &mut [&mut Memory]) -> Result<(), Failure> {
         let (mut gone, mut neighbours) = (0, 0);
         while gone < bytes {
             gone += memories[neighbours].bytes();
-            memories[neighbours].mapped_at = None;
+            memories[neighbours].mapped = false;
             neighbours += 1;
         }
         memories = &mut memories[neighbours..];
@@ -207,6 +273,8 @@ fn contiguous(spans: impl Iterator<Item = Span>) -> impl Iterator<Item = Span> {
 #[derive(Debug, Default)]
 struct Leftover {
     mapping: Option<(CUdeviceptr, usize)>,
+    /// What the mapping is at. Given back when all is undone.
+    at: Vec<Arc<Addresses>>,
     handle: Option<(CUmemGenericAllocationHandle, usize)>,
     addresses: Option<(CUdeviceptr, usize)>,
 }
@@ -246,9 +314,17 @@ fn undo(mut leftover: Leftover) {
 /// Tries again to undo what the driver refused to undo before. In the order in which it was left: a mapping comes
 /// before the reservation that it is in.
 pub fn sweep() {
-    if let Some(leftovers) = LEFTOVERS.existing() {
-        leftovers.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|leftover| leftover.undo().is_err());
-    }
+    let Some(leftovers) = LEFTOVERS.existing() else { return };
+    let mut free = Vec::new();
+    leftovers.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|leftover| {
+        let undone = leftover.undo().is_ok();
+        if undone {
+            free.append(&mut leftover.at);
+        }
+        !undone
+    });
+    // Without the lock: giving back the last of a reservation undoes that, or leaves it on the list.
+    drop(free);
 }
 
 /// Bytes of device memory that the driver has refused to take back so far.

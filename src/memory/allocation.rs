@@ -1,11 +1,11 @@
-//! One allocation: a reservation of addresses, and what is behind them now.
+//! One allocation: its addresses, and what is behind them now.
 
 use super::Backup;
 use crate::backup::Saved;
-use crate::driver::{self, CUdevice, CUdeviceptr, Context, Failure, Reservation};
+use crate::driver::{self, Addresses, CUdevice, CUdeviceptr, Context, Failure};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// One reservation of virtual addresses that the program was given, and the physical memory now behind it.
+/// The virtual addresses that the program was given, and the physical memory now behind them.
 #[derive(Debug)]
 pub struct Allocation {
     /// The tag under which it is paused and resumed.
@@ -17,25 +17,32 @@ pub struct Allocation {
     /// The device that the memory is on.
     pub device: CUdevice,
     context: Context,
-    // Before the reservation, so that memory is unmapped before its addresses are given up.
     contents: Mutex<Contents>,
-    reservation: Reservation,
+    addresses: Arc<Addresses>,
+}
+
+/// Physical memory, of one allocation or of neighbours that were resumed together.
+pub type Physical = Arc<Mutex<driver::Memory>>;
+
+/// Looks at physical memory, or changes it. The last of the locks: nothing else is locked while it is held.
+pub fn lock(memory: &Physical) -> MutexGuard<'_, driver::Memory> {
+    memory.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Where the contents are. Changed only under the transition lock held for writing, or by the one that has taken the
 /// allocation out of the registry.
 #[derive(Debug)]
 pub struct Contents {
-    /// The physical memory, mapped at all of the reservation; `None`: the allocation is paused.
-    pub memory: Option<driver::Memory>,
+    /// The physical memory, mapped at all of the addresses; `None`: the allocation is paused.
+    pub memory: Option<Physical>,
     /// While paused: the contents; `None`: they were discarded. While active: what they were when they were last saved,
     /// if that is retained.
     pub saved: Option<Arc<Saved>>,
 }
 
 impl Allocation {
-    /// An active allocation of memory that is mapped at the reservation.
-    pub fn new(policy: super::Policy, requested: usize, current: &driver::Current, memory: driver::Memory, at: Reservation) -> Self {
+    /// An active allocation of memory that is mapped at the addresses.
+    pub fn new(policy: super::Policy, requested: usize, current: &driver::Current, memory: Physical, at: Arc<Addresses>) -> Self {
         Self {
             tag: policy.tag,
             backup: policy.backup,
@@ -43,18 +50,18 @@ impl Allocation {
             device: current.device(),
             context: current.context(),
             contents: Mutex::new(Contents { memory: Some(memory), saved: None }),
-            reservation: at,
+            addresses: at,
         }
     }
 
     /// The address that the program has.
     pub fn address(&self) -> CUdeviceptr {
-        self.reservation.base()
+        self.addresses.base()
     }
 
     /// Bytes of device memory when active: the request, rounded up to the device's granularity.
     pub fn bytes(&self) -> usize {
-        self.reservation.bytes()
+        self.addresses.bytes()
     }
 
     /// Whether `address` lies in it.
@@ -68,8 +75,8 @@ impl Allocation {
     }
 
     /// Its addresses.
-    pub fn reservation(&self) -> &Reservation {
-        &self.reservation
+    pub fn addresses(&self) -> &Arc<Addresses> {
+        &self.addresses
     }
 
     /// Where the contents are now. Held for moments, and while the driver unmaps or maps it: a
@@ -85,14 +92,34 @@ impl Allocation {
     }
 
     /// Takes the memory away from the addresses, if it is there; the contents stay in it. The caller has seen to it that
-    /// nothing uses them.
-    pub fn unmap(&self) -> Result<(), Failure> {
-        self.contents().memory.as_mut().map_or(Ok(()), |memory| driver::unmap(&mut [memory]))
+    /// nothing uses them. `false`: it is still there, because neighbours share it.
+    pub fn unmap(&self) -> Result<bool, Failure> {
+        let contents = self.contents();
+        let Some(mut memory) = contents.memory.as_ref().map(lock) else { return Ok(true) };
+        if memory.is_shared() {
+            return Ok(false);
+        }
+        driver::unmap(&mut [&mut memory]).map(|()| true)
     }
 
     /// Lets another device read and write the memory that is there now.
     pub fn let_in(&self, peer: CUdevice) -> Result<(), Failure> {
-        driver::let_in(peer, self.contents().memory.iter())
+        let contents = self.contents();
+        let memory = contents.memory.as_ref().map(lock);
+        driver::let_in(peer, memory.as_deref().into_iter())
+    }
+
+    /// Whether the two have physical memory together.
+    pub fn shares_with(&self, other: &Self) -> bool {
+        // One lock at a time: threads may look at the two in either order.
+        let memory = self.contents().memory.clone();
+        memory.is_some_and(|memory| other.contents().memory.as_ref().is_some_and(|other| Arc::ptr_eq(&memory, other)))
+    }
+
+    /// Whether memory may be mapped across the two, both paused and without contents.
+    pub fn may_share_with(&self, next: &Self) -> bool {
+        let nothing_kept = |allocation: &Self| allocation.contents().saved.is_none();
+        self.context == next.context && self.addresses.may_share_with(&next.addresses) && nothing_kept(self) && nothing_kept(next)
     }
 
     /// Whether it is paused.

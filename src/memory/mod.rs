@@ -11,15 +11,17 @@ mod transition;
 mod work;
 
 pub use allocation::{Allocation, Contents};
+use allocation::{Physical, lock};
 pub use region::Policy;
 pub use status::{DeviceStatus, Status, TagState, TagStatus};
 pub use transition::{Observer, Progress, Report, Request, Span, Stage};
 
 use crate::backup;
 use crate::config::Config;
-use crate::driver::{self, CUdevice, CUdeviceptr, Context, Current, Failure, RelaxedCapture, Reservation, StreamHandle, code};
+use crate::driver::{self, Addresses, CUdevice, CUdeviceptr, Context, Current, Failure, RelaxedCapture, Reservation, StreamHandle, code};
 use crate::error::{Error, Shortage};
 use crate::process::PerProcess;
+use crate::units::Bytes;
 use dashmap::DashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,7 +29,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 
 /// What becomes of an allocation's contents while it is paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -78,6 +80,8 @@ pub enum After {
     Stream(StreamHandle),
 }
 
+type TagOnDevice = (CUdevice, Arc<str>);
+
 /// All that this process has under management.
 pub struct Memory {
     allocations: DashMap<CUdeviceptr, Arc<Allocation>>,
@@ -86,6 +90,8 @@ pub struct Memory {
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes that an allocation must leave free on its device.
     margin: AtomicU64,
+    /// Where the allocations of a tag lie side by side, if they do.
+    reservations: Mutex<BTreeMap<TagOnDevice, Weak<Reservation>>>,
     /// Which device may also use the memory of which other, (the one, the other's), and the context in which it does.
     peers: RwLock<BTreeMap<(CUdevice, CUdevice), Context>>,
 }
@@ -95,6 +101,7 @@ static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     transition: RwLock::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),
     margin: AtomicU64::new(0),
+    reservations: Mutex::default(),
     peers: RwLock::default(),
 });
 
@@ -178,21 +185,72 @@ impl Memory {
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
         let size = bytes.checked_next_multiple_of(driver::granularity(device)?).ok_or(too_large)?;
         self.check_margin(device, size)?;
-        let mut memory = driver::Memory::create(device, size).or_else(|failure| {
+        let (memory, addresses) = match self.take_fresh(&policy, device, size) {
+            Err(failure) if failure.code == code::OUT_OF_MEMORY => self.take_vacant(&policy, device, size).ok_or(failure)?,
+            taken => taken?,
+        };
+        let allocation = Allocation::new(policy, bytes, current, memory, addresses);
+        let address = allocation.address();
+        self.allocations.insert(address, Arc::new(allocation));
+        Ok(address)
+    }
+
+    /// New memory, mapped and accessible.
+    fn take_fresh(&self, policy: &Policy, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
+        let mut memory = driver::Memory::create(device, bytes).or_else(|failure| {
             // What an earlier release was refused may be had now.
             if failure.code != code::OUT_OF_MEMORY || driver::leftover_bytes() == 0 {
                 return Err(failure);
             }
             driver::sweep();
-            driver::Memory::create(device, size)
+            driver::Memory::create(device, bytes)
         })?;
-        let reservation = Reservation::new(size)?;
-        memory.map(&reservation)?;
+        let addresses = Arc::new(self.addresses_for(policy, device, bytes)?);
+        memory.map(vec![Arc::clone(&addresses)])?;
         self.open(device, [&memory])?;
-        let allocation = Allocation::new(policy, bytes, current, memory, reservation);
-        let address = allocation.address();
-        self.allocations.insert(address, Arc::new(allocation));
-        Ok(address)
+        Ok((Arc::new(Mutex::new(memory)), addresses))
+    }
+
+    /// The place of a freed allocation of the tag that was as large, in memory that its neighbours still share.
+    fn take_vacant(&self, policy: &Policy, device: CUdevice, bytes: usize) -> Option<(Physical, Arc<Addresses>)> {
+        if !policy.may_share() {
+            return None;
+        }
+        let all = self.snapshot();
+        let of_tag = all.iter().filter(|allocation| allocation.device == device && allocation.tag == policy.tag);
+        let memories = of_tag.filter_map(|allocation| allocation.contents().memory.clone());
+        let found = memories.into_iter().find_map(|memory| {
+            let addresses = lock(&memory).vacancy(bytes)?;
+            Some((memory, addresses))
+        });
+        let freed: u64 = freed_bytes(&all).into_iter().filter(|(of, _)| of.device == device).map(|(_, bytes)| bytes).sum();
+        if found.is_none() && freed > 0 {
+            let freed = Bytes(freed);
+            log::warn!(
+                "{freed} that were freed go back to device {device} with the neighbours that share their memory: pause and resume them"
+            );
+        }
+        found
+    }
+
+    /// Addresses of its own; of a region whose contents are dropped, beside those of its tag, so that neighbours can share
+    /// physical memory when they are resumed.
+    fn addresses_for(&self, policy: &Policy, device: CUdevice, bytes: usize) -> Result<Addresses, Failure> {
+        /// More than the memory of any device. Addresses cost nothing.
+        const SHARED: usize = 256 << 30;
+        if !policy.may_share() {
+            return Addresses::alone(bytes);
+        }
+        let mut reservations = self.reservations.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = reservations.entry((device, Arc::clone(&policy.tag))).or_default();
+        if let Some(addresses) = place.upgrade().and_then(|shared| shared.take(bytes)) {
+            return Ok(addresses);
+        }
+        // The first of the tag, or no room is left beside them. Where addresses are limited, each has its own.
+        let shared = if bytes <= SHARED { Reservation::new(SHARED).ok().map(Arc::new) } else { None };
+        let addresses = shared.as_ref().and_then(|shared| shared.take(bytes));
+        *place = shared.as_ref().map_or_else(Weak::new, Arc::downgrade);
+        addresses.map_or_else(|| Addresses::alone(bytes), Ok)
     }
 
     fn check_margin(&self, device: CUdevice, size: usize) -> Result<(), Error> {
@@ -216,6 +274,10 @@ impl Memory {
         let _shared = self.share();
         // Taken out first, so that of two frees of one address exactly one succeeds.
         let (_, allocation) = self.allocations.remove(&address)?;
+        if !allocation.is_paused() {
+            // The program gives up some and keeps others: from the next resume on each of them has memory of its own.
+            allocation.addresses().share_no_more();
+        }
         let freed = take_memory(&allocation);
         if freed.is_err() {
             self.allocations.insert(address, allocation);
@@ -332,8 +394,19 @@ impl Memory {
     }
 }
 
-/// Takes the memory and the saved contents of an allocation away for good, at once, whoever still looks at it. After an
-/// error it is as it was.
+/// Bytes that were freed and that the driver has not got back, because neighbours share the memory: for each piece of such
+/// memory, and one of the allocations that share it. The allocations are in the order of their addresses.
+fn freed_bytes(all: &[Arc<Allocation>]) -> Vec<(&Arc<Allocation>, u64)> {
+    let freed_of = |sharing: &[Arc<Allocation>]| {
+        let memory = sharing.first()?.contents().memory.clone()?;
+        let used: usize = sharing.iter().map(|allocation| allocation.bytes()).sum();
+        Some(lock(&memory).bytes().saturating_sub(used) as u64)
+    };
+    all.chunk_by(|one, next| one.shares_with(next)).filter_map(|sharing| Some((sharing.first()?, freed_of(sharing)?))).collect()
+}
+
+/// Takes the memory and the saved contents of an allocation away for good, at once, whoever still looks at it; where
+/// neighbours share the memory, it goes with the last of them. After an error it is as it was.
 fn take_memory(allocation: &Allocation) -> Result<(), Error> {
     allocation.unmap()?;
     allocation.replace(Contents { memory: None, saved: None });

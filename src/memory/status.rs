@@ -38,6 +38,10 @@ pub struct TagStatus {
     pub host_bytes: u64,
     /// Bytes of contents that are kept in files now.
     pub disk_bytes: u64,
+    /// Bytes that the program has freed, and that the driver gets back when the neighbours that share their memory are
+    /// paused or freed.
+    #[serde(default)]
+    pub freed_bytes: u64,
     /// Bytes by the policy that a pause follows unless it is told otherwise.
     pub backup: BTreeMap<Backup, u64>,
     /// Whether what is saved in host memory stays there after a resume.
@@ -89,12 +93,13 @@ impl Memory {
     pub fn status(&self) -> Status {
         let mut tags = BTreeMap::<String, TagStatus>::new();
         let mut devices = BTreeMap::<CUdevice, (DeviceStatus, Context)>::new();
-        for allocation in self.snapshot() {
+        let all = self.snapshot();
+        for allocation in &all {
             let bytes = allocation.bytes() as u64;
             let (paused_bytes, host_bytes, disk_bytes) = {
                 let contents = allocation.contents();
                 let (host, disk) = match contents.saved.as_deref() {
-                    Some(saved @ Saved::Host(_)) => (saved.kept_bytes(&allocation), 0),
+                    Some(saved @ Saved::Host(_)) => (saved.kept_bytes(allocation), 0),
                     Some(Saved::Disk(_)) => (0, bytes),
                     None => (0, 0),
                 };
@@ -114,6 +119,9 @@ impl Memory {
             });
             device.active_bytes += bytes - paused_bytes;
             device.paused_bytes += paused_bytes;
+        }
+        for (allocation, freed) in super::freed_bytes(&all) {
+            tags.entry(allocation.tag.to_string()).or_default().freed_bytes += freed;
         }
         let finish = |(name, tag): (String, TagStatus)| {
             let state = match tag.paused_bytes {

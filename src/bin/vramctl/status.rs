@@ -90,6 +90,11 @@ fn describe(status: &ProcessStatus) -> String {
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; it is tried again.", Bytes(memory.late_bytes));
     }
+    let freed: u64 = memory.tags.iter().map(|tag| tag.freed_bytes).sum();
+    if freed > 0 {
+        let freed = Bytes(freed);
+        let _ = write!(text, "\n{freed} were freed and go back with the neighbours that share their memory, at the next pause.");
+    }
     text
 }
 
