@@ -138,6 +138,7 @@ mod tests {
             paused_bytes: 1 << 30,
             host_bytes: 0,
             disk_bytes: 0,
+            freed_bytes: 0,
             backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
             retained: false,
         };
