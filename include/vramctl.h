@@ -110,11 +110,13 @@ const char *vramctl_version(void);
 // Regions nest; the innermost counts. With a null `tag`, allocations in the region are left to CUDA.
 //
 // `tag` is UTF-8 of at most 128 bytes without commas, equals signs and control characters, and is copied. `backup` is a
-// `VramctlBackup`.
+// `VramctlBackup`. With `Discard`, neighbours share physical memory after a resume: what is freed of them goes back to the
+// driver with the last of them, at the next pause at the latest.
 //
 // # Safety
 // `tag` must be null or NUL-terminated.
-VramctlResult vramctl_region_begin(const char *tag, int32_t backup);
+VramctlResult vramctl_region_begin(const char *tag,
+                                   int32_t backup);
 
 // Ends the calling thread's innermost region. `Invalid`: it is in none.
 VramctlResult vramctl_region_end(void);

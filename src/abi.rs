@@ -94,7 +94,8 @@ pub extern "C" fn vramctl_version() -> *const c_char {
 /// Regions nest; the innermost counts. With a null `tag`, allocations in the region are left to CUDA.
 ///
 /// `tag` is UTF-8 of at most 128 bytes without commas, equals signs and control characters, and is copied. `backup` is a
-/// `VramctlBackup`.
+/// `VramctlBackup`. With `Discard`, neighbours share physical memory after a resume: what is freed of them goes back to the
+/// driver with the last of them, at the next pause at the latest.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.

@@ -111,7 +111,9 @@ def region(tag: str | None, backup: Backup = "default", *, device: Any = None, p
     CUDA, and are never paused.
 
     `backup`: what a pause does with the contents: ``host`` keeps them in host memory, ``disk`` in a file, ``discard`` drops
-    them (zeros after the resume); ``default``: as ``VRAMCTL_BACKUP`` says for the tag, else ``host``.
+    them (zeros after the resume); ``default``: as ``VRAMCTL_BACKUP`` says for the tag, else ``host``. With ``discard``,
+    neighbours share physical memory after a resume: what is freed of them goes back to the driver with the last of them, at
+    the next pause at the latest.
 
     With torch, tensors made inside come from a `torch.cuda.MemPool` of this tag and policy on `device` (as torch takes it;
     the current device if None), so that tensors of several tags never share memory; a region is for tensors of one
