@@ -129,6 +129,8 @@ impl Program {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Path {
     Allocate,
+    /// The first of a tag whose contents are dropped, and one beside it.
+    AllocateBeside,
     FreeActive,
     FreePaused,
     /// In the order of a stream.
@@ -142,8 +144,9 @@ enum Path {
     ResumeByKernel,
 }
 
-const PATHS: [Path; 9] = [
+const PATHS: [Path; 10] = [
     Path::Allocate,
+    Path::AllocateBeside,
     Path::FreeActive,
     Path::FreePaused,
     Path::AllocateAsync,
@@ -224,10 +227,11 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     for fault in faults {
         gpu.fail(fault.call, fault.nth, fault.code, fault.times);
     }
-    let (mut extra, mut answer) = (None, None);
+    let (mut extra, mut answer) = (Vec::new(), None);
     match path {
-        Path::Allocate => extra = malloc_tagged("extra", None, 4 * MIB).ok(),
-        Path::AllocateAsync => extra = malloc_async("extra", 4 * MIB, &stream),
+        Path::Allocate => extra.extend(malloc_tagged("extra", None, 4 * MIB)),
+        Path::AllocateBeside => extra.extend((0..2).filter_map(|_| malloc_tagged("extra", Some(Backup::Discard), 4 * MIB).ok())),
+        Path::AllocateAsync => extra.extend(malloc_async("extra", 4 * MIB, &stream)),
         Path::FreeActive | Path::FreePaused | Path::FreeAsync => (),
         Path::Pause | Path::PauseInMemory => answer = Some(pause(path.tags())),
         Path::Resume | Path::ResumeByKernel => answer = Some(resume(&[])),
@@ -267,7 +271,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     pause(&[]).unwrap_or_else(|error| panic!("{case}: pause: {error}"));
     resume(&[]).unwrap_or_else(|error| panic!("{case}: resume again: {error}"));
     program.check(true, &case);
-    if let Some(address) = extra {
+    for address in extra {
         assert_eq!(free(address), 0, "{case}");
     }
     program.end(&case);
@@ -284,6 +288,8 @@ fn check_all_or_nothing(path: Path, answer: &Result<Report, vramctl::Error>, cas
 
 /// Nothing is left after the program has freed everything, but for what the driver refused, which a sweep gets back.
 fn check_nothing_left(gpu: &Gpu, before: &Footprint, case: &str) {
+    let left: u64 = gpu.footprint().used().iter().zip(before.used()).map(|(now, before)| now.saturating_sub(*before)).sum();
+    assert!(left <= vramctl::driver::leftover_bytes(), "{case}: {left} bytes are in use, and nobody counts them");
     vramctl::driver::sweep();
     // A stream that the driver refused to destroy is the one thing that is not tried again.
     assert_eq!(gpu.footprint().without_streams(), before.without_streams(), "{case}: something is left");

@@ -233,7 +233,9 @@ fn many_threads_find_their_own_contents() {
 
 fn work(number: u64, until: Instant) -> u64 {
     let tag = format!("thread-{number}");
-    region::begin(Some(&tag), None).unwrap();
+    // Half of them have contents that are dropped, and so memory that they share.
+    let dropped = number % 4 >= 2;
+    region::begin(Some(&tag), dropped.then_some(Backup::Discard)).unwrap();
     common::set_device((number % 2) as i32);
     let mut seed = number << 32;
     let mut rounds = 0;
@@ -252,7 +254,14 @@ fn work(number: u64, until: Instant) -> u64 {
         let (freed, _) = held.pop().unwrap();
         assert_eq!(free(freed), 0);
         common::resume(&[&tag]).unwrap();
-        for (address, contents) in held {
+        for (address, contents) in &mut held {
+            if dropped {
+                assert!(read(*address, contents.len()).unwrap().iter().all(|byte| *byte == 0), "thread {number} has strange contents");
+                *contents = pattern(seed + *address, contents.len());
+                assert_eq!(write(*address, contents), 0);
+            }
+        }
+        while let Some((address, contents)) = held.pop() {
             assert!(read(address, contents.len()).unwrap() == contents, "thread {number} lost contents");
             assert_eq!(free(address), 0);
         }

@@ -4,8 +4,10 @@
 
 mod common;
 
-use common::{DEVICE_BYTES, Gpu, MIB, free, malloc, malloc_tagged, pattern, pause, read, request, resume, write};
-use vramctl::memory::{Backup, Memory, Request, TagStatus, region};
+use common::{DEVICE_BYTES, Gpu, MIB, Stream, free, malloc, malloc_tagged, pattern, pause, read, request, resume, write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use vramctl::driver::Reservation;
+use vramctl::memory::{Backup, Memory, Request, TagState, TagStatus, region};
 
 const EACH: usize = 4 * MIB;
 
@@ -231,4 +233,149 @@ fn many_threads_free_what_shares_memory() {
         assert_eq!(gpu.footprint(), before);
     }
     region::end().unwrap_err();
+}
+
+/// A status looks at the memory that a pause is about to give back. It must not hold on to it: who waits for the memory would
+/// find it missing.
+#[test]
+fn a_status_does_not_keep_memory_from_going_back() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let addresses = allocate("cache", Backup::Discard, 3);
+    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    let over = AtomicBool::new(false);
+    gpu.slow_down("cuMemUnmap", 3);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                let freed: u64 = Memory::get().status().tags.iter().map(|tag| tag.freed_bytes).sum();
+                assert_eq!(freed, 0, "nothing was freed");
+            }
+        });
+        let still_used = (0..50).filter(|_| {
+            pause(&[]).unwrap();
+            let used = gpu.used(0);
+            resume(&[]).unwrap();
+            used != before.used()[0]
+        });
+        let still_used = still_used.count();
+        over.store(true, Ordering::Relaxed);
+        assert_eq!(still_used, 0, "pauses that returned before the memory was given back");
+    });
+    gpu.clear_faults();
+    end(&gpu, addresses, &before);
+}
+
+/// What the driver refuses to take back is counted and had again, whoever freed it.
+#[test]
+fn a_refused_unmap_of_the_last_one_is_an_error_of_the_free() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let addresses = allocate("cache", Backup::Discard, 3);
+    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    assert_eq!((free(addresses[0]), free(addresses[1])), (0, 0));
+    gpu.fail("cuMemUnmap", 1, 999, 1);
+    assert_ne!(free(addresses[2]), 0, "as without neighbours");
+    assert_eq!(status("cache").allocations, 1);
+    gpu.fail("cuMemRelease", 1, 999, 1);
+    assert_eq!(free(addresses[2]), 0);
+    let late = Memory::get().status().late_bytes;
+    assert_eq!(late, gpu.used(0) - before.used()[0], "what is still in use is late");
+    // A full device: the next allocation has it back.
+    gpu.clear_faults();
+    gpu.occupy(0, DEVICE_BYTES - gpu.used(0) as usize);
+    let another = malloc_tagged("weights", Some(Backup::Host), EACH).unwrap();
+    gpu.occupy(0, 0);
+    end(&gpu, [another], &before);
+}
+
+/// A vacant place needs no memory of the device, so a margin does not forbid it.
+#[test]
+fn a_margin_does_not_stand_in_the_way_of_a_vacant_place() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let mut addresses = allocate("cache", Backup::Discard, 3);
+    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    gpu.occupy(0, DEVICE_BYTES - gpu.used(0) as usize);
+    Memory::get().set_margin(2 << 20);
+    assert_eq!(free(addresses.remove(0)), 0);
+    let again = malloc_tagged("cache", Some(Backup::Discard), EACH);
+    Memory::get().set_margin(0);
+    gpu.occupy(0, 0);
+    addresses.push(again.unwrap());
+    end(&gpu, addresses, &before);
+}
+
+/// The driver does not choose an address behind the last one at the end of the address space, it refuses. Programs that
+/// allocate and free for days come there.
+#[test]
+fn addresses_begin_again_at_the_end_of_the_space() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    for _ in 0..300 {
+        drop(Reservation::new(1 << 40).unwrap());
+    }
+    for _ in 0..600 {
+        let addresses = allocate("cache", Backup::Discard, 1);
+        end(&gpu, addresses, &before);
+    }
+}
+
+/// Who may use the memory of another device may do so after each resume, whatever shares it.
+#[test]
+fn a_peer_reaches_what_shares_memory() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let mut addresses = allocate("cache", Backup::Discard, 3);
+    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    let copy = |addresses: &[u64]| {
+        common::set_device(1);
+        let local = malloc(EACH).unwrap();
+        let stream = Stream::create();
+        let codes: Vec<_> = addresses.iter().map(|address| stream.copy(local, *address, EACH) | stream.synchronize()).collect();
+        drop(stream);
+        assert_eq!(free(local), 0);
+        common::set_device(0);
+        codes
+    };
+    common::set_device(1);
+    // SAFETY: plain numbers.
+    assert_eq!(unsafe { vramctl::interpose::cudaDeviceEnablePeerAccess(0, 0) }, 0);
+    common::set_device(0);
+    assert_eq!(copy(&addresses), [0; 3]);
+    gpu.reset_counts();
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert_eq!(gpu.calls("cuMemSetAccess"), 2, "one for each device");
+    assert_eq!(free(addresses.remove(1)), 0);
+    assert_eq!(copy(&addresses), [0; 2]);
+    Memory::get().disable_peer(1, 0);
+    end(&gpu, addresses, &before);
+}
+
+/// Undoing can fail as well. Then all that share memory are paused, none of them half.
+#[test]
+fn what_shares_memory_is_stranded_together() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    for second in ["cuMemMap", "cuMemSetAccess"] {
+        let mut addresses = allocate("cache", Backup::Discard, 3);
+        addresses.extend(allocate("graph", Backup::Discard, 3));
+        let kept = malloc_tagged("weights", Some(Backup::Host), EACH).unwrap();
+        assert_eq!(pieces_after_a_cycle(&gpu), 3);
+        // The first unmap is of what is kept; of the others, one tag's memory is unmapped already when the other's is not to be.
+        gpu.fail("cuMemUnmap", 3, 999, 1);
+        gpu.fail(second, 1, 999, u64::MAX);
+        let answer = pause(&[]);
+        gpu.clear_faults();
+        assert!(answer.is_err());
+        let mut states = [status("cache").state, status("graph").state];
+        states.sort_unstable_by_key(|state| *state != TagState::Paused);
+        assert_eq!(states, [TagState::Paused, TagState::Active], "{answer:?}");
+        resume(&[]).unwrap();
+        for address in addresses.iter().chain([&kept]) {
+            assert_eq!(write(*address, &pattern(*address, EACH)), 0);
+        }
+        end(&gpu, addresses.into_iter().chain([kept]), &before);
+    }
 }

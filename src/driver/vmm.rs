@@ -64,13 +64,28 @@ impl Reservation {
     /// unmapped and made accessible in one call.
     pub fn new(bytes: usize) -> Result<Self, Failure> {
         let mut base = 0;
-        // SAFETY: `base` is writable. The address asked for is a wish: taken already, the driver chooses another.
-        unsafe { Driver::get()?.cuMemAddressReserve(&raw mut base, bytes, 0, NEXT.load(Ordering::Relaxed), 0)? };
+        let mut reserve = |wish| {
+            // SAFETY: `base` is writable. The address asked for is a wish: taken already, the driver chooses another.
+            Driver::get().and_then(|driver| unsafe { driver.cuMemAddressReserve(&raw mut base, bytes, 0, wish, 0) })
+        };
+        let wish = NEXT.load(Ordering::Relaxed);
+        // At the end of the address space (2^47, after so many bytes in all) it does not choose but refuses.
+        reserve(wish).or_else(|failure| if wish == 0 { Err(failure) } else { reserve(0) })?;
         NEXT.store(base + bytes as u64, Ordering::Relaxed);
         Ok(Self { base, bytes, free: Mutex::new(FreeRanges::new(bytes)), shares: AtomicBool::new(true) })
     }
 
-    /// Takes `bytes` (a multiple of the granularity) of it, behind what is taken already where there is room.
+    /// Whether allocations in it may share physical memory with their neighbours.
+    pub fn shares(&self) -> bool {
+        self.shares.load(Ordering::Relaxed)
+    }
+
+    /// From now on no memory is mapped across allocations in it. What is mapped so stays.
+    pub fn share_no_more(&self) {
+        self.shares.store(false, Ordering::Relaxed);
+    }
+
+    /// Takes `bytes` (a multiple of the granularity) of it, at the first place that is large enough.
     pub fn take(self: &Arc<Self>, bytes: usize) -> Option<Addresses> {
         let offset = self.free.lock().unwrap_or_else(PoisonError::into_inner).take(bytes)?;
         Some(Addresses { base: self.base + offset as u64, bytes, of: Arc::clone(self) })
@@ -108,14 +123,14 @@ impl Addresses {
         self.bytes
     }
 
-    /// Whether the other ones follow directly, and memory may be mapped across the two.
-    pub fn may_share_with(&self, next: &Self) -> bool {
-        Arc::ptr_eq(&self.of, &next.of) && self.base + self.bytes as u64 == next.base && self.of.shares.load(Ordering::Relaxed)
+    /// What they are a part of.
+    pub fn reservation(&self) -> &Reservation {
+        &self.of
     }
 
-    /// From now on no memory is mapped across allocations in this reservation. What is mapped so stays.
-    pub fn share_no_more(&self) {
-        self.of.shares.store(false, Ordering::Relaxed);
+    /// Whether the other ones follow directly, and memory may be mapped across the two.
+    pub fn may_share_with(&self, next: &Self) -> bool {
+        Arc::ptr_eq(&self.of, &next.of) && self.base + self.bytes as u64 == next.base && self.of.shares()
     }
 }
 
@@ -134,10 +149,17 @@ pub const PIECE: usize = 8 << 30;
 #[derive(Debug)]
 pub struct Memory {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
-    /// One behind the other, for one allocation or for neighbours that share it; none before it is first mapped. They are
-    /// kept for as long as it may be mapped there.
-    at: Vec<Arc<Addresses>>,
+    /// One behind the other, for one allocation or for neighbours that share it; none before it is first mapped.
+    at: Vec<Part>,
     mapped: bool,
+}
+
+/// Addresses that memory belongs at, kept for as long as it may be mapped there.
+#[derive(Debug, Clone)]
+struct Part {
+    addresses: Arc<Addresses>,
+    /// Whether the allocation there was freed.
+    vacant: bool,
 }
 
 impl Memory {
@@ -163,14 +185,14 @@ impl Memory {
     /// Puts the memory at addresses that follow each other and are as long as it is together. Nothing can use it there
     /// until [`let_in`]. After an error it is not mapped.
     pub fn map(&mut self, at: Vec<Arc<Addresses>>) -> Result<(), Failure> {
-        self.at = at;
+        self.at = at.into_iter().map(|addresses| Part { addresses, vacant: false }).collect();
         self.map_again()
     }
 
     /// Puts it back where it was before it was unmapped.
     pub fn map_again(&mut self) -> Result<(), Failure> {
         let driver = Driver::get()?;
-        let Some(first) = self.at.first().map(|addresses| addresses.base) else { return Ok(()) };
+        let Some(first) = self.base() else { return Ok(()) };
         let mut base = first;
         for (handle, bytes) in &self.pieces {
             // SAFETY: the addresses are reserved for as long as the memory may be mapped there: it keeps them.
@@ -192,31 +214,45 @@ impl Memory {
         self.mapped
     }
 
-    /// Whether it is of several allocations.
+    /// Whether it is of several allocations that are not freed.
     pub fn is_shared(&self) -> bool {
-        self.at.len() > 1
+        self.at.iter().filter(|part| !part.vacant).count() > 1
     }
 
-    /// Addresses of so many bytes that nobody but this memory keeps: what shared it there is gone.
-    pub fn vacancy(&self, bytes: usize) -> Option<Arc<Addresses>> {
-        self.at.iter().find(|part| part.bytes == bytes && Arc::strong_count(part) == 1).cloned()
+    /// One of those that share it is freed. Its part stays, for the driver takes back all or nothing.
+    pub fn leave(&mut self, freed: &Addresses) {
+        if let Some(part) = self.at.iter_mut().find(|part| part.addresses.base == freed.base) {
+            part.vacant = true;
+        }
+    }
+
+    /// The place of one that was freed and had so many bytes, for another.
+    pub fn take_vacancy(&mut self, bytes: usize) -> Option<Arc<Addresses>> {
+        let part = self.at.iter_mut().find(|part| part.vacant && part.addresses.bytes == bytes)?;
+        part.vacant = false;
+        Some(Arc::clone(&part.addresses))
+    }
+
+    /// How much of it is of allocations that were freed, in bytes.
+    pub fn vacant_bytes(&self) -> u64 {
+        self.at.iter().filter(|part| part.vacant).map(|part| part.addresses.bytes as u64).sum()
+    }
+
+    /// Where it belongs.
+    fn base(&self) -> Option<CUdeviceptr> {
+        self.at.first().map(|part| part.addresses.base)
     }
 
     /// Where it is mapped, if it is.
     fn span(&self) -> Option<Span> {
-        let first = self.at.first().filter(|_| self.mapped)?;
-        Some(Span { base: first.base, bytes: self.bytes() })
+        self.base().filter(|_| self.mapped).map(|base| Span { base, bytes: self.bytes() })
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if let Some(Span { base, bytes }) = self.span() {
-            undo(Leftover { mapping: Some((base, bytes)), at: mem::take(&mut self.at), ..Leftover::default() });
-        }
-        for piece in self.pieces.drain(..) {
-            undo(Leftover { handle: Some(piece), ..Leftover::default() });
-        }
+        let mapping = self.span().map(|Span { base, bytes }| (base, bytes));
+        undo(Leftover { mapping, at: mem::take(&mut self.at), handles: mem::take(&mut self.pieces), addresses: None });
     }
 }
 
@@ -274,8 +310,8 @@ fn contiguous(spans: impl Iterator<Item = Span>) -> impl Iterator<Item = Span> {
 struct Leftover {
     mapping: Option<(CUdeviceptr, usize)>,
     /// What the mapping is at. Given back when all is undone.
-    at: Vec<Arc<Addresses>>,
-    handle: Option<(CUmemGenericAllocationHandle, usize)>,
+    at: Vec<Part>,
+    handles: Vec<(CUmemGenericAllocationHandle, usize)>,
     addresses: Option<(CUdeviceptr, usize)>,
 }
 
@@ -289,9 +325,9 @@ impl Leftover {
                 driver.cuMemUnmap(base, bytes)?;
                 self.mapping = None;
             }
-            if let Some((handle, _)) = self.handle {
-                driver.cuMemRelease(handle)?;
-                self.handle = None;
+            while let Some((handle, _)) = self.handles.last() {
+                driver.cuMemRelease(*handle)?;
+                self.handles.pop();
             }
             if let Some((base, bytes)) = self.addresses {
                 driver.cuMemAddressFree(base, bytes)?;
@@ -311,26 +347,27 @@ fn undo(mut leftover: Leftover) {
     }
 }
 
-/// Tries again to undo what the driver refused to undo before. In the order in which it was left: a mapping comes
-/// before the reservation that it is in.
-pub fn sweep() {
-    let Some(leftovers) = LEFTOVERS.existing() else { return };
-    let mut free = Vec::new();
+/// Tries again to undo what the driver refused to undo before. `false`: nothing of it could be.
+pub fn sweep() -> bool {
+    let Some(leftovers) = LEFTOVERS.existing() else { return false };
+    let (mut undone, mut free) = (false, Vec::new());
     leftovers.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|leftover| {
-        let undone = leftover.undo().is_ok();
-        if undone {
+        let gone = leftover.undo().is_ok();
+        if gone {
+            undone = true;
             free.append(&mut leftover.at);
         }
-        !undone
+        !gone
     });
     // Without the lock: giving back the last of a reservation undoes that, or leaves it on the list.
     drop(free);
+    undone
 }
 
 /// Bytes of device memory that the driver has refused to take back so far.
 pub fn leftover_bytes() -> u64 {
     LEFTOVERS.existing().map_or(0, |leftovers| {
         let leftovers = leftovers.lock().unwrap_or_else(PoisonError::into_inner);
-        leftovers.iter().filter_map(|leftover| leftover.handle).map(|(_, bytes)| bytes as u64).sum()
+        leftovers.iter().flat_map(|leftover| &leftover.handles).map(|(_, bytes)| *bytes as u64).sum()
     })
 }

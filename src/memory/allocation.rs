@@ -24,7 +24,8 @@ pub struct Allocation {
 /// Physical memory, of one allocation or of neighbours that were resumed together.
 pub type Physical = Arc<Mutex<driver::Memory>>;
 
-/// Looks at physical memory, or changes it. The last of the locks: nothing else is locked while it is held.
+/// Looks at physical memory, or changes it. Locked after the contents of an allocation, if both are. While a pause or resume
+/// is not under way, who only looks must hold those: another owner would keep the memory from going back.
 pub fn lock(memory: &Physical) -> MutexGuard<'_, driver::Memory> {
     memory.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -102,6 +103,17 @@ impl Allocation {
         driver::unmap(&mut [&mut memory]).map(|()| true)
     }
 
+    /// As [`Self::unmap`], for good; where neighbours share the memory, they go on with it alone.
+    pub fn leave(&self) -> Result<(), Failure> {
+        let contents = self.contents();
+        let Some(mut memory) = contents.memory.as_ref().map(lock) else { return Ok(()) };
+        if memory.is_shared() {
+            memory.leave(&self.addresses);
+            return Ok(());
+        }
+        driver::unmap(&mut [&mut memory])
+    }
+
     /// Lets another device read and write the memory that is there now.
     pub fn let_in(&self, peer: CUdevice) -> Result<(), Failure> {
         let contents = self.contents();
@@ -112,8 +124,8 @@ impl Allocation {
     /// Whether the two have physical memory together.
     pub fn shares_with(&self, other: &Self) -> bool {
         // One lock at a time: threads may look at the two in either order.
-        let memory = self.contents().memory.clone();
-        memory.is_some_and(|memory| other.contents().memory.as_ref().is_some_and(|other| Arc::ptr_eq(&memory, other)))
+        let memory = |allocation: &Self| allocation.contents().memory.as_ref().map(Arc::as_ptr);
+        memory(self).is_some_and(|one| memory(other) == Some(one))
     }
 
     /// Whether memory may be mapped across the two, both paused and without contents.

@@ -29,7 +29,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+use std::sync::{Arc, Mutex, Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 
 /// What becomes of an allocation's contents while it is paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -184,9 +184,9 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
         let size = bytes.checked_next_multiple_of(driver::granularity(device)?).ok_or(too_large)?;
-        self.check_margin(device, size)?;
-        let (memory, addresses) = match self.take_fresh(&policy, device, size) {
-            Err(failure) if failure.code == code::OUT_OF_MEMORY => self.take_vacant(&policy, device, size).ok_or(failure)?,
+        let fresh = self.check_margin(device, size).and_then(|()| Ok(self.take_fresh(&policy, device, size)?));
+        let (memory, addresses) = match fresh {
+            Err(error) if error.is_device_memory() => self.take_vacant(&policy, current, size).ok_or(error)?,
             taken => taken?,
         };
         let allocation = Allocation::new(policy, bytes, current, memory, addresses);
@@ -199,11 +199,7 @@ impl Memory {
     fn take_fresh(&self, policy: &Policy, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
         let mut memory = driver::Memory::create(device, bytes).or_else(|failure| {
             // What an earlier release was refused may be had now.
-            if failure.code != code::OUT_OF_MEMORY || driver::leftover_bytes() == 0 {
-                return Err(failure);
-            }
-            driver::sweep();
-            driver::Memory::create(device, bytes)
+            if failure.code == code::OUT_OF_MEMORY && driver::sweep() { driver::Memory::create(device, bytes) } else { Err(failure) }
         })?;
         let addresses = Arc::new(self.addresses_for(policy, device, bytes)?);
         memory.map(vec![Arc::clone(&addresses)])?;
@@ -212,23 +208,25 @@ impl Memory {
     }
 
     /// The place of a freed allocation of the tag that was as large, in memory that its neighbours still share.
-    fn take_vacant(&self, policy: &Policy, device: CUdevice, bytes: usize) -> Option<(Physical, Arc<Addresses>)> {
-        if !policy.may_share() {
-            return None;
-        }
+    fn take_vacant(&self, policy: &Policy, current: &Current, bytes: usize) -> Option<(Physical, Arc<Addresses>)> {
         let all = self.snapshot();
-        let of_tag = all.iter().filter(|allocation| allocation.device == device && allocation.tag == policy.tag);
-        let memories = of_tag.filter_map(|allocation| allocation.contents().memory.clone());
-        let found = memories.into_iter().find_map(|memory| {
-            let addresses = lock(&memory).vacancy(bytes)?;
-            Some((memory, addresses))
+        let of_device: Vec<_> = all.into_iter().filter(|allocation| allocation.device == current.device()).collect();
+        let of_tag = of_device.iter().filter(|one| policy.may_share() && one.tag == policy.tag && one.context() == current.context());
+        let found = of_tag.into_iter().find_map(|allocation| {
+            let contents = allocation.contents();
+            let memory = contents.memory.as_ref()?;
+            let addresses = lock(memory).take_vacancy(bytes)?;
+            Some((Arc::clone(memory), addresses))
         });
-        let freed: u64 = freed_bytes(&all).into_iter().filter(|(of, _)| of.device == device).map(|(_, bytes)| bytes).sum();
-        if found.is_none() && freed > 0 {
-            let freed = Bytes(freed);
-            log::warn!(
-                "{freed} that were freed go back to device {device} with the neighbours that share their memory: pause and resume them"
-            );
+        let freed: u64 = if found.is_none() { freed_bytes(&of_device).into_iter().map(|(_, bytes)| bytes).sum() } else { 0 };
+        if freed > 0 {
+            static ONCE: Once = Once::new();
+            let (freed, device) = (Bytes(freed), current.device());
+            ONCE.call_once(|| {
+                log::warn!(
+                    "device {device} gets {freed} that were freed back when what shares their memory is paused (docs/troubleshooting.md)"
+                );
+            });
         }
         found
     }
@@ -237,20 +235,24 @@ impl Memory {
     /// physical memory when they are resumed.
     fn addresses_for(&self, policy: &Policy, device: CUdevice, bytes: usize) -> Result<Addresses, Failure> {
         /// More than the memory of any device. Addresses cost nothing.
-        const SHARED: usize = 256 << 30;
+        const SHARED: usize = 512 << 30;
         if !policy.may_share() {
             return Addresses::alone(bytes);
         }
         let mut reservations = self.reservations.lock().unwrap_or_else(PoisonError::into_inner);
         let place = reservations.entry((device, Arc::clone(&policy.tag))).or_default();
-        if let Some(addresses) = place.upgrade().and_then(|shared| shared.take(bytes)) {
+        let before = place.upgrade();
+        if let Some(addresses) = before.as_ref().and_then(|shared| shared.take(bytes)) {
             return Ok(addresses);
         }
         // The first of the tag, or no room is left beside them. Where addresses are limited, each has its own.
-        let shared = if bytes <= SHARED { Reservation::new(SHARED).ok().map(Arc::new) } else { None };
-        let addresses = shared.as_ref().and_then(|shared| shared.take(bytes));
-        *place = shared.as_ref().map_or_else(Weak::new, Arc::downgrade);
-        addresses.map_or_else(|| Addresses::alone(bytes), Ok)
+        let Ok(shared) = Reservation::new(SHARED).map(Arc::new) else { return Addresses::alone(bytes) };
+        if before.is_some_and(|before| !before.shares()) {
+            shared.share_no_more();
+        }
+        let Some(addresses) = shared.take(bytes) else { return Addresses::alone(bytes) };
+        *place = Arc::downgrade(&shared);
+        Ok(addresses)
     }
 
     fn check_margin(&self, device: CUdevice, size: usize) -> Result<(), Error> {
@@ -276,7 +278,7 @@ impl Memory {
         let (_, allocation) = self.allocations.remove(&address)?;
         if !allocation.is_paused() {
             // The program gives up some and keeps others: from the next resume on each of them has memory of its own.
-            allocation.addresses().share_no_more();
+            allocation.addresses().reservation().share_no_more();
         }
         let freed = take_memory(&allocation);
         if freed.is_err() {
@@ -345,8 +347,9 @@ impl Memory {
     pub fn enable_peer(&self, current: &Current, other: CUdevice) -> Result<(), Error> {
         let device = current.device();
         let _exclusive = self.exclude();
-        for allocation in self.snapshot().iter().filter(|allocation| allocation.device == other) {
-            allocation.let_in(device)?;
+        let of_other: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.device == other).collect();
+        for sharing in of_other.chunk_by(|one, next| one.shares_with(next)) {
+            sharing.first().map_or(Ok(()), |first| first.let_in(device))?;
         }
         self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other), current.context());
         Ok(())
@@ -394,21 +397,18 @@ impl Memory {
     }
 }
 
-/// Bytes that were freed and that the driver has not got back, because neighbours share the memory: for each piece of such
+/// Bytes that were freed and that the driver has not got back, because neighbours share the memory: for each piece of
 /// memory, and one of the allocations that share it. The allocations are in the order of their addresses.
 fn freed_bytes(all: &[Arc<Allocation>]) -> Vec<(&Arc<Allocation>, u64)> {
-    let freed_of = |sharing: &[Arc<Allocation>]| {
-        let memory = sharing.first()?.contents().memory.clone()?;
-        let used: usize = sharing.iter().map(|allocation| allocation.bytes()).sum();
-        Some(lock(&memory).bytes().saturating_sub(used) as u64)
-    };
-    all.chunk_by(|one, next| one.shares_with(next)).filter_map(|sharing| Some((sharing.first()?, freed_of(sharing)?))).collect()
+    let freed_of = |allocation: &Allocation| allocation.contents().memory.as_ref().map_or(0, |memory| lock(memory).vacant_bytes());
+    let firsts = all.chunk_by(|one, next| one.shares_with(next)).filter_map(|sharing| sharing.first());
+    firsts.map(|first| (first, freed_of(first))).collect()
 }
 
 /// Takes the memory and the saved contents of an allocation away for good, at once, whoever still looks at it; where
 /// neighbours share the memory, it goes with the last of them. After an error it is as it was.
 fn take_memory(allocation: &Allocation) -> Result<(), Error> {
-    allocation.unmap()?;
+    allocation.leave()?;
     allocation.replace(Contents { memory: None, saved: None });
     Ok(())
 }

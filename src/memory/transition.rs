@@ -416,8 +416,10 @@ impl Memory {
                     memories.extend(sharing.iter().map(|_| Arc::clone(&memory)));
                     mapped.push(memory);
                 }
-                let mapped: Vec<_> = mapped.iter().map(lock).collect();
-                self.open(paused[from].device, mapped.iter().map(|memory| &**memory))?;
+                {
+                    let mapped: Vec<_> = mapped.iter().map(lock).collect();
+                    self.open(paused[from].device, mapped.iter().map(|memory| &**memory))?;
+                }
                 for allocation in &paused[from..upto] {
                     saved_next.next_if(|(next, _)| Arc::ptr_eq(next, allocation)).into_iter().for_each(&mut *give);
                 }

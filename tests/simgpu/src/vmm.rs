@@ -453,7 +453,8 @@ pub fn reserve(pointer: Out<Address>, bytes: usize, alignment: usize, hint: Addr
     if !hint.is_multiple_of(GRANULARITY as u64) {
         return Err(INVALID_VALUE);
     }
-    if bytes as u64 >= ADDRESSES || hint >= ADDRESSES {
+    // Nor does a hint help that leaves too little room to the end: no other address is chosen then (driver 580).
+    if hint.checked_add(bytes as u64).is_none_or(|end| end > ADDRESSES) {
         return Err(OUT_OF_MEMORY);
     }
     let mut state = state();
