@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import glob
 import json
@@ -131,6 +132,11 @@ class Bench:
             )
         self.idle_wanted, self.swap_wanted = "idle" in wanted, "swap" in wanted
         self.sets = [a for a in self.sets if a.name in wanted]
+        if options.discarded:
+            self.idle_wanted = self.swap_wanted = False
+            self.sets = [
+                dataclasses.replace(a, discard_only=True, huge=False) for a in self.sets
+            ]
         self.files = {a.name: a.write(self.work) for a in self.sets}
         sockets = self.work / "sockets"
         sockets.mkdir(mode=0o700, exist_ok=True)
@@ -764,7 +770,8 @@ def main():
         parser.add_argument(f"--{name}", default="")
     for name in ("repeat", "scale", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--no-tms", action="store_true")
+    for name in ("no-tms", "discarded"):
+        parser.add_argument(f"--{name}", action="store_true")
     bench = Bench(parser.parse_args())
     try:
         bench.run()

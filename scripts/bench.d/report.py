@@ -39,9 +39,13 @@ def quiet_ones(slow):
     return sum(value <= QUIET for value in slow)
 
 
+def slowness(data, name, system, row):
+    return data["slow"].get(name, {}).get(system, {}).get(row, [])
+
+
 def undisturbed(data, name, system, row, samples):
     """The samples during which the processor was undisturbed, if they are enough; else all."""
-    slow = data["slow"].get(name, {}).get(system, {}).get(row, [])
+    slow = slowness(data, name, system, row)
     if len(slow) != len(samples) or quiet_ones(slow) < ENOUGH:
         return samples
     return [sample for sample, value in zip(samples, slow) if value <= QUIET]
@@ -147,10 +151,14 @@ def result_rows(data):
             their_span = ""
             if kind == "calls":
                 # The processor's work alone, and so what others do on it tells; the copies are the link's.
-                counted = undisturbed(data, name, "vramctl", row, counted)
-                quiet = undisturbed(data, name, "torch_memory_saver", counterpart, theirs)
-                their_span = aside(span(theirs, data["repeat"], len(quiet))) if theirs else ""
-                theirs = quiet
+                both = {("vramctl", row): counted, ("torch_memory_saver", counterpart): theirs}
+                quiet = [quiet_ones(slowness(data, name, *key)) for key, some in both.items() if some]
+                # Like is compared with like: where the one had too few quiet moments, all of both count.
+                if min(quiet) >= ENOUGH:
+                    counted, theirs = (undisturbed(data, name, *key, some) for key, some in both.items())
+                if theirs:
+                    all_theirs = other[counterpart]
+                    their_span = aside(span(all_theirs, data["repeat"], len(theirs)))
             ours, theirs = middle(counted), middle(theirs)
             share = "–"
             if ours and limit:
@@ -393,7 +401,7 @@ def markdown(data):
         "The driver's calls are work of one processor alone. Where the machine is virtual, somebody else may have the other half of its core, and "
         f"they take 1.3 to 1.5 times as long. So before and after each of them, and each pause and resume of discarded contents, a thousand trips "
         f"into the kernel are timed. Where they take more than {QUIET} times as long as the fastest in that process, the sample counts in the noise "
-        f"and not in the median, for the driver, the library and torch_memory_saver alike, unless fewer than {ENOUGH} are left; in parentheses: of "
+        f"and not in the median, for the driver, the library and torch_memory_saver alike, unless fewer than {ENOUGH} are left of one of the two; in parentheses: of "
         f"how many of how many the median is.",
         "",
     ]
