@@ -5,8 +5,9 @@
 mod common;
 
 use common::{DEVICE_BYTES, Gpu, MIB, Stream, free, malloc, malloc_tagged, pattern, pause, read, request, resume, write};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use vramctl::driver::Reservation;
+use vramctl::driver::{self, Reservation};
 use vramctl::memory::{Backup, Memory, Request, TagState, TagStatus, region};
 
 const EACH: usize = 4 * MIB;
@@ -378,4 +379,26 @@ fn what_shares_memory_is_stranded_together() {
         }
         end(&gpu, addresses.into_iter().chain([kept]), &before);
     }
+}
+
+/// The last of those that share memory has been freed by one thread, and another still sees it: nothing is there any more.
+#[test]
+fn a_place_in_memory_that_is_unmapped_is_not_given_out() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let addresses = allocate("cache", Backup::Discard, 1);
+    let reservation = Arc::new(Reservation::new(2 * EACH).unwrap());
+    let parts: Vec<_> = (0..2).map(|_| Arc::new(reservation.take(EACH).unwrap())).collect();
+    let mut memory = driver::Memory::create(0, 2 * EACH).unwrap();
+    memory.map(parts.clone()).unwrap();
+    memory.leave(&parts[0]);
+    assert_eq!((memory.is_shared(), memory.vacant_bytes()), (false, EACH as u64));
+    assert!(memory.take_vacancy(2 * EACH).is_none(), "it is not as large");
+    assert!(memory.take_vacancy(EACH).is_some_and(|place| place.base() == parts[0].base()));
+    assert!(memory.take_vacancy(EACH).is_none(), "it is given once");
+    memory.leave(&parts[0]);
+    driver::unmap(&mut [&mut memory]).unwrap();
+    assert!(memory.take_vacancy(EACH).is_none());
+    drop((memory, parts, reservation));
+    end(&gpu, addresses, &before);
 }

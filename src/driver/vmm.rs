@@ -228,7 +228,8 @@ impl Memory {
 
     /// The place of one that was freed and had so many bytes, for another.
     pub fn take_vacancy(&mut self, bytes: usize) -> Option<Arc<Addresses>> {
-        let part = self.at.iter_mut().find(|part| part.vacant && part.addresses.bytes == bytes)?;
+        // Unmapped, it is about to go.
+        let part = self.at.iter_mut().find(|part| part.vacant && part.addresses.bytes == bytes).filter(|_| self.mapped)?;
         part.vacant = false;
         Some(Arc::clone(&part.addresses))
     }
@@ -325,10 +326,9 @@ impl Leftover {
                 driver.cuMemUnmap(base, bytes)?;
                 self.mapping = None;
             }
-            while let Some((handle, _)) = self.handles.last() {
-                driver.cuMemRelease(*handle)?;
-                self.handles.pop();
-            }
+            let mut refused = Ok(());
+            self.handles.retain(|(handle, _)| driver.cuMemRelease(*handle).map_err(|failure| refused = Err(failure)).is_err());
+            refused?;
             if let Some((base, bytes)) = self.addresses {
                 driver.cuMemAddressFree(base, bytes)?;
                 self.addresses = None;
@@ -347,14 +347,15 @@ fn undo(mut leftover: Leftover) {
     }
 }
 
-/// Tries again to undo what the driver refused to undo before. `false`: nothing of it could be.
+/// Tries again to undo what the driver refused to undo before. Whether any of it was undone.
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
     let (mut undone, mut free) = (false, Vec::new());
     leftovers.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|leftover| {
+        let before = (leftover.mapping, leftover.handles.len());
         let gone = leftover.undo().is_ok();
+        undone |= gone || before != (leftover.mapping, leftover.handles.len());
         if gone {
-            undone = true;
             free.append(&mut leftover.at);
         }
         !gone

@@ -103,15 +103,22 @@ impl Allocation {
         driver::unmap(&mut [&mut memory]).map(|()| true)
     }
 
-    /// As [`Self::unmap`], for good; where neighbours share the memory, they go on with it alone.
-    pub fn leave(&self) -> Result<(), Failure> {
-        let contents = self.contents();
-        let Some(mut memory) = contents.memory.as_ref().map(lock) else { return Ok(()) };
-        if memory.is_shared() {
-            memory.leave(&self.addresses);
-            return Ok(());
+    /// Takes the memory and the saved contents away for good; where neighbours share the memory, they go on with it alone.
+    /// After an error it is as it was.
+    pub fn end(&self) -> Result<(), Failure> {
+        let mut contents = self.contents();
+        if let Some(mut memory) = contents.memory.as_ref().map(lock) {
+            if memory.is_shared() {
+                memory.leave(&self.addresses);
+            } else {
+                driver::unmap(&mut [&mut memory])?;
+            }
         }
-        driver::unmap(&mut [&mut memory])
+        let before = (contents.memory.take(), contents.saved.take());
+        // Whoever looks at it need not wait until it is given back.
+        drop(contents);
+        drop(before);
+        Ok(())
     }
 
     /// Lets another device read and write the memory that is there now.

@@ -252,6 +252,7 @@ impl Memory {
         }
         let Some(addresses) = shared.take(bytes) else { return Addresses::alone(bytes) };
         *place = Arc::downgrade(&shared);
+        reservations.retain(|_, shared| shared.strong_count() > 0);
         Ok(addresses)
     }
 
@@ -280,7 +281,7 @@ impl Memory {
             // The program gives up some and keeps others: from the next resume on each of them has memory of its own.
             allocation.addresses().reservation().share_no_more();
         }
-        let freed = take_memory(&allocation);
+        let freed = allocation.end().map_err(Error::from);
         if freed.is_err() {
             self.allocations.insert(address, allocation);
         }
@@ -335,7 +336,7 @@ impl Memory {
     fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {
         for allocation in doomed {
             self.allocations.remove(&allocation.address());
-            if let Err(error) = take_memory(&allocation) {
+            if let Err(error) = allocation.end() {
                 log::debug!("{error}; will be tried again");
             }
         }
@@ -403,12 +404,4 @@ fn freed_bytes(all: &[Arc<Allocation>]) -> Vec<(&Arc<Allocation>, u64)> {
     let freed_of = |allocation: &Allocation| allocation.contents().memory.as_ref().map_or(0, |memory| lock(memory).vacant_bytes());
     let firsts = all.chunk_by(|one, next| one.shares_with(next)).filter_map(|sharing| sharing.first());
     firsts.map(|first| (first, freed_of(first))).collect()
-}
-
-/// Takes the memory and the saved contents of an allocation away for good, at once, whoever still looks at it; where
-/// neighbours share the memory, it goes with the last of them. After an error it is as it was.
-fn take_memory(allocation: &Allocation) -> Result<(), Error> {
-    allocation.leave()?;
-    allocation.replace(Contents { memory: None, saved: None });
-    Ok(())
 }
