@@ -452,7 +452,7 @@ fn activate(allocation: &Allocation, memory: Physical) {
 }
 
 /// Paused allocations in groups that get physical memory together. What it costs to take memory, to make it accessible and
-/// to give it back hardly depends on its size: 4000 times 2 MiB take 170 ms, and in one piece 0.4 (`docs/performance.md`). But a piece
+/// to give it back hardly depends on its size: 4000 times 2 MiB take 170 ms, and in three pieces 0.4 (`docs/performance.md`). But a piece
 /// is given back as a whole, after the last that shares it is freed. So only those share that may ([`Policy::may_share`]),
 /// and none of a tag of which the program has freed some while they were active.
 fn neighbours(paused: &[Arc<Allocation>]) -> impl Iterator<Item = &[Arc<Allocation>]> {
