@@ -25,6 +25,35 @@ fn pieces_after_a_cycle(gpu: &Gpu) -> u64 {
     gpu.calls("cuMemCreate")
 }
 
+/// So many that share one piece.
+fn sharing(count: usize) -> (Gpu, common::Footprint, Vec<u64>) {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let addresses = allocate("cache", Backup::Discard, count);
+    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    (gpu, before, addresses)
+}
+
+/// Contents that differ from one to the next.
+fn fill(addresses: &[u64]) {
+    for address in addresses {
+        assert_eq!(write(*address, &pattern(*address, EACH)), 0);
+    }
+}
+
+fn assert_filled(addresses: &[u64]) {
+    for address in addresses {
+        assert!(read(*address, EACH).unwrap() == pattern(*address, EACH), "contents at {address:#x} are not what they were");
+    }
+}
+
+/// What is freed has memory of its own, which the driver has back.
+fn assert_goes_at_once(gpu: &Gpu, address: u64) {
+    let used = gpu.used(0);
+    assert_eq!(free(address), 0);
+    assert_eq!(gpu.used(0), used - EACH as u64);
+}
+
 fn status(tag: &str) -> TagStatus {
     Memory::get().status().tags.into_iter().find(|status| status.tag == tag).unwrap()
 }
@@ -41,18 +70,14 @@ fn they_get_one_piece_and_read_as_zero() {
     let gpu = Gpu::take();
     let before = gpu.footprint();
     let addresses = allocate("cache", Backup::Discard, 5);
-    for address in &addresses {
-        assert_eq!(write(*address, &pattern(*address, EACH)), 0);
-    }
+    fill(&addresses);
     assert_eq!(pieces_after_a_cycle(&gpu), 1);
     for address in &addresses {
         assert!(read(*address, EACH).unwrap().iter().all(|byte| *byte == 0));
         assert_eq!(write(*address, &pattern(*address, EACH)), 0);
     }
     // What lies between them belongs to each alone.
-    for address in &addresses {
-        assert!(read(*address, EACH).unwrap() == pattern(*address, EACH));
-    }
+    assert_filled(&addresses);
     gpu.reset_counts();
     pause(&[]).unwrap();
     assert_eq!((gpu.calls("cuMemUnmap"), gpu.calls("cuMemRelease")), (1, 1));
@@ -78,9 +103,7 @@ fn those_that_are_kept_or_in_no_region_do_not_share() {
         resume(&[]).unwrap();
         assert_eq!(gpu.calls("cuMemCreate"), addresses.len() as u64);
     }
-    let used = gpu.used(0);
-    assert_eq!(free(addresses.pop().unwrap()), 0);
-    assert_eq!(gpu.used(0), used - EACH as u64);
+    assert_goes_at_once(&gpu, addresses.pop().unwrap());
     end(&gpu, addresses, &before);
 }
 
@@ -112,22 +135,15 @@ fn tags_and_devices_are_kept_apart() {
 
 #[test]
 fn one_that_is_freed_leaves_its_neighbours_alone_and_goes_at_the_next_pause() {
-    let gpu = Gpu::take();
-    let before = gpu.footprint();
-    let mut addresses = allocate("cache", Backup::Discard, 4);
-    assert_eq!(pieces_after_a_cycle(&gpu), 1);
-    for address in &addresses {
-        assert_eq!(write(*address, &pattern(*address, EACH)), 0);
-    }
+    let (gpu, before, mut addresses) = sharing(4);
+    fill(&addresses);
     let used = gpu.used(0);
     let freed = addresses.remove(1);
     assert_eq!(free(freed), 0);
     assert_ne!(free(freed), 0, "it is freed once");
     assert!(Memory::get().find(freed).is_none());
     assert_eq!((gpu.used(0), status("cache").freed_bytes), (used, EACH as u64), "the neighbours have it, and the status says so");
-    for address in &addresses {
-        assert!(read(*address, EACH).unwrap() == pattern(*address, EACH));
-    }
+    assert_filled(&addresses);
 
     // One in its stead gets memory and addresses of its own.
     let another = malloc_tagged("cache", Some(Backup::Discard), EACH).unwrap();
@@ -141,9 +157,7 @@ fn one_that_is_freed_leaves_its_neighbours_alone_and_goes_at_the_next_pause() {
     resume(&["cache"]).unwrap();
     // Its program frees one by one.
     assert_eq!(gpu.calls("cuMemCreate"), addresses.len() as u64);
-    let used = gpu.used(0);
-    assert_eq!(free(addresses.pop().unwrap()), 0);
-    assert_eq!(gpu.used(0), used - EACH as u64);
+    assert_goes_at_once(&gpu, addresses.pop().unwrap());
     end(&gpu, addresses, &before);
 }
 
@@ -170,10 +184,7 @@ fn all_that_are_freed_give_the_memory_back_and_the_next_ones_share_again() {
 /// A program that frees one and allocates as much again must not find the device full that was not full before.
 #[test]
 fn a_full_device_has_room_for_what_was_freed() {
-    let gpu = Gpu::take();
-    let before = gpu.footprint();
-    let mut addresses = allocate("cache", Backup::Discard, 4);
-    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    let (gpu, before, mut addresses) = sharing(4);
     let contents = pattern(7, EACH);
     assert_eq!(write(addresses[3], &contents), 0);
     gpu.occupy(0, DEVICE_BYTES - gpu.used(0) as usize);
@@ -198,20 +209,13 @@ fn a_full_device_has_room_for_what_was_freed() {
 /// A pause may be told to keep what is otherwise dropped: of each that shares memory, and all of it.
 #[test]
 fn what_is_kept_for_once_is_kept_of_each() {
-    let gpu = Gpu::take();
-    let before = gpu.footprint();
-    let addresses = allocate("cache", Backup::Discard, 3);
-    assert_eq!(pieces_after_a_cycle(&gpu), 1);
-    for address in &addresses {
-        assert_eq!(write(*address, &pattern(*address, EACH)), 0);
-    }
+    let (gpu, before, addresses) = sharing(3);
+    fill(&addresses);
     for backup in [Backup::Host, Backup::Disk] {
         Memory::get().pause(&Request { backup: Some(backup), ..request(&[]) }, &mut ()).unwrap();
         assert_eq!(gpu.used(0), before.used()[0]);
         resume(&[]).unwrap();
-        for address in &addresses {
-            assert!(read(*address, EACH).unwrap() == pattern(*address, EACH));
-        }
+        assert_filled(&addresses);
     }
     assert_eq!(pieces_after_a_cycle(&gpu), 1, "with nothing kept, they share again");
     end(&gpu, addresses, &before);
@@ -240,10 +244,7 @@ fn many_threads_free_what_shares_memory() {
 /// find it missing.
 #[test]
 fn a_status_does_not_keep_memory_from_going_back() {
-    let gpu = Gpu::take();
-    let before = gpu.footprint();
-    let addresses = allocate("cache", Backup::Discard, 3);
-    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    let (gpu, before, addresses) = sharing(3);
     let over = AtomicBool::new(false);
     gpu.slow_down("cuMemUnmap", 3);
     std::thread::scope(|scope| {
@@ -270,10 +271,7 @@ fn a_status_does_not_keep_memory_from_going_back() {
 /// What the driver refuses to take back is counted and had again, whoever freed it.
 #[test]
 fn a_refused_unmap_of_the_last_one_is_an_error_of_the_free() {
-    let gpu = Gpu::take();
-    let before = gpu.footprint();
-    let addresses = allocate("cache", Backup::Discard, 3);
-    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    let (gpu, before, addresses) = sharing(3);
     assert_eq!((free(addresses[0]), free(addresses[1])), (0, 0));
     gpu.fail("cuMemUnmap", 1, 999, 1);
     assert_ne!(free(addresses[2]), 0, "as without neighbours");
@@ -293,10 +291,7 @@ fn a_refused_unmap_of_the_last_one_is_an_error_of_the_free() {
 /// A vacant place needs no memory of the device, so a margin does not forbid it.
 #[test]
 fn a_margin_does_not_stand_in_the_way_of_a_vacant_place() {
-    let gpu = Gpu::take();
-    let before = gpu.footprint();
-    let mut addresses = allocate("cache", Backup::Discard, 3);
-    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    let (gpu, before, mut addresses) = sharing(3);
     gpu.occupy(0, DEVICE_BYTES - gpu.used(0) as usize);
     Memory::get().set_margin(2 << 20);
     assert_eq!(free(addresses.remove(0)), 0);
@@ -325,10 +320,7 @@ fn addresses_begin_again_at_the_end_of_the_space() {
 /// Who may use the memory of another device may do so after each resume, whatever shares it.
 #[test]
 fn a_peer_reaches_what_shares_memory() {
-    let gpu = Gpu::take();
-    let before = gpu.footprint();
-    let mut addresses = allocate("cache", Backup::Discard, 3);
-    assert_eq!(pieces_after_a_cycle(&gpu), 1);
+    let (gpu, before, mut addresses) = sharing(3);
     let copy = |addresses: &[u64]| {
         common::set_device(1);
         let local = malloc(EACH).unwrap();
