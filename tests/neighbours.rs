@@ -107,6 +107,22 @@ fn those_that_are_kept_or_in_no_region_do_not_share() {
     end(&gpu, addresses, &before);
 }
 
+/// What `torch_memory_saver`'s functions manage on a thread's ground is dropped, but may be anything.
+#[test]
+fn those_of_a_ground_do_not_share() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            region::set_managed(true).unwrap();
+            let addresses: Vec<_> = (0..3).map(|_| malloc(EACH).unwrap()).collect();
+            assert_eq!(status(region::DEFAULT_TAG).backup, [(Backup::Discard, 3 * EACH as u64)].into());
+            assert_eq!(pieces_after_a_cycle(&gpu), 3);
+            end(&gpu, addresses, &before);
+        });
+    });
+}
+
 /// Two tags are paused apart, so they have no memory together, wherever they lie.
 #[test]
 fn tags_and_devices_are_kept_apart() {
