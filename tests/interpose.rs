@@ -171,6 +171,7 @@ fn out_of_memory_looks_like_the_runtimes() {
     let gpu = Gpu::take();
     let before = gpu.footprint();
     region::begin(Some("t"), None).unwrap();
+    gpu.reset_counts();
     for bytes in [common::DEVICE_BYTES + 1, 1 << 46, 1 << 62, usize::MAX] {
         let mut address = ptr::dangling_mut();
         assert_eq!(unsafe { interpose::cudaMalloc(&raw mut address, bytes) }, 2);
@@ -178,6 +179,7 @@ fn out_of_memory_looks_like_the_runtimes() {
         assert_eq!(last_error(), 2, "cudaGetLastError says so, as after the real call");
         assert_eq!(last_error(), 0, "and it can be cleared");
     }
+    assert_eq!(gpu.calls("cuMemCreate"), 0, "more than there is: no piece of it is taken first");
     assert_eq!(gpu.footprint(), before);
     // torch frees its cache then, and tries again.
     let filling = malloc(common::DEVICE_BYTES - 4 * MIB).unwrap();

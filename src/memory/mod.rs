@@ -197,6 +197,10 @@ impl Memory {
 
     /// New memory, mapped and accessible.
     fn take_fresh(&self, policy: &Policy, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
+        // Of several pieces, the first ones would be had, and have to go again.
+        if bytes > driver::MEMORY_PIECE && driver::memory_info().is_ok_and(|(_, total)| bytes as u64 > total) {
+            return Err(Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY });
+        }
         let mut memory = driver::Memory::create(device, bytes).or_else(|failure| {
             // What an earlier release was refused may be had now.
             if failure.code == code::OUT_OF_MEMORY && driver::sweep() { driver::Memory::create(device, bytes) } else { Err(failure) }
