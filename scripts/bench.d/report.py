@@ -99,8 +99,7 @@ def times_as_long(data, name, row, ours, limit):
     samples = data["samples"][name]["vramctl"][row]
     if len(beside) != len(samples):
         return ours / limit
-    slow = data["slow"].get(name, {})
-    slow = zip(slow.get("vramctl", {}).get(row, []), slow.get("beside", {}).get(row, []))
+    slow = zip(*(slowness(data, name, system, row) for system in ("vramctl", "beside")))
     quiet = [max(both) <= QUIET for both in slow]
     turns = [own / driver for own, driver in zip(samples, beside)]
     chosen = [turn for turn, good in zip(turns, quiet) if good]
@@ -157,8 +156,7 @@ def result_rows(data):
                 if min(quiet) >= ENOUGH:
                     counted, theirs = (undisturbed(data, name, *key, some) for key, some in both.items())
                 if theirs:
-                    all_theirs = other[counterpart]
-                    their_span = aside(span(all_theirs, data["repeat"], len(theirs)))
+                    their_span = aside(span(other[counterpart], data["repeat"], len(theirs)))
             ours, theirs = middle(counted), middle(theirs)
             share = "–"
             if ours and limit:
@@ -214,8 +212,10 @@ def call_lines(data):
         "joined_rdma": "the same, memory fit for GPUDirect RDMA",
         "beside": "the same, in the process and moment of the library's own",
     }
-    row_of = lambda key: {"pause": "discard_pause", "unmap": "discard_pause", "release": "discard_pause"}.get(
-        key, "discard_resume_rested" if key.endswith("_rested") else "discard_resume"
+    row_of = lambda key: (
+        "discard_pause"
+        if key in ("pause", "unmap", "release")
+        else "discard_resume_rested" if key.endswith("_rested") else "discard_resume"
     )
     rows = []
     for name, variants in data["calls"].items():

@@ -178,8 +178,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// How much it is, in bytes.
-    pub fn bytes(&self) -> usize {
+    fn bytes(&self) -> usize {
         self.pieces.iter().map(|(_, bytes)| bytes).sum()
     }
 

@@ -184,6 +184,10 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
         let size = bytes.checked_next_multiple_of(driver::granularity(device)?).ok_or(too_large)?;
+        // Of several pieces, the first ones would be had, and have to go again.
+        if size > driver::MEMORY_PIECE && driver::memory_info().is_ok_and(|(_, total)| size as u64 > total) {
+            return Err(too_large.into());
+        }
         let fresh = self.check_margin(device, size).and_then(|()| Ok(self.take_fresh(&policy, device, size)?));
         let (memory, addresses) = match fresh {
             Err(error) if error.is_device_memory() => self.take_vacant(&policy, current, size).ok_or(error)?,
@@ -197,10 +201,6 @@ impl Memory {
 
     /// New memory, mapped and accessible.
     fn take_fresh(&self, policy: &Policy, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
-        // Of several pieces, the first ones would be had, and have to go again.
-        if bytes > driver::MEMORY_PIECE && driver::memory_info().is_ok_and(|(_, total)| bytes as u64 > total) {
-            return Err(Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY });
-        }
         let mut memory = driver::Memory::create(device, bytes).or_else(|failure| {
             // What an earlier release was refused may be had now.
             if failure.code == code::OUT_OF_MEMORY && driver::sweep() { driver::Memory::create(device, bytes) } else { Err(failure) }

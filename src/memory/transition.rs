@@ -9,8 +9,6 @@
 //!
 //! A resume creates, maps and fills new memory beside the old state, and only then lets go of the backups.
 
-#[cfg(doc)]
-use super::Policy;
 use super::allocation::{Physical, lock};
 use super::{Allocation, Backup, Contents, Memory, cleaning, work};
 use crate::backup::{self, Saved};
@@ -404,9 +402,8 @@ impl Memory {
         let brought = backup::restore(&saved, progress, |give| {
             let mut from = 0;
             for upto in batches(paused) {
-                let mut mapped = Vec::new();
+                let (device, mut mapped) = (paused[from].device, Vec::new());
                 for sharing in neighbours(&paused[from..upto]) {
-                    let device = paused[from].device;
                     let bytes = sharing.iter().map(|allocation| allocation.bytes()).sum();
                     let mut memory = driver::Memory::create(device, bytes).map_err(|failure| {
                         if failure.code == code::OUT_OF_MEMORY { shortage(&sharing[0], needed[&device]) } else { failure.into() }
@@ -418,7 +415,7 @@ impl Memory {
                 }
                 {
                     let mapped: Vec<_> = mapped.iter().map(lock).collect();
-                    self.open(paused[from].device, mapped.iter().map(|memory| &**memory))?;
+                    self.open(device, mapped.iter().map(|memory| &**memory))?;
                 }
                 for allocation in &paused[from..upto] {
                     saved_next.next_if(|(next, _)| Arc::ptr_eq(next, allocation)).into_iter().for_each(&mut *give);
@@ -452,9 +449,9 @@ fn activate(allocation: &Allocation, memory: Physical) {
 }
 
 /// Paused allocations in groups that get physical memory together. What it costs to take memory, to make it accessible and
-/// to give it back hardly depends on its size: 4000 times 2 MiB take 170 ms, and in three pieces 0.4 (`docs/performance.md`). But a piece
-/// is given back as a whole, after the last that shares it is freed. So only those share that may ([`Policy::may_share`]),
-/// and none of a tag of which the program has freed some while they were active.
+/// to give it back hardly depends on its size: 4000 times 2 MiB take 170 ms, and in three pieces 0.4
+/// (`docs/performance.md`). But a piece is given back as a whole, after the last that shares it is freed. So only those share
+/// that may ([`super::Policy::may_share`]), and none of a tag of which the program has freed some while they were active.
 fn neighbours(paused: &[Arc<Allocation>]) -> impl Iterator<Item = &[Arc<Allocation>]> {
     let mut rest = paused;
     std::iter::from_fn(move || {
