@@ -1,0 +1,84 @@
+"""scripts/bench without a GPU: it runs to its end and reports every row, and a median is of what was undisturbed."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "bench.d"))
+
+import report  # noqa: E402
+
+
+class SmokeTest(unittest.TestCase):
+    def bench(self, *arguments):
+        """What it measured, and its report."""
+        ours = ("LD_", "PYTHONPATH", "SIMGPU_", "VRAMCTL_")
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        built = pathlib.Path(os.environ["VRAMCTL_LIB"]).parent
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder)
+            command = [ROOT / "scripts" / "bench", "--simulated", "--no-tms", "--bin", built, "--out", out, *arguments]
+            ran = subprocess.run(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+            self.assertEqual(ran.returncode, 0, ran.stdout)
+            data = json.loads((out / "bench.json").read_text())
+            self.assertEqual(data["missed"], [], ran.stdout)
+            self.assertIn("</svg>", (out / "bench.svg").read_text())
+            return data, (out / "bench.md").read_text()
+
+    def test_every_row_is_measured_and_reported(self):
+        data, table = self.bench("--sets", "24x1g,idle,swap", "--repeat", "2")
+        for row, name, _, _ in report.ROWS:
+            self.assertGreater(min(data["samples"]["24x1g"]["vramctl"][row]), 0, row)
+            self.assertIn(f"| {name} | ", table)
+        self.assertEqual(data["idle"]["switches"], 0, "a thread of the library woke up")
+        for row in ("released_first", "released", "retained_first", "retained"):
+            self.assertGreater(min(data["swap"][row]), 0, row)
+
+    def test_discarded_contents_alone(self):
+        data, _ = self.bench("--sets", "64x1g", "--discarded", "--repeat", "3")
+        self.assertEqual(set(data["samples"]["64x1g"]["vramctl"]), {row for row, *_ in report.ROWS if row.startswith("discard")})
+
+
+class Medians(unittest.TestCase):
+    """What somebody else on the same core has slowed down counts in the noise, not in the median."""
+
+    @staticmethod
+    def data(slow, slow_driver=(), samples=(), driver=()):
+        row = "discard_pause"
+        return {
+            "slow": {"set": {"vramctl": {row: list(slow)}, "beside": {row: list(slow_driver)}}},
+            "samples": {"set": {"vramctl": {row: list(samples)}}},
+            "calls": {"set": {"beside": {"pause": list(driver)}}},
+        }
+
+    def undisturbed(self, slow, samples):
+        return report.undisturbed(self.data(slow), "set", "vramctl", "discard_pause", samples)
+
+    def test_is_of_the_undisturbed_where_they_are_enough(self):
+        self.assertEqual(self.undisturbed([1.0, 1.4, 1.1, 1.11, 1.05], [1, 2, 3, 4, 5]), [1, 3, 5])
+
+    def test_is_of_all_where_too_few_were_undisturbed_or_nobody_looked(self):
+        self.assertEqual(self.undisturbed([1.0, 1.4, 1.1, 1.2, 1.3], [1, 2, 3, 4, 5]), [1, 2, 3, 4, 5])
+        self.assertEqual(self.undisturbed([], [1, 2, 3]), [1, 2, 3])
+
+    def test_a_turn_counts_where_neither_was_disturbed(self):
+        samples, driver = [2, 9, 2, 2, 2], [1, 1, 1, 1, 10]
+        data = self.data([1, 2, 1, 1, 1], [1, 1, 1, 1, 2], samples, driver)
+        self.assertEqual(report.times_as_long(data, "set", "discard_pause", 2, 1), 2)
+        # Too few are left: all count.
+        data = self.data([1, 2, 2, 2, 1], [1, 1, 1, 1, 2], [2, 9, 9, 9, 2], driver)
+        self.assertEqual(report.times_as_long(data, "set", "discard_pause", 2, 1), 9)
+
+    def test_the_noise_tells_how_many_count(self):
+        self.assertEqual(report.span([0.001, 0.002, 0.003], 3, 3), "1.00 to 3.00")
+        self.assertEqual(report.span([0.001, 0.002, 0.003], 5, 3), "1.00 to 3.00 (3)")
+        self.assertEqual(report.span([0.001, 0.002, 0.003, 0.004], 5, 3), "1.00 to 4.00 (3 of 4)")
+
+
+if __name__ == "__main__":
+    unittest.main()
