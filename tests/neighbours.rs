@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{DEVICE_BYTES, Gpu, MIB, Stream, free, malloc, malloc_tagged, pattern, pause, read, request, resume, write};
+use common::{DEVICE_BYTES, Gpu, MIB, OwnContext, Stream, free, malloc, malloc_tagged, pattern, pause, read, request, resume, write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vramctl::driver::{self, Reservation};
@@ -234,6 +234,35 @@ fn a_full_device_has_room_for_what_was_freed() {
     pause(&["cache"]).unwrap();
     assert_eq!(gpu.used(0), before.used()[0]);
     resume(&["cache"]).unwrap();
+    end(&gpu, addresses, &before);
+}
+
+/// What a context has is gone with it, and so would be the memory of neighbours of another.
+#[test]
+fn contexts_share_nothing() {
+    let (gpu, before, mut addresses) = sharing(3);
+    std::thread::scope(|scope| {
+        let other = || {
+            let _context = OwnContext::create(0);
+            let own = allocate("cache", Backup::Discard, 2);
+            assert_eq!(pieces_after_a_cycle(&gpu), 2, "one for each context");
+            fill(&addresses);
+            fill(&own);
+            // A place that is free is the other context's.
+            assert_eq!(free(addresses.remove(1)), 0);
+            gpu.occupy(0, DEVICE_BYTES - gpu.used(0) as usize);
+            assert_eq!(malloc_tagged("cache", Some(Backup::Discard), EACH), Err(2));
+            gpu.occupy(0, 0);
+            assert_filled(&own);
+        };
+        scope.spawn(other).join().unwrap();
+    });
+    // The context is gone, and what it had. The neighbours of the first are whole.
+    assert_filled(&addresses);
+    pause(&[]).unwrap();
+    assert_eq!(status("cache").allocations, addresses.len() as u64);
+    resume(&[]).unwrap();
+    fill(&addresses);
     end(&gpu, addresses, &before);
 }
 

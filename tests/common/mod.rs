@@ -89,6 +89,8 @@ struct Simulated {
     cu_mem_retain_allocation_handle: unsafe extern "C" fn(*mut u64, *mut c_void) -> u32,
     cu_mem_get_allocation_properties_from_handle: unsafe extern "C" fn(*mut CUmemAllocationProp, u64) -> u32,
     cu_mem_release: unsafe extern "C" fn(u64) -> u32,
+    cu_ctx_create: unsafe extern "C" fn(*mut *mut c_void, u32, c_int) -> u32,
+    cu_ctx_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
     cuda_memcpy: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int) -> u32,
     cuda_memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> u32,
     cuda_memset_async: unsafe extern "C" fn(*mut c_void, c_int, usize, *mut c_void) -> u32,
@@ -132,6 +134,8 @@ impl Simulated {
             cu_mem_retain_allocation_handle: find!(driver, "cuMemRetainAllocationHandle"),
             cu_mem_get_allocation_properties_from_handle: find!(driver, "cuMemGetAllocationPropertiesFromHandle"),
             cu_mem_release: find!(driver, "cuMemRelease"),
+            cu_ctx_create: find!(driver, "cuCtxCreate_v2"),
+            cu_ctx_destroy: find!(driver, "cuCtxDestroy_v2"),
             cuda_memcpy: find!(runtime, "cudaMemcpy"),
             cuda_memcpy_async: find!(runtime, "cudaMemcpyAsync"),
             cuda_memset_async: find!(runtime, "cudaMemsetAsync"),
@@ -330,6 +334,23 @@ pub fn free(address: u64) -> u32 {
 
 pub fn set_device(device: i32) {
     assert_eq!(unsafe { (simulated().cuda_set_device)(device) }, 0);
+}
+
+/// A context beside the device's primary one, current to the thread that made it until it is dropped there.
+pub struct OwnContext(*mut c_void);
+
+impl OwnContext {
+    pub fn create(device: i32) -> Self {
+        let mut context = std::ptr::null_mut();
+        assert_eq!(unsafe { (simulated().cu_ctx_create)(&raw mut context, 0, device) }, 0);
+        Self(context)
+    }
+}
+
+impl Drop for OwnContext {
+    fn drop(&mut self) {
+        assert_eq!(unsafe { (simulated().cu_ctx_destroy)(self.0) }, 0);
+    }
 }
 
 pub fn synchronize() -> u32 {
