@@ -463,6 +463,34 @@ fn late_memory_is_warned_of() {
     place.vramctl("pause").expect(0, "paused weights of engine", "512.00 MiB back yet");
 }
 
+/// What is there only sometimes is said only then.
+#[test]
+fn status_says_what_is_not_back_yet_and_why() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    let usual = place.vramctl("status");
+    usual.expect(0, "kv_cache", "");
+    assert!(["go back", "not taken", "Host memory"].iter().all(|text| !usual.out.contains(text)), "{}", usual.out);
+    let mut status = engine.state.lock().unwrap().status();
+    drop(engine);
+
+    for tag in &mut status.memory.tags {
+        tag.freed_bytes = GIB / 4;
+    }
+    status.memory.late_bytes = GIB / 8;
+    status.memory.host.ready_bytes = 4 * GIB;
+    status.memory.host.used_bytes = GIB;
+    status.memory.host.pinned_bytes = 3 * GIB;
+    let _engine = Fake::reacting(&place, "engine", &["kv_cache", "weights"], move |request| {
+        matches!(request, Request::Status).then(|| Reaction::Answer(Reply::Status(status.clone())))
+    });
+    let status = place.vramctl("status");
+    status.expect(0, "512.00 MiB were freed and go back with the neighbours that share their memory, at the next pause.", "");
+    status.expect(0, "The driver has not taken 128.00 MiB back yet; it is tried again.", "");
+    status.expect(0, "Host memory for backups: 1.00 GiB used of 4.00 GiB. 1.00 GiB could not be registered with the driver", "");
+    assert_eq!(place.vramctl("status --json").json()["processes"][0]["tags"][1]["freed_bytes"], json!(GIB / 4));
+}
+
 #[test]
 fn a_long_pause_is_waited_for() {
     let place = Place::new();
