@@ -45,7 +45,7 @@ impl Exit {
             Self::Usage => "wrong arguments; or several processes are managed and none was chosen",
             Self::NoProcess => "no such process, or none is managed",
             Self::NoMemory => "too little memory on the device or the host",
-            Self::Busy => "not in time: GPU work went on, a graph was being captured, an engine had requests, or the process was silent",
+            Self::Busy => "not in time: GPU work, a graph capture or an engine's requests went on; or no answer came",
             Self::UnknownTag => "no allocation has such a tag",
             Self::NotExecutable => "run: the command cannot be executed",
             Self::NotFound => "run: the command was not found; else `run` ends with the command's own code",

@@ -93,8 +93,8 @@ fn after_help() -> String {
 
 Environment:
   VRAMCTL_DIR      where the control sockets are; $XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>
-  VRAMCTL_LIB      the library that `run` preloads; else libvramctl.so beside this binary, in ../lib,
-                   or in the Python package that this binary was installed with
+  VRAMCTL_LIB      the library that `run` preloads; else libvramctl.so beside this binary, in
+                   ../lib, or in the Python package that this binary was installed with
   VRAMCTL_PYTHON   the Python package that `run` puts on PYTHONPATH; else the one that this binary
                    was installed with, or python/vramctl of the checkout that it was built in
 
