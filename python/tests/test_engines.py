@@ -215,6 +215,17 @@ VLLM = {
             def load_model(self, *, load_dummy_weights=False):
                 return torch.zeros("weights")
         """,
+    "vllm/distributed/device_communicators/custom_all_reduce.py": """
+        import torch
+        class CustomAllreduce:
+            def __init__(self, group):
+                self.meta_ptrs = self.create_shared_buffer(8, group=group, uncached=True)
+                self.buffer_ptrs = self.create_shared_buffer(8, group=group)
+                self.rank_data = torch.zeros("rank data")
+            @staticmethod
+            def create_shared_buffer(size_in_bytes, group=None, uncached=False):
+                return [torch.zeros(f"shared buffer, {uncached}")]
+        """,
 }
 
 #: What 0.33 has otherwise.
@@ -453,6 +464,27 @@ class VllmFromOutside(Engine):
         self.assertIsNone(self.gpu.tags()["output"])
         run_vllm(vllm_config(tp=2, disable=True))
         self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
+
+    def test_buffers_that_workers_hand_each_other_are_left_to_cuda(self):
+        """Else tensor parallelism would end at the start: the handle of such a buffer is asked for at once."""
+        for files in (VLLM, VLLM_33):
+            with self.subTest(files["vllm/__init__.py"]):
+                self.doCleanups()
+                self.setUp()
+                self.engine(files, "vllm")
+                custom_all_reduce = importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
+                with self.silent():
+                    reducer = custom_all_reduce.CustomAllreduce("group")
+                self.assertEqual(reducer.meta_ptrs, ["shared buffer, True"])
+                wanted = {"shared buffer, True": None, "shared buffer, False": None, "rank data": "default"}
+                self.assertEqual(self.gpu.tags(), wanted)
+                self.assertEqual(self.gpu.regions, [])
+
+    def test_a_version_that_makes_those_buffers_otherwise_says_so(self):
+        name = "vllm/distributed/device_communicators/custom_all_reduce.py"
+        self.engine({**VLLM, name: "class CustomAllreduce: ..."}, "vllm")
+        with self.warned("has no CustomAllreduce.create_shared_buffer"):
+            importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
 
     def test_with_sleep_mode_on_nothing_is_tagged_here(self):
         self.engine(VLLM, "vllm")

@@ -29,6 +29,9 @@ _KV_CACHE = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_allocate_kv_cache_tensors"),  # 0.26, the first
 )
 
+#: Where workers make the buffers that they hand each other (custom all-reduce).
+_SHARED_BUFFERS = "vllm.distributed.device_communicators.custom_all_reduce"
+
 
 def install() -> None:
     """Has vLLM use this library in this process. Does nothing where the library is not preloaded."""
@@ -36,6 +39,7 @@ def install() -> None:
         return
     when_imported("vllm.device_allocator.cumem", _replace_allocator)
     when_imported("vllm.v1.worker.gpu_worker", _wrap_worker)
+    when_imported(_SHARED_BUFFERS, _wrap_shared_buffers)
     for name, _, _ in _KV_CACHE:
         when_imported(name, _wrap_kv_cache)
     folders = getattr(importlib.import_module("vllm"), "__path__", ())
@@ -50,6 +54,18 @@ def _unknown(what: str) -> None:
         engines.version_of("vllm"),
         what,
     )
+
+
+def _wrap_shared_buffers(module: Any) -> None:
+    reducer = getattr(module, "CustomAllreduce", None)
+    if reducer is None or not engines.wrap(reducer, "create_shared_buffer", _create_shared_buffer):
+        _unknown("CustomAllreduce.create_shared_buffer")
+
+
+def _create_shared_buffer(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """The buffer is one of `cudaMalloc`, handed over by CUDA IPC, which works with CUDA's own memory only."""
+    with engines.thread_region(None):
+        return original(*arguments, **keywords)
 
 
 # ---- tags where sleep mode is off ----
