@@ -196,7 +196,7 @@ class ExpandableSegments(unittest.TestCase):
 
     def setUp(self) -> None:
         torch.cuda.memory.apply_settings(self.SETTINGS)
-        self.addCleanup(torch.cuda.memory.apply_settings, "")
+        self.addCleanup(torch.cuda.memory.apply_settings, "expandable_segments:False")
 
     def test_they_are_off_in_a_region_and_the_other_settings_stay(self) -> None:
         with vramctl.region("a"):
@@ -214,15 +214,38 @@ class ExpandableSegments(unittest.TestCase):
             torch.empty(3 * MIB)
         self.assertEqual(bytes_by_tag()["expandable graph"], 20 * MIB)
 
-    def test_a_setting_that_the_program_makes_meanwhile_stays(self) -> None:
+    def test_settings_that_do_not_mention_them_do_not_switch_them_off(self) -> None:
+        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
+        self.assertTrue(segment_of(torch.empty(3 * MIB))["is_expandable"])
+        with vramctl.region("expandable all the same"):
+            tensor = torch.empty(3 * MIB)
+        self.assertFalse(segment_of(tensor)["is_expandable"])
+        self.assertEqual(bytes_by_tag()["expandable all the same"], 20 * MIB)
+        self.assertTrue(torch.cuda.memory._settings["expandable"])
+
+    def test_settings_that_the_program_makes_meanwhile_stay(self) -> None:
+        """As vLLM does while it loads a model."""
         with vramctl.region("a"):
             torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.8")
-        self.assertEqual(torch.cuda.memory._settings["text"], "garbage_collection_threshold:0.8")
+        self.assertEqual(torch.cuda.memory._settings["text"], "garbage_collection_threshold:0.8,expandable_segments:True")
+        self.assertTrue(torch.cuda.memory._settings["expandable"])
+        with vramctl.region("a"):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False,max_split_size_mb:64")
+        self.assertEqual(torch.cuda.memory._settings["text"], "expandable_segments:False,max_split_size_mb:64")
+
+    def test_a_torch_that_does_not_tell_is_judged_by_what_was_set(self) -> None:
+        def without_the_switch(device: Any = None) -> dict[str, Any]:
+            return {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": torch.cuda.memory._settings["text"]}}
+
+        with mock.patch.object(torch.cuda.memory, "_snapshot", without_the_switch):
+            with vramctl.region("a"):
+                self.assertFalse(torch.cuda.memory._settings["expandable"])
+            self.assertTrue(torch.cuda.memory._settings["expandable"])
 
     def test_where_they_cannot_be_switched_off_it_is_said(self) -> None:
         def stubborn(settings: str) -> None:
             """Takes everything but this one."""
-            torch.cuda.memory.apply_settings(settings.replace("expandable_segments:False", "expandable_segments:1,other:1"))
+            torch.cuda.memory.apply_settings(settings.replace("expandable_segments:False", "expandable_segments:True"))
 
         with mock.patch.object(torch._C, "_accelerator_setAllocatorSettings", stubborn):
             with self.assertRaises(errors.Unsupported) as caught:

@@ -201,8 +201,8 @@ class _Switch:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users = 0
-        #: What to put back, and what was set in its place; None: nothing was changed.
-        self.changed: tuple[str, str] | None = None
+        #: The settings by which it was switched off; None: it was off.
+        self.without: str | None = None
 
 
 _switch = _Switch()
@@ -216,50 +216,61 @@ def _without_expandable_segments(torch: Any) -> Iterator[None]:
     switched at run time: while they are off, it neither makes such segments nor hands out parts of those it has.
     """
     with _switch.lock:
-        if _switch.users == 0:
-            settings = _allocator_settings(torch)
-            if _is_expandable(settings):
-                without = _with_expandable(settings, False)
-                _apply(torch, without)
-                if _is_expandable(_allocator_settings(torch)):
-                    _apply(torch, settings)
-                    raise errors.Unsupported(
-                        f"torch {torch.__version__} allocates expandable segments and cannot be told otherwise, and those are "
-                        f"not managed. Start the program without {_EXPANDABLE}:True in PYTORCH_CUDA_ALLOC_CONF"
-                    )
-                _switch.changed = (settings, without)
+        if _switch.users == 0 and _is_expandable(torch):
+            without = _with_expandable(_allocator_settings(torch), False)
+            _apply(torch, without)
+            if _is_expandable(torch):
+                _apply(torch, _with_expandable(without, True))
+                raise errors.Unsupported(
+                    f"torch {torch.__version__} allocates expandable segments and cannot be told otherwise, and those are "
+                    f"not managed. Start the program without {_EXPANDABLE}:True in PYTORCH_CUDA_ALLOC_CONF"
+                )
+            _switch.without = without
         _switch.users += 1
     try:
         yield
     finally:
         with _switch.lock:
             _switch.users -= 1
-            if _switch.users == 0 and _switch.changed is not None:
-                (settings, without), _switch.changed = _switch.changed, None
-                if _allocator_settings(torch) == without:  # or the program has changed it, and knows why
-                    _apply(torch, settings)
+            if _switch.users == 0 and _switch.without is not None:
+                without, _switch.without = _switch.without, None
+                now = _allocator_settings(torch)
+                # Or the program has said something of it meanwhile, and knows why.
+                if now == without or _said_of_expandable(now) is None:
+                    _apply(torch, _with_expandable(now, True))
 
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
+def _live_settings(torch: Any) -> Mapping[str, Any]:
+    return torch.cuda.memory._snapshot().get("allocator_settings") or {}
+
+
 def _allocator_settings(torch: Any) -> str:
-    """The settings that are in force: programs change them at run time, so the environment is only where to look next."""
-    live = torch.cuda.memory._snapshot().get("allocator_settings") or {}
-    for settings in (live, os.environ):
+    """The settings that were made last: programs make them at run time, so the environment is only where to look next."""
+    for settings in (_live_settings(torch), os.environ):
         for name in _VARIABLES:
             if settings.get(name):
                 return str(settings[name])
     return ""
 
 
-def _is_expandable(settings: str) -> bool:
-    pairs = (item.partition(":") for item in settings.split(","))
-    return any(name.strip() == _EXPANDABLE and value.strip().lower() in ("true", "1") for name, _, value in pairs)
+def _is_expandable(torch: Any) -> bool:
+    """Whether it is on. Settings that do not mention it leave it as it is, so the last ones do not tell."""
+    live = _live_settings(torch)
+    return bool(live[_EXPANDABLE] if _EXPANDABLE in live else _said_of_expandable(_allocator_settings(torch)))
+
+
+def _said_of_expandable(settings: str) -> bool | None:
+    """What settings say of it; None: nothing."""
+    pairs = [item.partition(":") for item in settings.split(",")]
+    said = [value.strip().lower() in ("true", "1") for name, _, value in pairs if name.strip() == _EXPANDABLE]
+    return said[-1] if said else None
 
 
 def _with_expandable(settings: str, on: bool) -> str:
-    """All of the settings with this one changed: torch puts those that are not mentioned back to their defaults."""
+    """All of the settings with this one changed: torch puts most of those that are not mentioned back to their defaults."""
     others = [item for item in settings.split(",") if item.strip() and item.partition(":")[0].strip() != _EXPANDABLE]
     return ",".join([*others, f"{_EXPANDABLE}:{on}"])
 

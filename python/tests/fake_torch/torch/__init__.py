@@ -9,7 +9,7 @@ It behaves as torch does where that matters here, and was written from torch's d
 - A segment belongs to the stream that was the current one when it was asked for, and only that gets parts of it.
 - `memory_snapshot` in torch's form: segments with `address`, `total_size`, `segment_pool_id`, `stream`, `is_expandable`, and blocks
   with `address`, `size`, `state` (`active_allocated`, `active_awaiting_free`, `inactive`).
-- With expandable segments, memory does not come from `cudaMalloc`; settings that are not mentioned are reset.
+- With expandable segments, memory does not come from `cudaMalloc`. Settings that do not mention them leave them on or off.
 
 A `Tensor` here is bytes and no more.
 """

@@ -20,7 +20,7 @@ destroyed: list[PoolId] = []
 
 _runtime: Cuda | None = None
 _allocators: dict[int, Allocator] = {}
-_settings: dict[str, Any] = {}
+_settings: dict[str, Any] = {"text": "", "expandable": False}
 _numbers = itertools.count(1)
 _expandable = itertools.count(0x7000_0000_0000, 1 << 36)
 _lock = threading.RLock()
@@ -43,8 +43,9 @@ def allocator(device: int) -> Allocator:
 
 
 def apply_settings(text: str) -> None:
-    _settings.clear()
-    _settings.update(text=text, expandable="expandable_segments:True" in text)
+    _settings["text"] = text
+    if "expandable_segments:" in text:
+        _settings["expandable"] = "expandable_segments:True" in text
 
 
 apply_settings(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
