@@ -55,7 +55,7 @@ class Gpu:
                 gpu.live_pools -= 1
 
         @contextlib.contextmanager
-        def use_mem_pool(pool):
+        def use_mem_pool(pool, device=None):
             gpu.pools.append(pool)
             try:
                 yield

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "fake_torch"))
 import torch  # noqa: E402
 import vramctl  # noqa: E402
 from support import MIB, pattern, run  # noqa: E402
-from vramctl import _library, _torch, errors  # noqa: E402
+from torch_memory_saver import torch_memory_saver as saver  # noqa: E402
+from vramctl import _library, _torch, engines, errors  # noqa: E402
 
 
 def segment_of(tensor: Any) -> dict[str, Any]:
@@ -93,6 +94,29 @@ class Pools(unittest.TestCase):
         inner = {segment_of(tensor)["segment_pool_id"] for tensor in (second, fourth)}
         self.assertEqual((len(outer), len(inner), len(outer & inner)), (1, 1, 0))
         self.assertEqual(segment_of(after)["segment_pool_id"], (0, 0))
+
+    def test_regions_inside_a_pool_for_once_have_their_own(self) -> None:
+        """What an engine's functions allocate comes from such a pool, and so does what is not to be managed for once."""
+        for name, outermost in (("tagged", engines.tagged("once")), ("disabled", saver.disable())):
+            with outermost:
+                torch.empty(30 * MIB)  # free again, and there for the taking
+                with vramctl.region(f"within {name}"):
+                    within = torch.empty(8 * MIB)
+                with vramctl.unmanaged():
+                    unmanaged = torch.empty(8 * MIB)
+                with saver.region(f"saved {name}"):
+                    saved = torch.empty(8 * MIB)
+                with saver.disable():
+                    disabled = torch.empty(8 * MIB)
+                with engines.tagged(f"inner {name}"):
+                    inner = torch.empty(8 * MIB)
+                plain = torch.empty(8 * MIB)
+            tensors = (within, unmanaged, saved, disabled, inner, plain)
+            self.assertEqual(len({segment_of(tensor)["segment_pool_id"] for tensor in tensors}), len(tensors))
+            tags = bytes_by_tag()
+            for tag in (f"within {name}", f"saved {name}", f"inner {name}"):
+                self.assertEqual(tags.get(tag), 20 * MIB, tag)
+        self.assertEqual(tags["once"], 30 * MIB)
 
     def test_an_exception_leaves_no_pool_entered(self) -> None:
         with self.assertRaises(KeyError):

@@ -97,15 +97,17 @@ _pools = _Pools()
 
 
 class _Scope:
-    """A region of one thread: the pool that its allocations come from, or None."""
+    """What torch allocates from in one thread: a pool, or None: from whatever it would without us."""
 
-    def __init__(self, key: Key | None, pool: Any) -> None:
-        self.key, self.pool = key, pool
+    def __init__(self, pool: Any, device: int | None, key: Key | None) -> None:
+        self.pool, self.device = pool, device
+        #: What the pool is for, if it is one of `_pools`.
+        self.key = key
         self._entered: Any = None
 
     def enter(self, torch: Any) -> None:
-        if self.pool is not None and self.key is not None:
-            entered = torch.cuda.use_mem_pool(self.pool, self.key[2])
+        if self.pool is not None:
+            entered = torch.cuda.use_mem_pool(self.pool, self.device)
             entered.__enter__()
             self._entered = entered
 
@@ -117,10 +119,36 @@ class _Scope:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
+        #: The innermost last.
         self.scopes: list[_Scope] = []
 
 
 _thread = _Thread()
+
+
+@contextlib.contextmanager
+def _allocating_from(torch: Any, pool: Any, device: int | None = None, key: Key | None = None) -> Iterator[None]:
+    """Has torch allocate from this pool in the calling thread, on `device` (the current one if None).
+
+    Torch would go on with the pool that was entered first and not with the innermost. So the one around this is left for
+    as long as it lasts, and whatever is entered by this package is entered here.
+    """
+    scopes = _thread.scopes
+    outer = scopes[-1] if scopes else None
+    inner = _Scope(pool, device, key)
+    if outer is not None:
+        outer.leave()
+    try:
+        inner.enter(torch)
+        scopes.append(inner)
+        try:
+            yield
+        finally:
+            scopes.pop()
+            inner.leave()
+    finally:
+        if outer is not None:
+            outer.enter(torch)
 
 
 @contextlib.contextmanager
@@ -134,38 +162,46 @@ def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[Non
         return
     torch.cuda.init()  # there are no pools before
     with _without_expandable_segments(torch):
-        scopes = _thread.scopes
-        key = (tag, backup, _index(torch, device)) if pool else None
-        # Torch allocates from the pool that was entered first and not from the innermost. So the one around this region
-        # is left for as long as it lasts.
-        outer = scopes[-1] if scopes else None
-        inner, taken = _Scope(None, None), False
-        if key is not None:
-            if not hasattr(torch.cuda, "use_mem_pool"):
-                raise errors.Unsupported(
-                    f"torch {torch.__version__} has no torch.cuda.MemPool, so tensors of several tags may share memory. Use "
-                    "torch 2.5 or later; or region(…, pool=False), if all that is allocated has one tag"
-                )
-            # This thread may be in a region of the same key further out: that pool is its own already.
-            own = next((around.pool for around in scopes if around.key == key), None)
-            inner, taken = _Scope(key, own if own is not None else _pools.take(torch, key)), own is None
+        if not pool:
+            with _allocating_from(torch, None):
+                yield
+            return
+        if not hasattr(torch.cuda, "use_mem_pool"):
+            raise errors.Unsupported(
+                f"torch {torch.__version__} has no torch.cuda.MemPool, so tensors of several tags may share memory. Use "
+                "torch 2.5 or later; or region(…, pool=False), if all that is allocated has one tag"
+            )
+        key = (tag, backup, _index(torch, device))
+        # This thread may be in a region of the same key further out: that pool is its own already.
+        own = next((around.pool for around in _thread.scopes if around.key == key), None)
+        if own is not None:
+            with _allocating_from(torch, own, key[2], key):
+                yield
+            return
+        taken = _pools.take(torch, key)
         try:
-            if outer is not None:
-                outer.leave()
-            try:
-                inner.enter(torch)
-                scopes.append(inner)
-                try:
-                    yield
-                finally:
-                    scopes.pop()
-                    inner.leave()
-            finally:
-                if outer is not None:
-                    outer.enter(torch)
+            with _allocating_from(torch, taken, key[2], key):
+                yield
         finally:
-            if taken and key is not None:
-                _pools.give_back(key, inner.pool)
+            _pools.give_back(key, taken)
+
+
+@contextlib.contextmanager
+def pool_for_once(tag: str | None) -> Iterator[None]:
+    """Allocations of the calling thread on the current device come from a pool that goes at the end: what of it is free then
+    goes back to the device, and the rest once no tensor uses it. `tag` is that of its memory; None: it is left to CUDA.
+    """
+    torch = loaded()
+    if torch is None or torch.cuda.get_allocator_backend() != "native":
+        yield
+        return
+    torch.cuda.init()
+    pool = torch.cuda.MemPool()
+    if tag is not None:
+        adopt(pool.id, tag)
+    with _allocating_from(torch, pool):
+        del pool
+        yield
 
 
 def use_allocator(allocator: Any) -> None:

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import logging
 import sys
-import threading
 from typing import Any, Callable, Iterator, Optional
 
 import vramctl
@@ -31,33 +30,14 @@ def announce(name: str) -> None:
 # ---- pools ----
 
 
-class _Thread(threading.local):
-    #: The pool of the innermost `tagged` that this thread is in, and the context by which torch was told.
-    pool: Any = None
-    entered: Any = None
-
-
-_thread = _Thread()
-
-
 @contextlib.contextmanager
 def tagged(tag: str) -> Iterator[None]:
     """What torch allocates inside gets the tag, in segments of its own; what of it is free again at the end goes back.
 
-    A pool for each time, and not one for each tag: torch gives the free segments of a pool back when the pool object
-    goes, while the tensors in the others live on. So what was needed while a model was loaded is not held for ever.
+    A pool for each time, and not one for each tag: so what was needed while a model was loaded is not held for ever.
     """
-    with vramctl.region(tag, pool=False):
-        torch = vramctl._torch.required()
-        if torch.cuda.get_allocator_backend() != "native":
-            yield  # it does not cache, so there is nothing to keep apart
-            return
-        torch.cuda.init()  # torch makes no pool before
-        pool = torch.cuda.MemPool()
-        vramctl._torch.adopt(pool.id, tag)
-        with _alone(torch, pool):
-            del pool
-            yield
+    with vramctl.region(tag, pool=False), vramctl._torch.pool_for_once(tag):
+        yield
 
 
 @contextlib.contextmanager
@@ -69,32 +49,6 @@ def tagged_if_possible(tag: str) -> Iterator[None]:
         except Exception as error:  # whatever it is, it is not the program's affair
             say_once("memory gets no tag %s, but the process's own: %s", tag, error)
         yield
-
-
-@contextlib.contextmanager
-def _alone(torch: Any, pool: Any) -> Iterator[None]:
-    """Has torch allocate from this pool. It would go on with the one that was entered first, so that is left meanwhile."""
-    outer = _thread.pool
-    _leave()
-    try:
-        _enter(torch, pool)
-        yield
-    finally:
-        _leave()
-        if outer is not None:
-            _enter(torch, outer)
-
-
-def _enter(torch: Any, pool: Any) -> None:
-    entered = torch.cuda.use_mem_pool(pool)
-    entered.__enter__()
-    _thread.pool, _thread.entered = pool, entered
-
-
-def _leave() -> None:
-    entered, _thread.pool, _thread.entered = _thread.entered, None, None
-    if entered is not None:
-        entered.__exit__(None, None, None)
 
 
 # ---- wrapping ----

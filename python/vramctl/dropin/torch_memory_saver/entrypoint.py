@@ -207,16 +207,9 @@ class _TorchMemorySaverImpl:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        with vramctl.region(None, pool=False):
-            torch = _torch_with_gpu()
-            if torch is None:
-                yield
-                return
-            # A pool of its own, so that no cached memory of a tag is used; and not for longer than it is needed.
-            pool = torch.cuda.MemPool()
-            with torch.cuda.use_mem_pool(pool):
-                yield
-            del pool
+        # A pool of its own, so that no cached memory of a tag is used; and not for longer than it is needed.
+        with vramctl.region(None, pool=False), vramctl._torch.pool_for_once(None):
+            yield
 
     def get_cpu_backup(self, x: Any, zero_copy: bool) -> Any:
         torch = _torch_with_gpu()
