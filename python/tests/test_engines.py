@@ -260,6 +260,13 @@ SGLANG = {
             enable_weights_cpu_backup: bool = False
             def __post_init__(self):
                 self.resolved = self.enable_memory_saver
+        published = None
+        def set_global_server_args_for_scheduler(settings):
+            global published
+            published = settings
+        def get_global_server_args():
+            if published is None: raise ValueError("Global server args is not set yet!")
+            return published
         """,
     "sglang/srt/utils/torch_memory_saver_adapter.py": """
         from abc import ABC
@@ -726,10 +733,12 @@ class VllmUnknownSleepMode(Engine):
 
 class Sglang(Engine):
     def start(self, **settings):
-        """The settings as the first process makes them, and as its children get them."""
-        from sglang.srt.server_args import ServerArgs
+        """The settings as the first process makes them, and as its children get and publish them."""
+        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-        return pickle.loads(pickle.dumps(ServerArgs(**settings)))
+        settings = pickle.loads(pickle.dumps(ServerArgs(**settings)))
+        set_global_server_args_for_scheduler(settings)
+        return settings
 
     def saver(self, settings):
         from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
@@ -814,6 +823,9 @@ class Sglang(Engine):
         self.engine(SGLANG, "sglang")
         value = self.start().enable_memory_saver
         self.assertIsInstance(value, enum.Enum)
+        for more in ({}, {"tp_size": 2}):
+            asked = self.start(enable_memory_saver=True, **more).enable_memory_saver
+            self.assertEqual(json.loads(json.dumps(asked)), True, "frameworks compare it with what they asked for")
         self.assertIsInstance(json.loads(json.dumps(dataclasses.asdict(self.start())))["enable_memory_saver"], int)
 
     def test_what_asks_for_no_memory_saver_gets_none(self):
@@ -838,6 +850,15 @@ class Sglang(Engine):
                 self.saver(self.start(**settings))
                 self.capture()
                 self.assertEqual(self.gpu.tags()["output"], tag)
+
+    def test_a_process_that_has_no_engine_yet_leaves_graphs_alone(self):
+        """SGLang's first process asks for a memory saver too, and never knows the engine's settings as published."""
+        self.engine(SGLANG, "sglang")
+        settings = self.start(tp_size=2)
+        sys.modules["sglang.srt.server_args"].published = None
+        self.assertNotIsInstance(self.saver(settings), str)
+        self.capture()
+        self.assertEqual(self.gpu.tags()["output"], "default")
 
     def test_sglang_s_own_way_to_capture(self):
         self.engine(SGLANG, "sglang")

@@ -20,16 +20,15 @@ from vramctl._imports import when_imported
 
 
 class _Saver(enum.IntFlag):
-    """The setting `enable_memory_saver` where it is on, with what was decided when the settings were made. So it reaches
-    the processes that SGLang starts for this engine, and no others. An enum, because msgspec, by which SGLang tells its
-    settings, encodes numbers of no other class; it shows up there as a number in place of `true`.
+    """The setting `enable_memory_saver` where it is on, with whose regions it means. So that reaches the processes that
+    SGLang starts for this engine, and no others. An enum, because msgspec, by which SGLang tells its settings, encodes
+    numbers of no other class; it shows up there as a number in place of `true`.
     """
 
+    #: Equal to True: frameworks compare what an engine says of its settings with what they asked for.
     ON = 1
-    #: Tags of ours: it was off.
+    #: Regions of ours: it was off.
     OURS = 2
-    #: Workers hand each other memory of CUDA graphs.
-    SHARED = 4
 
 
 _SETTINGS = "sglang.srt.server_args"
@@ -63,6 +62,8 @@ def _wrap_settings(module: Any) -> None:
     known = getattr(settings, "__dataclass_fields__", {})
     if "enable_memory_saver" not in known or not engines.wrap(settings, "__post_init__", _decide):
         _unknown("ServerArgs.enable_memory_saver")
+    elif not hasattr(module, "get_global_server_args"):
+        _unknown("get_global_server_args")
 
 
 def _decide(original: Callable[..., Any], settings: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -72,13 +73,6 @@ def _decide(original: Callable[..., Any], settings: Any, *arguments: Any, **keyw
         saver |= _Saver.OURS
         # Should the regions turn out not to be ours, contents are kept all the same.
         settings.enable_weights_cpu_backup = True
-    # SGLang itself keeps workers from sharing graphs' memory where it is told that the graphs are pausable.
-    if (
-        getattr(settings, "tp_size", 1) > 1
-        and not getattr(settings, "disable_custom_all_reduce", False)
-        and os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() not in ("1", "true")
-    ):
-        saver |= _Saver.SHARED
     settings.enable_memory_saver = saver
     return original(settings, *arguments, **keywords)
 
@@ -103,11 +97,28 @@ def _create(base: type, original: Callable[..., Any], enable: Any) -> Any:
     # Those who capture graphs ask last, with `setting and …`, of which no more is left than that it is on.
     saver = _last or _Saver.ON
     engines.announce("sglang")
-    if _Saver.SHARED in saver:
+    handed_over = _hands_over_graphs()
+    if handed_over:
         engines.tag_graphs(None)
-    elif _Saver.OURS in saver:
+    elif handed_over is not None and _Saver.OURS in saver:
         engines.tag_graphs("cuda_graph")
     return _regions(base)() if _Saver.OURS in saver else original(enable)
+
+
+def _hands_over_graphs() -> Optional[bool]:
+    """Whether workers hand each other memory of their CUDA graphs (custom all-reduce), which works with CUDA's own only. None:
+    this process has no engine yet. The one that captures graphs has, before it asks for a memory saver.
+    """
+    try:
+        settings = importlib.import_module(_SETTINGS).get_global_server_args()
+    except (AttributeError, ValueError):
+        return None
+    return (
+        getattr(settings, "tp_size", 1) > 1
+        and not getattr(settings, "disable_custom_all_reduce", False)
+        # Told that graphs are pausable, SGLang itself keeps them to each worker.
+        and os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() not in ("1", "true")
+    )
 
 
 @functools.lru_cache(maxsize=None)
