@@ -1,4 +1,4 @@
 #!/bin/sh
 # `vramctl pause` for containers without the binary. See --help.
-. "$(dirname "$0")/control.sh"
+. "$(dirname "$(readlink -f "$0" 2>/dev/null || printf %s "$0")")/control.sh"
 control pause "$@"

@@ -875,6 +875,15 @@ fn scripts_pause_and_resume_through_every_transport() {
     }
 }
 
+/// As administrators put them into a directory of `PATH`.
+#[test]
+fn a_script_works_through_a_link() {
+    let place = Place::new();
+    let link = place.folder.path().join("pause");
+    std::os::unix::fs::symlink(script("pause.sh"), &link).unwrap();
+    Ran::new(&place.command(&link, &["--help"]).output().unwrap()).expect(0, "usage: pause.sh", "");
+}
+
 /// Containers with process ids of their own may share the directory: a number says nothing of who listens.
 #[test]
 fn scripts_tell_a_process_by_whether_it_listens() {

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{artifacts, simulated_libraries};
+use common::{artifacts, own_folder, simulated_libraries};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -22,16 +22,15 @@ struct Machine {
 }
 
 fn programs() -> &'static Path {
-    static BUILT: OnceLock<tempfile::TempDir> = OnceLock::new();
-    BUILT
-        .get_or_init(|| {
-            let folder = tempfile::tempdir().unwrap();
-            let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
-            let done = Command::new(build).arg(folder.path()).arg(simulated_libraries()).output().unwrap();
-            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-            folder
-        })
-        .path()
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder = own_folder().join("programs");
+        fs::create_dir(&folder).unwrap();
+        let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
+        let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        folder
+    })
 }
 
 impl Machine {

@@ -49,24 +49,42 @@ pub fn artifacts() -> &'static Path {
     })
 }
 
+/// A folder of this process's own, which goes when it ends.
+pub fn own_folder() -> &'static Path {
+    static FOLDER: OnceLock<(PathBuf, u32)> = OnceLock::new();
+    extern "C" fn remove() {
+        let (folder, owner) = FOLDER.get().expect("it is there");
+        // A forked child ends as well.
+        if *owner == std::process::id() {
+            let _ = std::fs::remove_dir_all(folder);
+        }
+    }
+    let (folder, _) = FOLDER.get_or_init(|| {
+        let folder = tempfile::tempdir().expect("a temporary folder").keep();
+        // SAFETY: the function needs nothing that may be gone by then. A static is never dropped, so no value would do it.
+        assert_eq!(unsafe { libc::atexit(remove) }, 0);
+        (folder, std::process::id())
+    });
+    folder
+}
+
 /// A folder with the simulated libraries under the names that programs load, for `LD_LIBRARY_PATH`.
 pub fn simulated_libraries() -> &'static Path {
-    static LINKED: OnceLock<tempfile::TempDir> = OnceLock::new();
-    LINKED
-        .get_or_init(|| {
-            let folder = tempfile::tempdir().expect("a temporary folder");
-            for (name, library) in [
-                ("libcuda.so.1", "libsimgpu.so"),
-                ("libnvidia-ml.so.1", "libsimgpu.so"),
-                ("libcudart.so.13", "libsimcudart.so"),
-                ("libcudart.so.12", "libsimcudart.so"),
-                ("libcudart.so", "libsimcudart.so"),
-            ] {
-                std::os::unix::fs::symlink(artifacts().join(library), folder.path().join(name)).expect("a link");
-            }
-            folder
-        })
-        .path()
+    static LINKED: OnceLock<PathBuf> = OnceLock::new();
+    LINKED.get_or_init(|| {
+        let folder = own_folder().join("libraries");
+        std::fs::create_dir(&folder).expect("a folder");
+        for (name, library) in [
+            ("libcuda.so.1", "libsimgpu.so"),
+            ("libnvidia-ml.so.1", "libsimgpu.so"),
+            ("libcudart.so.13", "libsimcudart.so"),
+            ("libcudart.so.12", "libsimcudart.so"),
+            ("libcudart.so", "libsimcudart.so"),
+        ] {
+            std::os::unix::fs::symlink(artifacts().join(library), folder.join(name)).expect("a link");
+        }
+        folder
+    })
 }
 
 unsafe fn open(path: &Path) -> *mut c_void {
@@ -197,7 +215,7 @@ impl Gpu {
         static SET_UP: Once = Once::new();
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         SET_UP.call_once(|| {
-            let sockets = std::env::temp_dir().join(format!("vramctl-test-{}", std::process::id()));
+            let sockets = own_folder().join("sockets");
             for (name, value) in [
                 ("SIMGPU_DEVICES", DEVICES.to_string()),
                 ("SIMGPU_MEMORY", DEVICE_BYTES.to_string()),
