@@ -203,9 +203,10 @@ class Pools(unittest.TestCase):
             torch.cuda.get_allocator_backend.return_value = "native"
             torch.cuda.memory._snapshot.return_value = {}
             torch.cuda.current_device.return_value = 0
-            with self.assertRaises(errors.Unsupported) as caught:
-                vramctl.region("a").__enter__()
-        self.assertIn("2.5", str(caught.exception))
+            for needs_a_pool in (vramctl.region("a"), engines.tagged("a"), saver.disable()):
+                with self.assertRaises(errors.Unsupported) as caught:
+                    needs_a_pool.__enter__()
+                self.assertIn("2.5", str(caught.exception))
         self.assertEqual(vramctl.current_tag(), "default")
 
     def test_an_allocator_that_does_not_cache_needs_no_pools(self) -> None:

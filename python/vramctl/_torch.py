@@ -96,6 +96,23 @@ class _Pools:
 _pools = _Pools()
 
 
+def _caching() -> Any:
+    """Torch, ready to have pools made; None: there is none, or its allocator does not cache, so there is nothing to keep apart."""
+    torch = loaded()
+    if torch is None or torch.cuda.get_allocator_backend() != "native":
+        return None
+    torch.cuda.init()  # there are no pools before
+    return torch
+
+
+def _require_pools(torch: Any) -> None:
+    if not hasattr(torch.cuda, "use_mem_pool"):
+        raise errors.Unsupported(
+            f"torch {torch.__version__} has no torch.cuda.MemPool, so tensors of several tags may share memory. Use "
+            "torch 2.5 or later; or region(…, pool=False), if all that is allocated has one tag"
+        )
+
+
 class _Scope:
     """What torch allocates from in one thread: a pool, or None: from whatever it would without us."""
 
@@ -156,21 +173,16 @@ def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[Non
     """Allocations of the calling thread on `device` come from the pool of this tag and policy; without `pool`, from none of
     ours. Without torch, or with an allocator that does not cache, there is nothing to keep apart.
     """
-    torch = loaded()
-    if torch is None or torch.cuda.get_allocator_backend() != "native":
+    torch = _caching()
+    if torch is None:
         yield
         return
-    torch.cuda.init()  # there are no pools before
     with _without_expandable_segments(torch):
         if not pool:
             with _allocating_from(torch, None):
                 yield
             return
-        if not hasattr(torch.cuda, "use_mem_pool"):
-            raise errors.Unsupported(
-                f"torch {torch.__version__} has no torch.cuda.MemPool, so tensors of several tags may share memory. Use "
-                "torch 2.5 or later; or region(…, pool=False), if all that is allocated has one tag"
-            )
+        _require_pools(torch)
         key = (tag, backup, _index(torch, device))
         # This thread may be in a region of the same key further out: that pool is its own already.
         own = next((around.pool for around in _thread.scopes if around.key == key), None)
@@ -191,11 +203,11 @@ def pool_for_once(tag: str | None) -> Iterator[None]:
     """Allocations of the calling thread on the current device come from a pool that goes at the end: what of it is free then
     goes back to the device, and the rest once no tensor uses it. `tag` is that of its memory; None: it is left to CUDA.
     """
-    torch = loaded()
-    if torch is None or torch.cuda.get_allocator_backend() != "native":
+    torch = _caching()
+    if torch is None:
         yield
         return
-    torch.cuda.init()
+    _require_pools(torch)
     pool = torch.cuda.MemPool()
     if tag is not None:
         adopt(pool.id, tag)
@@ -252,10 +264,11 @@ def _without_expandable_segments(torch: Any) -> Iterator[None]:
     switched at run time: while they are off, it neither makes such segments nor hands out parts of those it has.
     """
     with _switch.lock:
-        if _switch.users == 0 and _is_expandable(torch):
-            without = _with_expandable(_allocator_settings(torch), False)
+        # Torch tells its settings with a snapshot of all its memory: so where nothing is to be changed, it is asked once.
+        if _switch.users == 0 and _is_expandable(live := _live_settings(torch)):
+            without = _with_expandable(_last_settings(live), False)
             _apply(torch, without)
-            if _is_expandable(torch):
+            if _is_expandable(_live_settings(torch)):
                 _apply(torch, _with_expandable(without, True))
                 raise errors.Unsupported(
                     f"torch {torch.__version__} allocates expandable segments and cannot be told otherwise, and those are "
@@ -270,7 +283,7 @@ def _without_expandable_segments(torch: Any) -> Iterator[None]:
             _switch.users -= 1
             if _switch.users == 0 and _switch.without is not None:
                 without, _switch.without = _switch.without, None
-                now = _allocator_settings(torch)
+                now = _last_settings(_live_settings(torch))
                 # Or the program has said something of it meanwhile, and knows why.
                 if now == without or _said_of_expandable(now) is None:
                     _apply(torch, _with_expandable(now, True))
@@ -283,19 +296,18 @@ def _live_settings(torch: Any) -> Mapping[str, Any]:
     return torch.cuda.memory._snapshot().get("allocator_settings") or {}
 
 
-def _allocator_settings(torch: Any) -> str:
+def _last_settings(live: Mapping[str, Any]) -> str:
     """The settings that were made last: programs make them at run time, so the environment is only where to look next."""
-    for settings in (_live_settings(torch), os.environ):
+    for settings in (live, os.environ):
         for name in _VARIABLES:
             if settings.get(name):
                 return str(settings[name])
     return ""
 
 
-def _is_expandable(torch: Any) -> bool:
+def _is_expandable(live: Mapping[str, Any]) -> bool:
     """Whether it is on. Settings that do not mention it leave it as it is, so the last ones do not tell."""
-    live = _live_settings(torch)
-    return bool(live[_EXPANDABLE] if _EXPANDABLE in live else _said_of_expandable(_allocator_settings(torch)))
+    return bool(live[_EXPANDABLE] if _EXPANDABLE in live else _said_of_expandable(_last_settings(live)))
 
 
 def _said_of_expandable(settings: str) -> bool | None:
