@@ -34,8 +34,8 @@
 use crate::memory::{Backup, region};
 use crate::process::PerProcess;
 use crate::units::parse_bytes;
-use std::ffi::{CStr, CString};
-use std::path::PathBuf;
+use std::ffi::{CStr, CString, OsString};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// How a pause treats retained contents.
@@ -111,16 +111,44 @@ pub struct Config {
     pub min_bytes: usize,
     /// `VRAMCTL_NAME`.
     pub name: Option<String>,
+    /// Where sockets and backups are.
+    pub directories: Directories,
     /// What was wrong with the variables, to be logged once.
     pub complaints: Vec<String>,
+}
+
+/// Where the library has its files. Read once: the program may change its variables later, in another thread and while they are
+/// being read, which C has no protection against. And absolute, for it may change its working directory.
+#[derive(Debug, Clone)]
+pub struct Directories {
+    /// Of the control sockets: one place for the library and the command line.
+    sockets: PathBuf,
+    /// Of the contents that the policy `disk` keeps.
+    disk: PathBuf,
+    /// Whether those who set the latter count on its being made.
+    makes_disk: bool,
+}
+
+impl Directories {
+    fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        // SAFETY: `geteuid` cannot fail and touches no memory.
+        let of_user = || PathBuf::from(format!("/tmp/vramctl-{}", unsafe { libc::geteuid() }));
+        let sockets = set("VRAMCTL_DIR").or_else(|| set("XDG_RUNTIME_DIR").map(|base| base.join("vramctl"))).unwrap_or_else(of_user);
+        let (ours, of_memory_saver) = (set("VRAMCTL_DISK_DIR"), set("TMS_DISK_BACKUP_DIR"));
+        let makes_disk = ours.is_none() && of_memory_saver.is_some();
+        let disk = ours.or(of_memory_saver).or_else(|| set("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"));
+        // Without a working directory a path stays as it is, and whoever uses it says what is wrong with it.
+        let absolute = |path: PathBuf| std::path::absolute(&path).unwrap_or(path);
+        Self { sockets: absolute(sockets), disk: absolute(disk), makes_disk }
+    }
 }
 
 /// The least size of a managed allocation where `VRAMCTL_MIN_BYTES` does not say. Smaller requests would waste most of
 /// a 2 MiB page each, and torch's own small blocks come in segments of 2 MiB.
 const DEFAULT_MIN_BYTES: usize = 1 << 20;
 
-static CONFIG: PerProcess<Config> =
-    PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())));
+static CONFIG: PerProcess<Config> = PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name)));
 
 impl Config {
     /// This process's configuration.
@@ -129,7 +157,9 @@ impl Config {
     }
 
     /// Reads the table above through `variable`; what cannot be understood is left at its default and complained of.
-    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Self {
+    pub fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let directories = Directories::from_variables(&variable);
+        let variable = |name: &str| variable(name).map(|value| value.to_string_lossy().into_owned());
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
         let mut complaints = Vec::new();
         let mut is_on = |name: &str| {
@@ -181,7 +211,21 @@ impl Config {
         let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
         let tag = tag.or_else(|| manages_all.then(|| region::DEFAULT_TAG.into()));
         let name = set("VRAMCTL_NAME");
-        Self { tag, ground_backup, cpu_backup_backend, backup, retain, unchanged, copy_by, host_cap, prewarm, min_bytes, name, complaints }
+        Self {
+            tag,
+            ground_backup,
+            cpu_backup_backend,
+            backup,
+            retain,
+            unchanged,
+            copy_by,
+            host_cap,
+            prewarm,
+            min_bytes,
+            name,
+            directories,
+            complaints,
+        }
     }
 
     /// Whether `VRAMCTL_RETAIN` names a tag.
@@ -238,25 +282,19 @@ fn parse_backup(list: &str, complaints: &mut Vec<String>) -> Vec<(Arc<str>, Back
         .collect()
 }
 
-/// Where the control sockets are: one place for the library and the command line.
-pub fn socket_directory() -> PathBuf {
-    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    variable("VRAMCTL_DIR").or_else(|| variable("XDG_RUNTIME_DIR").map(|base| base.join("vramctl"))).unwrap_or_else(|| {
-        // SAFETY: `geteuid` cannot fail and touches no memory.
-        PathBuf::from(format!("/tmp/vramctl-{}", unsafe { libc::geteuid() }))
-    })
+/// Where the control sockets are.
+pub fn socket_directory() -> &'static Path {
+    &Config::get().directories.sockets
 }
 
 /// `VRAMCTL_DISK_DIR`: where the policy `disk` keeps contents.
-pub fn disk_directory() -> PathBuf {
-    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    // Those who set it count on its being made. Where it cannot be, the one who needs it says so.
-    let made = |path: PathBuf| {
-        let _ = std::fs::create_dir_all(&path);
-        path
-    };
-    let of_memory_saver = || variable("TMS_DISK_BACKUP_DIR").map(made);
-    variable("VRAMCTL_DISK_DIR").or_else(of_memory_saver).or_else(|| variable("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"))
+pub fn disk_directory() -> &'static Path {
+    let Directories { disk, makes_disk, .. } = &Config::get().directories;
+    if *makes_disk {
+        // Where it cannot be made, the one who needs it says so.
+        let _ = std::fs::create_dir_all(disk);
+    }
+    disk
 }
 
 /// `VRAMCTL_LOG`, read by the logger when it is set up.
@@ -269,7 +307,27 @@ mod tests {
     use super::*;
 
     fn config(pairs: &[(&str, &str)]) -> Config {
-        Config::from_variables(|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+        Config::from_variables(|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).into()))
+    }
+
+    #[test]
+    fn directories_are_absolute_and_each_has_its_order() {
+        let directories = |pairs: &[(&str, &str)]| {
+            let Directories { sockets, disk, makes_disk } = config(pairs).directories;
+            (sockets.to_str().unwrap().to_owned(), disk.to_str().unwrap().to_owned(), makes_disk)
+        };
+        let (sockets, disk, makes_disk) = directories(&[]);
+        assert!(sockets.starts_with("/tmp/vramctl-") && disk == "/tmp" && !makes_disk, "{sockets} {disk}");
+        let runtime = ("XDG_RUNTIME_DIR", "/run/user/1");
+        let temporary = ("TMPDIR", "/scratch");
+        assert_eq!(directories(&[runtime, temporary]), ("/run/user/1/vramctl".into(), "/scratch".into(), false));
+        let saver = ("TMS_DISK_BACKUP_DIR", "/saver");
+        assert_eq!(directories(&[temporary, saver, ("VRAMCTL_DIR", "")]).1, "/saver");
+        assert!(directories(&[saver]).2 && !directories(&[saver, ("VRAMCTL_DISK_DIR", "/ours")]).2);
+        let here = std::env::current_dir().unwrap();
+        let relative = directories(&[("VRAMCTL_DIR", "sockets"), ("VRAMCTL_DISK_DIR", "spill"), runtime]);
+        assert_eq!(relative.0, here.join("sockets").to_str().unwrap());
+        assert_eq!(relative.1, here.join("spill").to_str().unwrap());
     }
 
     #[test]

@@ -5,7 +5,8 @@
 //! child finds empty: it makes its own when it first needs it. The parent's value stays where it is in the child's
 //! copy of the memory, untouched and never dropped, because dropping it would mean calling the driver.
 
-use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 use std::{io, mem, ptr, thread};
@@ -98,6 +99,46 @@ pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
     // SAFETY: `handler` lives in this library, which is never unloaded. Without memory for the list the handler is
     // not registered; a child that then uses CUDA state of its parent gets errors from the driver, as it does without us.
     unsafe { libc::pthread_atfork(None, None, Some(handler)) };
+}
+
+/// Descriptors that a forked child must not keep: its copies would keep a client waiting for a server that is not there, and
+/// the space of a file whose owner was killed.
+pub struct ClosedOnFork<const N: usize>([AtomicI32; N]);
+
+impl<const N: usize> ClosedOnFork<N> {
+    /// An empty list with room for `N`.
+    #[expect(clippy::new_without_default, reason = "it is for statics alone")]
+    pub const fn new() -> Self {
+        Self([const { AtomicI32::new(-1) }; N])
+    }
+
+    /// Puts one in, until what is returned is dropped: before the descriptor is closed, for another file may have its number a
+    /// moment after. `None`: the list is full.
+    pub fn track(&'static self, descriptor: RawFd) -> Option<Tracked> {
+        let free = |place: &&AtomicI32| place.compare_exchange(-1, descriptor, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        self.0.iter().find(free).map(Tracked)
+    }
+
+    /// What the fork handler of the list does.
+    pub fn close_in_child(&self) {
+        for place in &self.0 {
+            let descriptor = place.swap(-1, Ordering::AcqRel);
+            if descriptor >= 0 {
+                // SAFETY: a descriptor of ours that the child inherited; the thread that used it does not exist here.
+                unsafe { libc::close(descriptor) };
+            }
+        }
+    }
+}
+
+/// A descriptor's place in such a list, given up on drop.
+#[derive(Debug)]
+pub struct Tracked(&'static AtomicI32);
+
+impl Drop for Tracked {
+    fn drop(&mut self) {
+        self.0.store(-1, Ordering::Release);
+    }
 }
 
 /// Work of ours in the driver that nobody waits for. The driver must not be called while it is taken down, nor be taken down

@@ -376,6 +376,34 @@ fn a_pause_waits_for_the_devices_work() {
     assert_eq!(common::synchronize(), 0, "nothing was taken from under the work");
 }
 
+/// Whoever asked for a pause and left must not find the memory gone later, when the program's work has ended; nor may those who
+/// left keep others from asking.
+#[test]
+fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
+    struct Leaves;
+    impl Observer for Leaves {
+        fn is_gone(&mut self) -> Option<bool> {
+            Some(true)
+        }
+    }
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let stream = Stream::create();
+    gpu.set_op_delay_ms(1500);
+    assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
+    for timeout in [None, Some(Duration::from_secs(60))] {
+        let answer = Memory::get().pause(&Request { timeout, ..request(&["t"]) }, &mut Leaves);
+        assert!(matches!(answer, Err(Error::Busy(_))), "{answer:?}");
+    }
+    gpu.set_op_delay_ms(0);
+    assert_eq!(stream.synchronize(), 0);
+    assert_eq!(state("t"), Some(TagState::Active));
+    // Where there is nothing to wait for, it is paused.
+    Memory::get().pause(&request(&["t"]), &mut Leaves).unwrap();
+    resume(&["t"]).unwrap();
+    assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
+}
+
 #[test]
 fn a_resume_without_memory_says_what_is_short_and_can_wait() {
     let gpu = Gpu::take();

@@ -12,13 +12,17 @@ mod file;
 #[cfg(test)]
 mod tests;
 
+use crate::process::{ClosedOnFork, Tracked};
 use crate::units::Bytes;
 use engine::{Direction, Flight, Job, Lane};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::sync::Once;
 use std::{fmt, io, process, slice, thread};
 
 /// What direct I/O wants addresses, offsets and lengths to be multiples of, in bytes: the largest block of any drive.
@@ -26,14 +30,16 @@ pub const ALIGNMENT: usize = 4096;
 
 /// Bytes outside memory: an unlinked file as large as was asked for, whose space the file system has set aside.
 ///
-/// It has no name, so nothing outlives the process. Dropping it gives the space back, which takes a moment for a large
-/// file: not on the path of a resume. The space is given back even where a forked child lives on with a copy of the
-/// descriptor; dropping the child's copy of the value leaves the parent's contents alone.
+/// It has no name, and forked children close their copies of the descriptor, so nothing outlives the process. Dropping it gives
+/// the space back, which takes a moment for a large file: not on the path of a resume. Dropping a child's copy of the value
+/// leaves the parent's contents alone.
 ///
 /// Threads may use it at the same time, each on its own range.
 #[derive(Debug)]
 pub struct Spill {
-    file: File,
+    /// Where a forked child that inherits the descriptor closes it.
+    tracked: Option<Tracked>,
+    file: ManuallyDrop<File>,
     /// Whether requests go past the page cache. Where the file system refuses that, they go through it and leave nothing there.
     direct: bool,
     directory: PathBuf,
@@ -115,7 +121,8 @@ impl Spill {
     pub fn create(directory: &Path, bytes: u64) -> io::Result<Self> {
         let (file, direct) = file::create(directory, bytes)?;
         Ok(Self {
-            file,
+            tracked: track(file.as_raw_fd()),
+            file: ManuallyDrop::new(file),
             direct,
             directory: directory.to_owned(),
             bytes,
@@ -239,12 +246,30 @@ impl Spill {
 
 impl Drop for Spill {
     fn drop(&mut self) {
-        // A forked child may still have a descriptor of the file; it is not to keep the space.
-        if self.owner == process::id() {
-            // What fails here leaves the file as it is, to be freed with its last descriptor.
+        let ours = self.owner == process::id();
+        if ours {
+            // Whoever else has a descriptor of the file is not to keep the space. What fails here leaves the file as it is, to be
+            // freed with its last descriptor.
             drop(self.file.set_len(0));
         }
+        let tracked = self.tracked.take().is_some();
+        if ours || !tracked {
+            // SAFETY: the file is not used again. In a forked child that has closed it, the number may be another file's.
+            unsafe { ManuallyDrop::drop(&mut self.file) };
+        }
     }
+}
+
+/// Has a forked child close it: were this process killed, the child would keep the space. With more files at a time than
+/// there is room for, it keeps that of the others.
+fn track(descriptor: RawFd) -> Option<Tracked> {
+    static FILES: ClosedOnFork<64> = ClosedOnFork::new();
+    extern "C" fn close_in_child() {
+        FILES.close_in_child();
+    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| crate::process::on_fork_in_child(close_in_child));
+    FILES.track(descriptor)
 }
 
 impl<E> From<io::Error> for SpillError<E> {

@@ -50,7 +50,7 @@ pub fn set_retain(tag: Option<Arc<str>>, keep: Option<bool>) {
 
 /// Where the policy `disk` keeps contents now.
 pub fn disk_directory() -> PathBuf {
-    read(|said| said.directory.clone()).unwrap_or_else(config::disk_directory)
+    read(|said| said.directory.clone()).unwrap_or_else(|| config::disk_directory().to_owned())
 }
 
 /// Sets it for the pauses to come; `None`: as `VRAMCTL_DISK_DIR` says.

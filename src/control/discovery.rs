@@ -28,7 +28,7 @@ pub fn user() -> u32 {
 impl Directory {
     /// The user's directory; `Ok(None)`: there is none yet, so no process has managed memory. Root may look into anybody's.
     pub fn open() -> io::Result<Option<Self>> {
-        match Self::check(&config::socket_directory(), user() == 0) {
+        match Self::check(config::socket_directory(), user() == 0) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             answer => answer.map(Some),
         }
@@ -37,9 +37,9 @@ impl Directory {
     /// The same for sockets of one's own, made if need be.
     pub fn open_or_create() -> io::Result<Self> {
         let path = config::socket_directory();
-        match fs::DirBuilder::new().mode(0o700).create(&path) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(naming(&path, &error)),
-            _ => Self::check(&path, false),
+        match fs::DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(naming(path, &error)),
+            _ => Self::check(path, false),
         }
     }
 

@@ -8,12 +8,11 @@ use super::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Refusal, Repl
 use crate::config::Config;
 use crate::error::Error;
 use crate::memory::{Memory, Observer, Progress, Report, Stage};
-use crate::process::{self, PerProcess};
+use crate::process::{self, ClosedOnFork, PerProcess, Tracked};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
-use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 use std::{fs, io, mem, thread};
 
@@ -40,7 +39,7 @@ fn start() -> io::Result<()> {
     log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
     remove_socket_at_exit();
     // Before the thread: a fork in between would take the socket along.
-    let descriptor = Descriptor::track(listener.as_raw_fd());
+    let descriptor = track(listener.as_raw_fd());
     process::spawn("vramctl-control", move || {
         accept(&listener);
         drop(descriptor);
@@ -88,7 +87,7 @@ fn welcome(stream: UnixStream) {
         Ok(_) => return refuse("this process belongs to another user"),
         Err(error) => return log::debug!("SO_PEERCRED: {error}"),
     }
-    let Some(descriptor) = Descriptor::track(stream.as_raw_fd()) else {
+    let Some(descriptor) = track(stream.as_raw_fd()) else {
         return refuse("too many connections at a time; try again");
     };
     let serve = move || {
@@ -171,10 +170,10 @@ impl Observer for Client<'_> {
     }
 
     /// A client that has only stopped sending still reads the answer; one that has hung up does not.
-    fn is_gone(&mut self) -> bool {
+    fn is_gone(&mut self) -> Option<bool> {
         let mut socket = libc::pollfd { fd: self.peer.0.as_raw_fd(), events: 0, revents: 0 };
         // SAFETY: one entry that is writable; does not block.
-        unsafe { libc::poll(&raw mut socket, 1, 0) == 1 && socket.revents & (libc::POLLHUP | libc::POLLERR) != 0 }
+        Some(unsafe { libc::poll(&raw mut socket, 1, 0) == 1 && socket.revents & (libc::POLLHUP | libc::POLLERR) != 0 })
     }
 }
 
@@ -258,33 +257,15 @@ impl Lines<'_> {
     }
 }
 
-/// Descriptors that a forked child must not keep: as long as it did, a client would wait for a server that is not there.
-static DESCRIPTORS: [AtomicI32; MOST_CONNECTIONS + 1] = [const { AtomicI32::new(-1) }; MOST_CONNECTIONS + 1];
+/// The listener and the connections.
+static DESCRIPTORS: ClosedOnFork<{ MOST_CONNECTIONS + 1 }> = ClosedOnFork::new();
 
-/// A descriptor's place in that list, given up on drop.
-struct Descriptor(&'static AtomicI32);
-
-impl Descriptor {
-    /// `None`: the list is full.
-    fn track(descriptor: RawFd) -> Option<Self> {
-        static ONCE: Once = Once::new();
-        ONCE.call_once(|| process::on_fork_in_child(close_in_child));
-        DESCRIPTORS.iter().find(|place| place.compare_exchange(-1, descriptor, Ordering::AcqRel, Ordering::Relaxed).is_ok()).map(Self)
+/// Has a forked child find it closed. `None`: there are too many.
+fn track(descriptor: RawFd) -> Option<Tracked> {
+    extern "C" fn close_in_child() {
+        DESCRIPTORS.close_in_child();
     }
-}
-
-impl Drop for Descriptor {
-    fn drop(&mut self) {
-        self.0.store(-1, Ordering::Release);
-    }
-}
-
-extern "C" fn close_in_child() {
-    for place in &DESCRIPTORS {
-        let descriptor = place.swap(-1, Ordering::AcqRel);
-        if descriptor >= 0 {
-            // SAFETY: a descriptor of ours that the child inherited; the thread that used it does not exist here.
-            unsafe { libc::close(descriptor) };
-        }
-    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| process::on_fork_in_child(close_in_child));
+    DESCRIPTORS.track(descriptor)
 }

@@ -12,7 +12,7 @@
 use super::allocation::{Physical, lock};
 use super::{Allocation, Backup, Contents, Memory, cleaning, work};
 use crate::backup::{self, Saved};
-use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, code};
+use crate::driver::{self, CUdevice, CUdeviceptr, Context, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
 use crate::units::Bytes;
 use serde::{Deserialize, Serialize};
@@ -180,9 +180,10 @@ pub trait Observer {
     /// A stage has come so far. Must not block.
     fn progress(&mut self, _: Progress) {}
 
-    /// Whether nobody is interested any more. A resume that has not found its memory yet is given up then.
-    fn is_gone(&mut self) -> bool {
-        false
+    /// Whether nobody is interested any more; `None`: that is never so. A pause that still waits for the device's work, and a
+    /// resume that has not found its memory yet, are given up then.
+    fn is_gone(&mut self) -> Option<bool> {
+        None
     }
 }
 
@@ -192,9 +193,27 @@ impl Observer for () {}
 /// How often a resume that waits for memory looks for it.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
+/// How often a pause that waits for the device's work looks whether anybody still wants it.
+const LOOK_ROUND: Duration = Duration::from_millis(500);
+
 /// How long a pause waits under the lock, for work that was started since it last waited. Short: the program may need to
 /// allocate in order to finish that work.
 const WAIT_LOCKED: Duration = Duration::from_millis(100);
+
+/// Waits for the work in these contexts, as long as there is time `left` (`None`: without limit) and anybody to answer to.
+fn wait_while_wanted(contexts: &BTreeSet<Context>, left: &dyn Fn() -> Option<Duration>, observer: &mut dyn Observer) -> Result<(), Error> {
+    loop {
+        // In the calling thread, where nothing can end the wait but the work.
+        if left().is_none() && observer.is_gone().is_none() {
+            return Ok(work::wait(contexts.clone())?);
+        }
+        let round = left().map_or(LOOK_ROUND, |left| left.min(LOOK_ROUND));
+        match work::wait_at_most(contexts.clone(), round) {
+            Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
+            answer => return answer,
+        }
+    }
+}
 
 impl Memory {
     /// Pauses: gives the memory of active allocations back to the driver, their contents kept as the policies say.
@@ -212,12 +231,12 @@ impl Memory {
                 let idle = chosen.iter().all(|allocation| allocation.is_paused());
                 if idle { BTreeSet::new() } else { self.contexts_that_use(all.iter().map(|allocation| &**allocation)) }
             };
-            clock.time(Stage::Wait, || match left() {
-                None => Ok(work::wait(contexts)?),
-                Some(left) => work::wait_at_most(contexts, left),
+            clock.time(Stage::Wait, || wait_while_wanted(&contexts, &left, observer)).map_err(|error| match error {
+                Error::Busy(_) => Error::Busy(started.elapsed()),
+                other => other,
             })?;
             match self.try_pause(request, started, &mut clock, observer) {
-                Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) => (),
+                Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
                 answer => return answer.inspect(|report| log::info!("paused {}: {report}", request.tags_text())),
             }
@@ -299,7 +318,7 @@ impl Memory {
                 return attempt.inspect(|report| log::info!("resumed {}: {report}", request.tags_text()));
             };
             let left = request.timeout.unwrap_or_default().saturating_sub(started.elapsed());
-            if left.is_zero() || observer.is_gone() {
+            if left.is_zero() || observer.is_gone() == Some(true) {
                 return attempt.map_err(with_holders);
             }
             // Without the lock: the program may free something.

@@ -390,6 +390,24 @@ fn a_copied_descriptor_does_not_keep_the_space() {
     assert_eq!(copy.metadata().unwrap().len(), 0);
 }
 
+/// Else the child of a program that was killed would keep the space for as long as it lives.
+#[test]
+fn a_forked_child_has_no_copy() {
+    let spill = spill(1 << 20, Way::Ring);
+    let descriptor = spill.file.as_raw_fd();
+    // SAFETY: the child calls nothing but what is safe after a fork of a program with threads.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above.
+        unsafe { libc::_exit(i32::from(libc::fcntl(descriptor, libc::F_GETFD) != -1)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child, and writes to `status`.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "the child has it");
+    assert_eq!(spill.file.metadata().unwrap().len(), 1 << 20, "and the parent still");
+}
+
 /// As in a forked child that drops what it inherited.
 #[test]
 fn only_the_process_that_made_it_gives_the_space_back() {

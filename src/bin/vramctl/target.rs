@@ -162,7 +162,7 @@ impl Found {
     /// That there is none, and what may be the reason.
     pub fn nothing(&self) -> String {
         let path = config::socket_directory();
-        let path = self.directory.as_ref().map_or(path.as_path(), |directory| directory.path());
+        let path = self.directory.as_ref().map_or(path, |directory| directory.path());
         format!(
             "no process is managed (looked in {}). Start a program with `vramctl run -- COMMAND`; it shows once it has allocated GPU \
              memory. If it runs with another VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to its directory",

@@ -20,7 +20,7 @@ use vramctl::units::Bytes;
 Without tags: all. The process lives on and keeps its addresses, but GPU work that it starts before the resume fails \
 if it touches paused memory: have it stop first. A pause waits for the GPU work under way, with --timeout no longer \
 than that. Contents are kept in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: \
-after an error everything is as it was. Interrupting this command does not interrupt a pause under way.
+after an error everything is as it was. Interrupting this command ends its wait for GPU work, but not a pause under way.
 
 An inference engine must have no requests. With --engine it is asked: the pause is refused while it has some (with \
 --timeout: if they do not end by then), and where its KV cache is discarded it is told to forget its prefix cache. VRAMCTL_ENGINE_KEY is \
