@@ -21,6 +21,8 @@ pub enum Error {
         needed: u64,
         /// Bytes that the host could give.
         available: u64,
+        /// Whether `VRAMCTL_HOST_CAP` is what keeps it from giving more.
+        capped: bool,
     },
     /// A file for contents could not be made, written or read; the text says which and why.
     Disk(String),
@@ -159,12 +161,12 @@ impl fmt::Display for Error {
                  Restart the program"
             ),
             Self::DeviceMemory(shortage) => shortage.fmt(out),
-            Self::HostMemory { needed, available } => write!(
+            Self::HostMemory { needed, available, capped } => write!(
                 out,
-                "too little host memory to keep the contents: {} needed, {} available. \
-                 Free some, or discard tags whose contents can be made again",
+                "too little host memory to keep the contents: {} needed, {} available{}, or discard tags whose contents can be made again",
                 Bytes(*needed),
-                Bytes(*available)
+                Bytes(*available),
+                if *capped { " under VRAMCTL_HOST_CAP. Raise it" } else { ". Free some" },
             ),
             Self::UnknownTag { unknown, known } => {
                 write!(out, "no allocation has the tag {}; ", unknown.join(", "))?;

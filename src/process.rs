@@ -5,7 +5,7 @@
 //! child finds empty: it makes its own when it first needs it. The parent's value stays where it is in the child's
 //! copy of the memory, untouched and never dropped, because dropping it would mean calling the driver.
 
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
@@ -99,6 +99,22 @@ pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
     // SAFETY: `handler` lives in this library, which is never unloaded. Without memory for the list the handler is
     // not registered; a child that then uses CUDA state of its parent gets errors from the driver, as it does without us.
     unsafe { libc::pthread_atfork(None, None, Some(handler)) };
+}
+
+/// The file under a number above those of the standard streams. Where the program has closed one of these, a file of ours might
+/// get its number, and then what the program prints.
+pub fn above_standard<F: From<OwnedFd> + Into<OwnedFd>>(file: F) -> io::Result<F> {
+    let file: OwnedFd = file.into();
+    if file.as_raw_fd() > libc::STDERR_FILENO {
+        return Ok(file.into());
+    }
+    // SAFETY: the call touches no memory.
+    let copy = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_DUPFD_CLOEXEC, libc::STDERR_FILENO + 1) };
+    if copy < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just opened, and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) }.into())
 }
 
 /// Descriptors that a forked child must not keep: its copies would keep a client waiting for a server that is not there, and

@@ -440,7 +440,8 @@ fn refusals_have_exit_codes_of_their_own() {
     let errors = [
         (Error::Busy(Duration::from_millis(50)), 5, "had not finished after 50 ms"),
         (Error::Capturing, 5, "captured"),
-        (Error::HostMemory { needed: 2 * GIB, available: GIB }, 4, "2.00 GiB needed, 1.00 GiB available"),
+        (Error::HostMemory { needed: 2 * GIB, available: GIB, capped: false }, 4, "2.00 GiB needed, 1.00 GiB available. Free some"),
+        (Error::HostMemory { needed: 2 * GIB, available: GIB, capped: true }, 4, "available under VRAMCTL_HOST_CAP. Raise it"),
         (Error::Internal("x".into()), 1, "please report it"),
     ];
     for (error, code, text) in errors {

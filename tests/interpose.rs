@@ -638,7 +638,9 @@ fn too_little_host_memory_is_an_error_before_anything_changed() {
     let contents = pattern(2, 200 * MIB);
     assert_eq!(write(address, &contents), 0);
     match pause(&[]) {
-        Err(Error::HostMemory { needed, available }) => assert!(needed > available && available <= common::HOST_CAP),
+        Err(Error::HostMemory { needed, available, capped }) => {
+            assert!(needed > available && available <= common::HOST_CAP && capped);
+        }
         other => panic!("{other:?}"),
     }
     assert_eq!(state("t"), Some(TagState::Active));
@@ -646,6 +648,42 @@ fn too_little_host_memory_is_an_error_before_anything_changed() {
     assert_eq!(Memory::get().status().host.used_bytes, 0);
     assert_eq!(free(address), 0);
     assert_eq!(gpu.footprint(), before);
+}
+
+/// What is retained is there to save time. It must not keep another tag from being paused.
+#[test]
+fn retained_contents_make_room_for_a_pause_that_needs_it() {
+    const RETAINED: usize = 64 * MIB;
+    const OTHERS: usize = 136 * MIB;
+    const { assert!(OTHERS as u64 <= common::HOST_CAP && (RETAINED + OTHERS) as u64 > common::HOST_CAP) };
+    let _gpu = Gpu::take();
+    let host = || Memory::get().status().host.used_bytes;
+    let make = |retained, others| {
+        let addresses = [(common::RETAINED_TAG, retained), ("t", others)].map(|(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap());
+        pause(&[common::RETAINED_TAG]).unwrap();
+        resume(&[common::RETAINED_TAG]).unwrap();
+        assert_eq!(host(), retained as u64, "it is retained");
+        addresses
+    };
+    let [retained, others] = make(RETAINED, OTHERS);
+    for round in 0..2 {
+        assert_eq!((write(retained, &pattern(round, RETAINED)), write(others, &pattern(9, OTHERS))), (0, 0));
+        pause(&["t"]).unwrap();
+        assert_eq!(host(), OTHERS as u64, "what was retained is given up");
+        resume(&["t"]).unwrap();
+        // All is saved and comes back as if nothing had ever been retained.
+        pause(&[common::RETAINED_TAG]).unwrap();
+        resume(&[common::RETAINED_TAG]).unwrap();
+        assert_eq!(host(), RETAINED as u64);
+        assert!(read(retained, RETAINED).unwrap() == pattern(round, RETAINED));
+        assert!(read(others, OTHERS).unwrap() == pattern(9, OTHERS));
+    }
+    assert_eq!((free(retained), free(others)), (0, 0));
+    // Where that is not enough, the error is the one that it was.
+    let [retained, others] = make(32 * MIB, common::HOST_CAP as usize + 8 * MIB);
+    assert!(matches!(pause(&["t"]), Err(Error::HostMemory { capped: true, .. })));
+    assert_eq!(state("t"), Some(TagState::Active));
+    assert_eq!((free(retained), free(others)), (0, 0));
 }
 
 /// Where host memory cannot be registered, backups go through a small buffer of the driver's, or without any.

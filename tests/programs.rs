@@ -8,7 +8,7 @@ use common::{artifacts, own_folder, simulated_libraries};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
@@ -287,6 +287,70 @@ fn a_dead_programs_child_does_not_keep_its_socket_alive() {
     unsafe { libc::kill(child, libc::SIGKILL) };
     assert!(!listed.contains("parent"), "{listed}");
     assert!(started.elapsed() < Duration::from_secs(20));
+}
+
+/// Whatever was in its way may be mended, and the program goes on for days.
+#[test]
+fn a_socket_that_could_not_be_made_is_there_once_it_can() {
+    let machine = Machine::new("256M");
+    let place = machine.folder.path().join("later");
+    let mut program = machine.start_with("late", "odd", &["plain"], |command| {
+        command.env("VRAMCTL_DIR", place.join("sockets"));
+    });
+    program.expect("ready");
+    fs::create_dir(&place).unwrap();
+    eventually(|| machine.vramctl(&["pause", "--name", "late"]).env("VRAMCTL_DIR", place.join("sockets")).output().unwrap());
+    eventually(|| machine.vramctl(&["resume", "--name", "late"]).env("VRAMCTL_DIR", place.join("sockets")).output().unwrap());
+    program.tell("go on");
+    program.ends_well();
+    assert_eq!(fs::read_dir(place.join("sockets")).unwrap().count(), 0, "its socket went with it");
+}
+
+#[test]
+fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("tidy", "odd", &["close-sockets"]);
+    program.expect("ready");
+    let socket = machine.sockets().join(format!("{}.sock", program.pid()));
+    let first = fs::metadata(&socket).unwrap().ino();
+    program.tell("go on");
+    program.expect("closed");
+    // The first client is the one that shows the library what has happened.
+    eventually(|| machine.ask(&["pause", "--name", "tidy"]));
+    eventually(|| machine.ask(&["resume", "--name", "tidy"]));
+    assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
+    program.tell("go on");
+    program.ends_well();
+}
+
+/// What the program prints must not go to our clients, nor into its backups.
+#[test]
+fn no_file_of_ours_stands_in_for_a_closed_standard_stream() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("closed", "odd", &["closed-input"]);
+    program.expect("ready");
+    machine.done(&["pause", "--backup", "disk"]);
+    let _client = UnixStream::connect(machine.sockets().join(format!("{}.sock", program.pid()))).unwrap();
+    // Answered, so the one before it has been accepted.
+    machine.done(&["status"]);
+    program.tell("go on");
+    program.expect("free");
+    machine.done(&["resume"]);
+    program.tell("go on");
+    program.ends_well();
+}
+
+/// Asks until it is done.
+fn eventually(ask: impl Fn() -> Output) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let output = ask();
+        if output.status.success() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{}", String::from_utf8_lossy(&output.stderr));
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }
 
 #[test]

@@ -30,6 +30,9 @@ use std::time::{Duration, Instant};
 /// own build fills thousands of them, and has smaller ones.
 pub const PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 64 << 20 };
 
+/// Where there are not so many bytes of addresses left, there is no arena.
+const LEAST: usize = 2 * PIECE;
+
 /// Host memory for backups.
 pub struct Arena {
     base: NonNull<u8>,
@@ -108,7 +111,7 @@ static ARENA: PerProcess<Option<Arena>> = PerProcess::new(Arena::reserve);
 impl Arena {
     /// This process's arena.
     pub fn get() -> Result<&'static Self, Error> {
-        ARENA.get().as_ref().ok_or_else(|| Error::Internal("no address space is left for backups".into()))
+        ARENA.get().as_ref().ok_or(Error::HostMemory { needed: LEAST as u64, available: 0, capped: false })
     }
 
     fn existing() -> Option<&'static Self> {
@@ -120,8 +123,14 @@ impl Arena {
     fn reserve() -> Option<Self> {
         // Locked, 8 TiB would overflow the kernel's count of pages: 2^31 of them.
         const MOST: usize = 4 << 40;
-        let sizes = std::iter::successors(Some(MOST), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= 2 * PIECE);
-        let (base, fits) = sizes.into_iter().find_map(|bytes| Some((close_addresses(None, bytes)?, bytes)))?;
+        let sizes = std::iter::successors(Some(MOST), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= LEAST);
+        let Some((base, fits)) = sizes.into_iter().find_map(|bytes| Some((close_addresses(None, bytes)?, bytes))) else {
+            log::warn!(
+                "no contents can be kept in host memory: this process may not have {} of addresses more (ulimit -v)",
+                Bytes(LEAST as u64)
+            );
+            return None;
+        };
         let bytes = if fits == MOST { fits } else { fits / 2 };
         // SAFETY: the end of the mapping just made; nothing where it is all used.
         unsafe { libc::munmap(base.as_ptr().wrapping_add(bytes).cast(), fits - bytes) };
@@ -158,19 +167,24 @@ impl Arena {
             let Some(offset) = state.take(bytes) else {
                 // Before the ranges are dropped, which takes the lock.
                 drop(state);
-                return Err(Error::HostMemory { needed: sizes.iter().sum::<usize>() as u64, available: 0 });
+                return Err(Error::HostMemory { needed: sizes.iter().sum::<usize>() as u64, available: 0, capped: false });
             };
             ranges.push(Range { offset, bytes });
         }
         let populated = state.populated();
         let needed = ((populated - before) * PIECE) as u64;
         let cap = Config::get().host_cap.saturating_sub((before * PIECE) as u64);
-        let available = limits::available_bytes().min(cap);
+        let host = limits::available_bytes();
+        let (available, capped) = (host.min(cap), cap < host);
         let end = ranges.iter().map(|range| Self::pieces_of(range).end).max().unwrap_or(0);
         let fits = needed <= available;
         let opened = fits && self.open(&mut state, end);
         drop(state);
-        if opened { Ok(ranges) } else { Err(Error::HostMemory { needed, available: if fits { 0 } else { available } }) }
+        match (opened, fits) {
+            (true, _) => Ok(ranges),
+            (_, true) => Err(Error::HostMemory { needed, available: 0, capped: false }),
+            _ => Err(Error::HostMemory { needed, available, capped }),
+        }
     }
 
     /// Makes the addresses of the first pieces writable. `false`: the limits of the program do not allow it. All at once,
@@ -268,7 +282,7 @@ impl Arena {
         let available = limits::available_bytes().saturating_sub(coming);
         if available < PIECE as u64 {
             self.coming.fetch_sub(PIECE as u64, Ordering::Relaxed);
-            return Err(Error::HostMemory { needed: PIECE as u64, available });
+            return Err(Error::HostMemory { needed: PIECE as u64, available, capped: false });
         }
         let address = self.address(piece);
         for step in (0..PIECE).step_by(STEP) {
@@ -367,7 +381,7 @@ impl Arena {
         };
         let room = Config::get().host_cap.saturating_sub((ready * PIECE) as u64);
         if !there && room < PIECE as u64 {
-            return Err(Error::HostMemory { needed: PIECE as u64, available: room });
+            return Err(Error::HostMemory { needed: PIECE as u64, available: room, capped: true });
         }
         self.prepare(piece, context).map(drop)
     }

@@ -162,7 +162,7 @@ impl From<&Error> for Refusal {
                 _ => None,
             },
             host_shortage: match error {
-                Error::HostMemory { needed, available } => Some(HostShortage { needed: *needed, available: *available }),
+                Error::HostMemory { needed, available, .. } => Some(HostShortage { needed: *needed, available: *available }),
                 _ => None,
             },
             cuda_code: match error {

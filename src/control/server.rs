@@ -20,30 +20,55 @@ use std::{fs, io, mem, thread};
 const MOST_CONNECTIONS: usize = 16;
 /// How long a client may take to finish a request, and to take in an answer.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// When a socket is tried again that could not be made, or that the program has closed.
+const TRY_AGAIN: Duration = Duration::from_secs(5);
 /// How often progress is told, at most.
 const TELL_EVERY: Duration = Duration::from_millis(50);
 
-/// Starts the server of this process unless it is there. What goes wrong is said once, and the program goes on without.
+/// Starts the server of this process unless it is there. What goes wrong is said once, and the program goes on without; the
+/// socket is tried again, for what was in its way may be mended.
 pub fn ensure_running() {
     static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
     STARTED.get().call_once(|| {
-        if let Err(error) = start() {
-            log::warn!("no control socket: {error}");
+        remove_socket_at_exit();
+        let first = listen();
+        if let Err(error) = &first {
+            log::warn!("no control socket, tried again every {} s: {error}", TRY_AGAIN.as_secs());
+        }
+        if let Err(error) = process::spawn("vramctl-control", || serve(first)) {
+            log::warn!("no control socket: no thread could be started: {error}");
         }
     });
 }
 
-fn start() -> io::Result<()> {
+fn listen() -> io::Result<Listener> {
     let directory = Directory::open_or_create()?;
-    let listener = directory.bind()?;
+    let socket = process::above_standard(directory.bind()?)?;
+    socket.set_nonblocking(true)?;
     log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
-    remove_socket_at_exit();
-    // Before the thread: a fork in between would take the socket along.
-    let descriptor = track(listener.as_raw_fd());
-    process::spawn("vramctl-control", move || {
-        accept(&listener);
-        drop(descriptor);
-    })
+    // Before any other thread has it: a fork in between would take the socket along.
+    Ok(Listener { tracked: track(socket.as_raw_fd()), socket })
+}
+
+/// The control socket.
+struct Listener {
+    /// Dropped before the socket, whose number another file may have a moment after.
+    tracked: Option<Tracked>,
+    socket: UnixListener,
+}
+
+fn serve(mut listener: io::Result<Listener>) {
+    loop {
+        if let Ok(Listener { tracked, socket }) = listener {
+            accept(&socket);
+            log::warn!("the program has closed the control socket; there will be a new one in {} s", TRY_AGAIN.as_secs());
+            drop(tracked);
+            // Closed already: its number may be another file's.
+            mem::forget(socket);
+        }
+        thread::sleep(TRY_AGAIN);
+        listener = listen();
+    }
 }
 
 /// A process that is killed leaves its socket behind; whoever looks for processes next removes it.
@@ -60,14 +85,21 @@ fn remove_socket_at_exit() {
     unsafe { libc::atexit(remove) };
 }
 
-fn accept(listener: &UnixListener) {
+/// Takes connections until the program closes the socket with all its descriptors, as programs do that go into the background.
+fn accept(socket: &UnixListener) {
     loop {
-        match listener.accept() {
-            Ok((stream, _)) => welcome(stream),
-            // The program has closed all its descriptors, as programs do that go into the background.
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EBADF | libc::ENOTSOCK | libc::EINVAL)) => {
-                return log::warn!("the control socket was closed by the program; it cannot be controlled any more");
-            }
+        // A blocked `accept` holds the lowest free number, which the program may want for a standard stream.
+        let mut waiting = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry that is writable.
+        unsafe { libc::poll(&raw mut waiting, 1, -1) };
+        match socket.accept() {
+            Ok((stream, _)) => match process::above_standard(stream) {
+                Ok(stream) => welcome(stream),
+                Err(error) => log::debug!("a connection: {error}"),
+            },
+            // The client has left.
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EBADF | libc::ENOTSOCK | libc::EINVAL)) => return,
             Err(error) => {
                 // Out of descriptors, most likely: the program's affair, and over some day.
                 log::debug!("accept: {error}");

@@ -238,6 +238,7 @@ impl Memory {
             match self.try_pause(request, started, &mut clock, observer) {
                 Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
+                Err(Error::HostMemory { .. }) if self.forget_retained(&request.tags) => (),
                 answer => return answer.inspect(|report| log::info!("paused {}: {report}", request.tags_text())),
             }
         }
@@ -308,6 +309,21 @@ impl Memory {
         })
     }
 
+    /// Gives up what is retained of active memory, which only saves time, where a pause needs the room: that of other tags,
+    /// or if there is none, that of these. `false`: there is nothing.
+    fn forget_retained(&self, tags: &[String]) -> bool {
+        let _exclusive = self.exclude();
+        let all = self.snapshot();
+        let retained = |allocation: &&Arc<Allocation>| !allocation.is_paused() && allocation.contents().saved.is_some();
+        let (own, others): (Vec<_>, Vec<_>) = all.iter().filter(retained).partition(|allocation| is_meant(tags, allocation));
+        let given_up = if others.is_empty() { own } else { others };
+        let forgotten: Vec<_> = given_up.iter().filter_map(|allocation| allocation.contents().saved.take()).collect();
+        if !forgotten.is_empty() {
+            log::info!("host memory is short: what was retained of {} allocations is given up", forgotten.len());
+        }
+        !forgotten.is_empty()
+    }
+
     /// Resumes: puts new memory at the addresses of paused allocations, and their contents into it. After an error
     /// everything is as it was.
     pub fn resume(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
@@ -359,12 +375,14 @@ impl Memory {
     fn choose(&self, tags: &[String]) -> Result<(Vec<Arc<Allocation>>, Vec<Arc<Allocation>>), Error> {
         let all = self.snapshot();
         let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
-        let unknown: Vec<_> = tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
+        let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
         if !unknown.is_empty() {
-            return Err(Error::UnknownTag { unknown, known: known.into_iter().map(str::to_owned).collect() });
+            return Err(Error::UnknownTag {
+                unknown: unknown.into_iter().collect(),
+                known: known.into_iter().map(str::to_owned).collect(),
+            });
         }
-        let wanted = |allocation: &&Arc<Allocation>| tags.is_empty() || tags.iter().any(|tag| **tag == *allocation.tag);
-        let chosen = all.iter().filter(wanted).cloned().collect();
+        let chosen = all.iter().filter(|allocation| is_meant(tags, allocation)).cloned().collect();
         Ok((all, chosen))
     }
 
@@ -448,6 +466,11 @@ impl Memory {
         // After an error the new memory goes as it came; nothing is being copied to it any more.
         brought.map(|()| memories)
     }
+}
+
+/// Whether the tags mean this one. None of them: all.
+fn is_meant(tags: &[String], allocation: &Allocation) -> bool {
+    tags.is_empty() || tags.iter().any(|tag| **tag == *allocation.tag)
 }
 
 /// Unmaps all of them that are not unmapped yet. After an error, some may be.

@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include "cudart.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -15,6 +16,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -261,6 +263,50 @@ static void use_while_paused(void)
 	turn("failed");
 }
 
+/* Closes sockets that it does not know, as programs do that go into the background, and has a file of its own under the number. */
+static void close_sockets(void)
+{
+	enum { MANY = 256 };
+	int own[MANY] = {0};
+	void *device = allocate(1);
+	turn("ready");
+	for (int i = 3; i < MANY; i++) {
+		struct stat file;
+		if (fstat(i, &file) == 0 && S_ISSOCK(file.st_mode)) {
+			int file_of_ours = open("/dev/null", O_RDONLY);
+			check(dup2(file_of_ours, i) == i, "dup2");
+			close(file_of_ours);
+			own[i] = 1;
+		}
+	}
+	turn("closed");
+	for (int i = 3; i < MANY; i++) {
+		struct stat file;
+		check(!own[i] || (fstat(i, &file) == 0 && S_ISCHR(file.st_mode)), "a file of this program was closed");
+	}
+	verify(device, 1);
+}
+
+/* Has no standard input when the library opens its files. */
+static void closed_input(void)
+{
+	void *before = NULL;
+	int input = dup(0);
+	char byte = 0;
+	/* What the driver opens is its own affair. */
+	check(cudaMalloc(&before, 4096) == cudaSuccess, "cudaMalloc");
+	close(0);
+	void *device = allocate(1);
+	printf("ready\n");
+	fflush(stdout);
+	while (byte != '\n')
+		check(read(input, &byte, 1) == 1, "the test went away");
+	check(fcntl(0, F_GETFD) == -1, "standard input is a file that this program has not opened");
+	check(dup2(input, 0) == 0, "standard input is taken");
+	turn("free");
+	verify(device, 1);
+}
+
 /* Is there, with memory, until told to go. */
 static void plain(void)
 {
@@ -286,6 +332,8 @@ int main(int argc, char **argv)
 		{"locked", locked},
 		{"little-data", little_data},
 		{"use-while-paused", use_while_paused},
+		{"close-sockets", close_sockets},
+		{"closed-input", closed_input},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
 		if (strcmp(argv[1], modes[i].name) == 0) {

@@ -122,7 +122,7 @@ impl<'a> Lane<'a> {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: just opened, and nobody else's.
-        let tokens = unsafe { File::from_raw_fd(descriptor) };
+        let tokens = process::above_standard(unsafe { File::from_raw_fd(descriptor) })?;
         Ok(Self { spill, direction, waiting: Mutex::default(), tokens })
     }
 

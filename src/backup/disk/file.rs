@@ -1,6 +1,7 @@
 //! How the file of a [`Spill`](super::Spill) comes about, and how its page cache is emptied.
 
 use super::ALIGNMENT;
+use crate::process::above_standard;
 use crate::units::Bytes;
 use std::collections::hash_map::RandomState;
 use std::fs::{self, File, OpenOptions};
@@ -16,7 +17,7 @@ pub fn create(directory: &Path, bytes: u64) -> io::Result<(File, bool)> {
     let in_directory = |what: &str, error: &io::Error| {
         io::Error::new(error.kind(), format!("cannot {what} a backup file in {}: {error}", directory.display()))
     };
-    let file = open(directory).map_err(|error| in_directory("make", &error))?;
+    let file = open(directory).and_then(above_standard).map_err(|error| in_directory("make", &error))?;
     warn_of_memory(&file);
     reserve(&file, directory, bytes).map_err(|error| match error.kind() {
         io::ErrorKind::StorageFull => error,

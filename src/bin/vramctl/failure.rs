@@ -132,7 +132,7 @@ mod tests {
     fn the_exit_codes_never_change() {
         assert_eq!(Exit::ALL.map(|exit| exit as u8), [0, 1, 2, 3, 4, 5, 6, 126, 127]);
         assert_eq!(Failure::from(&Error::Capturing).exit(), Exit::Busy);
-        assert_eq!(Failure::from(&Error::HostMemory { needed: 2, available: 1 }).exit(), Exit::NoMemory);
+        assert_eq!(Failure::from(&Error::HostMemory { needed: 2, available: 1, capped: false }).exit(), Exit::NoMemory);
         assert_eq!(Failure::from(&Error::Unsupported).exit(), Exit::Failed);
     }
 

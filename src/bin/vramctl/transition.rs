@@ -183,10 +183,10 @@ fn plan(direction: Direction, processes: Vec<Process>, tags: &[String]) -> Resul
         .flat_map(|status| status.memory.tags.iter().map(|tag| tag.tag.clone()))
         .collect();
     let silent = processes.iter().any(|process| process.status.is_err());
-    let unknown: Vec<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
+    let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
     // A process that does not answer might know it; that it does not answer is then the error.
     if !unknown.is_empty() && !silent {
-        return Err(Failure::from(&Error::UnknownTag { unknown, known: known.into_iter().collect() }));
+        return Err(Failure::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
     }
     let task = |process: Process| {
         let there = process.status.as_ref().map_or(&[][..], |status| &status.memory.tags);
