@@ -202,7 +202,7 @@ class Running(unittest.TestCase):
         self.folder = pathlib.Path(folder.name)
         self.write(
             "bin/nvidia-smi",
-            "#!/bin/sh\ncase $* in -L) echo 'GPU 0: pretended';; *memory*) echo 900;; *) echo pretended;; esac\n",
+            "#!/bin/sh\ncase $* in -L) echo 'GPU 0: pretended';; *memory*--id=0*|*--id=0*memory*) echo 900;; *memory*) echo 700; echo 2048;; *) echo pretended;; esac\n",
         )
         self.write("bin/libvramctl.so", "")
         self.write(
@@ -232,12 +232,15 @@ class Running(unittest.TestCase):
         self.write(
             "engine/vllm/__init__.py",
             """\
+            import os
             from types import SimpleNamespace as S
             __version__ = "0.26.0"
             SamplingParams = S
             print("a line of the engine's own")
             class LLM:
-                def __init__(self, model, **settings): assert model == "/model" and "enable_sleep_mode" not in settings
+                def __init__(self, model, **settings):
+                    assert model == "/model" and "enable_sleep_mode" not in settings
+                    assert settings["tensor_parallel_size"] == int(os.environ.get("GPUS", 1))
                 def reset_prefix_cache(self): pass
                 def generate(self, prompts, parameters, use_tqdm):
                     chosen = [{7: S(logprob=-1.5)}] * parameters.max_tokens
@@ -273,7 +276,7 @@ for number, line in enumerate({text!r}.splitlines()):
     def command(self, *arguments, **variables):
         env = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "VRAMCTL_"))}
         env.update(
-            PATH=f"{self.folder}/bin:{env['PATH']}", PYTHONPATH=f"{self.folder}/other", TMPDIR=str(self.folder), **variables
+            PATH=f"{self.folder}/bin:{env['PATH']}", OTHERS=str(self.folder / "others"), PYTHONPATH=f"{self.folder}/other", TMPDIR=str(self.folder), **variables
         )
         command = [SCRIPTS / "gpu-engines", "--engine", "vllm", "--out", self.folder / "out", *arguments]
         return [str(part) for part in command], env
@@ -316,6 +319,15 @@ for number, line in enumerate({text!r}.splitlines()):
         self.assertEqual(again.returncode, 0, again.stdout + again.stderr)
         text = (self.folder / "second/gpu-engines.md").read_text()
         self.assertIn("| vLLM 0.26.0 | sleep level 1 | 0.90 s / 0.35 s | 0.90 s / 0.35 s |", text)
+
+    def test_several_gpus(self):
+        """All of them are looked at, and used by the other process."""
+        arguments = ("--cycles", 1, "--other-gib", 3, "--part", "outside", "--gpus", 2)
+        done = self.gpu_engines(*self.places(), *arguments, GPUS="2")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual((self.folder / "others").read_text().split(), ["cuda:0"] * 3 + ["cuda:1"] * 3)
+        self.assertIn(f"| 1 | 0.12 s | 0.12 s | 2.00 GiB | 3 GiB | yes |", done.stdout)
+        self.assertIn("2 x pretended", done.stdout)
 
     def test_what_the_engines_are_started_with(self):
         done = self.gpu_engines(
@@ -432,14 +444,18 @@ def eventually(condition, seconds=20):
 
 
 PRETENDED_TORCH = """\
+    import os
     int64 = None
     class Tensor:
         def add_(self, _): return self
         sub_ = add_
-    def arange(*_, **__): return Tensor()
+    def arange(*_, device, **__):
+        with open(os.environ["OTHERS"], "a") as log: print(device, file=log)
+        return Tensor()
     def equal(*_): return True
+    def device(*words): return "%s:%d" % words
     class cuda:
-        synchronize = staticmethod(lambda: None)
+        synchronize = staticmethod(lambda *_: None)
 """
 
 

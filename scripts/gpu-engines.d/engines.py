@@ -71,8 +71,13 @@ class Engines(Check):
         return [sys.executable, str(pathlib.Path(self.options.scripts) / f"{self.options.engine}_cycle.py")]
 
     def program(self):
-        fraction = str(self.options.fraction)
-        return [sys.executable, str(HERE / "program.py"), self.options.engine, self.options.model or "MODEL", fraction]
+        options = self.options
+        arguments = (options.engine, options.model or "MODEL", options.fraction, options.gpus)
+        return [sys.executable, str(HERE / "program.py"), *map(str, arguments)]
+
+    def other(self):
+        """Another process that uses the memory."""
+        return [sys.executable, str(HERE / "other.py"), str(self.options.other_gib), str(self.options.gpus)]
 
     def pause(self):
         """The commands that pause the engine from the shell."""
@@ -85,11 +90,11 @@ class Engines(Check):
 
     def plan(self):
         """What each part runs, as lines."""
-        vramctl, other = str(self.bin / "vramctl"), [sys.executable, str(HERE / "other.py"), str(self.options.other_gib)]
+        vramctl = str(self.bin / "vramctl")
         outside = [
             self.under_library(self.program()),
             *[[vramctl, *line] for line in self.pause()],
-            other,
+            self.other(),
             [vramctl, "resume", *TAGS, "--name", NAME, "--json"],
         ]
         both = [self.program(), self.under_library(self.program())]
@@ -112,6 +117,18 @@ class Engines(Check):
         for part in self.options.part.split(","):
             lines += [f"# {part}", *[shlex.join(command) for command in plans[part]]]
         return "\n".join(lines)
+
+    # ---- the machine ----
+
+    def gpu(self, what):
+        """Of several GPUs, the most that one of them has in use."""
+        if what != "memory.used" or self.options.gpus == 1:
+            return super().gpu(what)
+        used = self.smi("--query-gpu=memory.used", "--format=csv,noheader,nounits").split()
+        return max(used[: self.options.gpus], key=int)
+
+    def machine(self):
+        return {**super().machine(), "gpus": self.options.gpus}
 
     # ---- parts ----
 
@@ -166,8 +183,7 @@ class Engines(Check):
                 program.ask_json("forget")
             pause_ms = sum(self.shell(*line) for line in self.pause())
             used_mib = self.used_mib(below=8 * 1024)
-            other = [sys.executable, HERE / "other.py", self.options.other_gib]
-            code, text, _ = self.command(*other, seconds=120, env=self.plain_env)
+            code, text, _ = self.command(*self.other(), seconds=120, env=self.plain_env)
             self.expect(f"cycle {number}: another process uses {self.options.other_gib} GiB", code == 0, text)
             resume_ms = self.shell("resume", *TAGS, "--name", NAME, "--json", "--timeout", "10")
             same = program.ask_json("generate", 120)
@@ -312,7 +328,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("engine", "engine-dir", "scripts", "part", "model", "bin", "python", "out", "work"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("other-gib", "cycles", "rounds", "limit"):
+    for name in ("other-gib", "cycles", "gpus", "rounds", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--fraction", type=float, required=True)
     parser.add_argument("--prewarm", required=True)

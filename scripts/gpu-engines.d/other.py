@@ -1,6 +1,6 @@
-"""Another process on the GPU: takes so many GiB, fills them and verifies them.
+"""Another process on the GPUs: takes so many GiB of each, fills them and verifies them.
 
-other.py GIB
+other.py GIB GPUS
 """
 
 import sys
@@ -10,17 +10,24 @@ import torch
 CHUNK = 1 << 27  # numbers of 8 bytes: 1 GiB
 
 
-def main():
-    chunks = []
-    for number in range(int(sys.argv[1])):
-        chunk = torch.arange(CHUNK, device="cuda", dtype=torch.int64)
-        chunks.append(chunk.add_(number))
-    pattern = torch.arange(CHUNK, device="cuda", dtype=torch.int64) if len(chunks) < 2 else chunks[0]
+def fill(gib, device):
+    return [torch.arange(CHUNK, device=device, dtype=torch.int64).add_(number) for number in range(gib)]
+
+
+def verify(chunks, device):
     for number, chunk in enumerate(chunks):
-        if number and not torch.equal(chunk.sub_(number), pattern):
-            sys.exit(f"GiB number {number} is not what was written")
-    torch.cuda.synchronize()
-    print(f"verified {len(chunks)} GiB")
+        if number and not torch.equal(chunk.sub_(number), chunks[0]):
+            sys.exit(f"GiB number {number} on {device} is not what was written")
+
+
+def main():
+    gib, gpus = map(int, sys.argv[1:])
+    devices = [torch.device("cuda", number) for number in range(gpus)]
+    filled = [fill(gib, device) for device in devices]
+    for chunks, device in zip(filled, devices):
+        verify(chunks, device)
+        torch.cuda.synchronize(device)
+    print(f"verified {gib} GiB on each of {gpus} GPUs")
 
 
 if __name__ == "__main__":

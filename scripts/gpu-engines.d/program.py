@@ -1,6 +1,6 @@
 """Starts a real engine, without its own memory saver or sleep mode, and does what lines on its input say.
 
-    program.py sglang|vllm MODEL FRACTION
+    program.py sglang|vllm MODEL FRACTION GPUS
 
 Each answer is a line of JSON behind "@ ", for engines write to stdout too. `generate`: whether tokens and log-probabilities
 are those of the first time; `forget`: the engine forgets its prefix cache; `tpot`: milliseconds per output token; `end`.
@@ -20,7 +20,7 @@ class Vllm:
     # One by one: which of several its core finds together when it looks is chance, and with it the rounding, and the tokens.
     BATCHES = [[prompt] for prompt in PROMPTS]
 
-    def __init__(self, model, fraction):
+    def __init__(self, model, fraction, gpus):
         # The engine core in a process of its own, as `vllm serve` has it.
         os.environ.update(
             OFFLINE,
@@ -38,6 +38,7 @@ class Vllm:
             generation_config="vllm",
             max_model_len=4096,
             gpu_memory_utilization=fraction,
+            tensor_parallel_size=gpus,
             max_num_seqs=16,
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
         )
@@ -55,7 +56,7 @@ class Vllm:
 class Sglang:
     BATCHES = [PROMPTS]
 
-    def __init__(self, model, fraction):
+    def __init__(self, model, fraction, gpus):
         os.environ.update(OFFLINE)
         import sglang
 
@@ -66,6 +67,7 @@ class Sglang:
             attention_backend="triton",
             sampling_backend="pytorch",
             mem_fraction_static=fraction,
+            tp_size=gpus,
             cuda_graph_max_bs_decode=8,
             log_level="warning",
         )
@@ -92,9 +94,9 @@ def milliseconds_per_token(engine, tokens=256, repeats=5):
 
 
 def main():
-    name, model, fraction = sys.argv[1:]
+    name, model, fraction, gpus = sys.argv[1:]
     start = time.perf_counter()
-    engine = {"vllm": Vllm, "sglang": Sglang}[name](model, float(fraction))
+    engine = {"vllm": Vllm, "sglang": Sglang}[name](model, float(fraction), int(gpus))
     first = None
 
     def answer(**fields):

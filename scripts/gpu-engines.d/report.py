@@ -252,8 +252,9 @@ def shown_value(check):
 
 
 def machine(facts):
+    many = "" if facts.get("gpus", 1) == 1 else f"{facts['gpus']} x "
     return (
-        f"{facts.get('gpu', 'unknown GPU')} ({facts.get('gpu_mib', '?')} MiB), driver {facts.get('driver', '?')}, "
+        f"{many}{facts.get('gpu', 'unknown GPU')} ({facts.get('gpu_mib', '?')} MiB), driver {facts.get('driver', '?')}, "
         f"torch {facts.get('torch', '?')}, {facts.get('cores', '?')} cores, {facts.get('host_gib', '?')} GiB host memory, "
         f"Python {facts.get('python', '?')}, {facts.get('vramctl', 'vramctl')}, {facts.get('date', '?')[:10]}."
     )
