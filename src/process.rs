@@ -6,7 +6,7 @@
 //! copy of the memory, untouched and never dropped, because dropping it would mean calling the driver.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 use std::{io, mem, ptr, thread};
@@ -117,29 +117,54 @@ pub fn above_standard<F: From<OwnedFd> + Into<OwnedFd>>(file: F) -> io::Result<F
     Ok(unsafe { OwnedFd::from_raw_fd(copy) }.into())
 }
 
+/// The file behind a descriptor: its device and number there. `None`: there is none.
+pub fn identity(descriptor: RawFd) -> Option<(u64, u64)> {
+    // SAFETY: plain data, for which all zeroes is a value.
+    let mut found: libc::stat64 = unsafe { mem::zeroed() };
+    // SAFETY: writable.
+    let answer = unsafe { libc::fstat64(descriptor, &raw mut found) };
+    (answer == 0).then_some((found.st_dev, found.st_ino))
+}
+
 /// Descriptors that a forked child must not keep: its copies would keep a client waiting for a server that is not there, and
 /// the space of a file whose owner was killed.
-pub struct ClosedOnFork<const N: usize>([AtomicI32; N]);
+pub struct ClosedOnFork<const N: usize>([Place; N]);
+
+#[derive(Debug)]
+struct Place {
+    /// `FREE`, `TAKEN` while the rest is being written, or the descriptor.
+    descriptor: AtomicI32,
+    /// The program may close what it does not know, and have a file of its own under the number.
+    identity: [AtomicU64; 2],
+}
+
+const FREE: RawFd = -1;
+const TAKEN: RawFd = -2;
 
 impl<const N: usize> ClosedOnFork<N> {
     /// An empty list with room for `N`.
     #[expect(clippy::new_without_default, reason = "it is for statics alone")]
     pub const fn new() -> Self {
-        Self([const { AtomicI32::new(-1) }; N])
+        Self([const { Place { descriptor: AtomicI32::new(FREE), identity: [const { AtomicU64::new(0) }; 2] } }; N])
     }
 
     /// Puts one in, until what is returned is dropped: before the descriptor is closed, for another file may have its number a
     /// moment after. `None`: the list is full.
     pub fn track(&'static self, descriptor: RawFd) -> Option<Tracked> {
-        let free = |place: &&AtomicI32| place.compare_exchange(-1, descriptor, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-        self.0.iter().find(free).map(Tracked)
+        let take = |place: &&Place| place.descriptor.compare_exchange(FREE, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let place = self.0.iter().find(take)?;
+        let (device, number) = identity(descriptor).unwrap_or_default();
+        place.identity[0].store(device, Ordering::Relaxed);
+        place.identity[1].store(number, Ordering::Relaxed);
+        place.descriptor.store(descriptor, Ordering::Release);
+        Some(Tracked(&place.descriptor))
     }
 
     /// What the fork handler of the list does.
     pub fn close_in_child(&self) {
-        for place in &self.0 {
-            let descriptor = place.swap(-1, Ordering::AcqRel);
-            if descriptor >= 0 {
+        for Place { descriptor, identity: [device, number] } in &self.0 {
+            let descriptor = descriptor.swap(FREE, Ordering::AcqRel);
+            if descriptor >= 0 && identity(descriptor) == Some((device.load(Ordering::Relaxed), number.load(Ordering::Relaxed))) {
                 // SAFETY: a descriptor of ours that the child inherited; the thread that used it does not exist here.
                 unsafe { libc::close(descriptor) };
             }
@@ -153,7 +178,7 @@ pub struct Tracked(&'static AtomicI32);
 
 impl Drop for Tracked {
     fn drop(&mut self) {
-        self.0.store(-1, Ordering::Release);
+        self.0.store(FREE, Ordering::Release);
     }
 }
 

@@ -8,8 +8,8 @@ use common::{artifacts, own_folder, simulated_libraries};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -315,12 +315,32 @@ fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
     let first = fs::metadata(&socket).unwrap().ino();
     program.tell("go on");
     program.expect("closed");
-    // The first client is the one that shows the library what has happened.
+    // The first client is still answered by the socket that was closed, and shows the library what has happened.
     eventually(|| machine.ask(&["pause", "--name", "tidy"]));
     eventually(|| machine.ask(&["resume", "--name", "tidy"]));
     assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
     program.tell("go on");
     program.ends_well();
+}
+
+/// Two containers that share a directory may both have a process of this number. The one that has no socket for that must not
+/// take the other's away when it ends.
+#[test]
+fn a_program_whose_place_is_taken_leaves_it_alone() {
+    let machine = Machine::new("256M");
+    fs::DirBuilder::new().mode(0o700).create(machine.sockets()).unwrap();
+    let mut command = machine.vramctl(&["run", "--name", "second", "--", "sh", "-c", "read line; exec \"$0\" plain"]);
+    command.arg(programs().join("odd")).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut program = Program::spawn(&mut command);
+    let place = machine.sockets().join(format!("{}.sock", program.pid()));
+    let first = UnixListener::bind(&place).unwrap();
+    program.tell("go on");
+    program.expect("ready");
+    first.set_nonblocking(true).unwrap();
+    assert!(first.accept().is_ok(), "it has looked whether somebody listens");
+    program.tell("go on");
+    program.ends_well();
+    assert!(place.exists());
 }
 
 /// What the program prints must not go to our clients, nor into its backups.

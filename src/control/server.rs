@@ -20,7 +20,7 @@ use std::{fs, io, mem, thread};
 const MOST_CONNECTIONS: usize = 16;
 /// How long a client may take to finish a request, and to take in an answer.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// When a socket is tried again that could not be made, or that the program has closed.
+/// When a socket is tried again that could not be made.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
 /// How often progress is told, at most.
 const TELL_EVERY: Duration = Duration::from_millis(50);
@@ -30,53 +30,65 @@ const TELL_EVERY: Duration = Duration::from_millis(50);
 pub fn ensure_running() {
     static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
     STARTED.get().call_once(|| {
-        remove_socket_at_exit();
-        let first = listen();
-        if let Err(error) = &first {
-            log::warn!("no control socket, tried again every {} s: {error}", TRY_AGAIN.as_secs());
-        }
+        let first = listen().inspect_err(complain);
         if let Err(error) = process::spawn("vramctl-control", || serve(first)) {
             log::warn!("no control socket: no thread could be started: {error}");
         }
     });
 }
 
-fn listen() -> io::Result<Listener> {
+fn complain(error: &io::Error) {
+    log::warn!("no control socket: {error}");
+}
+
+fn listen() -> io::Result<Tracking<UnixListener>> {
     let directory = Directory::open_or_create()?;
     let socket = process::above_standard(directory.bind()?)?;
-    socket.set_nonblocking(true)?;
     log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
+    BOUND.get();
     // Before any other thread has it: a fork in between would take the socket along.
-    Ok(Listener { tracked: track(socket.as_raw_fd()), socket })
+    Ok(Tracking { tracked: track(socket.as_raw_fd()), socket })
 }
 
-/// The control socket.
-struct Listener {
+/// A socket that forked children close.
+struct Tracking<S> {
     /// Dropped before the socket, whose number another file may have a moment after.
     tracked: Option<Tracked>,
-    socket: UnixListener,
+    socket: S,
 }
 
-fn serve(mut listener: io::Result<Listener>) {
+fn serve(mut listener: io::Result<Tracking<UnixListener>>) {
     loop {
-        if let Ok(Listener { tracked, socket }) = listener {
-            accept(&socket);
-            log::warn!("the program has closed the control socket; there will be a new one in {} s", TRY_AGAIN.as_secs());
-            drop(tracked);
-            // Closed already: its number may be another file's.
-            mem::forget(socket);
-        }
-        thread::sleep(TRY_AGAIN);
-        listener = listen();
+        listener = match listener {
+            Ok(Tracking { tracked, socket }) => {
+                accept(&socket);
+                log::warn!("the program has closed the control socket; there is a new one");
+                drop(tracked);
+                // Closed already: its number may be another file's.
+                mem::forget(socket);
+                listen().inspect_err(complain)
+            }
+            // Whoever listens there is not to be bothered again and again.
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => return,
+            Err(_) => {
+                thread::sleep(TRY_AGAIN);
+                listen().inspect_err(|error| log::debug!("no control socket: {error}"))
+            }
+        };
     }
 }
 
-/// A process that is killed leaves its socket behind; whoever looks for processes next removes it.
+/// There if this process has had a socket of its own, which is removed at its end. That of one that is killed stays; whoever
+/// looks for processes next removes it.
+static BOUND: PerProcess<()> = PerProcess::new(remove_socket_at_exit);
+
 fn remove_socket_at_exit() {
     extern "C" fn remove() {
         let _ = panic::catch_unwind(|| {
-            // The directory anew, and by this process's own id: a forked child that exits does not remove its parent's.
-            if let Ok(Some(directory)) = Directory::open() {
+            // A forked child has this handler, too, and no socket unless it has made one. The directory anew: it may be another.
+            if BOUND.existing().is_some()
+                && let Ok(Some(directory)) = Directory::open()
+            {
                 directory.remove(std::process::id());
             }
         });
@@ -85,27 +97,38 @@ fn remove_socket_at_exit() {
     unsafe { libc::atexit(remove) };
 }
 
-/// Takes connections until the program closes the socket with all its descriptors, as programs do that go into the background.
+/// Takes connections until the number is not the socket's any more: a program that goes into the background closes all
+/// descriptors, and has files of its own under the numbers.
 fn accept(socket: &UnixListener) {
+    let identity = process::identity(socket.as_raw_fd());
     loop {
-        // A blocked `accept` holds the lowest free number, which the program may want for a standard stream.
-        let mut waiting = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one entry that is writable.
-        unsafe { libc::poll(&raw mut waiting, 1, -1) };
-        match socket.accept() {
-            Ok((stream, _)) => match process::above_standard(stream) {
-                Ok(stream) => welcome(stream),
-                Err(error) => log::debug!("a connection: {error}"),
-            },
-            // The client has left.
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EBADF | libc::ENOTSOCK | libc::EINVAL)) => return,
+        wait_for_standard_streams(socket);
+        if identity.is_none() || process::identity(socket.as_raw_fd()) != identity {
+            return;
+        }
+        // While this waits, the socket stays, whatever becomes of its number.
+        match socket.accept().and_then(|(stream, _)| process::above_standard(stream)) {
+            Ok(stream) => welcome(stream),
+            // Shut down: there will never be another connection.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return,
+            // Out of descriptors, most likely: the program's affair, and over some day.
             Err(error) => {
-                // Out of descriptors, most likely: the program's affair, and over some day.
                 log::debug!("accept: {error}");
                 thread::sleep(Duration::from_millis(200));
             }
         }
+    }
+}
+
+/// Waits for a connection without taking it, where a standard stream is closed: a blocked `accept` holds the lowest free
+/// number, and the program could not open the stream again.
+fn wait_for_standard_streams(socket: &UnixListener) {
+    // SAFETY: the call touches no memory.
+    let is_open = |stream| unsafe { libc::fcntl(stream, libc::F_GETFD) } >= 0;
+    if !(libc::STDIN_FILENO..=libc::STDERR_FILENO).all(is_open) {
+        let mut waiting = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry that is writable. Without an answer, `accept` waits.
+        unsafe { libc::poll(&raw mut waiting, 1, -1) };
     }
 }
 
@@ -119,21 +142,18 @@ fn welcome(stream: UnixStream) {
         Ok(_) => return refuse("this process belongs to another user"),
         Err(error) => return log::debug!("SO_PEERCRED: {error}"),
     }
-    let Some(descriptor) = track(stream.as_raw_fd()) else {
+    let Some(tracked) = track(stream.as_raw_fd()) else {
         return refuse("too many connections at a time; try again");
     };
-    let serve = move || {
-        converse(&stream);
-        // Before the stream, whose number another file may have a moment after.
-        drop(descriptor);
-    };
-    if let Err(error) = process::spawn("vramctl-client", serve) {
+    let connection = Tracking { tracked: Some(tracked), socket: stream };
+    if let Err(error) = process::spawn("vramctl-client", move || converse(&connection)) {
         log::debug!("no thread for a connection: {error}");
     }
 }
 
 /// Answers the requests of one connection, one after the other, until the client hangs up or cannot be talked to.
-fn converse(stream: &UnixStream) {
+fn converse(connection: &Tracking<UnixStream>) {
+    let stream = &connection.socket;
     if stream.set_write_timeout(Some(PATIENCE)).is_err() {
         return;
     }

@@ -12,7 +12,7 @@
 use super::allocation::{Physical, lock};
 use super::{Allocation, Backup, Contents, Memory, cleaning, work};
 use crate::backup::{self, Saved};
-use crate::driver::{self, CUdevice, CUdeviceptr, Context, Current, Failure, RelaxedCapture, code};
+use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
 use crate::units::Bytes;
 use serde::{Deserialize, Serialize};
@@ -193,27 +193,9 @@ impl Observer for () {}
 /// How often a resume that waits for memory looks for it.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
-/// How often a pause that waits for the device's work looks whether anybody still wants it.
-const LOOK_ROUND: Duration = Duration::from_millis(500);
-
 /// How long a pause waits under the lock, for work that was started since it last waited. Short: the program may need to
 /// allocate in order to finish that work.
 const WAIT_LOCKED: Duration = Duration::from_millis(100);
-
-/// Waits for the work in these contexts, as long as there is time `left` (`None`: without limit) and anybody to answer to.
-fn wait_while_wanted(contexts: &BTreeSet<Context>, left: &dyn Fn() -> Option<Duration>, observer: &mut dyn Observer) -> Result<(), Error> {
-    loop {
-        // In the calling thread, where nothing can end the wait but the work.
-        if left().is_none() && observer.is_gone().is_none() {
-            return Ok(work::wait(contexts.clone())?);
-        }
-        let round = left().map_or(LOOK_ROUND, |left| left.min(LOOK_ROUND));
-        match work::wait_at_most(contexts.clone(), round) {
-            Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
-            answer => return answer,
-        }
-    }
-}
 
 impl Memory {
     /// Pauses: gives the memory of active allocations back to the driver, their contents kept as the policies say.
@@ -231,14 +213,19 @@ impl Memory {
                 let idle = chosen.iter().all(|allocation| allocation.is_paused());
                 if idle { BTreeSet::new() } else { self.contexts_that_use(all.iter().map(|allocation| &**allocation)) }
             };
-            clock.time(Stage::Wait, || wait_while_wanted(&contexts, &left, observer)).map_err(|error| match error {
+            let waited = clock.time(Stage::Wait, || match (left(), observer.is_gone()) {
+                // In the calling thread: nothing can end the wait but the work.
+                (None, None) => Ok(work::wait(contexts)?),
+                (left, _) => work::wait_at_most(contexts, left.unwrap_or(Duration::MAX), &mut || observer.is_gone() != Some(true)),
+            });
+            waited.map_err(|error| match error {
                 Error::Busy(_) => Error::Busy(started.elapsed()),
                 other => other,
             })?;
             match self.try_pause(request, started, &mut clock, observer) {
                 Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
-                Err(Error::HostMemory { .. }) if self.forget_retained(&request.tags) => (),
+                Err(Error::HostMemory { needed, available, .. }) if self.make_room(request, needed.saturating_sub(available)) => (),
                 answer => return answer.inspect(|report| log::info!("paused {}: {report}", request.tags_text())),
             }
         }
@@ -253,7 +240,7 @@ impl Memory {
         let (already, victims): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
         if !victims.is_empty() {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
-            clock.time(Stage::Wait, || work::wait_at_most(contexts, WAIT_LOCKED))?;
+            clock.time(Stage::Wait, || work::wait_at_most(contexts, WAIT_LOCKED, &mut || true))?;
         }
         let progress = &mut |now| observer.progress(now);
 
@@ -309,19 +296,36 @@ impl Memory {
         })
     }
 
-    /// Gives up what is retained of active memory, which only saves time, where a pause needs the room: that of other tags,
-    /// or if there is none, that of these. `false`: there is nothing.
-    fn forget_retained(&self, tags: &[String]) -> bool {
-        let _exclusive = self.exclude();
-        let all = self.snapshot();
-        let retained = |allocation: &&Arc<Allocation>| !allocation.is_paused() && allocation.contents().saved.is_some();
-        let (own, others): (Vec<_>, Vec<_>) = all.iter().filter(retained).partition(|allocation| is_meant(tags, allocation));
-        let given_up = if others.is_empty() { own } else { others };
-        let forgotten: Vec<_> = given_up.iter().filter_map(|allocation| allocation.contents().saved.take()).collect();
-        if !forgotten.is_empty() {
-            log::info!("host memory is short: what was retained of {} allocations is given up", forgotten.len());
+    /// Gives up as much of what is retained of active memory, which only saves time, as a pause is short of. Not what that pause
+    /// would save over. `false`: it would not be enough.
+    fn make_room(&self, request: &Request, short: u64) -> bool {
+        let given_up: Vec<_> = {
+            let _exclusive = self.exclude();
+            let saves_over = |allocation: &Arc<Allocation>| {
+                is_meant(&request.tags, allocation) && request.wanted_of(Arc::clone(allocation)).policy == Backup::Host
+            };
+            let retained = |allocation: Arc<Allocation>| {
+                let bytes = allocation.contents().saved.as_ref().map(|saved| saved.kept_bytes(&allocation));
+                let useful = !allocation.is_paused() && !saves_over(&allocation);
+                useful.then_some((allocation, bytes?))
+            };
+            let retained: Vec<_> = self.snapshot().into_iter().filter_map(retained).collect();
+            let room: u64 = retained.iter().map(|(_, bytes)| bytes).sum();
+            if room.next_multiple_of(backup::HOST_PIECE as u64) < short {
+                return false;
+            }
+            let mut rest = short;
+            let needed = |(_, bytes): &&(_, u64)| {
+                let before = rest;
+                rest = rest.saturating_sub(*bytes);
+                before > 0
+            };
+            retained.iter().take_while(needed).filter_map(|(allocation, _)| allocation.contents().saved.take()).collect()
+        };
+        if !given_up.is_empty() {
+            log::info!("host memory is short of {}: what was retained of {} allocations is given up", Bytes(short), given_up.len());
         }
-        !forgotten.is_empty()
+        !given_up.is_empty()
     }
 
     /// Resumes: puts new memory at the addresses of paused allocations, and their contents into it. After an error

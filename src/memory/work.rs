@@ -16,9 +16,9 @@ pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
     })
 }
 
-/// The same, for so long at most. The driver's own wait has no limit, so a thread of ours waits in the caller's place, one
+/// The same, for so long at most, and while somebody wants it, who is asked now and then. The driver's own wait has no limit, so a thread of ours waits in the caller's place, one
 /// at a time: one that outlives its caller's limit ends with the work, and the next caller waits for it first.
-pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration) -> Result<(), Error> {
+pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut dyn FnMut() -> bool) -> Result<(), Error> {
     static WAITER: PerProcess<Waiter> = PerProcess::new(Waiter::default);
     if contexts.is_empty() {
         return Ok(());
@@ -26,7 +26,7 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration) -> Result<(), 
     // An idle device must not look busy to a caller that does not want to wait.
     let deadline = Instant::now() + limit.clamp(SHORTEST, LONGEST);
     let waiter = WAITER.get();
-    waiter.until_free(deadline).ok_or(Error::Busy(limit))?;
+    waiter.until_free(deadline, wanted).ok_or(Error::Busy(limit))?;
     let answer = Arc::new(Mutex::new(None));
     let slot = Arc::clone(&answer);
     let work = move || {
@@ -38,7 +38,7 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration) -> Result<(), 
         waiter.set_free();
         return Err(Error::Internal(format!("no thread could be started: {error}")));
     }
-    if waiter.until_free(deadline).is_some() {
+    if waiter.until_free(deadline, wanted).is_some() {
         waiter.set_free();
     }
     let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -50,6 +50,9 @@ const SHORTEST: Duration = Duration::from_millis(50);
 /// Longer than anybody waits, and short enough to be added to the time of day.
 const LONGEST: Duration = Duration::from_secs(1 << 32);
 
+/// How often it is asked whether anybody still wants to wait.
+const ASK_EVERY: Duration = Duration::from_millis(500);
+
 /// Whether the one thread is waiting.
 #[derive(Default)]
 struct Waiter {
@@ -58,17 +61,21 @@ struct Waiter {
 }
 
 impl Waiter {
-    /// Takes the place; `None`: not until the deadline.
-    fn until_free(&self, deadline: Instant) -> Option<()> {
-        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        let left = deadline.saturating_duration_since(Instant::now());
-        let waited = self.changed.wait_timeout_while(waiting, left, |waiting| *waiting);
-        let (mut waiting, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-        if timeout.timed_out() {
-            return None;
+    /// Takes the place; `None`: not until the deadline, or nobody wants it any more.
+    fn until_free(&self, deadline: Instant, wanted: &mut dyn FnMut() -> bool) -> Option<()> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let round = left.min(ASK_EVERY);
+            waiting = self.changed.wait_timeout_while(waiting, round, |waiting| *waiting).unwrap_or_else(PoisonError::into_inner).0;
+            if !*waiting {
+                *waiting = true;
+                return Some(());
+            }
+            if left <= ASK_EVERY || !wanted() {
+                return None;
+            }
         }
-        *waiting = true;
-        Some(())
     }
 
     fn set_free(&self) {

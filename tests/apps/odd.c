@@ -16,7 +16,9 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -263,26 +265,45 @@ static void use_while_paused(void)
 	turn("failed");
 }
 
-/* Closes sockets that it does not know, as programs do that go into the background, and has a file of its own under the number. */
+/* Closes sockets that it does not know, as programs do that go into the background, and has sockets of its own under the
+ * numbers: with a client that waits there. */
 static void close_sockets(void)
 {
 	enum { MANY = 256 };
-	int own[MANY] = {0};
+	int clients[MANY] = {0};
 	void *device = allocate(1);
 	turn("ready");
 	for (int i = 3; i < MANY; i++) {
 		struct stat file;
-		if (fstat(i, &file) == 0 && S_ISSOCK(file.st_mode)) {
-			int file_of_ours = open("/dev/null", O_RDONLY);
-			check(dup2(file_of_ours, i) == i, "dup2");
-			close(file_of_ours);
-			own[i] = 1;
+		if (clients[i] == 0 && fstat(i, &file) == 0 && S_ISSOCK(file.st_mode)) {
+			struct sockaddr_un address = {.sun_family = AF_UNIX};
+			socklen_t length = sizeof address.sun_family;
+			int server = socket(AF_UNIX, SOCK_STREAM, 0), client = socket(AF_UNIX, SOCK_STREAM, 0);
+			check(bind(server, (struct sockaddr *)&address, length) == 0 && listen(server, 1) == 0, "listen");
+			length = sizeof address;
+			check(getsockname(server, (struct sockaddr *)&address, &length) == 0, "getsockname");
+			check(connect(client, (struct sockaddr *)&address, length) == 0, "connect");
+			check(dup2(server, i) == i, "dup2");
+			close(server);
+			check(dup2(client, MANY + i) == MANY + i, "dup2");
+			close(client);
+			clients[i] = MANY + i;
 		}
 	}
 	turn("closed");
 	for (int i = 3; i < MANY; i++) {
-		struct stat file;
-		check(!own[i] || (fstat(i, &file) == 0 && S_ISCHR(file.st_mode)), "a file of this program was closed");
+		if (clients[i] != 0) {
+			pid_t child = fork();
+			if (child == 0) {
+				struct stat file;
+				_exit(fstat(i, &file) == 0 ? 0 : 1);
+			}
+			wait_for(child);
+			check(fcntl(i, F_SETFL, O_NONBLOCK) == 0, "a socket of this program was closed");
+			int accepted = accept(i, NULL, NULL);
+			check(accepted >= 0, "somebody else took a client of this program");
+			close(accepted);
+		}
 	}
 	verify(device, 1);
 }
