@@ -281,6 +281,26 @@ SGLANG = {
 }
 
 
+DEEP_EP = {
+    "deep_ep/__init__.py": "from .buffer import Buffer",
+    "deep_ep/buffer.py": """
+        import torch
+        class Buffer:
+            def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, **settings):
+                self.runtime = torch.zeros("expert buffer")
+        """,
+}
+
+IMAGES = {
+    "sglang/srt/utils/cuda_ipc_transport_utils.py": """
+        import torch
+        class MmItemMemoryPool:
+            def __init__(self, memory_size, recycle_interval, base_gpu_id):
+                self.memory_pool = torch.zeros("images")
+        """,
+}
+
+
 class Engine(unittest.TestCase):
     """Tests with a simulated GPU and stand-ins of an engine; all that is imported is forgotten again."""
 
@@ -492,6 +512,14 @@ class VllmFromOutside(Engine):
         self.engine({**VLLM, name: "class CustomAllreduce: ..."}, "vllm")
         with self.warned("has no CustomAllreduce.create_shared_buffer"):
             importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
+
+    def test_expert_buffers_are_left_to_cuda(self):
+        """DeepEP asks CUDA for a handle of its buffer where it makes it."""
+        self.engine({**VLLM, **DEEP_EP}, "vllm")
+        with self.silent():
+            buffer = importlib.import_module("deep_ep").Buffer("group", 1 << 30, low_latency_mode=False)
+        self.assertEqual(buffer.runtime, "expert buffer")
+        self.assertEqual((self.gpu.tags(), self.gpu.regions), ({"expert buffer": None}, []))
 
     def test_with_sleep_mode_on_nothing_is_tagged_here(self):
         self.engine(VLLM, "vllm")
@@ -768,6 +796,25 @@ class Sglang(Engine):
         self.assertFalse(self.gpu.pools_of("weights") & self.gpu.pools_of("kv_cache"))
         self.assertEqual(self.gpu.live_pools, 0)
         self.assertEqual(self.gpu.engine, "sglang")
+
+    def test_what_it_hands_over_is_left_to_cuda(self):
+        self.engine({**SGLANG, **DEEP_EP, **IMAGES}, "sglang")
+        with self.silent():
+            importlib.import_module("deep_ep").Buffer("group", 1 << 30)
+            importlib.import_module("sglang.srt.utils.cuda_ipc_transport_utils").MmItemMemoryPool(1 << 30, 0.1, 0)
+        self.assertEqual((self.gpu.tags(), self.gpu.regions), ({"expert buffer": None, "images": None}, []))
+
+    def test_a_cache_that_mooncake_moves_by_nvlink_is_left_to_it(self):
+        """Torch takes the pool that was entered first: one of ours around SGLang's would take its place."""
+        self.engine(SGLANG, "sglang")
+        saver = self.saver(self.start())
+        for value, tag in (("NVLINK", None), ("True", None), ("INTRA_NODE_NVLINK", None), ("", "kv_cache"), ("no", "kv_cache")):
+            with mock.patch.dict(os.environ, SGLANG_MOONCAKE_CUSTOM_MEM_POOL=value), saver.region("kv_cache"):
+                self.assertEqual(bool(self.gpu.pools), tag is not None)
+                self.gpu.allocate(value)
+            with saver.region("weights"):
+                self.gpu.allocate(f"weights, {value}")
+            self.assertEqual((self.gpu.tags()[value], self.gpu.tags()[f"weights, {value}"]), (tag, "weights"))
 
     def test_contents_are_kept_whatever_sglang_would_do(self):
         """SGLang drops its KV cache and forgets it; a pause from outside does not tell SGLang."""

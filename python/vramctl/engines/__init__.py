@@ -15,6 +15,7 @@ import sys
 from typing import Any, Callable, Iterator, Optional
 
 import vramctl
+from vramctl._imports import when_imported
 
 logger = logging.getLogger("vramctl")
 
@@ -100,6 +101,27 @@ def thread_region(tag: str | None) -> Iterator[None]:
         yield
     finally:
         library.call("region_end")
+
+
+# ---- what workers hand each other ----
+
+
+def leave_to_cuda(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """What is allocated inside is handed over by CUDA IPC, which works with CUDA's own memory only."""
+    with thread_region(None):
+        return original(*arguments, **keywords)
+
+
+def share_expert_buffers() -> None:
+    """DeepEP's buffers are of `cudaMalloc`, and a handle of each is asked for at once, where both engines make them."""
+    when_imported("deep_ep", _wrap_expert_buffers)
+
+
+def _wrap_expert_buffers(module: Any) -> None:
+    # The newer ElasticBuffer has memory of NCCL's.
+    buffer = getattr(module, "Buffer", None)
+    if buffer is None or not wrap(buffer, "__init__", leave_to_cuda):
+        say_once("DeepEP has no Buffer as is known here; if it cannot share its memory, start with `vramctl run --no-tag`")
 
 
 _graph_tag: Optional[str] = None

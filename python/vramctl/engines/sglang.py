@@ -33,6 +33,8 @@ class _Saver(enum.IntFlag):
 
 _SETTINGS = "sglang.srt.server_args"
 _ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
+#: Where a tokenizer makes the buffer in which it hands images over (--mm-feature-transport=cuda_ipc).
+_IMAGES = "sglang.srt.utils.cuda_ipc_transport_utils"
 
 
 def install() -> None:
@@ -41,6 +43,8 @@ def install() -> None:
         return
     when_imported(_SETTINGS, _wrap_settings)
     when_imported(_ADAPTER, _wrap_adapter)
+    when_imported(_IMAGES, _wrap_images)
+    engines.share_expert_buffers()
     folders = getattr(importlib.import_module("sglang"), "__path__", ())
     for name in (_SETTINGS, _ADAPTER):
         file = os.path.join(*name.split(".")[1:]) + ".py"
@@ -83,6 +87,12 @@ def _wrap_adapter(module: Any) -> None:
         _unknown("TorchMemorySaverAdapter.create")
 
 
+def _wrap_images(module: Any) -> None:
+    pool = getattr(module, "MmItemMemoryPool", None)
+    if pool is None or not engines.wrap(pool, "__init__", engines.leave_to_cuda):
+        _unknown("MmItemMemoryPool")
+
+
 #: The last setting that a memory saver was asked for with in this process.
 _last: Optional[_Saver] = None
 
@@ -121,6 +131,11 @@ def _hands_over_graphs() -> Optional[bool]:
     )
 
 
+def _hands_over_cache() -> bool:
+    """Whether Mooncake moves the KV cache by NVLink: from a pool of its own, or by CUDA IPC. SGLang reads it so, too."""
+    return os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "").upper() in ("TRUE", "NVLINK", "BAREX", "INTRA_NODE_NVLINK")
+
+
 @functools.lru_cache(maxsize=None)
 def _regions(base: type) -> type:
     """SGLang's interface to a memory saver, with regions of ours."""
@@ -129,6 +144,9 @@ def _regions(base: type) -> type:
         enabled = True
 
         def region(self, tag: str, enable_cpu_backup: bool = False) -> ContextManager[None]:
+            if tag == "kv_cache" and _hands_over_cache():
+                # No pool of ours, either: torch would take it, and not SGLang's inside.
+                return engines.thread_region(None)
             return engines.tagged_if_possible(tag)
 
         @contextlib.contextmanager

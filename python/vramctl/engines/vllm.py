@@ -40,6 +40,7 @@ def install() -> None:
     when_imported("vllm.device_allocator.cumem", _replace_allocator)
     when_imported("vllm.v1.worker.gpu_worker", _wrap_worker)
     when_imported(_SHARED_BUFFERS, _wrap_shared_buffers)
+    engines.share_expert_buffers()
     for name, _, _ in _KV_CACHE:
         when_imported(name, _wrap_kv_cache)
     folders = getattr(importlib.import_module("vllm"), "__path__", ())
@@ -58,14 +59,8 @@ def _unknown(what: str) -> None:
 
 def _wrap_shared_buffers(module: Any) -> None:
     reducer = getattr(module, "CustomAllreduce", None)
-    if reducer is None or not engines.wrap(reducer, "create_shared_buffer", _create_shared_buffer):
+    if reducer is None or not engines.wrap(reducer, "create_shared_buffer", engines.leave_to_cuda):
         _unknown("CustomAllreduce.create_shared_buffer")
-
-
-def _create_shared_buffer(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """The buffer is one of `cudaMalloc`, handed over by CUDA IPC, which works with CUDA's own memory only."""
-    with engines.thread_region(None):
-        return original(*arguments, **keywords)
 
 
 # ---- tags where sleep mode is off ----
