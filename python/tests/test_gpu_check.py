@@ -1,11 +1,14 @@
-"""What scripts/gpu-check reads from the programs that it runs."""
+"""What scripts/gpu-check reads from the programs that it runs, and what these use."""
 
+import ast
+import importlib
 import pathlib
 import sys
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts" / "gpu-check.d"))
+PROGRAMS = ROOT / "scripts" / "gpu-check.d"
+sys.path[:0] = [str(PROGRAMS), str(ROOT / "python")]
 
 import check  # noqa: E402
 
@@ -28,6 +31,19 @@ Ran %d test%s in 55.394s
                 self.assertEqual(check.unittest_result(text), (count, verdict), text)
         for text in ("", "OK\n", "test_a ... ok\nSegmentation fault\n", "Ran 3 tests in 1.0s\n"):
             self.assertEqual(check.unittest_result(text), (0, "no verdict"), text)
+
+
+class Using(unittest.TestCase):
+    def test_what_they_use_of_the_package_is_there(self):
+        """They need a GPU with torch, so without this a name that has changed shows there only."""
+        modules = {"vramctl": "vramctl", "_torch": "vramctl._torch"}
+        used = set()
+        for program in PROGRAMS.glob("*.py"):
+            for node in ast.walk(ast.parse(program.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                    used.add((modules[node.value.id], node.attr))
+        self.assertIn(("vramctl._torch", "free"), used)
+        self.assertEqual([name for name in sorted(used) if not hasattr(importlib.import_module(name[0]), name[1])], [])
 
 
 if __name__ == "__main__":
