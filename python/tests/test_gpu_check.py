@@ -5,12 +5,15 @@ import importlib
 import pathlib
 import sys
 import unittest
+from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PROGRAMS = ROOT / "scripts" / "gpu-check.d"
-sys.path[:0] = [str(PROGRAMS), str(ROOT / "python")]
+sys.path[:0] = [str(PROGRAMS), str(ROOT / "python/tests/fake_torch")]
 
 import check  # noqa: E402
+import torch  # noqa: E402
+import torch_package  # noqa: E402
 
 
 class Reading(unittest.TestCase):
@@ -33,9 +36,17 @@ Ran %d test%s in 55.394s
             self.assertEqual(check.unittest_result(text), (0, "no verdict"), text)
 
 
-class Using(unittest.TestCase):
-    def test_what_they_use_of_the_package_is_there(self):
-        """They need a GPU with torch, so without this a name that has changed shows there only."""
+class Package(unittest.TestCase):
+    """What only a GPU with torch shows in full must not first show there."""
+
+    def test_what_holds_for_torch_holds_for_its_stand_in(self):
+        """All but what kernels compute."""
+        with mock.patch.object(torch_package, "tensor", lambda mib, value=0: torch.empty(mib << 20, device="cuda")):
+            for part in (torch_package.pools, torch_package.threads, torch_package.expandable, torch_package.costs):
+                part()
+        self.assertEqual(torch_package.failed, [])
+
+    def test_what_is_used_is_there(self):
         modules = {"vramctl": "vramctl", "_torch": "vramctl._torch"}
         used = set()
         for program in PROGRAMS.glob("*.py"):
