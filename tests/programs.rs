@@ -44,6 +44,11 @@ impl Machine {
         self.folder.path().join("sockets")
     }
 
+    /// Where a program's socket is.
+    fn socket(&self, program: &Program) -> PathBuf {
+        self.sockets().join(format!("{}.sock", program.pid()))
+    }
+
     /// A command on this machine, without the library.
     fn bare(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
@@ -238,7 +243,7 @@ fn forks_before_and_after_cuda() {
     machine.done(&["resume", "--name", "after"]);
     after.tell("fork");
     after.expect("forked");
-    assert!(machine.sockets().join(format!("{}.sock", after.pid())).exists(), "a child that exits leaves its parent's socket alone");
+    assert!(machine.socket(&after).exists(), "a child that exits leaves its parent's socket alone");
     machine.done(&["pause", "--name", "after"]);
     machine.done(&["resume", "--name", "after"]);
     after.tell("go on");
@@ -299,8 +304,9 @@ fn a_socket_that_could_not_be_made_is_there_once_it_can() {
     });
     program.expect("ready");
     fs::create_dir(&place).unwrap();
-    eventually(|| machine.vramctl(&["pause", "--name", "late"]).env("VRAMCTL_DIR", place.join("sockets")).output().unwrap());
-    eventually(|| machine.vramctl(&["resume", "--name", "late"]).env("VRAMCTL_DIR", place.join("sockets")).output().unwrap());
+    for request in ["pause", "resume"] {
+        eventually(|| machine.vramctl(&[request, "--name", "late"]).env("VRAMCTL_DIR", place.join("sockets")).output().unwrap());
+    }
     program.tell("go on");
     program.ends_well();
     assert_eq!(fs::read_dir(place.join("sockets")).unwrap().count(), 0, "its socket went with it");
@@ -311,13 +317,14 @@ fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
     let machine = Machine::new("256M");
     let mut program = machine.start("tidy", "odd", &["close-sockets"]);
     program.expect("ready");
-    let socket = machine.sockets().join(format!("{}.sock", program.pid()));
+    let socket = machine.socket(&program);
     let first = fs::metadata(&socket).unwrap().ino();
     program.tell("go on");
     program.expect("closed");
     // The first client is still answered by the socket that was closed, and shows the library what has happened.
-    eventually(|| machine.ask(&["pause", "--name", "tidy"]));
-    eventually(|| machine.ask(&["resume", "--name", "tidy"]));
+    for request in ["pause", "resume"] {
+        eventually(|| machine.ask(&[request, "--name", "tidy"]));
+    }
     assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
     program.tell("go on");
     program.ends_well();
@@ -332,7 +339,7 @@ fn a_program_whose_place_is_taken_leaves_it_alone() {
     let mut command = machine.vramctl(&["run", "--name", "second", "--", "sh", "-c", "read line; exec \"$0\" plain"]);
     command.arg(programs().join("odd")).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut program = Program::spawn(&mut command);
-    let place = machine.sockets().join(format!("{}.sock", program.pid()));
+    let place = machine.socket(&program);
     let first = UnixListener::bind(&place).unwrap();
     program.tell("go on");
     program.expect("ready");
@@ -350,7 +357,7 @@ fn no_file_of_ours_stands_in_for_a_closed_standard_stream() {
     let mut program = machine.start("closed", "odd", &["closed-input"]);
     program.expect("ready");
     machine.done(&["pause", "--backup", "disk"]);
-    let _client = UnixStream::connect(machine.sockets().join(format!("{}.sock", program.pid()))).unwrap();
+    let _client = UnixStream::connect(machine.socket(&program)).unwrap();
     // Answered, so the one before it has been accepted.
     machine.done(&["status"]);
     program.tell("go on");
@@ -503,7 +510,7 @@ fn clients_without_manners() {
     let machine = Machine::new("256M");
     let mut program = machine.start("polite", "odd", &["plain"]);
     program.expect("ready");
-    let path = machine.sockets().join(format!("{}.sock", program.pid()));
+    let path = machine.socket(&program);
     assert_eq!(fs::metadata(machine.sockets()).unwrap().permissions().mode() & 0o777, 0o700);
     let connect = || UnixStream::connect(&path).unwrap();
     let answer = |mut stream: &UnixStream| {
@@ -588,7 +595,7 @@ fn another_users_client_is_refused() {
     let machine = Machine::new("256M");
     let mut program = machine.start("mine", "odd", &["plain"]);
     program.expect("ready");
-    let socket = machine.sockets().join(format!("{}.sock", program.pid()));
+    let socket = machine.socket(&program);
     let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();
     [machine.folder.path(), &machine.sockets(), &socket].into_iter().for_each(open);
     let client = r#"

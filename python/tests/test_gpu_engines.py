@@ -202,7 +202,15 @@ class Running(unittest.TestCase):
         self.folder = pathlib.Path(folder.name)
         self.write(
             "bin/nvidia-smi",
-            "#!/bin/sh\ncase $* in -L) echo 'GPU 0: pretended';; *memory*--id=0*|*--id=0*memory*) echo 900;; *memory*) echo 700; echo 2048;; *) echo pretended;; esac\n",
+            """\
+            #!/bin/sh
+            case $* in
+            -L) echo 'GPU 0: pretended' ;;
+            --id=0*memory*) echo 900 ;;
+            *memory*) echo 700; echo 2048 ;;
+            *) echo pretended ;;
+            esac
+            """,
         )
         self.write("bin/libvramctl.so", "")
         self.write(
@@ -276,7 +284,11 @@ for number, line in enumerate({text!r}.splitlines()):
     def command(self, *arguments, **variables):
         env = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "VRAMCTL_"))}
         env.update(
-            PATH=f"{self.folder}/bin:{env['PATH']}", OTHERS=str(self.folder / "others"), PYTHONPATH=f"{self.folder}/other", TMPDIR=str(self.folder), **variables
+            PATH=f"{self.folder}/bin:{env['PATH']}",
+            PYTHONPATH=f"{self.folder}/other",
+            OTHERS=str(self.folder / "others"),
+            TMPDIR=str(self.folder),
+            **variables,
         )
         command = [SCRIPTS / "gpu-engines", "--engine", "vllm", "--out", self.folder / "out", *arguments]
         return [str(part) for part in command], env
