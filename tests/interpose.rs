@@ -9,11 +9,12 @@ use std::path::Path;
 use std::process::Command;
 use std::ptr;
 use std::time::{Duration, Instant};
-use vramctl::Error;
-use vramctl::backup::HOST_PIECE;
-use vramctl::driver::{MEMORY_PIECE, StreamHandle};
-use vramctl::interpose::{self, Extent, PitchedPtr};
-use vramctl::memory::{Backup, Memory, Observer, Progress, Request, TagState, region};
+use vramctl_backup::HOST_PIECE;
+use vramctl_core::memory::{Memory, region};
+use vramctl_driver::{PHYSICAL_PIECE, StreamHandle};
+use vramctl_intercept::hooks::{self as interpose, Extent, PitchedPtr};
+use vramctl_model::Error;
+use vramctl_model::{Backup, Observer, Progress, Request, TagState};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -180,7 +181,7 @@ fn out_of_memory_looks_like_the_runtimes() {
         assert_eq!(last_error(), 0, "and it can be cleared");
     }
     // What is one piece is for the driver to refuse.
-    let asked = u64::from(common::DEVICE_BYTES < MEMORY_PIECE);
+    let asked = u64::from(common::DEVICE_BYTES < PHYSICAL_PIECE);
     assert_eq!(gpu.calls("cuMemCreate"), asked, "more than there is: no piece of it is taken first");
     assert_eq!(gpu.footprint(), before);
     // torch frees its cache then, and tries again.
@@ -195,7 +196,7 @@ fn out_of_memory_looks_like_the_runtimes() {
 fn a_margin_keeps_memory_free() {
     let _gpu = Gpu::take();
     region::begin(Some("t"), None).unwrap();
-    let (free_bytes, _) = vramctl::driver::memory_info().unwrap();
+    let (free_bytes, _) = vramctl_driver::memory_info().unwrap();
     Memory::get().set_margin(free_bytes - 8 * MIB as u64);
     let fits = malloc(8 * MIB).unwrap();
     assert_eq!(malloc(2 * MIB), Err(2));
@@ -605,7 +606,7 @@ fn a_pause_waits_for_the_work_of_peers() {
 fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
     let _gpu = Gpu::take();
     let host = || {
-        vramctl::backup::settle();
+        vramctl_backup::settle();
         Memory::get().status().host
     };
     let address = malloc_tagged("t", None, 3 * MIB).unwrap();
@@ -812,7 +813,7 @@ fn contents_go_to_a_file_and_come_back() {
     let report = pause(&[]).unwrap();
     assert_eq!(report.kept_bytes, (4 + 70 + 2 + 10) << 20);
     assert_eq!(gpu.footprint().used(), before.used());
-    vramctl::backup::settle();
+    vramctl_backup::settle();
     let status = Memory::get().status();
     assert_eq!(status.host.used_bytes, 64 << 20, "no host memory beyond the staging buffers");
     assert_eq!(status.tags.iter().map(|tag| tag.disk_bytes).sum::<u64>(), 86 << 20);

@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vramctl::memory::{Backup, Memory, Request, Span, region};
+use vramctl_core::memory::{Memory, region};
+use vramctl_model::{Backup, Request, Span};
 
 const TAGS: [&str; 4] = ["weights", "kv_cache", "graph", common::RETAINED_TAG];
 
@@ -153,7 +154,7 @@ impl World {
             }
             Step::Resume(tag) => match Memory::get().resume(&request(&tags(tag)), &mut ()) {
                 Ok(_) => self.of_tag(tag).for_each(|model| model.paused = false),
-                Err(vramctl::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
+                Err(vramctl_model::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
                 Err(error) => prop_assert!(!self.known(tag), "{}", error),
             },
         }

@@ -1,9 +1,8 @@
 //! The messages on the control socket: one JSON object a line. `docs/protocol.md` describes them for other programs.
 
-use crate::error::{Error, Kind, Shortage};
-use crate::memory::{self, Backup, Progress, Report, Status};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
+use vramctl_model::{self as model, Backup, Error, Kind, Progress, Report, Shortage, Status};
 
 /// The version of the protocol. It changes when an old client would misunderstand a new server, or the other way round;
 /// new fields and requests do not change it.
@@ -60,7 +59,7 @@ pub struct Transition {
     pub progress: bool,
 }
 
-impl From<Transition> for memory::Request {
+impl From<Transition> for model::Request {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
         Self { tags: transition.tags, backup: transition.backup, timeout, ..Self::default() }
