@@ -1,4 +1,4 @@
-//! Threads of ours in somebody else's process: named, with all signals blocked, and known to [`exit`](crate::exit).
+//! Threads of ours in somebody else's process: named, with all signals blocked, and known to [`exit`].
 
 use crate::exit;
 use std::thread::{Builder, Scope, ScopedJoinHandle};

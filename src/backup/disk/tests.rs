@@ -16,7 +16,7 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// StagingPiece memory as a caller has it: page-aligned, and not for forked children.
+/// Staging memory as a caller has it: page-aligned, and not for forked children.
 struct Memory {
     address: NonNull<u8>,
     sizes: Vec<usize>,
