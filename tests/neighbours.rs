@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vramctl_core::memory::{Memory, region};
 use vramctl_driver::{self as driver, Reservation};
-use vramctl_model::{Backup, Request, TagState, TagStatus};
+use vramctl_model::{Backup, TagState, TagStatus, TransitionRequest};
 
 const EACH: usize = 4 * MIB;
 
@@ -97,7 +97,7 @@ fn those_that_are_kept_or_in_no_region_do_not_share() {
     Memory::get().set_process_tag(Some("all")).unwrap();
     addresses.extend((0..3).map(|_| malloc(EACH).unwrap()));
     Memory::get().set_process_tag(None).unwrap();
-    let discard = Request { backup: Some(Backup::Discard), ..request(&[]) };
+    let discard = TransitionRequest { backup: Some(Backup::Discard), ..request(&[]) };
     for wanted in [request(&[]), discard] {
         Memory::get().pause(&wanted, &mut ()).unwrap();
         gpu.reset_counts();
@@ -273,7 +273,7 @@ fn what_is_kept_for_once_is_kept_of_each() {
     let (gpu, before, addresses) = sharing(3);
     fill(&addresses);
     for backup in [Backup::Host, Backup::Disk] {
-        Memory::get().pause(&Request { backup: Some(backup), ..request(&[]) }, &mut ()).unwrap();
+        Memory::get().pause(&TransitionRequest { backup: Some(backup), ..request(&[]) }, &mut ()).unwrap();
         assert_eq!(gpu.used(0), before.used()[0]);
         gpu.reset_counts();
         resume(&[]).unwrap();

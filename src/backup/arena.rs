@@ -35,7 +35,7 @@ const LEAST: usize = 2 * HOST_PIECE;
 pub struct Arena {
     base: NonNull<u8>,
     bytes: usize,
-    state: Mutex<State>,
+    state: Mutex<Stock>,
     /// Told whenever a piece has changed.
     changed: Condvar,
     made: Made,
@@ -57,13 +57,13 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 #[derive(Default)]
-struct State {
+struct Stock {
     /// Free addresses.
     free: FreeRanges,
     pieces: Vec<Piece>,
-    /// Pieces at the beginning whose addresses may be read and written.
+    /// Stock at the beginning whose addresses may be read and written.
     open: usize,
-    /// Pieces at the beginning that stay when nobody uses them: the pre-warmed ones.
+    /// Stock at the beginning that stay when nobody uses them: the pre-warmed ones.
     kept: usize,
     /// Whether a thread is giving memory back.
     releasing: bool,
@@ -121,12 +121,12 @@ impl Arena {
         let bytes = if fits == MOST { fits } else { fits / 2 };
         // SAFETY: the end of the mapping just made; nothing where it is all used.
         unsafe { libc::munmap(base.as_ptr().wrapping_add(bytes).cast(), fits - bytes) };
-        let state = State { free: FreeRanges::new(bytes), ..State::default() };
+        let state = Stock { free: FreeRanges::new(bytes), ..Stock::default() };
         let (changed, made, coming) = (Condvar::new(), Made::default(), AtomicU64::new(0));
         Some(Self { base, bytes, state: Mutex::new(state), changed, made, coming })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Stock> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -176,7 +176,7 @@ impl Arena {
 
     /// Makes the addresses of the first pieces writable. `false`: the limits of the program do not allow it. All at once,
     /// before they are populated: such a change stops every thread that is populating.
-    fn open(&self, state: &mut State, pieces: usize) -> bool {
+    fn open(&self, state: &mut Stock, pieces: usize) -> bool {
         if pieces > state.open {
             let (address, bytes) = (self.address(state.open), (pieces - state.open) * HOST_PIECE);
             unlock(address, bytes);
@@ -192,7 +192,7 @@ impl Arena {
     }
 
     /// Closes the addresses at the end that nobody uses.
-    fn close(&self, state: &mut State) {
+    fn close(&self, state: &mut Stock) {
         let used = |piece: &Piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent);
         let end = state.pieces.iter().rposition(used).map_or(0, |last| last + 1).max(state.kept);
         // Should the system refuse, they stay as they are.
@@ -484,7 +484,7 @@ fn timed<R>(counter: &AtomicU64, work: impl FnOnce() -> R) -> R {
     result
 }
 
-impl State {
+impl Stock {
     fn piece(&mut self, piece: usize) -> &mut Piece {
         if piece >= self.pieces.len() {
             self.pieces.resize_with(piece + 1, Piece::default);
@@ -492,7 +492,7 @@ impl State {
         &mut self.pieces[piece]
     }
 
-    /// Pieces that have memory, or will have it as soon as a range that touches them is filled.
+    /// Stock that have memory, or will have it as soon as a range that touches them is filled.
     fn populated(&self) -> usize {
         self.pieces.iter().filter(|piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent)).count()
     }
@@ -566,8 +566,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn state() -> State {
-        State { free: FreeRanges::new(100 * HOST_PIECE), ..State::default() }
+    fn state() -> Stock {
+        Stock { free: FreeRanges::new(100 * HOST_PIECE), ..Stock::default() }
     }
 
     fn range(offset: usize, bytes: usize) -> std::mem::ManuallyDrop<Range> {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
-use vramctl_model::{self as model, Backup, Error, Kind, Progress, Report, Shortage, Status};
+use vramctl_model::{Backup, Error, Kind, Progress, Report, Shortage, Status, TransitionRequest};
 
 /// The version of the protocol. It changes when an old client would misunderstand a new server, or the other way round;
 /// new fields and requests do not change it.
@@ -59,7 +59,7 @@ pub struct Transition {
     pub progress: bool,
 }
 
-impl From<Transition> for model::Request {
+impl From<Transition> for TransitionRequest {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
         Self { tags: transition.tags, backup: transition.backup, timeout, ..Self::default() }

@@ -17,7 +17,7 @@ use vramctl_config::Config;
 use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
 use vramctl_host::{Held, PerProcess, exit, worker};
-use vramctl_model::{self as model, Error, Observer, Progress, Report, Stage};
+use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest};
 
 /// Connections at a time. More are refused: each costs the program a thread.
 const MOST_CONNECTIONS: usize = 16;
@@ -132,11 +132,11 @@ fn welcome(stream: UnixStream) {
         Ok(_) => return refuse(&stream, "this process belongs to another user"),
         Err(error) => return log::debug!("SO_PEERCRED: {error}"),
     }
-    let Some(place) = Place::take() else {
+    let Some(seat) = Seat::take() else {
         return refuse(&stream, "too many connections at a time; try again");
     };
     let connection = match Held::new(stream) {
-        Ok(held) => Connection { held, _place: place },
+        Ok(held) => Connection { held, _seat: seat },
         Err(error) => return log::debug!("a connection: {error}"),
     };
     if let Err(error) = worker::spawn("vramctl-client", move || converse(&connection)) {
@@ -145,18 +145,18 @@ fn welcome(stream: UnixStream) {
 }
 
 /// One of the connections that there may be at a time.
-struct Place;
+struct Seat;
 
 static CONNECTIONS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
 
-impl Place {
+impl Seat {
     fn take() -> Option<Self> {
         let more = |count| (count < MOST_CONNECTIONS).then_some(count + 1);
         CONNECTIONS.get().fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self)
     }
 }
 
-impl Drop for Place {
+impl Drop for Seat {
     fn drop(&mut self) {
         CONNECTIONS.get().fetch_sub(1, Ordering::Relaxed);
     }
@@ -165,7 +165,7 @@ impl Drop for Place {
 /// A client's connection.
 struct Connection {
     held: Held,
-    _place: Place,
+    _seat: Seat,
 }
 
 impl Connection {
@@ -228,7 +228,7 @@ fn carry_out(request: Request, connection: &Connection) -> Result<Reply, Error> 
 fn transition(
     wanted: Transition,
     connection: &Connection,
-    work: impl FnOnce(&model::Request, &mut dyn Observer) -> Result<Report, Error>,
+    work: impl FnOnce(&TransitionRequest, &mut dyn Observer) -> Result<Report, Error>,
 ) -> Result<Reply, Error> {
     let mut asker = Asker { connection, wants_progress: wanted.progress, told: None };
     work(&wanted.into(), &mut asker).map(Reply::Done)

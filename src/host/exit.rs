@@ -71,7 +71,7 @@ pub fn is_ending() -> bool {
 
 /// How many workers are where.
 #[derive(Default)]
-struct State {
+struct Counts {
     in_driver: usize,
     answering: usize,
     ending: bool,
@@ -79,20 +79,20 @@ struct State {
 
 #[derive(Default)]
 struct Workers {
-    state: Mutex<State>,
+    state: Mutex<Counts>,
     changed: Condvar,
 }
 
 static WORKERS: PerProcess<Workers> = PerProcess::new(Workers::default);
 
 impl Workers {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Counts> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// One more of them, unless the program is ending.
-fn count(counter: impl FnOnce(&mut State) -> &mut usize) -> bool {
+fn count(counter: impl FnOnce(&mut Counts) -> &mut usize) -> bool {
     let mut state = WORKERS.get().lock();
     if !state.ending {
         *counter(&mut state) += 1;
@@ -100,7 +100,7 @@ fn count(counter: impl FnOnce(&mut State) -> &mut usize) -> bool {
     !state.ending
 }
 
-fn uncount(counter: impl FnOnce(&mut State) -> &mut usize) {
+fn uncount(counter: impl FnOnce(&mut Counts) -> &mut usize) {
     let workers = WORKERS.get();
     let mut state = workers.lock();
     *counter(&mut state) -= 1;
@@ -129,7 +129,7 @@ extern "C" fn close_driver() {
     if let Some(workers) = WORKERS.existing() {
         let mut state = workers.lock();
         state.ending = true;
-        let busy = |state: &mut State| state.in_driver + state.answering > 0;
+        let busy = |state: &mut Counts| state.in_driver + state.answering > 0;
         drop(workers.changed.wait_timeout_while(state, LONGEST, busy).unwrap_or_else(PoisonError::into_inner));
     }
 }

@@ -13,7 +13,7 @@ use std::{ptr, slice};
 use vramctl_control::protocol::Refusal;
 use vramctl_core::engine;
 use vramctl_core::memory::{Memory, region};
-use vramctl_model::{Backup, Error, Kind, Report, Request, Span};
+use vramctl_model::{Backup, Error, Kind, Report, Span, TransitionRequest};
 
 /// What the functions return. A code never changes its meaning; new ones may be added.
 #[repr(i32)]
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn vramctl_current_tag(buffer: *mut c_char, capacity: usiz
 pub unsafe extern "C" fn vramctl_pause(tag: *const c_char, timeout_ms: i64, backup: i32) -> VramctlResult {
     answer(|| {
         // SAFETY: the caller's promise.
-        let request = Request { backup: policy(backup)?, ..unsafe { request(tag, timeout_ms)? } };
+        let request = TransitionRequest { backup: policy(backup)?, ..unsafe { request(tag, timeout_ms)? } };
         keep_report(Memory::get().pause(&request, &mut ())?);
         Ok(())
     })
@@ -197,10 +197,10 @@ pub unsafe extern "C" fn vramctl_pause_tags(
         if tags.is_empty() {
             return Err(Error::Invalid("no tags; one that is null means all".into()));
         }
-        let mut request = Request {
+        let mut request = TransitionRequest {
             timeout: timeout(timeout_ms),
             unused: unused.iter().map(|range| Span { address: range.address as u64, bytes: range.bytes }).collect(),
-            ..Request::default()
+            ..TransitionRequest::default()
         };
         for one in tags {
             // SAFETY: the caller's promise.
@@ -255,7 +255,10 @@ pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: 
         }
         let tags = names.into_iter().map(|name| name.map(str::to_owned)).collect::<Option<Vec<_>>>();
         let timeout = timeout(timeout_ms).or(Some(Duration::MAX));
-        keep_report(Memory::get().resume(&Request { tags: tags.unwrap_or_default(), timeout, ..Request::default() }, &mut ())?);
+        keep_report(
+            Memory::get()
+                .resume(&TransitionRequest { tags: tags.unwrap_or_default(), timeout, ..TransitionRequest::default() }, &mut ())?,
+        );
         Ok(())
     })
 }
@@ -473,10 +476,14 @@ unsafe fn text<'a>(pointer: *const c_char) -> Result<Option<&'a str>, Error> {
     text.to_str().map(Some).map_err(|_| Error::Invalid("a tag must be UTF-8".into()))
 }
 
-unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<Request, Error> {
+unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<TransitionRequest, Error> {
     // SAFETY: the caller's promise.
     let tag = unsafe { text(tag)? };
-    Ok(Request { tags: tag.map(str::to_owned).into_iter().collect(), timeout: timeout(timeout_ms), ..Request::default() })
+    Ok(TransitionRequest {
+        tags: tag.map(str::to_owned).into_iter().collect(),
+        timeout: timeout(timeout_ms),
+        ..TransitionRequest::default()
+    })
 }
 
 /// Negative: without limit.

@@ -2,8 +2,8 @@
 //! makes no sense, the real function says so.
 
 use crate::copies;
-use crate::hooks::{CudaError, CudaStream, Extent, PitchedPtr};
 use crate::real::{self, originals};
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 use vramctl_backup as backup;
@@ -63,7 +63,7 @@ pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: 
     }
 }
 
-pub unsafe fn malloc_3d(pitched: *mut PitchedPtr, extent: Extent) -> CudaError {
+pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
         let real = || originals::cudaMalloc3D(pitched, extent);
@@ -74,7 +74,7 @@ pub unsafe fn malloc_3d(pitched: *mut PitchedPtr, extent: Extent) -> CudaError {
         let mut managed = ptr::null_mut();
         let answer = provide(&raw mut managed, bytes, Place::Thread, real);
         if !managed.is_null() {
-            *pitched = PitchedPtr { pointer: managed, pitch, xsize: extent.width, ysize: extent.height };
+            *pitched = CudaPitchedPtr { pointer: managed, pitch, xsize: extent.width, ysize: extent.height };
         }
         answer
     }

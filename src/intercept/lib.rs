@@ -8,4 +8,5 @@ mod copies;
 mod handlers;
 pub mod hooks;
 mod real;
+pub mod table;
 pub mod tms;

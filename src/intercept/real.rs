@@ -1,7 +1,7 @@
 //! The real functions behind the hooks, found lazily: a preloaded library is there long before the program's runtime.
 
 use crate::hooked_functions;
-use crate::hooks::{CudaError, CudaStream, Extent, PitchedPtr};
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem;
 use std::ptr::{self, NonNull};

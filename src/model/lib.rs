@@ -1,4 +1,4 @@
-//! The words that all layers share: what is said of memory ([`Backup`], tags), what can be asked for ([`Request`]) and what
+//! The words that all layers share: what is said of memory ([`Backup`], tags), what can be asked for ([`TransitionRequest`]) and what
 //! came of it ([`Report`], [`Error`]), what there is ([`Status`]).
 //!
 //! This crate knows no other crate of the project, calls nobody and holds no state.
@@ -18,7 +18,7 @@ pub use failure::{Failure, StatusCode, code};
 pub use holder::Holder;
 pub use policy::{Backup, DEFAULT_TAG, LONGEST_TAG, checked_tag};
 pub use ranges::FreeRanges;
-pub use report::{Observer, Progress, Report, Request, Stage};
+pub use report::{Observer, Progress, Report, Stage, TransitionRequest};
 pub use span::Span;
 pub use status::{DeviceStatus, HostStatus, Status, TagState, TagStatus};
 pub use units::{Bytes, parse_bytes};

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 /// What to pause or resume, and how.
 #[derive(Debug, Clone, Default)]
-pub struct Request {
+pub struct TransitionRequest {
     /// The tags; none means all.
     pub tags: Vec<String>,
     /// What becomes of the contents, in place of the allocations' own policies. For a pause only.

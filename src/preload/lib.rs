@@ -8,7 +8,8 @@
 //! This crate is no more than the exported names; `docs/design.md` says where what they call lives.
 
 use std::ffi::{c_int, c_uint, c_void};
-use vramctl_intercept::hooks::{self, CudaError, CudaStream, Extent, PitchedPtr};
+use vramctl_intercept::hooks;
+use vramctl_intercept::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 
 macro_rules! exports {
     ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => { $(

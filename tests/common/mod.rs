@@ -20,7 +20,7 @@ use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use vramctl_config::CopyBy;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::hooks as interpose;
-use vramctl_model::{Report, Request, TagState};
+use vramctl_model::{Report, TagState, TransitionRequest};
 
 pub const MIB: usize = 1 << 20;
 pub const DEVICES: i32 = 2;
@@ -481,8 +481,8 @@ impl Drop for Graph {
     }
 }
 
-pub fn request(tags: &[&str]) -> Request {
-    Request { tags: tags.iter().map(|tag| (*tag).to_owned()).collect(), ..Request::default() }
+pub fn request(tags: &[&str]) -> TransitionRequest {
+    TransitionRequest { tags: tags.iter().map(|tag| (*tag).to_owned()).collect(), ..TransitionRequest::default() }
 }
 
 pub fn pause(tags: &[&str]) -> Result<Report, vramctl_model::Error> {

@@ -107,15 +107,15 @@ fn available_bytes(file: &File) -> Option<u64> {
 /// Turns direct I/O on if the file system has it: some refuse the flag, some only the first request.
 fn make_direct(file: &File, bytes: u64) -> io::Result<bool> {
     #[repr(align(4096))]
-    struct Page([u8; ALIGNMENT]);
+    struct Block([u8; ALIGNMENT]);
 
     if bytes < ALIGNMENT as u64 || !set_direct(file, true) {
         return Ok(false);
     }
-    let page = Page([0; ALIGNMENT]);
+    let block = Block([0; ALIGNMENT]);
     loop {
-        // SAFETY: the page is readable for its length.
-        let written = unsafe { libc::pwrite64(file.as_raw_fd(), page.0.as_ptr().cast(), ALIGNMENT, 0) };
+        // SAFETY: the block is readable for its length.
+        let written = unsafe { libc::pwrite64(file.as_raw_fd(), block.0.as_ptr().cast(), ALIGNMENT, 0) };
         if written == ALIGNMENT as isize {
             return Ok(true);
         }

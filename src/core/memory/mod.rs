@@ -11,6 +11,7 @@ pub(crate) use allocation::lock;
 pub use allocation::{Allocation, Contents, Shared};
 pub use region::Placement;
 
+use crate::drain;
 use dashmap::DashMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -250,7 +251,7 @@ impl Memory {
         }
         match after {
             After::Stream(stream) => Ok(stream.synchronize()?),
-            After::AllWork => Ok(crate::transition::drain::wait(self.contexts_that_use([allocation]))?),
+            After::AllWork => Ok(drain::wait(self.contexts_that_use([allocation]))?),
         }
     }
 
@@ -272,7 +273,7 @@ impl Memory {
         let _exclusive = self.exclude();
         let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.context() == primary).collect();
         // An error of the device's work is no reason to keep what is about to go.
-        let _ = crate::transition::drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
+        let _ = drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
         self.drop_all(doomed);
         backup::forget_context(primary);
     }

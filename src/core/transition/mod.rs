@@ -10,8 +10,8 @@
 //! A resume creates, maps and fills new memory beside the old state, and only then lets go of the backups.
 
 pub mod cleaning;
-pub(crate) mod drain;
 
+use crate::drain;
 use crate::memory::{Allocation, Contents, Memory, Shared, lock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -20,20 +20,20 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Current, RelaxedCapture};
-use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Request, Shortage, Span, Stage, code};
+use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Shortage, Span, Stage, TransitionRequest, code};
 
 /// For a reader.
-fn tags_text(request: &Request) -> String {
+fn tags_text(request: &TransitionRequest) -> String {
     if request.tags.is_empty() { "all tags".into() } else { request.tags.join(", ") }
 }
 
 /// What becomes of an allocation's contents: the request says it, or its own policy.
-fn policy_for(request: &Request, allocation: &Allocation) -> Backup {
+fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Backup {
     request.backups.get(&*allocation.tag).copied().unwrap_or(request.backup).unwrap_or(allocation.backup)
 }
 
 /// What of an allocation is to be kept, and where.
-fn wanted_of(request: &Request, allocation: &Allocation) -> backup::Wanted {
+fn wanted_of(request: &TransitionRequest, allocation: &Allocation) -> backup::Wanted {
     let policy = policy_for(request, allocation);
     let retain = backup::retains(&allocation.tag);
     let all = Range { start: 0, end: allocation.bytes() };
@@ -83,7 +83,7 @@ const WAIT_LOCKED: Duration = Duration::from_millis(100);
 impl Memory {
     /// Pauses: gives the memory of active allocations back to the driver, their contents kept as the policies say.
     /// After an error everything is as it was.
-    pub fn pause(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
+    pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         let mut clock = Clock::default();
         let left = || request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
@@ -114,7 +114,13 @@ impl Memory {
         }
     }
 
-    fn try_pause(&self, request: &Request, started: Instant, clock: &mut Clock, observer: &mut dyn Observer) -> Result<Report, Error> {
+    fn try_pause(
+        &self,
+        request: &TransitionRequest,
+        started: Instant,
+        clock: &mut Clock,
+        observer: &mut dyn Observer,
+    ) -> Result<Report, Error> {
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
@@ -183,7 +189,7 @@ impl Memory {
 
     /// Gives up as much of what is retained of active memory, which only saves time, as a pause is short of. Not what that pause
     /// would save over. `false`: it would not be enough.
-    fn make_room(&self, request: &Request, short: u64) -> bool {
+    fn make_room(&self, request: &TransitionRequest, short: u64) -> bool {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
             let saves_over =
@@ -214,7 +220,7 @@ impl Memory {
 
     /// Resumes: puts new memory at the addresses of paused allocations, and their contents into it. After an error
     /// everything is as it was.
-    pub fn resume(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
+    pub fn resume(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         loop {
             let attempt = self.try_resume(request, started, observer);
@@ -230,7 +236,7 @@ impl Memory {
         }
     }
 
-    fn try_resume(&self, request: &Request, started: Instant, observer: &mut dyn Observer) -> Result<Report, Error> {
+    fn try_resume(&self, request: &TransitionRequest, started: Instant, observer: &mut dyn Observer) -> Result<Report, Error> {
         let mut clock = Clock::default();
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
