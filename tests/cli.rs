@@ -327,9 +327,91 @@ fn a_silent_process_does_not_keep_the_others_from_being_seen() {
     let ps = place.vramctl("ps");
     ps.expect(0, "engine --serve", "");
     let row = ps.out.lines().find(|line| line.starts_with(&stopped.pid().to_string())).unwrap();
-    assert!(row.contains("no answer within 5 s"), "{row}");
-    let pause = place.vramctl("pause --all");
-    pause.expect(5, "paused weights of engine", &format!("error: process {}: no answer", stopped.pid()));
+    assert!(row.contains("no answer within 2 s"), "{row}");
+    place.vramctl("status").expect(5, "engine --serve", &format!("error: process {}: no answer", stopped.pid()));
+}
+
+/// A process that listens and is stopped, as by a debugger or a frozen control group.
+struct Stopped {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Stopped {
+    /// `name`: its `VRAMCTL_NAME`, if it has one. `queue`: how many connections may wait for it.
+    fn new(place: &Place, name: Option<&str>, queue: u32) -> Self {
+        let program = format!(
+            "import os, signal, socket\n\
+             listener = socket.socket(socket.AF_UNIX)\n\
+             listener.bind(os.environ['VRAMCTL_DIR'] + '/%d.sock' % os.getpid())\n\
+             listener.listen({queue})\n\
+             print('ready', flush=True)\n\
+             signal.pause()"
+        );
+        let mut command = place.command("python3", &["-c", &program]);
+        command.envs(name.map(|name| ("VRAMCTL_NAME", name))).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert_eq!(said.next().unwrap().unwrap(), "ready");
+        // SAFETY: touches no memory; the child is ours.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGSTOP) }, 0);
+        Self { socket: place.socket(child.id()), child }
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_file(&self.socket);
+    }
+}
+
+/// Half of an engine paused is the worst that can happen to it.
+#[test]
+fn nothing_is_done_while_one_that_is_meant_does_not_answer() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    let who_knows = [Stopped::new(&place, None, 100), Stopped::new(&place, Some("engine"), 100)];
+    for line in ["pause --name engine", "resume --name engine", "pause --all", "pause --name engine --quiet", "set-tag x --name engine"] {
+        let ran = place.vramctl(line);
+        ran.expect(5, "", "kill -CONT");
+        assert!(who_knows.iter().all(|stopped| ran.err.contains(&stopped.pid().to_string())), "{ran:?}");
+        assert_eq!(ran.out, "", "{line}");
+    }
+    let json = place.vramctl("pause --name engine --json");
+    assert_eq!((json.code, &json.json()["error"]["code"], &json.json()["processes"]), (Some(5), &json!("busy"), &json!([])));
+    assert!(engine.asked().is_empty(), "{:?}", engine.asked());
+    assert_eq!(engine.state.lock().unwrap().process_tag.as_deref(), Some("default"));
+
+    place.vramctl("status --name engine").expect(5, "engine --serve", &format!("error: engine (pid {}): no answer", who_knows[1].pid()));
+    place.vramctl(&format!("pause --pid {}", engine.pid())).expect(0, "paused weights", "");
+}
+
+#[test]
+fn a_stopped_process_of_another_name_is_in_nobody_s_way() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    let trainer = Stopped::new(&place, Some("trainer"), 100);
+    place.vramctl("pause --name engine").expect(0, "paused weights of engine", "");
+    place.vramctl("status --name engine").expect(0, "weights", "");
+    place.vramctl("pause --name trainer").expect(5, "", &format!("trainer (pid {})", trainer.pid()));
+    assert_eq!(engine.asked().len(), 1);
+}
+
+/// What a stopped process does not accept piles up, and then a connection waits until it goes on.
+#[test]
+fn a_stopped_process_whose_queue_is_full_keeps_nobody_waiting() {
+    let place = Place::new();
+    let stopped = Stopped::new(&place, None, 0);
+    let _waiting = UnixStream::connect(place.socket(stopped.pid())).unwrap();
+    let row = place.vramctl("ps");
+    row.expect(0, &stopped.pid().to_string(), "");
+    place.vramctl("pause").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
 }
 
 // ---- pausing and resuming ----

@@ -109,6 +109,10 @@ impl From<ClientError> for Failure {
         let gone = |kind| matches!(kind, ErrorKind::NotFound | ErrorKind::ConnectionRefused);
         match error {
             ClientError::Refused(refusal) => Self::Refused(refusal),
+            // The answer is waited for; only the connection is not.
+            ClientError::Io { error, .. } if error.kind() == ErrorKind::WouldBlock => {
+                Self::new(Exit::Busy, "no answer: it takes no connections; is it stopped?")
+            }
             ClientError::Io { pid, error } if gone(error.kind()) => {
                 Self::new(Exit::NoProcess, format!("process {pid} does not listen any more: it has ended"))
             }

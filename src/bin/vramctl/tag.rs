@@ -4,7 +4,6 @@ use crate::failure::{Exit, Failure};
 use crate::output;
 use crate::target::{Found, Target, TargetArgs, checked_tag};
 use serde_json::json;
-use vramctl::control::client::ClientError;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -34,11 +33,8 @@ pub fn set_tag(args: Args) -> Result<Exit, Failure> {
     let found = Found::look(&target)?;
     let mut exit = Exit::Done;
     let mut answers = Vec::new();
-    for process in found.choose(&target)? {
-        let done = match &process.status {
-            Ok(_) => found.connect(process.pid).and_then(|mut client| client.set_tag(args.tag.clone())).map_err(ClientError::into),
-            Err(failure) => Err(failure.clone()),
-        };
+    for process in found.choose_answering(&target)? {
+        let done = found.connect(process.pid).and_then(|mut client| client.set_tag(args.tag.clone())).map_err(Failure::from);
         if let (Err(failure), Exit::Done) = (&done, exit) {
             exit = failure.exit();
         }

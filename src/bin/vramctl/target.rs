@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
-use std::{fmt, io, thread};
+use std::{fmt, fs, io, thread};
 use vramctl::config;
 use vramctl::control::client::{Client, ClientError};
-use vramctl::control::discovery::Directory;
+use vramctl::control::discovery::{self, Directory};
 use vramctl::control::protocol::ProcessStatus;
 use vramctl::memory::TagState;
 use vramctl::memory::region;
@@ -70,12 +70,14 @@ pub fn checked_tag(text: &str) -> Result<String, String> {
 #[derive(Debug, Clone)]
 pub struct Process {
     pub pid: u32,
+    /// `None`: it does not answer, and its environment does not tell either.
+    pub name: Option<String>,
     pub status: Result<ProcessStatus, Failure>,
 }
 
 impl Process {
     pub fn name(&self) -> Option<&str> {
-        self.status.as_ref().ok().map(|status| status.process.name.as_str())
+        self.name.as_deref()
     }
 
     /// Bytes that it has and that are not paused.
@@ -120,8 +122,10 @@ pub struct Found {
     pub processes: Vec<Process>,
 }
 
-/// How long a process may take to say what it has. A stopped one never does; the others are not to wait for it.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a process may take to say who it is. A stopped one never does; the others are not to wait for it.
+const HELLO_WITHIN: Duration = Duration::from_secs(2);
+/// How long it may take to say what it has, for which it asks the driver.
+const STATUS_WITHIN: Duration = Duration::from_secs(5);
 
 impl Found {
     /// Looks for processes and asks those that may be meant what they have.
@@ -145,6 +149,24 @@ impl Found {
             (Target::Pid(_), _) | (_, false) => none,
             (_, true) => Failure::new(Exit::NoProcess, self.nothing()),
         })
+    }
+
+    /// Those that are meant, to be changed: where one of them does not answer, none is. Half an engine paused is worse than
+    /// none of it.
+    pub fn choose_answering(&self, target: &Target) -> Result<Vec<Process>, Failure> {
+        let chosen = self.choose(target)?;
+        let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
+        let Some((_, first)) = silent.first() else { return Ok(chosen) };
+        let why = |(process, failure): &(&Process, &Failure)| format!("{process}: {failure}");
+        let pids: Vec<_> = silent.iter().map(|(process, _)| process.pid.to_string()).collect();
+        let unnamed = if silent.iter().any(|(process, _)| process.name.is_none()) { " or may be" } else { "" };
+        let text = format!(
+            "nothing was done, because not all processes that are{unnamed} meant answer. {}. If it is stopped, let it go on (kill -CONT {}); \
+             to leave it out, choose others with --pid",
+            silent.iter().map(why).collect::<Vec<_>>().join("; "),
+            pids.join(" ")
+        );
+        Err(Failure::new(first.exit(), text))
     }
 
     /// Those of these processes that listen, and what they have now.
@@ -171,25 +193,64 @@ impl Found {
     }
 }
 
-/// Asks all at once.
+/// Asks all at once who they are and what they have. Those that have ended meanwhile are left out.
 fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
-    let (answer, answers) = mpsc::channel();
-    for &pid in pids {
-        let (directory, answer) = (Arc::clone(directory), answer.clone());
-        thread::spawn(move || {
-            let status = Client::connect(&directory, pid).and_then(|mut client| client.status());
-            // Nobody waits any more where it took too long.
-            let _ = answer.send((pid, status.map_err(Failure::from)));
-        });
+    let connecting = Arc::clone(directory);
+    let greet = move |pid| {
+        let mut client = Client::connect(&connecting, pid)?;
+        client.hello().map(|hello| (client, hello.name))
+    };
+    let (mut names, mut clients, mut answers) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
+    for (pid, answer) in at_once(pids.iter().map(|&pid| (pid, pid)).collect(), HELLO_WITHIN, greet) {
+        match answer {
+            Ok((client, name)) => {
+                names.insert(pid, name);
+                clients.push((pid, client));
+            }
+            Err(failure) => _ = answers.insert(pid, Err(failure)),
+        }
+    }
+    answers.extend(at_once(clients, STATUS_WITHIN, |mut client: Client| client.status()));
+    let process = |(pid, status): (u32, Result<ProcessStatus, Failure>)| match names.remove(&pid) {
+        None => name_of_silent(directory, pid).map(|name| Process { pid, name, status }),
+        name => Some(Process { pid, name, status }),
+    };
+    answers.into_iter().filter_map(process).collect()
+}
+
+/// Has each worked on in a thread of its own, for so long at most.
+fn at_once<T: Send + 'static, R: Send + 'static>(
+    each: Vec<(u32, T)>,
+    within: Duration,
+    work: impl Fn(T) -> Result<R, ClientError> + Send + Sync + 'static,
+) -> BTreeMap<u32, Result<R, Failure>> {
+    let silent = || Err(Failure::new(Exit::Busy, format!("no answer within {} s; is it stopped?", within.as_secs())));
+    let mut told: BTreeMap<_, _> = each.iter().map(|(pid, _)| (*pid, silent())).collect();
+    let (work, (answer, answers)) = (Arc::new(work), mpsc::channel());
+    for (pid, one) in each {
+        let (work, answer) = (Arc::clone(&work), answer.clone());
+        // Nobody waits any more for one that takes too long.
+        thread::spawn(move || _ = answer.send((pid, work(one).map_err(Failure::from))));
     }
     drop(answer);
-    let deadline = Instant::now() + PATIENCE;
-    let mut told = BTreeMap::new();
-    while let Ok((pid, status)) = answers.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-        told.insert(pid, status);
+    let deadline = Instant::now() + within;
+    while let Ok((pid, outcome)) = answers.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        told.insert(pid, outcome);
     }
-    let silent = || Err(Failure::new(Exit::Busy, format!("no answer within {} s; is it stopped?", PATIENCE.as_secs())));
-    pids.iter().map(|&pid| Process { pid, status: told.remove(&pid).unwrap_or_else(silent) }).collect()
+    told
+}
+
+/// What one that does not answer is called, as far as its environment tells, which programs may have written over. `None`:
+/// it has ended.
+fn name_of_silent(directory: &Directory, pid: u32) -> Option<Option<String>> {
+    let peer = match directory.connect(pid) {
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => return None,
+        // In a container, the socket's name has another number than the process has here.
+        connected => connected.and_then(|stream| discovery::peer(&stream)),
+    };
+    let environment = peer.and_then(|peer| fs::read(format!("/proc/{}/environ", peer.pid))).unwrap_or_default();
+    let name = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"VRAMCTL_NAME="));
+    Some(name.filter(|name| !name.is_empty()).map(|name| String::from_utf8_lossy(name).into_owned()))
 }
 
 fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Failure> {
@@ -198,7 +259,8 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Failur
         .filter(|process| match target {
             Target::Only | Target::All => true,
             Target::Pid(pid) => process.pid == *pid,
-            Target::Name(name) => process.name() == Some(name),
+            // One that may be called so counts.
+            Target::Name(name) => process.name().is_none_or(|its| its == name),
         })
         .cloned()
         .collect();
@@ -250,7 +312,7 @@ pub mod tests {
             host: vramctl::backup::ArenaStatus::default(),
             late_bytes: 0,
         };
-        Process { pid, status: Ok(ProcessStatus { process: hello, memory }) }
+        Process { pid, name: Some(name.into()), status: Ok(ProcessStatus { process: hello, memory }) }
     }
 
     fn pids(chosen: Result<Vec<Process>, Failure>) -> Vec<u32> {

@@ -154,7 +154,7 @@ fn transition(
 ) -> Result<Exit, Failure> {
     let target = Target::from(args.target);
     let found = Found::look(&target)?;
-    let tasks = plan(direction, found.choose(&target)?, &args.tags)?;
+    let tasks = plan(direction, found.choose_answering(&target)?, &args.tags)?;
     agree(&tasks)?;
     let bars = Bars::on_terminal(!args.quiet && !args.json);
     let request = protocol::Transition {
@@ -182,10 +182,8 @@ fn plan(direction: Direction, processes: Vec<Process>, tags: &[String]) -> Resul
         .filter_map(|process| process.status.as_ref().ok())
         .flat_map(|status| status.memory.tags.iter().map(|tag| tag.tag.clone()))
         .collect();
-    let silent = processes.iter().any(|process| process.status.is_err());
     let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
-    // A process that does not answer might know it; that it does not answer is then the error.
-    if !unknown.is_empty() && !silent {
+    if !unknown.is_empty() {
         return Err(Failure::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
     }
     let task = |process: Process| {
@@ -204,9 +202,6 @@ fn plan(direction: Direction, processes: Vec<Process>, tags: &[String]) -> Resul
 /// All processes at once: each is busy with its own memory.
 fn carry_out(direction: Direction, found: &Found, tasks: &[Task], request: &protocol::Transition, bars: &Bars) -> Vec<Outcome> {
     let ask = |task: &Task| -> Result<Report, Failure> {
-        if let Err(failure) = &task.process.status {
-            return Err(failure.clone());
-        }
         if task.meant.is_empty() {
             return Ok(Report::default());
         }
