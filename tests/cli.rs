@@ -20,7 +20,7 @@ use tempfile::TempDir;
 use vramctl::control::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
 use vramctl::driver::Holder;
 use vramctl::error::{Error, Shortage};
-use vramctl::memory::{Backup, DeviceStatus, Progress, Report, Stage, Status, TagState, TagStatus};
+use vramctl::memory::{Backup, DeviceStatus, HostRoom, Plan, Progress, Report, Stage, Status, TagPlan, TagState, TagStatus};
 
 const GIB: u64 = 1 << 30;
 
@@ -201,13 +201,29 @@ impl State {
             }
             Request::Pause(wanted) => {
                 self.asked.push(request.clone());
-                self.transition(wanted, TagState::Paused)
+                match self.plan(wanted).prefix_cache {
+                    Some(engine) if !wanted.force => Reply::Error(Refusal::from(&Error::PrefixCache(engine))),
+                    _ => self.transition(wanted, TagState::Paused),
+                }
             }
+            Request::Plan(wanted) => Reply::Plan(self.plan(wanted)),
             Request::Resume(wanted) => {
                 self.asked.push(request.clone());
                 self.transition(wanted, TagState::Active)
             }
         }
+    }
+
+    fn plan(&self, wanted: &Transition) -> Plan {
+        let policy = wanted.backup.unwrap_or(Backup::Host);
+        let meant =
+            |(tag, state): &&(String, TagState)| *state != TagState::Paused && (wanted.tags.is_empty() || wanted.tags.contains(tag));
+        let tag = |(tag, _): &(String, TagState)| TagPlan { tag: tag.clone(), allocations: 1, bytes: GIB, backup: [(policy, GIB)].into() };
+        let tags: Vec<_> = self.tags.iter().filter(meant).map(tag).collect();
+        let lost = policy == Backup::Discard && tags.iter().any(|tag| tag.tag == "kv_cache");
+        let needed_bytes = if policy == Backup::Host { GIB * tags.len() as u64 } else { 0 };
+        let host = HostRoom { needed_bytes, available_bytes: 3 * GIB / 2 };
+        Plan { tags, host, prefix_cache: self.engine.clone().filter(|_| lost) }
     }
 
     fn transition(&mut self, wanted: &Transition, end: TagState) -> Reply {
@@ -426,7 +442,8 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB given back in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
     pause.expect(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
-    let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), progress: false };
+    let wanted =
+        Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
     place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB given back"), "");
@@ -948,11 +965,13 @@ fn scripts_pause_and_resume_through_every_transport() {
         pause.expect(0, "\"reply\":\"done\"", "");
         assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
         let tags = vec!["it's \"odd\" \\ ü".to_owned()];
-        let wanted = Transition { tags, backup: Some(Backup::Discard), timeout_ms: Some(2500), progress: false };
+        let wanted = Transition { tags, backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
         assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
         run("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");
         assert_eq!(engine.asked()[1], Request::Resume(Transition::default()));
+        run("pause.sh", &["kv_cache", "--force"]).expect(0, "\"reply\":\"done\"", "");
+        assert_eq!(engine.asked()[2], Request::Pause(Transition { tags: vec!["kv_cache".into()], force: true, ..Transition::default() }));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
         drop(engine);
     }
@@ -1002,6 +1021,7 @@ fn scripts_refuse_as_the_command_line_does() {
     run("pause.sh", &["--timeout", "soon"]).expect(2, "", "number of seconds");
     run("pause.sh", &["--pid", "x"]).expect(2, "", "process id");
     run("resume.sh", &["--discard"]).expect(2, "", "for a pause");
+    run("resume.sh", &["--force"]).expect(2, "", "for a pause");
 
     let engine = Fake::new(&place, "engine", &["weights"]);
     let trainer = Fake::reacting(&place, "trainer", &["optimizer"], |request| match request {
@@ -1102,6 +1122,10 @@ fn an_engine_s_cache_is_not_discarded_behind_its_back() {
     for line in ["pause --discard", "pause kv_cache --discard", "pause kv_cache --backup discard"] {
         place.vramctl(line).expect(1, "", "--engine URL");
     }
+    let trainer = Fake::new(&place, "trainer", &["weights"]);
+    place.vramctl("pause --all --discard").expect(1, "", &format!("engine (pid {}): the contents of the KV cache", engine.pid()));
+    assert!(trainer.asked().is_empty());
+    drop(trainer);
     let json = place.vramctl("pause --discard --json").json();
     assert_eq!((&json["error"]["code"], &json["processes"]), (&json!("failed"), &json!([])));
     assert!(engine.asked().is_empty(), "a refusal comes before anything is done");
@@ -1110,6 +1134,18 @@ fn an_engine_s_cache_is_not_discarded_behind_its_back() {
     place.vramctl("pause kv_cache").expect(0, "1.00 GiB kept", "");
     place.vramctl("resume").expect(0, "resumed", "");
     place.vramctl("pause --discard --force").expect(0, "discarded", "");
+    assert!(matches!(engine.asked().last(), Some(Request::Pause(Transition { force: true, .. }))), "the process is told so");
+}
+
+/// A program that was started before `vramctl` was updated must still be paused.
+#[test]
+fn a_process_that_cannot_plan_is_paused_all_the_same() {
+    let place = Place::new();
+    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
+        let unknown = Error::Invalid("not a request: unknown variant `plan`".into());
+        matches!(request, Request::Plan(_)).then(|| Reaction::Answer(Reply::Error(Refusal::from(&unknown))))
+    });
+    place.vramctl("pause").expect(0, "paused weights", "");
 }
 
 #[test]

@@ -397,6 +397,14 @@ impl Arena {
         }
     }
 
+    /// Bytes of contents that there is room for: in what is there, and in what the host and `VRAMCTL_HOST_CAP` would still give.
+    pub fn available_to_process() -> u64 {
+        let ready = Self::status_of_process();
+        let free = ready.ready_bytes.saturating_sub(ready.used_bytes);
+        let cap = Config::get().host_cap.saturating_sub(ready.ready_bytes);
+        limits::available_bytes().min(cap).saturating_add(free)
+    }
+
     /// How much host memory there is now; nothing, if no arena was needed yet.
     pub fn status_of_process() -> ArenaStatus {
         Self::existing().map_or_else(ArenaStatus::default, Self::status)

@@ -168,13 +168,20 @@ pub fn save(
     Ok(Kept { items, unchanged_bytes: all - copied })
 }
 
+/// Where the contents were saved before, if they can be saved over that.
+fn retained(wanted: &Wanted) -> Option<Arc<super::Saved>> {
+    let saved = wanted.allocation.contents().saved.clone();
+    // It keeps the same parts, unless it was saved before it was to be retained.
+    saved.filter(|saved| matches!(&**saved, super::Saved::Host(saved) if saved.live == wanted.live))
+}
+
+/// Bytes of new host memory that saving these contents would take.
+pub fn fresh_bytes(wanted: &Wanted) -> u64 {
+    if retained(wanted).is_some() { 0 } else { wanted.live.iter().map(|bytes| bytes.len() as u64).sum() }
+}
+
 /// Where the contents go: where they were, or ranges of their own.
 fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
-    let retained = |wanted: &Wanted| {
-        let saved = wanted.allocation.contents().saved.clone();
-        // It keeps the same parts, unless it was saved before it was to be retained.
-        saved.filter(|saved| matches!(&**saved, super::Saved::Host(saved) if saved.live == wanted.live))
-    };
     let retained: Vec<_> = wanted.iter().map(retained).collect();
     let missing: Vec<_> = wanted
         .iter()

@@ -2,7 +2,7 @@
 
 use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
-use crate::memory::{Progress, Report};
+use crate::memory::{Plan, Progress, Report};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -77,6 +77,14 @@ impl Client {
     /// Pauses.
     pub fn pause(&mut self, transition: Transition, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
         self.transition(Request::Pause(transition), progress)
+    }
+
+    /// What such a pause would do.
+    pub fn plan(&mut self, transition: Transition) -> Result<Plan, ClientError> {
+        match self.ask(Request::Plan(transition), &mut |_| ())? {
+            Reply::Plan(plan) => Ok(plan),
+            other => Err(self.unexpected(&other)),
+        }
     }
 
     /// Resumes.

@@ -1,7 +1,7 @@
 //! The messages on the control socket: one JSON object a line. `docs/protocol.md` describes them for other programs.
 
 use crate::error::{Error, Kind, Shortage};
-use crate::memory::{self, Backup, Progress, Report, Status};
+use crate::memory::{self, Backup, Plan, Progress, Report, Status};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -32,6 +32,8 @@ pub enum Request {
     Status,
     /// Take memory away.
     Pause(Transition),
+    /// What would such a pause do?
+    Plan(Transition),
     /// Give memory back.
     Resume(Transition),
     /// The tag of allocations outside regions, from now on.
@@ -58,6 +60,9 @@ pub struct Transition {
     /// Whether lines about the progress are wanted before the answer.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub progress: bool,
+    /// For a pause: drop a KV cache, too, that an engine's prefix cache still describes. The client has seen to that.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 impl From<Transition> for memory::Request {
@@ -77,6 +82,8 @@ pub enum Reply {
     Status(ProcessStatus),
     /// To `pause` and `resume`.
     Done(Report),
+    /// To `plan`.
+    Plan(Plan),
     /// To `set-tag`.
     Tag {
         /// The tag from now on.
@@ -206,7 +213,8 @@ mod tests {
     #[test]
     fn requests_read_as_documented() {
         let pause = parse(br#"{"version":1,"request":"pause","tags":["kv_cache"],"backup":"discard","timeout_ms":5}"#).unwrap();
-        let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), progress: false };
+        let wanted =
+            Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), ..Transition::default() };
         assert_eq!(pause, Request::Pause(wanted));
         assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(Transition::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
@@ -240,8 +248,13 @@ mod tests {
         }
 
         #[test]
-        fn what_is_written_is_read_back(tags in proptest::collection::vec(".{0,20}", 0..4), timeout in any::<Option<u64>>(), progress: bool) {
-            let request = Request::Pause(Transition { tags, backup: None, timeout_ms: timeout, progress });
+        fn what_is_written_is_read_back(
+            tags in proptest::collection::vec(".{0,20}", 0..4),
+            timeout in any::<Option<u64>>(),
+            progress: bool,
+            force: bool,
+        ) {
+            let request = Request::Pause(Transition { tags, backup: None, timeout_ms: timeout, progress, force });
             let line = line(&Message { version: VERSION, request: request.clone() });
             prop_assert_eq!(parse(&line).unwrap(), request);
         }

@@ -7,7 +7,7 @@ use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
 use crate::config::Config;
 use crate::error::Error;
-use crate::memory::{Memory, Observer, Progress, Report, Stage};
+use crate::memory::{self, Memory, Observer, Progress, Report, Stage};
 use crate::process::{self, ClosedOnFork, PerProcess, Tracked};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -184,11 +184,15 @@ fn carry_out(request: Request, peer: Peer<'_>) -> Result<Reply, Error> {
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
-        Request::Pause(wanted) => transition(wanted, peer, |request, client| memory.pause(request, client)),
+        Request::Pause(wanted) => {
+            let engine = if wanted.force { None } else { process::engine() };
+            transition(wanted, peer, |request, client| memory.pause(&memory::Request { engine, ..request }, client))
+        }
+        Request::Plan(wanted) => memory.plan(&memory::Request { engine: process::engine(), ..wanted.into() }).map(Reply::Plan),
         Request::Resume(Transition { backup: Some(_), .. }) => {
             Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
         }
-        Request::Resume(wanted) => transition(wanted, peer, |request, client| memory.resume(request, client)),
+        Request::Resume(wanted) => transition(wanted, peer, |request, client| memory.resume(&request, client)),
         Request::SetTag { tag } => {
             memory.set_process_tag(tag.as_deref())?;
             Ok(Reply::Tag { tag })
@@ -199,10 +203,10 @@ fn carry_out(request: Request, peer: Peer<'_>) -> Result<Reply, Error> {
 fn transition(
     wanted: Transition,
     peer: Peer<'_>,
-    work: impl FnOnce(&crate::memory::Request, &mut dyn Observer) -> Result<Report, Error>,
+    work: impl FnOnce(memory::Request, &mut dyn Observer) -> Result<Report, Error>,
 ) -> Result<Reply, Error> {
     let mut client = Client { peer, wants_progress: wanted.progress, told: None };
-    work(&wanted.into(), &mut client).map(Reply::Done)
+    work(wanted.into(), &mut client).map(Reply::Done)
 }
 
 /// The client of a pause or resume.

@@ -5,6 +5,7 @@
 
 mod allocation;
 pub mod cleaning;
+mod plan;
 pub mod region;
 mod status;
 mod transition;
@@ -12,6 +13,7 @@ mod work;
 
 pub use allocation::{Allocation, Contents};
 use allocation::{Physical, lock};
+pub use plan::{HostRoom, Plan, TagPlan};
 pub use region::Policy;
 pub use status::{DeviceStatus, Status, TagState, TagStatus};
 pub use transition::{Observer, Progress, Report, Request, Span, Stage};

@@ -37,6 +37,8 @@ pub struct Request {
     pub timeout: Option<Duration>,
     /// Device memory whose contents nobody needs, wherever a policy says that they are kept. For a pause only.
     pub unused: Vec<Span>,
+    /// The inference engine whose KV cache must not be dropped, because its prefix cache describes it. For a pause only.
+    pub engine: Option<String>,
 }
 
 /// A range of device memory.
@@ -55,7 +57,7 @@ impl Request {
     }
 
     /// What of an allocation is to be kept, and where.
-    fn wanted_of(&self, allocation: Arc<Allocation>) -> backup::Wanted {
+    pub(super) fn wanted_of(&self, allocation: Arc<Allocation>) -> backup::Wanted {
         let policy = self.backups.get(&*allocation.tag).copied().unwrap_or(self.backup).unwrap_or(allocation.backup);
         let all = Range { start: 0, end: allocation.bytes() };
         let live = match policy {
@@ -209,6 +211,7 @@ impl Memory {
             // only what was started since has to finish.
             let contexts = {
                 let (all, chosen) = self.choose(&request.tags)?;
+                request.spare_prefix_cache(&all, &chosen)?;
                 // Where there is nothing to pause, nothing needs to be waited for.
                 let idle = chosen.iter().all(|allocation| allocation.is_paused());
                 if idle { BTreeSet::new() } else { self.contexts_that_use(all.iter().map(|allocation| &**allocation)) }
@@ -237,6 +240,7 @@ impl Memory {
         driver::sweep();
         self.drop_gone();
         let (all, chosen) = self.choose(&request.tags)?;
+        request.spare_prefix_cache(&all, &chosen)?;
         let (already, victims): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
         if !victims.is_empty() {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
@@ -376,7 +380,7 @@ impl Memory {
 
     /// All allocations, and those with one of the tags. A tag that none has is an error.
     #[allow(clippy::type_complexity)]
-    fn choose(&self, tags: &[String]) -> Result<(Vec<Arc<Allocation>>, Vec<Arc<Allocation>>), Error> {
+    pub(super) fn choose(&self, tags: &[String]) -> Result<(Vec<Arc<Allocation>>, Vec<Arc<Allocation>>), Error> {
         let all = self.snapshot();
         let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
         let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();

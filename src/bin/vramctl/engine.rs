@@ -6,8 +6,6 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use std::{env, thread};
-use vramctl::control::protocol::ProcessStatus;
-use vramctl::memory::{Backup, TagState};
 
 /// The options of a pause that concern engines.
 #[derive(clap::Args)]
@@ -15,24 +13,34 @@ pub struct EngineArgs {
     /// Ask the inference engine at this address first (docs/engines.md); may be repeated
     #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", value_delimiter = ',', value_parser = checked_address)]
     engine: Vec<String>,
-    /// Ask no engine, and refuse nothing on account of one
+    /// Ask no engine, and discard a KV cache even if the engine's prefix cache still describes it
     #[arg(long)]
     force: bool,
 }
 
 impl EngineArgs {
-    /// Has the engines agree that memory of `processes` is taken: they must have no requests, within `patience`, and where
-    /// one's KV cache is discarded, it must forget what it knows of it. An error says what to do.
-    pub fn agree(&self, discarding: &[&Process], patience: Duration) -> Result<(), Failure> {
-        if self.force {
-            return Ok(());
-        }
-        // An empty variable is as good as none.
-        let addresses: Vec<_> = self.engine.iter().filter(|address| !address.is_empty()).collect();
+    /// Whether a pause is to be asked of the processes with force: nobody else is asked then.
+    pub fn force(&self) -> bool {
+        self.force
+    }
+
+    /// Whether an engine is to be asked first.
+    pub fn asks(&self) -> bool {
+        self.addresses().next().is_some()
+    }
+
+    /// An empty variable is as good as none.
+    fn addresses(&self) -> impl Iterator<Item = &str> {
+        self.engine.iter().map(String::as_str).filter(|address| !address.is_empty())
+    }
+
+    /// Has the engines agree that memory is taken: they must have no requests, within `patience`, and where the KV caches of
+    /// the processes `losing` are discarded, they must forget what they know of them. An error says what to do.
+    pub fn agree(&self, losing: &[&Process], patience: Duration) -> Result<(), Failure> {
         // The processes of one engine share its name.
-        let engines: BTreeSet<_> = discarding.iter().filter_map(|process| process.name()).collect();
-        if !addresses.is_empty() && engines.len() > addresses.len() {
-            let names: Vec<_> = engines.into_iter().collect();
+        let names: BTreeSet<_> = losing.iter().filter_map(|process| process.name()).collect();
+        if names.len() > self.addresses().count() {
+            let names: Vec<_> = names.into_iter().collect();
             let text = format!(
                 "the KV caches of {} would be discarded, and each engine has to forget its own: give the address of every one, or pause \
                  them one at a time",
@@ -40,51 +48,19 @@ impl EngineArgs {
             );
             return Err(Failure::new(Exit::Failed, text));
         }
-        if let (Some(process), []) = (discarding.first(), &addresses[..]) {
-            let name = engine_of(process).unwrap_or("engine");
-            return Err(Failure::new(
-                Exit::Failed,
-                format!(
-                    "the contents of {process}'s KV cache would be discarded, and the {name} in it would still answer from them, because its \
-                     prefix cache says that they are there; give the engine's address (--engine URL or VRAMCTL_ENGINE) so that it \
-                     forgets them, keep them (--backup host), or see to that yourself and use --force"
-                ),
-            ));
-        }
         // Not an option of the command line, which every user of the machine can read.
         let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
-        let engines = addresses.into_iter().map(|address| Engine::find(address, key.as_deref()));
+        let engines = self.addresses().map(|address| Engine::find(address, key.as_deref()));
         // All are asked before any is told to forget.
         let engines = engines.collect::<Result<Vec<_>, _>>()?;
         for engine in &engines {
             engine.wait_for_requests(patience)?;
         }
-        if !discarding.is_empty() {
+        if !losing.is_empty() {
             engines.iter().try_for_each(Engine::forget)?;
         }
         Ok(())
     }
-}
-
-/// Whether a pause of the tags `due` of a process, with this policy in place of its own, loses contents that an engine in
-/// it relies on.
-pub fn loses_cache(process: &Process, due: &[String], backup: Option<Backup>) -> bool {
-    let Ok(ProcessStatus { process: hello, memory }) = &process.status else { return false };
-    // Where nothing has the tag (a version of the engine that is not known), the cache is in what is left.
-    let tagged = memory.tags.iter().any(|tag| tag.tag == KV_CACHE);
-    let holds = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
-    let lost = |policies: &std::collections::BTreeMap<Backup, u64>| match backup {
-        Some(policy) => policy == Backup::Discard,
-        None => policies.get(&Backup::Discard).is_some_and(|bytes| *bytes > 0),
-    };
-    hello.engine.is_some()
-        && memory.tags.iter().any(|tag| tag.state != TagState::Paused && due.contains(&tag.tag) && holds(&tag.tag) && lost(&tag.backup))
-}
-
-const KV_CACHE: &str = "kv_cache";
-
-fn engine_of(process: &Process) -> Option<&str> {
-    process.status.as_ref().ok()?.process.engine.as_deref()
 }
 
 /// How long one answer may take.
@@ -238,35 +214,6 @@ fn checked_address(text: &str) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::target::tests::process;
-
-    /// An engine process with a KV cache that a pause treats so.
-    fn engine(name: Option<&str>, tag: &str, policy: Backup) -> Process {
-        let mut process = process(1, "engine", &[(tag, TagState::Active), ("weights", TagState::Active)]);
-        let status = process.status.as_mut().unwrap();
-        status.process.engine = name.map(str::to_owned);
-        status.memory.tags[0].backup = [(policy, 1 << 30)].into();
-        process
-    }
-
-    #[test]
-    fn a_cache_is_lost_by_request_and_by_policy() {
-        let due = |tags: &[&str]| tags.iter().map(ToString::to_string).collect::<Vec<_>>();
-        let all = due(&["kv_cache", "weights"]);
-        let keeping = engine(Some("vllm"), "kv_cache", Backup::Host);
-        assert!(loses_cache(&keeping, &all, Some(Backup::Discard)));
-        assert!(!loses_cache(&keeping, &all, None));
-        assert!(!loses_cache(&keeping, &due(&["weights"]), Some(Backup::Discard)), "its weights are not its cache");
-        let dropping = engine(Some("sglang"), "kv_cache", Backup::Discard);
-        assert!(loses_cache(&dropping, &all, None));
-        assert!(!loses_cache(&dropping, &all, Some(Backup::Host)));
-        assert!(!loses_cache(&engine(None, "kv_cache", Backup::Host), &all, Some(Backup::Discard)), "no engine, no prefix cache");
-        let unknown = engine(Some("vllm"), "default", Backup::Host);
-        assert!(loses_cache(&unknown, &due(&["default"]), Some(Backup::Discard)), "a KV cache without its tag");
-        let mut paused = keeping;
-        paused.status.as_mut().unwrap().memory.tags[0].state = TagState::Paused;
-        assert!(!loses_cache(&paused, &all, Some(Backup::Discard)), "what is paused already is not touched");
-    }
 
     #[test]
     fn requests_are_counted_over_all_ranks() {

@@ -5,6 +5,7 @@ use crate::output;
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -212,7 +213,12 @@ fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
     }
     answers.extend(at_once(clients, STATUS_WITHIN, |mut client: Client| client.status()));
     let process = |(pid, status): (u32, Result<ProcessStatus, Failure>)| match names.remove(&pid) {
-        None => name_of_silent(directory, pid).map(|name| Process { pid, name, status }),
+        None => {
+            let connected = directory.connect(pid);
+            let gone = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+            let has_ended = connected.as_ref().is_err_and(gone);
+            (!has_ended).then(|| Process { pid, name: connected.ok().as_ref().and_then(name_of_silent), status })
+        }
         name => Some(Process { pid, name, status }),
     };
     answers.into_iter().filter_map(process).collect()
@@ -240,17 +246,13 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     told
 }
 
-/// What one that does not answer is called, as far as its environment tells, which programs may have written over. `None`:
-/// it has ended.
-fn name_of_silent(directory: &Directory, pid: u32) -> Option<Option<String>> {
-    let peer = match directory.connect(pid) {
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => return None,
-        // In a container, the socket's name has another number than the process has here.
-        connected => connected.and_then(|stream| discovery::peer(&stream)),
-    };
-    let environment = peer.and_then(|peer| fs::read(format!("/proc/{}/environ", peer.pid))).unwrap_or_default();
-    let name = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"VRAMCTL_NAME="));
-    Some(name.filter(|name| !name.is_empty()).map(|name| String::from_utf8_lossy(name).into_owned()))
+/// What one that does not answer is called, as far as its environment tells, which programs may have written over.
+fn name_of_silent(stream: &UnixStream) -> Option<String> {
+    // In a container, the socket's name has another number than the process has here.
+    let peer = discovery::peer(stream).ok()?;
+    let environment = fs::read(format!("/proc/{}/environ", peer.pid)).ok()?;
+    let name = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"VRAMCTL_NAME="))?;
+    (!name.is_empty()).then(|| String::from_utf8_lossy(name).into_owned())
 }
 
 fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Failure> {

@@ -10,9 +10,10 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::thread;
 use std::time::Duration;
+use vramctl::control::client::ClientError;
 use vramctl::control::protocol;
-use vramctl::error::Error;
-use vramctl::memory::{Backup, Report, TagState};
+use vramctl::error::{Error, Kind};
+use vramctl::memory::{Backup, Plan, Report, TagState};
 use vramctl::units::Bytes;
 
 #[derive(clap::Args)]
@@ -131,38 +132,65 @@ enum Answer {
 pub fn pause(args: PauseArgs) -> Result<Exit, Failure> {
     let backup = args.discard.then_some(Backup::Discard).or(args.backup);
     let patience = args.transition.timeout.unwrap_or_default();
-    transition(Direction::Pause, args.transition, backup, |tasks| {
-        let due: Vec<_> = tasks.iter().filter(|task| !task.due.is_empty()).collect();
-        if due.is_empty() {
-            // Paused already: what an engine has now waits for the resume.
-            return Ok(());
-        }
-        let losing = due.iter().filter(|task| engine::loses_cache(&task.process, &task.due, backup));
-        args.engine.agree(&losing.map(|task| &task.process).collect::<Vec<_>>(), patience)
+    let (request, engine) = (protocol::Transition { backup, ..args.transition.request() }, args.engine);
+    transition(Direction::Pause, args.transition, request, |found, tasks, request| {
+        request.force = engine.force() || may_discard(found, tasks, request, &engine, patience)?;
+        Ok(())
     })
 }
 
+/// Has the inference engines agree to a pause, before anything is done. Whether what their prefix caches describe may be dropped.
+fn may_discard(
+    found: &Found,
+    tasks: &[Task],
+    request: &protocol::Transition,
+    engine: &engine::EngineArgs,
+    patience: Duration,
+) -> Result<bool, Failure> {
+    // What is paused already is not touched: what an engine has now waits for the resume.
+    let due: Vec<_> = tasks.iter().filter(|task| !task.due.is_empty()).collect();
+    let mut losing = Vec::new();
+    for task in &due {
+        if let Some(plan) = task.plan(found, request)?
+            && let Some(name) = plan.prefix_cache
+        {
+            if !engine.asks() {
+                let refusal = Failure::from(&Error::PrefixCache(name));
+                return Err(Failure::new(refusal.exit(), format!("{}: {refusal}", task.process)));
+            }
+            losing.push(&task.process);
+        }
+    }
+    if engine.asks() && !due.is_empty() {
+        engine.agree(&losing, patience)?;
+    }
+    Ok(!losing.is_empty())
+}
+
 pub fn resume(args: ResumeArgs) -> Result<Exit, Failure> {
-    transition(Direction::Resume, args.transition, None, |_| Ok(()))
+    let request = args.transition.request();
+    transition(Direction::Resume, args.transition, request, |_, _, _| Ok(()))
+}
+
+impl Args {
+    fn request(&self) -> protocol::Transition {
+        let timeout_ms = self.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
+        protocol::Transition { timeout_ms, ..protocol::Transition::default() }
+    }
 }
 
 fn transition(
     direction: Direction,
     args: Args,
-    backup: Option<Backup>,
-    agree: impl FnOnce(&[Task]) -> Result<(), Failure>,
+    mut request: protocol::Transition,
+    agree: impl FnOnce(&Found, &[Task], &mut protocol::Transition) -> Result<(), Failure>,
 ) -> Result<Exit, Failure> {
     let target = Target::from(args.target);
     let found = Found::look(&target)?;
     let tasks = plan(direction, found.choose_answering(&target)?, &args.tags)?;
-    agree(&tasks)?;
+    agree(&found, &tasks, &mut request)?;
     let bars = Bars::on_terminal(!args.quiet && !args.json);
-    let request = protocol::Transition {
-        tags: Vec::new(),
-        backup,
-        timeout_ms: args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
-        progress: bars.shown(),
-    };
+    request.progress = bars.shown();
     let outcomes = carry_out(direction, &found, &tasks, &request, &bars);
 
     if args.json {
@@ -173,6 +201,21 @@ fn transition(
         }
     }
     Ok(outcomes.iter().find_map(|outcome| outcome.result.failure()).map_or(Exit::Done, Failure::exit))
+}
+
+impl Task {
+    /// What the process is asked for.
+    fn request(&self, request: &protocol::Transition) -> protocol::Transition {
+        protocol::Transition { tags: self.tags.clone(), ..request.clone() }
+    }
+
+    /// What the process says that a pause would do; `None`: it is too old to know.
+    fn plan(&self, found: &Found, request: &protocol::Transition) -> Result<Option<Plan>, Failure> {
+        match found.connect(self.process.pid)?.plan(self.request(request)) {
+            Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
+            answer => Ok(Some(answer?)),
+        }
+    }
 }
 
 /// What to ask of each process. A tag that one process lacks is nothing to do there; one that all lack is a mistake.
@@ -207,7 +250,7 @@ fn carry_out(direction: Direction, found: &Found, tasks: &[Task], request: &prot
         }
         let mut bar = bars.bar(&task.process.to_string());
         let mut client = found.connect(task.process.pid)?;
-        let request = protocol::Transition { tags: task.tags.clone(), ..request.clone() };
+        let request = task.request(request);
         Ok(match direction {
             Direction::Pause => client.pause(request, &mut |now| bar.show(now)),
             Direction::Resume => client.resume(request, &mut |now| bar.show(now)),
