@@ -112,6 +112,8 @@ struct State {
     engine: Option<String>,
     /// The pauses and resumes that it was asked for.
     asked: Vec<Request>,
+    /// How many of them have arrived, carried out or not.
+    transitions: usize,
 }
 
 impl Fake {
@@ -125,8 +127,15 @@ impl Fake {
         let socket = place.socket(child.id());
         let listener = UnixListener::bind(&socket).unwrap();
         let tags = tags.iter().map(|tag| ((*tag).to_owned(), TagState::Active)).collect();
-        let state =
-            State { name: name.into(), pid: child.id(), tags, process_tag: Some("default".into()), engine: None, asked: Vec::new() };
+        let state = State {
+            name: name.into(),
+            pid: child.id(),
+            tags,
+            process_tag: Some("default".into()),
+            engine: None,
+            asked: Vec::new(),
+            transitions: 0,
+        };
         let fake = Self { child, socket, state: Arc::new(Mutex::new(state)) };
         let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
         // The thread ends with the test's process.
@@ -165,11 +174,15 @@ impl Drop for Fake {
 }
 
 fn converse(mut stream: &UnixStream, state: &Mutex<State>, react: &dyn Fn(&Request) -> Option<Reaction>) {
+    let note = |request: &Request| {
+        state.lock().unwrap().transitions += usize::from(is_transition(request));
+        react(request)
+    };
     for line in BufReader::new(stream).lines() {
         let Ok(line) = line else { return };
         let reply = match protocol::parse(line.as_bytes()) {
             Err(error) => Reply::Error(Refusal::from(&error)),
-            Ok(request) => match react(&request) {
+            Ok(request) => match note(&request) {
                 Some(Reaction::Answer(reply)) => reply,
                 Some(Reaction::HangUp) => return,
                 Some(Reaction::BeSilent) => loop {
@@ -261,6 +274,7 @@ impl State {
             freed_bytes: 0,
             backup: [(Backup::Host, GIB)].into(),
             retained: false,
+            progress: None,
         };
         let device =
             DeviceStatus { device: 0, active_bytes: 2 * GIB, paused_bytes: 0, free_bytes: Some(7 * GIB), total_bytes: Some(80 * GIB) };
@@ -320,7 +334,9 @@ fn ps_and_status_show_what_there_is() {
 #[test]
 fn without_processes_the_way_out_is_said() {
     let place = Place::new();
-    place.vramctl("ps").expect(0, "vramctl run", "");
+    let ps = place.vramctl("ps");
+    ps.expect(0, "", "vramctl run");
+    assert_eq!(ps.out, "", "a script that reads a table reads none");
     assert_eq!(place.vramctl("ps --json").json(), json!({"processes": []}));
     for command in ["status", "pause", "resume --all", "pause --name engine", "set-tag x", "status engine"] {
         place.vramctl(command).expect(3, "", "no process is managed");
@@ -331,7 +347,7 @@ fn without_processes_the_way_out_is_said() {
     assert_eq!(answer.json()["processes"], json!([]));
 
     fs::remove_dir(&place.sockets).unwrap();
-    place.vramctl("ps").expect(0, place.sockets.to_str().unwrap(), "");
+    place.vramctl("ps").expect(0, "", place.sockets.to_str().unwrap());
     place.vramctl("pause").expect(3, "", "no process is managed");
 }
 
@@ -591,6 +607,109 @@ fn status_says_what_is_not_back_yet_and_why() {
     assert_eq!(place.vramctl("status --json").json()["processes"][0]["tags"][1]["freed_bytes"], json!(GIB / 4));
 }
 
+/// A process that is in the middle of a pause or resume of its `weights`.
+fn in_the_middle(place: &Place, state: TagState, copying: Stage) -> Fake {
+    let engine = Fake::new(place, "engine", &["kv_cache", "weights"]);
+    let mut status = engine.state.lock().unwrap().status();
+    drop(engine);
+    status.memory.tags[1].state = state;
+    status.memory.tags[1].progress = Some(Progress { stage: copying, done: GIB / 4, total: GIB });
+    Fake::reacting(place, "engine", &["kv_cache", "weights"], move |request| match request {
+        Request::Status => Some(Reaction::Answer(Reply::Status(ProcessStatus { memory: status.memory.clone(), ..status.clone() }))),
+        Request::Pause(_) | Request::Resume(_) => Some(Reaction::BeSilent),
+        _ => None,
+    })
+}
+
+#[test]
+fn how_far_a_long_pause_has_come_is_shown() {
+    let place = Place::new();
+    let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
+    place.vramctl("status").expect(0, "pausing (save 256.00 MiB of 1.00 GiB)", "");
+    let tag = place.vramctl("status --json").json()["processes"][0]["tags"][1].clone();
+    assert_eq!((&tag["state"], &tag["progress"]), (&json!("pausing"), &json!({"stage": "save", "done": GIB / 4, "total": GIB})));
+    place.vramctl("ps").expect(0, "weights pausing", "");
+    drop(engine);
+    let _engine = in_the_middle(&place, TagState::Resuming, Stage::Restore);
+    place.vramctl("status").expect(0, "resuming (restore 256.00 MiB of 1.00 GiB)", "");
+    place.vramctl("ps").expect(0, "weights resuming", "");
+}
+
+#[test]
+fn ps_says_which_tags_are_paused() {
+    let place = Place::new();
+    let _engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    place.vramctl("pause kv_cache").expect(0, "", "");
+    let ps = place.vramctl("ps");
+    ps.expect(0, "kv_cache paused", "");
+    assert!(!ps.out.contains("mixed"), "{ps:?}");
+}
+
+/// People take the name of the process for what is to be paused.
+#[test]
+fn a_process_s_name_in_place_of_a_tag_is_recognised() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    place.vramctl("pause engine").expect(6, "", "the tags are weights; engine is a process: vramctl pause --name engine");
+    let resume = place.vramctl(&format!("resume {}", engine.pid()));
+    resume.expect(6, "", &format!("{0} is a process: vramctl resume --pid {0}", engine.pid()));
+    let _trainer = Fake::new(&place, "trainer", &["weights"]);
+    place.vramctl("pause engine").expect(2, "", "engine is a process: vramctl pause --name engine");
+    let pause = place.vramctl("pause weights");
+    assert!(!pause.err.contains("is a process"), "{pause:?}");
+    assert!(engine.asked().is_empty());
+}
+
+#[test]
+fn a_message_in_json_has_no_table_in_it() {
+    let place = Place::new();
+    let _processes = [Fake::new(&place, "engine", &["weights"]), Fake::new(&place, "trainer", &["weights"])];
+    for line in ["pause --json", "pause --name nobody --json", "status --name nobody --json"] {
+        let answer = place.vramctl(line).json();
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(!message.contains('\n') && !message.contains("PID") && !message.ends_with(':'), "{line}: {message}");
+    }
+    place.vramctl("pause").expect(2, "", "PID");
+}
+
+/// Who presses ^C wants to know whether the pause goes on.
+#[test]
+fn an_interrupted_command_says_what_becomes_of_the_pause() {
+    let interrupted = |place: &Place, engine: &Fake, line: &[&str]| {
+        let mut command = place.command(env!("CARGO_BIN_EXE_vramctl"), line);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        while engine.state.lock().unwrap().transitions == 0 {
+            thread::sleep(Duration::from_millis(5));
+        }
+        // SAFETY: touches no memory; the child is ours and has not been waited for.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGINT), "{output:?}");
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let place = Place::new();
+    let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
+    let text = interrupted(&place, &engine, &["pause"]);
+    assert!(text.contains(&format!("engine (pid {}): the pause goes on (save 256.00 MiB of 1.00 GiB)", engine.pid())), "{text}");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    drop(engine);
+
+    let silent = |request: &Request| is_transition(request).then_some(Reaction::BeSilent);
+    let engine = Fake::reacting(&place, "engine", &["weights"], silent);
+    let text = interrupted(&place, &engine, &["pause"]);
+    assert!(text.contains("the pause was given up; nothing has changed"), "{text}");
+    drop(engine);
+
+    let engine = Fake::reacting(&place, "engine", &["weights"], silent);
+    engine.state.lock().unwrap().tags[0].1 = TagState::Paused;
+    let text = interrupted(&place, &engine, &["resume"]);
+    assert!(text.contains("the resume was given up; nothing has changed"), "{text}");
+    engine.state.lock().unwrap().transitions = 0;
+    let text = interrupted(&place, &engine, &["pause"]);
+    assert!(text.contains("the pause is done"), "{text}");
+}
+
 #[test]
 fn a_long_pause_is_waited_for() {
     let place = Place::new();
@@ -676,7 +795,7 @@ fn stale_sockets_are_removed() {
     let stale = place.socket(999_999_999);
     drop(UnixListener::bind(&stale).unwrap());
     assert!(stale.exists());
-    place.vramctl("ps").expect(0, "no process is managed", "");
+    place.vramctl("ps").expect(0, "", "no process is managed");
     assert!(!stale.exists());
 }
 
@@ -686,7 +805,7 @@ fn what_is_no_socket_is_left_alone() {
     for name in ["notes.txt", "x.sock", "-1.sock"] {
         fs::write(place.sockets.join(name), "mine").unwrap();
     }
-    place.vramctl("ps").expect(0, "no process is managed", "");
+    place.vramctl("ps").expect(0, "", "no process is managed");
     assert_eq!(fs::read_dir(&place.sockets).unwrap().count(), 3);
 }
 

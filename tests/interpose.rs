@@ -739,6 +739,43 @@ fn an_idle_device_is_paused_without_any_time() {
 }
 
 /// What nobody wrote to since it was saved is not copied again; what somebody did, is, be it a single bit.
+/// Whoever looks in the middle of it sees neither `active` nor more host memory in use than there is.
+#[test]
+fn a_pause_and_a_resume_under_way_are_seen_as_such() {
+    struct Looking {
+        tag: TagState,
+        seen: Vec<Progress>,
+    }
+    impl Observer for Looking {
+        fn progress(&mut self, now: Progress) {
+            let status = Memory::get().status();
+            let tags: Vec<_> = status.tags.iter().map(|tag| (tag.tag.as_str(), tag.state, tag.progress)).collect();
+            assert_eq!(tags, [("other", TagState::Active, None), ("weights", self.tag, Some(now))]);
+            assert!(status.host.used_bytes <= status.host.ready_bytes, "{:?}", status.host);
+            self.seen.push(now);
+        }
+    }
+    let _gpu = Gpu::take();
+    malloc_tagged("weights", None, 6 * HOST_PIECE).unwrap();
+    malloc_tagged("other", None, MIB).unwrap();
+    let bytes = 6 * HOST_PIECE as u64;
+    for tag in [TagState::Pausing, TagState::Resuming] {
+        let mut looking = Looking { tag, seen: Vec::new() };
+        let request = request(&["weights"]);
+        let done = if tag == TagState::Pausing {
+            Memory::get().pause(&request, &mut looking)
+        } else {
+            Memory::get().resume(&request, &mut looking)
+        };
+        assert_eq!(done.unwrap().kept_bytes, bytes);
+        assert!(looking.seen.len() > 1, "{:?}", looking.seen);
+        assert_eq!(looking.seen.last().map(|last| (last.done, last.total)), Some((bytes, bytes)));
+        let after = if tag == TagState::Pausing { TagState::Paused } else { TagState::Active };
+        let now = Memory::get().status().tags.into_iter().find(|tag| tag.tag == "weights").unwrap();
+        assert_eq!((now.state, now.progress), (after, None));
+    }
+}
+
 #[test]
 fn only_what_has_changed_is_copied_again() {
     const PIECE: u64 = 2 << 20;

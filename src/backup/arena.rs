@@ -390,9 +390,11 @@ impl Arena {
     pub fn status(&self) -> ArenaStatus {
         let state = self.lock();
         let count = |wanted: fn(&Piece) -> bool| (state.pieces.iter().filter(|piece| wanted(piece)).count() * PIECE) as u64;
+        let ready_bytes = count(|piece| piece.readiness.is_ready());
         ArenaStatus {
-            used_bytes: (self.bytes - state.free.bytes()) as u64,
-            ready_bytes: count(|piece| piece.readiness.is_ready()),
+            // What is being saved has its place before there is memory for it.
+            used_bytes: ((self.bytes - state.free.bytes()) as u64).min(ready_bytes),
+            ready_bytes,
             pinned_bytes: count(|piece| matches!(piece.readiness, Readiness::Ready(Some(_)))),
         }
     }

@@ -58,6 +58,11 @@ impl Client {
         connect().map_err(|error| ClientError::Io { pid, error })
     }
 
+    /// The connection once more, to hang up while an answer is being waited for.
+    pub fn connection(&self) -> io::Result<UnixStream> {
+        self.stream.get_ref().try_clone()
+    }
+
     /// Who it is.
     pub fn hello(&mut self) -> Result<Hello, ClientError> {
         match self.ask(Request::Hello, &mut |_| ())? {

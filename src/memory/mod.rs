@@ -88,6 +88,8 @@ type TagOnDevice = (CUdevice, Arc<str>);
 pub struct Memory {
     allocations: DashMap<CUdeviceptr, Arc<Allocation>>,
     transition: RwLock<()>,
+    /// What is being paused or resumed, for those who look. Held for moments.
+    under_way: Mutex<Option<status::UnderWay>>,
     /// The tag of allocations outside regions.
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes that an allocation must leave free on its device.
@@ -101,6 +103,7 @@ pub struct Memory {
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     allocations: DashMap::new(),
     transition: RwLock::default(),
+    under_way: Mutex::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),
     margin: AtomicU64::new(0),
     reservations: Mutex::default(),

@@ -1,12 +1,13 @@
 //! What there is: by tag and by device.
 
-use super::{Backup, Memory};
+use super::{Allocation, Backup, Memory, Progress};
 use crate::backup::{self, ArenaStatus, Saved};
 use crate::driver::{self, CUdevice, Context, Current};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, MutexGuard, PoisonError};
 
-/// All that a process has under management. Taken while other threads go on: a pause under way shows half done.
+/// All that a process has under management. Taken while other threads go on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The tag of allocations outside regions; absent: those are left to CUDA.
@@ -47,6 +48,10 @@ pub struct TagStatus {
     /// Whether what is saved in host memory stays there after a resume.
     #[serde(default)]
     pub retained: bool,
+    /// While it is `pausing` or `resuming`: how far the stage that copies contents has come, over all tags of that pause or
+    /// resume. Absent before and after, and where nothing is copied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<Progress>,
 }
 
 /// The state of a tag.
@@ -58,8 +63,12 @@ pub enum TagState {
     Active,
     /// None has.
     Paused,
-    /// Some have: made after the pause, or looked at while it is under way.
+    /// Some have: others were made after the pause.
     Mixed,
+    /// A pause is under way.
+    Pausing,
+    /// A resume is under way.
+    Resuming,
 }
 
 impl TagState {
@@ -69,6 +78,8 @@ impl TagState {
             Self::Active => "active",
             Self::Paused => "paused",
             Self::Mixed => "mixed",
+            Self::Pausing => "pausing",
+            Self::Resuming => "resuming",
         }
     }
 }
@@ -88,7 +99,43 @@ pub struct DeviceStatus {
     pub total_bytes: Option<u64>,
 }
 
+/// The pause or resume that is under way.
+#[derive(Debug)]
+pub struct UnderWay {
+    state: TagState,
+    tags: BTreeSet<Arc<str>>,
+    progress: Option<Progress>,
+}
+
+/// Says that it is under way until it is dropped.
+pub(super) struct Shown<'a>(&'a Memory);
+
+impl Shown<'_> {
+    pub fn progress(&self, now: Progress) {
+        if let Some(under_way) = &mut *self.0.under_way() {
+            under_way.progress = Some(now);
+        }
+    }
+}
+
+impl Drop for Shown<'_> {
+    fn drop(&mut self) {
+        *self.0.under_way() = None;
+    }
+}
+
 impl Memory {
+    fn under_way(&self) -> MutexGuard<'_, Option<UnderWay>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a status say that these are on their way. One at a time: the transition lock is held.
+    pub(super) fn show<'a>(&self, state: TagState, allocations: impl IntoIterator<Item = &'a Arc<Allocation>>) -> Shown<'_> {
+        let tags = allocations.into_iter().map(|allocation| Arc::clone(&allocation.tag)).collect();
+        *self.under_way() = Some(UnderWay { state, tags, progress: None });
+        Shown(self)
+    }
+
     /// What there is now.
     pub fn status(&self) -> Status {
         let mut tags = BTreeMap::<String, TagStatus>::new();
@@ -123,21 +170,25 @@ impl Memory {
         for (allocation, freed) in super::freed_bytes(&all) {
             tags.entry(allocation.tag.to_string()).or_default().freed_bytes += freed;
         }
+        let under_way = self.under_way();
         let finish = |(name, tag): (String, TagStatus)| {
-            let state = match tag.paused_bytes {
-                0 => TagState::Active,
-                paused if paused == tag.bytes => TagState::Paused,
-                _ => TagState::Mixed,
+            let (state, progress) = match (under_way.as_ref().filter(|it| it.tags.contains(&*name)), tag.paused_bytes) {
+                (Some(it), _) => (it.state, it.progress),
+                (None, 0) => (TagState::Active, None),
+                (None, paused) if paused == tag.bytes => (TagState::Paused, None),
+                (None, _) => (TagState::Mixed, None),
             };
-            TagStatus { retained: backup::retains(&name), tag: name, state, ..tag }
+            TagStatus { retained: backup::retains(&name), tag: name, state, progress, ..tag }
         };
+        let tags = tags.into_iter().map(finish).collect();
+        drop(under_way);
         let ask = |(device, context): (DeviceStatus, Context)| {
             let info = Current::push(context).and_then(|_current| driver::memory_info()).ok();
             DeviceStatus { free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
         };
         Status {
             process_tag: self.process_tag().map(|tag| tag.to_string()),
-            tags: tags.into_iter().map(finish).collect(),
+            tags,
             devices: devices.into_values().map(ask).collect(),
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),

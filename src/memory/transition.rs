@@ -10,7 +10,7 @@
 //! A resume creates, maps and fills new memory beside the old state, and only then lets go of the backups.
 
 use super::allocation::{Physical, lock};
-use super::{Allocation, Backup, Contents, Memory, cleaning, work};
+use super::{Allocation, Backup, Contents, Memory, TagState, cleaning, work};
 use crate::backup::{self, Saved};
 use crate::driver::{self, CUdevice, CUdeviceptr, Current, Failure, RelaxedCapture, code};
 use crate::error::{Error, Shortage};
@@ -246,7 +246,11 @@ impl Memory {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
             clock.time(Stage::Wait, || work::wait_at_most(contexts, WAIT_LOCKED, &mut || true))?;
         }
-        let progress = &mut |now| observer.progress(now);
+        let shown = self.show(TagState::Pausing, &victims);
+        let progress = &mut |now| {
+            shown.progress(now);
+            observer.progress(now);
+        };
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let wanted = victims.into_iter().map(|allocation| request.wanted_of(allocation));
@@ -358,7 +362,11 @@ impl Memory {
         self.drop_gone();
         let (_, chosen) = self.choose(&request.tags)?;
         let (paused, already): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
-        let progress = &mut |now| observer.progress(now);
+        let shown = self.show(TagState::Resuming, &paused);
+        let progress = &mut |now| {
+            shown.progress(now);
+            observer.progress(now);
+        };
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let memories = self.bring_back(&paused, &mut clock, progress)?;
 

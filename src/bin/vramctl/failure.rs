@@ -79,12 +79,32 @@ pub enum Failure {
         #[serde(rename = "code")]
         exit: Exit,
         message: String,
+        /// A table of what there is, for people.
+        #[serde(skip)]
+        table: Option<String>,
     },
 }
 
 impl Failure {
     pub fn new(exit: Exit, message: impl Into<String>) -> Self {
-        Self::Here { exit, message: message.into() }
+        Self::Here { exit, message: message.into(), table: None }
+    }
+
+    /// The same with a table below it, which the message does not need to make sense.
+    pub fn with_table(self, rows: String) -> Self {
+        match self {
+            Self::Here { exit, message, .. } => Self::Here { exit, message, table: Some(rows) },
+            refused @ Self::Refused(_) => refused,
+        }
+    }
+
+    /// The same with more to say.
+    pub fn adding(mut self, more: &str) -> Self {
+        match &mut self {
+            Self::Refused(refusal) => refusal.message += more,
+            Self::Here { message, .. } => *message += more,
+        }
+        self
     }
 
     pub fn exit(&self) -> Exit {
@@ -99,7 +119,8 @@ impl fmt::Display for Failure {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(refusal) => out.write_str(&refusal.message),
-            Self::Here { message, .. } => out.write_str(message),
+            Self::Here { message, table: None, .. } => out.write_str(message),
+            Self::Here { message, table: Some(table), .. } => write!(out, "{message}:\n{table}"),
         }
     }
 }

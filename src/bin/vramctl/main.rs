@@ -3,6 +3,7 @@
 mod completions;
 mod engine;
 mod failure;
+mod interrupt;
 mod output;
 mod places;
 mod progress;

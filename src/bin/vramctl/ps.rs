@@ -23,7 +23,7 @@ pub fn ps(args: &Args) -> Result<Exit, Failure> {
     if args.json {
         output::json(&found.processes)?;
     } else if found.processes.is_empty() {
-        output::say(&found.nothing())?;
+        output::complain("note", &found.nothing());
     } else {
         output::say(&output::table(&["PID", "NAME", "STATE", "BYTES", "TAGS", "PROGRAM"], found.processes.iter().map(row)))?;
     }
@@ -37,8 +37,14 @@ fn row(process: &Process) -> Vec<String> {
             let memory = &status.memory;
             let tags: Vec<_> = memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
             let bytes = memory.tags.iter().map(|tag| tag.bytes).sum();
-            let state = process.state().map_or("empty", |state| state.name());
-            vec![pid, status.process.name.clone(), state.into(), Bytes(bytes).to_string(), tags.join(", "), status.process.program.clone()]
+            vec![
+                pid,
+                status.process.name.clone(),
+                process.state(),
+                Bytes(bytes).to_string(),
+                tags.join(", "),
+                status.process.program.clone(),
+            ]
         }
         Err(failure) => vec![pid, "?".into(), "?".into(), "?".into(), String::new(), failure.to_string()],
     }

@@ -5,7 +5,7 @@ use crate::output;
 use crate::target::{Found, Target, TargetArgs};
 use std::fmt::Write;
 use vramctl::control::protocol::ProcessStatus;
-use vramctl::memory::{Backup, DeviceStatus, TagState, TagStatus};
+use vramctl::memory::{Backup, DeviceStatus, Progress, TagState, TagStatus};
 use vramctl::units::Bytes;
 
 #[derive(clap::Args)]
@@ -98,9 +98,16 @@ fn describe(status: &ProcessStatus) -> String {
     text
 }
 
+/// How far the copies have come, in brackets.
+pub fn come_so_far(tag: &TagStatus) -> String {
+    let text = |now: Progress| format!(" ({} {} of {})", now.stage.name(), Bytes(now.done), Bytes(now.total));
+    tag.progress.map_or_else(String::new, text)
+}
+
 fn tag_row(tag: &TagStatus) -> Vec<String> {
     let state = match tag.state {
         TagState::Mixed => format!("mixed ({} paused)", Bytes(tag.paused_bytes)),
+        TagState::Pausing | TagState::Resuming => tag.state.name().to_owned() + &come_so_far(tag),
         state => state.name().to_owned(),
     };
     let backup = match tag.backup.iter().collect::<Vec<_>>()[..] {
@@ -141,6 +148,7 @@ mod tests {
             freed_bytes: 0,
             backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
             retained: false,
+            progress: None,
         };
         let wanted = ["kv", "mixed (1.00 GiB paused)", "3.00 GiB", "2", "discard 1.00 GiB, host 2.00 GiB", "0 B", "0 B"];
         assert_eq!(tag_row(&tag), wanted);

@@ -1,6 +1,7 @@
 //! Finding the managed processes and choosing among them.
 
 use crate::failure::{Exit, Failure};
+use crate::interrupt;
 use crate::output;
 use serde::{Serialize, Serializer};
 use serde_json::json;
@@ -14,8 +15,8 @@ use vramctl::config;
 use vramctl::control::client::{Client, ClientError};
 use vramctl::control::discovery::{self, Directory};
 use vramctl::control::protocol::ProcessStatus;
-use vramctl::memory::TagState;
 use vramctl::memory::region;
+use vramctl::memory::{TagState, TagStatus};
 use vramctl::units::Bytes;
 
 /// The options by which every command chooses processes.
@@ -83,15 +84,34 @@ impl Process {
 
     /// Bytes that it has and that are not paused.
     pub fn active_bytes(&self) -> u64 {
-        let tags = self.status.as_ref().map_or(&[][..], |status| &status.memory.tags);
-        tags.iter().map(|tag| tag.bytes - tag.paused_bytes).sum()
+        self.tags().iter().map(|tag| tag.bytes - tag.paused_bytes).sum()
     }
 
-    /// Its state over all tags; `None` without allocations.
-    pub fn state(&self) -> Option<TagState> {
-        let tags = &self.status.as_ref().ok()?.memory.tags;
-        let first = tags.first()?.state;
-        Some(if tags.iter().all(|tag| tag.state == first) { first } else { TagState::Mixed })
+    pub fn has_memory(&self) -> bool {
+        !self.tags().is_empty()
+    }
+
+    fn tags(&self) -> &[TagStatus] {
+        self.status.as_ref().map_or(&[], |status| &status.memory.tags)
+    }
+
+    /// Its state over all tags, for a reader: which of them are not active, if not all are alike.
+    pub fn state(&self) -> String {
+        let tags = self.tags();
+        match tags {
+            [] => "empty".into(),
+            [first, rest @ ..] if first.state != TagState::Mixed && rest.iter().all(|tag| tag.state == first.state) => {
+                first.state.name().into()
+            }
+            _ => {
+                let told = [TagState::Pausing, TagState::Resuming, TagState::Paused, TagState::Mixed].map(|state| {
+                    let names: Vec<_> = tags.iter().filter(|tag| tag.state == state).map(|tag| tag.tag.as_str()).collect();
+                    let state = if state == TagState::Mixed { "partly paused" } else { state.name() };
+                    if names.is_empty() { String::new() } else { format!("{} {state}", names.join(", ")) }
+                });
+                told.iter().filter(|text| !text.is_empty()).cloned().collect::<Vec<_>>().join("; ")
+            }
+        }
     }
 }
 
@@ -170,6 +190,19 @@ impl Found {
         Err(Failure::new(first.exit(), text))
     }
 
+    /// What those who take a process for a tag have meant.
+    pub fn taken_for_tag(&self, command: &str, words: &[String]) -> Option<String> {
+        let is_tag = |word: &String| self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == *word));
+        words.iter().filter(|word| !is_tag(word)).find_map(|word| {
+            let option = match Target::parse(word.clone()) {
+                Target::Pid(pid) if self.listening.contains(&pid) => "--pid",
+                Target::Name(name) if self.processes.iter().any(|process| process.name() == Some(&name)) => "--name",
+                _ => return None,
+            };
+            Some(format!("; {word} is a process: vramctl {command} {option} {word}"))
+        })
+    }
+
     /// Those of these processes that listen, and what they have now.
     pub fn look_again(&self, pids: &[u32]) -> Vec<Process> {
         let listening: Vec<_> = pids.iter().copied().filter(|pid| self.listening.contains(pid)).collect();
@@ -236,7 +269,10 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     for (pid, one) in each {
         let (work, answer) = (Arc::clone(&work), answer.clone());
         // Nobody waits any more for one that takes too long.
-        thread::spawn(move || _ = answer.send((pid, work(one).map_err(Failure::from))));
+        thread::spawn(move || {
+            interrupt::hold();
+            _ = answer.send((pid, work(one).map_err(Failure::from)));
+        });
     }
     drop(answer);
     let deadline = Instant::now() + within;
@@ -266,11 +302,14 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Failur
         })
         .cloned()
         .collect();
-    let fail = |exit, why: String| Err(Failure::new(exit, if processes.is_empty() { why } else { why + "\n" + &list(processes) }));
+    let fail = |exit, why: String| {
+        let failure = Failure::new(exit, why);
+        Err(if processes.is_empty() { failure } else { failure.with_table(list(processes)) })
+    };
     match (target, chosen.len()) {
-        (Target::Only, 2..) => fail(Exit::Usage, "several processes are managed; say which with --pid, --name or --all:".into()),
+        (Target::Only, 2..) => fail(Exit::Usage, "several processes are managed; say which with --pid, --name or --all".into()),
         (Target::Pid(pid), 0) => fail(Exit::NoProcess, not_managed(*pid)),
-        (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is called {name}; there are:")),
+        (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is called {name}")),
         (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),
         _ => Ok(chosen),
     }
@@ -287,9 +326,9 @@ fn not_managed(pid: u32) -> String {
 /// What there is to choose from.
 fn list(processes: &[Process]) -> String {
     let row = |process: &Process| {
-        let bytes = process.status.as_ref().map_or(0, |status| status.memory.tags.iter().map(|tag| tag.bytes).sum());
-        let state = process.state().map_or("", |state| state.name());
-        vec![process.pid.to_string(), process.name().unwrap_or("?").to_owned(), state.to_owned(), Bytes(bytes).to_string()]
+        let bytes = process.tags().iter().map(|tag| tag.bytes).sum();
+        let state = if process.status.is_ok() { process.state() } else { "?".into() };
+        vec![process.pid.to_string(), process.name().unwrap_or("?").to_owned(), state, Bytes(bytes).to_string()]
     };
     output::table(&["PID", "NAME", "STATE", "BYTES"], processes.iter().map(row))
 }
@@ -298,7 +337,7 @@ fn list(processes: &[Process]) -> String {
 pub mod tests {
     use super::*;
     use vramctl::control::protocol::Hello;
-    use vramctl::memory::{Status, TagStatus};
+    use vramctl::memory::Status;
 
     /// A process with tags of one GiB each, in these states.
     pub fn process(pid: u32, name: &str, tags: &[(&str, TagState)]) -> Process {
@@ -341,7 +380,7 @@ pub mod tests {
         assert_eq!(pids(choose(&processes, &Target::All)), [1, 2, 3]);
         let failure = choose(&processes, &Target::Name("c".into())).unwrap_err();
         assert_eq!(failure.exit(), Exit::NoProcess);
-        assert!(failure.to_string().contains("called c; there are:"), "{failure}");
+        assert!(failure.to_string().contains("called c:"), "{failure}");
     }
 
     #[test]
@@ -359,9 +398,11 @@ pub mod tests {
 
     #[test]
     fn the_state_of_a_process_is_that_of_its_tags() {
-        use TagState::{Active, Mixed, Paused};
-        assert_eq!(process(1, "a", &[]).state(), None);
-        assert_eq!(process(1, "a", &[("x", Paused), ("y", Paused)]).state(), Some(Paused));
-        assert_eq!(process(1, "a", &[("x", Paused), ("y", Active)]).state(), Some(Mixed));
+        use TagState::{Active, Mixed, Paused, Pausing};
+        assert_eq!(process(1, "a", &[]).state(), "empty");
+        assert_eq!(process(1, "a", &[("x", Paused), ("y", Paused)]).state(), "paused");
+        assert_eq!(process(1, "a", &[("x", Paused), ("y", Active)]).state(), "x paused");
+        assert_eq!(process(1, "a", &[("w", Pausing), ("x", Paused), ("y", Mixed)]).state(), "w pausing; x paused; y partly paused");
+        assert_eq!(process(1, "a", &[("x", Mixed)]).state(), "x partly paused");
     }
 }

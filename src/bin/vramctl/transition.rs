@@ -2,14 +2,19 @@
 
 use crate::engine;
 use crate::failure::{Exit, Failure};
+use crate::interrupt;
 use crate::output;
 use crate::progress::Bars;
+use crate::status::come_so_far;
 use crate::target::{Found, Process, Target, TargetArgs, checked_tag};
 use serde::Serialize;
 use std::collections::BTreeSet;
-use std::fmt::Write;
+use std::fmt::{self, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl::control::client::ClientError;
 use vramctl::control::protocol;
 use vramctl::error::{Error, Kind};
@@ -21,7 +26,7 @@ use vramctl::units::Bytes;
 Without tags: all. The process lives on and keeps its addresses, but GPU work that it starts before the resume fails \
 if it touches paused memory: have it stop first. A pause waits for the GPU work under way, with --timeout no longer \
 than that. Contents are kept in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: \
-after an error everything is as it was. Interrupting this command ends its wait for GPU work, but not a pause under way.
+after an error everything is as it was. ^C ends the wait for GPU work; a pause that is saving goes on, and the command says so.
 
 An inference engine must have no requests. With --engine it is asked: the pause is refused while it has some (with \
 --timeout: if they do not end by then), and where its KV cache is discarded it is told to forget its prefix cache. VRAMCTL_ENGINE_KEY is \
@@ -91,6 +96,14 @@ enum Direction {
 }
 
 impl Direction {
+    /// As the command is called.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Pause => "pause",
+            Self::Resume => "resume",
+        }
+    }
+
     /// The state that it leads to.
     fn end(self) -> TagState {
         match self {
@@ -187,17 +200,26 @@ fn transition(
 ) -> Result<Exit, Failure> {
     let target = Target::from(args.target);
     let found = Found::look(&target)?;
-    let tasks = plan(direction, found.choose_answering(&target)?, &args.tags)?;
+    let tasks = found.choose_answering(&target).and_then(|chosen| plan(direction, chosen, &args.tags)).map_err(|failure| {
+        let is_choice = matches!(failure.exit(), Exit::Usage | Exit::UnknownTag);
+        let meant = found.taken_for_tag(direction.name(), &args.tags).filter(|_| is_choice);
+        failure.adding(&meant.unwrap_or_default())
+    })?;
     agree(&found, &tasks, &mut request)?;
     let bars = Bars::on_terminal(!args.quiet && !args.json);
     request.progress = bars.shown();
-    let outcomes = carry_out(direction, &found, &tasks, &request, &bars);
+    let asking = Arc::new(Asking { direction, found, tasks, bars, connections: Mutex::default() });
+    interrupt::hold();
+    let interrupted = Arc::clone(&asking);
+    interrupt::watch(move || interrupted.give_up());
+    let outcomes = asking.carry_out(&request);
+    let Asking { found, tasks, .. } = &*asking;
 
     if args.json {
         output::json(&outcomes)?;
     } else {
         for (task, outcome) in tasks.iter().zip(&outcomes) {
-            tell(direction, &found, task, &outcome.result, args.quiet)?;
+            tell(direction, found, task, &outcome.result, args.quiet)?;
         }
     }
     Ok(outcomes.iter().find_map(|outcome| outcome.result.failure()).map_or(Exit::Done, Failure::exit))
@@ -207,6 +229,21 @@ impl Task {
     /// What the process is asked for.
     fn request(&self, request: &protocol::Transition) -> protocol::Transition {
         protocol::Transition { tags: self.tags.clone(), ..request.clone() }
+    }
+
+    /// How its process has been left.
+    fn left(&self, direction: Direction, now: Option<&Process>) -> Left {
+        let status = match now.map(|process| &process.status) {
+            Some(Ok(status)) => status,
+            Some(Err(failure)) => return Left::Unknown(failure.to_string()),
+            None => return Left::Unknown("the process has ended".into()),
+        };
+        let meant: Vec<_> = status.memory.tags.iter().filter(|tag| self.meant.contains(&tag.tag)).collect();
+        match meant.iter().find(|tag| matches!(tag.state, TagState::Pausing | TagState::Resuming)) {
+            Some(tag) => Left::GoingOn(come_so_far(tag)),
+            None if meant.iter().all(|tag| tag.state == direction.end()) => Left::Done,
+            None => Left::AsItWas,
+        }
     }
 
     /// What the process says that a pause would do; `None`: it is too old to know.
@@ -242,34 +279,112 @@ fn plan(direction: Direction, processes: Vec<Process>, tags: &[String]) -> Resul
     Ok(processes.into_iter().map(task).collect())
 }
 
-/// All processes at once: each is busy with its own memory.
-fn carry_out(direction: Direction, found: &Found, tasks: &[Task], request: &protocol::Transition, bars: &Bars) -> Vec<Outcome> {
-    let ask = |task: &Task| -> Result<Report, Failure> {
-        if task.meant.is_empty() {
-            return Ok(Report::default());
-        }
-        let mut bar = bars.bar(&task.process.to_string());
-        let mut client = found.connect(task.process.pid)?;
-        let request = task.request(request);
-        Ok(match direction {
-            Direction::Pause => client.pause(request, &mut |now| bar.show(now)),
-            Direction::Resume => client.resume(request, &mut |now| bar.show(now)),
-        }?)
-    };
-    thread::scope(|scope| {
-        let threads: Vec<_> = tasks.iter().map(|task| (task, scope.spawn(|| ask(task)))).collect();
-        let outcome = |(task, thread): (&Task, thread::ScopedJoinHandle<'_, _>)| Outcome {
-            pid: task.process.pid,
-            name: task.process.name().map(str::to_owned),
-            tags: task.meant.clone(),
-            result: match thread.join() {
-                Ok(Ok(report)) => Answer::Report(report),
-                Ok(Err(failure)) => Answer::Error(failure),
-                Err(_) => Answer::Error(Failure::new(Exit::Failed, "vramctl itself failed here; please report it")),
-            },
+/// A pause or resume of several processes, under way.
+struct Asking {
+    direction: Direction,
+    found: Found,
+    tasks: Vec<Task>,
+    bars: Bars,
+    connections: Mutex<Connections>,
+}
+
+#[derive(Default)]
+struct Connections {
+    open: Vec<UnixStream>,
+    /// ^C has come: all are being hung up.
+    interrupted: bool,
+}
+
+impl Asking {
+    /// All processes at once: each is busy with its own memory.
+    fn carry_out(&self, request: &protocol::Transition) -> Vec<Outcome> {
+        let ask = |task: &Task| -> Result<Report, Failure> {
+            if task.meant.is_empty() {
+                return Ok(Report::default());
+            }
+            let mut bar = self.bars.bar(&task.process.to_string());
+            let mut client = self.found.connect(task.process.pid)?;
+            self.connections().open.extend(client.connection());
+            let request = task.request(request);
+            let answer = match self.direction {
+                Direction::Pause => client.pause(request, &mut |now| bar.show(now)),
+                Direction::Resume => client.resume(request, &mut |now| bar.show(now)),
+            };
+            while self.connections().interrupted {
+                // The last word is said elsewhere.
+                thread::park();
+            }
+            Ok(answer?)
         };
-        threads.into_iter().map(outcome).collect()
-    })
+        thread::scope(|scope| {
+            let threads: Vec<_> = self.tasks.iter().map(|task| (task, scope.spawn(|| ask(task)))).collect();
+            let outcome = |(task, thread): (&Task, thread::ScopedJoinHandle<'_, _>)| Outcome {
+                pid: task.process.pid,
+                name: task.process.name().map(str::to_owned),
+                tags: task.meant.clone(),
+                result: match thread.join() {
+                    Ok(Ok(report)) => Answer::Report(report),
+                    Ok(Err(failure)) => Answer::Error(failure),
+                    Err(_) => Answer::Error(Failure::new(Exit::Failed, "vramctl itself failed here; please report it")),
+                },
+            };
+            threads.into_iter().map(outcome).collect()
+        })
+    }
+
+    fn connections(&self) -> MutexGuard<'_, Connections> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hangs up, which ends what only waits, and says what became of it.
+    fn give_up(&self) {
+        /// Processes look for a client that has gone twice as often.
+        const NOTICED_WITHIN: Duration = Duration::from_secs(1);
+        let mut connections = self.connections();
+        connections.interrupted = true;
+        for connection in connections.open.drain(..) {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+        drop(connections);
+        self.bars.wipe();
+        let asked: Vec<_> = self.tasks.iter().filter(|task| !task.meant.is_empty()).collect();
+        let pids: Vec<_> = asked.iter().map(|task| task.process.pid).collect();
+        let deadline = Instant::now() + NOTICED_WITHIN;
+        loop {
+            let now = self.found.look_again(&pids);
+            let found = |task: &Task| now.iter().find(|process| process.pid == task.process.pid);
+            let left: Vec<_> = asked.iter().map(|task| task.left(self.direction, found(task))).collect();
+            // It may still be about to begin.
+            if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
+                for (task, left) in asked.iter().zip(left) {
+                    output::complain("interrupted", &format!("{}: the {} {left}", task.process, self.direction.name()));
+                }
+                return;
+            }
+            thread::sleep(NOTICED_WITHIN / 10);
+        }
+    }
+}
+
+/// How an interrupted command leaves a process.
+#[derive(Debug, PartialEq, Eq)]
+enum Left {
+    /// With how far it has come.
+    GoingOn(String),
+    Done,
+    AsItWas,
+    Unknown(String),
+}
+
+impl fmt::Display for Left {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::GoingOn(so_far) => write!(out, "goes on{so_far}; `vramctl status` shows how far it is"),
+            Self::Done => write!(out, "is done"),
+            Self::AsItWas => write!(out, "was given up; nothing has changed"),
+            Self::Unknown(why) => write!(out, "was not seen to its end: {why}"),
+        }
+    }
 }
 
 impl Answer {
@@ -309,7 +424,7 @@ fn success(direction: Direction, task: &Task, report: &Report) -> String {
     if report.allocations == 0 {
         let state = direction.end().name();
         return match &task.meant[..] {
-            [] if task.tags.is_empty() && process.state().is_some() => format!("nothing to do: {process} has none of these tags"),
+            [] if task.tags.is_empty() && process.has_memory() => format!("nothing to do: {process} has none of these tags"),
             [] => format!("nothing to do: {process} has no memory under management"),
             [tag] => format!("nothing to do: {tag} of {process} is {state} already"),
             tags => format!("nothing to do: {} of {process} are {state} already", tags.join(", ")),
