@@ -23,6 +23,7 @@ use vramctl::error::{Error, Shortage};
 use vramctl::memory::{Backup, DeviceStatus, HostRoom, Plan, Progress, Report, Stage, Status, TagPlan, TagState, TagStatus};
 
 const GIB: u64 = 1 << 30;
+const GPU: &str = "GPU-11111111-2222-3333-4444-555555555555";
 
 /// A place for sockets of one test.
 struct Place {
@@ -114,6 +115,8 @@ struct State {
     asked: Vec<Request>,
     /// How many of them have arrived, carried out or not.
     transitions: usize,
+    /// The UUID of its GPU.
+    gpu: String,
 }
 
 impl Fake {
@@ -135,6 +138,7 @@ impl Fake {
             engine: None,
             asked: Vec::new(),
             transitions: 0,
+            gpu: GPU.into(),
         };
         let fake = Self { child, socket, state: Arc::new(Mutex::new(state)) };
         let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
@@ -150,6 +154,12 @@ impl Fake {
 
     fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// From now on it says that its memory is on this GPU.
+    fn on_gpu(self, uuid: &str) -> Self {
+        self.state.lock().unwrap().gpu = uuid.into();
+        self
     }
 
     /// From now on it says that this engine is in it.
@@ -276,8 +286,14 @@ impl State {
             retained: false,
             progress: None,
         };
-        let device =
-            DeviceStatus { device: 0, active_bytes: 2 * GIB, paused_bytes: 0, free_bytes: Some(7 * GIB), total_bytes: Some(80 * GIB) };
+        let device = DeviceStatus {
+            device: 0,
+            uuid: Some(self.gpu.clone()),
+            active_bytes: 2 * GIB,
+            paused_bytes: 0,
+            free_bytes: Some(7 * GIB),
+            total_bytes: Some(80 * GIB),
+        };
         let memory = Status {
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
@@ -329,6 +345,67 @@ fn ps_and_status_show_what_there_is() {
     assert_eq!(process["tags"][1]["tag"], "weights");
     assert_eq!(process["tags"][1]["backup"], json!({"host": GIB}));
     assert_eq!(process["devices"][0]["free_bytes"], json!(7 * GIB));
+    assert_eq!(process["devices"][0]["uuid"], GPU);
+}
+
+/// An ordinal says nothing outside of its process.
+#[test]
+fn gpus_are_named_so_that_everybody_knows_them() {
+    let place = Place::new();
+    let (first, second) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-aaaabbbb-0000-0000-0000-000000000000");
+    let engine = Fake::new(&place, "engine", &["weights"]).on_gpu(first);
+    let trainer = Fake::new(&place, "trainer", &["weights"]).on_gpu(second);
+    place.vramctl("status").expect(0, first, "");
+    place.vramctl("ps").expect(0, "GPU-aaaaaaaa", "");
+    let shown = |line: &str| {
+        let ran = place.vramctl(line);
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        (ran.out.contains("engine --serve"), ran.out.contains("trainer --serve"))
+    };
+    for gpu in [second, "gpu-aaaab", "aaaab"] {
+        assert_eq!(shown(&format!("ps --gpu {gpu}")), (false, true));
+        assert_eq!(shown(&format!("status --gpu {gpu}")), (false, true));
+    }
+    assert_eq!(shown(&format!("ps --gpu {first} --gpu {second}")), (true, true));
+    place.vramctl("ps --gpu aaaa").expect(2, "", "GPU-aaaaaaaa-0000-0000-0000-000000000000, GPU-aaaabbbb");
+    place.vramctl("pause --gpu GPU-cccc").expect(3, "", "no managed process has memory on GPU-cccc");
+    place.vramctl("pause --gpu 7").expect(2, "", "nvidia-smi -L");
+
+    place.vramctl("pause --gpu aaaab").expect(0, "paused weights of trainer", "");
+    assert_eq!(trainer.asked(), [Request::Pause(Transition { gpus: vec![second.into()], ..Transition::default() })]);
+    place.vramctl("pause --gpu aaaab").expect(0, &format!("trainer (pid {}) has nothing there to pause", trainer.pid()), "");
+    place.vramctl("resume --all --gpu aaaab").expect(0, "resumed weights of trainer", "");
+    assert!(engine.asked().is_empty());
+
+    // Whether a stopped one has memory there is not known.
+    let stopped = Stopped::new(&place, None, 100);
+    place.vramctl("pause --all --gpu aaaab").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
+}
+
+#[test]
+fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
+    let run = place.vramctl("pause weights --dry-run");
+    run.expect(0, &format!("engine (pid {}): a pause would give back 1.00 GiB", engine.pid()), "");
+    run.expect(0, "Host memory for the contents: 1.00 GiB needed, 1.50 GiB available.", "");
+    let row: Vec<_> = run.out.lines().find(|line| line.starts_with("weights")).unwrap().split_whitespace().collect();
+    assert_eq!(row, ["weights", "1.00", "GiB", "1", "1.00", "GiB", "host"]);
+    assert!(!run.out.contains("kv_cache"), "{run:?}");
+
+    place.vramctl("pause --dry-run").expect(4, "", "too little host memory to keep the contents: 2.00 GiB needed, 1.50 GiB available");
+    let refused = place.vramctl("pause --discard --dry-run");
+    refused.expect(1, "1.00 GiB discard", "the prefix cache of the vllm");
+    place.vramctl("pause --discard --dry-run --force").expect(0, "0 B needed", "");
+    let json = place.vramctl("pause --discard --dry-run --json");
+    assert_eq!(json.code, Some(1));
+    let process = &json.json()["processes"][0];
+    assert_eq!(process["plan"]["tags"][1], json!({"tag": "weights", "allocations": 1, "bytes": GIB, "backup": {"discard": GIB}}));
+    assert_eq!(process["error"]["code"], "prefix_cache");
+    place.vramctl("pause lost --dry-run").expect(6, "", "the tag lost");
+    assert!(engine.asked().is_empty(), "{:?}", engine.asked());
+    place.vramctl("pause").expect(0, "", "");
+    place.vramctl("pause --dry-run").expect(0, "there is nothing to pause", "");
 }
 
 #[test]

@@ -739,6 +739,27 @@ fn an_idle_device_is_paused_without_any_time() {
 }
 
 /// What nobody wrote to since it was saved is not copied again; what somebody did, is, be it a single bit.
+#[test]
+fn a_pause_of_one_gpu_leaves_the_others_alone() {
+    let gpu = Gpu::take();
+    for device in [1, 0] {
+        set_device(device);
+        malloc_tagged("weights", None, MIB).unwrap();
+    }
+    let uuids: Vec<_> = Memory::get().status().devices.iter().map(|device| device.uuid.clone().unwrap()).collect();
+    assert!(uuids[0] != uuids[1] && uuids.iter().all(|uuid| uuid.starts_with("GPU-") && uuid.len() == 40), "{uuids:?}");
+    let before = (gpu.used(0), gpu.used(1));
+    let only = |gpu: &str| Request { gpus: vec![gpu.to_owned()], ..Request::default() };
+    assert_eq!(Memory::get().plan(&only(&uuids[1])).unwrap().tags[0].allocations, 1);
+    assert_eq!(Memory::get().pause(&only(&uuids[1]), &mut ()).unwrap().allocations, 1);
+    assert_eq!(gpu.used(0), before.0);
+    assert!(gpu.used(1) < before.1);
+    assert_eq!(Memory::get().resume(&only(&uuids[0]), &mut ()).unwrap().allocations, 0);
+    assert_eq!(Memory::get().resume(&only(&uuids[1]), &mut ()).unwrap().allocations, 1);
+    assert_eq!((gpu.used(0), gpu.used(1)), before);
+    assert_eq!(Memory::get().pause(&only("GPU-of-nobody"), &mut ()).unwrap().allocations, 0);
+}
+
 /// Whoever looks in the middle of it sees neither `active` nor more host memory in use than there is.
 #[test]
 fn a_pause_and_a_resume_under_way_are_seen_as_such() {

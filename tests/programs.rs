@@ -220,6 +220,33 @@ fn the_python_program_marks_regions_and_pauses_itself() {
     assert!(output.status.success(), "{text}");
 }
 
+/// The same GPU has the same name for the process, for the command line and for NVML.
+#[test]
+fn gpus_are_chosen_by_index_and_by_uuid() {
+    let machine = Machine::new("256M");
+    let ask = |arguments: &[&str]| {
+        let output = machine.vramctl(arguments).env("SIMGPU_DEVICES", "2").output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
+    };
+    let mut program = machine.start_with("engine", "odd", &["plain"], |command| _ = command.env("SIMGPU_DEVICES", "2"));
+    program.expect("ready");
+    let status: Value = serde_json::from_str(&ask(&["status", "--json"]).1).unwrap();
+    let uuid = status["processes"][0]["devices"][0]["uuid"].as_str().unwrap();
+    for gpu in ["0", uuid] {
+        let (code, text) = ask(&["ps", "--gpu", gpu]);
+        assert!(code == Some(0) && text.contains("engine"), "{text}");
+    }
+    let (code, text) = ask(&["pause", "--gpu", "1"]);
+    assert!(code == Some(3) && text.contains("no managed process has memory on GPU-"), "{text}");
+    assert_eq!(ask(&["pause", "--gpu", "9"]).0, Some(2));
+    for request in ["pause", "resume"] {
+        let (code, text) = ask(&[request, "--gpu", "0"]);
+        assert!(code == Some(0) && text.contains("engine"), "{text}");
+    }
+    program.tell("go on");
+    program.ends_well();
+}
+
 /// Whoever asks, in whatever language: the process itself protects a cache that its engine's prefix cache describes.
 #[test]
 fn a_cache_that_an_engine_relies_on_is_dropped_by_force_only() {

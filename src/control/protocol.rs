@@ -50,6 +50,9 @@ pub struct Transition {
     /// The tags; none means all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tags: Vec<String>,
+    /// The GPUs, by their UUIDs; none means all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<String>,
     /// For a pause: what becomes of the contents, whatever the allocations' own policies say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<Backup>,
@@ -68,7 +71,7 @@ pub struct Transition {
 impl From<Transition> for memory::Request {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
-        Self { tags: transition.tags, backup: transition.backup, timeout, ..Self::default() }
+        Self { tags: transition.tags, gpus: transition.gpus, backup: transition.backup, timeout, ..Self::default() }
     }
 }
 
@@ -254,7 +257,7 @@ mod tests {
             progress: bool,
             force: bool,
         ) {
-            let request = Request::Pause(Transition { tags, backup: None, timeout_ms: timeout, progress, force });
+            let request = Request::Pause(Transition { tags, timeout_ms: timeout, progress, force, ..Transition::default() });
             let line = line(&Message { version: VERSION, request: request.clone() });
             prop_assert_eq!(parse(&line).unwrap(), request);
         }

@@ -14,7 +14,7 @@ pub use copy::{Direction, Lane, Mark, Pinned, Staging, device_address};
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
-pub use nvml::{Holder, holders};
+pub use nvml::{Holder, holders, uuid, uuid_of_index};
 pub use table::{Driver, Status, code};
 pub use vmm::{Addresses, Memory, PIECE as MEMORY_PIECE, Reservation, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
 

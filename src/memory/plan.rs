@@ -44,7 +44,7 @@ pub struct HostRoom {
 impl Memory {
     /// What a pause would do now. Changes nothing and waits for nobody.
     pub fn plan(&self, request: &Request) -> Result<Plan, Error> {
-        let (all, chosen) = self.choose(&request.tags)?;
+        let (all, chosen) = self.choose(request)?;
         let prefix_cache = match request.spare_prefix_cache(&all, &chosen) {
             Err(Error::PrefixCache(engine)) => Some(engine),
             _ => None,

@@ -85,10 +85,13 @@ impl TagState {
 }
 
 /// One device.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStatus {
     /// Its ordinal in the process.
     pub device: i32,
+    /// Its UUID, by which others know it; absent where the driver does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
     /// Bytes under management that are active.
     pub active_bytes: u64,
     /// Bytes under management that are paused.
@@ -159,11 +162,9 @@ impl Memory {
             tag.host_bytes += host_bytes;
             tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;
-            let (device, _) = devices.entry(allocation.device).or_insert_with(|| {
-                let device =
-                    DeviceStatus { device: allocation.device, active_bytes: 0, paused_bytes: 0, free_bytes: None, total_bytes: None };
-                (device, allocation.context())
-            });
+            let (device, _) = devices
+                .entry(allocation.device)
+                .or_insert_with(|| (DeviceStatus { device: allocation.device, ..DeviceStatus::default() }, allocation.context()));
             device.active_bytes += bytes - paused_bytes;
             device.paused_bytes += paused_bytes;
         }
@@ -184,7 +185,8 @@ impl Memory {
         drop(under_way);
         let ask = |(device, context): (DeviceStatus, Context)| {
             let info = Current::push(context).and_then(|_current| driver::memory_info()).ok();
-            DeviceStatus { free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
+            let uuid = driver::uuid(device.device);
+            DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
         };
         Status {
             process_tag: self.process_tag().map(|tag| tag.to_string()),

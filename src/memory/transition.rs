@@ -28,6 +28,8 @@ use std::time::{Duration, Instant};
 pub struct Request {
     /// The tags; none means all.
     pub tags: Vec<String>,
+    /// The GPUs, by their UUIDs; none means all.
+    pub gpus: Vec<String>,
     /// What becomes of the contents, in place of the allocations' own policies. For a pause only.
     pub backup: Option<Backup>,
     /// The same for single tags, in place of `backup`; `None`: the allocations' own policies.
@@ -54,6 +56,12 @@ impl Request {
     /// For a reader.
     fn tags_text(&self) -> String {
         if self.tags.is_empty() { "all tags".into() } else { self.tags.join(", ") }
+    }
+
+    /// Whether it means this one.
+    fn means(&self, allocation: &Allocation) -> bool {
+        let on_gpu = || driver::uuid(allocation.device).is_some_and(|uuid| self.gpus.contains(&uuid));
+        (self.tags.is_empty() || self.tags.iter().any(|tag| **tag == *allocation.tag)) && (self.gpus.is_empty() || on_gpu())
     }
 
     /// What of an allocation is to be kept, and where.
@@ -210,7 +218,7 @@ impl Memory {
             // The long wait comes before the lock, so that the program can allocate and free meanwhile; under the lock
             // only what was started since has to finish.
             let contexts = {
-                let (all, chosen) = self.choose(&request.tags)?;
+                let (all, chosen) = self.choose(request)?;
                 request.spare_prefix_cache(&all, &chosen)?;
                 // Where there is nothing to pause, nothing needs to be waited for.
                 let idle = chosen.iter().all(|allocation| allocation.is_paused());
@@ -239,7 +247,7 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
         self.drop_gone();
-        let (all, chosen) = self.choose(&request.tags)?;
+        let (all, chosen) = self.choose(request)?;
         request.spare_prefix_cache(&all, &chosen)?;
         let (already, victims): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
         if !victims.is_empty() {
@@ -310,7 +318,7 @@ impl Memory {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
             let saves_over = |allocation: &Arc<Allocation>| {
-                is_meant(&request.tags, allocation) && request.wanted_of(Arc::clone(allocation)).policy == Backup::Host
+                request.means(allocation) && request.wanted_of(Arc::clone(allocation)).policy == Backup::Host
             };
             let retained = |allocation: Arc<Allocation>| {
                 let bytes = allocation.contents().saved.as_ref().map(|saved| saved.kept_bytes(&allocation));
@@ -360,7 +368,7 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
         self.drop_gone();
-        let (_, chosen) = self.choose(&request.tags)?;
+        let (_, chosen) = self.choose(request)?;
         let (paused, already): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|allocation| allocation.is_paused());
         let shown = self.show(TagState::Resuming, &paused);
         let progress = &mut |now| {
@@ -386,19 +394,19 @@ impl Memory {
         Ok(report)
     }
 
-    /// All allocations, and those with one of the tags. A tag that none has is an error.
+    /// All allocations, and those that are meant. A tag that none has is an error.
     #[allow(clippy::type_complexity)]
-    pub(super) fn choose(&self, tags: &[String]) -> Result<(Vec<Arc<Allocation>>, Vec<Arc<Allocation>>), Error> {
+    pub(super) fn choose(&self, request: &Request) -> Result<(Vec<Arc<Allocation>>, Vec<Arc<Allocation>>), Error> {
         let all = self.snapshot();
         let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
-        let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
+        let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
         if !unknown.is_empty() {
             return Err(Error::UnknownTag {
                 unknown: unknown.into_iter().collect(),
                 known: known.into_iter().map(str::to_owned).collect(),
             });
         }
-        let chosen = all.iter().filter(|allocation| is_meant(tags, allocation)).cloned().collect();
+        let chosen = all.iter().filter(|allocation| request.means(allocation)).cloned().collect();
         Ok((all, chosen))
     }
 
@@ -482,11 +490,6 @@ impl Memory {
         // After an error the new memory goes as it came; nothing is being copied to it any more.
         brought.map(|()| memories)
     }
-}
-
-/// Whether the tags mean this one. None of them: all.
-fn is_meant(tags: &[String], allocation: &Allocation) -> bool {
-    tags.is_empty() || tags.iter().any(|tag| **tag == *allocation.tag)
 }
 
 /// Unmaps all of them that are not unmapped yet. After an error, some may be.

@@ -2,7 +2,7 @@
 
 use crate::failure::{Exit, Failure};
 use crate::output;
-use crate::target::{Found, Target, TargetArgs};
+use crate::target::{Found, GpuArgs, Target, TargetArgs};
 use std::fmt::Write;
 use vramctl::control::protocol::ProcessStatus;
 use vramctl::memory::{Backup, DeviceStatus, Progress, TagState, TagStatus};
@@ -15,6 +15,7 @@ Without a target: all managed processes.
 Examples:
   vramctl status
   vramctl status engine
+  vramctl status --gpu 0        who has memory on this GPU
   vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
 pub struct Args {
     /// A process id or a name
@@ -22,6 +23,8 @@ pub struct Args {
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,
+    #[command(flatten)]
+    gpu: GpuArgs,
     /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md)
     #[arg(long)]
     pub json: bool,
@@ -34,7 +37,9 @@ pub fn status(args: Args) -> Result<Exit, Failure> {
         (None, Target::Only) => Target::All,
         (None, target) => target,
     };
-    let chosen = Found::look(&target)?.choose(&target)?;
+    let mut found = Found::look(&target)?;
+    found.keep_on(&args.gpu)?;
+    let chosen = found.choose(&target)?;
     if args.json {
         output::json(&chosen)?;
     } else {
@@ -74,7 +79,7 @@ fn describe(status: &ProcessStatus) -> String {
             memory.tags.iter().map(tag_row),
         );
         text += "\n\n";
-        text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL"], memory.devices.iter().map(device_row));
+        text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL", "GPU"], memory.devices.iter().map(device_row));
     }
     if memory.host.ready_bytes > 0 {
         let (used, ready) = (Bytes(memory.host.used_bytes), Bytes(memory.host.ready_bytes));
@@ -128,6 +133,7 @@ fn device_row(device: &DeviceStatus) -> Vec<String> {
         Bytes(device.paused_bytes).to_string(),
         told(device.free_bytes),
         told(device.total_bytes),
+        device.uuid.clone().unwrap_or_default(),
     ]
 }
 
@@ -157,7 +163,7 @@ mod tests {
 
     #[test]
     fn a_silent_driver_is_shown_as_such() {
-        let device = DeviceStatus { device: 1, active_bytes: 5, paused_bytes: 0, free_bytes: None, total_bytes: Some(1 << 20) };
-        assert_eq!(device_row(&device), ["1", "5 B", "0 B", "?", "1.00 MiB"]);
+        let device = DeviceStatus { device: 1, active_bytes: 5, total_bytes: Some(1 << 20), ..DeviceStatus::default() };
+        assert_eq!(device_row(&device), ["1", "5 B", "0 B", "?", "1.00 MiB", ""]);
     }
 }

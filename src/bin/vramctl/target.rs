@@ -5,7 +5,7 @@ use crate::interrupt;
 use crate::output;
 use serde::{Serialize, Serializer};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -15,6 +15,7 @@ use vramctl::config;
 use vramctl::control::client::{Client, ClientError};
 use vramctl::control::discovery::{self, Directory};
 use vramctl::control::protocol::ProcessStatus;
+use vramctl::driver::uuid_of_index;
 use vramctl::memory::region;
 use vramctl::memory::{TagState, TagStatus};
 use vramctl::units::Bytes;
@@ -32,6 +33,14 @@ pub struct TargetArgs {
     /// All managed processes
     #[arg(long)]
     all: bool,
+}
+
+/// The option by which commands choose GPUs.
+#[derive(clap::Args)]
+pub struct GpuArgs {
+    /// Only what is on this GPU: its index in `nvidia-smi`, its UUID, or the beginning of that; may be repeated
+    #[arg(long, value_name = "GPU")]
+    gpu: Vec<String>,
 }
 
 /// Which processes are meant.
@@ -89,6 +98,12 @@ impl Process {
 
     pub fn has_memory(&self) -> bool {
         !self.tags().is_empty()
+    }
+
+    /// The UUIDs of the GPUs that it has memory on.
+    pub fn gpus(&self) -> impl Iterator<Item = &str> {
+        let devices = self.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
+        devices.iter().filter_map(|device| device.uuid.as_deref())
     }
 
     fn tags(&self) -> &[TagStatus] {
@@ -162,6 +177,23 @@ impl Found {
         };
         let processes = ask(&directory, asked);
         Ok(Self { directory: Some(directory), listening, processes })
+    }
+
+    /// Leaves those out that have no memory on any of these GPUs, and tells the UUIDs of the GPUs. One that does not answer may
+    /// have.
+    pub fn keep_on(&mut self, gpus: &GpuArgs) -> Result<Vec<String>, Failure> {
+        if gpus.gpu.is_empty() {
+            return Ok(Vec::new());
+        }
+        let known: BTreeSet<_> = self.processes.iter().flat_map(Process::gpus).map(str::to_owned).collect();
+        let wanted = gpus.gpu.iter().map(|gpu| uuid_of(gpu, &known)).collect::<Result<Vec<_>, _>>()?;
+        let is_there = |process: &Process| process.status.is_err() || process.gpus().any(|gpu| wanted.iter().any(|wanted| wanted == gpu));
+        self.processes.retain(is_there);
+        if self.processes.is_empty() {
+            let text = format!("no managed process has memory on {}; `vramctl status` shows the GPUs that are in use", wanted.join(", "));
+            return Err(Failure::new(Exit::NoProcess, text));
+        }
+        Ok(wanted)
     }
 
     /// Those that are meant.
@@ -312,6 +344,22 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Failur
         (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is called {name}")),
         (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),
         _ => Ok(chosen),
+    }
+}
+
+/// The UUID of the GPU that somebody has called so; `known` are those with managed memory.
+fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, Failure> {
+    let usage = |text: String| Err(Failure::new(Exit::Usage, text));
+    if let Ok(index) = gpu.parse() {
+        let text = format!("which GPU has the index {index} cannot be told: NVML does not say; give its UUID (`nvidia-smi -L`)");
+        return uuid_of_index(index).ok_or_else(|| Failure::new(Exit::Usage, text));
+    }
+    let short = |uuid: &str| uuid.to_ascii_lowercase().trim_start_matches("gpu-").to_owned();
+    let meant: Vec<_> = known.iter().filter(|uuid| short(uuid).starts_with(&short(gpu))).collect();
+    match meant[..] {
+        [uuid] => Ok(uuid.clone()),
+        [] => Ok(gpu.to_owned()),
+        _ => usage(format!("{gpu} may be several GPUs: {}", meant.into_iter().cloned().collect::<Vec<_>>().join(", "))),
     }
 }
 

@@ -6,8 +6,9 @@ use crate::interrupt;
 use crate::output;
 use crate::progress::Bars;
 use crate::status::come_so_far;
-use crate::target::{Found, Process, Target, TargetArgs, checked_tag};
+use crate::target::{Found, GpuArgs, Process, Target, TargetArgs, checked_tag};
 use serde::Serialize;
+use serde_json::json;
 use std::collections::BTreeSet;
 use std::fmt::{self, Write};
 use std::net::Shutdown;
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 use vramctl::control::client::ClientError;
 use vramctl::control::protocol;
 use vramctl::error::{Error, Kind};
-use vramctl::memory::{Backup, Plan, Report, TagState};
+use vramctl::memory::{Backup, HostRoom, Plan, Report, TagPlan, TagState};
 use vramctl::units::Bytes;
 
 #[derive(clap::Args)]
@@ -37,10 +38,15 @@ Examples:
   vramctl pause kv_cache --discard --all     this tag in every process; its contents are not needed
   vramctl pause weights --backup disk        kept in a file in $VRAMCTL_DISK_DIR
   vramctl pause --name engine --timeout 2.5
+  vramctl pause --gpu 0 --all                what all processes have on this GPU, and no other
+  vramctl pause --dry-run                    say what would be paused, and do nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
+    /// Only say what would be paused, what would become of the contents, and how much host memory that takes
+    #[arg(long, conflicts_with = "quiet")]
+    dry_run: bool,
     /// Do not keep the contents: the memory reads as zero after the resume. The same as --backup discard
     #[arg(long, conflicts_with = "backup")]
     discard: bool,
@@ -72,6 +78,8 @@ pub struct Args {
     tags: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
+    #[command(flatten)]
+    gpu: GpuArgs,
     /// Wait at most so many seconds; fractions are fine
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
@@ -145,84 +153,20 @@ enum Answer {
 pub fn pause(args: PauseArgs) -> Result<Exit, Failure> {
     let backup = args.discard.then_some(Backup::Discard).or(args.backup);
     let patience = args.transition.timeout.unwrap_or_default();
-    let (request, engine) = (protocol::Transition { backup, ..args.transition.request() }, args.engine);
-    transition(Direction::Pause, args.transition, request, |found, tasks, request| {
-        request.force = engine.force() || may_discard(found, tasks, request, &engine, patience)?;
-        Ok(())
-    })
-}
-
-/// Has the inference engines agree to a pause, before anything is done. Whether what their prefix caches describe may be dropped.
-fn may_discard(
-    found: &Found,
-    tasks: &[Task],
-    request: &protocol::Transition,
-    engine: &engine::EngineArgs,
-    patience: Duration,
-) -> Result<bool, Failure> {
-    // What is paused already is not touched: what an engine has now waits for the resume.
-    let due: Vec<_> = tasks.iter().filter(|task| !task.due.is_empty()).collect();
-    let mut losing = Vec::new();
-    for task in &due {
-        if let Some(plan) = task.plan(found, request)?
-            && let Some(name) = plan.prefix_cache
-        {
-            if !engine.asks() {
-                let refusal = Failure::from(&Error::PrefixCache(name));
-                return Err(Failure::new(refusal.exit(), format!("{}: {refusal}", task.process)));
-            }
-            losing.push(&task.process);
-        }
+    let mut asking = Asking::prepare(Direction::Pause, args.transition)?;
+    asking.request.backup = backup;
+    asking.request.force = args.engine.force();
+    if args.dry_run {
+        return asking.foretell(args.engine.asks());
     }
-    if engine.asks() && !due.is_empty() {
-        engine.agree(&losing, patience)?;
+    if !args.engine.force() {
+        asking.request.force = asking.may_discard(&args.engine, patience)?;
     }
-    Ok(!losing.is_empty())
+    asking.run()
 }
 
 pub fn resume(args: ResumeArgs) -> Result<Exit, Failure> {
-    let request = args.transition.request();
-    transition(Direction::Resume, args.transition, request, |_, _, _| Ok(()))
-}
-
-impl Args {
-    fn request(&self) -> protocol::Transition {
-        let timeout_ms = self.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
-        protocol::Transition { timeout_ms, ..protocol::Transition::default() }
-    }
-}
-
-fn transition(
-    direction: Direction,
-    args: Args,
-    mut request: protocol::Transition,
-    agree: impl FnOnce(&Found, &[Task], &mut protocol::Transition) -> Result<(), Failure>,
-) -> Result<Exit, Failure> {
-    let target = Target::from(args.target);
-    let found = Found::look(&target)?;
-    let tasks = found.choose_answering(&target).and_then(|chosen| plan(direction, chosen, &args.tags)).map_err(|failure| {
-        let is_choice = matches!(failure.exit(), Exit::Usage | Exit::UnknownTag);
-        let meant = found.taken_for_tag(direction.name(), &args.tags).filter(|_| is_choice);
-        failure.adding(&meant.unwrap_or_default())
-    })?;
-    agree(&found, &tasks, &mut request)?;
-    let bars = Bars::on_terminal(!args.quiet && !args.json);
-    request.progress = bars.shown();
-    let asking = Arc::new(Asking { direction, found, tasks, bars, connections: Mutex::default() });
-    interrupt::hold();
-    let interrupted = Arc::clone(&asking);
-    interrupt::watch(move || interrupted.give_up());
-    let outcomes = asking.carry_out(&request);
-    let Asking { found, tasks, .. } = &*asking;
-
-    if args.json {
-        output::json(&outcomes)?;
-    } else {
-        for (task, outcome) in tasks.iter().zip(&outcomes) {
-            tell(direction, found, task, &outcome.result, args.quiet)?;
-        }
-    }
-    Ok(outcomes.iter().find_map(|outcome| outcome.result.failure()).map_or(Exit::Done, Failure::exit))
+    Asking::prepare(Direction::Resume, args.transition)?.run()
 }
 
 impl Task {
@@ -243,14 +187,6 @@ impl Task {
             Some(tag) => Left::GoingOn(come_so_far(tag)),
             None if meant.iter().all(|tag| tag.state == direction.end()) => Left::Done,
             None => Left::AsItWas,
-        }
-    }
-
-    /// What the process says that a pause would do; `None`: it is too old to know.
-    fn plan(&self, found: &Found, request: &protocol::Transition) -> Result<Option<Plan>, Failure> {
-        match found.connect(self.process.pid)?.plan(self.request(request)) {
-            Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
-            answer => Ok(Some(answer?)),
         }
     }
 }
@@ -279,11 +215,15 @@ fn plan(direction: Direction, processes: Vec<Process>, tags: &[String]) -> Resul
     Ok(processes.into_iter().map(task).collect())
 }
 
-/// A pause or resume of several processes, under way.
+/// A pause or resume of several processes.
 struct Asking {
     direction: Direction,
     found: Found,
     tasks: Vec<Task>,
+    /// Without the tags, which each process has its own of.
+    request: protocol::Transition,
+    json: bool,
+    quiet: bool,
     bars: Bars,
     connections: Mutex<Connections>,
 }
@@ -296,8 +236,106 @@ struct Connections {
 }
 
 impl Asking {
+    /// Finds the processes, and what of them is meant. Nothing is changed yet.
+    fn prepare(direction: Direction, args: Args) -> Result<Self, Failure> {
+        let target = Target::from(args.target);
+        let mut found = Found::look(&target)?;
+        let gpus = found.keep_on(&args.gpu)?;
+        let tasks = found.choose_answering(&target).and_then(|chosen| plan(direction, chosen, &args.tags)).map_err(|failure| {
+            let is_choice = matches!(failure.exit(), Exit::Usage | Exit::UnknownTag);
+            let meant = found.taken_for_tag(direction.name(), &args.tags).filter(|_| is_choice);
+            failure.adding(&meant.unwrap_or_default())
+        })?;
+        let bars = Bars::on_terminal(!args.quiet && !args.json);
+        let timeout_ms = args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
+        let request = protocol::Transition { gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
+        Ok(Self { direction, found, tasks, request, json: args.json, quiet: args.quiet, bars, connections: Mutex::default() })
+    }
+
+    /// Those that have something to do.
+    fn due(&self) -> impl Iterator<Item = &Task> {
+        self.tasks.iter().filter(|task| !task.due.is_empty())
+    }
+
+    /// Has the inference engines agree to a pause, before anything is done. Whether what their prefix caches describe may be
+    /// dropped.
+    fn may_discard(&self, engine: &engine::EngineArgs, patience: Duration) -> Result<bool, Failure> {
+        // What is paused already is not touched: what an engine has now waits for the resume.
+        if self.due().next().is_none() {
+            return Ok(false);
+        }
+        let mut losing = Vec::new();
+        for task in self.due() {
+            if let Some(name) = self.ask_plan(task)?.and_then(|plan| plan.prefix_cache) {
+                if !engine.asks() {
+                    let refusal = Failure::from(&Error::PrefixCache(name));
+                    return Err(Failure::new(refusal.exit(), format!("{}: {refusal}", task.process)));
+                }
+                losing.push(&task.process);
+            }
+        }
+        if engine.asks() {
+            engine.agree(&losing, patience)?;
+        }
+        Ok(!losing.is_empty())
+    }
+
+    /// What a process says that a pause would do; `None`: it is too old to know.
+    fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, Failure> {
+        match self.found.connect(task.process.pid)?.plan(task.request(&self.request)) {
+            Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
+            answer => Ok(Some(answer?)),
+        }
+    }
+
+    /// Says what a pause would do, and ends as it would, as far as that can be known. An engine that would be asked is not.
+    fn foretell(&self, asks_engine: bool) -> Result<Exit, Failure> {
+        let (mut exit, mut answers) = (Exit::Done, Vec::new());
+        for task in self.tasks.iter().filter(|task| !task.meant.is_empty()) {
+            let old = || Failure::new(Exit::Failed, format!("{}: its library is too old to say; start it again", task.process));
+            let plan = self.ask_plan(task)?.ok_or_else(old)?;
+            let refused = plan.prefix_cache.clone().filter(|_| !self.request.force && !asks_engine).map(Error::PrefixCache);
+            let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
+            let short = (needed > available).then_some(Error::HostMemory { needed, available, capped: false });
+            let in_the_way = refused.or(short).map(|error| Failure::from(&error));
+            if let Some(failure) = in_the_way.as_ref().filter(|_| exit == Exit::Done) {
+                exit = failure.exit();
+            }
+            if self.json {
+                let process = &task.process;
+                answers.push(json!({ "pid": process.pid, "name": process.name(), "plan": plan, "error": in_the_way }));
+            } else {
+                output::say(&foretold(&task.process, &plan))?;
+                if let Some(failure) = &in_the_way {
+                    output::complain("error", &format!("{}: {failure}", task.process));
+                }
+            }
+        }
+        if self.json {
+            output::json(&answers)?;
+        }
+        Ok(exit)
+    }
+
+    /// Asks, and tells what came of it.
+    fn run(self) -> Result<Exit, Failure> {
+        let asking = Arc::new(self);
+        interrupt::hold();
+        let interrupted = Arc::clone(&asking);
+        interrupt::watch(move || interrupted.give_up());
+        let outcomes = asking.carry_out();
+        if asking.json {
+            output::json(&outcomes)?;
+        } else {
+            for (task, outcome) in asking.tasks.iter().zip(&outcomes) {
+                asking.tell(task, &outcome.result)?;
+            }
+        }
+        Ok(outcomes.iter().find_map(|outcome| outcome.result.failure()).map_or(Exit::Done, Failure::exit))
+    }
+
     /// All processes at once: each is busy with its own memory.
-    fn carry_out(&self, request: &protocol::Transition) -> Vec<Outcome> {
+    fn carry_out(&self) -> Vec<Outcome> {
         let ask = |task: &Task| -> Result<Report, Failure> {
             if task.meant.is_empty() {
                 return Ok(Report::default());
@@ -305,7 +343,7 @@ impl Asking {
             let mut bar = self.bars.bar(&task.process.to_string());
             let mut client = self.found.connect(task.process.pid)?;
             self.connections().open.extend(client.connection());
-            let request = task.request(request);
+            let request = task.request(&self.request);
             let answer = match self.direction {
                 Direction::Pause => client.pause(request, &mut |now| bar.show(now)),
                 Direction::Resume => client.resume(request, &mut |now| bar.show(now)),
@@ -330,6 +368,29 @@ impl Asking {
             };
             threads.into_iter().map(outcome).collect()
         })
+    }
+
+    fn tell(&self, task: &Task, answer: &Answer) -> Result<(), Failure> {
+        match answer {
+            Answer::Report(report) => {
+                if !self.quiet {
+                    output::say(&success(self.direction, task, report, !self.request.gpus.is_empty()))?;
+                }
+                if report.late_bytes > 0 {
+                    let late = Bytes(report.late_bytes);
+                    let text =
+                        format!("{}: the driver has not taken {late} back yet; it is tried again at every pause and resume", task.process);
+                    output::complain("warning", &text);
+                }
+            }
+            Answer::Error(failure) => {
+                output::complain("error", &format!("{}: {failure}", task.process));
+                for hint in hints(&self.found.look_again(&holders(failure))) {
+                    output::complain("hint", &hint);
+                }
+            }
+        }
+        Ok(())
     }
 
     fn connections(&self) -> MutexGuard<'_, Connections> {
@@ -396,34 +457,32 @@ impl Answer {
     }
 }
 
-fn tell(direction: Direction, found: &Found, task: &Task, answer: &Answer, quiet: bool) -> Result<(), Failure> {
-    match answer {
-        Answer::Report(report) => {
-            if !quiet {
-                output::say(&success(direction, task, report))?;
-            }
-            if report.late_bytes > 0 {
-                let late = Bytes(report.late_bytes);
-                let text =
-                    format!("{}: the driver has not taken {late} back yet; it is tried again at every pause and resume", task.process);
-                output::complain("warning", &text);
-            }
-        }
-        Answer::Error(failure) => {
-            output::complain("error", &format!("{}: {failure}", task.process));
-            for hint in hints(&found.look_again(&holders(failure))) {
-                output::complain("hint", &hint);
-            }
-        }
+/// A plan for a reader.
+fn foretold(process: &Process, plan: &Plan) -> String {
+    if plan.tags.is_empty() {
+        return format!("{process}: there is nothing to pause");
     }
-    Ok(())
+    let contents = |(policy, bytes): (&Backup, &u64)| format!("{} {policy}", Bytes(*bytes));
+    let row = |tag: &TagPlan| {
+        let contents: Vec<_> = tag.backup.iter().map(contents).collect();
+        vec![tag.tag.clone(), Bytes(tag.bytes).to_string(), tag.allocations.to_string(), contents.join(", ")]
+    };
+    let bytes = plan.tags.iter().map(|tag| tag.bytes).sum();
+    let (needed, available) = (Bytes(plan.host.needed_bytes), Bytes(plan.host.available_bytes));
+    format!(
+        "{process}: a pause would give back {}\n{}\nHost memory for the contents: {needed} needed, {available} available.",
+        Bytes(bytes),
+        output::table(&["TAG", "BYTES", "ALLOCATIONS", "CONTENTS"], plan.tags.iter().map(row))
+    )
 }
 
-fn success(direction: Direction, task: &Task, report: &Report) -> String {
+fn success(direction: Direction, task: &Task, report: &Report, on_some_gpus: bool) -> String {
     let process = &task.process;
     if report.allocations == 0 {
         let state = direction.end().name();
         return match &task.meant[..] {
+            // The tags' states are those on all GPUs.
+            [_, ..] if on_some_gpus => format!("nothing to do: {process} has nothing there to {}", direction.name()),
             [] if task.tags.is_empty() && process.has_memory() => format!("nothing to do: {process} has none of these tags"),
             [] => format!("nothing to do: {process} has no memory under management"),
             [tag] => format!("nothing to do: {tag} of {process} is {state} already"),
@@ -503,14 +562,14 @@ mod tests {
             ms: 912.3,
         };
         assert_eq!(
-            success(Direction::Pause, &tasks[0], &report),
+            success(Direction::Pause, &tasks[0], &report, false),
             "paused kv_cache, weights of engine (pid 4711): 40.00 GiB given back in 912 ms (wait 3, save 850, unmap 20, release 39); \
              38.00 GiB kept, 2.00 GiB discarded"
         );
         let tasks = plan(Direction::Resume, vec![engine(TagState::Paused)], &names(&["weights"])).unwrap();
         let report = Report { stages: [(Stage::Map, 1.0)].into(), discarded_bytes: 0, ..report };
         assert_eq!(
-            success(Direction::Resume, &tasks[0], &report),
+            success(Direction::Resume, &tasks[0], &report, false),
             "resumed weights of engine (pid 4711): 40.00 GiB taken again in 912 ms (map 1); 38.00 GiB restored"
         );
     }
@@ -520,7 +579,7 @@ mod tests {
         let text = |process: Process, tags: &[&str]| {
             let other = self::process(1, "other", &[("x", TagState::Active)]);
             let tasks = plan(Direction::Pause, vec![process, other], &names(tags)).unwrap();
-            success(Direction::Pause, &tasks[0], &Report::default())
+            success(Direction::Pause, &tasks[0], &Report::default(), false)
         };
         assert_eq!(text(engine(TagState::Paused), &[]), "nothing to do: kv_cache, weights of engine (pid 4711) are paused already");
         assert_eq!(text(engine(TagState::Paused), &["weights"]), "nothing to do: weights of engine (pid 4711) is paused already");
