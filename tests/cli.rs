@@ -941,10 +941,35 @@ fn help_and_completions_are_there() {
         place.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
     }
     for shell in ["bash", "zsh", "fish"] {
-        place.vramctl(&format!("completions {shell}")).expect(0, "set-tag", "");
+        place.vramctl(&format!("completions {shell}")).expect(0, "VRAMCTL_COMPLETE", "");
     }
     place.vramctl("").expect(2, "", "Usage");
     place.vramctl("explode").expect(2, "", "explode");
+}
+
+/// A shell asks with the words so far, the last of which is to be completed.
+#[test]
+fn shells_complete_tags_processes_and_gpus() {
+    let place = Place::new();
+    let complete = |words: &[&str]| {
+        let arguments: Vec<_> = ["--", "vramctl"].iter().chain(words).copied().collect();
+        let output = place.command(env!("CARGO_BIN_EXE_vramctl"), &arguments).env("VRAMCTL_COMPLETE", "fish").output().unwrap();
+        let ran = Ran::new(&output);
+        assert_eq!((ran.code, ran.err.as_str()), (Some(0), ""), "{ran:?}");
+        let first = |line: &str| line.split('\t').next().unwrap().to_owned();
+        ran.out.lines().map(first).collect::<Vec<_>>()
+    };
+    assert_eq!(complete(&["set-t"]), ["set-tag"]);
+    assert!(complete(&["pause", "w"]).is_empty(), "nobody is there, and nobody complains");
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    let _trainer = Fake::new(&place, "trainer", &["optimizer", "weights"]);
+    assert_eq!(complete(&["pause", "w"]), ["weights"]);
+    assert_eq!(complete(&["resume", "weights", "o"]), ["optimizer"]);
+    assert_eq!(complete(&["set-tag", "k"]), ["kv_cache"]);
+    assert_eq!(complete(&["pause", "--name", ""]), ["engine", "trainer"]);
+    assert_eq!(complete(&["status", "tr"]), ["trainer"]);
+    assert_eq!(complete(&["pause", "--pid", &engine.pid().to_string()]), [engine.pid().to_string()]);
+    assert_eq!(complete(&["ps", "--gpu", "GPU"]), [GPU]);
 }
 
 // ---- run ----

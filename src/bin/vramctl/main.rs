@@ -49,6 +49,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    completions::answer_shell();
     let command = Cli::parse().command;
     let json = command.wants_json();
     let exit = command.carry_out().unwrap_or_else(|failure| {

@@ -1,8 +1,10 @@
 //! `vramctl status`.
 
+use crate::completions;
 use crate::failure::{Exit, Failure};
 use crate::output;
 use crate::target::{Found, GpuArgs, Target, TargetArgs};
+use clap_complete::ArgValueCandidates;
 use std::fmt::Write;
 use vramctl::control::protocol::ProcessStatus;
 use vramctl::memory::{Backup, DeviceStatus, Progress, TagState, TagStatus};
@@ -19,7 +21,7 @@ Examples:
   vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
 pub struct Args {
     /// A process id or a name
-    #[arg(value_name = "TARGET", conflicts_with = "target")]
+    #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,

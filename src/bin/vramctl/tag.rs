@@ -1,8 +1,10 @@
 //! `vramctl set-tag`.
 
+use crate::completions;
 use crate::failure::{Exit, Failure};
 use crate::output;
 use crate::target::{Found, Target, TargetArgs, checked_tag};
+use clap_complete::ArgValueCandidates;
 use serde_json::json;
 
 #[derive(clap::Args)]
@@ -16,7 +18,7 @@ Examples:
   vramctl set-tag --none --name engine                   leave further allocations to CUDA")]
 pub struct Args {
     /// The tag
-    #[arg(value_parser = checked_tag, required_unless_present = "none")]
+    #[arg(value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags), required_unless_present = "none")]
     tag: Option<String>,
     /// No tag: further allocations outside regions are left to CUDA
     #[arg(long, conflicts_with = "tag")]

@@ -1,8 +1,10 @@
 //! Finding the managed processes and choosing among them.
 
+use crate::completions;
 use crate::failure::{Exit, Failure};
 use crate::interrupt;
 use crate::output;
+use clap_complete::ArgValueCandidates;
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,10 +27,10 @@ use vramctl::units::Bytes;
 #[group(id = "target", multiple = false)]
 pub struct TargetArgs {
     /// The process with this id
-    #[arg(long, value_name = "PID")]
+    #[arg(long, value_name = "PID", add = ArgValueCandidates::new(completions::pids))]
     pid: Option<u32>,
     /// All processes of this name (`vramctl run --name`, else the program's)
-    #[arg(long)]
+    #[arg(long, add = ArgValueCandidates::new(completions::names))]
     name: Option<String>,
     /// All managed processes
     #[arg(long)]
@@ -39,7 +41,7 @@ pub struct TargetArgs {
 #[derive(clap::Args)]
 pub struct GpuArgs {
     /// Only what is on this GPU: its index in `nvidia-smi`, its UUID, or the beginning of that; may be repeated
-    #[arg(long, value_name = "GPU")]
+    #[arg(long, value_name = "GPU", add = ArgValueCandidates::new(completions::gpus))]
     gpu: Vec<String>,
 }
 
@@ -106,7 +108,7 @@ impl Process {
         devices.iter().filter_map(|device| device.uuid.as_deref())
     }
 
-    fn tags(&self) -> &[TagStatus] {
+    pub fn tags(&self) -> &[TagStatus] {
         self.status.as_ref().map_or(&[], |status| &status.memory.tags)
     }
 

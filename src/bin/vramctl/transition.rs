@@ -1,5 +1,6 @@
 //! `vramctl pause` and `vramctl resume`.
 
+use crate::completions;
 use crate::engine;
 use crate::failure::{Exit, Failure};
 use crate::interrupt;
@@ -7,6 +8,7 @@ use crate::output;
 use crate::progress::Bars;
 use crate::status::come_so_far;
 use crate::target::{Found, GpuArgs, Process, Target, TargetArgs, checked_tag};
+use clap_complete::ArgValueCandidates;
 use serde::Serialize;
 use serde_json::json;
 use std::collections::BTreeSet;
@@ -74,7 +76,7 @@ pub struct ResumeArgs {
 #[derive(clap::Args)]
 pub struct Args {
     /// Tags (all if none is given)
-    #[arg(value_name = "TAG", value_parser = checked_tag)]
+    #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
     tags: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
