@@ -3,8 +3,10 @@
 mod completions;
 mod engine;
 mod failure;
+mod interrupt;
 mod output;
 mod places;
+mod processes;
 mod progress;
 mod ps;
 mod python_path;
@@ -15,7 +17,7 @@ mod target;
 mod transition;
 
 use clap::{Parser, Subcommand};
-use failure::{Exit, Failure};
+use failure::{CommandError, Exit};
 use std::fmt::Write;
 use std::process::ExitCode;
 
@@ -48,6 +50,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    completions::answer_shell();
     let command = Cli::parse().command;
     let json = command.wants_json();
     let exit = command.carry_out().unwrap_or_else(|failure| {
@@ -58,7 +61,7 @@ fn main() -> ExitCode {
 }
 
 impl Command {
-    fn carry_out(self) -> Result<Exit, Failure> {
+    fn carry_out(self) -> Result<Exit, CommandError> {
         match self {
             Self::Run(args) => run::run(&args),
             Self::Ps(args) => ps::ps(&args),

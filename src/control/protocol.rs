@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
-use vramctl_model::{Backup, Error, Kind, Progress, Report, Shortage, Status, TransitionRequest};
+use vramctl_model::{Backup, Error, Kind, Plan, Progress, Report, Shortage, Status, TransitionRequest};
 
 /// The version of the protocol. It changes when an old client would misunderstand a new server, or the other way round;
 /// new fields and requests do not change it.
@@ -31,6 +31,8 @@ pub enum Request {
     Status,
     /// Take memory away.
     Pause(Transition),
+    /// What would such a pause do?
+    Plan(Transition),
     /// Give memory back.
     Resume(Transition),
     /// The tag of allocations outside regions, from now on.
@@ -47,6 +49,9 @@ pub struct Transition {
     /// The tags; none means all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tags: Vec<String>,
+    /// The GPUs, by their UUIDs; none means all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<String>,
     /// For a pause: what becomes of the contents, whatever the allocations' own policies say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<Backup>,
@@ -57,12 +62,15 @@ pub struct Transition {
     /// Whether lines about the progress are wanted before the answer.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub progress: bool,
+    /// For a pause: drop a KV cache, too, that an engine's prefix cache still describes. The client has seen to that.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 impl From<Transition> for TransitionRequest {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
-        Self { tags: transition.tags, backup: transition.backup, timeout, ..Self::default() }
+        Self { tags: transition.tags, gpus: transition.gpus, backup: transition.backup, timeout, ..Self::default() }
     }
 }
 
@@ -76,6 +84,8 @@ pub enum Reply {
     Status(ProcessStatus),
     /// To `pause` and `resume`.
     Done(Report),
+    /// To `plan`.
+    Plan(Plan),
     /// To `set-tag`.
     Tag {
         /// The tag from now on.
@@ -205,7 +215,8 @@ mod tests {
     #[test]
     fn requests_read_as_documented() {
         let pause = parse(br#"{"version":1,"request":"pause","tags":["kv_cache"],"backup":"discard","timeout_ms":5}"#).unwrap();
-        let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), progress: false };
+        let wanted =
+            Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), ..Transition::default() };
         assert_eq!(pause, Request::Pause(wanted));
         assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(Transition::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
@@ -239,8 +250,13 @@ mod tests {
         }
 
         #[test]
-        fn what_is_written_is_read_back(tags in proptest::collection::vec(".{0,20}", 0..4), timeout in any::<Option<u64>>(), progress: bool) {
-            let request = Request::Pause(Transition { tags, backup: None, timeout_ms: timeout, progress });
+        fn what_is_written_is_read_back(
+            tags in proptest::collection::vec(".{0,20}", 0..4),
+            timeout in any::<Option<u64>>(),
+            progress: bool,
+            force: bool,
+        ) {
+            let request = Request::Pause(Transition { tags, timeout_ms: timeout, progress, force, ..Transition::default() });
             let line = line(&Message { version: VERSION, request: request.clone() });
             prop_assert_eq!(parse(&line).unwrap(), request);
         }

@@ -14,7 +14,7 @@ pub use copy::{Direction, Lane, Mark, Pinned, PinnedBuffer, device_address};
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
-pub use nvml::holders;
+pub use nvml::{holders, uuid, uuid_of_index};
 pub use table::Driver;
 pub use vmm::{Addresses, PHYSICAL_PIECE, Physical, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
 
