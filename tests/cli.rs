@@ -934,7 +934,7 @@ fn a_reader_that_goes_away_is_no_accident() {
 fn help_and_completions_are_there() {
     let place = Place::new();
     place.vramctl("--help").expect(0, "Exit codes:", "");
-    for command in ["run", "ps", "status", "pause", "resume", "set-tag", "python-path", "completions"] {
+    for command in ["run", "ps", "status", "pause", "resume", "set-tag", "doctor", "python-path", "completions"] {
         place.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
     }
     for shell in ["bash", "zsh", "fish"] {
@@ -967,6 +967,78 @@ fn shells_complete_tags_processes_and_gpus() {
     assert_eq!(complete(&["status", "tr"]), ["trainer"]);
     assert_eq!(complete(&["pause", "--pid", &engine.pid().to_string()]), [engine.pid().to_string()]);
     assert_eq!(complete(&["ps", "--gpu", "GPU"]), [GPU]);
+}
+
+// ---- doctor ----
+
+#[test]
+fn the_doctor_says_what_would_fail() {
+    let place = Place::new();
+    let doctor = |change: &dyn Fn(&mut Command)| {
+        let mut command = place.command(command_line(), &["doctor"]);
+        // No driver: what is said of GPUs is tested with the simulated one.
+        change(command.env("LD_LIBRARY_PATH", "/nowhere"));
+        Ran::new(&command.output().unwrap())
+    };
+    let line = |ran: &Ran, check: &str| {
+        let line = ran.out.lines().find(|line| line[9..].starts_with(check));
+        line.unwrap_or_else(|| panic!("{check} is not in {ran:?}")).to_owned()
+    };
+    let missing = doctor(&|command| _ = command.env("VRAMCTL_LIB", "/nowhere/libvramctl.so"));
+    assert_eq!(missing.code, Some(1), "{missing:?}");
+    assert!(line(&missing, "library").starts_with("failed") && line(&missing, "library").contains("/nowhere/libvramctl.so"));
+
+    let foreign = doctor(&|command| _ = command.env("VRAMCTL_LIB", harmless_library()));
+    assert!(line(&foreign, "library").contains("it has no vramctl_version"), "{foreign:?}");
+    let damaged = place.folder.path().join("damaged.so");
+    fs::write(&damaged, "\x7fELF and then nothing").unwrap();
+    let damaged = doctor(&|command| _ = command.env("VRAMCTL_LIB", &damaged));
+    assert!(line(&damaged, "library").starts_with("failed") && line(&damaged, "library").contains("damaged.so: "), "{damaged:?}");
+
+    fs::set_permissions(&place.sockets, Permissions::from_mode(0o755)).unwrap();
+    let open = doctor(&|_| ());
+    assert!(line(&open, "sockets").starts_with("failed") && line(&open, "sockets").contains("chmod 700"), "{open:?}");
+    fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
+    let sockets = line(&doctor(&|_| ()), "sockets");
+    assert!(sockets.starts_with("ok") && sockets.contains(place.sockets.to_str().unwrap()), "{sockets}");
+    let sockets = line(&doctor(&|command| _ = command.env("VRAMCTL_DIR", "/nowhere/sockets")), "sockets");
+    assert!(sockets.starts_with("failed") && sockets.contains("VRAMCTL_DIR"), "{sockets}");
+
+    let host = line(&doctor(&|command| _ = command.env("VRAMCTL_HOST_CAP", "3G")), "host memory");
+    assert!(host.contains("3.00 GiB for contents") && host.contains(" GB/s "), "{host}");
+}
+
+#[test]
+fn the_doctor_knows_the_limits_that_matter() {
+    let place = Place::new();
+    let doctor = |limits: &str| {
+        let script = format!("{limits}; exec \"$0\" doctor --json");
+        let command = place.command("sh", &["-c", &script, command_line()]).output().unwrap();
+        let checks = Ran::new(&command).json()["checks"].as_array().unwrap().clone();
+        checks.into_iter().find(|check| check["check"] == "limits").unwrap()
+    };
+    let free = doctor("true");
+    assert_eq!((&free["verdict"], &free["data"]["address_bytes"]), (&json!("ok"), &Value::Null));
+    let tight = doctor("ulimit -v 8388608; ulimit -l 64");
+    assert_eq!(tight["verdict"], "warning");
+    assert_eq!((&tight["data"]["address_bytes"], &tight["data"]["locked_bytes"]), (&json!(8 * GIB), &json!(64 << 10)));
+    assert!(tight["message"].as_str().unwrap().contains("8.00 GiB (ulimit -v)"), "{tight}");
+}
+
+#[test]
+fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
+    let place = Place::new();
+    let Some(_) = installed("python3") else { return eprintln!("skipped: no python3 here") };
+    let site = place.folder.path().join("site");
+    for (engine, version) in [("vllm", "0.26.0"), ("sglang", "0.1.2")] {
+        let folder = site.join(format!("{engine}-{version}.dist-info"));
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("METADATA"), format!("Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")).unwrap();
+    }
+    let mut command = place.command(command_line(), &["doctor"]);
+    let ran = Ran::new(&command.env("PYTHONPATH", &site).output().unwrap());
+    assert!(ran.out.lines().any(|line| line.starts_with("ok ") && line.ends_with(" vllm 0.26.0")), "{ran:?}");
+    assert!(ran.out.lines().any(|line| line.starts_with("warning ") && line.contains("sglang 0.1.2 is not a version")), "{ran:?}");
 }
 
 // ---- run ----

@@ -220,6 +220,36 @@ fn the_python_program_marks_regions_and_pauses_itself() {
     assert!(output.status.success(), "{text}");
 }
 
+#[test]
+fn the_doctor_finds_a_machine_well_or_says_what_it_lacks() {
+    let machine = Machine::new("256M");
+    let doctor = |change: &dyn Fn(&mut Command)| {
+        let mut command = machine.vramctl(&["doctor", "--json"]);
+        change(&mut command);
+        let output = command.output().unwrap();
+        let checks = serde_json::from_slice::<Value>(&output.stdout).unwrap()["checks"].as_array().unwrap().clone();
+        (output.status.code(), checks)
+    };
+    let found = |checks: &[Value], name: &str| checks.iter().find(|check| check["check"] == name).cloned().unwrap_or_default();
+    let (code, checks) = doctor(&|_| ());
+    assert_eq!(code, Some(0), "{checks:?}");
+    for name in ["library", "driver", "GPU"] {
+        assert_eq!(found(&checks, name)["verdict"], "ok", "{checks:?}");
+    }
+    assert!(found(&checks, "library")["message"].as_str().unwrap().contains(env!("CARGO_PKG_VERSION")));
+    let gpu = &found(&checks, "GPU")["data"];
+    assert_eq!((&gpu["total_bytes"], &gpu["virtual_memory"]), (&(256 * MIB).into(), &true.into()));
+    assert!(gpu["uuid"].as_str().unwrap().starts_with("GPU-"), "{gpu}");
+
+    let (code, checks) = doctor(&|command| _ = command.env("SIMGPU_NO_VMM", "1"));
+    assert_eq!((code, &found(&checks, "GPU")["verdict"]), (Some(1), &"failed".into()), "{checks:?}");
+    let (code, checks) = doctor(&|command| _ = command.env("LD_LIBRARY_PATH", "/nowhere"));
+    assert_eq!((code, &found(&checks, "driver")["verdict"]), (Some(1), &"failed".into()), "{checks:?}");
+    let (_, checks) = doctor(&|command| _ = command.env("VRAMCTL_HOST_CAP", "64M"));
+    assert_eq!(found(&checks, "host memory")["verdict"], "warning", "less than the GPU has: {checks:?}");
+    assert_eq!(machine.used(), 0);
+}
+
 /// The same GPU has the same name for the process, for the command line and for NVML.
 #[test]
 fn gpus_are_chosen_by_index_and_by_uuid() {

@@ -10,7 +10,6 @@
 //! Addresses that may be written to count against the limits of the program's data (`ulimit -d`, a system without
 //! overcommitment), and `mlockall` has them filled. So only the beginning of the arena is writable, as far as it is in use.
 
-use super::limits;
 use super::numa::Near;
 use super::ranges::FreeRanges;
 use std::io;
@@ -21,7 +20,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vramctl_config::Config;
 use vramctl_driver::{Context, Current, Pinned};
-use vramctl_host::{PerProcess, exit, log_once, worker};
+use vramctl_host::{PerProcess, exit, limits, log_once, worker};
 use vramctl_model::{Bytes, Error, HostStatus};
 
 /// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:

@@ -9,7 +9,6 @@ pub mod copier;
 pub mod digest;
 pub mod disk;
 mod host;
-mod limits;
 mod numa;
 mod ranges;
 mod settings;

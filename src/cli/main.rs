@@ -1,6 +1,7 @@
 //! `vramctl`: starts programs under the library, shows what they have, pauses and resumes them.
 
 mod completions;
+mod doctor;
 mod engine;
 mod failure;
 mod interrupt;
@@ -43,6 +44,8 @@ enum Command {
     Resume(transition::ResumeArgs),
     /// Set the tag of a process's allocations from now on
     SetTag(tag::Args),
+    /// Look whether this machine has what it takes, and say what would fail
+    Doctor(doctor::Args),
     /// Print the directories that `run` puts on PYTHONPATH
     PythonPath(python_path::Args),
     /// Print a completion script for a shell
@@ -69,6 +72,7 @@ impl Command {
             Self::Pause(args) => transition::pause(args),
             Self::Resume(args) => transition::resume(args),
             Self::SetTag(args) => tag::set_tag(args),
+            Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
             Self::Completions(args) => completions::completions(&args),
         }
@@ -81,6 +85,7 @@ impl Command {
             Self::Pause(args) => args.transition.json,
             Self::Resume(args) => args.transition.json,
             Self::SetTag(args) => args.json,
+            Self::Doctor(args) => args.json,
             Self::Run(_) | Self::PythonPath(_) | Self::Completions(_) => false,
         }
     }
@@ -93,6 +98,7 @@ fn after_help() -> String {
   vramctl status engine                            what it has
   vramctl pause kv_cache --discard                 give memory back; the contents may go
   vramctl pause && vramctl resume                  all tags of the one managed process
+  vramctl doctor                                   what this machine has, and what would fail
 
 Environment:
   VRAMCTL_DIR      where the control sockets are; $XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>

@@ -130,7 +130,7 @@ fn environment(
 }
 
 /// The library first, then what else is preloaded, except another copy of this library.
-fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, CommandError> {
+pub fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, CommandError> {
     // The loader's separators; it knows no way to quote them.
     let separator = |byte: &u8| matches!(byte, b' ' | b':');
     if library.as_os_str().as_bytes().iter().any(separator) {
