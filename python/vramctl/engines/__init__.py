@@ -32,6 +32,10 @@ _AnyFunction = TypeVar("_AnyFunction", bound=Function)
 
 # ---- the tables ----
 
+#: Interfaces that are none.
+BY_NAME = "by name"
+READ = "read, not hooked"
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -276,7 +280,7 @@ def leave_to_cuda(original: Function, *arguments: Any, **keywords: Any) -> Any:
 
 EXPERT_BUFFERS = Hook(
     what="leaves DeepEP's buffers to CUDA, which shares them by CUDA IPC",
-    through="by name",
+    through=BY_NAME,
     places=(Place("deep_ep:Buffer.__init__", "1.0"),),
     without="if it cannot share its memory, start with `vramctl run --no-tag`",
     around=leave_to_cuda,
@@ -284,7 +288,7 @@ EXPERT_BUFFERS = Hook(
 
 GRAPHS = Hook(
     what="tags the memory of CUDA graphs `cuda_graph`",
-    through="by name",
+    through=BY_NAME,
     places=(Place("torch.cuda:CUDAGraph.capture_begin", "2.0"), Place("torch.cuda:CUDAGraph.capture_end", "2.0")),
     without="their memory keeps the process's own tag",
 )

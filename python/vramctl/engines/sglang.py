@@ -25,30 +25,36 @@ _HOOK = "around-hook of `sglang.srt.plugins`"
 PLUGIN = Hook(
     what="registers the hooks below",
     through="entry point `sglang.srt.plugins`, or SGLang's import under `vramctl run`",
-    places=(Place(f"{REGISTRY}:HookRegistry.register", "0.5.14"),),
+    places=(Place(f"{REGISTRY}:HookRegistry.register", "0.5.16"),),
     without="the functions below are wrapped by name",
 )
 REGIONS = Hook(
     what="tags weights and KV cache where SGLang's memory saver is off",
     through=_HOOK,
-    places=(Place("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create", "0.5.14"),),
+    places=(Place("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create", "0.5.16"),),
     without="all memory keeps the process's own tag, and can be paused by that",
 )
 SETTINGS = Hook(
-    what="reads `enable_memory_saver`, `tp_size` and `disable_custom_all_reduce`",
-    through="read",
+    what="reads the engine's settings",
+    through=engines.READ,
     places=(
-        Place("sglang.srt.runtime_context:get_server_args", "0.5.15"),
-        Place("sglang.srt.server_args:get_global_server_args", "0.5.14", "0.5.19"),  # from 0.5.20 on it only raises
+        Place("sglang.srt.runtime_context:get_server_args", "0.5.16"),
+        Place("sglang.srt.server_args:get_global_server_args", "0.5.16"),  # from 0.5.20 on it only raises
+        Place("sglang.srt.arg_groups.fields.exec_:ExecFeatures.enable_memory_saver", "0.5.20"),
+        Place("sglang.srt.arg_groups.fields.exec_:ExecComm.disable_custom_all_reduce", "0.5.20"),
+        Place("sglang.srt.arg_groups.fields.parallel:Parallel.tp_size", "0.5.20"),
+        Place("sglang.srt.server_args:ServerArgs.enable_memory_saver", "0.5.16", "0.5.19"),
+        Place("sglang.srt.server_args:ServerArgs.disable_custom_all_reduce", "0.5.16", "0.5.19"),
+        Place("sglang.srt.server_args:ServerArgs.tp_size", "0.5.16", "0.5.19"),
     ),
-    without="as above",
+    without="all memory keeps the process's own tag",
 )
 IMAGES = Hook(
     what="leaves the buffer of `--mm-feature-transport cuda_ipc` to CUDA",
     through=_HOOK,
     places=(
         Place("sglang.srt.multimodal.transport.cuda_ipc:MmItemMemoryPool.__init__", "0.5.18"),
-        Place("sglang.srt.utils.cuda_ipc_transport_utils:MmItemMemoryPool.__init__", "0.5.14", "0.5.17"),
+        Place("sglang.srt.utils.cuda_ipc_transport_utils:MmItemMemoryPool.__init__", "0.5.16", "0.5.17"),
     ),
     without="with that option, start with `vramctl run --no-tag`",
     around=engines.leave_to_cuda,

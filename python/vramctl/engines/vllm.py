@@ -18,33 +18,33 @@ BACKENDS = "vllm.device_allocator.sleep_mode_backend"
 CUMEM = "vllm.device_allocator.cumem"
 
 PLUGIN = Hook(
-    what="does what is below",
+    what="installs what is below",
     through="entry point `vllm.general_plugins`, or vLLM's import under `vramctl run`",
     places=(Place("vllm.plugins:load_general_plugins", "0.26"),),
     without="works under `vramctl run` only",
 )
 BACKEND = Hook(
-    what="offers the sleep-mode backend `vramctl` (`--sleep-mode-backend`, from 0.33 on)",
+    what="offers the sleep-mode backend `vramctl`, for `--sleep-mode-backend` (an option from 0.33 on)",
     through="sleep-mode backend registry",
     places=(Place(f"{BACKENDS}:SleepModeBackendFactory.register_backend", "0.26"),),
-    without="sleep mode through the default backend, as in the next row",
+    without="sleep mode works through the default backend alone",
 )
 ALLOCATOR = Hook(
-    what="takes the place of the allocator of sleep mode",
-    through="by name",
+    what="replaces sleep mode's allocator, whichever backend is chosen",
+    through=engines.BY_NAME,
     places=(Place(f"{CUMEM}:CuMemAllocator", "0.26"),),
-    without="vLLM's own allocator stays in use; the same if it has methods not known here",
+    without="vLLM's own allocator stays, as it does if it has methods not known here",
 )
 WEIGHTS = Hook(
-    what="tags weights where sleep mode is off, and graphs",
-    through="by name",
+    what="tags weights where sleep mode is off",
+    through=engines.BY_NAME,
     places=(Place("vllm.v1.worker.gpu_worker:Worker.load_model", "0.26"),),
     without="all memory keeps the process's own tag, and can be paused by that",
 )
 #: Where the cache is allocated, and nothing else with it: the block tables must stay when it is discarded.
 KV_CACHE = Hook(
     what="tags the KV cache where sleep mode is off",
-    through="by name",
+    through=engines.BY_NAME,
     places=(
         Place("vllm.v1.worker.utils:allocate_kv_cache", "0.29"),
         Place("vllm.v1.worker.gpu.attn_utils:_allocate_kv_cache", "0.26", "0.28"),  # the second model runner
@@ -54,12 +54,25 @@ KV_CACHE = Hook(
 )
 SHARED_BUFFERS = Hook(
     what="leaves the buffers of custom all-reduce to CUDA, which shares them by CUDA IPC",
-    through="by name",
+    through=engines.BY_NAME,
     places=(Place("vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.create_shared_buffer", "0.26"),),
     without="with tensor parallelism, start with `vramctl run --no-tag` or `--disable-custom-all-reduce`",
     around=engines.leave_to_cuda,
 )
-HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, SHARED_BUFFERS)
+SETTINGS = Hook(
+    what="reads the engine's settings",
+    through=engines.READ,
+    places=(
+        Place("vllm.config.model:ModelConfig.enable_sleep_mode", "0.26"),
+        Place("vllm.config.model:ModelConfig.enable_cumem_allocator", "0.26"),
+        Place("vllm.config.model:ModelConfig.sleep_mode_backend", "0.26"),
+        Place("vllm.config.parallel:ParallelConfig.tensor_parallel_size", "0.26"),
+        Place("vllm.config.parallel:ParallelConfig.disable_custom_all_reduce", "0.26"),
+        Place("vllm.config.vllm:VllmConfig.use_cumem_cudagraph_pool", "0.32"),
+    ),
+    without="all memory keeps the process's own tag",
+)
+HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, SHARED_BUFFERS, SETTINGS)
 
 #: Below vLLM's own logger, so that its handlers and level apply.
 logger = logging.getLogger("vllm.vramctl")
