@@ -1140,6 +1140,22 @@ class EntryPoints(unittest.TestCase):
             self.assertTrue(callable(importlib.import_module(f"vramctl.engines.{engine}").install))
 
 
+class Documentation(unittest.TestCase):
+    def test_it_has_the_tables_of_the_code(self):
+        """`scripts/test-engines-contract --write` puts them there."""
+        page = ROOT.parent / "docs" / "engines.md"
+        if not page.is_file():
+            self.skipTest("not run: there is no docs/engines.md here")
+        engines = importlib.import_module("vramctl.engines")
+        for name in ("sglang", "vllm"):
+            for hook in importlib.import_module(f"vramctl.engines.{name}").HOOKS:
+                row = [line for line in page.read_text().splitlines() if line.startswith(f"| {hook.what} | ")]
+                self.assertEqual(len(row), int(hook.through != engines.READ), hook.what)
+                for place in hook.places if row else ():
+                    self.assertIn(f"`{place.path}`", row[0])
+                self.assertTrue(not row or row[0].endswith(f" | {hook.without} |"), hook.what)
+
+
 class Guard(unittest.TestCase):
     """What fails in our code does not fail the engine's."""
 
