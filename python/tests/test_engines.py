@@ -989,6 +989,14 @@ class Sglang(Engine):
         self.assertEqual(self.gpu.live_pools, 0)
         self.assertEqual(self.gpu.engine, "sglang")
 
+    def test_each_part_of_sglang_asks_for_a_saver_and_graphs_are_wrapped_once(self):
+        self.engine(self.files, "sglang")
+        for _ in range(3):
+            self.saver(self.start())
+        self.capture()
+        self.gpu.allocate("behind the graph")
+        self.assertEqual((self.gpu.tags()["output"], self.gpu.tags()["behind the graph"]), ("cuda_graph", "default"))
+
     def test_the_settings_stay_as_they_were(self):
         """SGLang tells them to those who ask, and frameworks compare them with what they want."""
         self.engine(self.files, "sglang")

@@ -185,7 +185,7 @@ def _replace_imported(owner: ModuleType, original: Any, wrapper: Any) -> None:
     package = owner.__name__.partition(".")[0]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == package:
-            for attribute in [attribute for attribute, value in list(vars(module).items()) if value is original]:
+            for attribute in [name for name, value in list(getattr(module, "__dict__", {}).items()) if value is original]:
                 setattr(module, attribute, wrapper)
 
 
