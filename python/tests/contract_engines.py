@@ -165,7 +165,9 @@ def skeleton(node: Any, name: str) -> Any:
     if isinstance(node, ast.FunctionDef):
         allocate = f"torch.zeros({name!r})"
         returned = allocate if node.name == "__init__" else f"return {allocate}"
-        plain = [one for one in node.decorator_list if isinstance(one, ast.Name) and one.id in ("staticmethod", "classmethod")]
+        plain: list[ast.expr] = [
+            one for one in node.decorator_list if isinstance(one, ast.Name) and one.id in ("staticmethod", "classmethod")
+        ]
         arguments = copy.deepcopy(node.args)
         none = ast.Constant(None)
         arguments.defaults = [none for _ in arguments.defaults]
@@ -226,7 +228,8 @@ class Contract(test_engines.Engine):
         before = len(self.gpu.allocations)
         function(*arguments, *[None for _ in missing], **named)
         (one,) = self.gpu.allocations[before:]
-        return one["tag"]
+        tag: str | None = one["tag"]
+        return tag
 
     # SGLang
 
@@ -248,8 +251,8 @@ class Contract(test_engines.Engine):
             "sglang/srt/environ.py": "class _Unset:\n    def get(self): ...\n"
             "class envs: SGLANG_PLUGINS = SGLANG_PLATFORM = _Unset()",
         }
-        saver = types.ModuleType("torch_memory_saver")
-        regions = []
+        saver: Any = types.ModuleType("torch_memory_saver")
+        regions: list[str] = []
         saver.torch_memory_saver = types.SimpleNamespace(enabled=True, region=lambda **how: regions.append(how["tag"]))
         plugin = mock.Mock(value="vramctl.engines.sglang:install", dist=None)
         plugin.name = "vramctl"
@@ -268,7 +271,7 @@ class Contract(test_engines.Engine):
                 {len(hooks) for hooks in registry._hooks.values()}, {1}, "as a plugin and at the import: once each"
             )
             self.assertEqual(len(registry._patched), 2)
-            self.sglang_runs(regions, getattr(importlib.import_module(images.module), "MmItemMemoryPool"))
+            self.sglang_runs(regions, importlib.import_module(images.module).MmItemMemoryPool)
 
     def sglang_runs(self, regions: list[str], images: Any) -> None:
         create = importlib.import_module("sglang.srt.utils.torch_memory_saver_adapter").TorchMemorySaverAdapter.create
