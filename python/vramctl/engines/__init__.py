@@ -144,10 +144,10 @@ def guarded(around: Function) -> Function:
         except Exception as error:
             if original.error is error:
                 raise
-            if original.error is not None:
-                raise original.error
             name = getattr(function, "__qualname__", repr(function))
             say_once(f"{name} runs as if vramctl were not there, because of an error", exc_info=True)
+        if original.error is not None:
+            raise original.error
         return original.result if original.returned else function(*arguments, **keywords)
 
     return hook
