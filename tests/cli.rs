@@ -344,7 +344,8 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB given back in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
     pause.expect(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
-    let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), progress: false };
+    let wanted =
+        Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
     place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB given back"), "");
@@ -866,7 +867,7 @@ fn scripts_pause_and_resume_through_every_transport() {
         pause.expect(0, "\"reply\":\"done\"", "");
         assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
         let tags = vec!["it's \"odd\" \\ ü".to_owned()];
-        let wanted = Transition { tags, backup: Some(Backup::Discard), timeout_ms: Some(2500), progress: false };
+        let wanted = Transition { tags, backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
         assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
         run("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");

@@ -100,9 +100,9 @@ for line in sys.stdin:
 class Program:
     """A Python program under `vramctl run`."""
 
-    def __init__(self, name: str, source: str = HOLDER, python: str = sys.executable, **environment: str) -> None:
+    def __init__(self, name: str | None, source: str = HOLDER, python: str = sys.executable, **environment: str) -> None:
         self.child = subprocess.Popen(
-            [VRAMCTL, "run", "--name", name, "--", python, "-c", source],
+            [VRAMCTL, "run", *(["--name", name] if name else []), "--", python, "-c", source],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -3,6 +3,7 @@
 use crate::error::{Error, Kind, Shortage};
 use crate::memory::{self, Backup, Progress, Report, Status};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The version of the protocol. It changes when an old client would misunderstand a new server, or the other way round;
@@ -51,6 +52,9 @@ pub struct Transition {
     /// For a pause: what becomes of the contents, whatever the allocations' own policies say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<Backup>,
+    /// For a pause: the same for single tags, in place of `backup`; null: the allocations' own policies.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub backups: BTreeMap<String, Option<Backup>>,
     /// How long to wait, in milliseconds: a pause for the device's work (absent: as long as it takes), a resume for
     /// memory that others hold (absent: not at all).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -63,7 +67,7 @@ pub struct Transition {
 impl From<Transition> for memory::Request {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
-        Self { tags: transition.tags, backup: transition.backup, timeout, ..Self::default() }
+        Self { tags: transition.tags, backup: transition.backup, backups: transition.backups, timeout, ..Self::default() }
     }
 }
 
@@ -206,8 +210,12 @@ mod tests {
     #[test]
     fn requests_read_as_documented() {
         let pause = parse(br#"{"version":1,"request":"pause","tags":["kv_cache"],"backup":"discard","timeout_ms":5}"#).unwrap();
-        let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), progress: false };
+        let wanted =
+            Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), ..Transition::default() };
         assert_eq!(pause, Request::Pause(wanted));
+        let pause = parse(br#"{"version":1,"request":"pause","backup":"discard","backups":{"weights":"host","lora":null}}"#).unwrap();
+        let backups = [("weights".into(), Some(Backup::Host)), ("lora".into(), None)].into();
+        assert_eq!(pause, Request::Pause(Transition { backup: Some(Backup::Discard), backups, ..Transition::default() }));
         assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(Transition::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
         assert_eq!(parse(br#"{"version":1,"request":"set-tag"}"#).unwrap(), Request::SetTag { tag: None });
@@ -241,7 +249,7 @@ mod tests {
 
         #[test]
         fn what_is_written_is_read_back(tags in proptest::collection::vec(".{0,20}", 0..4), timeout in any::<Option<u64>>(), progress: bool) {
-            let request = Request::Pause(Transition { tags, backup: None, timeout_ms: timeout, progress });
+            let request = Request::Pause(Transition { tags, timeout_ms: timeout, progress, ..Transition::default() });
             let line = line(&Message { version: VERSION, request: request.clone() });
             prop_assert_eq!(parse(&line).unwrap(), request);
         }

@@ -185,7 +185,7 @@ fn carry_out(request: Request, peer: Peer<'_>) -> Result<Reply, Error> {
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
         Request::Pause(wanted) => transition(wanted, peer, |request, client| memory.pause(request, client)),
-        Request::Resume(Transition { backup: Some(_), .. }) => {
+        Request::Resume(Transition { backup, backups, .. }) if backup.is_some() || !backups.is_empty() => {
             Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
         }
         Request::Resume(wanted) => transition(wanted, peer, |request, client| memory.resume(request, client)),

@@ -158,10 +158,10 @@ fn transition(
     agree(&tasks)?;
     let bars = Bars::on_terminal(!args.quiet && !args.json);
     let request = protocol::Transition {
-        tags: Vec::new(),
         backup,
         timeout_ms: args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
         progress: bars.shown(),
+        ..protocol::Transition::default()
     };
     let outcomes = carry_out(direction, &found, &tasks, &request, &bars);
 
