@@ -14,7 +14,6 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import support  # noqa: E402
-
 import vramctl  # noqa: E402
 
 FILES = {

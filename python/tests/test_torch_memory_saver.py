@@ -19,9 +19,10 @@ import unittest
 from pathlib import Path
 
 import torch_memory_saver as package
+from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver
+
 import vramctl
 from support import MIB, Cuda, freed
-from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver
 from vramctl import errors
 
 try:
@@ -292,7 +293,6 @@ class Memory(unittest.TestCase):
         self.assertFalse(cdll().tms_get_cpu_backup_pointer(pointer, 16))
         torch_memory_saver.pause("at_the_pointer")
         self.assertEqual(cdll().tms_get_cpu_backup_pointer(pointer, 16)[:16], [9] * 16)
-
 
     def backup_at(self, address: int) -> int | None:
         """Where the allocation's contents are kept; None: nowhere."""
