@@ -16,7 +16,10 @@ import unittest
 import zipfile
 from pathlib import Path
 
+import vramctl
 from support import HOLDER, ROOT
+
+HOME = "https://github.com/vramctl/vramctl"
 
 #: What a user of the wheel does not have.
 _OURS = (
@@ -115,6 +118,16 @@ class Wheel(unittest.TestCase):
             ).decode()
         self.assertIn("Requires-Python: >=3.9", metadata)
         self.assertNotIn("Requires-Dist", metadata, "nothing is needed at run time")
+        self.assertIn(f"Version: {vramctl.__version__}", metadata)
+        self.assertIn(f"Project-URL: Homepage, {HOME}", metadata)
+        self.assertIn("Description-Content-Type: text/markdown", metadata)
+        links = re.findall(r"\]\(([^)]*)\)", metadata)
+        self.assertGreater(len(links), 10)
+        for link in links:
+            self.assertRegex(link, "^https://")
+            if link.startswith(f"{HOME}/blob/HEAD/"):
+                file = link[len(f"{HOME}/blob/HEAD/") :].partition("#")[0]
+                self.assertTrue((ROOT / file).exists(), link)
 
     def test_it_works_where_it_is_installed_in_the_oldest_python(self) -> None:
         self.in_environment(interpreters().get((3, 9)), "Python 3.9")

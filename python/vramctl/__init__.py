@@ -49,6 +49,7 @@ __all__ = [
     "Report",
     "Status",
     "Tag",
+    "__version__",
     "backup_of",
     "cuda_graph",
     "current_tag",
@@ -66,6 +67,10 @@ __all__ = [
     "status",
     "unmanaged",
 ]
+
+
+#: The version of this package, and of the library and the command line that are installed with it.
+__version__ = "0.1.0"
 
 
 def is_preloaded() -> bool:
