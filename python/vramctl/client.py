@@ -240,24 +240,22 @@ class Client:
 
         `timeout`: how long to wait for the device's work, in seconds; None: as long as it takes. Copying is not limited by it.
 
-        `progress` is called, in this thread, with how far it has come, every 50 ms at most. What it raises ends the wait,
-        not the pause.
+        `progress` is called, in this thread, with how far it has come, every 50 ms at most. If it raises, nobody waits for
+        the pause any more, and it goes on to its end.
 
         What is paused already is left alone. Raises `errors.UnknownTag`, `errors.HostMemory`, `errors.Disk`, `errors.Busy`,
         `errors.Capturing`, `errors.Driver`, `errors.Work`, and `errors.Disconnected` where the process goes away.
         """
-        policies: dict[str | None, str | None] = dict(_request.policies(tags, backup))
-        # In the protocol, the allocations' own policies are what nothing is said of.
-        policies = {tag: None if policy == "default" else policy for tag, policy in policies.items()}
+        policies = _request.policies(tags, backup)
         request: dict[str, Any] = {"request": "pause"}
         if None not in policies:
             request["tags"] = list(policies)
+        others: str = backup
         if isinstance(tags, Mapping):
-            others = policies.pop(None, None)
-            request["backups"] = policies
-        else:
-            others = next(iter(policies.values()))
-        if others is not None:
+            others = policies.pop(None, "default")
+            # In the protocol, an allocation's own policy is what null stands for, or what is left out.
+            request["backups"] = {tag: None if policy == "default" else policy for tag, policy in policies.items()}
+        if others != "default":
             request["backup"] = others
         if force:
             request["force"] = True
