@@ -168,7 +168,7 @@ class Real(unittest.TestCase):
             os.kill(asleep.pid, signal.SIGSTOP)
             try:
                 with self.assertRaises(errors.Busy) as silent:
-                    vramctl.Client("engine", patience=0.3)
+                    vramctl.Client("engine", patience=2)
                 self.assertIn(f"process {asleep.pid} ", str(silent.exception))
                 self.assertEqual(silent.exception.numbers, {"pids": [asleep.pid]})
                 # It can be told that it is called otherwise.
@@ -290,7 +290,7 @@ class Pretended(unittest.TestCase):
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps({"reply": json.loads(line)["request"], **HELLO}).encode() + b"\n")
 
-        with vramctl.Client(self.serve(answer), patience=0.2) as client:
+        with vramctl.Client(self.serve(answer), patience=1) as client:
             with self.assertRaises(errors.Busy):
                 client.status()
             late.set()
