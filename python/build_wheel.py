@@ -77,7 +77,7 @@ def build(root: Path) -> tuple[Path, Path]:
     if shutil.which("cargo") is None:
         raise SystemExit("cargo is missing, which builds the library. Install Rust (https://rustup.rs), or a built wheel")
     words = shlex.split(os.environ.get("VRAMCTL_WHEEL_CARGO") or "build --release")
-    command = ["cargo", *words, "--lib", "--bin", "vramctl", "--message-format", "json-render-diagnostics"]
+    command = ["cargo", *words, "-p", "vramctl", "-p", "vramctl-cli", "--message-format", "json-render-diagnostics"]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise SystemExit(f"`{shlex.join(command)}` failed")

@@ -6,8 +6,9 @@ mod common;
 use common::{Gpu, MIB, free, malloc, pattern, read, write};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr;
-use vramctl::abi::*;
-use vramctl::memory::{Backup, Memory};
+use vramctl_core::memory::Memory;
+use vramctl_intercept::abi::*;
+use vramctl_model::Backup;
 
 fn begin(tag: &str, backup: i32) -> VramctlResult {
     let tag = CString::new(tag).unwrap();
@@ -143,16 +144,16 @@ fn the_margin_is_set_and_the_version_is_the_packages() {
 #[test]
 fn a_process_says_which_engine_it_is() {
     let say = |name: Option<&CStr>| unsafe { vramctl_set_engine(name.map_or(ptr::null(), CStr::as_ptr)) };
-    assert_eq!(vramctl::process::engine(), None);
+    assert_eq!(vramctl_core::engine::name(), None);
     assert_eq!(say(Some(c"vllm")), VramctlResult::Ok);
-    assert_eq!(vramctl::process::engine().as_deref(), Some("vllm"));
+    assert_eq!(vramctl_core::engine::name().as_deref(), Some("vllm"));
     for wrong in [c"", c"a b", c"a\nb"] {
         assert_eq!(say(Some(wrong)), VramctlResult::Invalid);
         assert!(last_error().contains("engine's name"), "{}", last_error());
     }
-    assert_eq!(vramctl::process::engine().as_deref(), Some("vllm"), "a refused name changes nothing");
+    assert_eq!(vramctl_core::engine::name().as_deref(), Some("vllm"), "a refused name changes nothing");
     assert_eq!(say(None), VramctlResult::Ok);
-    assert_eq!(vramctl::process::engine(), None);
+    assert_eq!(vramctl_core::engine::name(), None);
 }
 
 /// A backup that stays is what makes the next pause fast; one that need not stay is host memory that others want.
@@ -161,7 +162,7 @@ fn retaining_is_said_at_run_time_for_a_tag_or_for_all() {
     let _gpu = Gpu::take();
     let retain = |tag: Option<&CStr>, keep: i32| unsafe { vramctl_set_retain(tag.map_or(ptr::null(), CStr::as_ptr), keep) };
     let held = || {
-        vramctl::backup::settle();
+        vramctl_backup::settle();
         Memory::get().status().host.used_bytes
     };
     let cycle = || {

@@ -7,11 +7,9 @@ mod common;
 use common::{Gpu, MIB, free, malloc_tagged, pause, resume};
 use std::process::Command;
 use std::time::{Duration, Instant};
-use vramctl::config::CopyBy;
-use vramctl::memory::{
-    Backup,
-    cleaning::{self, When},
-};
+use vramctl_config::CopyBy;
+use vramctl_core::transition::cleaning::{self, When};
+use vramctl_model::Backup;
 
 /// In one test alone: it looks when the test settles it, and not before.
 struct Looks;
@@ -122,7 +120,7 @@ fn what_is_gone_is_not_looked_at() {
     {
         let _looks = Looks::from(8 * MIB);
         pause(&[]).unwrap();
-        assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+        assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     }
     assert_eq!(gpu.calls("cuMemCreate"), 0);
 }
@@ -143,7 +141,7 @@ fn a_look_that_fails_changes_nothing() {
         gpu.clear_faults();
         resume(&[]).unwrap();
         assert_eq!(free(address), 0, "{call}");
-        vramctl::driver::sweep();
+        vramctl_driver::sweep();
         assert_eq!(gpu.used(0), before, "{call}");
     }
 }
@@ -155,9 +153,9 @@ fn ends_during_a_call() {
     let gpu = Gpu::take();
     let call = std::env::var(CALL).expect("a name");
     // A context that has no kernel yet.
-    assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+    assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     cleaning::set_when(When { after: Duration::ZERO, bytes: 0 });
-    vramctl::backup::set_copy_by(None::<CopyBy>, Some(0));
+    vramctl_backup::set_copy_by(None::<CopyBy>, Some(0));
     malloc_tagged("weights", Some(Backup::Host), 8 * MIB).expect("memory");
     // Which is what gives host memory back; the pause calls it, too.
     let after_a_resume = call == "cuMemHostUnregister";

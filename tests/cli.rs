@@ -2,6 +2,9 @@
 //! socket of a sleeping child. What needs real memory is tested with the simulated GPU elsewhere.
 #![allow(missing_docs)]
 
+mod common;
+
+use common::command_line;
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
@@ -17,10 +20,10 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use vramctl::control::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
-use vramctl::driver::Holder;
-use vramctl::error::{Error, Shortage};
-use vramctl::memory::{Backup, DeviceStatus, Progress, Report, Stage, Status, TagState, TagStatus};
+use vramctl_control::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
+use vramctl_model::Holder;
+use vramctl_model::{Backup, DeviceStatus, Progress, Report, Stage, Status, TagState, TagStatus};
+use vramctl_model::{Error, Shortage};
 
 const GIB: u64 = 1 << 30;
 
@@ -53,7 +56,7 @@ impl Place {
     /// Runs `vramctl` with these arguments, separated by spaces.
     fn vramctl(&self, arguments: &str) -> Ran {
         let arguments: Vec<_> = arguments.split_whitespace().collect();
-        Ran::new(&self.command(env!("CARGO_BIN_EXE_vramctl"), &arguments).output().unwrap())
+        Ran::new(&self.command(command_line(), &arguments).output().unwrap())
     }
 
     fn socket(&self, pid: u32) -> PathBuf {
@@ -252,7 +255,7 @@ impl State {
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
             devices: vec![device],
-            host: vramctl::backup::ArenaStatus::default(),
+            host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
         };
         ProcessStatus { process: self.hello(), memory }
@@ -548,7 +551,7 @@ while True:
     let mut engine = place.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
     let mut said = BufReader::new(engine.stdout.take().unwrap()).lines();
     assert_eq!(said.next().unwrap().unwrap(), "ready");
-    let pause = place.command(env!("CARGO_BIN_EXE_vramctl"), &["pause"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let pause = place.command(command_line(), &["pause"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     assert_eq!(said.next().unwrap().unwrap(), "asked");
     engine.kill().unwrap();
     engine.wait().unwrap();
@@ -604,7 +607,7 @@ fn an_unsafe_directory_is_refused() {
     fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
     let link = place.folder.path().join("link");
     symlink(&place.sockets, &link).unwrap();
-    let ps = Ran::new(&place.command(env!("CARGO_BIN_EXE_vramctl"), &["ps"]).env("VRAMCTL_DIR", &link).output().unwrap());
+    let ps = Ran::new(&place.command(command_line(), &["ps"]).env("VRAMCTL_DIR", &link).output().unwrap());
     ps.expect(1, "", "/link: a symbolic link; set VRAMCTL_DIR to the directory itself");
 }
 
@@ -615,7 +618,7 @@ fn the_runtime_directory_is_where_sockets_are_unless_told() {
     fs::rename(&place.sockets, base.join("vramctl")).unwrap();
     let in_base = Place { sockets: base.join("vramctl"), ..place };
     let _engine = Fake::new(&in_base, "engine", &["weights"]);
-    for program in [PathBuf::from(env!("CARGO_BIN_EXE_vramctl")), script("pause.sh")] {
+    for program in [PathBuf::from(command_line()), script("pause.sh")] {
         let arguments: &[&str] = if program.extension().is_some() { &[] } else { &["pause"] };
         let mut command = in_base.command(program, arguments);
         command.env_remove("VRAMCTL_DIR").env("XDG_RUNTIME_DIR", in_base.folder.path());
@@ -633,7 +636,7 @@ fn a_reader_that_goes_away_is_no_accident() {
     for arguments in [&["ps"][..], &["status", "--json"], &["completions", "bash"], &["pause"]] {
         let (reader, writer) = UnixStream::pair().unwrap();
         drop(reader);
-        let output = place.command(env!("CARGO_BIN_EXE_vramctl"), arguments).stdout(OwnedFd::from(writer)).output().unwrap();
+        let output = place.command(command_line(), arguments).stdout(OwnedFd::from(writer)).output().unwrap();
         assert_eq!((output.status.code(), output.status.signal()), (Some(0), None), "{arguments:?}");
         assert_eq!(String::from_utf8_lossy(&output.stderr), "");
     }
@@ -664,7 +667,7 @@ fn harmless_library() -> PathBuf {
 
 fn run(place: &Place, arguments: &[&str], environment: &[(&str, &str)]) -> Ran {
     let arguments: Vec<_> = ["run"].iter().chain(arguments).copied().collect();
-    let mut command = place.command(env!("CARGO_BIN_EXE_vramctl"), &arguments);
+    let mut command = place.command(command_line(), &arguments);
     command.env("VRAMCTL_LIB", harmless_library()).envs(environment.iter().copied());
     Ran::new(&command.output().unwrap())
 }
@@ -702,7 +705,7 @@ fn the_command_takes_the_place_of_run() {
     run(&place, &["sh", "-c", "exit $#", "sh", "--name", "x"], &[]).expect(2, "", "");
 
     let child = place
-        .command(env!("CARGO_BIN_EXE_vramctl"), &["run", "--", "sh", "-c", "echo $$; kill -TERM $$"])
+        .command(command_line(), &["run", "--", "sh", "-c", "echo $$; kill -TERM $$"])
         .env("VRAMCTL_LIB", harmless_library())
         .stdout(Stdio::piped())
         .spawn()
@@ -737,7 +740,7 @@ fn a_missing_library_is_explained() {
     // A copy of the binary finds the library in ../lib beside it.
     let (bin, lib) = (place.folder.path().join("bin"), place.folder.path().join("lib"));
     fs::create_dir(&bin).unwrap();
-    fs::copy(env!("CARGO_BIN_EXE_vramctl"), bin.join("vramctl")).unwrap();
+    fs::copy(command_line(), bin.join("vramctl")).unwrap();
     let run = || Ran::new(&place.command(bin.join("vramctl"), &["run", "--", "env"]).output().unwrap());
     run().expect(1, "", "set VRAMCTL_LIB");
     fs::create_dir(&lib).unwrap();
@@ -770,10 +773,9 @@ fn python_programs_find_the_package() {
     assert_eq!(path(&["env"], ""), ours);
     assert_eq!(path(&["env"], "/mine"), format!("{ours}:/mine"));
     assert_eq!(path(&["--no-python", "env"], "/mine"), "/mine");
-    assert_eq!(path(&["--", env!("CARGO_BIN_EXE_vramctl"), "run", "--", "env"], "/mine"), format!("{ours}:/mine"), "once");
+    assert_eq!(path(&["--", command_line(), "run", "--", "env"], "/mine"), format!("{ours}:/mine"), "once");
 
-    let printed =
-        |value: &str| Ran::new(&place.command(env!("CARGO_BIN_EXE_vramctl"), &["python-path"]).env(chosen.0, value).output().unwrap());
+    let printed = |value: &str| Ran::new(&place.command(command_line(), &["python-path"]).env(chosen.0, value).output().unwrap());
     assert_eq!(printed(chosen.1).out, format!("{ours}\n"));
     fs::remove_dir(&dropin).unwrap();
     assert_eq!(printed(chosen.1).out, format!("{}\n", site.display()), "what is not there is not named");
@@ -789,7 +791,7 @@ fn what_pip_has_installed_is_found() {
         let site = place.folder.path().join(site);
         let prefix = place.folder.path().join(site.strip_prefix(place.folder.path()).unwrap().iter().next().unwrap());
         fs::create_dir_all(prefix.join("bin")).unwrap();
-        fs::copy(env!("CARGO_BIN_EXE_vramctl"), prefix.join("bin/vramctl")).unwrap();
+        fs::copy(command_line(), prefix.join("bin/vramctl")).unwrap();
         fs::create_dir_all(site.join("vramctl/site")).unwrap();
         fs::write(site.join("vramctl/__init__.py"), "").unwrap();
         symlink(harmless_library(), site.join("vramctl/libvramctl.so")).unwrap();
@@ -1047,9 +1049,7 @@ fn an_engine_forgets_its_prefix_cache_before_it_is_discarded() {
         place.vramctl(&format!("pause weights --engine {address}")).expect(0, "paused weights", "");
         assert!(!http.asked().iter().any(|request| request.starts_with("POST")), "kept contents need not be forgotten");
         http.asked.lock().unwrap().clear();
-        let ran = Ran::new(
-            &place.command(env!("CARGO_BIN_EXE_vramctl"), &["pause", "--discard"]).env("VRAMCTL_ENGINE", address).output().unwrap(),
-        );
+        let ran = Ran::new(&place.command(command_line(), &["pause", "--discard"]).env("VRAMCTL_ENGINE", address).output().unwrap());
         ran.expect(0, "paused kv_cache", "");
         assert_eq!(http.asked(), *wanted);
         assert_eq!(engine.asked().len(), 2);
@@ -1103,7 +1103,7 @@ fn an_engine_s_key_comes_from_the_environment() {
     });
     let arguments = ["pause", "--discard", "--engine", &http.address];
     place.vramctl(&arguments.join(" ")).expect(1, "", "VRAMCTL_ENGINE_KEY");
-    let mut command = place.command(env!("CARGO_BIN_EXE_vramctl"), &arguments);
+    let mut command = place.command(command_line(), &arguments);
     Ran::new(&command.env("VRAMCTL_ENGINE_KEY", "secret").output().unwrap()).expect(0, "discarded", "");
 }
 

@@ -4,9 +4,9 @@
 mod common;
 
 use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
-use vramctl::backup::set_copy_by;
-use vramctl::config::CopyBy;
-use vramctl::memory::Backup;
+use vramctl_backup::set_copy_by;
+use vramctl_config::CopyBy;
+use vramctl_model::Backup;
 
 /// Large enough that how long one took says something.
 const LARGE: usize = 16 * MIB;
@@ -118,7 +118,7 @@ fn without_the_kernel_the_engines_copy() {
 fn a_reset_takes_the_kernel_along() {
     let gpu = Gpu::take();
     for call in [None, Some("cuModuleLoadData"), Some("cuModuleGetFunction"), Some("cuMemAlloc_v2"), Some("cuLaunchKernel")] {
-        assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+        assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
         let program = Program::start(&[MIB; 2]);
         let before = gpu.footprint();
         set_copy_by(Some(CopyBy::Kernel), None);
@@ -144,7 +144,7 @@ fn a_reset_takes_the_kernel_along() {
 #[test]
 fn a_device_without_memory_to_spare_gets_no_kernel() {
     let gpu = Gpu::take();
-    assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+    assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let program = Program::start(&[MIB; 2]);
     gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize);
     set_copy_by(Some(CopyBy::Kernel), None);
@@ -163,7 +163,7 @@ fn a_device_without_memory_to_spare_gets_no_kernel() {
 #[test]
 fn what_is_paused_already_is_not_to_spare() {
     let gpu = Gpu::take();
-    assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+    assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let cache = malloc_tagged("cache", Some(Backup::Discard), 96 * MIB).unwrap();
     let program = Program::start(&[MIB; 2]);
     gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize);
@@ -183,13 +183,13 @@ fn what_is_paused_already_is_not_to_spare() {
 #[test]
 fn a_large_pause_loads_it_in_the_background() {
     let gpu = Gpu::take();
-    assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+    assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let program = Program::start(&[LARGE; 3]);
     set_copy_by(None, Some(0));
     for loaded in [1, 0] {
         gpu.reset_counts();
         pause(&[]).unwrap();
-        vramctl::backup::settle();
+        vramctl_backup::settle();
         assert_eq!(gpu.calls("cuModuleLoadData"), loaded);
         let [launches, _] = resume_and_count(&gpu);
         assert!(launches > 0, "it is not used");
@@ -197,13 +197,13 @@ fn a_large_pause_loads_it_in_the_background() {
         program.check("with the kernel");
     }
     // Small ones are not worth it.
-    assert_eq!(unsafe { vramctl::interpose::cudaDeviceReset() }, 0);
+    assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let small = Program::start(&[LARGE; 2]);
     set_copy_by(None, None);
     gpu.reset_counts();
     pause(&[]).unwrap();
     resume(&[]).unwrap();
-    vramctl::backup::settle();
+    vramctl_backup::settle();
     assert_eq!(gpu.calls("cuModuleLoadData"), 0);
     small.end();
 }

@@ -7,8 +7,9 @@ mod common;
 use common::{Gpu, MIB, free, malloc, pattern, synchronize, write};
 use std::ffi::{CStr, c_char, c_void};
 use std::mem::transmute;
-use vramctl::backup::digest::{Digest, Hasher, Key, PIECE};
-use vramctl::driver::{Addresses, Current, code};
+use vramctl_backup::digest::{DIGEST_PIECE as PIECE, Digest, Hasher, Key};
+use vramctl_driver::{Addresses, Current};
+use vramctl_model::code;
 
 fn current() -> Current {
     Current::of_thread().unwrap().expect("the program has a context")

@@ -39,7 +39,7 @@ fn links_lead_somewhere() {
 /// Every variable that the code reads is in the README's or a page's table, or users cannot find it.
 #[test]
 fn every_variable_is_documented() {
-    let code = ["src/config.rs", "src/bin/vramctl/run.rs", "src/bin/vramctl/places.rs", "src/bin/vramctl/engine.rs"]
+    let code = ["src/config/lib.rs", "src/cli/run.rs", "src/cli/places.rs", "src/cli/engine.rs"]
         .map(|file| fs::read_to_string(root().join(file)).unwrap())
         .join("\n");
     let text: String = pages().iter().map(|page| fs::read_to_string(page).unwrap()).collect();

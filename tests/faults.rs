@@ -11,9 +11,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::process::{Command, Stdio};
 use std::ptr;
 use std::sync::Once;
-use vramctl::config::CopyBy;
-use vramctl::interpose;
-use vramctl::memory::{Backup, Memory, Report, region};
+use vramctl_config::CopyBy;
+use vramctl_core::memory::{Memory, region};
+use vramctl_intercept::hooks as interpose;
+use vramctl_model::{Backup, Report};
 
 /// The driver's functions that the library calls; those that a path does not use are skipped there.
 const CALLS: &[&str] = &[
@@ -172,7 +173,7 @@ impl Path {
     }
 
     fn choose_who_copies(self) {
-        vramctl::backup::set_copy_by((self == Self::ResumeByKernel).then_some(CopyBy::Kernel), None);
+        vramctl_backup::set_copy_by((self == Self::ResumeByKernel).then_some(CopyBy::Kernel), None);
     }
 }
 
@@ -222,7 +223,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     }
     let stream = Stream::create();
     // The library's own background work is not on the path that is looked at.
-    vramctl::backup::settle();
+    vramctl_backup::settle();
     gpu.reset_counts();
     for fault in faults {
         gpu.fail(fault.call, fault.nth, fault.code, fault.times);
@@ -241,7 +242,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         let release = |address| if path == Path::FreeAsync { free_async(address, &stream) } else { free(address) };
         freed = program.doomed().filter(|address| release(*address) == 0).collect();
     }
-    vramctl::backup::settle();
+    vramctl_backup::settle();
     if let Some(counts) = counts {
         counts.extend(CALLS.iter().map(|call| (*call, gpu.calls(call))).filter(|(_, count)| *count > 0));
     }
@@ -278,7 +279,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
 }
 
 /// A pause or resume that could not be carried out is a refusal, not a half. (Where undoing it fails too, it may be one.)
-fn check_all_or_nothing(path: Path, answer: &Result<Report, vramctl::Error>, case: &str) {
+fn check_all_or_nothing(path: Path, answer: &Result<Report, vramctl_model::Error>, case: &str) {
     let status = Memory::get().status();
     let chosen = status.tags.iter().filter(|tag| path.tags().is_empty() || path.tags().contains(&&*tag.tag));
     let all: u64 = chosen.map(|tag| tag.bytes).sum();
@@ -289,8 +290,8 @@ fn check_all_or_nothing(path: Path, answer: &Result<Report, vramctl::Error>, cas
 /// Nothing is left after the program has freed everything, but for what the driver refused, which a sweep gets back.
 fn check_nothing_left(gpu: &Gpu, before: &Footprint, case: &str) {
     let left: u64 = gpu.footprint().used().iter().zip(before.used()).map(|(now, before)| now.saturating_sub(*before)).sum();
-    assert!(left <= vramctl::driver::leftover_bytes(), "{case}: {left} bytes are in use, and nobody counts them");
-    vramctl::driver::sweep();
+    assert!(left <= vramctl_driver::leftover_bytes(), "{case}: {left} bytes are in use, and nobody counts them");
+    vramctl_driver::sweep();
     // A stream that the driver refused to destroy is the one thing that is not tried again.
     assert_eq!(gpu.footprint().without_streams(), before.without_streams(), "{case}: something is left");
 }

@@ -3,10 +3,11 @@
 
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
-use vramctl::backup::digest::{Digest, Hasher, Key, PIECE};
-use vramctl::backup::{Part, copier, set_copy_by};
-use vramctl::config::CopyBy;
-use vramctl::driver::{CUdeviceptr, Current, Driver, Lane, Pinned, RelaxedCapture, code};
+use vramctl_backup::digest::{DIGEST_PIECE as PIECE, Digest, Hasher, Key};
+use vramctl_backup::{Part, copier, set_copy_by};
+use vramctl_config::CopyBy;
+use vramctl_driver::{CUdeviceptr, Current, Driver, Lane, Pinned, RelaxedCapture};
+use vramctl_model::code;
 
 macro_rules! call {
     ($name:ident($($argument:expr),*) as $type:ty) => {{

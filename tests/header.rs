@@ -1,4 +1,4 @@
-//! `include/vramctl.h` is what the code says: generated from `src/abi.rs`, and written with `UPDATE=1`.
+//! `include/vramctl.h` is what the code says: generated from `src/intercept/abi.rs`, and written with `UPDATE=1`.
 #![allow(missing_docs)]
 
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::process::Command;
 fn generated() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let config = cbindgen::Config::from_file(root.join("include/cbindgen.toml")).unwrap();
-    let bindings = cbindgen::Builder::new().with_config(config).with_src(root.join("src/abi.rs")).generate().unwrap();
+    let bindings = cbindgen::Builder::new().with_config(config).with_src(root.join("src/intercept/abi.rs")).generate().unwrap();
     let mut text = Vec::new();
     bindings.write(&mut text);
     String::from_utf8(text).unwrap()
@@ -21,7 +21,7 @@ fn the_header_is_current() {
         std::fs::write(&path, &wanted).unwrap();
     }
     let found = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(found == wanted, "include/vramctl.h is not what src/abi.rs says; run `UPDATE=1 cargo test --test header`");
+    assert!(found == wanted, "include/vramctl.h is not what src/intercept/abi.rs says; run `UPDATE=1 cargo test --test header`");
 }
 
 /// The header must be usable from C and from C++, on its own.

@@ -9,11 +9,12 @@ use std::path::Path;
 use std::process::Command;
 use std::ptr;
 use std::time::{Duration, Instant};
-use vramctl::Error;
-use vramctl::backup::HOST_PIECE;
-use vramctl::driver::{MEMORY_PIECE, StreamHandle};
-use vramctl::interpose::{self, Extent, PitchedPtr};
-use vramctl::memory::{Backup, Memory, Observer, Progress, Request, TagState, region};
+use vramctl_backup::HOST_PIECE;
+use vramctl_core::memory::{Memory, region};
+use vramctl_driver::{PHYSICAL_PIECE, StreamHandle};
+use vramctl_intercept::hooks::{self as interpose, CudaExtent, CudaPitchedPtr};
+use vramctl_model::Error;
+use vramctl_model::{Backup, Observer, Progress, TagState, TransitionRequest};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -39,8 +40,8 @@ const ALLOCATORS: [(&str, Allocate); 8] = [
         pointer(|to| unsafe { interpose::cudaMallocPitch(to, &raw mut pitch, 1024, bytes / 1024) })
     }),
     ("cudaMalloc3D", |bytes| {
-        let mut pitched = PitchedPtr { pointer: ptr::null_mut(), pitch: 0, xsize: 0, ysize: 0 };
-        let code = unsafe { interpose::cudaMalloc3D(&raw mut pitched, Extent { width: 1024, height: bytes / 4096, depth: 4 }) };
+        let mut pitched = CudaPitchedPtr { pointer: ptr::null_mut(), pitch: 0, xsize: 0, ysize: 0 };
+        let code = unsafe { interpose::cudaMalloc3D(&raw mut pitched, CudaExtent { width: 1024, height: bytes / 4096, depth: 4 }) };
         (code, pitched.pointer)
     }),
     ("cudaMallocFromPoolAsync", |bytes| {
@@ -150,8 +151,8 @@ fn rows_are_laid_out_as_the_runtime_does() {
             }
             let mut pitch = 0;
             let (code, address) = pointer(|to| unsafe { interpose::cudaMallocPitch(to, &raw mut pitch, width, height) });
-            let mut pitched = PitchedPtr { pointer: ptr::null_mut(), pitch: 0, xsize: 0, ysize: 0 };
-            let code_3d = unsafe { interpose::cudaMalloc3D(&raw mut pitched, Extent { width, height, depth: 2 }) };
+            let mut pitched = CudaPitchedPtr { pointer: ptr::null_mut(), pitch: 0, xsize: 0, ysize: 0 };
+            let code_3d = unsafe { interpose::cudaMalloc3D(&raw mut pitched, CudaExtent { width, height, depth: 2 }) };
             let _ = region::end();
             assert_eq!((code, code_3d), (0, 0));
             assert_eq!((free(address as u64), free(pitched.pointer as u64)), (0, 0));
@@ -180,7 +181,7 @@ fn out_of_memory_looks_like_the_runtimes() {
         assert_eq!(last_error(), 0, "and it can be cleared");
     }
     // What is one piece is for the driver to refuse.
-    let asked = u64::from(common::DEVICE_BYTES < MEMORY_PIECE);
+    let asked = u64::from(common::DEVICE_BYTES < PHYSICAL_PIECE);
     assert_eq!(gpu.calls("cuMemCreate"), asked, "more than there is: no piece of it is taken first");
     assert_eq!(gpu.footprint(), before);
     // torch frees its cache then, and tries again.
@@ -195,7 +196,7 @@ fn out_of_memory_looks_like_the_runtimes() {
 fn a_margin_keeps_memory_free() {
     let _gpu = Gpu::take();
     region::begin(Some("t"), None).unwrap();
-    let (free_bytes, _) = vramctl::driver::memory_info().unwrap();
+    let (free_bytes, _) = vramctl_driver::memory_info().unwrap();
     Memory::get().set_margin(free_bytes - 8 * MIB as u64);
     let fits = malloc(8 * MIB).unwrap();
     assert_eq!(malloc(2 * MIB), Err(2));
@@ -324,10 +325,10 @@ fn policies_discard_or_keep_by_request_region_and_environment() {
     assert!(zero(by_region) && zero(by_environment));
 
     assert_eq!(write(by_region, &contents), 0);
-    Memory::get().pause(&Request { backup: Some(Backup::Host), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&TransitionRequest { backup: Some(Backup::Host), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(kept(by_region), "a request overrules the region");
-    Memory::get().pause(&Request { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&TransitionRequest { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(zero(by_default));
 }
@@ -361,7 +362,7 @@ fn a_pause_waits_for_the_devices_work() {
     let stream = Stream::create();
     gpu.set_op_delay_ms(150);
     assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
-    let hurried = Memory::get().pause(&Request { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
+    let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
     assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
     assert_eq!(state("t"), Some(TagState::Active));
     pause(&["t"]).unwrap();
@@ -392,7 +393,7 @@ fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
     gpu.set_op_delay_ms(1500);
     assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
     for timeout in [None, Some(Duration::from_secs(60))] {
-        let answer = Memory::get().pause(&Request { timeout, ..request(&["t"]) }, &mut Leaves);
+        let answer = Memory::get().pause(&TransitionRequest { timeout, ..request(&["t"]) }, &mut Leaves);
         assert!(matches!(answer, Err(Error::Busy(_))), "{answer:?}");
     }
     gpu.set_op_delay_ms(0);
@@ -418,8 +419,9 @@ fn a_resume_without_memory_says_what_is_short_and_can_wait() {
     }
     assert_eq!(state("t"), Some(TagState::Paused));
     let started = Instant::now();
-    let patient =
-        std::thread::spawn(|| Memory::get().resume(&Request { timeout: Some(Duration::from_secs(30)), ..request(&["t"]) }, &mut ()));
+    let patient = std::thread::spawn(|| {
+        Memory::get().resume(&TransitionRequest { timeout: Some(Duration::from_secs(30)), ..request(&["t"]) }, &mut ())
+    });
     std::thread::sleep(Duration::from_millis(100));
     // While it waits, the program can allocate and free.
     let other = malloc_tagged("other", None, 2 * MIB).unwrap();
@@ -575,7 +577,7 @@ fn a_null_pointer_is_the_runtimes_to_refuse() {
     let mut pitch = 0;
     assert_eq!(unsafe { interpose::cudaMallocPitch(ptr::null_mut(), &raw mut pitch, 4096, 4096) }, 1);
     assert_eq!(pointer(|to| unsafe { interpose::cudaMallocPitch(to, ptr::null_mut(), 4096, 4096) }).0, 1);
-    assert_eq!(unsafe { interpose::cudaMalloc3D(ptr::null_mut(), Extent { width: 4096, height: 4096, depth: 1 }) }, 1);
+    assert_eq!(unsafe { interpose::cudaMalloc3D(ptr::null_mut(), CudaExtent { width: 4096, height: 4096, depth: 1 }) }, 1);
     last_error();
 }
 
@@ -605,7 +607,7 @@ fn a_pause_waits_for_the_work_of_peers() {
 fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
     let _gpu = Gpu::take();
     let host = || {
-        vramctl::backup::settle();
+        vramctl_backup::settle();
         Memory::get().status().host
     };
     let address = malloc_tagged("t", None, 3 * MIB).unwrap();
@@ -734,7 +736,7 @@ fn host_memory_that_cannot_be_registered_is_slower_and_right() {
 fn an_idle_device_is_paused_without_any_time() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
-    Memory::get().pause(&Request { timeout: Some(Duration::ZERO), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&TransitionRequest { timeout: Some(Duration::ZERO), ..request(&[]) }, &mut ()).unwrap();
     assert_eq!(free(address), 0);
 }
 
@@ -765,7 +767,7 @@ fn only_what_has_changed_is_copied_again() {
     assert_eq!(write(address, &contents[..1]), 0);
     assert_eq!(cycle(), 10 * PIECE);
     // A discarding pause forgets the copy.
-    Memory::get().pause(&Request { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
+    Memory::get().pause(&TransitionRequest { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(read(address, 20 * MIB).unwrap().iter().all(|byte| *byte == 0));
     assert_eq!(cycle(), 0);
@@ -812,7 +814,7 @@ fn contents_go_to_a_file_and_come_back() {
     let report = pause(&[]).unwrap();
     assert_eq!(report.kept_bytes, (4 + 70 + 2 + 10) << 20);
     assert_eq!(gpu.footprint().used(), before.used());
-    vramctl::backup::settle();
+    vramctl_backup::settle();
     let status = Memory::get().status();
     assert_eq!(status.host.used_bytes, 64 << 20, "no host memory beyond the staging buffers");
     assert_eq!(status.tags.iter().map(|tag| tag.disk_bytes).sum::<u64>(), 86 << 20);

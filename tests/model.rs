@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vramctl::memory::{Backup, Memory, Request, Span, region};
+use vramctl_core::memory::{Memory, region};
+use vramctl_model::{Backup, Span, TransitionRequest};
 
 const TAGS: [&str; 4] = ["weights", "kv_cache", "graph", common::RETAINED_TAG];
 
@@ -130,7 +131,7 @@ impl World {
             Step::Pause(tag, backup, unused) => {
                 let unused = unused.and_then(|(which, from, bytes)| Some((self.pick(which)?, from, bytes)));
                 let spans = unused.iter().map(|(address, from, bytes)| Span { address: address + *from as u64, bytes: *bytes }).collect();
-                let wanted = Request { backup, unused: spans, ..request(&tags(tag)) };
+                let wanted = TransitionRequest { backup, unused: spans, ..request(&tags(tag)) };
                 let answer = Memory::get().pause(&wanted, &mut ());
                 prop_assert_eq!(answer.is_ok(), self.known(tag), "{:?}", answer);
                 let mut changed = 0;
@@ -153,7 +154,7 @@ impl World {
             }
             Step::Resume(tag) => match Memory::get().resume(&request(&tags(tag)), &mut ()) {
                 Ok(_) => self.of_tag(tag).for_each(|model| model.paused = false),
-                Err(vramctl::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
+                Err(vramctl_model::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
                 Err(error) => prop_assert!(!self.known(tag), "{}", error),
             },
         }

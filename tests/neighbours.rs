@@ -7,8 +7,9 @@ mod common;
 use common::{DEVICE_BYTES, Gpu, MIB, OwnContext, Stream, free, malloc, malloc_tagged, pattern, pause, read, request, resume, write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use vramctl::driver::{self, Reservation};
-use vramctl::memory::{Backup, Memory, Request, TagState, TagStatus, region};
+use vramctl_core::memory::{Memory, region};
+use vramctl_driver::{self as driver, Reservation};
+use vramctl_model::{Backup, TagState, TagStatus, TransitionRequest};
 
 const EACH: usize = 4 * MIB;
 
@@ -96,7 +97,7 @@ fn those_that_are_kept_or_in_no_region_do_not_share() {
     Memory::get().set_process_tag(Some("all")).unwrap();
     addresses.extend((0..3).map(|_| malloc(EACH).unwrap()));
     Memory::get().set_process_tag(None).unwrap();
-    let discard = Request { backup: Some(Backup::Discard), ..request(&[]) };
+    let discard = TransitionRequest { backup: Some(Backup::Discard), ..request(&[]) };
     for wanted in [request(&[]), discard] {
         Memory::get().pause(&wanted, &mut ()).unwrap();
         gpu.reset_counts();
@@ -116,7 +117,7 @@ fn those_of_a_ground_do_not_share() {
         scope.spawn(|| {
             region::set_managed(true).unwrap();
             let addresses: Vec<_> = (0..3).map(|_| malloc(EACH).unwrap()).collect();
-            assert_eq!(status(region::DEFAULT_TAG).backup, [(Backup::Discard, 3 * EACH as u64)].into());
+            assert_eq!(status(vramctl_model::DEFAULT_TAG).backup, [(Backup::Discard, 3 * EACH as u64)].into());
             assert_eq!(pieces_after_a_cycle(&gpu), 3);
             end(&gpu, addresses, &before);
         });
@@ -203,11 +204,11 @@ fn all_that_are_freed_give_the_memory_back_and_the_next_ones_share_again() {
 fn a_piece_is_not_larger_than_is_good() {
     let gpu = Gpu::take();
     let before = gpu.footprint();
-    let each = driver::MEMORY_PIECE / 2 - (2 << 20);
+    let each = driver::PHYSICAL_PIECE / 2 - (2 << 20);
     let addresses: Vec<_> = (0..5).map(|_| malloc_tagged("cache", Some(Backup::Discard), each).unwrap()).collect();
     assert_eq!(pieces_after_a_cycle(&gpu), 3, "two each, and one");
     // One allocation may have several pieces, and shares none.
-    let large = malloc_tagged("cache", Some(Backup::Discard), driver::MEMORY_PIECE + each).unwrap();
+    let large = malloc_tagged("cache", Some(Backup::Discard), driver::PHYSICAL_PIECE + each).unwrap();
     assert_eq!(pieces_after_a_cycle(&gpu), 3 + 2);
     end(&gpu, addresses.into_iter().chain([large]), &before);
 }
@@ -272,7 +273,7 @@ fn what_is_kept_for_once_is_kept_of_each() {
     let (gpu, before, addresses) = sharing(3);
     fill(&addresses);
     for backup in [Backup::Host, Backup::Disk] {
-        Memory::get().pause(&Request { backup: Some(backup), ..request(&[]) }, &mut ()).unwrap();
+        Memory::get().pause(&TransitionRequest { backup: Some(backup), ..request(&[]) }, &mut ()).unwrap();
         assert_eq!(gpu.used(0), before.used()[0]);
         gpu.reset_counts();
         resume(&[]).unwrap();
@@ -396,7 +397,7 @@ fn a_peer_reaches_what_shares_memory() {
     };
     common::set_device(1);
     // SAFETY: plain numbers.
-    assert_eq!(unsafe { vramctl::interpose::cudaDeviceEnablePeerAccess(0, 0) }, 0);
+    assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceEnablePeerAccess(0, 0) }, 0);
     common::set_device(0);
     assert_eq!(copy(&addresses), [0; 3]);
     gpu.reset_counts();
@@ -444,7 +445,7 @@ fn a_place_in_memory_that_is_unmapped_is_not_given_out() {
     let addresses = allocate("cache", Backup::Discard, 1);
     let reservation = Arc::new(Reservation::new(2 * EACH).unwrap());
     let parts: Vec<_> = (0..2).map(|_| Arc::new(reservation.take(EACH).unwrap())).collect();
-    let mut memory = driver::Memory::create(0, 2 * EACH).unwrap();
+    let mut memory = driver::Physical::create(0, 2 * EACH).unwrap();
     memory.map(parts.clone()).unwrap();
     memory.leave(&parts[0]);
     assert_eq!((memory.is_shared(), memory.vacant_bytes()), (false, EACH as u64));

@@ -62,7 +62,7 @@ impl Machine {
     }
 
     fn vramctl(&self, arguments: &[&str]) -> Command {
-        let mut command = self.bare(env!("CARGO_BIN_EXE_vramctl"));
+        let mut command = self.bare(common::command_line());
         command.env("VRAMCTL_LIB", library()).args(arguments);
         command
     }
@@ -746,10 +746,10 @@ fn the_library_needs_little_and_exports_what_it_says() {
     let symbols = tool("nm", &["-D", "--defined-only"]);
     let exported: Vec<_> = symbols.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
     for name in &exported {
-        let known = vramctl::interpose::HOOKED.contains(name) || promised.contains(&format!("{name}("));
+        let known = vramctl_intercept::hooks::HOOKED.contains(name) || promised.contains(&format!("{name}("));
         assert!(known, "{name} is exported and should not be");
     }
-    for name in vramctl::interpose::HOOKED {
+    for name in vramctl_intercept::hooks::HOOKED {
         assert!(exported.contains(name), "{name} is not exported");
     }
 }

@@ -9,9 +9,10 @@ use std::path::Path;
 use std::process::Command;
 use std::ptr;
 use std::thread;
-use vramctl::abi::{VramctlBackup, VramctlResult, vramctl_last_error, vramctl_region_begin, vramctl_region_end};
-use vramctl::memory::{Backup, Memory};
-use vramctl::tms::*;
+use vramctl_core::memory::Memory;
+use vramctl_intercept::abi::{VramctlBackup, VramctlResult, vramctl_last_error, vramctl_region_begin, vramctl_region_end};
+use vramctl_intercept::tms::*;
+use vramctl_model::Backup;
 
 fn set_tag(tag: &str) {
     let tag = CString::new(tag).unwrap();
@@ -180,7 +181,7 @@ fn retaining_the_margin_and_the_directory_are_the_processes() {
         common::set_device(0);
         let address = malloc(4 * MIB).unwrap();
         let held = || {
-            vramctl::backup::settle();
+            vramctl_backup::settle();
             Memory::get().status().host.used_bytes
         };
         assert_eq!((pause(None), resume(None), held()), (0, 0, 4 << 20));
@@ -191,8 +192,8 @@ fn retaining_the_margin_and_the_directory_are_the_processes() {
         let made = CString::new(folder.path().join("made/for/it").to_str().unwrap()).unwrap();
         unsafe { tms_set_disk_backup_dir(made.as_ptr()) };
         assert!(folder.path().join("made/for/it").is_dir());
-        assert_eq!(vramctl::backup::disk_directory(), folder.path().join("made/for/it"));
-        vramctl::backup::set_disk_directory(None);
+        assert_eq!(vramctl_backup::disk_directory(), folder.path().join("made/for/it"));
+        vramctl_backup::set_disk_directory(None);
 
         set_memory_margin_bytes(common::DEVICE_BYTES as u64);
         assert_eq!(malloc(2 * MIB), Err(2));

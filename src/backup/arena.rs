@@ -12,32 +12,30 @@
 
 use super::limits;
 use super::numa::Near;
-use crate::config::Config;
-use crate::driver::{Context, Current, Pinned};
-use crate::error::Error;
-use crate::process::{self, Busy, PerProcess};
-use crate::ranges::FreeRanges;
-use crate::units::Bytes;
 use std::io;
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use vramctl_config::Config;
+use vramctl_driver::{Context, Current, Pinned};
+use vramctl_host::{PerProcess, exit, log_once, worker};
+use vramctl_model::{Bytes, Error, FreeRanges, HostStatus};
 
 /// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
 /// 64 MiB in 16 threads is where populating, registering and copying together are fastest (`docs/performance.md`). The tests'
 /// own build fills thousands of them, and has smaller ones.
-pub const PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 64 << 20 };
+pub const HOST_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 64 << 20 };
 
 /// Where there are not so many bytes of addresses left, there is no arena.
-const LEAST: usize = 2 * PIECE;
+const LEAST: usize = 2 * HOST_PIECE;
 
 /// Host memory for backups.
 pub struct Arena {
     base: NonNull<u8>,
     bytes: usize,
-    state: Mutex<State>,
+    state: Mutex<Stock>,
     /// Told whenever a piece has changed.
     changed: Condvar,
     made: Made,
@@ -59,13 +57,13 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 #[derive(Default)]
-struct State {
+struct Stock {
     /// Free addresses.
     free: FreeRanges,
     pieces: Vec<Piece>,
-    /// Pieces at the beginning whose addresses may be read and written.
+    /// Stock at the beginning whose addresses may be read and written.
     open: usize,
-    /// Pieces at the beginning that stay when nobody uses them: the pre-warmed ones.
+    /// Stock at the beginning that stay when nobody uses them: the pre-warmed ones.
     kept: usize,
     /// Whether a thread is giving memory back.
     releasing: bool,
@@ -93,17 +91,6 @@ impl Readiness {
     fn is_ready(&self) -> bool {
         matches!(self, Self::Ready(_))
     }
-}
-
-/// How much host memory there is.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct ArenaStatus {
-    /// Bytes that hold contents, of paused and of retained allocations.
-    pub used_bytes: u64,
-    /// Bytes of memory that the arena has, used or ready to be used.
-    pub ready_bytes: u64,
-    /// Of those, bytes that the copy engines reach directly.
-    pub pinned_bytes: u64,
 }
 
 static ARENA: PerProcess<Option<Arena>> = PerProcess::new(Arena::reserve);
@@ -134,12 +121,12 @@ impl Arena {
         let bytes = if fits == MOST { fits } else { fits / 2 };
         // SAFETY: the end of the mapping just made; nothing where it is all used.
         unsafe { libc::munmap(base.as_ptr().wrapping_add(bytes).cast(), fits - bytes) };
-        let state = State { free: FreeRanges::new(bytes), ..State::default() };
+        let state = Stock { free: FreeRanges::new(bytes), ..Stock::default() };
         let (changed, made, coming) = (Condvar::new(), Made::default(), AtomicU64::new(0));
         Some(Self { base, bytes, state: Mutex::new(state), changed, made, coming })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Stock> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -172,8 +159,8 @@ impl Arena {
             ranges.push(Range { offset, bytes });
         }
         let populated = state.populated();
-        let needed = ((populated - before) * PIECE) as u64;
-        let cap = Config::get().host_cap.saturating_sub((before * PIECE) as u64);
+        let needed = ((populated - before) * HOST_PIECE) as u64;
+        let cap = Config::get().host_cap.saturating_sub((before * HOST_PIECE) as u64);
         let host = limits::available_bytes();
         let (available, capped) = (host.min(cap), cap < host);
         let end = ranges.iter().map(|range| Self::pieces_of(range).end).max().unwrap_or(0);
@@ -189,9 +176,9 @@ impl Arena {
 
     /// Makes the addresses of the first pieces writable. `false`: the limits of the program do not allow it. All at once,
     /// before they are populated: such a change stops every thread that is populating.
-    fn open(&self, state: &mut State, pieces: usize) -> bool {
+    fn open(&self, state: &mut Stock, pieces: usize) -> bool {
         if pieces > state.open {
-            let (address, bytes) = (self.address(state.open), (pieces - state.open) * PIECE);
+            let (address, bytes) = (self.address(state.open), (pieces - state.open) * HOST_PIECE);
             unlock(address, bytes);
             // SAFETY: addresses of ours that nobody can have used yet.
             if unsafe { libc::mprotect(address.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
@@ -205,18 +192,18 @@ impl Arena {
     }
 
     /// Closes the addresses at the end that nobody uses.
-    fn close(&self, state: &mut State) {
+    fn close(&self, state: &mut Stock) {
         let used = |piece: &Piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent);
         let end = state.pieces.iter().rposition(used).map_or(0, |last| last + 1).max(state.kept);
         // Should the system refuse, they stay as they are.
-        if end < state.open && close_addresses(Some(self.address(end)), (state.open - end) * PIECE).is_some() {
+        if end < state.open && close_addresses(Some(self.address(end)), (state.open - end) * HOST_PIECE).is_some() {
             state.open = end;
         }
     }
 
     /// The pieces that a range touches.
     pub fn pieces_of(range: &Range) -> std::ops::Range<usize> {
-        range.offset / PIECE..(range.offset + range.bytes).div_ceil(PIECE)
+        range.offset / HOST_PIECE..(range.offset + range.bytes).div_ceil(HOST_PIECE)
     }
 
     /// Whether the copy engines reach all of these pieces directly.
@@ -265,7 +252,7 @@ impl Arena {
 
     fn address(&self, piece: usize) -> NonNull<u8> {
         // SAFETY: pieces lie inside the reserved range: they are touched by ranges, which do.
-        unsafe { self.base.add(piece * PIECE) }
+        unsafe { self.base.add(piece * HOST_PIECE) }
     }
 
     /// Takes memory for a piece, by a write to each page: page faults of several threads run side by side. `madvise` would
@@ -278,14 +265,14 @@ impl Arena {
         const STEP: usize = 2 << 20;
         // Looked at for each piece: other processes may be at it at the same time, and all of them saw the same memory. What
         // our other threads are about to take is spoken for.
-        let coming = self.coming.fetch_add(PIECE as u64, Ordering::Relaxed);
+        let coming = self.coming.fetch_add(HOST_PIECE as u64, Ordering::Relaxed);
         let available = limits::available_bytes().saturating_sub(coming);
-        if available < PIECE as u64 {
-            self.coming.fetch_sub(PIECE as u64, Ordering::Relaxed);
-            return Err(Error::HostMemory { needed: PIECE as u64, available, capped: false });
+        if available < HOST_PIECE as u64 {
+            self.coming.fetch_sub(HOST_PIECE as u64, Ordering::Relaxed);
+            return Err(Error::HostMemory { needed: HOST_PIECE as u64, available, capped: false });
         }
         let address = self.address(piece);
-        for step in (0..PIECE).step_by(STEP) {
+        for step in (0..HOST_PIECE).step_by(STEP) {
             for offset in (step..step + STEP).step_by(PAGE) {
                 // SAFETY: our own addresses, and nobody else uses this piece now. Volatile, or nothing need be written.
                 unsafe { address.add(offset).write_volatile(0) };
@@ -297,20 +284,17 @@ impl Arena {
 
     fn depopulate(&self, piece: usize) {
         let address = self.address(piece);
-        unlock(address, PIECE);
+        unlock(address, HOST_PIECE);
         // SAFETY: our own addresses, and nobody uses this piece any more.
-        unsafe { libc::madvise(address.as_ptr().cast(), PIECE, libc::MADV_DONTNEED) };
+        unsafe { libc::madvise(address.as_ptr().cast(), HOST_PIECE, libc::MADV_DONTNEED) };
     }
 
     fn pin(&self, piece: usize, current: &Current) -> Option<Pinned> {
         // SAFETY: the piece stays mapped until its readiness changes, and the registration is dropped before that.
-        match unsafe { Pinned::register(self.address(piece), PIECE, current) } {
+        match unsafe { Pinned::register(self.address(piece), HOST_PIECE, current) } {
             Ok(pinned) => Some(pinned),
             Err(failure) => {
-                static ONCE: Once = Once::new();
-                ONCE.call_once(|| {
-                    log::warn!("host memory cannot be registered ({failure}): backups go through a small buffer, more slowly");
-                });
+                log_once!(log::Level::Warn, "host memory cannot be registered ({failure}): backups go through a small buffer, more slowly");
                 None
             }
         }
@@ -321,7 +305,7 @@ impl Arena {
         let [pieces, populating, registering] =
             [&self.made.pieces, &self.made.populating_us, &self.made.registering_us].map(|counter| counter.swap(0, Ordering::Relaxed));
         if pieces > 0 {
-            let bytes = Bytes(pieces * PIECE as u64);
+            let bytes = Bytes(pieces * HOST_PIECE as u64);
             let (populating, registering) = (populating / 1000, registering / 1000);
             log::debug!("{bytes} of host memory made ready: {populating} ms to populate and {registering} ms to register, of all threads");
         }
@@ -342,7 +326,7 @@ impl Arena {
 
     /// Makes the first `bytes` ready in the background, and keeps them ready.
     pub fn prewarm(&'static self, bytes: u64, context: Context) {
-        let pieces = (bytes as usize).div_ceil(PIECE).min(self.bytes / PIECE);
+        let pieces = (bytes as usize).div_ceil(HOST_PIECE).min(self.bytes / HOST_PIECE);
         {
             let mut state = self.lock();
             if !self.open(&mut state, pieces) {
@@ -351,17 +335,19 @@ impl Arena {
             state.kept = pieces;
         }
         let work = move || {
-            process::step_back();
+            worker::step_back();
             for piece in 0..pieces {
-                let Some(_busy) = Busy::unless_ending() else { return };
+                if exit::is_ending() {
+                    return;
+                }
                 if let Err(error) = self.prewarm_piece(piece, context) {
-                    log::warn!("{} of host memory are ready, and no more: {error}", Bytes((piece * PIECE) as u64));
+                    log::warn!("{} of host memory are ready, and no more: {error}", Bytes((piece * HOST_PIECE) as u64));
                     return self.keep(piece);
                 }
             }
-            log::info!("{} of host memory are ready", Bytes((pieces * PIECE) as u64));
+            log::info!("{} of host memory are ready", Bytes((pieces * HOST_PIECE) as u64));
         };
-        if let Err(error) = process::spawn("vramctl-prewarm", work) {
+        if let Err(error) = worker::spawn("vramctl-prewarm", work) {
             log::warn!("no thread to prepare host memory: {error}");
             self.keep(0);
         }
@@ -379,18 +365,18 @@ impl Arena {
             let mut state = self.lock();
             (state.piece(piece).readiness.is_ready(), state.populated())
         };
-        let room = Config::get().host_cap.saturating_sub((ready * PIECE) as u64);
-        if !there && room < PIECE as u64 {
-            return Err(Error::HostMemory { needed: PIECE as u64, available: room, capped: true });
+        let room = Config::get().host_cap.saturating_sub((ready * HOST_PIECE) as u64);
+        if !there && room < HOST_PIECE as u64 {
+            return Err(Error::HostMemory { needed: HOST_PIECE as u64, available: room, capped: true });
         }
         self.prepare(piece, context).map(drop)
     }
 
     /// How much host memory there is now.
-    pub fn status(&self) -> ArenaStatus {
+    pub fn status(&self) -> HostStatus {
         let state = self.lock();
-        let count = |wanted: fn(&Piece) -> bool| (state.pieces.iter().filter(|piece| wanted(piece)).count() * PIECE) as u64;
-        ArenaStatus {
+        let count = |wanted: fn(&Piece) -> bool| (state.pieces.iter().filter(|piece| wanted(piece)).count() * HOST_PIECE) as u64;
+        HostStatus {
             used_bytes: (self.bytes - state.free.bytes()) as u64,
             ready_bytes: count(|piece| piece.readiness.is_ready()),
             pinned_bytes: count(|piece| matches!(piece.readiness, Readiness::Ready(Some(_)))),
@@ -398,8 +384,8 @@ impl Arena {
     }
 
     /// How much host memory there is now; nothing, if no arena was needed yet.
-    pub fn status_of_process() -> ArenaStatus {
-        Self::existing().map_or_else(ArenaStatus::default, Self::status)
+    pub fn status_of_process() -> HostStatus {
+        Self::existing().map_or_else(HostStatus::default, Self::status)
     }
 
     /// Waits until no memory is being given back. For tests and measurements.
@@ -421,7 +407,7 @@ impl Arena {
         }
         state.releasing = true;
         drop(state);
-        if process::spawn("vramctl-release", || self.release_idle()).is_err() {
+        if worker::spawn("vramctl-release", || self.release_idle()).is_err() {
             // No thread to be had: then here and now.
             self.release_idle();
         }
@@ -431,7 +417,9 @@ impl Arena {
     fn release_idle(&self) {
         let mut state = self.lock();
         while let Some(piece) = state.idle_piece() {
-            let Some(_busy) = Busy::unless_ending() else { break };
+            if exit::is_ending() {
+                break;
+            }
             let readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
             drop(state);
             let unregistered = match readiness {
@@ -496,7 +484,7 @@ fn timed<R>(counter: &AtomicU64, work: impl FnOnce() -> R) -> R {
     result
 }
 
-impl State {
+impl Stock {
     fn piece(&mut self, piece: usize) -> &mut Piece {
         if piece >= self.pieces.len() {
             self.pieces.resize_with(piece + 1, Piece::default);
@@ -504,7 +492,7 @@ impl State {
         &mut self.pieces[piece]
     }
 
-    /// Pieces that have memory, or will have it as soon as a range that touches them is filled.
+    /// Stock that have memory, or will have it as soon as a range that touches them is filled.
     fn populated(&self) -> usize {
         self.pieces.iter().filter(|piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent)).count()
     }
@@ -578,8 +566,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn state() -> State {
-        State { free: FreeRanges::new(100 * PIECE), ..State::default() }
+    fn state() -> Stock {
+        Stock { free: FreeRanges::new(100 * HOST_PIECE), ..Stock::default() }
     }
 
     fn range(offset: usize, bytes: usize) -> std::mem::ManuallyDrop<Range> {
@@ -609,7 +597,7 @@ mod tests {
             for (offset, bytes) in taken {
                 state.give_back(&range(offset, bytes));
             }
-            prop_assert_eq!(state.free, FreeRanges::new(100 * PIECE));
+            prop_assert_eq!(state.free, FreeRanges::new(100 * HOST_PIECE));
         }
     }
 }

@@ -4,23 +4,22 @@
 //! the pieces whose digest is not that of the copy (`docs/unchanged.md`).
 
 use super::arena::{Arena, Range};
-use super::digest::{Digest, Hasher, PIECE};
+use super::copier;
+use super::digest::{DIGEST_PIECE, Digest, Hasher};
 use super::transfer::{self, Part};
-use super::{Item, Kept, Paused, Wanted};
-use super::{copier, settings};
-use crate::config::{Config, Unchanged};
-use crate::driver::{CUdevice, Context, Current, RelaxedCapture};
-use crate::error::Error;
-use crate::memory::{Allocation, Progress};
-use crate::process::{self, PerProcess};
+use super::{Item, Kept, Paused, Saved, Wanted};
 use std::collections::BTreeMap;
 use std::ops;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::thread;
+use vramctl_config::{Config, Unchanged};
+use vramctl_driver::{CUdevice, Context, Current, Extent, RelaxedCapture};
+use vramctl_host::{PerProcess, log_once, worker};
+use vramctl_model::{Error, Progress};
 
 /// The contents of an allocation, in the arena.
 #[derive(Debug)]
-pub struct Saved {
+pub struct InMemory {
     range: Range,
     /// The parts of the allocation that it keeps, in bytes from its beginning.
     live: Vec<ops::Range<usize>>,
@@ -28,7 +27,7 @@ pub struct Saved {
     digests: Mutex<Option<Vec<Digest>>>,
 }
 
-impl Saved {
+impl InMemory {
     /// The contents, one live part behind the other, readable for as long as the value lives.
     fn as_slice(&self) -> &[u8] {
         // SAFETY: a value is handed out only when its range has been filled, and what is written to it later is written
@@ -53,8 +52,8 @@ impl Saved {
     }
 
     /// All that it keeps, in the pieces of the arena.
-    pub fn parts(&self, allocation: &Allocation) -> impl Iterator<Item = Part> {
-        self.live.iter().flat_map(|bytes| self.parts_in(allocation, bytes.clone()))
+    pub fn parts(&self, extent: Extent) -> impl Iterator<Item = Part> {
+        self.live.iter().flat_map(move |bytes| self.parts_in(extent, bytes.clone()))
     }
 
     /// How many bytes it keeps.
@@ -62,9 +61,9 @@ impl Saved {
         self.live.iter().map(|bytes| bytes.len() as u64).sum()
     }
 
-    fn parts_in(&self, allocation: &Allocation, bytes: ops::Range<usize>) -> impl Iterator<Item = Part> {
+    fn parts_in(&self, extent: Extent, bytes: ops::Range<usize>) -> impl Iterator<Item = Part> {
         let at = self.range.offset() + self.place_of(bytes.start).map_or(0, |(_, at)| at);
-        transfer::parts(allocation.context(), allocation.address() + bytes.start as u64, at, bytes.len())
+        transfer::parts(extent.context, extent.address + bytes.start as u64, at, bytes.len())
     }
 
     fn digests(&self) -> MutexGuard<'_, Option<Vec<Digest>>> {
@@ -85,8 +84,8 @@ impl Saved {
 /// These contents are about to be saved, and later copied back: makes ready what that is faster with.
 fn expect_restore(wanted: &[Wanted], paused: &Paused) {
     let mut bytes = BTreeMap::<(Context, CUdevice), usize>::new();
-    for Wanted { allocation, live, .. } in wanted {
-        *bytes.entry((allocation.context(), allocation.device)).or_default() += live.iter().map(ops::Range::len).sum::<usize>();
+    for Wanted { extent, live, .. } in wanted {
+        *bytes.entry((extent.context, extent.device)).or_default() += live.iter().map(ops::Range::len).sum::<usize>();
     }
     for ((context, device), bytes) in bytes {
         copier::get_ready(context, bytes, paused.get(&device).copied().unwrap_or(0));
@@ -97,10 +96,10 @@ fn expect_restore(wanted: &[Wanted], paused: &Paused) {
 fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
     let mut ranges = Vec::<ops::Range<usize>>::new();
     for (piece, _) in before.iter().zip(now).enumerate().filter(|(_, (before, now))| before != now) {
-        let start = piece * PIECE;
+        let start = piece * DIGEST_PIECE;
         match ranges.last_mut() {
-            Some(last) if last.end == start => last.end += PIECE,
-            _ => ranges.push(start..start + PIECE),
+            Some(last) if last.end == start => last.end += DIGEST_PIECE,
+            _ => ranges.push(start..start + DIGEST_PIECE),
         }
     }
     ranges
@@ -120,8 +119,8 @@ pub fn save(
     }
     let items = places(wanted)?;
     expect_restore(wanted, paused);
-    let contents = || items.iter().filter_map(|item| if let super::Saved::Host(saved) = &*item.1 { Some((item, saved)) } else { None });
-    let certain = transfer::is_prepared(contents().flat_map(|((allocation, _), saved)| saved.parts(allocation)));
+    let contents = || items.iter().filter_map(|item| if let Saved::Host(saved) = &*item.1 { Some((item, saved)) } else { None });
+    let certain = transfer::is_prepared(contents().flat_map(|((extent, _), saved)| saved.parts(*extent)));
     // What is to be verified is looked at again.
     let verifies = Config::get().unchanged == Unchanged::Verify;
     let mut safe = |item| {
@@ -129,24 +128,24 @@ pub fn save(
             safe(item, certain);
         }
     };
-    let of_address: BTreeMap<_, _> = contents().map(|found| (found.0.0.address(), found)).collect();
+    let of_address: BTreeMap<_, _> = contents().map(|found| (found.0.0.address, found)).collect();
     let (mut digests, mut outdated) = (BTreeMap::new(), BTreeMap::new());
-    hash(wanted, &mut |allocation, now| {
-        let Some((item, saved)) = of_address.get(&allocation.address()) else { return };
+    hash(wanted, &mut |extent, now| {
+        let Some((item, saved)) = of_address.get(&extent.address) else { return };
         let ranges = saved.outdated(Some(&now));
         if ranges.is_empty() {
             safe(item);
         }
-        outdated.insert(allocation.address(), ranges);
-        digests.insert(allocation.address(), now);
+        outdated.insert(extent.address, ranges);
+        digests.insert(extent.address, now);
     })?;
 
     let (mut parts, mut missing) = (Vec::new(), BTreeMap::new());
     for (item, saved) in contents() {
-        let allocation = &item.0;
-        let ranges = outdated.entry(allocation.address()).or_insert_with(|| saved.outdated(None));
-        parts.extend(ranges.iter().flat_map(|bytes| saved.parts_in(allocation, bytes.clone())));
-        missing.insert(allocation.address(), (ranges.iter().map(ops::Range::len).sum::<usize>(), item));
+        let extent = item.0;
+        let ranges = outdated.entry(extent.address).or_insert_with(|| saved.outdated(None));
+        parts.extend(ranges.iter().flat_map(|bytes| saved.parts_in(extent, bytes.clone())));
+        missing.insert(extent.address, (ranges.iter().map(ops::Range::len).sum::<usize>(), item));
     }
     parts.sort_unstable_by_key(|part| part.offset);
     transfer::save(&parts, progress, &mut |part| {
@@ -157,11 +156,11 @@ pub fn save(
             }
         }
     })?;
-    for ((allocation, _), saved) in contents() {
+    for ((extent, _), saved) in contents() {
         if verifies {
-            verify(allocation, saved, &outdated[&allocation.address()])?;
+            verify(*extent, saved, &outdated[&extent.address])?;
         }
-        *saved.digests() = digests.remove(&allocation.address());
+        *saved.digests() = digests.remove(&extent.address);
     }
     let copied: u64 = parts.iter().map(|part| part.bytes as u64).sum();
     let all: u64 = contents().map(|(_, saved)| saved.kept_bytes()).sum();
@@ -171,9 +170,9 @@ pub fn save(
 /// Where the contents go: where they were, or ranges of their own.
 fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
     let retained = |wanted: &Wanted| {
-        let saved = wanted.allocation.contents().saved.clone();
+        let saved = wanted.before.clone();
         // It keeps the same parts, unless it was saved before it was to be retained.
-        saved.filter(|saved| matches!(&**saved, super::Saved::Host(saved) if saved.live == wanted.live))
+        saved.filter(|saved| matches!(&**saved, Saved::Host(saved) if saved.live == wanted.live))
     };
     let retained: Vec<_> = wanted.iter().map(retained).collect();
     let missing: Vec<_> = wanted
@@ -183,9 +182,9 @@ fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
         .map(|(new, _)| new.live.iter().map(ops::Range::len).sum())
         .collect();
     let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
-    let place = |(wanted, saved): (&Wanted, Option<Arc<super::Saved>>)| {
-        let make = |range| Arc::new(super::Saved::Host(Saved { range, live: wanted.live.clone(), digests: Mutex::default() }));
-        Some((Arc::clone(&wanted.allocation), saved.or_else(|| fresh.next().map(make))?))
+    let place = |(wanted, saved): (&Wanted, Option<Arc<Saved>>)| {
+        let make = |range| Arc::new(Saved::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }));
+        Some((wanted.extent, saved.or_else(|| fresh.next().map(make))?))
     };
     Ok(wanted.iter().zip(retained).filter_map(place).collect())
 }
@@ -199,12 +198,12 @@ fn hashers() -> MutexGuard<'static, BTreeMap<Context, Hasher>> {
 
 /// Computes the digests of what is in device memory now, of those allocations whose backups will be retained, and hands
 /// them over while others are being computed. None of what there is no hasher for, or where it fails: that is copied.
-fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(&Allocation, Vec<Digest>)) -> Result<(), Error> {
+fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Extent, Vec<Digest>)) -> Result<(), Error> {
     for (context, hasher) in hashers().iter_mut() {
         let hashed: Vec<_> = wanted
             .iter()
-            .map(|wanted| &*wanted.allocation)
-            .filter(|new| new.context() == *context && settings::retains(&new.tag) && new.bytes() % PIECE == 0)
+            .filter(|new| new.retain && new.extent.context == *context && new.extent.bytes.is_multiple_of(DIGEST_PIECE))
+            .map(|new| new.extent)
             .collect();
         if hashed.is_empty() {
             continue;
@@ -215,20 +214,20 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(&Allocation, Vec<Digest>)) -> Re
             let work = move || {
                 let _relaxed = RelaxedCapture::enter();
                 groups_of(all).try_for_each(|group| {
-                    let spans: Vec<_> = group.iter().map(|allocation| (allocation.address(), allocation.bytes())).collect();
+                    let spans: Vec<_> = group.iter().map(|extent| (extent.address, extent.bytes)).collect();
                     let digests = Current::push(*context).and_then(|current| hasher.digests(&current, &spans));
                     let go_on = if digests.is_ok() { Some(()) } else { None };
                     give.send((group, digests)).ok().and(go_on)
                 });
             };
-            process::spawn_scoped(scope, "vramctl-hash", work)
+            worker::spawn_scoped(scope, "vramctl-hash", work)
                 .map_err(|error| Error::Internal(format!("no thread could be started: {error}")))?;
             for (group, digests) in groups {
                 match digests {
                     Ok(digests) => {
                         let mut digests = digests.into_iter();
-                        for allocation in group {
-                            tell(allocation, digests.by_ref().take(allocation.bytes() / PIECE).collect());
+                        for extent in group {
+                            tell(*extent, digests.by_ref().take(extent.bytes / DIGEST_PIECE).collect());
                         }
                     }
                     Err(failure) if failure.is_of_earlier_work() => return Err(Error::from(failure)),
@@ -242,13 +241,13 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(&Allocation, Vec<Digest>)) -> Re
 }
 
 /// Allocations in groups that take about as long to hash as to be given up, so that both are done side by side.
-fn groups_of<'a>(allocations: &'a [&'a Allocation]) -> impl Iterator<Item = &'a [&'a Allocation]> {
+fn groups_of(extents: &[Extent]) -> impl Iterator<Item = &[Extent]> {
     const GROUP: usize = 2 << 30;
-    let mut rest = allocations;
+    let mut rest = extents;
     std::iter::from_fn(move || {
         let mut bytes = 0;
-        let full = rest.iter().position(|allocation| {
-            bytes += allocation.bytes();
+        let full = rest.iter().position(|extent| {
+            bytes += extent.bytes;
             bytes >= GROUP
         });
         let (group, after) = rest.split_at(full.map_or(rest.len(), |last| last + 1));
@@ -266,8 +265,7 @@ pub fn prepare_digests(current: &Current) {
     match Hasher::new(current) {
         Ok(hasher) => drop(hashers().insert(current.context(), hasher)),
         Err(failure) => {
-            static ONCE: Once = Once::new();
-            ONCE.call_once(|| log::warn!("{failure}: no digests can be computed, so every pause copies everything"));
+            log_once!(log::Level::Warn, "{failure}: no digests can be computed, so every pause copies everything");
         }
     }
 }
@@ -281,23 +279,23 @@ pub fn forget_digests(context: Context) {
 
 /// `VRAMCTL_UNCHANGED=verify`: compares what was not copied with the device, byte by byte. A difference is a defect (or a
 /// chance of one in 2^91); it is reported, and the copy mended.
-fn verify(allocation: &Allocation, saved: &Saved, copied: &[ops::Range<usize>]) -> Result<(), Error> {
+fn verify(extent: Extent, saved: &InMemory, copied: &[ops::Range<usize>]) -> Result<(), Error> {
     let skipped = |piece: &usize| saved.place_of(*piece).is_some() && !copied.iter().any(|bytes| bytes.contains(piece));
-    let skipped: Vec<_> = (0..allocation.bytes()).step_by(PIECE).filter(skipped).collect();
+    let skipped: Vec<_> = (0..extent.bytes).step_by(DIGEST_PIECE).filter(skipped).collect();
     // Where something was skipped, all is kept.
     if skipped.is_empty() {
         return Ok(());
     }
-    let Some(range) = Arena::get()?.take(&[allocation.bytes()])?.pop() else { return Ok(()) };
-    let all = ops::Range { start: 0, end: allocation.bytes() };
-    let scratch = Saved { range, live: vec![all], digests: Mutex::default() };
-    let parts: Vec<_> = scratch.parts(allocation).collect();
+    let Some(range) = Arena::get()?.take(&[extent.bytes])?.pop() else { return Ok(()) };
+    let all = ops::Range { start: 0, end: extent.bytes };
+    let scratch = InMemory { range, live: vec![all], digests: Mutex::default() };
+    let parts: Vec<_> = scratch.parts(extent).collect();
     transfer::save(&parts, &mut |_| (), &mut |_| ())?;
     for start in skipped {
-        let piece = start..start + PIECE;
+        let piece = start..start + DIGEST_PIECE;
         if scratch.as_slice()[piece.clone()] != saved.as_slice()[piece.clone()] {
-            log::error!("the digest of {PIECE} bytes at {:#x} did not show that they have changed", allocation.address() + start as u64);
-            let parts: Vec<_> = saved.parts_in(allocation, piece).collect();
+            log::error!("the digest of {DIGEST_PIECE} bytes at {:#x} did not show that they have changed", extent.address + start as u64);
+            let parts: Vec<_> = saved.parts_in(extent, piece).collect();
             transfer::save(&parts, &mut |_| (), &mut |_| ())?;
         }
     }

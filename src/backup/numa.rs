@@ -1,12 +1,12 @@
 //! Host memory near the device: on a machine of several memory nodes, copies to the far ones cross the link between the
 //! processors.
 
-use crate::driver::Current;
-use crate::process::PerProcess;
 use libc::{c_int, c_long, c_ulong};
 use std::fs;
 use std::marker::PhantomData;
 use std::ptr;
+use vramctl_driver::Current;
+use vramctl_host::PerProcess;
 
 /// As many nodes as the kernel can be built for.
 const NODES: usize = 1024;

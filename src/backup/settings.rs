@@ -1,10 +1,10 @@
 //! How contents are kept, as said at run time. Where nothing was said, the environment counts.
 
-use crate::config::{self, Config, CopyBy};
-use crate::process::PerProcess;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
+use vramctl_config::{self as config, Config, CopyBy};
+use vramctl_host::PerProcess;
 
 /// What was said since the process began; none of it, at first.
 #[derive(Debug, Default)]

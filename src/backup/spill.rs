@@ -1,21 +1,28 @@
 //! Contents in a file: copied through a little page-locked memory, and no more host memory than that.
 
 use super::arena::{Arena, Range};
-use super::disk::{Spill, SpillError, Staging};
-use super::{Item, Meter, Wanted, settings};
-use crate::driver::{Context, Direction, Lane};
-use crate::error::Error;
-use crate::memory::{Allocation, Progress, Stage};
-use crate::process;
+use super::disk::{Spill, SpillError, StagingPiece};
+use super::{Item, Meter, Saved, Wanted, settings};
 use std::ops;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use vramctl_driver::{Context, Direction, Extent, Lane};
+use vramctl_host::worker;
+use vramctl_model::{Error, Progress, Stage};
 
 /// The contents of an allocation, in a file that it shares with those that were paused with it.
 #[derive(Debug)]
-pub struct Saved {
+pub struct OnDisk {
     file: Arc<File>,
     offset: u64,
+    bytes: u64,
+}
+
+impl OnDisk {
+    /// How many bytes it keeps: all of the allocation.
+    pub fn kept_bytes(&self) -> u64 {
+        self.bytes
+    }
 }
 
 /// A file, and the staging memory to read it through: kept, so that a resume needs no host memory that may be gone by then.
@@ -30,7 +37,7 @@ impl Drop for File {
     fn drop(&mut self) {
         let spill = self.spill.take();
         // Without a thread to be had, it is dropped here and now.
-        let _ = process::spawn("vramctl-release", move || drop(spill));
+        let _ = worker::spawn("vramctl-release", move || drop(spill));
     }
 }
 
@@ -40,12 +47,12 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec
     if wanted.is_empty() {
         return Ok(Vec::new());
     }
-    let allocations: Vec<_> = wanted.iter().map(|wanted| &wanted.allocation).collect();
-    let bytes: usize = allocations.iter().map(|allocation| allocation.bytes()).sum();
-    let layout = layout(0, allocations.iter().map(|allocation| &***allocation));
+    let extents: Vec<_> = wanted.iter().map(|wanted| wanted.extent).collect();
+    let bytes: usize = extents.iter().map(|extent| extent.bytes).sum();
+    let layout = layout(0, extents.iter().copied());
     let spill = Spill::create(&settings::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
     let mut meter = Meter::new(Stage::Save, bytes, progress);
-    let memory = staging_memory(bytes, allocations[0].context())?;
+    let memory = staging_memory(bytes, extents[0].context)?;
     through_staging(&memory, |staging| {
         spill.write(staging, 0, bytes as u64, &mut |offset, piece| {
             copy(Direction::FromDevice, &layout, offset, piece.as_mut_ptr(), piece.len())?;
@@ -54,31 +61,32 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec
         })
     })?;
     let file = Arc::new(File { spill: Some(spill), staging: memory });
-    let saved = |offset| Arc::new(super::Saved::Disk(Saved { file: Arc::clone(&file), offset }));
-    Ok(allocations.into_iter().zip(&layout).map(|(allocation, (bytes, _))| (Arc::clone(allocation), saved(bytes.start))).collect())
+    let saved = |(place, extent): (ops::Range<u64>, Extent)| {
+        let contents = OnDisk { file: Arc::clone(&file), offset: place.start, bytes: extent.bytes as u64 };
+        (extent, Arc::new(Saved::Disk(contents)))
+    };
+    Ok(layout.into_iter().map(saved).collect())
 }
 
 /// Reads contents back from their files, to memory that is mapped again.
 pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
-    let on_disk = |(allocation, saved): &'_ Item| match &**saved {
-        super::Saved::Disk(Saved { file, offset }) => Some((Arc::clone(file), *offset, Arc::clone(allocation))),
-        super::Saved::Host(_) => None,
+    let on_disk = |(extent, saved): &Item| match &**saved {
+        Saved::Disk(OnDisk { file, offset, .. }) => Some((Arc::clone(file), *offset, *extent)),
+        Saved::Host(_) => None,
     };
     let mut wanted: Vec<_> = items.iter().filter_map(on_disk).collect();
     if wanted.is_empty() {
         return Ok(());
     }
     wanted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
-    let mut meter = Meter::new(Stage::Restore, wanted.iter().map(|(_, _, allocation)| allocation.bytes()).sum(), progress);
+    let mut meter = Meter::new(Stage::Restore, wanted.iter().map(|(_, _, extent)| extent.bytes).sum(), progress);
     // What lies side by side is read in one go.
-    let neighbours = |a: &(Arc<File>, u64, Arc<Allocation>), b: &(Arc<File>, u64, Arc<Allocation>)| {
-        Arc::ptr_eq(&a.0, &b.0) && a.1 + a.2.bytes() as u64 == b.1
-    };
+    let neighbours = |a: &(Arc<File>, u64, Extent), b: &(Arc<File>, u64, Extent)| Arc::ptr_eq(&a.0, &b.0) && a.1 + a.2.bytes as u64 == b.1;
     for run in wanted.chunk_by(neighbours) {
         let Some((file, start, _)) = run.first() else { continue };
         let Some(spill) = &file.spill else { continue };
         through_staging(&file.staging, |staging| {
-            let layout = layout(*start, run.iter().map(|(_, _, allocation)| &**allocation));
+            let layout = layout(*start, run.iter().map(|(_, _, extent)| *extent));
             let bytes = layout.last().map_or(0, |(bytes, _)| bytes.end - start);
             spill.read(staging, *start, bytes, &mut |offset, piece| {
                 copy(Direction::ToDevice, &layout, offset, piece.as_ptr().cast_mut(), piece.len())?;
@@ -91,53 +99,53 @@ pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(),
 }
 
 /// Allocations one behind the other in the file.
-type Layout<'a> = Vec<(ops::Range<u64>, &'a Allocation)>;
+type Layout = Vec<(ops::Range<u64>, Extent)>;
 
-fn layout<'a>(start: u64, allocations: impl Iterator<Item = &'a Allocation>) -> Layout<'a> {
+fn layout(start: u64, extents: impl Iterator<Item = Extent>) -> Layout {
     let mut end = start;
-    let place = |allocation: &'a Allocation| {
+    let place = |extent: Extent| {
         let begin = end;
-        end += allocation.bytes() as u64;
-        (begin..end, allocation)
+        end += extent.bytes as u64;
+        (begin..end, extent)
     };
-    allocations.map(place).collect()
+    extents.map(place).collect()
 }
 
 /// Copies between a piece of staging memory and what belongs at its place in the file, and waits for it.
-fn copy(direction: Direction, layout: &Layout, offset: u64, host: *mut u8, bytes: usize) -> Result<(), Error> {
+fn copy(direction: Direction, layout: &[(ops::Range<u64>, Extent)], offset: u64, host: *mut u8, bytes: usize) -> Result<(), Error> {
     let (mut lane, end) = (Lane::default(), offset + bytes as u64);
     let first = layout.partition_point(|(place, _)| place.end <= offset);
-    for (place, allocation) in layout[first..].iter().take_while(|(place, _)| place.start < end) {
+    for (place, extent) in layout[first..].iter().take_while(|(place, _)| place.start < end) {
         let (from, to) = (place.start.max(offset), place.end.min(end));
-        let device = allocation.address() + (from - place.start);
+        let device = extent.address + (from - place.start);
         let at = host.wrapping_add((from - offset) as usize);
         // SAFETY: inside the staging memory, which is this call's alone until the lane has finished.
-        unsafe { lane.queue(direction, allocation.context(), device, at, (to - from) as usize)? };
+        unsafe { lane.queue(direction, extent.context, device, at, (to - from) as usize)? };
     }
     Ok(lane.finish()?)
 }
 
 /// At most so many pieces of so many bytes of staging memory (`disk` has the reasons).
-const PIECES: usize = 8;
-const PIECE: usize = 8 << 20;
+const STAGING_PIECES: usize = 8;
+const STAGING_PIECE: usize = 8 << 20;
 
 /// Staging memory from the arena for a file of so many bytes, ready to be used.
 fn staging_memory(bytes: usize, context: Context) -> Result<Range, Error> {
     let arena = Arena::get()?;
-    let pieces = bytes.div_ceil(PIECE).clamp(1, PIECES);
-    let range = arena.take(&[pieces * PIECE])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
+    let pieces = bytes.div_ceil(STAGING_PIECE).clamp(1, STAGING_PIECES);
+    let range = arena.take(&[pieces * STAGING_PIECE])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
     Arena::pieces_of(&range).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
     Ok(range)
 }
 
 /// Lends staging memory to the file's reader or writer. One at a time uses it: the transition lock is held.
-fn through_staging(memory: &Range, work: impl FnOnce(&mut [Staging]) -> Result<(), SpillError<Error>>) -> Result<(), Error> {
+fn through_staging(memory: &Range, work: impl FnOnce(&mut [StagingPiece]) -> Result<(), SpillError<Error>>) -> Result<(), Error> {
     let piece = |number: usize| {
-        let address = NonNull::new(memory.address().wrapping_add(number * PIECE))?;
+        let address = NonNull::new(memory.address().wrapping_add(number * STAGING_PIECE))?;
         // SAFETY: a part of a range of ours that is ready, is not copied into forked children, and that nobody else uses.
-        Some(unsafe { Staging::new(address, PIECE) })
+        Some(unsafe { StagingPiece::new(address, STAGING_PIECE) })
     };
-    let mut staging: Vec<_> = (0..memory.bytes() / PIECE).filter_map(piece).collect();
+    let mut staging: Vec<_> = (0..memory.bytes() / STAGING_PIECE).filter_map(piece).collect();
     work(&mut staging).map_err(|error| match error {
         SpillError::Io(error) => Error::Disk(error.to_string()),
         SpillError::Copy(error) => error,

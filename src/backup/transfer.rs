@@ -3,17 +3,16 @@
 //! One thread can keep the link busy when the host memory is ready. Making it ready is what takes many, so each thread
 //! takes a piece at a time, makes it ready while its last piece is still being copied, and queues the copies into it.
 
-use super::arena::{Arena, PIECE};
+use super::arena::{Arena, HOST_PIECE};
 use super::copier::{self, By, Choice};
-use crate::driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, Staging};
-use crate::error::Error;
-use crate::memory::{Progress, Stage};
-use crate::process;
 use std::collections::{BTreeMap, VecDeque};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
+use vramctl_driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, PinnedBuffer, RelaxedCapture};
+use vramctl_host::worker;
+use vramctl_model::{Error, Progress, Stage};
 
 /// The most threads that make host memory ready. More gain nothing, for the driver registers one piece at a time (16 cores: 12
 /// threads 35.3 GB/s, 16 threads 34.4, 32 threads 33.7), and where memory comes slowly fewer are too few.
@@ -44,7 +43,7 @@ pub fn parts(context: Context, device: CUdeviceptr, mut offset: usize, bytes: us
     let end = offset + bytes;
     let device = device.wrapping_sub(offset as u64);
     std::iter::from_fn(move || {
-        let bytes = (PIECE - offset % PIECE).min(end - offset);
+        let bytes = (HOST_PIECE - offset % HOST_PIECE).min(end - offset);
         let part = Part { context, device: device.wrapping_add(offset as u64), offset, bytes };
         offset += bytes;
         (bytes > 0).then_some(part)
@@ -53,7 +52,7 @@ pub fn parts(context: Context, device: CUdeviceptr, mut offset: usize, bytes: us
 
 /// Whether all the host memory for parts is there, and the copy engines reach it.
 pub fn is_prepared(parts: impl Iterator<Item = Part>) -> bool {
-    Arena::get().is_ok_and(|arena| arena.are_pinned(parts.map(|part| part.offset / PIECE)))
+    Arena::get().is_ok_and(|arena| arena.are_pinned(parts.map(|part| part.offset / HOST_PIECE)))
 }
 
 /// Copies parts, given in the order of their offsets, from the device, and hands back each that is copied. All of them
@@ -62,7 +61,7 @@ pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn
     let total: usize = parts.iter().map(|part| part.bytes).sum();
     let threads = if is_prepared(parts.iter().copied()) { FEW_THREADS } else { threads_to_prepare() };
     let saved = transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
-        parts.chunk_by(|a, b| a.offset / PIECE == b.offset / PIECE).for_each(|parts| give(parts.to_vec()));
+        parts.chunk_by(|a, b| a.offset / HOST_PIECE == b.offset / HOST_PIECE).for_each(|parts| give(parts.to_vec()));
         Ok(())
     });
     Arena::get()?.log_preparation();
@@ -114,8 +113,8 @@ fn transfer(
     thread::scope(|scope| {
         let mut workers = Vec::new();
         for _ in 0..threads {
-            let worker = Worker { direction, jobs: &next, stop: &stop, report: report.clone(), staging: None };
-            match process::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
+            let worker = Copier { direction, jobs: &next, stop: &stop, report: report.clone(), staging: None };
+            match worker::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
                 Ok(worker) => workers.push(worker),
                 Err(error) if workers.is_empty() => return Err(Error::Internal(format!("no thread could be started: {error}"))),
                 // Fewer do as well.
@@ -139,7 +138,7 @@ fn transfer(
 }
 
 /// Copies that are under way.
-struct Flight {
+struct InFlight {
     parts: Vec<Part>,
     end: Mark,
     /// Who copies the one part, and from when on; `None`: it does not matter.
@@ -167,19 +166,19 @@ unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &
     Ok(begin.map(|begin| (by, begin)))
 }
 
-struct Worker<'a> {
+struct Copier<'a> {
     direction: Direction,
     jobs: &'a Mutex<mpsc::Receiver<Vec<Part>>>,
     /// Set when one has failed: the others need not go on.
     stop: &'a AtomicBool,
     /// What has been copied.
     report: mpsc::Sender<Vec<Part>>,
-    staging: Option<Staging>,
+    staging: Option<PinnedBuffer>,
 }
 
-impl Worker<'_> {
+impl Copier<'_> {
     fn run(mut self) -> Result<(), Error> {
-        let _relaxed = crate::driver::RelaxedCapture::enter();
+        let _relaxed = RelaxedCapture::enter();
         let worked = self.work();
         if worked.is_err() {
             self.stop.store(true, Ordering::Relaxed);
@@ -189,11 +188,11 @@ impl Worker<'_> {
 
     fn work(&mut self) -> Result<(), Error> {
         let arena = Arena::get()?;
-        let (mut lane, mut under_way) = (Lane::default(), VecDeque::<Flight>::new());
+        let (mut lane, mut under_way) = (Lane::default(), VecDeque::<InFlight>::new());
         let mut choices = BTreeMap::new();
         while let Some(parts) = self.next() {
             let Some(first) = parts.first() else { continue };
-            let direct = arena.prepare(first.offset / PIECE, first.context)?;
+            let direct = arena.prepare(first.offset / HOST_PIECE, first.context)?;
             while let Some(flight) = under_way.front()
                 && (under_way.len() >= UNDER_WAY || flight.end.is_past()?)
             {
@@ -216,13 +215,13 @@ impl Worker<'_> {
                 }
                 None
             };
-            under_way.push_back(Flight { parts, end: lane.mark()?, measured });
+            under_way.push_back(InFlight { parts, end: lane.mark()?, measured });
         }
         under_way.into_iter().try_for_each(|flight| self.land(flight, &mut choices))
     }
 
     /// Waits until copies that are under way are done.
-    fn land(&self, flight: Flight, choices: &mut BTreeMap<Context, Choice>) -> Result<(), Error> {
+    fn land(&self, flight: InFlight, choices: &mut BTreeMap<Context, Choice>) -> Result<(), Error> {
         flight.end.wait()?;
         if let (Some((by, begin)), [part]) = (flight.measured, &flight.parts[..])
             && let (Some(choice), Some(milliseconds)) = (choices.get_mut(&part.context), flight.end.since(&begin, part.context))
@@ -248,7 +247,7 @@ impl Worker<'_> {
     /// does the rest. Without such a buffer the driver does all of it, more slowly.
     fn copy_through_staging(&mut self, part: &Part, host: *mut u8) -> Result<(), Error> {
         if self.staging.is_none() {
-            self.staging = Current::push(part.context).and_then(|current| Staging::new(STAGING, &current)).ok();
+            self.staging = Current::push(part.context).and_then(|current| PinnedBuffer::new(STAGING, &current)).ok();
         }
         let (buffer, step) = self.staging.as_ref().map_or((None, part.bytes), |staging| (Some(staging.address()), staging.bytes()));
         let mut lane = Lane::default();

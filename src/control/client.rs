@@ -2,11 +2,11 @@
 
 use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
-use crate::memory::{Progress, Report};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 use std::{fmt, fs};
+use vramctl_model::{Progress, Report};
 
 /// A connection to one process.
 #[derive(Debug)]

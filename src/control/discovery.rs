@@ -3,13 +3,13 @@
 //! Everything inside goes through the directory's descriptor (`/proc/self/fd/N/…`): what was checked is what is used,
 //! and the length of the directory's path does not matter to `sockaddr_un`.
 
-use crate::config;
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::{io, mem, process};
+use vramctl_config as config;
 
 /// The directory of the sockets, open and found safe: no symbolic link, owned by the user, closed to others.
 #[derive(Debug)]

@@ -1,10 +1,9 @@
 //! The messages on the control socket: one JSON object a line. `docs/protocol.md` describes them for other programs.
 
-use crate::error::{Error, Kind, Shortage};
-use crate::memory::{self, Backup, Progress, Report, Status};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
+use vramctl_model::{Backup, Error, Kind, Progress, Report, Shortage, Status, TransitionRequest};
 
 /// The version of the protocol. It changes when an old client would misunderstand a new server, or the other way round;
 /// new fields and requests do not change it.
@@ -64,7 +63,7 @@ pub struct Transition {
     pub progress: bool,
 }
 
-impl From<Transition> for memory::Request {
+impl From<Transition> for TransitionRequest {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
         Self { tags: transition.tags, backup: transition.backup, backups: transition.backups, timeout, ..Self::default() }

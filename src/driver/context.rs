@@ -1,13 +1,14 @@
 //! Contexts and streams: what is current on a thread, and waiting for a device.
 
-use super::{CUcontext, CUdevice, CUstream, Driver, Failure, code};
-use crate::process::PerProcess;
+use super::{CUcontext, CUdevice, CUstream, Driver};
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
 use once_cell::sync::OnceCell;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use std::{ptr, thread};
+use vramctl_host::PerProcess;
+use vramctl_model::{Failure, code};
 
 /// A context, by its opaque handle: never dereferenced here, and any thread may use it. One that has been destroyed is
 /// answered with an error by the driver.
@@ -22,7 +23,7 @@ unsafe impl Sync for Context {}
 impl Context {
     /// Whether the context is no more. What was allocated in it would be gone, had it been CUDA's own memory.
     pub fn is_gone(self) -> bool {
-        matches!(Current::push(self), Err(Failure { code: code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED, .. }))
+        Current::push(self).is_err_and(Failure::is_of_gone_context)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Copies between device and host memory, and host memory that the copy engines reach directly.
 
-use super::{CUdeviceptr, CUevent, Context, Current, Driver, Failure, RelaxedCapture, Stream, code, pointer_attribute};
+use super::{CUdeviceptr, CUevent, Context, Current, Driver, RelaxedCapture, Stream, pointer_attribute};
 use cudarc::driver::sys::{CUevent_flags, CUpointer_attribute};
 use std::ptr::{self, NonNull};
+use vramctl_model::{Failure, code};
 
 /// Host memory registered with the driver (page-locked): copies to and from it run at the link's speed.
 #[derive(Debug)]
@@ -46,7 +47,7 @@ impl Pinned {
             unsafe { Driver::get()?.cuMemHostUnregister(self.address.as_ptr().cast()) }
         });
         match unregistered {
-            Err(failure) if !matches!(failure.code, code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED | code::NOT_REGISTERED) => {
+            Err(failure) if !failure.is_of_gone_context() && failure.code != code::HOST_MEMORY_NOT_REGISTERED => {
                 log::debug!("{failure} for a backup's host memory; will be tried again");
                 Err(self)
             }
@@ -62,16 +63,16 @@ pub fn device_address(host: *const u8) -> Result<CUdeviceptr, Failure> {
 
 /// Page-locked host memory of the driver's making, to copy through where memory of our own cannot be registered.
 #[derive(Debug)]
-pub struct Staging {
+pub struct PinnedBuffer {
     address: NonNull<u8>,
     bytes: usize,
     context: Context,
 }
 
 // SAFETY: plain memory that the value owns.
-unsafe impl Send for Staging {}
+unsafe impl Send for PinnedBuffer {}
 
-impl Staging {
+impl PinnedBuffer {
     /// So many bytes, for every context of the process.
     pub fn new(bytes: usize, current: &Current) -> Result<Self, Failure> {
         const PORTABLE: u32 = 1; // CU_MEMHOSTALLOC_PORTABLE
@@ -93,7 +94,7 @@ impl Staging {
     }
 }
 
-impl Drop for Staging {
+impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         let _relaxed = RelaxedCapture::enter();
         let Ok(_current) = Current::push(self.context) else { return };

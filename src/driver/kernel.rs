@@ -3,10 +3,11 @@
 //! They belong to a context and go with it: what a reset of the device has destroyed must not be touched any more, not
 //! even to destroy it. [`Resident`] sees to that.
 
-use super::{CUdeviceptr, Context, Current, Driver, Failure, RelaxedCapture, Stream, pointer_attribute};
+use super::{CUdeviceptr, Context, Current, Driver, RelaxedCapture, Stream, pointer_attribute};
 use cudarc::driver::sys::{CUfunction, CUmodule, CUpointer_attribute};
 use std::ffi::{CStr, c_void};
 use std::{mem, ptr};
+use vramctl_model::Failure;
 
 /// A kernel in a context, ready to be launched, with a stream and memory of its own. Its user enters the relaxed capture
 /// mode, as for any memory management.

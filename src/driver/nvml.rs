@@ -1,35 +1,9 @@
 //! Who else holds a device's memory, as far as NVML tells. Asked only when memory is short.
 
 use super::{CUdevice, Driver};
-use serde::{Deserialize, Serialize};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
-use std::{fmt, fs, mem, process, ptr};
-
-/// A process that holds memory of a device.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Holder {
-    /// Process id, as the driver sees it: in a container it may be a number of the host.
-    pub pid: u32,
-    /// Bytes of device memory; absent where the driver does not tell.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub bytes: Option<u64>,
-    /// The program's name, where `/proc` knows the process.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub program: Option<String>,
-}
-
-impl fmt::Display for Holder {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "pid {}", self.pid)?;
-        if let Some(program) = &self.program {
-            write!(out, " ({program})")?;
-        }
-        match self.bytes {
-            Some(bytes) => write!(out, " {}", crate::units::Bytes(bytes)),
-            None => Ok(()),
-        }
-    }
-}
+use std::{fs, mem, process, ptr};
+use vramctl_model::Holder;
 
 /// The other processes that hold memory of `device`, largest first. Empty where NVML is not there or does not tell.
 pub fn holders(device: CUdevice) -> Vec<Holder> {

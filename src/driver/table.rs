@@ -4,69 +4,21 @@
 //! lacks answers [`code::NOT_FOUND`], so an old driver gives an error where a panic would end the host process. That
 //! is why the calls do not go through cudarc's own loader, whose types and constants are used all the same.
 
-use super::Failure;
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmodule,
     CUstream, CUuuid,
 };
+use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-
-/// A driver status as the driver returned it (`CUresult` in `cuda.h`).
-pub type Status = u32;
-
-/// The codes that this library tells apart.
-pub mod code {
-    use super::Status;
-    use cudarc::driver::sys::cudaError_enum as known;
-
-    macro_rules! codes {
-        ($($name:ident = $known:ident;)*) => { $(
-            #[doc = concat!("`", stringify!($known), "`")]
-            pub const $name: Status = known::$known as Status;
-        )* };
-    }
-    /// What failed work leaves behind in its context, for good (`cuda.h`: "the process must be terminated").
-    pub const OF_WORK: &[Status] = &[
-        known::CUDA_ERROR_ECC_UNCORRECTABLE as Status,
-        known::CUDA_ERROR_NVLINK_UNCORRECTABLE as Status,
-        known::CUDA_ERROR_ILLEGAL_ADDRESS as Status,
-        known::CUDA_ERROR_LAUNCH_TIMEOUT as Status,
-        known::CUDA_ERROR_ASSERT as Status,
-        known::CUDA_ERROR_HARDWARE_STACK_ERROR as Status,
-        known::CUDA_ERROR_ILLEGAL_INSTRUCTION as Status,
-        known::CUDA_ERROR_MISALIGNED_ADDRESS as Status,
-        known::CUDA_ERROR_INVALID_ADDRESS_SPACE as Status,
-        known::CUDA_ERROR_INVALID_PC as Status,
-        known::CUDA_ERROR_LAUNCH_FAILED as Status,
-    ];
-
-    codes! {
-        SUCCESS = CUDA_SUCCESS;
-        INVALID_VALUE = CUDA_ERROR_INVALID_VALUE;
-        OUT_OF_MEMORY = CUDA_ERROR_OUT_OF_MEMORY;
-        NOT_INITIALIZED = CUDA_ERROR_NOT_INITIALIZED;
-        DEINITIALIZED = CUDA_ERROR_DEINITIALIZED;
-        INVALID_CONTEXT = CUDA_ERROR_INVALID_CONTEXT;
-        OPERATING_SYSTEM = CUDA_ERROR_OPERATING_SYSTEM;
-        CONTEXT_IS_DESTROYED = CUDA_ERROR_CONTEXT_IS_DESTROYED;
-        SYMBOL_NOT_FOUND = CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND;
-        NOT_FOUND = CUDA_ERROR_NOT_FOUND;
-        NOT_READY = CUDA_ERROR_NOT_READY;
-        NOT_SUPPORTED = CUDA_ERROR_NOT_SUPPORTED;
-        CAPTURE_UNSUPPORTED = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-        CAPTURE_WRONG_THREAD = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
-        PEER_ACCESS_ALREADY_ENABLED = CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
-        NOT_REGISTERED = CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
-        UNKNOWN = CUDA_ERROR_UNKNOWN;
-    }
-}
+use vramctl_host::{PerProcess, exit};
+use vramctl_model::{Failure, StatusCode, code};
 
 /// Declares the table: a field for each symbol, and a method of the same name that calls it.
 macro_rules! driver_functions {
     ($($name:ident($($argument:ident: $type:ty),* $(,)?);)*) => {
         /// The driver's functions. A missing one is `None` and its method answers [`code::NOT_FOUND`].
         #[allow(non_snake_case)]
-        pub struct Driver { $($name: Option<unsafe extern "C" fn($($type),*) -> Status>,)* }
+        pub struct Driver { $($name: Option<unsafe extern "C" fn($($type),*) -> StatusCode>,)* }
 
         #[allow(non_snake_case, clippy::too_many_arguments)]
         impl Driver {
@@ -77,22 +29,23 @@ macro_rules! driver_functions {
                 }
                 // SAFETY: the declarations below are those of cuda.h for these symbols, and a null pointer becomes `None`.
                 Self { $($name: unsafe {
-                    std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn($($type),*) -> Status>>(
+                    std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn($($type),*) -> StatusCode>>(
                         symbol(const { name(concat!(stringify!($name), "\0")) }))
                 },)* }
             }
 
             $(
-                /// The driver's function of this name.
+                /// The driver's function of this name; in a worker of a program that is ending, [`code::DEINITIALIZED`] and no call.
                 ///
                 /// # Safety
                 /// The arguments must be what `cuda.h` asks of them.
                 #[inline]
                 pub unsafe fn $name(&self $(, $argument: $type)*) -> Result<(), Failure> {
-                    let status = match self.$name {
+                    let status = match (self.$name, exit::enter_driver()) {
                         // SAFETY: handed on to the caller.
-                        Some(function) => unsafe { function($($argument),*) },
-                        None => code::NOT_FOUND,
+                        (Some(function), Some(_inside)) => unsafe { function($($argument),*) },
+                        (Some(_), None) => code::DEINITIALIZED,
+                        (None, _) => code::NOT_FOUND,
                     };
                     Failure::check(stringify!($name), status)
                 }
@@ -107,7 +60,6 @@ driver_functions! {
     cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
-    cuGetErrorName(code: Status, name: *mut *const c_char);
 
     // Contexts and streams.
     cuCtxGetCurrent(context: *mut CUcontext);
@@ -166,8 +118,6 @@ driver_functions! {
 impl Driver {
     /// The table of this process's driver: the `libcuda.so.1` that is loaded, else the one that the loader finds.
     pub fn get() -> Result<&'static Self, Failure> {
-        use crate::process::PerProcess;
-        use once_cell::sync::OnceCell;
         static TABLE: PerProcess<OnceCell<Driver>> = PerProcess::new(OnceCell::new);
         // A failure is not remembered: the program may load its driver later.
         TABLE.get().get_or_try_init(Self::load)

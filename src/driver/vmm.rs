@@ -3,9 +3,7 @@
 //! An object that cannot undo itself when it is dropped (the driver refused to unmap, release or free) leaves what is
 //! left of it in one list, and [`sweep`] tries again: a refused release is late memory, not lost memory.
 
-use super::{CUdevice, CUdeviceptr, Driver, Failure, attribute, code};
-use crate::process::PerProcess;
-use crate::ranges::FreeRanges;
+use super::{CUdevice, CUdeviceptr, Driver, attribute};
 use cudarc::driver::sys::{
     CUdevice_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
@@ -13,6 +11,8 @@ use cudarc::driver::sys::{
 use std::mem;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use vramctl_host::PerProcess;
+use vramctl_model::{Failure, FreeRanges, Span, code};
 
 /// Whether the device can map physical memory at reserved addresses.
 pub fn supports_vmm(device: CUdevice) -> bool {
@@ -144,11 +144,11 @@ impl Drop for Addresses {
 /// The largest piece of physical memory asked for at once. Right after much memory was released the driver has to clean
 /// it first, and one piece of 96 GiB takes twice as long as pieces of 8 GiB (`docs/performance.md`). The tests' own build,
 /// whose devices are small, has smaller ones.
-pub const PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 8 << 30 };
+pub const PHYSICAL_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 8 << 30 };
 
 /// Physical memory of a device, and the addresses that it belongs at. Dropped, it is unmapped and given back to the driver.
 #[derive(Debug)]
-pub struct Memory {
+pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
     /// One behind the other, for one allocation or for neighbours that share it; none before it is first mapped.
     at: Vec<Part>,
@@ -163,14 +163,14 @@ struct Part {
     vacant: bool,
 }
 
-impl Memory {
+impl Physical {
     /// Takes `bytes` (a multiple of the granularity) of the device's memory. It reads as zero once mapped.
     pub fn create(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
         let driver = Driver::get()?;
         let wanted = properties(device);
         let mut memory = Self { pieces: Vec::new(), at: Vec::new(), mapped: false };
-        for offset in (0..bytes).step_by(PIECE) {
-            let (mut handle, piece) = (0, PIECE.min(bytes - offset));
+        for offset in (0..bytes).step_by(PHYSICAL_PIECE) {
+            let (mut handle, piece) = (0, PHYSICAL_PIECE.min(bytes - offset));
             // SAFETY: `handle` is writable and the properties are complete.
             unsafe { driver.cuMemCreate(&raw mut handle, piece, &raw const wanted, 0)? };
             memory.pieces.push((handle, piece));
@@ -246,23 +246,23 @@ impl Memory {
 
     /// Where it is mapped, if it is.
     fn span(&self) -> Option<Span> {
-        self.base().filter(|_| self.mapped).map(|base| Span { base, bytes: self.bytes() })
+        self.base().filter(|_| self.mapped).map(|base| Span { address: base, bytes: self.bytes() })
     }
 }
 
-impl Drop for Memory {
+impl Drop for Physical {
     fn drop(&mut self) {
-        let mapping = self.span().map(|Span { base, bytes }| (base, bytes));
+        let mapping = self.span().map(|Span { address: base, bytes }| (base, bytes));
         undo(Leftover { mapping, at: mem::take(&mut self.at), handles: mem::take(&mut self.pieces), addresses: None });
     }
 }
 
 /// Lets a device read and write mapped memory, with as few calls as its addresses allow.
-pub fn let_in<'a>(device: CUdevice, memories: impl Iterator<Item = &'a Memory>) -> Result<(), Failure> {
+pub fn let_in<'a>(device: CUdevice, memories: impl Iterator<Item = &'a Physical>) -> Result<(), Failure> {
     let access = CUmemAccessDesc { location: location(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
-    for Span { base, bytes } in contiguous(memories.filter_map(Memory::span)) {
+    for Span { address, bytes } in Span::contiguous(memories.filter_map(Physical::span)) {
         // SAFETY: mappings of ours and nothing between them, and one complete descriptor.
-        unsafe { Driver::get()?.cuMemSetAccess(base, bytes, &raw const access, 1)? };
+        unsafe { Driver::get()?.cuMemSetAccess(address, bytes, &raw const access, 1)? };
     }
     Ok(())
 }
@@ -271,12 +271,12 @@ pub fn let_in<'a>(device: CUdevice, memories: impl Iterator<Item = &'a Memory>) 
 /// what is not unmapped yet is mapped as before.
 ///
 /// The caller has made sure that no work of the device uses the addresses: the driver does not wait.
-pub fn unmap(mut memories: &mut [&mut Memory]) -> Result<(), Failure> {
+pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
     loop {
-        let first = contiguous(memories.iter().map_while(|memory| memory.span())).next();
-        let Some(Span { base, bytes }) = first else { return Ok(()) };
+        let first = Span::contiguous(memories.iter().map_while(|memory| memory.span())).next();
+        let Some(Span { address, bytes }) = first else { return Ok(()) };
         // SAFETY: mappings of ours and nothing between them.
-        unsafe { Driver::get()?.cuMemUnmap(base, bytes)? };
+        unsafe { Driver::get()?.cuMemUnmap(address, bytes)? };
         let (mut gone, mut neighbours) = (0, 0);
         while gone < bytes {
             gone += memories[neighbours].bytes();
@@ -285,25 +285,6 @@ pub fn unmap(mut memories: &mut [&mut Memory]) -> Result<(), Failure> {
         }
         memories = &mut memories[neighbours..];
     }
-}
-
-/// A range of device addresses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Span {
-    base: CUdeviceptr,
-    bytes: usize,
-}
-
-/// Joins neighbours that follow each other.
-fn contiguous(spans: impl Iterator<Item = Span>) -> impl Iterator<Item = Span> {
-    let mut spans = spans.peekable();
-    std::iter::from_fn(move || {
-        let mut joined = spans.next()?;
-        while let Some(next) = spans.next_if(|next| next.base == joined.base + joined.bytes as u64) {
-            joined.bytes += next.bytes;
-        }
-        Some(joined)
-    })
 }
 
 /// What is left to undo, in the order in which the driver wants it.

@@ -17,9 +17,10 @@ use std::mem::transmute;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
-use vramctl::config::CopyBy;
-use vramctl::interpose;
-use vramctl::memory::{Memory, Report, Request, TagState};
+use vramctl_config::CopyBy;
+use vramctl_core::memory::Memory;
+use vramctl_intercept::hooks as interpose;
+use vramctl_model::{Report, TagState, TransitionRequest};
 
 pub const MIB: usize = 1 << 20;
 pub const DEVICES: i32 = 2;
@@ -37,16 +38,24 @@ pub const HOST_CAP: u64 = 192 << 20;
 pub fn artifacts() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let target = Path::new(env!("CARGO_BIN_EXE_vramctl")).parent().expect("a folder").to_owned();
+        let target = std::env::current_exe().expect("a path").ancestors().nth(2).expect("a folder").to_owned();
         let mut build = Command::new(env!("CARGO"));
         // The library too: the tests' own build of it is not put where programs can load it.
-        build.args(["build", "--quiet", "-p", "vramctl", "-p", "simgpu", "-p", "simcudart"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+        build
+            .args(["build", "--quiet", "-p", "vramctl", "-p", "vramctl-cli", "-p", "simgpu", "-p", "simcudart"])
+            .current_dir(env!("CARGO_MANIFEST_DIR"));
         if target.ends_with("release") {
             build.arg("--release");
         }
         assert!(build.status().expect("cargo runs").success(), "the simulated GPU does not build");
         target
     })
+}
+
+/// The command line.
+pub fn command_line() -> &'static str {
+    static PATH: OnceLock<String> = OnceLock::new();
+    PATH.get_or_init(|| artifacts().join("vramctl").to_str().expect("UTF-8").to_owned())
 }
 
 /// A folder of this process's own, which goes when it ends.
@@ -233,15 +242,15 @@ impl Gpu {
         gpu.clear_faults();
         gpu.free_everything();
         // What the library makes once in each context, and keeps, is not to be taken for a leak.
-        vramctl::backup::set_copy_by(Some(CopyBy::Kernel), None);
+        vramctl_backup::set_copy_by(Some(CopyBy::Kernel), None);
         for device in (0..DEVICES).rev() {
             set_device(device);
             let address = malloc_tagged(RETAINED_TAG, None, MIB).expect("a device that works");
             pause(&[]).and_then(|_| resume(&[])).expect("a device that works");
             free(address);
         }
-        vramctl::backup::set_copy_by(None, None);
-        vramctl::backup::settle();
+        vramctl_backup::set_copy_by(None, None);
+        vramctl_backup::settle();
         gpu
     }
 
@@ -309,8 +318,8 @@ impl Gpu {
         for address in Memory::get().addresses() {
             free(address);
         }
-        vramctl::driver::sweep();
-        vramctl::backup::settle();
+        vramctl_driver::sweep();
+        vramctl_backup::settle();
     }
 }
 
@@ -321,9 +330,9 @@ impl Drop for Gpu {
         for device in 0..DEVICES {
             self.occupy(device, 0);
         }
-        while vramctl::memory::region::end().is_ok() {}
+        while vramctl_core::memory::region::end().is_ok() {}
         let _ = Memory::get().set_process_tag(None);
-        vramctl::backup::set_copy_by(None, None);
+        vramctl_backup::set_copy_by(None, None);
         Memory::get().set_margin(0);
         self.free_everything();
     }
@@ -339,10 +348,10 @@ pub fn malloc(bytes: usize) -> Result<u64, u32> {
     }
 }
 
-pub fn malloc_tagged(tag: &str, backup: Option<vramctl::memory::Backup>, bytes: usize) -> Result<u64, u32> {
-    vramctl::memory::region::begin(Some(tag), backup).unwrap();
+pub fn malloc_tagged(tag: &str, backup: Option<vramctl_model::Backup>, bytes: usize) -> Result<u64, u32> {
+    vramctl_core::memory::region::begin(Some(tag), backup).unwrap();
     let answer = malloc(bytes);
-    vramctl::memory::region::end().unwrap();
+    vramctl_core::memory::region::end().unwrap();
     answer
 }
 
@@ -433,7 +442,7 @@ impl Stream {
         unsafe { (simulated().cuda_stream_synchronize)(self.0) }
     }
 
-    pub fn handle(&self) -> vramctl::driver::StreamHandle {
+    pub fn handle(&self) -> vramctl_driver::StreamHandle {
         unsafe { transmute(self.0) }
     }
 
@@ -472,15 +481,15 @@ impl Drop for Graph {
     }
 }
 
-pub fn request(tags: &[&str]) -> Request {
-    Request { tags: tags.iter().map(|tag| (*tag).to_owned()).collect(), ..Request::default() }
+pub fn request(tags: &[&str]) -> TransitionRequest {
+    TransitionRequest { tags: tags.iter().map(|tag| (*tag).to_owned()).collect(), ..TransitionRequest::default() }
 }
 
-pub fn pause(tags: &[&str]) -> Result<Report, vramctl::Error> {
+pub fn pause(tags: &[&str]) -> Result<Report, vramctl_model::Error> {
     Memory::get().pause(&request(tags), &mut ())
 }
 
-pub fn resume(tags: &[&str]) -> Result<Report, vramctl::Error> {
+pub fn resume(tags: &[&str]) -> Result<Report, vramctl_model::Error> {
     Memory::get().resume(&request(tags), &mut ())
 }
 

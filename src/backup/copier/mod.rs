@@ -12,14 +12,15 @@
 
 use super::settings;
 use super::transfer::Part;
-use crate::config::CopyBy;
-use crate::driver::{self, CUdeviceptr, Context, Current, Failure, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
-use crate::process::{self, Busy, PerProcess};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ffi::{CStr, c_void};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use vramctl_config::CopyBy;
+use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
+use vramctl_host::{PerProcess, worker};
+use vramctl_model::Failure;
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
     Ok(text) => text,
@@ -90,13 +91,9 @@ pub fn get_ready(context: Context, bytes: usize, paused: u64) {
         place.insert(None);
     }
     let loading = Loading(context);
-    // Where it is not done, because the program ends or no thread can be had, the value is dropped, and says so.
-    let load = move || {
-        if let Some(_busy) = Busy::unless_ending() {
-            loading.finish();
-        }
-    };
-    if let Err(error) = process::spawn_compiler("vramctl-kernel", load) {
+    // Where no thread can be had, the value is dropped, and says so.
+    let load = move || loading.finish();
+    if let Err(error) = worker::spawn_compiler("vramctl-kernel", load) {
         log::debug!("no thread could be started: {error}");
     } else if wait {
         drop(COPIERS.get().wait(Some(context)));

@@ -4,14 +4,15 @@
 //! processor. `docs/unchanged.md` says what is computed and proves how unlikely it is that a changed piece keeps its
 //! digest: below 2^-91, whatever the change, since each process draws a key of its own and shows it to nobody.
 
-use crate::driver::{CUdeviceptr, Current, Failure, Parts, Resident, code};
-use crate::process::PerProcess;
 use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_void};
 use std::mem;
+use vramctl_driver::{CUdeviceptr, Current, Parts, Resident};
+use vramctl_host::PerProcess;
+use vramctl_model::{Failure, code};
 
 /// What one digest is of, in bytes: the granularity of device memory.
-pub const PIECE: usize = 2 << 20;
+pub const DIGEST_PIECE: usize = 2 << 20;
 
 /// Threads that work on one piece. This and the three numbers below are the kernel's.
 const THREADS: usize = 256;
@@ -21,7 +22,7 @@ const VECTORS: usize = 16;
 const GROUPS: usize = 32;
 /// Sums of each group, in each half of a digest.
 const SUMS: usize = 2;
-const _: () = assert!(THREADS * VECTORS * GROUPS * 16 == PIECE);
+const _: () = assert!(THREADS * VECTORS * GROUPS * 16 == DIGEST_PIECE);
 
 /// 2^61 - 1, a prime.
 const PRIME: u64 = (1 << 61) - 1;
@@ -71,7 +72,7 @@ impl Key {
 
     /// The digest of a piece's contents, as the kernel computes it.
     pub fn digest(&self, piece: &[u8]) -> Digest {
-        assert_eq!(piece.len(), PIECE, "a piece has a fixed size");
+        assert_eq!(piece.len(), DIGEST_PIECE, "a piece has a fixed size");
         Digest(self.halves.each_ref().map(|half| half.digest(piece)))
     }
 }
@@ -144,18 +145,20 @@ impl Hasher {
     }
 
     /// The digests of device memory, one for each piece of each span (address, bytes) in order. Spans begin at multiples
-    /// of 16 bytes and are multiples of [`PIECE`] long; others are an invalid value.
+    /// of 16 bytes and are multiples of [`DIGEST_PIECE`] long; others are an invalid value.
     ///
     /// Waits for the result. After an error nothing of it is running any more. A hasher whose context has been reset
     /// answers [`code::CONTEXT_IS_DESTROYED`]; make another.
     pub fn digests(&mut self, current: &Current, spans: &[(CUdeviceptr, usize)]) -> Result<Vec<Digest>, Failure> {
         let refuse = |code| Err(Failure { call: "vramctl_digest", code });
-        if spans.iter().any(|(address, bytes)| !address.is_multiple_of(16) || !bytes.is_multiple_of(PIECE)) {
+        if spans.iter().any(|(address, bytes)| !address.is_multiple_of(16) || !bytes.is_multiple_of(DIGEST_PIECE)) {
             return refuse(code::INVALID_VALUE);
         }
         let Some(parts) = self.0.parts(current) else { return refuse(code::CONTEXT_IS_DESTROYED) };
-        let addresses: Vec<_> =
-            spans.iter().flat_map(|&(address, bytes)| (0..bytes).step_by(PIECE).map(move |offset| address + offset as u64)).collect();
+        let addresses: Vec<_> = spans
+            .iter()
+            .flat_map(|&(address, bytes)| (0..bytes).step_by(DIGEST_PIECE).map(move |offset| address + offset as u64))
+            .collect();
         let mut digests = vec![Digest([0; 2]); addresses.len()];
         for (addresses, digests) in addresses.chunks(BATCH).zip(digests.chunks_mut(BATCH)) {
             digest(parts, addresses, digests).inspect_err(|_| {
@@ -210,11 +213,11 @@ mod tests {
     #[test]
     fn any_flipped_bit_changes_both_halves() {
         let key = key(1);
-        for contents in [vec![0; PIECE], noise(2, PIECE)] {
+        for contents in [vec![0; DIGEST_PIECE], noise(2, DIGEST_PIECE)] {
             let before = key.digest(&contents);
-            let (mut changed, last) = (contents, 8 * PIECE - 1);
+            let (mut changed, last) = (contents, 8 * DIGEST_PIECE - 1);
             // A stride that is no power of two meets every bit of a word, thread, vector and group.
-            for bit in (0..last).step_by(8 * PIECE / 60 + 12_345).chain([last]) {
+            for bit in (0..last).step_by(8 * DIGEST_PIECE / 60 + 12_345).chain([last]) {
                 changed[bit / 8] ^= 1 << (bit % 8);
                 let after = key.digest(&changed);
                 assert!(after.0[0] != before.0[0] && after.0[1] != before.0[1], "bit {bit}");
@@ -228,7 +231,7 @@ mod tests {
     #[test]
     fn what_looks_alike_differs() {
         let key = key(3);
-        let original = noise(4, PIECE);
+        let original = noise(4, DIGEST_PIECE);
         let swapped = |one: usize, other: usize, bytes: usize| {
             let mut piece = original.clone();
             for at in 0..bytes {
@@ -240,19 +243,19 @@ mod tests {
         cancelling[0] = cancelling[0].wrapping_add(1);
         cancelling[8] = cancelling[8].wrapping_sub(1);
         let mut pieces = vec![
-            vec![0; PIECE],
-            vec![0xFF; PIECE],
-            [vec![1], vec![0; PIECE - 1]].concat(),
-            [vec![0; PIECE - 1], vec![1]].concat(),
+            vec![0; DIGEST_PIECE],
+            vec![0xFF; DIGEST_PIECE],
+            [vec![1], vec![0; DIGEST_PIECE - 1]].concat(),
+            [vec![0; DIGEST_PIECE - 1], vec![1]].concat(),
             [&original[1..], &[0]].concat(),
-            [&[0], &original[..PIECE - 1]].concat(),
+            [&[0], &original[..DIGEST_PIECE - 1]].concat(),
             cancelling,
-            swapped(0, 4, 4),                           // words of one product
-            swapped(0, 8, 8),                           // products of one vector
-            swapped(0, 16 * THREADS, 16),               // vectors of one group
-            swapped(0, 16, 16),                         // threads
-            swapped(0, PIECE / GROUPS, PIECE / GROUPS), // groups
-            swapped(0, PIECE / 2, PIECE / 2),
+            swapped(0, 4, 4),                                         // words of one product
+            swapped(0, 8, 8),                                         // products of one vector
+            swapped(0, 16 * THREADS, 16),                             // vectors of one group
+            swapped(0, 16, 16),                                       // threads
+            swapped(0, DIGEST_PIECE / GROUPS, DIGEST_PIECE / GROUPS), // groups
+            swapped(0, DIGEST_PIECE / 2, DIGEST_PIECE / 2),
         ];
         pieces.push(original);
         let mut digests: Vec<_> = pieces.iter().map(|piece| key.digest(piece).0).collect();
@@ -263,7 +266,7 @@ mod tests {
 
     #[test]
     fn a_digest_depends_on_all_of_the_key() {
-        let (piece, bytes) = (noise(5, PIECE), noise(6, mem::size_of::<Key>()));
+        let (piece, bytes) = (noise(5, DIGEST_PIECE), noise(6, mem::size_of::<Key>()));
         let with = |bytes: &[u8]| Key::from_bytes(bytes.try_into().unwrap()).digest(&piece).0;
         let before = with(&bytes);
         for at in (0..bytes.len()).step_by(37) {
@@ -282,7 +285,7 @@ mod tests {
             assert_eq!((half.sums, half.point), ([[u32::MAX; 4 * VECTORS]; SUMS], (1 << 60) - 1));
         }
         for fill in [0, 1, 0xFF] {
-            assert!(all_ones.digest(&vec![fill; PIECE]).0.iter().all(|value| *value < PRIME));
+            assert!(all_ones.digest(&vec![fill; DIGEST_PIECE]).0.iter().all(|value| *value < PRIME));
         }
     }
 
@@ -292,8 +295,8 @@ mod tests {
         let mut bytes = [0; mem::size_of::<Key>()];
         bytes[mem::size_of::<Half>() - 8] = 3 << 4; // the first half's point is 3
         let key = Key::from_bytes(&bytes);
-        let mut piece = vec![0; PIECE];
-        let last_vector = PIECE - 16;
+        let mut piece = vec![0; DIGEST_PIECE];
+        let last_vector = DIGEST_PIECE - 16;
         piece[last_vector] = 5;
         piece[last_vector + 4] = 7;
         // The last sums of all are both 5 * 7: 35 * 3 + 35.

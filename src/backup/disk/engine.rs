@@ -6,18 +6,18 @@
 //! which does not end and takes the program's signals in the middle of a request.
 
 use super::{ALIGNMENT, Engine, Spill, file};
-use crate::process;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::Read;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Scope};
 use std::time::Duration;
 use std::{io, slice};
+use vramctl_host::{above_standard, worker};
 
 /// No more threads than this, each with a request: drives have long been busy then.
 const THREADS: usize = 16;
@@ -33,7 +33,7 @@ const REQUEST: usize = 1 << 30;
 
 /// What a call does with the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub enum Operation {
     Write,
     Read,
 }
@@ -105,25 +105,25 @@ impl Job {
 }
 
 /// What the threads of one call share: the file, and the jobs that wait.
-pub struct Lane<'a> {
+pub struct Queue<'a> {
     spill: &'a Spill,
-    direction: Direction,
+    operation: Operation,
     waiting: Mutex<VecDeque<Job>>,
     /// A semaphore with one token for each waiting job; a token without a job says that no more will come. A descriptor,
     /// so that a ring can wait for it and for its requests at once.
     tokens: File,
 }
 
-impl<'a> Lane<'a> {
-    pub fn new(spill: &'a Spill, direction: Direction) -> io::Result<Self> {
+impl<'a> Queue<'a> {
+    pub fn new(spill: &'a Spill, operation: Operation) -> io::Result<Self> {
         // SAFETY: the call touches no memory.
         let descriptor = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_SEMAPHORE) };
         if descriptor < 0 {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: just opened, and nobody else's.
-        let tokens = process::above_standard(unsafe { File::from_raw_fd(descriptor) })?;
-        Ok(Self { spill, direction, waiting: Mutex::default(), tokens })
+        let tokens = File::from(above_standard(unsafe { OwnedFd::from_raw_fd(descriptor) })?);
+        Ok(Self { spill, operation, waiting: Mutex::default(), tokens })
     }
 
     fn put(&self, job: Job) {
@@ -164,28 +164,33 @@ impl<'a> Lane<'a> {
     fn request(&self, job: &mut Job) -> (*mut u8, u32, u64) {
         let rest = REQUEST.min(job.bytes - job.done);
         #[cfg(test)]
-        let rest = self.spill.faults.shape(self.direction, job, rest);
+        let rest = self.spill.faults.shape(self.operation, job, rest);
         // SAFETY: `done` is less than the memory's size.
         (unsafe { job.address.as_ptr().add(job.done) }, rest as u32, job.at + job.done as u64)
     }
 
     /// Carries a job out in the calling thread.
     fn perform(&self, mut job: Job) -> Landed {
-        let descriptor = self.spill.file.as_raw_fd();
         loop {
+            // For each request anew: the program may have closed it.
+            let file = match self.spill.file() {
+                Ok(file) => file,
+                Err(error) => return (job.slot, Err(error)),
+            };
+            let descriptor = file.as_raw_fd();
             let (address, bytes, at) = self.request(&mut job);
             // SAFETY: the memory is the job's, readable and writable for that many bytes.
             let result = unsafe {
-                match self.direction {
-                    Direction::Write => libc::pwrite64(descriptor, address.cast(), bytes as usize, at as i64),
-                    Direction::Read => libc::pread64(descriptor, address.cast(), bytes as usize, at as i64),
+                match self.operation {
+                    Operation::Write => libc::pwrite64(descriptor, address.cast(), bytes as usize, at as i64),
+                    Operation::Read => libc::pread64(descriptor, address.cast(), bytes as usize, at as i64),
                 }
             };
             let result =
                 if result < 0 { -i64::from(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)) } else { result as i64 };
             if let Some(outcome) = job.advance(result) {
                 if outcome.is_ok() && !self.spill.direct {
-                    return (job.slot, file::leave_no_cache(&self.spill.file, job.at, job.bytes as u64));
+                    return (job.slot, file::leave_no_cache(&file, job.at, job.bytes as u64));
                 }
                 return (job.slot, outcome);
             }
@@ -204,23 +209,23 @@ impl<'a> Lane<'a> {
 /// The calling thread's end of an engine. When it is dropped the engine ends: requests that were made are waited for, jobs
 /// that wait are forgotten.
 pub struct Flight<'a> {
-    lane: &'a Lane<'a>,
+    queue: &'a Queue<'a>,
     landed: Receiver<Landed>,
     outstanding: usize,
 }
 
 impl<'a> Flight<'a> {
     /// Starts the engine in `scope`, for as many jobs at a time as there are `slots`.
-    pub fn start<'scope>(scope: &'scope Scope<'scope, 'a>, lane: &'a Lane<'a>, slots: usize) -> io::Result<Self> {
+    pub fn start<'scope>(scope: &'scope Scope<'scope, 'a>, queue: &'a Queue<'a>, slots: usize) -> io::Result<Self> {
         let (sender, landed) = mpsc::channel();
-        process::spawn_scoped(scope, NAME, move || run(scope, lane, slots, &sender))?;
-        Ok(Self { lane, landed, outstanding: 0 })
+        worker::spawn_scoped(scope, NAME, move || run(scope, queue, slots, &sender))?;
+        Ok(Self { queue, landed, outstanding: 0 })
     }
 
     /// Hands a job to the engine. Its memory is not to be touched until it has landed.
     pub fn submit(&mut self, job: Job) {
         self.outstanding += 1;
-        self.lane.put(job);
+        self.queue.put(job);
     }
 
     /// Whether jobs are in flight.
@@ -247,7 +252,7 @@ impl<'a> Flight<'a> {
 
 impl Drop for Flight<'_> {
     fn drop(&mut self) {
-        self.lane.close();
+        self.queue.close();
     }
 }
 
@@ -255,10 +260,10 @@ impl Drop for Flight<'_> {
 pub(super) const NAME: &str = "vramctl-disk";
 
 /// The engine's first thread: with a ring where there can be one, else one of several.
-fn run<'scope, 'a>(scope: &'scope Scope<'scope, 'a>, lane: &'a Lane<'a>, slots: usize, landed: &Sender<Landed>) {
+fn run<'scope, 'a>(scope: &'scope Scope<'scope, 'a>, queue: &'a Queue<'a>, slots: usize, landed: &Sender<Landed>) {
     // Through the page cache a ring would only move the work to threads of the kernel.
-    let ring = match lane.spill.engine {
-        Engine::Best if lane.spill.direct => Ring::new(lane, slots, landed).inspect_err(|error| log::debug!("no io_uring: {error}")).ok(),
+    let ring = match queue.spill.engine {
+        Engine::Best if queue.spill.direct => Ring::new(queue, slots, landed).inspect_err(|error| log::debug!("no io_uring: {error}")).ok(),
         _ => None,
     };
     match ring {
@@ -267,18 +272,18 @@ fn run<'scope, 'a>(scope: &'scope Scope<'scope, 'a>, lane: &'a Lane<'a>, slots: 
             for _ in 1..slots.min(THREADS) {
                 let landed = landed.clone();
                 // Fewer threads are slower and nothing else.
-                let Ok(_) = process::spawn_scoped(scope, NAME, move || lane.serve(&landed)) else { break };
+                let Ok(_) = worker::spawn_scoped(scope, NAME, move || queue.serve(&landed)) else { break };
             }
         }
     }
     // What a ring did not live to see.
-    lane.serve(landed);
+    queue.serve(landed);
 }
 
-/// An `io_uring` with requests of jobs in it, and one for a token of the lane.
+/// An `io_uring` with requests of jobs in it, and one for a token of the queue.
 struct Ring<'a> {
     kernel: IoUring,
-    lane: &'a Lane<'a>,
+    queue: &'a Queue<'a>,
     landed: &'a Sender<Landed>,
     /// The jobs that have a request in the ring, by slot.
     flying: Vec<Option<Job>>,
@@ -293,11 +298,11 @@ struct Ring<'a> {
 const TOKEN: u64 = u64::MAX;
 
 impl<'a> Ring<'a> {
-    fn new(lane: &'a Lane<'a>, slots: usize, landed: &'a Sender<Landed>) -> io::Result<Self> {
+    fn new(queue: &'a Queue<'a>, slots: usize, landed: &'a Sender<Landed>) -> io::Result<Self> {
         /// The kernel's own limit. Requests are submitted one by one, so that fewer entries than slots will do.
         const ENTRIES: usize = 4096;
         #[cfg(test)]
-        lane.spill.faults.set_up()?;
+        queue.spill.faults.set_up()?;
         // A forked child is not to reach the ring.
         let ring = IoUring::builder().dontfork().build((slots + 1).min(ENTRIES) as u32)?;
         // Kernels before 5.7 would block a thread of theirs on the token, or do not know the operations at all.
@@ -305,7 +310,7 @@ impl<'a> Ring<'a> {
             return Err(io::ErrorKind::Unsupported.into());
         }
         let flying = (0..slots).map(|_| None).collect();
-        Ok(Self { kernel: ring, lane, landed, flying, in_flight: 0, token: Box::default(), refused: false })
+        Ok(Self { kernel: ring, queue, landed, flying, in_flight: 0, token: Box::default(), refused: false })
     }
 
     /// Carries jobs out until there are no more, or until the ring takes no more. No request is in it when this returns.
@@ -316,7 +321,7 @@ impl<'a> Ring<'a> {
             while let Some(entry) = self.ended() {
                 match (entry.user_data(), entry.result()) {
                     (TOKEN, 0..) => {
-                        let job = self.lane.take();
+                        let job = self.queue.take();
                         listening = job.is_some();
                         if let Some(job) = job {
                             self.fly(job, squeue::Flags::empty());
@@ -337,18 +342,20 @@ impl<'a> Ring<'a> {
     /// Asks for a token.
     fn listen(&mut self) -> bool {
         let token = slice::from_mut(&mut *self.token);
-        let read = opcode::Read::new(types::Fd(self.lane.tokens.as_raw_fd()), token.as_mut_ptr().cast(), size_of::<u64>() as u32);
+        let read = opcode::Read::new(types::Fd(self.queue.tokens.as_raw_fd()), token.as_mut_ptr().cast(), size_of::<u64>() as u32);
         // SAFETY: the box outlives the request, since `serve` waits for it.
         unsafe { self.submit(&read.build().user_data(TOKEN)) }
     }
 
     /// Makes a job's next request.
     fn fly(&mut self, mut job: Job, flags: squeue::Flags) {
-        let file = types::Fd(self.lane.spill.file.as_raw_fd());
-        let (address, bytes, at) = self.lane.request(&mut job);
-        let entry = match self.lane.direction {
-            Direction::Write => opcode::Write::new(file, address, bytes).offset(at).build(),
-            Direction::Read => opcode::Read::new(file, address, bytes).offset(at).build(),
+        // Where the program has closed it, `perform` finds that out and says so.
+        let Ok(file) = self.queue.spill.file() else { return drop(self.landed.send(self.queue.perform(job))) };
+        let file = types::Fd(file.as_raw_fd());
+        let (address, bytes, at) = self.queue.request(&mut job);
+        let entry = match self.queue.operation {
+            Operation::Write => opcode::Write::new(file, address, bytes).offset(at).build(),
+            Operation::Read => opcode::Read::new(file, address, bytes).offset(at).build(),
         };
         let slot = job.slot;
         // SAFETY: the job's memory is left alone until it has landed.
@@ -356,7 +363,7 @@ impl<'a> Ring<'a> {
             self.flying[slot] = Some(job);
             self.in_flight += 1;
         } else {
-            drop(self.landed.send(self.lane.perform(job)));
+            drop(self.landed.send(self.queue.perform(job)));
         }
     }
 
@@ -383,7 +390,7 @@ impl<'a> Ring<'a> {
         }
         for _ in 0..PATIENCE {
             #[cfg(test)]
-            let submitted = self.lane.spill.faults.enter().and_then(|()| self.kernel.submit());
+            let submitted = self.queue.spill.faults.enter().and_then(|()| self.kernel.submit());
             #[cfg(not(test))]
             let submitted = self.kernel.submit();
             if self.kernel.submission().is_empty() {

@@ -1,13 +1,13 @@
 //! A kernel that fails on demand: for tests of what requests may come to.
 
 use super::ALIGNMENT;
-use super::engine::{Direction, Job};
+use super::engine::{Job, Operation};
 use std::{fmt, io};
 
 /// What tests have the kernel say instead of what it says.
 #[derive(Default)]
 pub struct Faults {
-    /// Asked before each request with its direction, offset and bytes.
+    /// Asked before each request with its operation, offset and bytes.
     pub request: Option<Box<Shape>>,
     /// Asked before each submission to a ring; an error code, or 0.
     pub submission: Option<Box<dyn Fn() -> i32 + Send + Sync>>,
@@ -15,7 +15,7 @@ pub struct Faults {
     pub no_ring: bool,
 }
 
-pub type Shape = dyn Fn(Direction, u64, usize) -> Fault + Send + Sync;
+pub type Shape = dyn Fn(Operation, u64, usize) -> Fault + Send + Sync;
 
 /// What becomes of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,8 +30,8 @@ pub enum Fault {
 }
 
 impl Faults {
-    pub fn shape(&self, direction: Direction, job: &mut Job, bytes: usize) -> usize {
-        let fault = self.request.as_ref().map_or(Fault::None, |ask| ask(direction, job.at + job.done as u64, bytes));
+    pub fn shape(&self, operation: Operation, job: &mut Job, bytes: usize) -> usize {
+        let fault = self.request.as_ref().map_or(Fault::None, |ask| ask(operation, job.at + job.done as u64, bytes));
         match fault {
             Fault::None => bytes,
             Fault::Short(most) => {

@@ -1,23 +1,22 @@
 //! How the file of a [`Spill`](super::Spill) comes about, and how its page cache is emptied.
 
 use super::ALIGNMENT;
-use crate::process::above_standard;
-use crate::units::Bytes;
 use std::collections::hash_map::RandomState;
 use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, Hasher};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::Once;
 use std::{io, mem, process};
+use vramctl_host::log_once;
+use vramctl_model::Bytes;
 
 /// An unlinked file of `bytes` bytes in `directory`, and whether requests on it are direct.
 pub fn create(directory: &Path, bytes: u64) -> io::Result<(File, bool)> {
     let in_directory = |what: &str, error: &io::Error| {
         io::Error::new(error.kind(), format!("cannot {what} a backup file in {}: {error}", directory.display()))
     };
-    let file = open(directory).and_then(above_standard).map_err(|error| in_directory("make", &error))?;
+    let file = open(directory).map_err(|error| in_directory("make", &error))?;
     warn_of_memory(&file);
     reserve(&file, directory, bytes).map_err(|error| match error.kind() {
         io::ErrorKind::StorageFull => error,
@@ -108,15 +107,15 @@ fn available_bytes(file: &File) -> Option<u64> {
 /// Turns direct I/O on if the file system has it: some refuse the flag, some only the first request.
 fn make_direct(file: &File, bytes: u64) -> io::Result<bool> {
     #[repr(align(4096))]
-    struct Page([u8; ALIGNMENT]);
+    struct Block([u8; ALIGNMENT]);
 
     if bytes < ALIGNMENT as u64 || !set_direct(file, true) {
         return Ok(false);
     }
-    let page = Page([0; ALIGNMENT]);
+    let block = Block([0; ALIGNMENT]);
     loop {
-        // SAFETY: the page is readable for its length.
-        let written = unsafe { libc::pwrite64(file.as_raw_fd(), page.0.as_ptr().cast(), ALIGNMENT, 0) };
+        // SAFETY: the block is readable for its length.
+        let written = unsafe { libc::pwrite64(file.as_raw_fd(), block.0.as_ptr().cast(), ALIGNMENT, 0) };
         if written == ALIGNMENT as isize {
             return Ok(true);
         }
@@ -142,7 +141,6 @@ pub(super) fn set_direct(file: &File, direct: bool) -> bool {
 
 /// A directory that is itself in memory saves none.
 fn warn_of_memory(file: &File) {
-    static ONCE: Once = Once::new();
     // SAFETY: plain data, for which all zeroes is a value, and writable.
     let kind = unsafe {
         let mut statistics: libc::statfs64 = mem::zeroed();
@@ -150,7 +148,7 @@ fn warn_of_memory(file: &File) {
         statistics.f_type
     };
     if kind == libc::TMPFS_MAGIC {
-        ONCE.call_once(|| log::warn!("the directory of disk backups is a tmpfs: contents go to host memory"));
+        log_once!(log::Level::Warn, "the directory of disk backups is a tmpfs: contents go to host memory");
     }
 }
 

@@ -36,10 +36,10 @@ impl Memory {
         Self { address: NonNull::new(address.cast()).unwrap(), sizes: sizes.to_vec() }
     }
 
-    fn staging(&mut self) -> Vec<Staging<'_>> {
+    fn staging(&mut self) -> Vec<StagingPiece<'_>> {
         let starts = self.sizes.iter().scan(0, |start, bytes| Some(std::mem::replace(start, *start + bytes)));
         // SAFETY: separate parts of our own mapping, borrowed as long as the staging memory lives.
-        starts.zip(&self.sizes).map(|(start, &bytes)| unsafe { Staging::new(self.address.add(start), bytes) }).collect()
+        starts.zip(&self.sizes).map(|(start, &bytes)| unsafe { StagingPiece::new(self.address.add(start), bytes) }).collect()
     }
 
     fn all(&mut self) -> &mut [u8] {
@@ -83,7 +83,7 @@ fn spill_in(directory: &Path, bytes: usize, way: Way) -> Spill {
         Way::Ring => {}
         Way::Threads => spill.set_engine(Engine::Threads),
         Way::Forbidden => spill.faults.no_ring = true,
-        Way::Cached => spill.direct = !file::set_direct(&spill.file, false),
+        Way::Cached => spill.direct = !file::set_direct(&spill.file().unwrap(), false),
     }
     spill
 }
@@ -143,7 +143,7 @@ fn cached_pages(spill: &Spill) -> usize {
     let mut pages = vec![0_u8; bytes / PAGE];
     // SAFETY: a mapping of our own of the file, looked at by the kernel only, and a byte for each of its pages.
     unsafe {
-        let address = libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, spill.file.as_raw_fd(), 0);
+        let address = libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, spill.file().unwrap().as_raw_fd(), 0);
         assert_ne!(address, libc::MAP_FAILED);
         assert_eq!(libc::mincore(address, bytes, pages.as_mut_ptr()), 0);
         libc::munmap(address, bytes);
@@ -329,7 +329,7 @@ fn what_direct_requests_cannot_do_is_refused_before_anything_happens() {
     let _alone = alone();
     let spill = spill(4 * PAGE, Way::Ring);
     let mut memory = Memory::new(&[PAGE, PAGE + 8]);
-    let no = |staging: &mut [Staging], offset: usize, bytes: usize| {
+    let no = |staging: &mut [StagingPiece], offset: usize, bytes: usize| {
         let error = io_error(spill.read(staging, offset as u64, bytes as u64, &mut |_, _| panic!("nothing is read")));
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     };
@@ -351,7 +351,7 @@ fn the_page_cache_is_left_empty() {
         // SAFETY: plain data and writable.
         let kind = unsafe {
             let mut statistics: libc::statfs64 = std::mem::zeroed();
-            libc::fstatfs64(spill.file.as_raw_fd(), &raw mut statistics);
+            libc::fstatfs64(spill.file().unwrap().as_raw_fd(), &raw mut statistics);
             statistics.f_type
         };
         if kind == libc::TMPFS_MAGIC {
@@ -370,12 +370,12 @@ fn the_file_has_no_name_and_its_space_is_set_aside() {
     let directory = tempfile::tempdir().unwrap();
     for bytes in [0, PAGE, 64 << 20] {
         let spill = spill_in(directory.path(), bytes, Way::Ring);
-        let metadata = spill.file.metadata().unwrap();
+        let metadata = spill.file().unwrap().metadata().unwrap();
         assert_eq!((metadata.nlink(), metadata.len(), metadata.mode() & 0o077), (0, bytes as u64, 0));
         assert!(metadata.blocks() * 512 >= bytes as u64);
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
         // SAFETY: the call touches no memory.
-        assert_eq!(unsafe { libc::fcntl(spill.file.as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
+        assert_eq!(unsafe { libc::fcntl(spill.file().unwrap().as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
     }
     let named = file::open_and_unlink(directory.path()).unwrap();
     assert_eq!(named.metadata().unwrap().nlink(), 0);
@@ -385,7 +385,7 @@ fn the_file_has_no_name_and_its_space_is_set_aside() {
 #[test]
 fn a_copied_descriptor_does_not_keep_the_space() {
     let spill = spill(1 << 20, Way::Ring);
-    let copy = spill.file.try_clone().unwrap();
+    let copy = spill.file().unwrap().try_clone().unwrap();
     drop(spill);
     assert_eq!(copy.metadata().unwrap().len(), 0);
 }
@@ -394,7 +394,7 @@ fn a_copied_descriptor_does_not_keep_the_space() {
 #[test]
 fn a_forked_child_has_no_copy() {
     let spill = spill(1 << 20, Way::Ring);
-    let descriptor = spill.file.as_raw_fd();
+    let descriptor = spill.file().unwrap().as_raw_fd();
     // SAFETY: the child calls nothing but what is safe after a fork of a program with threads.
     let child = unsafe { libc::fork() };
     if child == 0 {
@@ -405,17 +405,29 @@ fn a_forked_child_has_no_copy() {
     // SAFETY: waits for the child, and writes to `status`.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert_eq!(status, 0, "the child has it");
-    assert_eq!(spill.file.metadata().unwrap().len(), 1 << 20, "and the parent still");
+    assert_eq!(spill.file().unwrap().metadata().unwrap().len(), 1 << 20, "and the parent still");
 }
 
-/// As in a forked child that drops what it inherited.
+/// A daemon closes what it does not know. What has the number afterwards is its own, to be neither read nor cut short.
 #[test]
-fn only_the_process_that_made_it_gives_the_space_back() {
-    let mut spill = spill(1 << 20, Way::Ring);
-    let copy = spill.file.try_clone().unwrap();
-    spill.owner += 1;
-    drop(spill);
-    assert_eq!(copy.metadata().unwrap().len(), 1 << 20);
+fn the_programs_file_under_the_same_number_is_left_alone() {
+    let _alone = alone();
+    for way in WAYS {
+        let spill = spill(8 * PAGE, way);
+        let mut memory = Memory::new(&[PAGE; 2]);
+        write(&spill, &mut memory, 0, &contents(8 * PAGE, 1)).unwrap();
+        let programs = tempfile::tempfile().unwrap();
+        programs.set_len(16 * PAGE as u64).unwrap();
+        let number = spill.file().unwrap().as_raw_fd();
+        // SAFETY: in place of ours, as a program would do it that closed it.
+        assert_eq!(unsafe { libc::dup2(programs.as_raw_fd(), number) }, number);
+        let error = io_error(read(&spill, &mut memory, 0, 8 * PAGE));
+        assert!(error.to_string().contains("closed a descriptor"), "{way:?}: {error}");
+        drop(spill);
+        assert_eq!(programs.metadata().unwrap().len(), 16 * PAGE as u64, "{way:?}");
+        // SAFETY: the program's, and it is open.
+        assert_eq!(unsafe { libc::close(number) }, 0, "{way:?}: it was closed");
+    }
 }
 
 #[test]

@@ -1,0 +1,297 @@
+//! What an inference engine is asked, over its own HTTP interface, before its memory is taken.
+
+use crate::failure::{Exit, Failure};
+use crate::target::Process;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+use std::{env, thread};
+use vramctl_control::protocol::ProcessStatus;
+use vramctl_model::{Backup, TagState};
+
+/// The options of a pause that concern engines.
+#[derive(clap::Args)]
+pub struct EngineArgs {
+    /// Ask the inference engine at this address first (docs/engines.md); may be repeated
+    #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", value_delimiter = ',', value_parser = checked_address)]
+    engine: Vec<String>,
+    /// Ask no engine, and refuse nothing on account of one
+    #[arg(long)]
+    force: bool,
+}
+
+impl EngineArgs {
+    /// Has the engines agree that memory of `processes` is taken: they must have no requests, within `patience`, and where
+    /// one's KV cache is discarded, it must forget what it knows of it. An error says what to do.
+    pub fn agree(&self, discarding: &[&Process], patience: Duration) -> Result<(), Failure> {
+        if self.force {
+            return Ok(());
+        }
+        // An empty variable is as good as none.
+        let addresses: Vec<_> = self.engine.iter().filter(|address| !address.is_empty()).collect();
+        // The processes of one engine share its name.
+        let engines: BTreeSet<_> = discarding.iter().filter_map(|process| process.name()).collect();
+        if !addresses.is_empty() && engines.len() > addresses.len() {
+            let names: Vec<_> = engines.into_iter().collect();
+            let text = format!(
+                "the KV caches of {} would be discarded, and each engine has to forget its own: give the address of every one, or pause \
+                 them one at a time",
+                names.join(", ")
+            );
+            return Err(Failure::new(Exit::Failed, text));
+        }
+        if let (Some(process), []) = (discarding.first(), &addresses[..]) {
+            let name = engine_of(process).unwrap_or("engine");
+            return Err(Failure::new(
+                Exit::Failed,
+                format!(
+                    "the contents of {process}'s KV cache would be discarded, and the {name} in it would still answer from them, because its \
+                     prefix cache says that they are there; give the engine's address (--engine URL or VRAMCTL_ENGINE) so that it \
+                     forgets them, keep them (--backup host), or see to that yourself and use --force"
+                ),
+            ));
+        }
+        // Not an option of the command line, which every user of the machine can read.
+        let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
+        let engines = addresses.into_iter().map(|address| Engine::find(address, key.as_deref()));
+        // All are asked before any is told to forget.
+        let engines = engines.collect::<Result<Vec<_>, _>>()?;
+        for engine in &engines {
+            engine.wait_for_requests(patience)?;
+        }
+        if !discarding.is_empty() {
+            engines.iter().try_for_each(Engine::forget)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a pause of the tags `due` of a process, with this policy in place of its own, loses contents that an engine in
+/// it relies on.
+pub fn loses_cache(process: &Process, due: &[String], backup: Option<Backup>) -> bool {
+    let Ok(ProcessStatus { process: hello, memory }) = &process.status else { return false };
+    // Where nothing has the tag (a version of the engine that is not known), the cache is in what is left.
+    let tagged = memory.tags.iter().any(|tag| tag.tag == KV_CACHE);
+    let holds = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
+    let lost = |policies: &std::collections::BTreeMap<Backup, u64>| match backup {
+        Some(policy) => policy == Backup::Discard,
+        None => policies.get(&Backup::Discard).is_some_and(|bytes| *bytes > 0),
+    };
+    hello.engine.is_some()
+        && memory.tags.iter().any(|tag| tag.state != TagState::Paused && due.contains(&tag.tag) && holds(&tag.tag) && lost(&tag.backup))
+}
+
+const KV_CACHE: &str = "kv_cache";
+
+fn engine_of(process: &Process) -> Option<&str> {
+    process.status.as_ref().ok()?.process.engine.as_deref()
+}
+
+/// How long one answer may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The engines that can be asked, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Vllm,
+    Sglang,
+}
+
+/// An engine that answers.
+struct Engine<'a> {
+    address: &'a str,
+    key: Option<&'a str>,
+    agent: ureq::Agent,
+    kind: Kind,
+}
+
+impl<'a> Engine<'a> {
+    /// Finds out which engine it is: each has a list of its requests where the other has none.
+    fn find(address: &'a str, key: Option<&'a str>) -> Result<Self, Failure> {
+        // An engine's own address is not reached through a proxy.
+        let settings = ureq::Agent::config_builder().http_status_as_error(false).proxy(None).timeout_global(Some(PATIENCE)).build();
+        let mut engine = Self { address, key, agent: settings.into(), kind: Kind::Vllm };
+        if engine.running()?.is_none() {
+            engine.kind = Kind::Sglang;
+            if engine.running()?.is_none() {
+                return Err(engine.failure(
+                    Exit::Failed,
+                    "it does not say how many requests it has, as vLLM does at /metrics and SGLang at /v1/loads; check the address, or pause \
+                     with --force when it has none",
+                ));
+            }
+        }
+        Ok(engine)
+    }
+
+    /// The requests that it has; `None`: this engine does not say so in this way.
+    fn running(&self) -> Result<Option<u64>, Failure> {
+        let path = match self.kind {
+            Kind::Vllm => "/metrics",
+            Kind::Sglang => "/v1/loads?include=core",
+        };
+        let (status, body) = self.ask(path, false)?;
+        Ok(match (status, self.kind) {
+            (200, Kind::Vllm) => gauges(&body),
+            (200, Kind::Sglang) => loads(&body),
+            (401 | 403, Kind::Sglang) => return Err(self.unauthorized()),
+            _ => None,
+        })
+    }
+
+    fn wait_for_requests(&self, patience: Duration) -> Result<(), Failure> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let running = match self.running()? {
+                Some(0) => return Ok(()),
+                Some(running) => running,
+                None => return Err(self.failure(Exit::Failed, "it no longer says how many requests it has; try again, or use --force")),
+            };
+            if Instant::now() >= deadline {
+                let text = format!(
+                    "it has {running} requests, which would find their memory gone; stop them, wait for them with --timeout, or use --force"
+                );
+                return Err(self.failure(Exit::Busy, &text));
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Has it forget its prefix cache.
+    fn forget(&self) -> Result<(), Failure> {
+        let path = match self.kind {
+            Kind::Vllm => "/reset_prefix_cache",
+            Kind::Sglang => "/flush_cache",
+        };
+        let (status, body) = self.ask(path, true)?;
+        match status {
+            // vLLM says in the body whether it has; older ones say nothing there.
+            200 if serde_json::from_str::<Value>(&body).is_ok_and(|body| body["success"] == false) => Err(self.failure(
+                Exit::Busy,
+                "it has not forgotten its prefix cache: some of it is still in use; try again when its requests have ended",
+            )),
+            200 => Ok(()),
+            401 | 403 => Err(self.unauthorized()),
+            404 if self.kind == Kind::Vllm => Err(self.failure(
+                Exit::Failed,
+                "it has no /reset_prefix_cache, so it would go on using what is discarded; start vLLM with VLLM_SERVER_DEV_MODE=1, or keep the \
+                 contents",
+            )),
+            400 => Err(self.failure(Exit::Busy, &format!("it has not forgotten its prefix cache: {}", first_line(&body)))),
+            status => Err(self.failure(Exit::Failed, &format!("{path} answers {status}: {}", first_line(&body)))),
+        }
+    }
+
+    fn ask(&self, path: &str, post: bool) -> Result<(u16, String), Failure> {
+        let url = format!("{}{path}", self.address);
+        let key = self.key.map(|key| format!("Bearer {key}"));
+        let answer = match (post, key) {
+            (true, Some(key)) => self.agent.post(&url).header("Authorization", key).send_empty(),
+            (true, None) => self.agent.post(&url).send_empty(),
+            (false, Some(key)) => self.agent.get(&url).header("Authorization", key).call(),
+            (false, None) => self.agent.get(&url).call(),
+        };
+        let answer = answer.and_then(|mut answer| Ok((answer.status().as_u16(), answer.body_mut().read_to_string()?)));
+        answer.map_err(|error| {
+            self.failure(Exit::Failed, &format!("it does not answer: {error}; check the address, or pause without asking it, with --force"))
+        })
+    }
+
+    fn unauthorized(&self) -> Failure {
+        self.failure(Exit::Failed, "it wants a key; set VRAMCTL_ENGINE_KEY to its API key (SGLang: the admin key, where it has one)")
+    }
+
+    fn failure(&self, exit: Exit, text: &str) -> Failure {
+        Failure::new(exit, format!("the engine at {}: {text}", self.address))
+    }
+}
+
+/// The running and waiting requests in vLLM's metrics, over all its engines.
+fn gauges(metrics: &str) -> Option<u64> {
+    let value = |line: &str| {
+        let rest = line.strip_prefix("vllm:num_requests_running").or_else(|| line.strip_prefix("vllm:num_requests_waiting"))?;
+        let number: f64 = rest.starts_with(['{', ' ']).then(|| rest.rsplit(' ').next())??.parse().ok()?;
+        Some(number as u64)
+    };
+    metrics.lines().filter_map(value).reduce(|one, other| one + other)
+}
+
+/// The same in the list of loads that the other engine has, over all its ranks.
+fn loads(body: &str) -> Option<u64> {
+    let body: Value = serde_json::from_str(body).ok()?;
+    let count = |load: &Value| Some(load["num_running_reqs"].as_u64()? + load["num_waiting_reqs"].as_u64()?);
+    body["loads"].as_array()?.iter().map(count).try_fold(0, |sum, count| Some(sum + count?))
+}
+
+fn first_line(text: &str) -> String {
+    text.lines().next().unwrap_or_default().chars().take(200).collect()
+}
+
+fn checked_address(text: &str) -> Result<String, String> {
+    match text.strip_prefix("http://") {
+        None if text.is_empty() => Ok(String::new()),
+        Some(host) if !host.is_empty() => Ok(text.trim_end_matches('/').to_owned()),
+        _ => Err("not an address such as http://127.0.0.1:8000; https is not spoken".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::target::tests::process;
+
+    /// An engine process with a KV cache that a pause treats so.
+    fn engine(name: Option<&str>, tag: &str, policy: Backup) -> Process {
+        let mut process = process(1, "engine", &[(tag, TagState::Active), ("weights", TagState::Active)]);
+        let status = process.status.as_mut().unwrap();
+        status.process.engine = name.map(str::to_owned);
+        status.memory.tags[0].backup = [(policy, 1 << 30)].into();
+        process
+    }
+
+    #[test]
+    fn a_cache_is_lost_by_request_and_by_policy() {
+        let due = |tags: &[&str]| tags.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let all = due(&["kv_cache", "weights"]);
+        let keeping = engine(Some("vllm"), "kv_cache", Backup::Host);
+        assert!(loses_cache(&keeping, &all, Some(Backup::Discard)));
+        assert!(!loses_cache(&keeping, &all, None));
+        assert!(!loses_cache(&keeping, &due(&["weights"]), Some(Backup::Discard)), "its weights are not its cache");
+        let dropping = engine(Some("sglang"), "kv_cache", Backup::Discard);
+        assert!(loses_cache(&dropping, &all, None));
+        assert!(!loses_cache(&dropping, &all, Some(Backup::Host)));
+        assert!(!loses_cache(&engine(None, "kv_cache", Backup::Host), &all, Some(Backup::Discard)), "no engine, no prefix cache");
+        let unknown = engine(Some("vllm"), "default", Backup::Host);
+        assert!(loses_cache(&unknown, &due(&["default"]), Some(Backup::Discard)), "a KV cache without its tag");
+        let mut paused = keeping;
+        paused.status.as_mut().unwrap().memory.tags[0].state = TagState::Paused;
+        assert!(!loses_cache(&paused, &all, Some(Backup::Discard)), "what is paused already is not touched");
+    }
+
+    #[test]
+    fn requests_are_counted_over_all_ranks() {
+        let metrics = "# HELP vllm:num_requests_running Number\n\
+                       vllm:num_requests_running{engine=\"0\",model_name=\"a b\"} 2.0\n\
+                       vllm:num_requests_running{engine=\"1\",model_name=\"a b\"} 1.0\n\
+                       vllm:num_requests_waiting{engine=\"0\",model_name=\"a b\"} 4.0\n\
+                       vllm:num_requests_waiting_by_reason{engine=\"0\",reason=\"x\"} 4.0\n";
+        assert_eq!(gauges(metrics), Some(7));
+        assert_eq!(gauges("sglang:num_running_reqs 1.0\n"), None, "another engine's metrics");
+        assert_eq!(
+            loads(r#"{"loads":[{"num_running_reqs":1,"num_waiting_reqs":2},{"num_running_reqs":0,"num_waiting_reqs":5}]}"#),
+            Some(8)
+        );
+        assert_eq!(loads(r#"{"loads":[]}"#), Some(0));
+        assert_eq!(loads(r#"{"loads":[{"num_reqs":1}]}"#), None, "a list that is not understood says nothing");
+        assert_eq!(loads("<html>"), None);
+    }
+
+    #[test]
+    fn an_address_is_checked_before_anything_is_done() {
+        assert_eq!(checked_address("http://127.0.0.1:8000/").unwrap(), "http://127.0.0.1:8000");
+        assert_eq!(checked_address("").unwrap(), "", "as an empty variable says it");
+        for wrong in ["127.0.0.1:8000", "https://engine", "http://"] {
+            assert!(checked_address(wrong).is_err(), "{wrong:?}");
+        }
+    }
+}

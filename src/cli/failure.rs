@@ -1,0 +1,146 @@
+//! Why a command failed, and the exit code that tells a script.
+
+use serde::Serialize;
+use std::fmt;
+use std::io::ErrorKind;
+use std::process::ExitCode;
+use vramctl_control::client::ClientError;
+use vramctl_control::protocol::Refusal;
+use vramctl_model::{Error, Kind};
+
+/// The exit codes. They never change their meaning.
+#[repr(u8)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Exit {
+    Done = 0,
+    Failed = 1,
+    Usage = 2,
+    NoProcess = 3,
+    NoMemory = 4,
+    Busy = 5,
+    UnknownTag = 6,
+    NotExecutable = 126,
+    NotFound = 127,
+}
+
+impl Exit {
+    pub const ALL: [Self; 9] = [
+        Self::Done,
+        Self::Failed,
+        Self::Usage,
+        Self::NoProcess,
+        Self::NoMemory,
+        Self::Busy,
+        Self::UnknownTag,
+        Self::NotExecutable,
+        Self::NotFound,
+    ];
+
+    /// As in the help.
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Self::Done => "done, or there was nothing to do",
+            Self::Failed => "refused or failed",
+            Self::Usage => "wrong arguments; or several processes are managed and none was chosen",
+            Self::NoProcess => "no such process, or none is managed",
+            Self::NoMemory => "too little memory on the device or the host",
+            Self::Busy => "not in time: GPU work, a graph capture or an engine's requests went on; or no answer came",
+            Self::UnknownTag => "no allocation has such a tag",
+            Self::NotExecutable => "run: the command cannot be executed",
+            Self::NotFound => "run: the command was not found; else `run` ends with the command's own code",
+        }
+    }
+
+    fn of(kind: Kind) -> Self {
+        match kind {
+            Kind::DeviceMemory | Kind::HostMemory => Self::NoMemory,
+            Kind::Busy | Kind::Capturing => Self::Busy,
+            Kind::UnknownTag => Self::UnknownTag,
+            _ => Self::Failed,
+        }
+    }
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// Why something was not done; as JSON an object with `code` and `message`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum Failure {
+    /// A process refused, with the protocol's code.
+    Refused(Box<Refusal>),
+    /// Found out on this side; the exit code's name is the code.
+    Here {
+        #[serde(rename = "code")]
+        exit: Exit,
+        message: String,
+    },
+}
+
+impl Failure {
+    pub fn new(exit: Exit, message: impl Into<String>) -> Self {
+        Self::Here { exit, message: message.into() }
+    }
+
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Refused(refusal) => Exit::of(refusal.code),
+            Self::Here { exit, .. } => *exit,
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(refusal) => out.write_str(&refusal.message),
+            Self::Here { message, .. } => out.write_str(message),
+        }
+    }
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        let gone = |kind| matches!(kind, ErrorKind::NotFound | ErrorKind::ConnectionRefused);
+        match error {
+            ClientError::Refused(refusal) => Self::Refused(refusal),
+            ClientError::Io { pid, error } if gone(error.kind()) => {
+                Self::new(Exit::NoProcess, format!("process {pid} does not listen any more: it has ended"))
+            }
+            error @ ClientError::Io { .. } => Self::new(Exit::Failed, error.to_string()),
+        }
+    }
+}
+
+impl From<&Error> for Failure {
+    fn from(error: &Error) -> Self {
+        Self::Refused(Box::new(Refusal::from(error)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Scripts compare these; a changed one breaks them silently.
+    #[test]
+    fn the_exit_codes_never_change() {
+        assert_eq!(Exit::ALL.map(|exit| exit as u8), [0, 1, 2, 3, 4, 5, 6, 126, 127]);
+        assert_eq!(Failure::from(&Error::Capturing).exit(), Exit::Busy);
+        assert_eq!(Failure::from(&Error::HostMemory { needed: 2, available: 1, capped: false }).exit(), Exit::NoMemory);
+        assert_eq!(Failure::from(&Error::Unsupported).exit(), Exit::Failed);
+    }
+
+    #[test]
+    fn as_json_every_failure_has_a_code_and_a_message() {
+        let here = serde_json::to_value(Failure::new(Exit::NoProcess, "gone")).unwrap();
+        assert_eq!(here, serde_json::json!({"code": "no_process", "message": "gone"}));
+        let refused = serde_json::to_value(Failure::from(&Error::Capturing)).unwrap();
+        assert_eq!(refused["code"], "capturing");
+    }
+}

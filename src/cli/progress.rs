@@ -1,0 +1,61 @@
+//! Progress bars on a terminal: one for each process, in bytes, with the rate.
+
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use std::io::{IsTerminal, stderr};
+use vramctl_model::{Progress, Stage};
+
+/// The bars of one command; none where nobody would see them.
+pub struct Bars(Option<MultiProgress>);
+
+impl Bars {
+    /// On stderr, if that is a terminal.
+    pub fn on_terminal(wanted: bool) -> Self {
+        Self((wanted && stderr().is_terminal()).then(MultiProgress::new))
+    }
+
+    /// Whether there is anything to tell progress for.
+    pub fn shown(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// The bar of one process.
+    pub fn bar(&self, process: &str) -> Bar {
+        let Some(bars) = &self.0 else { return Bar { bar: ProgressBar::hidden(), stage: None } };
+        let bar = ProgressBar::new(0).with_style(style("{prefix} {msg}")).with_prefix(process.to_owned());
+        let bar = bars.add(bar.with_message(format!("{}…", Stage::Wait.name())));
+        bar.tick();
+        Bar { bar, stage: None }
+    }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ")
+}
+
+/// The bar of one process, gone when dropped.
+pub struct Bar {
+    bar: ProgressBar,
+    stage: Option<Stage>,
+}
+
+impl Bar {
+    pub fn show(&mut self, now: Progress) {
+        let new_stage = self.stage.replace(now.stage) != Some(now.stage);
+        if new_stage {
+            // The rate is the stage's own.
+            self.bar.reset();
+        }
+        self.bar.set_length(now.total);
+        self.bar.set_position(now.done);
+        if new_stage {
+            self.bar.set_message(now.stage.name());
+            self.bar.set_style(style("{prefix} {msg:7} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}"));
+        }
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}

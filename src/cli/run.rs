@@ -1,0 +1,280 @@
+//! `vramctl run`.
+
+use crate::failure::{Exit, Failure};
+use crate::places::{self, LIBRARY};
+use crate::target::checked_tag;
+use clap::ValueEnum;
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::io::ErrorKind;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use vramctl_model::Backup;
+use vramctl_model::parse_bytes;
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+The command takes this process's place: its id, its signals and its exit code are the command's. What it allocates on \
+the GPU can be paused from then on; what it starts in turn is managed too. Without --tag, VRAMCTL_TAG of the \
+environment counts (an empty one as --no-tag), and `default` where that is not set.
+
+Examples:
+  vramctl run -- python serve.py
+  vramctl run --name engine --tag weights --backup kv_cache=discard -- ./engine --port 8000
+  vramctl run --no-tag -- ./engine     only what it allocates inside its own regions")]
+pub struct Args {
+    /// The name by which the other commands find it (the program's own if not given)
+    #[arg(long, value_parser = checked_name)]
+    name: Option<String>,
+    /// The tag of every allocation outside regions
+    #[arg(long, value_parser = checked_tag, conflicts_with = "no_tag")]
+    tag: Option<String>,
+    /// Leave allocations outside regions to CUDA
+    #[arg(long)]
+    no_tag: bool,
+    /// What a pause does with the contents of a tag: host (keep them, the default), disk or discard; may be repeated
+    #[arg(long, value_name = "TAG=POLICY", value_parser = checked_backup)]
+    backup: Vec<String>,
+    /// Leave smaller allocations to CUDA: bytes, or with K, M, G (1M if not given)
+    #[arg(long, value_name = "SIZE", value_parser = checked_size)]
+    min_bytes: Option<String>,
+    /// Leave PYTHONPATH alone: Python programs then do not find the package `vramctl` that this command came with
+    #[arg(long)]
+    no_python: bool,
+    /// What the library writes to stderr (warn if not given)
+    #[arg(long, value_name = "LEVEL")]
+    log: Option<Level>,
+    /// The command and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    command: Vec<OsString>,
+}
+
+/// The levels of `VRAMCTL_LOG`.
+#[derive(Clone, Copy, ValueEnum)]
+enum Level {
+    Off,
+    Error,
+    Warn,
+    Info,
+    Debug,
+}
+
+impl Level {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Error => "error",
+            Self::Warn => "warn",
+            Self::Info => "info",
+            Self::Debug => "debug",
+        }
+    }
+}
+
+pub fn run(args: &Args) -> Result<Exit, Failure> {
+    let python = if args.no_python { Vec::new() } else { places::python_path()? };
+    let variables = environment(args, &places::library()?, &python, |name| env::var_os(name))?;
+    let (program, arguments) = args.command.split_first().ok_or_else(|| Failure::new(Exit::Usage, "no command"))?;
+    let mut command = Command::new(program);
+    command.args(arguments);
+    for (name, value) in variables {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    let error = command.exec();
+    let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
+    Err(Failure::new(exit, format!("{}: {error}", Path::new(program).display())))
+}
+
+/// The variables to set, or without a value to remove. `present` tells what there is now.
+fn environment(
+    args: &Args,
+    library: &Path,
+    python: &[PathBuf],
+    present: impl Fn(&str) -> Option<OsString>,
+) -> Result<Vec<(&'static str, Option<OsString>)>, Failure> {
+    let filled = |name| present(name).filter(|value| !value.is_empty());
+    let mut variables = vec![("LD_PRELOAD", Some(preload(library, filled("LD_PRELOAD").as_deref())?))];
+    if !python.is_empty() {
+        variables.push(("PYTHONPATH", Some(python_path(python, filled("PYTHONPATH").as_deref())?)));
+    }
+    if args.no_tag {
+        variables.push(("VRAMCTL_TAG", None));
+    } else if let Some(tag) = &args.tag {
+        variables.push(("VRAMCTL_TAG", Some(tag.into())));
+    } else if let Some(tag) = present("VRAMCTL_TAG") {
+        // It stays. An empty one says the same as --no-tag.
+        if !tag.is_empty() {
+            checked_tag(&tag.to_string_lossy()).map_err(|error| Failure::new(Exit::Usage, format!("VRAMCTL_TAG: {error}")))?;
+        }
+    } else {
+        variables.push(("VRAMCTL_TAG", Some("default".into())));
+    }
+    if !args.backup.is_empty() {
+        // The last mention of a tag counts, so what is given here comes after what is there.
+        let mut list = filled("VRAMCTL_BACKUP").map_or_else(OsString::new, |list| [list, ",".into()].into_iter().collect());
+        list.push(args.backup.join(","));
+        variables.push(("VRAMCTL_BACKUP", Some(list)));
+    }
+    let given = [
+        ("VRAMCTL_NAME", args.name.as_deref()),
+        ("VRAMCTL_MIN_BYTES", args.min_bytes.as_deref()),
+        ("VRAMCTL_LOG", args.log.map(Level::name)),
+    ];
+    variables.extend(given.into_iter().filter_map(|(name, value)| Some((name, Some(value?.into())))));
+    Ok(variables)
+}
+
+/// The library first, then what else is preloaded, except another copy of this library.
+fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
+    // The loader's separators; it knows no way to quote them.
+    let separator = |byte: &u8| matches!(byte, b' ' | b':');
+    if library.as_os_str().as_bytes().iter().any(separator) {
+        let why = "LD_PRELOAD takes no path with a space or colon in it";
+        let way_out = "put the library elsewhere, or set VRAMCTL_LIB to a symbolic link to it";
+        return Err(Failure::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
+    }
+    let ours = |path: &[u8]| {
+        let path = Path::new(OsStr::from_bytes(path));
+        // The last are copies of it under the names by which torch_memory_saver's users know theirs.
+        path == library
+            || path.file_name() == Some(OsStr::new(LIBRARY))
+            || path.parent().is_some_and(|folder| folder.ends_with("vramctl/dropin"))
+    };
+    let mut list = library.as_os_str().to_owned().into_vec();
+    for other in present.unwrap_or_default().as_bytes().split(separator).filter(|path| !path.is_empty() && !ours(path)) {
+        list.push(b':');
+        list.extend_from_slice(other);
+    }
+    Ok(OsString::from_vec(list))
+}
+
+/// The package's directories first, then what else is there, except those of another installation of the package.
+fn python_path(folders: &[PathBuf], present: Option<&OsStr>) -> Result<OsString, Failure> {
+    let ours = |path: &Path| {
+        folders.iter().any(|folder| folder == path) || ["vramctl/site", "vramctl/dropin"].iter().any(|end| path.ends_with(end))
+    };
+    let others = present.into_iter().flat_map(env::split_paths).filter(|path| !ours(path));
+    env::join_paths(folders.iter().cloned().chain(others)).map_err(|error| {
+        let way_out = "put the package elsewhere, or leave PYTHONPATH alone with --no-python";
+        Failure::new(Exit::Failed, format!("PYTHONPATH: {error}; {way_out}"))
+    })
+}
+
+fn checked_name(text: &str) -> Result<String, String> {
+    if text.is_empty() || text.contains(char::is_control) {
+        return Err("a name must not be empty nor have control characters in it".into());
+    }
+    Ok(text.to_owned())
+}
+
+fn checked_backup(text: &str) -> Result<String, String> {
+    let (tag, policy) = text.split_once('=').ok_or("not TAG=POLICY, such as kv_cache=discard")?;
+    let tag = checked_tag(tag)?;
+    let policy: Backup = policy.parse().map_err(|error: vramctl_model::Error| error.to_string())?;
+    Ok(format!("{tag}={policy}"))
+}
+
+fn checked_size(text: &str) -> Result<String, String> {
+    parse_bytes(text).map(|_| text.to_owned()).ok_or_else(|| "not a number of bytes such as 1048576, 64K, 1M or 2G".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    /// The variables that `vramctl run LINE -- x` sets where there are those of `present`.
+    fn variables(line: &[&str], present: &[(&str, &str)]) -> Vec<(&'static str, Option<String>)> {
+        let args = Line::try_parse_from(["run"].iter().chain(line).chain(&["--", "x"])).unwrap().args;
+        let lookup = |name: &str| present.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());
+        let set = environment(&args, Path::new("/l/libvramctl.so"), &[], lookup).unwrap();
+        set.into_iter().map(|(name, value)| (name, value.map(|value| value.into_string().unwrap()))).collect()
+    }
+
+    fn value(variables: &[(&'static str, Option<String>)], name: &str) -> Option<String> {
+        variables.iter().find(|(known, _)| *known == name).and_then(|(_, value)| value.clone())
+    }
+
+    #[test]
+    fn without_options_everything_is_tagged_default() {
+        let wanted = [("LD_PRELOAD", Some("/l/libvramctl.so".to_owned())), ("VRAMCTL_TAG", Some("default".to_owned()))];
+        assert_eq!(variables(&[], &[]), wanted);
+    }
+
+    #[test]
+    fn the_line_counts_more_than_the_environment() {
+        let present = [("VRAMCTL_TAG", "old"), ("VRAMCTL_BACKUP", "a=host")];
+        assert_eq!(variables(&[], &present).len(), 1, "a tag in the environment stays");
+        assert_eq!(variables(&[], &[("VRAMCTL_TAG", "")]).len(), 1, "and so does an empty one, which is no tag");
+        let set = variables(&["--tag", "new", "--backup", "a=discard", "--backup", "b=host"], &present);
+        assert_eq!(value(&set, "VRAMCTL_TAG").as_deref(), Some("new"));
+        assert_eq!(value(&set, "VRAMCTL_BACKUP").as_deref(), Some("a=host,a=discard,b=host"));
+        assert!(variables(&["--no-tag"], &present).contains(&("VRAMCTL_TAG", None)));
+    }
+
+    #[test]
+    fn options_become_variables() {
+        let set = variables(&["--name", "my engine", "--min-bytes", "64K", "--log", "debug"], &[]);
+        for (name, wanted) in [("VRAMCTL_NAME", "my engine"), ("VRAMCTL_MIN_BYTES", "64K"), ("VRAMCTL_LOG", "debug")] {
+            assert_eq!(value(&set, name).as_deref(), Some(wanted));
+        }
+    }
+
+    #[test]
+    fn what_the_library_would_not_understand_is_refused_now() {
+        for wrong in [
+            ["--backup", "kv_cache"],
+            ["--backup", "kv_cache=tape"],
+            ["--backup", "=host"],
+            ["--tag", "a,b"],
+            ["--tag", ""],
+            ["--min-bytes", "lots"],
+            ["--log", "loud"],
+            ["--name", ""],
+        ] {
+            assert!(Line::try_parse_from(["run", wrong[0], wrong[1], "--", "x"]).is_err(), "{wrong:?}");
+        }
+        assert!(Line::try_parse_from(["run", "--tag", "a", "--no-tag", "--", "x"]).is_err());
+        assert!(Line::try_parse_from(["run"]).is_err());
+    }
+
+    #[test]
+    fn other_preloaded_libraries_stay_and_ours_is_there_once() {
+        let list = |present: &str| preload(Path::new("/l/libvramctl.so"), Some(OsStr::new(present))).unwrap().into_string().unwrap();
+        assert_eq!(list("/a.so /b.so"), "/l/libvramctl.so:/a.so:/b.so");
+        assert_eq!(list("/a.so:/l/libvramctl.so"), "/l/libvramctl.so:/a.so");
+        assert_eq!(list("/old/libvramctl.so::/a.so"), "/l/libvramctl.so:/a.so");
+        assert_eq!(list("/p/vramctl/dropin/torch_memory_saver_hook_mode_preload.abi3.so"), "/l/libvramctl.so", "a copy of ours");
+        for wrong in ["/with space/libvramctl.so", "/with:colon/libvramctl.so"] {
+            assert!(preload(Path::new(wrong), None).is_err());
+        }
+    }
+
+    #[test]
+    fn the_package_comes_first_on_the_python_path_and_once() {
+        let folders = ["/p/vramctl/site", "/p/vramctl/dropin"].map(PathBuf::from);
+        let path = |present: Option<&str>| python_path(&folders, present.map(OsStr::new)).unwrap().into_string().unwrap();
+        let ours = "/p/vramctl/site:/p/vramctl/dropin";
+        assert_eq!(path(None), ours);
+        assert_eq!(path(Some("/a::/b")), format!("{ours}:/a::/b"), "what was there stays, as it was");
+        assert_eq!(path(Some(&format!("/a:{ours}:/b"))), format!("{ours}:/a:/b"), "one run inside another adds nothing");
+        assert_eq!(path(Some("/old/vramctl/site:/old/vramctl/dropin:/a/site")), format!("{ours}:/a/site"));
+        assert!(python_path(&[PathBuf::from("/with:colon/vramctl/site")], None).unwrap_err().to_string().contains("--no-python"));
+    }
+
+    #[test]
+    fn without_a_package_the_python_path_is_left_alone() {
+        assert_eq!(value(&variables(&[], &[("PYTHONPATH", "/a")]), "PYTHONPATH"), None);
+    }
+}

@@ -1,0 +1,155 @@
+//! `vramctl status`.
+
+use crate::failure::{Exit, Failure};
+use crate::output;
+use crate::target::{Found, Target, TargetArgs};
+use std::fmt::Write;
+use vramctl_control::protocol::ProcessStatus;
+use vramctl_model::Bytes;
+use vramctl_model::{Backup, DeviceStatus, TagState, TagStatus};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Without a target: all managed processes.
+
+Examples:
+  vramctl status
+  vramctl status engine
+  vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
+pub struct Args {
+    /// A process id or a name
+    #[arg(value_name = "TARGET", conflicts_with = "target")]
+    process: Option<String>,
+    #[command(flatten)]
+    target: TargetArgs,
+    /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md)
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn status(args: Args) -> Result<Exit, Failure> {
+    let target = match (args.process, Target::from(args.target)) {
+        (Some(text), _) => Target::parse(text),
+        // To look harms nothing, so nobody has to choose.
+        (None, Target::Only) => Target::All,
+        (None, target) => target,
+    };
+    let chosen = Found::look(&target)?.choose(&target)?;
+    if args.json {
+        output::json(&chosen)?;
+    } else {
+        let texts: Vec<_> = chosen.iter().filter_map(|process| process.status.as_ref().ok()).map(describe).collect();
+        if !texts.is_empty() {
+            output::say(&texts.join("\n\n"))?;
+        }
+    }
+    let mut exit = Exit::Done;
+    for process in &chosen {
+        let Err(failure) = &process.status else { continue };
+        if !args.json {
+            output::complain("error", &format!("{process}: {failure}"));
+        }
+        if exit == Exit::Done {
+            exit = failure.exit();
+        }
+    }
+    Ok(exit)
+}
+
+fn describe(status: &ProcessStatus) -> String {
+    let (process, memory) = (&status.process, &status.memory);
+    let mut text = format!("{} (pid {}): {}\n", process.name, process.pid, process.program);
+    if let Some(engine) = &process.engine {
+        let _ = writeln!(text, "The inference engine {engine} is in it.");
+    }
+    let _ = match &memory.process_tag {
+        Some(tag) => writeln!(text, "New allocations outside regions get the tag {tag}."),
+        None => writeln!(text, "New allocations outside regions are left to CUDA."),
+    };
+    if memory.tags.is_empty() {
+        text += "No memory under management now.";
+    } else {
+        text += &output::table(
+            &["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY", "ON DISK"],
+            memory.tags.iter().map(tag_row),
+        );
+        text += "\n\n";
+        text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL"], memory.devices.iter().map(device_row));
+    }
+    if memory.host.ready_bytes > 0 {
+        let (used, ready) = (Bytes(memory.host.used_bytes), Bytes(memory.host.ready_bytes));
+        let _ = write!(text, "\nHost memory for backups: {used} used of {ready}.");
+        if memory.host.pinned_bytes < memory.host.ready_bytes {
+            let _ = write!(
+                text,
+                " {} could not be registered with the driver: slower.",
+                Bytes(memory.host.ready_bytes - memory.host.pinned_bytes)
+            );
+        }
+    }
+    if memory.late_bytes > 0 {
+        let _ = write!(text, "\nThe driver has not taken {} back yet; it is tried again.", Bytes(memory.late_bytes));
+    }
+    let freed: u64 = memory.tags.iter().map(|tag| tag.freed_bytes).sum();
+    if freed > 0 {
+        let freed = Bytes(freed);
+        let _ = write!(text, "\n{freed} were freed and go back with the neighbours that share their memory, at the next pause.");
+    }
+    text
+}
+
+fn tag_row(tag: &TagStatus) -> Vec<String> {
+    let state = match tag.state {
+        TagState::Mixed => format!("mixed ({} paused)", Bytes(tag.paused_bytes)),
+        state => state.name().to_owned(),
+    };
+    let backup = match tag.backup.iter().collect::<Vec<_>>()[..] {
+        [(policy, _)] => policy.to_string(),
+        ref several => several.iter().map(|(policy, bytes)| format!("{policy} {}", Bytes(**bytes))).collect::<Vec<_>>().join(", "),
+    };
+    // What is dropped is not retained either.
+    let retained = if tag.retained && tag.backup.contains_key(&Backup::Host) { ", retained" } else { "" };
+    let [bytes, host, disk] = [tag.bytes, tag.host_bytes, tag.disk_bytes].map(|bytes| Bytes(bytes).to_string());
+    vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup + retained, host, disk]
+}
+
+fn device_row(device: &DeviceStatus) -> Vec<String> {
+    let told = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| Bytes(bytes).to_string());
+    vec![
+        device.device.to_string(),
+        Bytes(device.active_bytes).to_string(),
+        Bytes(device.paused_bytes).to_string(),
+        told(device.free_bytes),
+        told(device.total_bytes),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tag_of_two_minds_says_how_much_of_each() {
+        let tag = TagStatus {
+            tag: "kv".into(),
+            state: TagState::Mixed,
+            allocations: 2,
+            bytes: 3 << 30,
+            paused_bytes: 1 << 30,
+            host_bytes: 0,
+            disk_bytes: 0,
+            freed_bytes: 0,
+            backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
+            retained: false,
+        };
+        let wanted = ["kv", "mixed (1.00 GiB paused)", "3.00 GiB", "2", "discard 1.00 GiB, host 2.00 GiB", "0 B", "0 B"];
+        assert_eq!(tag_row(&tag), wanted);
+        assert_eq!(tag_row(&TagStatus { retained: true, ..tag })[4], "discard 1.00 GiB, host 2.00 GiB, retained");
+    }
+
+    #[test]
+    fn a_silent_driver_is_shown_as_such() {
+        let device = DeviceStatus { device: 1, active_bytes: 5, paused_bytes: 0, free_bytes: None, total_bytes: Some(1 << 20) };
+        assert_eq!(device_row(&device), ["1", "5 B", "0 B", "?", "1.00 MiB"]);
+    }
+}

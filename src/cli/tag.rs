@@ -1,0 +1,57 @@
+//! `vramctl set-tag`.
+
+use crate::failure::{Exit, Failure};
+use crate::output;
+use crate::target::{Found, Target, TargetArgs, checked_tag};
+use serde_json::json;
+use vramctl_control::client::ClientError;
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+The tag is that of allocations outside regions, from now on; what there is keeps its own. A process listens from its first \
+managed allocation on, so the tag that it starts with is given to `vramctl run`.
+
+Examples:
+  vramctl run --name engine --tag weights -- ./engine    the tag that it starts with
+  vramctl set-tag kv_cache --name engine                 the next one, once the weights are loaded
+  vramctl set-tag --none --name engine                   leave further allocations to CUDA")]
+pub struct Args {
+    /// The tag
+    #[arg(value_parser = checked_tag, required_unless_present = "none")]
+    tag: Option<String>,
+    /// No tag: further allocations outside regions are left to CUDA
+    #[arg(long, conflicts_with = "tag")]
+    none: bool,
+    #[command(flatten)]
+    target: TargetArgs,
+    /// Print JSON: {"processes": [{"pid", "name", "tag"}]}
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn set_tag(args: Args) -> Result<Exit, Failure> {
+    let target = Target::from(args.target);
+    let found = Found::look(&target)?;
+    let mut exit = Exit::Done;
+    let mut answers = Vec::new();
+    for process in found.choose(&target)? {
+        let done = match &process.status {
+            Ok(_) => found.connect(process.pid).and_then(|mut client| client.set_tag(args.tag.clone())).map_err(ClientError::into),
+            Err(failure) => Err(failure.clone()),
+        };
+        if let (Err(failure), Exit::Done) = (&done, exit) {
+            exit = failure.exit();
+        }
+        match done {
+            Ok(tag) if args.json => answers.push(json!({ "pid": process.pid, "name": process.name(), "tag": tag })),
+            Err(failure) if args.json => answers.push(json!({ "pid": process.pid, "name": process.name(), "error": failure })),
+            Ok(Some(tag)) => output::say(&format!("{process}: allocations outside regions get the tag {tag} from now on"))?,
+            Ok(None) => output::say(&format!("{process}: allocations outside regions are left to CUDA from now on"))?,
+            Err(failure) => output::complain("error", &format!("{process}: {failure}")),
+        }
+    }
+    if args.json {
+        output::json(&answers)?;
+    }
+    Ok(exit)
+}

@@ -1,0 +1,376 @@
+//! Every environment variable that the library reads, each read once, in one table.
+//!
+//! | variable | meaning | default |
+//! | --- | --- | --- |
+//! | `VRAMCTL_TAG` | the tag of every allocation outside a region; unset or empty: those are left to CUDA | unset; `vramctl run` sets `default` |
+//! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host`, `disk` and `discard`: what a pause does with the contents of a tag | every tag `host` |
+//! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: the tags whose saved contents stay in host memory after a resume, for the next pause | none |
+//! | `VRAMCTL_UNCHANGED` | `hash`: of retained contents, copy what has changed; `off`: copy everything; `verify`: hash, and compare | `hash` |
+//! | `VRAMCTL_COPY` | who copies contents back: `auto`: the copy engines, and a kernel while they are slower; `engines`; `kernel` | `auto` |
+//! | `VRAMCTL_DISK_DIR` | where the policy `disk` keeps contents | `$TMPDIR`, else `/tmp` |
+//! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
+//! | `VRAMCTL_PREWARM` | so much host memory is prepared in the background when the program first allocates, and kept ready | 0 |
+//! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; a number of bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
+//! | `VRAMCTL_NAME` | the name by which the command line finds the process | the program's own |
+//! | `VRAMCTL_DIR` | where the control sockets are | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
+//! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what is written to stderr | `warn` |
+//!
+//! Where none of these says anything of it, those of `torch_memory_saver` count (`docs/torch_memory_saver.md`):
+//!
+//! | variable | meaning |
+//! | --- | --- |
+//! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` |
+//! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: contents of allocations outside regions are kept in host memory |
+//! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: they are kept on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded |
+//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `pinned` or `mmap`: what `tms_get_cpu_backup_backend` answers; no other effect |
+//! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` |
+//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there |
+//! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the size of the pieces needs no tuning |
+//!
+//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, `VRAMCTL_PYTHON`, that of
+//! the Python package that it makes findable, and `VRAMCTL_ENGINE` and `VRAMCTL_ENGINE_KEY`, the address of an engine that is
+//! asked before a pause and the key that it wants.
+
+use std::ffi::{CStr, CString, OsString};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use vramctl_host::{PerProcess, logger};
+use vramctl_model::{Backup, DEFAULT_TAG, checked_tag, parse_bytes};
+
+/// How a pause treats retained contents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unchanged {
+    /// Hashes the device memory and copies the pieces that have changed.
+    Hash,
+    /// Copies everything.
+    Off,
+    /// Hashes, and compares the pieces that are said not to have changed.
+    Verify,
+}
+
+/// Who copies contents back to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyBy {
+    /// The copy engines, and the kernel while they are slower than it.
+    Auto,
+    /// The copy engines.
+    Engines,
+    /// The kernel, where it can be had.
+    Kernel,
+}
+
+/// What `torch_memory_saver` calls the kind of host memory. Ours is pinned as long as it is in use and given back
+/// afterwards, so there is nothing to choose; the word is kept for those who ask for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CpuBackupBackend {
+    /// `pinned`.
+    Pinned,
+    /// `mmap`.
+    Mmap,
+}
+
+impl CpuBackupBackend {
+    /// The word.
+    pub fn name(self) -> &'static CStr {
+        match self {
+            Self::Pinned => c"pinned",
+            Self::Mmap => c"mmap",
+        }
+    }
+
+    /// The kind that a word stands for.
+    pub fn of_name(name: &CStr) -> Option<Self> {
+        [Self::Pinned, Self::Mmap].into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// The variables, as read at the first use in this process.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// `VRAMCTL_TAG`.
+    pub tag: Option<Arc<str>>,
+    /// What becomes of the contents of allocations outside regions, where `VRAMCTL_BACKUP` does not mention their tag:
+    /// what the `TMS_INIT_` variables say.
+    pub ground_backup: Option<Backup>,
+    /// `TMS_INIT_CPU_BACKUP_BACKEND`.
+    pub cpu_backup_backend: CpuBackupBackend,
+    /// `VRAMCTL_BACKUP`, in the order given.
+    pub backup: Vec<(Arc<str>, Backup)>,
+    /// `VRAMCTL_RETAIN`; `*` stands for every tag.
+    pub retain: Vec<String>,
+    /// `VRAMCTL_UNCHANGED`.
+    pub unchanged: Unchanged,
+    /// `VRAMCTL_COPY`.
+    pub copy_by: CopyBy,
+    /// `VRAMCTL_HOST_CAP`.
+    pub host_cap: u64,
+    /// `VRAMCTL_PREWARM`.
+    pub prewarm: u64,
+    /// `VRAMCTL_MIN_BYTES`.
+    pub min_bytes: usize,
+    /// `VRAMCTL_NAME`.
+    pub name: Option<String>,
+    /// Where sockets and backups are.
+    pub directories: Directories,
+    /// What was wrong with the variables, to be logged once.
+    pub complaints: Vec<String>,
+}
+
+/// Where the library has its files. Read once: the program may change its variables later, in another thread and while they are
+/// being read, which C has no protection against. And absolute, for it may change its working directory.
+#[derive(Debug, Clone)]
+pub struct Directories {
+    /// Of the control sockets: one place for the library and the command line.
+    sockets: PathBuf,
+    /// Of the contents that the policy `disk` keeps.
+    disk: PathBuf,
+    /// Whether those who set the latter count on its being made.
+    makes_disk: bool,
+}
+
+impl Directories {
+    fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        // SAFETY: `geteuid` cannot fail and touches no memory.
+        let of_user = || PathBuf::from(format!("/tmp/vramctl-{}", unsafe { libc::geteuid() }));
+        let sockets = set("VRAMCTL_DIR").or_else(|| set("XDG_RUNTIME_DIR").map(|base| base.join("vramctl"))).unwrap_or_else(of_user);
+        let (ours, of_memory_saver) = (set("VRAMCTL_DISK_DIR"), set("TMS_DISK_BACKUP_DIR"));
+        let makes_disk = ours.is_none() && of_memory_saver.is_some();
+        let disk = ours.or(of_memory_saver).or_else(|| set("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"));
+        // Without a working directory a path stays as it is, and whoever uses it says what is wrong with it.
+        let absolute = |path: PathBuf| std::path::absolute(&path).unwrap_or(path);
+        Self { sockets: absolute(sockets), disk: absolute(disk), makes_disk }
+    }
+}
+
+/// The least size of a managed allocation where `VRAMCTL_MIN_BYTES` does not say. Smaller requests would waste most of
+/// a 2 MiB page each, and torch's own small blocks come in segments of 2 MiB.
+const DEFAULT_MIN_BYTES: usize = 1 << 20;
+
+static CONFIG: PerProcess<Config> = PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name)));
+
+impl Config {
+    /// This process's configuration.
+    pub fn get() -> &'static Self {
+        CONFIG.get()
+    }
+
+    /// Reads the table above through `variable`; what cannot be understood is left at its default and complained of.
+    pub fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let directories = Directories::from_variables(&variable);
+        let variable = |name: &str| variable(name).map(|value| value.to_string_lossy().into_owned());
+        let set = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let mut complaints = Vec::new();
+        let mut is_on = |name: &str| {
+            let text = set(name)?;
+            let known = switch(&text);
+            if known.is_none() {
+                complaints.push(format!("{name}={text} is not 1 or 0; ignored"));
+            }
+            known
+        };
+        let manages_all = is_on("TMS_INIT_ENABLE") == Some(true);
+        let (in_memory, on_disk) = (is_on("TMS_INIT_ENABLE_CPU_BACKUP"), is_on("TMS_INIT_ENABLE_DISK_BACKUP"));
+        let retains_all = is_on("TMS_RETAIN_CPU_BACKUP") == Some(true);
+        let ground_backup = match (in_memory, on_disk) {
+            (_, Some(true)) => Some(Backup::Disk),
+            (Some(true), _) => Some(Backup::Host),
+            _ => manages_all.then_some(Backup::Discard),
+        };
+        if (in_memory, on_disk) == (Some(true), Some(true)) {
+            complaints.push("TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP are both 1; keeping contents on disk".into());
+        }
+        let named = |text: &str| CpuBackupBackend::of_name(&CString::new(text).ok()?);
+        let cpu_backup_backend = set("TMS_INIT_CPU_BACKUP_BACKEND").map_or(CpuBackupBackend::Pinned, |text| {
+            named(&text).unwrap_or_else(|| {
+                complaints.push(format!("TMS_INIT_CPU_BACKUP_BACKEND={text} is not pinned or mmap; using pinned"));
+                CpuBackupBackend::Pinned
+            })
+        });
+        let backup = set("VRAMCTL_BACKUP").map_or_else(Vec::new, |list| parse_backup(&list, &mut complaints));
+        let retain = set("VRAMCTL_RETAIN").unwrap_or_else(|| if retains_all { "*".into() } else { String::new() });
+        let retain = retain.split(',').map(|tag| tag.trim().to_owned()).filter(|tag| !tag.is_empty()).collect();
+        let name = "VRAMCTL_UNCHANGED";
+        let words = [("hash", Unchanged::Hash), ("off", Unchanged::Off), ("verify", Unchanged::Verify)];
+        let unchanged = one_of(words, name, set(name), &mut complaints);
+        let name = "VRAMCTL_COPY";
+        let words = [("auto", CopyBy::Auto), ("engines", CopyBy::Engines), ("kernel", CopyBy::Kernel)];
+        let copy_by = one_of(words, name, set(name), &mut complaints);
+        let mut bytes = |name: &str, default: usize| {
+            let Some(text) = set(name) else { return default };
+            parse_bytes(&text).unwrap_or_else(|| {
+                complaints.push(format!("{name}={text} is not a number of bytes such as 1048576 or 1M; ignored"));
+                default
+            })
+        };
+        let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
+        let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
+        let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
+        let tag = set("VRAMCTL_TAG").map(|tag| checked_tag(&tag));
+        let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
+        let tag = tag.or_else(|| manages_all.then(|| DEFAULT_TAG.into()));
+        let name = set("VRAMCTL_NAME");
+        Self {
+            tag,
+            ground_backup,
+            cpu_backup_backend,
+            backup,
+            retain,
+            unchanged,
+            copy_by,
+            host_cap,
+            prewarm,
+            min_bytes,
+            name,
+            directories,
+            complaints,
+        }
+    }
+
+    /// Whether `VRAMCTL_RETAIN` names a tag.
+    pub fn retains(&self, tag: &str) -> bool {
+        self.retains_every_tag() || self.retain.iter().any(|known| known == tag)
+    }
+
+    /// Whether `VRAMCTL_RETAIN` names all of them.
+    pub fn retains_every_tag(&self) -> bool {
+        self.retain.iter().any(|known| known == "*")
+    }
+
+    /// The policy that `VRAMCTL_BACKUP` gives a tag. The last mention of a tag counts.
+    pub fn backup_of(&self, tag: &str) -> Option<Backup> {
+        self.backup.iter().rev().find(|(known, _)| &**known == tag).map(|(_, policy)| *policy)
+    }
+}
+
+/// A variable that is one of these words; the first is what counts where it is not set.
+fn one_of<T: Copy, const N: usize>(words: [(&str, T); N], name: &str, text: Option<String>, complaints: &mut Vec<String>) -> T {
+    let default = words[0];
+    let Some(text) = text else { return default.1 };
+    let chosen = words.iter().find(|(word, _)| *word == text).map(|(_, meaning)| *meaning);
+    chosen.unwrap_or_else(|| {
+        let known = words.map(|(word, _)| word).join(", ");
+        complaints.push(format!("{name}={text} is none of {known}; using {}", default.0));
+        default.1
+    })
+}
+
+/// A variable that is on or off, in the words that `torch_memory_saver` takes.
+fn switch(text: &str) -> Option<bool> {
+    match text.to_ascii_lowercase().as_str() {
+        "1" | "true" | "yes" => Some(true),
+        "0" | "false" | "no" => Some(false),
+        _ => None,
+    }
+}
+
+fn parse_backup(list: &str, complaints: &mut Vec<String>) -> Vec<(Arc<str>, Backup)> {
+    let entry = |item: &str| {
+        let (tag, policy) = item.trim().split_once('=')?;
+        Some((checked_tag(tag.trim()).ok()?, policy.trim().parse().ok()?))
+    };
+    list.split(',')
+        .filter(|item| !item.trim().is_empty())
+        .filter_map(|item| {
+            let parsed = entry(item);
+            if parsed.is_none() {
+                complaints.push(format!("VRAMCTL_BACKUP: '{item}' is not TAG=host, TAG=disk or TAG=discard; ignored"));
+            }
+            parsed
+        })
+        .collect()
+}
+
+/// Where the control sockets are.
+pub fn socket_directory() -> &'static Path {
+    &Config::get().directories.sockets
+}
+
+/// `VRAMCTL_DISK_DIR`: where the policy `disk` keeps contents.
+pub fn disk_directory() -> &'static Path {
+    let Directories { disk, makes_disk, .. } = &Config::get().directories;
+    if *makes_disk {
+        // Where it cannot be made, the one who needs it says so.
+        let _ = std::fs::create_dir_all(disk);
+    }
+    disk
+}
+
+/// Sets the logger up as `VRAMCTL_LOG` says, once, and says what was wrong with the environment.
+pub fn set_up_logger() {
+    if logger::set_up(std::env::var("VRAMCTL_LOG").ok().as_deref()) {
+        for complaint in &Config::get().complaints {
+            log::warn!("{complaint}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(pairs: &[(&str, &str)]) -> Config {
+        Config::from_variables(|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).into()))
+    }
+
+    #[test]
+    fn directories_are_absolute_and_each_has_its_order() {
+        let directories = |pairs: &[(&str, &str)]| {
+            let Directories { sockets, disk, makes_disk } = config(pairs).directories;
+            (sockets.to_str().unwrap().to_owned(), disk.to_str().unwrap().to_owned(), makes_disk)
+        };
+        let (sockets, disk, makes_disk) = directories(&[]);
+        assert!(sockets.starts_with("/tmp/vramctl-") && disk == "/tmp" && !makes_disk, "{sockets} {disk}");
+        let runtime = ("XDG_RUNTIME_DIR", "/run/user/1");
+        let temporary = ("TMPDIR", "/scratch");
+        assert_eq!(directories(&[runtime, temporary]), ("/run/user/1/vramctl".into(), "/scratch".into(), false));
+        let saver = ("TMS_DISK_BACKUP_DIR", "/saver");
+        assert_eq!(directories(&[temporary, saver, ("VRAMCTL_DIR", "")]).1, "/saver");
+        assert!(directories(&[saver]).2 && !directories(&[saver, ("VRAMCTL_DISK_DIR", "/ours")]).2);
+        let here = std::env::current_dir().unwrap();
+        let relative = directories(&[("VRAMCTL_DIR", "sockets"), ("VRAMCTL_DISK_DIR", "spill"), runtime]);
+        assert_eq!(relative.0, here.join("sockets").to_str().unwrap());
+        assert_eq!(relative.1, here.join("spill").to_str().unwrap());
+    }
+
+    #[test]
+    fn an_empty_environment_manages_nothing() {
+        let config = config(&[]);
+        assert_eq!((config.tag, config.min_bytes, config.complaints.len()), (None, 1 << 20, 0));
+    }
+
+    #[test]
+    fn the_variables_of_torch_memory_saver_count_where_ours_are_silent() {
+        let all = config(&[("TMS_INIT_ENABLE", "1"), ("TMS_RETAIN_CPU_BACKUP", "TRUE"), ("TMS_INIT_CPU_BACKUP_BACKEND", "mmap")]);
+        assert_eq!((all.tag.as_deref(), all.ground_backup), (Some("default"), Some(Backup::Discard)));
+        assert!(all.retains("anything") && all.complaints.is_empty(), "{:?}", all.complaints);
+        assert_eq!(all.cpu_backup_backend.name(), c"mmap");
+
+        let ours = config(&[
+            ("TMS_INIT_ENABLE", "1"),
+            ("TMS_INIT_ENABLE_CPU_BACKUP", "1"),
+            ("TMS_RETAIN_CPU_BACKUP", "1"),
+            ("VRAMCTL_TAG", "mine"),
+            ("VRAMCTL_RETAIN", "weights"),
+        ]);
+        assert_eq!((ours.tag.as_deref(), ours.ground_backup), (Some("mine"), Some(Backup::Host)));
+        assert!(ours.retains("weights") && !ours.retains("mine"));
+
+        let off = config(&[("TMS_INIT_ENABLE", "0"), ("TMS_INIT_ENABLE_CPU_BACKUP", "no"), ("TMS_RETAIN_CPU_BACKUP", "false")]);
+        assert_eq!((off.tag, off.ground_backup, off.retain.len(), off.complaints.len()), (None, None, 0, 0));
+        let both = config(&[("TMS_INIT_ENABLE_CPU_BACKUP", "1"), ("TMS_INIT_ENABLE_DISK_BACKUP", "1")]);
+        assert_eq!((both.ground_backup, both.complaints.len()), (Some(Backup::Disk), 1));
+        let nonsense = config(&[("TMS_INIT_ENABLE", "maybe"), ("TMS_INIT_CPU_BACKUP_BACKEND", "tape")]);
+        assert_eq!((nonsense.tag, nonsense.complaints.len()), (None, 2), "{:?}", nonsense.complaints);
+    }
+
+    #[test]
+    fn policies_are_read_per_tag_and_nonsense_is_named() {
+        let config = config(&[("VRAMCTL_BACKUP", "kv_cache=discard, weights=host,,x=tape,kv_cache"), ("VRAMCTL_MIN_BYTES", "lots")]);
+        assert_eq!(config.backup_of("kv_cache"), Some(Backup::Discard));
+        assert_eq!(config.backup_of("weights"), Some(Backup::Host));
+        assert_eq!(config.backup_of("x"), None);
+        assert_eq!(config.min_bytes, 1 << 20);
+        assert_eq!(config.complaints.len(), 3, "{:?}", config.complaints);
+    }
+}

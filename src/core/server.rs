@@ -1,0 +1,335 @@
+//! The server inside the program: a thread that waits for connections, and one for each connection.
+//!
+//! Whatever a client does (sends garbage, stops in the middle, never reads), the program does not notice: lines are
+//! limited in size and time, connections in number, and a pause under way does not wait for its client.
+
+use crate::engine;
+use crate::memory::Memory;
+use std::mem::ManuallyDrop;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Once;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use std::{fs, io, mem, thread};
+use vramctl_config::Config;
+use vramctl_control::discovery::{self, Directory};
+use vramctl_control::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
+use vramctl_host::{Held, PerProcess, exit, worker};
+use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest};
+
+/// Connections at a time. More are refused: each costs the program a thread.
+const MOST_CONNECTIONS: usize = 16;
+/// How long a client may take to finish a request, and to take in an answer.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// When a socket is tried again that could not be made.
+const TRY_AGAIN: Duration = Duration::from_secs(5);
+/// How often progress is told, at most.
+const TELL_EVERY: Duration = Duration::from_millis(50);
+
+/// Starts the server of this process unless it is there. What goes wrong is said once, and the program goes on without; the
+/// socket is tried again, for what was in its way may be mended.
+pub fn ensure_running() {
+    static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
+    STARTED.get().call_once(|| {
+        let first = listen().inspect_err(complain);
+        if let Err(error) = worker::spawn("vramctl-control", || serve(first)) {
+            log::warn!("no control socket: no thread could be started: {error}");
+        }
+    });
+}
+
+fn complain(error: &io::Error) {
+    log::warn!("no control socket: {error}");
+}
+
+fn listen() -> io::Result<Held> {
+    let directory = Directory::open_or_create()?;
+    // Before any other thread has it: a fork in between would take the socket along.
+    let socket = directory.bind()?;
+    // Between the wait and the call, a client may have gone.
+    socket.set_nonblocking(true)?;
+    let socket = Held::new(socket)?;
+    log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
+    BOUND.get();
+    Ok(socket)
+}
+
+fn serve(mut listener: io::Result<Held>) {
+    loop {
+        listener = match listener {
+            Ok(socket) => {
+                accept(&socket);
+                log::warn!("the program has closed the control socket; there is a new one");
+                drop(socket);
+                listen().inspect_err(complain)
+            }
+            // Whoever listens there is not to be bothered again and again.
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => return,
+            Err(_) => {
+                thread::sleep(TRY_AGAIN);
+                listen().inspect_err(|error| log::debug!("no control socket: {error}"))
+            }
+        };
+    }
+}
+
+/// There if this process has had a socket of its own, which is removed at its end. That of one that is killed stays; whoever
+/// looks for processes next removes it.
+static BOUND: PerProcess<()> = PerProcess::new(remove_socket_at_exit);
+
+fn remove_socket_at_exit() {
+    extern "C" fn remove() {
+        let _ = panic::catch_unwind(|| {
+            // A forked child has this handler, too, and no socket unless it has made one. The directory anew: it may be another.
+            if BOUND.existing().is_some()
+                && let Ok(Some(directory)) = Directory::open()
+            {
+                directory.remove(std::process::id());
+            }
+        });
+    }
+    // SAFETY: the function lives in this library, which is never unloaded.
+    unsafe { libc::atexit(remove) };
+}
+
+/// Takes connections until the socket is not ours any more: a program that goes into the background closes all
+/// descriptors, and has files of its own under the numbers.
+///
+/// Waits by `poll`, which takes no number. A blocked `accept` would hold the lowest free one, and a program that has closed
+/// a standard stream could not open it again. Whoever connects to a socket that the program has closed meanwhile ends the
+/// wait, is hung up on, and finds the new socket at the next try.
+fn accept(socket: &Held) {
+    loop {
+        let Ok(waiting) = socket.get() else { return };
+        let mut waiting = libc::pollfd { fd: waiting.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry that is writable. Whatever the answer, what follows looks again.
+        unsafe { libc::poll(&raw mut waiting, 1, -1) };
+        let Ok(listener) = socket.as_type::<UnixListener>() else { return };
+        match listener.accept() {
+            Ok((stream, _)) => welcome(stream),
+            // Shut down: there will never be another connection.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return,
+            // Nobody is there any more.
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
+            // Out of descriptors, most likely: the program's affair, and over some day.
+            Err(error) => {
+                log::debug!("accept: {error}");
+                thread::sleep(Duration::from_millis(200));
+            }
+        }
+    }
+}
+
+fn welcome(stream: UnixStream) {
+    let refuse = |stream: &UnixStream, why: &str| {
+        let refusal = Reply::Error(Refusal::from(&Error::Invalid(why.to_owned())));
+        let _ = send(stream, &refusal, libc::MSG_DONTWAIT);
+    };
+    match discovery::peer(&stream) {
+        Ok(peer) if peer.uid == discovery::user() || peer.uid == 0 => (),
+        Ok(_) => return refuse(&stream, "this process belongs to another user"),
+        Err(error) => return log::debug!("SO_PEERCRED: {error}"),
+    }
+    let Some(seat) = Seat::take() else {
+        return refuse(&stream, "too many connections at a time; try again");
+    };
+    let connection = match Held::new(stream) {
+        Ok(held) => Connection { held, _seat: seat },
+        Err(error) => return log::debug!("a connection: {error}"),
+    };
+    if let Err(error) = worker::spawn("vramctl-client", move || converse(&connection)) {
+        log::debug!("no thread for a connection: {error}");
+    }
+}
+
+/// One of the connections that there may be at a time.
+struct Seat;
+
+static CONNECTIONS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
+
+impl Seat {
+    fn take() -> Option<Self> {
+        let more = |count| (count < MOST_CONNECTIONS).then_some(count + 1);
+        CONNECTIONS.get().fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        CONNECTIONS.get().fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A client's connection.
+struct Connection {
+    held: Held,
+    _seat: Seat,
+}
+
+impl Connection {
+    fn stream(&self) -> io::Result<ManuallyDrop<UnixStream>> {
+        self.held.as_type()
+    }
+
+    /// Sends a line. With `MSG_DONTWAIT` it is left out if the client is not reading; a line is never sent in part.
+    fn send(&self, reply: &Reply, flags: libc::c_int) -> io::Result<()> {
+        send(&*self.stream()?, reply, flags)
+    }
+}
+
+/// Answers the requests of one connection, one after the other, until the client hangs up or cannot be talked to.
+fn converse(connection: &Connection) {
+    if connection.stream().and_then(|stream| stream.set_write_timeout(Some(PATIENCE))).is_err() {
+        return;
+    }
+    let mut lines = Lines { connection, unread: Vec::new() };
+    loop {
+        let line = lines.next();
+        // While somebody waits for an answer the program's end waits for it, but nothing is begun any more.
+        let Some(_answering) = exit::Answering::unless_ending() else { return };
+        let (reply, end) = match line {
+            Ok(None) => return,
+            Ok(Some(line)) if line.iter().all(u8::is_ascii_whitespace) => continue,
+            Ok(Some(line)) => (answer(&line, connection), false),
+            Err(error) => (Reply::Error(Refusal::from(&error)), true),
+        };
+        if connection.send(&reply, 0).is_err() || end {
+            return;
+        }
+    }
+}
+
+fn answer(line: &[u8], connection: &Connection) -> Reply {
+    let work = || protocol::parse(line).and_then(|request| carry_out(request, connection));
+    // A defect of ours is the client's answer, not the program's end.
+    let done = panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::Internal("a request panicked".into())));
+    done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
+}
+
+fn carry_out(request: Request, connection: &Connection) -> Result<Reply, Error> {
+    let memory = Memory::get();
+    match request {
+        Request::Hello => Ok(Reply::Hello(hello())),
+        Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
+        Request::Pause(wanted) => transition(wanted, connection, |request, client| memory.pause(request, client)),
+        Request::Resume(Transition { backup, backups, .. }) if backup.is_some() || !backups.is_empty() => {
+            Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
+        }
+        Request::Resume(wanted) => transition(wanted, connection, |request, client| memory.resume(request, client)),
+        Request::SetTag { tag } => {
+            memory.set_process_tag(tag.as_deref())?;
+            Ok(Reply::Tag { tag })
+        }
+    }
+}
+
+fn transition(
+    wanted: Transition,
+    connection: &Connection,
+    work: impl FnOnce(&TransitionRequest, &mut dyn Observer) -> Result<Report, Error>,
+) -> Result<Reply, Error> {
+    let mut asker = Asker { connection, wants_progress: wanted.progress, told: None };
+    work(&wanted.into(), &mut asker).map(Reply::Done)
+}
+
+/// The client that has asked for a pause or resume.
+struct Asker<'a> {
+    connection: &'a Connection,
+    wants_progress: bool,
+    told: Option<(Instant, Stage)>,
+}
+
+impl Observer for Asker<'_> {
+    fn progress(&mut self, now: Progress) {
+        let due = self.told.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= TELL_EVERY) || now.done == now.total;
+        if self.wants_progress && due {
+            self.told = Some((Instant::now(), now.stage));
+            let _ = self.connection.send(&Reply::Progress(now), libc::MSG_DONTWAIT);
+        }
+    }
+
+    /// A client that has only stopped sending still reads the answer; one that has hung up does not.
+    fn is_gone(&mut self) -> Option<bool> {
+        let Ok(stream) = self.connection.stream() else { return Some(true) };
+        let mut socket = libc::pollfd { fd: stream.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one entry that is writable; does not block.
+        Some(unsafe { libc::poll(&raw mut socket, 1, 0) == 1 && socket.revents & (libc::POLLHUP | libc::POLLERR) != 0 })
+    }
+}
+
+fn hello() -> Hello {
+    let own = |file: &str| fs::read(format!("/proc/self/{file}")).unwrap_or_default();
+    let command = own("cmdline");
+    let program = String::from_utf8_lossy(&command).replace('\0', " ");
+    let name = Config::get().name.clone();
+    Hello {
+        protocol: VERSION,
+        library: env!("CARGO_PKG_VERSION").to_owned(),
+        pid: std::process::id(),
+        name: name.unwrap_or_else(|| String::from_utf8_lossy(&own("comm")).trim().to_owned()),
+        program: program.trim().chars().take(200).collect(),
+        engine: engine::name(),
+    }
+}
+
+fn send(stream: &UnixStream, reply: &Reply, flags: libc::c_int) -> io::Result<()> {
+    let line = protocol::line(reply);
+    let mut rest = line.as_slice();
+    while !rest.is_empty() {
+        // Once a part is out, the rest must follow.
+        let flags = if rest.len() == line.len() { flags } else { 0 };
+        // SAFETY: `rest` is readable for its length. No SIGPIPE: the program may have a handler for it.
+        let sent = unsafe { libc::send(stream.as_raw_fd(), rest.as_ptr().cast(), rest.len(), flags | libc::MSG_NOSIGNAL) };
+        match usize::try_from(sent) {
+            Ok(sent) => rest = &rest[sent..],
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => (),
+                error => return Err(error),
+            },
+        }
+    }
+    Ok(())
+}
+
+/// Reads lines within limits.
+struct Lines<'a> {
+    connection: &'a Connection,
+    unread: Vec<u8>,
+}
+
+impl Lines<'_> {
+    /// The next line without its newline; `None` when the client has hung up.
+    fn next(&mut self) -> Result<Option<Vec<u8>>, Error> {
+        use std::io::Read;
+        let deadline = Instant::now() + PATIENCE;
+        let mut seen = 0;
+        loop {
+            if let Some(at) = self.unread[seen..].iter().position(|byte| *byte == b'\n') {
+                let rest = self.unread.split_off(seen + at + 1);
+                return Ok(Some(mem::replace(&mut self.unread, rest)));
+            }
+            seen = self.unread.len();
+            if seen > LONGEST_REQUEST {
+                return Err(Error::Invalid(format!("a request may have {LONGEST_REQUEST} bytes")));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let late = || Error::Invalid(format!("no complete request within {} s", PATIENCE.as_secs()));
+            // Where the program has closed it, nobody can be told.
+            let Ok(stream) = self.connection.stream() else { return Ok(None) };
+            if left.is_zero() || stream.set_read_timeout(Some(left)).is_err() {
+                return Err(late());
+            }
+            let mut part = [0; 4096];
+            match (&*stream).read(&mut part) {
+                Ok(0) if seen == 0 => return Ok(None),
+                Ok(0) => return Err(Error::Invalid("the request ends in the middle of a line".into())),
+                Ok(count) => self.unread.extend_from_slice(&part[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => return Err(late()),
+                Err(_) => return Ok(None),
+            }
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Descriptors of ours in somebody else's process.
+//!
+//! The program may close descriptors that it does not know (a daemon closes all of them) and then have files of its own
+//! under the same numbers; it may have closed its standard streams, whose numbers the next file gets; and its forked
+//! children inherit what is open. [`Held`] is the one type for a descriptor of ours that outlives a call.
+
+use crate::fork;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::{io, mem, ptr};
+
+/// A descriptor of ours: above the standard streams, closed in forked children, and looked at before each use and before
+/// it is closed. Where its number is another file's by now, it is left alone.
+///
+/// What it stands for must have an identity of its own (a file, a socket; not an eventfd, which shares one with all others).
+#[derive(Debug)]
+pub struct Held {
+    number: RawFd,
+    identity: Identity,
+    generation: u32,
+    slot: &'static Slot,
+}
+
+/// The device and the number there of what is behind a descriptor.
+type Identity = (u64, u64);
+
+impl Held {
+    /// Takes a descriptor that was opened just now, with `O_CLOEXEC`.
+    pub fn new(descriptor: impl Into<OwnedFd>) -> io::Result<Self> {
+        let descriptor = above_standard(descriptor.into())?;
+        let identity = identity(descriptor.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
+        let number = descriptor.into_raw_fd();
+        Ok(Self { number, identity, generation: fork::generation(), slot: Slot::take(number, identity) })
+    }
+
+    /// The descriptor, for a call that begins now. An error where the program has closed it, or this is a forked child.
+    pub fn get(&self) -> io::Result<BorrowedFd<'_>> {
+        if !self.is_ours() {
+            return Err(io::Error::new(io::ErrorKind::NotConnected, "the program has closed a descriptor that it did not open"));
+        }
+        // SAFETY: open, as was just seen, and nobody of ours closes it while the value is borrowed.
+        Ok(unsafe { BorrowedFd::borrow_raw(self.number) })
+    }
+
+    /// The same in the type that has the calls. It is not closed by the one who gets it.
+    pub fn as_type<T: From<OwnedFd>>(&self) -> io::Result<ManuallyDrop<T>> {
+        let number = self.get()?.as_raw_fd();
+        // SAFETY: open, and never closed through this value.
+        Ok(ManuallyDrop::new(T::from(unsafe { OwnedFd::from_raw_fd(number) })))
+    }
+
+    /// Whether it still is what it was.
+    pub fn is_ours(&self) -> bool {
+        self.generation == fork::generation() && identity(self.number) == Some(self.identity)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // In a forked child the list is the child's own, and was emptied when it was forked.
+        if self.generation != fork::generation() {
+            return;
+        }
+        // Out of the list first: another file may have the number a moment after.
+        self.slot.number.store(FREE, Ordering::Release);
+        if self.is_ours() {
+            // SAFETY: ours, and not used again.
+            unsafe { libc::close(self.number) };
+        }
+    }
+}
+
+/// The file under a number above those of the standard streams. Where the program has closed one of these, a file of ours might
+/// get its number, and then what the program prints.
+pub fn above_standard(file: OwnedFd) -> io::Result<OwnedFd> {
+    if file.as_raw_fd() > libc::STDERR_FILENO {
+        return Ok(file);
+    }
+    // SAFETY: the call touches no memory.
+    let copy = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_DUPFD_CLOEXEC, libc::STDERR_FILENO + 1) };
+    if copy < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just opened, and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}
+
+fn identity(descriptor: RawFd) -> Option<Identity> {
+    // SAFETY: plain data, for which all zeroes is a value.
+    let mut found: libc::stat64 = unsafe { mem::zeroed() };
+    // SAFETY: writable.
+    let answer = unsafe { libc::fstat64(descriptor, &raw mut found) };
+    (answer == 0).then_some((found.st_dev, found.st_ino))
+}
+
+/// A place in the list of what forked children close: their copies would keep a client waiting for a server that is not
+/// there, and the space of a file whose owner was killed. Places are made as they are needed, used again, and never freed.
+#[derive(Debug)]
+struct Slot {
+    /// `FREE`, `TAKEN` while the rest is being written, or the descriptor.
+    number: AtomicI32,
+    identity: [AtomicU64; 2],
+    next: AtomicPtr<Slot>,
+}
+
+const FREE: RawFd = -1;
+const TAKEN: RawFd = -2;
+
+static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
+
+impl Slot {
+    fn take(number: RawFd, (device, inode): Identity) -> &'static Self {
+        let free = |slot: &&Self| slot.number.compare_exchange(FREE, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let slot = Self::all().find(free).unwrap_or_else(Self::add);
+        slot.identity[0].store(device, Ordering::Relaxed);
+        slot.identity[1].store(inode, Ordering::Relaxed);
+        slot.number.store(number, Ordering::Release);
+        slot
+    }
+
+    /// One more at the head of the list, taken.
+    fn add() -> &'static Self {
+        static CLOSING: AtomicBool = AtomicBool::new(false);
+        // Registered twice by two threads it does no harm, and nobody waits for anybody (see `fork`).
+        if !CLOSING.load(Ordering::Acquire) {
+            fork::on_fork_in_child(close_in_child);
+            CLOSING.store(true, Ordering::Release);
+        }
+        let slot: &'static Self = Box::leak(Box::new(Self {
+            number: AtomicI32::new(TAKEN),
+            identity: [const { AtomicU64::new(0) }; 2],
+            next: AtomicPtr::new(ptr::null_mut()),
+        }));
+        let mut head = SLOTS.load(Ordering::Acquire);
+        loop {
+            slot.next.store(head, Ordering::Relaxed);
+            let new = ptr::from_ref(slot).cast_mut();
+            match SLOTS.compare_exchange_weak(head, new, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return slot,
+                Err(other) => head = other,
+            }
+        }
+    }
+
+    fn all() -> impl Iterator<Item = &'static Self> {
+        // SAFETY: pointers in the list are null or to slots that were leaked.
+        let follow = |at: &AtomicPtr<Self>| unsafe { at.load(Ordering::Acquire).as_ref() };
+        std::iter::successors(follow(&SLOTS), move |slot| follow(&slot.next))
+    }
+}
+
+/// Async-signal-safe: a walk along a list of atomics, `fstat` and `close`.
+extern "C" fn close_in_child() {
+    for slot in Slot::all() {
+        let number = slot.number.swap(FREE, Ordering::AcqRel);
+        let inherited = (slot.identity[0].load(Ordering::Relaxed), slot.identity[1].load(Ordering::Relaxed));
+        if number >= 0 && identity(number) == Some(inherited) {
+            // SAFETY: a descriptor of ours that the child inherited; the thread that used it does not exist here.
+            unsafe { libc::close(number) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
+    fn held() -> Held {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(b"ours", 0).unwrap();
+        Held::new(file).unwrap()
+    }
+
+    /// A daemon closes what it does not know; its next file has the number.
+    #[test]
+    fn a_number_that_is_the_programs_by_now_is_left_alone() {
+        let held = held();
+        let number = held.get().unwrap().as_raw_fd();
+        let programs = tempfile::tempfile().unwrap();
+        // SAFETY: in place of ours, as a program would do it that closed it.
+        assert_eq!(unsafe { libc::dup2(programs.as_raw_fd(), number) }, number);
+        assert!(held.get().is_err() && held.as_type::<File>().is_err());
+        drop(held);
+        // SAFETY: the program's, and still open.
+        let program = unsafe { File::from_raw_fd(number) };
+        assert_eq!(program.metadata().unwrap().len(), 0);
+    }
+
+    #[test]
+    fn a_forked_child_finds_it_closed_and_the_parent_does_not() {
+        let held: Vec<_> = (0..100).map(|_| held()).collect();
+        // SAFETY: the child calls nothing but `fstat` and leaves by `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let open = held.iter().filter(|held| identity(held.number) == Some(held.identity) || held.is_ours()).count();
+            // SAFETY: ends the child without running the test harness's exit handlers.
+            unsafe { libc::_exit(i32::from(open > 0)) };
+        }
+        let mut status = -1;
+        // SAFETY: `child` is ours and `status` is writable.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+        assert!(held.iter().all(Held::is_ours));
+    }
+
+    #[test]
+    fn it_is_closed_when_it_is_dropped() {
+        let held = held();
+        let (number, identity_before) = (held.number, held.identity);
+        drop(held);
+        assert_ne!(identity(number), Some(identity_before));
+    }
+
+    #[test]
+    fn the_numbers_of_standard_streams_are_not_taken() {
+        // SAFETY: the child closes its own streams and leaves by `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            let above = unsafe {
+                for stream in 0..3 {
+                    libc::close(stream);
+                }
+                let file = libc::memfd_create(c"ours".as_ptr(), libc::MFD_CLOEXEC);
+                file == 0 && Held::new(OwnedFd::from_raw_fd(file)).is_ok_and(|held| held.number > 2)
+            };
+            // SAFETY: as above.
+            unsafe { libc::_exit(i32::from(!above)) };
+        }
+        let mut status = -1;
+        // SAFETY: `child` is ours and `status` is writable.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+    }
+}

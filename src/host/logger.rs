@@ -1,0 +1,79 @@
+//! The library's one way to speak: lines on stderr, each in a single `write`.
+
+use log::{LevelFilter, Metadata, Record};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::{mem, ptr};
+
+struct Stderr;
+
+impl log::Log for Stderr {
+    fn enabled(&self, metadata: &Metadata) -> bool {
+        metadata.target().starts_with("vramctl")
+    }
+
+    fn log(&self, record: &Record) {
+        if !self.enabled(record.metadata()) {
+            return;
+        }
+        let level = record.level().as_str().to_ascii_lowercase();
+        let line = format!("vramctl[{}]: {level}: {}\n", std::process::id(), record.args());
+        write_to_stderr(line.as_bytes());
+    }
+
+    fn flush(&self) {}
+}
+
+/// Writes a line, or loses it: a full pipe must not hold the program up, and a broken one not end it by SIGPIPE. Not
+/// `eprintln!`, which takes a lock that a forked child could find held.
+fn write_to_stderr(line: &[u8]) {
+    let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: plain data that is writable, and a line that is readable for its length. The signal mask is this thread's
+    // alone and restored; a SIGPIPE of our own making is taken back, one that was pending before is not.
+    unsafe {
+        if libc::poll(&raw mut stderr, 1, 0) != 1 || stderr.revents & libc::POLLOUT == 0 {
+            return;
+        }
+        let (mut pipe, mut before, mut pending) = (mem::zeroed(), mem::zeroed(), mem::zeroed());
+        libc::sigemptyset(&raw mut pipe);
+        libc::sigaddset(&raw mut pipe, libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const pipe, &raw mut before);
+        libc::sigpending(&raw mut pending);
+        let pending = libc::sigismember(&raw const pending, libc::SIGPIPE) == 1;
+        let written = libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len());
+        if written < 0 && !pending {
+            let no_time: libc::timespec = mem::zeroed();
+            libc::sigtimedwait(&raw const pipe, ptr::null_mut(), &raw const no_time);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
+    }
+}
+
+/// Sets the logger up, once: `level` is one of `off`, `error`, `warn`, `info` and `debug`, and where it is none, `warn` counts.
+/// Called at the program's first call of a hooked function, so that a program without CUDA is never spoken into. Whether
+/// this call was the first.
+pub fn set_up(level: Option<&str>) -> bool {
+    static DONE: AtomicBool = AtomicBool::new(false);
+    if DONE.swap(true, Ordering::Relaxed) {
+        return false;
+    }
+    let known = level.and_then(|level| level.parse().ok());
+    // In a Rust program that links this crate, the program's own logger stays.
+    if log::set_logger(&Stderr).is_ok() {
+        log::set_max_level(known.unwrap_or(LevelFilter::Warn));
+    }
+    if level.is_some_and(|level| !level.is_empty()) && known.is_none() {
+        log::warn!("VRAMCTL_LOG is not one of off, error, warn, info, debug; using warn");
+    }
+    true
+}
+
+/// Says a thing once in the life of the process.
+#[macro_export]
+macro_rules! log_once {
+    ($level:expr, $($text:tt)+) => {{
+        static SAID: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+        if !SAID.swap(true, std::sync::atomic::Ordering::Relaxed) {
+            log::log!($level, $($text)+);
+        }
+    }};
+}

@@ -1,0 +1,77 @@
+//! Threads of ours in somebody else's process: named, with all signals blocked, and known to [`exit`].
+
+use crate::exit;
+use std::thread::{Builder, Scope, ScopedJoinHandle};
+use std::{io, mem, ptr};
+
+/// Starts a worker: a named thread that blocks all signals, so that the program's handlers run where they always ran.
+pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    start(builder(name), work)
+}
+
+/// Starts a worker in which the driver compiles code: its stack is as large as those of programs' threads usually are.
+pub fn spawn_compiler(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    start(builder(name).stack_size((8 << 20) + thread_overhead()), work)
+}
+
+fn start(builder: Builder, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    exit::expect_workers();
+    with_signals_blocked(|| builder.spawn(move || exit::as_worker(work))).map(drop)
+}
+
+/// Starts a worker that ends with a scope.
+pub fn spawn_scoped<'scope, 'env, R: Send + 'scope>(
+    scope: &'scope Scope<'scope, 'env>,
+    name: &str,
+    work: impl FnOnce() -> R + Send + 'scope,
+) -> io::Result<ScopedJoinHandle<'scope, R>> {
+    exit::expect_workers();
+    with_signals_blocked(|| builder(name).spawn_scoped(scope, move || exit::as_worker(work)))
+}
+
+fn builder(name: &str) -> Builder {
+    /// Plenty for what these threads do.
+    const STACK: usize = 512 << 10;
+    Builder::new().name(name.to_owned()).stack_size(STACK + thread_overhead())
+}
+
+/// A thread that is started meanwhile has the full mask from its first instruction on.
+fn with_signals_blocked<R>(work: impl FnOnce() -> R) -> R {
+    // SAFETY: both sets are plain data and writable. The mask is this thread's alone and restored below.
+    let before = unsafe {
+        let (mut all, mut before) = (mem::zeroed(), mem::zeroed());
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        before
+    };
+    let result = work();
+    // SAFETY: the set filled above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut()) };
+    result
+}
+
+/// Lets other threads go first, from now on: for work that nobody waits for. Concerns the calling thread alone.
+pub fn step_back() {
+    const NICE: libc::c_int = 10;
+    // SAFETY: touches no memory. On Linux 0 means the calling thread and not its process. (`gettid` would need glibc 2.30.)
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+}
+
+/// What glibc takes of a thread's stack before the thread begins: a program with large thread-local arrays would leave
+/// nothing of a fixed size.
+fn thread_overhead() -> usize {
+    // SAFETY: a NUL-terminated name.
+    let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack".as_ptr()) };
+    if symbol.is_null() {
+        return 0;
+    }
+    // SAFETY: glibc's function of this name has this type and only reads initialised attributes.
+    unsafe {
+        let minimum = mem::transmute::<*mut libc::c_void, unsafe extern "C" fn(*const libc::pthread_attr_t) -> libc::size_t>(symbol);
+        let mut attributes = mem::zeroed();
+        libc::pthread_attr_init(&raw mut attributes);
+        let bytes = minimum(&raw const attributes);
+        libc::pthread_attr_destroy(&raw mut attributes);
+        bytes
+    }
+}

@@ -1,0 +1,281 @@
+//! What each hooked function does. Arguments are the program's, and checked no further than the runtime would: where one
+//! makes no sense, the real function says so.
+
+use crate::copies;
+use crate::real::{self, originals};
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
+use std::ffi::{c_int, c_uint, c_void};
+use std::ptr;
+use vramctl_backup as backup;
+use vramctl_config::Config;
+use vramctl_core::memory::{After, Memory, region};
+use vramctl_core::server;
+use vramctl_driver::Current;
+use vramctl_host::log_once;
+use vramctl_model::{Error, code};
+
+pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize) -> CudaError {
+    // SAFETY: here and below, a pointer that is not null is writable by the program's promise, and the real function
+    // gets the arguments as they came.
+    unsafe { provide(pointer, bytes, Place::Thread, || originals::cudaMalloc(pointer, bytes)) }
+}
+
+pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe { provide(pointer, bytes, Place::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
+}
+
+pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe {
+        provide(pointer, bytes, Place::Stream(stream.of_per_thread_program()), || originals::cudaMallocAsync_ptsz(pointer, bytes, stream))
+    }
+}
+
+pub unsafe fn malloc_from_pool_async(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe { provide(pointer, bytes, Place::Pool(pool, stream), || originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)) }
+}
+
+pub unsafe fn malloc_from_pool_async_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe {
+        let place = Place::Pool(pool, stream.of_per_thread_program());
+        provide(pointer, bytes, place, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
+    }
+}
+
+pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe {
+        let real = || originals::cudaMallocPitch(pointer, pitch, width, height);
+        if pointer.is_null() || pitch.is_null() {
+            return real();
+        }
+        let Some((row, bytes)) = rows(width, height, 1) else { return real() };
+        let mut managed = ptr::null_mut();
+        let answer = provide(&raw mut managed, bytes, Place::Thread, real);
+        if !managed.is_null() {
+            *pitch = row;
+            pointer.write(managed);
+        }
+        answer
+    }
+}
+
+pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent) -> CudaError {
+    // SAFETY: as in `malloc`.
+    unsafe {
+        let real = || originals::cudaMalloc3D(pitched, extent);
+        if pitched.is_null() {
+            return real();
+        }
+        let Some((pitch, bytes)) = rows(extent.width, extent.height, extent.depth) else { return real() };
+        let mut managed = ptr::null_mut();
+        let answer = provide(&raw mut managed, bytes, Place::Thread, real);
+        if !managed.is_null() {
+            *pitched = CudaPitchedPtr { pointer: managed, pitch, xsize: extent.width, ysize: extent.height };
+        }
+        answer
+    }
+}
+
+/// The distance between rows and the bytes of all of them, as the real function chooses them: rows begin at multiples of
+/// 512 bytes. `None`: more than can be counted, for the real function to refuse.
+fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)> {
+    let pitch = width.checked_next_multiple_of(512)?;
+    Some((pitch, pitch.checked_mul(height)?.checked_mul(depth)?))
+}
+
+pub unsafe fn free(pointer: *mut c_void) -> CudaError {
+    // SAFETY: as it came.
+    release(pointer, After::AllWork).unwrap_or_else(|| unsafe { originals::cudaFree(pointer) })
+}
+
+pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError {
+    // SAFETY: as it came.
+    release_async(pointer, stream).unwrap_or_else(|| unsafe { originals::cudaFreeAsync(pointer, stream) })
+}
+
+pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
+    // SAFETY: as it came.
+    release_async(pointer, stream.of_per_thread_program()).unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
+}
+
+pub unsafe fn device_reset() -> CudaError {
+    if let Some(memory) = Memory::existing()
+        && let Some(device) = real::current_device()
+    {
+        memory.forget_device(device);
+    }
+    // SAFETY: no arguments.
+    unsafe { originals::cudaDeviceReset() }
+}
+
+pub unsafe fn enable_peer_access(peer: c_int, flags: c_uint) -> CudaError {
+    // SAFETY: as it came.
+    let answer = unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) };
+    if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
+        return answer;
+    }
+    let opened = real::current_context().map(|current| Memory::get().enable_peer(&current, peer));
+    match opened {
+        Ok(Err(error)) => {
+            log::warn!("managed memory of device {peer} cannot be opened to its peer: {error}");
+            error.cuda_code()
+        }
+        _ => answer,
+    }
+}
+
+pub unsafe fn disable_peer_access(peer: c_int) -> CudaError {
+    if let (Some(memory), Some(device)) = (Memory::existing(), real::current_device()) {
+        memory.disable_peer(device, peer);
+    }
+    // SAFETY: as it came.
+    unsafe { originals::cudaDeviceDisablePeerAccess(peer) }
+}
+
+pub unsafe fn ipc_get_mem_handle(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
+    // SAFETY: as it came.
+    let answer = unsafe { originals::cudaIpcGetMemHandle(handle, pointer) };
+    if answer != code::SUCCESS
+        && let Some(allocation) = Memory::existing().and_then(|memory| memory.find(pointer as u64))
+    {
+        log_once!(
+            log::Level::Warn,
+            "cudaIpcGetMemHandle cannot share the managed memory at {pointer:p} (tag {}): CUDA IPC takes memory of cudaMalloc only. \
+                 Allocate what is to be shared in a region without a tag (vramctl_region_begin(NULL, 0)), or start the program with \
+                 `vramctl run --no-tag` so that only regions are managed",
+            allocation.tag
+        );
+    }
+    answer
+}
+
+/// Memory on a device for torch's pluggable allocator, managed as `cudaMalloc` here would; null: there is none.
+///
+/// torch answers a null by giving up what it holds in reserve and asking again.
+pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
+    let before = real::current_device();
+    if before != Some(device) && !real::set_device(device) {
+        log::error!("no memory of device {device} can be given: it is not there, or no CUDA runtime is loaded");
+        return ptr::null_mut();
+    }
+    let mut pointer = ptr::null_mut();
+    // SAFETY: `pointer` is writable.
+    let answer = unsafe {
+        if copies::another_is_first() { originals::cudaMalloc(&raw mut pointer, bytes) } else { malloc(&raw mut pointer, bytes) }
+    };
+    if let Some(before) = before.filter(|before| *before != device) {
+        real::set_device(before);
+    }
+    if answer == code::SUCCESS { pointer } else { ptr::null_mut() }
+}
+
+/// Frees memory of [`torch_malloc`].
+///
+/// # Safety
+/// `pointer` came from there and was not freed since.
+pub unsafe fn torch_free(pointer: *mut c_void) {
+    // SAFETY: the caller's promise.
+    let answer = unsafe { if copies::another_is_first() { originals::cudaFree(pointer) } else { free(pointer) } };
+    // At the end of a process the runtime may be gone before torch's pools, and then everything is free anyway.
+    if !matches!(answer, code::SUCCESS | code::DEINITIALIZED) {
+        log::error!("memory at {pointer:p} could not be freed (CUDA error {answer})");
+    }
+}
+
+/// Where memory is asked for.
+#[derive(Clone, Copy)]
+enum Place {
+    /// On the calling thread's device.
+    Thread,
+    /// On a stream's device.
+    Stream(CudaStream),
+    /// From a pool, in the order of a stream.
+    Pool(*mut c_void, CudaStream),
+}
+
+/// Answers a request with managed memory where it is to be managed, else by the real function.
+unsafe fn provide(pointer: *mut *mut c_void, bytes: usize, place: Place, real: impl FnOnce() -> CudaError) -> CudaError {
+    if pointer.is_null() || bytes < Config::get().min_bytes.max(1) {
+        return real();
+    }
+    match allocate(bytes, place) {
+        None => real(),
+        Some(Ok(address)) => {
+            // SAFETY: not null, and writable by the caller's promise.
+            unsafe { pointer.write(address) };
+            code::SUCCESS
+        }
+        Some(Err(error)) => {
+            if error == code::OUT_OF_MEMORY {
+                // As the real function leaves things: no address, and an error to be asked for.
+                // SAFETY: as above.
+                unsafe { pointer.write(ptr::null_mut()) };
+                real::leave_out_of_memory_as_last_error();
+            }
+            error
+        }
+    }
+}
+
+/// Managed memory; `None`: it is the real function's business.
+fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>> {
+    let policy = region::current()?;
+    let current = match place {
+        // Memory allocated while capturing is a part of the graph, which only the driver can make.
+        Place::Stream(stream) | Place::Pool(_, stream) if stream.is_capturing() => return None,
+        Place::Stream(stream) | Place::Pool(_, stream) if !stream.is_default() => {
+            Current::push_of_stream(stream).map_err(|failure| failure.code)
+        }
+        _ => real::current_context(),
+    };
+    let current = match current {
+        Ok(current) => current,
+        Err(error) => return Some(Err(error)),
+    };
+    // Any other pool was made for a purpose: another device, the host, sharing with other processes.
+    if matches!(place, Place::Pool(pool, _) if real::default_pool(current.device()) != Some(pool)) {
+        return None;
+    }
+    let tag = policy.tag.clone();
+    match Memory::get().allocate(policy, bytes, &current) {
+        Ok(address) => {
+            server::ensure_running();
+            backup::get_ready(&current, &tag);
+            Some(Ok(address as *mut c_void))
+        }
+        Err(Error::Unsupported) => {
+            log_once!(log::Level::Warn, "{}; its allocations are left to CUDA and cannot be paused", Error::Unsupported);
+            None
+        }
+        Err(error) => {
+            log::debug!("an allocation of {bytes} bytes: {error}");
+            Some(Err(error.cuda_code()))
+        }
+    }
+}
+
+/// Frees managed memory; `None`: it is the real function's business.
+fn release(pointer: *mut c_void, after: After) -> Option<CudaError> {
+    let freed = Memory::existing()?.free(pointer as u64, after)?;
+    Some(freed.map_or_else(
+        |error| {
+            log::debug!("cudaFree({pointer:p}): {error}");
+            error.cuda_code()
+        },
+        |()| code::SUCCESS,
+    ))
+}
+
+/// The same in the order of a stream. A default stream stands for different streams in different threads and builds, so
+/// there all work is waited for.
+fn release_async(pointer: *mut c_void, stream: CudaStream) -> Option<CudaError> {
+    // While capturing, a free becomes a part of the graph, and the real function says what it thinks of that.
+    if stream.is_capturing() {
+        return None;
+    }
+    release(pointer, if stream.is_default() { After::AllWork } else { After::Stream(stream) })
+}

@@ -1,0 +1,31 @@
+//! Who else has memory of a device.
+
+use crate::Bytes;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A process that holds memory of a device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// Process id, as the driver sees it: in a container it may be a number of the host.
+    pub pid: u32,
+    /// Bytes of device memory; absent where the driver does not tell.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub bytes: Option<u64>,
+    /// The program's name, where `/proc` knows the process.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub program: Option<String>,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "pid {}", self.pid)?;
+        if let Some(program) = &self.program {
+            write!(out, " ({program})")?;
+        }
+        match self.bytes {
+            Some(bytes) => write!(out, " {}", Bytes(bytes)),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! What is said of memory: its tag, and what becomes of its contents.
+
+use crate::Error;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// What becomes of an allocation's contents while it is paused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backup {
+    /// They are dropped; after the resume the memory reads as zero.
+    Discard,
+    /// They are kept in host memory.
+    Host,
+    /// They are kept in a file.
+    Disk,
+}
+
+impl Backup {
+    /// As written in `VRAMCTL_BACKUP`, on the command line and in the protocol.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Discard => "discard",
+            Self::Host => "host",
+            Self::Disk => "disk",
+        }
+    }
+}
+
+impl fmt::Display for Backup {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.pad(self.name())
+    }
+}
+
+impl FromStr for Backup {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        [Self::Discard, Self::Host, Self::Disk]
+            .into_iter()
+            .find(|policy| policy.name() == text)
+            .ok_or_else(|| Error::Invalid(format!("'{text}' is not a backup policy; they are host, disk and discard")))
+    }
+}
+
+/// The tag where nobody has said any.
+pub const DEFAULT_TAG: &str = "default";
+
+/// The longest tag, in bytes.
+pub const LONGEST_TAG: usize = 128;
+
+/// A tag that can be written on a command line and in `VRAMCTL_BACKUP`.
+pub fn checked_tag(tag: &str) -> Result<Arc<str>, Error> {
+    let wrong = if tag.is_empty() {
+        "is empty"
+    } else if tag.len() > LONGEST_TAG {
+        "is longer than 128 bytes"
+    } else if tag.contains(|c: char| c.is_control() || c == ',' || c == '=') {
+        "has a comma, an equals sign or a control character in it"
+    } else {
+        return Ok(tag.into());
+    };
+    Err(Error::Invalid(format!("the tag '{}' {wrong}", tag.escape_debug().take(LONGEST_TAG).collect::<String>())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_must_be_writable_on_a_command_line() {
+        for wrong in ["", "a,b", "a=b", "a\nb", &"x".repeat(129)] {
+            assert!(checked_tag(wrong).is_err(), "{wrong:?}");
+        }
+        assert!(checked_tag("kv_cache/0 ü").is_ok());
+    }
+}

@@ -1,0 +1,24 @@
+//! Ranges of device memory.
+
+/// A range of device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Its first address.
+    pub address: u64,
+    /// Its length in bytes.
+    pub bytes: usize,
+}
+
+impl Span {
+    /// Joins spans that follow each other.
+    pub fn contiguous(spans: impl Iterator<Item = Self>) -> impl Iterator<Item = Self> {
+        let mut spans = spans.peekable();
+        std::iter::from_fn(move || {
+            let mut joined = spans.next()?;
+            while let Some(next) = spans.next_if(|next| next.address == joined.address + joined.bytes as u64) {
+                joined.bytes += next.bytes;
+            }
+            Some(joined)
+        })
+    }
+}
