@@ -159,26 +159,6 @@ fn a_device_without_memory_to_spare_gets_no_kernel() {
     program.end();
 }
 
-/// Nor is what is free only because something else is paused.
-#[test]
-fn what_is_paused_already_is_not_to_spare() {
-    let gpu = Gpu::take();
-    assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
-    let cache = malloc_tagged("cache", Some(Backup::Discard), 96 * MIB).unwrap();
-    let program = Program::start(&[MIB; 2]);
-    gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize);
-    set_copy_by(Some(CopyBy::Kernel), None);
-    gpu.reset_counts();
-    pause(&["cache"]).unwrap();
-    pause(&["weights"]).unwrap();
-    assert_eq!(gpu.calls("cuModuleLoadData"), 0);
-    resume(&["weights"]).unwrap();
-    resume(&["cache"]).unwrap();
-    program.check("two tags");
-    program.end();
-    assert_eq!(free(cache), 0);
-}
-
 /// As in a program: the first large pause loads the kernel beside its copies and does not wait for it; the resume has it.
 #[test]
 fn a_large_pause_loads_it_in_the_background() {

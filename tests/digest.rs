@@ -134,7 +134,7 @@ fn memory_that_is_not_there_is_an_error() {
     assert_eq!(unsafe { create(&raw mut context, 0, 0) }, 0);
     let current = current();
     let mut hasher = Hasher::new(&current).unwrap();
-    let nothing = Addresses::alone(2 * PIECE).unwrap();
+    let nothing = Addresses::reserve(2 * PIECE).unwrap();
     let spans = [(nothing.base(), 2 * PIECE)];
     for _ in 0..2 {
         assert_eq!(hasher.digests(&current, &spans).unwrap_err().code, 700);

@@ -153,7 +153,7 @@ fn copy_and_compare(current: &Current, sizes: &[usize]) {
     let mut random = Random::new();
     let _relaxed = RelaxedCapture::enter();
     set_copy_by(Some(CopyBy::Kernel), None);
-    copier::get_ready(current.context(), 0, 0);
+    copier::get_ready(current.context(), 0);
     for &bytes in sizes {
         let wanted = random.bytes(bytes);
         let host = Registered::with(&wanted, current);
@@ -308,7 +308,7 @@ fn leaves_captures_alone() {
             let mut hasher = Hasher::new(&current).unwrap();
             assert_eq!(contents.digests(&current, &mut hasher).len(), 4);
             set_copy_by(Some(CopyBy::Kernel), None);
-            copier::get_ready(current.context(), 0, 0);
+            copier::get_ready(current.context(), 0);
             let part = Part { context: current.context(), device: contents.address, offset: 0, bytes: wanted.len() };
             let mut lane = Lane::default();
             assert!(unsafe { copier::queue(&mut lane, &part, host.address as *const u8) }.unwrap());

@@ -234,7 +234,7 @@ fn many_threads_find_their_own_contents() {
 
 fn work(number: u64, until: Instant) -> u64 {
     let tag = format!("thread-{number}");
-    // Half of them have contents that are dropped, and so memory that they share.
+    // Half of them have contents that are dropped.
     let dropped = number % 4 >= 2;
     region::begin(Some(&tag), dropped.then_some(Backup::Discard)).unwrap();
     common::set_device((number % 2) as i32);

@@ -59,8 +59,6 @@ class Tag:
     host_bytes: int = 0
     #: Bytes of contents kept in files.
     disk_bytes: int = 0
-    #: Freed by the program; the driver gets it back when the neighbours that share its memory are paused or freed.
-    freed_bytes: int = 0
     #: Its bytes by the policy that a pause follows: ``host``, ``disk``, ``discard``.
     backup: Mapping[str, int] = field(default_factory=dict)
     #: Whether what is saved in host memory stays there after a resume.

@@ -12,6 +12,7 @@
 
 use super::limits;
 use super::numa::Near;
+use super::ranges::FreeRanges;
 use std::io;
 use std::ptr::{self, NonNull};
 use std::slice;
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 use vramctl_config::Config;
 use vramctl_driver::{Context, Current, Pinned};
 use vramctl_host::{PerProcess, exit, log_once, worker};
-use vramctl_model::{Bytes, Error, FreeRanges, HostStatus};
+use vramctl_model::{Bytes, Error, HostStatus};
 
 /// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
 /// 64 MiB in 16 threads is where populating, registering and copying together are fastest (`docs/performance.md`). The tests'

@@ -7,13 +7,13 @@ use super::arena::{Arena, Range};
 use super::copier;
 use super::digest::{DIGEST_PIECE, Digest, Hasher};
 use super::transfer::{self, Part};
-use super::{Item, Kept, Paused, Saved, Wanted};
+use super::{Item, Kept, Saved, Wanted};
 use std::collections::BTreeMap;
 use std::ops;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::thread;
 use vramctl_config::{Config, Unchanged};
-use vramctl_driver::{CUdevice, Context, Current, Extent, RelaxedCapture};
+use vramctl_driver::{CUdeviceptr, Context, Current, Extent, RelaxedCapture};
 use vramctl_host::{PerProcess, log_once, worker};
 use vramctl_model::{Error, Progress};
 
@@ -81,17 +81,6 @@ impl InMemory {
     }
 }
 
-/// These contents are about to be saved, and later copied back: makes ready what that is faster with.
-fn expect_restore(wanted: &[Wanted], paused: &Paused) {
-    let mut bytes = BTreeMap::<(Context, CUdevice), usize>::new();
-    for Wanted { extent, live, .. } in wanted {
-        *bytes.entry((extent.context, extent.device)).or_default() += live.iter().map(ops::Range::len).sum::<usize>();
-    }
-    for ((context, device), bytes) in bytes {
-        copier::get_ready(context, bytes, paused.get(&device).copied().unwrap_or(0));
-    }
-}
-
 /// The ranges in bytes of the pieces that differ, neighbours joined.
 fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
     let mut ranges = Vec::<ops::Range<usize>>::new();
@@ -106,65 +95,63 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
 }
 
 /// Saves contents in host memory: over what was saved before, where that was retained. After an error no more host memory
-/// is used than before. `safe` is told of what is complete while other contents are being copied, and whether all the memory
-/// for them is there.
-pub fn save(
-    wanted: &[Wanted],
-    paused: &Paused,
-    progress: &mut dyn FnMut(Progress),
-    safe: &mut dyn FnMut(&Item, bool),
-) -> Result<Kept, Error> {
+/// is used than before. `done` is told the addresses of what is complete while other contents are being copied.
+pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
     }
     let items = places(wanted)?;
-    expect_restore(wanted, paused);
-    let contents = || items.iter().filter_map(|item| if let Saved::Host(saved) = &*item.1 { Some((item, saved)) } else { None });
-    let certain = transfer::is_prepared(contents().flat_map(|((extent, _), saved)| saved.parts(*extent)));
-    // What is to be verified is looked at again.
-    let verifies = Config::get().unchanged == Unchanged::Verify;
-    let mut safe = |item| {
-        if !verifies {
-            safe(item, certain);
-        }
-    };
-    let of_address: BTreeMap<_, _> = contents().map(|found| (found.0.0.address, found)).collect();
+    expect_restore(wanted);
+    let contents =
+        || items.iter().filter_map(|(extent, saved)| if let Saved::Host(saved) = &**saved { Some((*extent, saved)) } else { None });
+    let of_address: BTreeMap<_, _> = contents().map(|(extent, saved)| (extent.address, saved)).collect();
     let (mut digests, mut outdated) = (BTreeMap::new(), BTreeMap::new());
-    hash(wanted, &mut |extent, now| {
-        let Some((item, saved)) = of_address.get(&extent.address) else { return };
-        let ranges = saved.outdated(Some(&now));
-        if ranges.is_empty() {
-            safe(item);
+    hash(wanted, &mut |group| {
+        let mut unchanged = Vec::new();
+        for (address, now) in group {
+            let Some(saved) = of_address.get(&address) else { continue };
+            let ranges = saved.outdated(Some(&now));
+            if ranges.is_empty() {
+                unchanged.push(address);
+            }
+            outdated.insert(address, ranges);
+            digests.insert(address, now);
         }
-        outdated.insert(extent.address, ranges);
-        digests.insert(extent.address, now);
+        done(&unchanged);
     })?;
 
     let (mut parts, mut missing) = (Vec::new(), BTreeMap::new());
-    for (item, saved) in contents() {
-        let extent = item.0;
+    for (extent, saved) in contents() {
         let ranges = outdated.entry(extent.address).or_insert_with(|| saved.outdated(None));
         parts.extend(ranges.iter().flat_map(|bytes| saved.parts_in(extent, bytes.clone())));
-        missing.insert(extent.address, (ranges.iter().map(ops::Range::len).sum::<usize>(), item));
+        missing.insert(extent.address, ranges.iter().map(ops::Range::len).sum::<usize>());
     }
     parts.sort_unstable_by_key(|part| part.offset);
-    transfer::save(&parts, progress, &mut |part| {
-        if let Some((_, (missing, item))) = missing.range_mut(..=part.device).next_back() {
+    transfer::save(&parts, progress, &mut |copied| {
+        let complete = copied.iter().filter_map(|part| {
+            let (address, missing) = missing.range_mut(..=part.device).next_back()?;
             *missing -= part.bytes;
-            if *missing == 0 {
-                safe(item);
-            }
-        }
+            (*missing == 0).then_some(*address)
+        });
+        done(&complete.collect::<Vec<_>>());
     })?;
-    for ((extent, _), saved) in contents() {
-        if verifies {
-            verify(*extent, saved, &outdated[&extent.address])?;
-        }
+    for (extent, saved) in contents() {
         *saved.digests() = digests.remove(&extent.address);
     }
     let copied: u64 = parts.iter().map(|part| part.bytes as u64).sum();
     let all: u64 = contents().map(|(_, saved)| saved.kept_bytes()).sum();
     Ok(Kept { items, unchanged_bytes: all - copied })
+}
+
+/// These contents are about to be saved, and later copied back: makes ready what that is faster with.
+fn expect_restore(wanted: &[Wanted]) {
+    let mut bytes = BTreeMap::<Context, usize>::new();
+    for Wanted { extent, live, .. } in wanted {
+        *bytes.entry(extent.context).or_default() += live.iter().map(ops::Range::len).sum::<usize>();
+    }
+    for (context, bytes) in bytes {
+        copier::get_ready(context, bytes);
+    }
 }
 
 /// Where the contents go: where they were, or ranges of their own.
@@ -197,8 +184,9 @@ fn hashers() -> MutexGuard<'static, BTreeMap<Context, Hasher>> {
 }
 
 /// Computes the digests of what is in device memory now, of those allocations whose backups will be retained, and hands
-/// them over while others are being computed. None of what there is no hasher for, or where it fails: that is copied.
-fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Extent, Vec<Digest>)) -> Result<(), Error> {
+/// them over by address, a group at a time, while others are being computed. None of what there is no hasher for, or where
+/// it fails: that is copied.
+fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
     for (context, hasher) in hashers().iter_mut() {
         let hashed: Vec<_> = wanted
             .iter()
@@ -226,9 +214,8 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Extent, Vec<Digest>)) -> Result<
                 match digests {
                     Ok(digests) => {
                         let mut digests = digests.into_iter();
-                        for extent in group {
-                            tell(*extent, digests.by_ref().take(extent.bytes / DIGEST_PIECE).collect());
-                        }
+                        let of = |extent: &Extent| (extent.address, digests.by_ref().take(extent.bytes / DIGEST_PIECE).collect());
+                        tell(group.iter().map(of).collect());
                     }
                     Err(failure) if failure.is_of_earlier_work() => return Err(Error::from(failure)),
                     Err(failure) => log::warn!("{failure}: what has changed is not known, so everything is copied"),
@@ -275,31 +262,6 @@ pub fn forget_digests(context: Context) {
     if HASHERS.existing().is_some() {
         drop(hashers().remove(&context));
     }
-}
-
-/// `VRAMCTL_UNCHANGED=verify`: compares what was not copied with the device, byte by byte. A difference is a defect (or a
-/// chance of one in 2^91); it is reported, and the copy mended.
-fn verify(extent: Extent, saved: &InMemory, copied: &[ops::Range<usize>]) -> Result<(), Error> {
-    let skipped = |piece: &usize| saved.place_of(*piece).is_some() && !copied.iter().any(|bytes| bytes.contains(piece));
-    let skipped: Vec<_> = (0..extent.bytes).step_by(DIGEST_PIECE).filter(skipped).collect();
-    // Where something was skipped, all is kept.
-    if skipped.is_empty() {
-        return Ok(());
-    }
-    let Some(range) = Arena::get()?.take(&[extent.bytes])?.pop() else { return Ok(()) };
-    let all = ops::Range { start: 0, end: extent.bytes };
-    let scratch = InMemory { range, live: vec![all], digests: Mutex::default() };
-    let parts: Vec<_> = scratch.parts(extent).collect();
-    transfer::save(&parts, &mut |_| (), &mut |_| ())?;
-    for start in skipped {
-        let piece = start..start + DIGEST_PIECE;
-        if scratch.as_slice()[piece.clone()] != saved.as_slice()[piece.clone()] {
-            log::error!("the digest of {DIGEST_PIECE} bytes at {:#x} did not show that they have changed", extent.address + start as u64);
-            let parts: Vec<_> = saved.parts_in(extent, piece).collect();
-            transfer::save(&parts, &mut |_| (), &mut |_| ())?;
-        }
-    }
-    Ok(())
 }
 
 /// Prepares as much host memory as `VRAMCTL_PREWARM` says, in the background. The first call does it.

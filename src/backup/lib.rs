@@ -11,20 +11,19 @@ pub mod disk;
 mod host;
 mod limits;
 mod numa;
+mod ranges;
 mod settings;
 mod spill;
 mod transfer;
 
 pub use arena::HOST_PIECE;
-pub use copier::paused;
 pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_retain};
 pub use transfer::Part;
 
 use arena::Arena;
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use vramctl_driver::{CUdevice, Context, Current, Extent};
+use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
 use vramctl_model::{Backup, Error, HostStatus, Progress, Stage};
 
 /// The contents of one allocation, kept outside the device.
@@ -72,9 +71,6 @@ pub struct Wanted {
     pub live: Vec<Range<usize>>,
 }
 
-/// Bytes of each device that other allocations will want again.
-pub type Paused = BTreeMap<CUdevice, u64>;
-
 /// What was saved.
 #[derive(Debug, Default)]
 pub struct Kept {
@@ -87,17 +83,11 @@ pub struct Kept {
 /// Copies the contents of active allocations to where the policies say. All or nothing: after an error no more memory or
 /// disk is used than before. Everything that works on the allocations has finished, and nothing new is started meanwhile.
 ///
-/// `safe` is told of allocations that need not be looked at again, while others are still being copied, and whether
-/// nothing is left that can fail but a copy to memory that is there. Not of all of them: what it was not told of is safe
-/// when this returns.
-pub fn save(
-    wanted: Vec<Wanted>,
-    paused: &Paused,
-    progress: &mut dyn FnMut(Progress),
-    safe: &mut dyn FnMut(&Item, bool),
-) -> Result<Kept, Error> {
+/// `saved` is told the addresses of allocations that need not be looked at again, while others are still being copied. Not of
+/// all of them: what it was not told of is saved when this returns.
+pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
-    let mut kept = host::save(&in_memory, paused, progress, &mut |item, certain| safe(item, certain && on_disk.is_empty()))?;
+    let mut kept = host::save(&in_memory, progress, saved)?;
     kept.items.extend(spill::save(&on_disk, progress)?);
     Ok(kept)
 }

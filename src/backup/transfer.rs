@@ -55,9 +55,9 @@ pub fn is_prepared(parts: impl Iterator<Item = Part>) -> bool {
     Arena::get().is_ok_and(|arena| arena.are_pinned(parts.map(|part| part.offset / HOST_PIECE)))
 }
 
-/// Copies parts, given in the order of their offsets, from the device, and hands back each that is copied. All of them
+/// Copies parts, given in the order of their offsets, from the device, and hands them back as they are copied. All of them
 /// are when it returns, or the error says why not; nothing is being copied any more in either case.
-pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&Part)) -> Result<(), Error> {
+pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
     let total: usize = parts.iter().map(|part| part.bytes).sum();
     let threads = if is_prepared(parts.iter().copied()) { FEW_THREADS } else { threads_to_prepare() };
     let saved = transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
@@ -90,7 +90,7 @@ fn transfer(
     threads: usize,
     total: usize,
     progress: &mut dyn FnMut(Progress),
-    copied: &mut dyn FnMut(&Part),
+    copied: &mut dyn FnMut(&[Part]),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     if total == 0 {
@@ -104,7 +104,7 @@ fn transfer(
         progress(Progress { stage, done, total: total as u64 });
         // What was copied beside a copy that failed stays where it is: it would have to be brought back.
         if !stop.load(Ordering::Relaxed) {
-            parts.iter().for_each(&mut *copied);
+            copied(&parts);
         }
     };
     let (jobs, next) = mpsc::channel::<Vec<Part>>();

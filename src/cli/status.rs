@@ -90,11 +90,6 @@ fn describe(status: &ProcessStatus) -> String {
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; it is tried again.", Bytes(memory.late_bytes));
     }
-    let freed: u64 = memory.tags.iter().map(|tag| tag.freed_bytes).sum();
-    if freed > 0 {
-        let freed = Bytes(freed);
-        let _ = write!(text, "\n{freed} were freed and go back with the neighbours that share their memory, at the next pause.");
-    }
     text
 }
 
@@ -138,7 +133,6 @@ mod tests {
             paused_bytes: 1 << 30,
             host_bytes: 0,
             disk_bytes: 0,
-            freed_bytes: 0,
             backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
             retained: false,
         };

@@ -5,7 +5,7 @@
 //! | `VRAMCTL_TAG` | the tag of every allocation outside a region; unset or empty: those are left to CUDA | unset; `vramctl run` sets `default` |
 //! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host`, `disk` and `discard`: what a pause does with the contents of a tag | every tag `host` |
 //! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: the tags whose saved contents stay in host memory after a resume, for the next pause | none |
-//! | `VRAMCTL_UNCHANGED` | `hash`: of retained contents, copy what has changed; `off`: copy everything; `verify`: hash, and compare | `hash` |
+//! | `VRAMCTL_UNCHANGED` | `hash`: of retained contents, copy what has changed; `off`: copy everything | `hash` |
 //! | `VRAMCTL_COPY` | who copies contents back: `auto`: the copy engines, and a kernel while they are slower; `engines`; `kernel` | `auto` |
 //! | `VRAMCTL_DISK_DIR` | where the policy `disk` keeps contents | `$TMPDIR`, else `/tmp` |
 //! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
@@ -44,8 +44,6 @@ pub enum Unchanged {
     Hash,
     /// Copies everything.
     Off,
-    /// Hashes, and compares the pieces that are said not to have changed.
-    Verify,
 }
 
 /// Who copies contents back to the device.
@@ -191,7 +189,7 @@ impl Config {
         let retain = set("VRAMCTL_RETAIN").unwrap_or_else(|| if retains_all { "*".into() } else { String::new() });
         let retain = retain.split(',').map(|tag| tag.trim().to_owned()).filter(|tag| !tag.is_empty()).collect();
         let name = "VRAMCTL_UNCHANGED";
-        let words = [("hash", Unchanged::Hash), ("off", Unchanged::Off), ("verify", Unchanged::Verify)];
+        let words = [("hash", Unchanged::Hash), ("off", Unchanged::Off)];
         let unchanged = one_of(words, name, set(name), &mut complaints);
         let name = "VRAMCTL_COPY";
         let words = [("auto", CopyBy::Auto), ("engines", CopyBy::Engines), ("kernel", CopyBy::Kernel)];

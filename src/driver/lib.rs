@@ -16,7 +16,7 @@ pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
 pub use nvml::holders;
 pub use table::Driver;
-pub use vmm::{Addresses, PHYSICAL_PIECE, Physical, Reservation, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
+pub use vmm::{Addresses, PHYSICAL_PIECE, Physical, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
 
 use vramctl_model::{Failure, code};
 
@@ -41,12 +41,12 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     Ok((free as u64, total as u64))
 }
 
-/// Whether so much of a context's device is free, besides so many bytes, that the library may take a little for purposes of
-/// its own: nobody is to be short of memory for them.
-pub fn has_to_spare(context: Context, besides: u64) -> bool {
+/// Whether so much of a context's device is free that the library may take a little for purposes of its own: nobody is to
+/// be short of memory for them.
+pub fn has_to_spare(context: Context) -> bool {
     /// In bytes; far more than it takes.
     const SPARE: u64 = 64 << 20;
-    Current::push(context).and_then(|_current| memory_info()).is_ok_and(|(free, _)| free >= SPARE.saturating_add(besides))
+    Current::push(context).and_then(|_current| memory_info()).is_ok_and(|(free, _)| free >= SPARE)
 }
 
 /// An attribute of 64 bits of what is at an address, none of which is 0; an error where the driver does not know it.

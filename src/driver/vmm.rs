@@ -1,4 +1,4 @@
-//! Virtual memory: reservations of addresses and the physical memory behind them, as owned objects.
+//! Virtual memory: reserved addresses and the physical memory behind them, as owned objects.
 //!
 //! An object that cannot undo itself when it is dropped (the driver refused to unmap, release or free) leaves what is
 //! left of it in one list, and [`sweep`] tries again: a refused release is late memory, not lost memory.
@@ -9,10 +9,10 @@ use cudarc::driver::sys::{
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
 };
 use std::mem;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use vramctl_host::PerProcess;
-use vramctl_model::{Failure, FreeRanges, Span, code};
+use vramctl_model::{Failure, Span};
 
 /// Whether the device can map physical memory at reserved addresses.
 pub fn supports_vmm(device: CUdevice) -> bool {
@@ -46,23 +46,20 @@ fn properties(device: CUdevice) -> CUmemAllocationProp {
     properties
 }
 
-/// A range of virtual addresses that the driver keeps for us, and that allocations have parts of.
+/// A range of virtual addresses that the driver keeps for us, given back when dropped.
 #[derive(Debug)]
-pub struct Reservation {
+pub struct Addresses {
     base: CUdeviceptr,
     bytes: usize,
-    free: Mutex<FreeRanges>,
-    /// Whether allocations in it may share physical memory with their neighbours.
-    shares: AtomicBool,
 }
 
 /// Where the last reservation ended.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-impl Reservation {
+impl Addresses {
     /// Reserves `bytes` (a multiple of the granularity), behind the last reservation where the driver can: neighbours are
     /// unmapped and made accessible in one call.
-    pub fn new(bytes: usize) -> Result<Self, Failure> {
+    pub fn reserve(bytes: usize) -> Result<Self, Failure> {
         let mut base = 0;
         let mut reserve = |wish| {
             // SAFETY: `base` is writable. The address asked for is a wish: taken already, the driver chooses another.
@@ -72,45 +69,7 @@ impl Reservation {
         // At the end of the address space (2^47, after so many bytes in all) it does not choose but refuses.
         reserve(wish).or_else(|failure| if wish == 0 { Err(failure) } else { reserve(0) })?;
         NEXT.store(base + bytes as u64, Ordering::Relaxed);
-        Ok(Self { base, bytes, free: Mutex::new(FreeRanges::new(bytes)), shares: AtomicBool::new(true) })
-    }
-
-    /// Whether allocations in it may share physical memory with their neighbours.
-    pub fn shares(&self) -> bool {
-        self.shares.load(Ordering::Relaxed)
-    }
-
-    /// From now on no memory is mapped across allocations in it. What is mapped so stays.
-    pub fn share_no_more(&self) {
-        self.shares.store(false, Ordering::Relaxed);
-    }
-
-    /// Takes `bytes` (a multiple of the granularity) of it, at the first place that is large enough.
-    pub fn take(self: &Arc<Self>, bytes: usize) -> Option<Addresses> {
-        let offset = self.free.lock().unwrap_or_else(PoisonError::into_inner).take(bytes)?;
-        Some(Addresses { base: self.base + offset as u64, bytes, of: Arc::clone(self) })
-    }
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        undo(Leftover { addresses: Some((self.base, self.bytes)), ..Leftover::default() });
-    }
-}
-
-/// A part of a reservation, given back when dropped.
-#[derive(Debug)]
-pub struct Addresses {
-    base: CUdeviceptr,
-    bytes: usize,
-    of: Arc<Reservation>,
-}
-
-impl Addresses {
-    /// All of a reservation of their own.
-    pub fn alone(bytes: usize) -> Result<Self, Failure> {
-        let nothing = Failure { call: "cuMemAddressReserve", code: code::UNKNOWN };
-        Arc::new(Reservation::new(bytes)?).take(bytes).ok_or(nothing)
+        Ok(Self { base, bytes })
     }
 
     /// The first address.
@@ -122,22 +81,11 @@ impl Addresses {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
-
-    /// What they are a part of.
-    pub fn reservation(&self) -> &Reservation {
-        &self.of
-    }
-
-    /// Whether the other ones follow directly, and memory may be mapped across the two.
-    pub fn may_share_with(&self, next: &Self) -> bool {
-        Arc::ptr_eq(&self.of, &next.of) && self.base + self.bytes as u64 == next.base && self.of.shares()
-    }
 }
 
 impl Drop for Addresses {
     fn drop(&mut self) {
-        let offset = (self.base - self.of.base) as usize;
-        self.of.free.lock().unwrap_or_else(PoisonError::into_inner).give_back(offset, self.bytes);
+        undo(Leftover { addresses: Some((self.base, self.bytes)), ..Leftover::default() });
     }
 }
 
@@ -146,21 +94,13 @@ impl Drop for Addresses {
 /// whose devices are small, has smaller ones.
 pub const PHYSICAL_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 8 << 30 };
 
-/// Physical memory of a device, and the addresses that it belongs at. Dropped, it is unmapped and given back to the driver.
+/// Physical memory of a device. Dropped, it is unmapped and given back to the driver.
 #[derive(Debug)]
 pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
-    /// One behind the other, for one allocation or for neighbours that share it; none before it is first mapped.
-    at: Vec<Part>,
+    /// Where it is mapped, or was last: kept for as long as it may be mapped there.
+    at: Option<Arc<Addresses>>,
     mapped: bool,
-}
-
-/// Addresses that memory belongs at, kept for as long as it may be mapped there.
-#[derive(Debug, Clone)]
-struct Part {
-    addresses: Arc<Addresses>,
-    /// Whether the allocation there was freed.
-    vacant: bool,
 }
 
 impl Physical {
@@ -168,7 +108,7 @@ impl Physical {
     pub fn create(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
         let driver = Driver::get()?;
         let wanted = properties(device);
-        let mut memory = Self { pieces: Vec::new(), at: Vec::new(), mapped: false };
+        let mut memory = Self { pieces: Vec::new(), at: None, mapped: false };
         for offset in (0..bytes).step_by(PHYSICAL_PIECE) {
             let (mut handle, piece) = (0, PHYSICAL_PIECE.min(bytes - offset));
             // SAFETY: `handle` is writable and the properties are complete.
@@ -182,31 +122,30 @@ impl Physical {
         self.pieces.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Puts the memory at addresses that follow each other and are as long as it is together. Nothing can use it there
-    /// until [`let_in`]. After an error it is not mapped.
-    pub fn map(&mut self, at: Vec<Arc<Addresses>>) -> Result<(), Failure> {
-        self.at = at.into_iter().map(|addresses| Part { addresses, vacant: false }).collect();
-        self.map_again()
-    }
-
-    /// Puts it back where it was before it was unmapped.
-    pub fn map_again(&mut self) -> Result<(), Failure> {
+    /// Puts the memory at addresses that are as long as it is. Nothing can use it there until [`let_in`]. After an error it
+    /// is not mapped.
+    pub fn map(&mut self, at: &Arc<Addresses>) -> Result<(), Failure> {
         let driver = Driver::get()?;
-        let Some(first) = self.base() else { return Ok(()) };
-        let mut base = first;
+        let mut base = at.base;
         for (handle, bytes) in &self.pieces {
             // SAFETY: the addresses are reserved for as long as the memory may be mapped there: it keeps them.
             if let Err(failure) = unsafe { driver.cuMemMap(base, *bytes, 0, *handle, 0) } {
-                if base > first {
-                    let mapping = Some((first, (base - first) as usize));
-                    undo(Leftover { mapping, at: self.at.clone(), ..Leftover::default() });
+                if base > at.base {
+                    let mapping = Some((at.base, (base - at.base) as usize));
+                    undo(Leftover { mapping, at: Some(Arc::clone(at)), ..Leftover::default() });
                 }
                 return Err(failure);
             }
             base += *bytes as u64;
         }
+        self.at = Some(Arc::clone(at));
         self.mapped = true;
         Ok(())
+    }
+
+    /// Puts it back where it was before it was unmapped.
+    pub fn map_again(&mut self) -> Result<(), Failure> {
+        self.at.clone().map_or(Ok(()), |at| self.map(&at))
     }
 
     /// Whether it is at its addresses.
@@ -214,46 +153,16 @@ impl Physical {
         self.mapped
     }
 
-    /// Whether it is of several allocations that are not freed.
-    pub fn is_shared(&self) -> bool {
-        self.at.iter().filter(|part| !part.vacant).count() > 1
-    }
-
-    /// One of those that share it is freed. Its part stays, for the driver takes back all or nothing.
-    pub fn leave(&mut self, freed: &Addresses) {
-        if let Some(part) = self.at.iter_mut().find(|part| part.addresses.base == freed.base) {
-            part.vacant = true;
-        }
-    }
-
-    /// The place of one that was freed and had so many bytes, for another.
-    pub fn take_vacancy(&mut self, bytes: usize) -> Option<Arc<Addresses>> {
-        // Unmapped, it is about to go.
-        let part = self.at.iter_mut().find(|part| part.vacant && part.addresses.bytes == bytes).filter(|_| self.mapped)?;
-        part.vacant = false;
-        Some(Arc::clone(&part.addresses))
-    }
-
-    /// How much of it is of allocations that were freed, in bytes.
-    pub fn vacant_bytes(&self) -> u64 {
-        self.at.iter().filter(|part| part.vacant).map(|part| part.addresses.bytes as u64).sum()
-    }
-
-    /// Where it belongs.
-    fn base(&self) -> Option<CUdeviceptr> {
-        self.at.first().map(|part| part.addresses.base)
-    }
-
     /// Where it is mapped, if it is.
     fn span(&self) -> Option<Span> {
-        self.base().filter(|_| self.mapped).map(|base| Span { address: base, bytes: self.bytes() })
+        self.at.as_ref().filter(|_| self.mapped).map(|at| Span { address: at.base, bytes: at.bytes })
     }
 }
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        let mapping = self.span().map(|Span { address: base, bytes }| (base, bytes));
-        undo(Leftover { mapping, at: mem::take(&mut self.at), handles: mem::take(&mut self.pieces), addresses: None });
+        let mapping = self.span().map(|Span { address, bytes }| (address, bytes));
+        undo(Leftover { mapping, at: self.at.take(), handles: mem::take(&mut self.pieces), addresses: None });
     }
 }
 
@@ -292,7 +201,7 @@ pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
 struct Leftover {
     mapping: Option<(CUdeviceptr, usize)>,
     /// What the mapping is at. Given back when all is undone.
-    at: Vec<Part>,
+    at: Option<Arc<Addresses>>,
     handles: Vec<(CUmemGenericAllocationHandle, usize)>,
     addresses: Option<(CUdeviceptr, usize)>,
 }
@@ -337,11 +246,11 @@ pub fn sweep() -> bool {
         let gone = leftover.undo().is_ok();
         undone |= gone || before != (leftover.mapping, leftover.handles.len());
         if gone {
-            free.append(&mut leftover.at);
+            free.extend(leftover.at.take());
         }
         !gone
     });
-    // Without the lock: giving back the last of a reservation undoes that, or leaves it on the list.
+    // Without the lock: the driver may refuse to take the addresses back, and then they are put on the list.
     drop(free);
     undone
 }

@@ -36,10 +36,6 @@ pub struct TagStatus {
     pub host_bytes: u64,
     /// Bytes of contents that are kept in files now.
     pub disk_bytes: u64,
-    /// Bytes that the program has freed, and that the driver gets back when the neighbours that share their memory are
-    /// paused or freed.
-    #[serde(default)]
-    pub freed_bytes: u64,
     /// Bytes by the policy that a pause follows unless it is told otherwise.
     pub backup: BTreeMap<Backup, u64>,
     /// Whether what is saved in host memory stays there after a resume.

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ffi::{CStr, c_void};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vramctl_config::CopyBy;
 use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
 use vramctl_host::{PerProcess, worker};
@@ -42,8 +42,6 @@ struct Copiers {
     /// The kernel of each context where it was wanted; `None`: it is being loaded.
     by_context: Mutex<BTreeMap<Context, Option<Resident>>>,
     loaded: Condvar,
-    /// When this process last paused something.
-    paused: Mutex<Option<Instant>>,
 }
 
 static COPIERS: PerProcess<Copiers> = PerProcess::new(Copiers::default);
@@ -54,35 +52,17 @@ impl Copiers {
     }
 }
 
-/// A pause has given memory back: all work of its devices was done, and the driver cleans.
-pub fn paused() {
-    *COPIERS.get().paused.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
-}
-
-/// Whether the kernel comes into question now: at other times than soon after a pause it does not.
-fn copy_by_now() -> CopyBy {
-    let paused_lately = || {
-        let paused = *COPIERS.get().paused.lock().unwrap_or_else(PoisonError::into_inner);
-        paused.is_some_and(|then| then.elapsed() < CLEANING)
-    };
-    match settings::copy_by() {
-        CopyBy::Auto if !paused_lately() => CopyBy::Engines,
-        copy_by => copy_by,
-    }
-}
-
 /// So many bytes are about to be copied from a context, and later back: loads the kernel if it may be wanted then. Beside the
 /// copies, in a thread that nobody waits for, because the driver may wait for the program's work before it loads code; only
-/// where the environment asks for the kernel does the pause wait. `paused`: bytes of the device that are paused already.
-pub fn get_ready(context: Context, bytes: usize, paused: u64) {
+/// where the environment asks for the kernel does the pause wait.
+pub fn get_ready(context: Context, bytes: usize) {
     let wait = match settings::copy_by() {
         CopyBy::Engines => return,
         CopyBy::Auto if bytes < settings::kernel_from() => return,
         CopyBy::Auto => false,
         CopyBy::Kernel => true,
     };
-    // What it takes must not be missing when all else comes back.
-    if COPIERS.get().lock().contains_key(&context) || !driver::has_to_spare(context, paused) {
+    if COPIERS.get().lock().contains_key(&context) || !driver::has_to_spare(context) {
         return;
     }
     {
@@ -227,8 +207,6 @@ pub struct Choice {
     interval: u32,
 }
 
-/// Long enough for the driver to have cleaned all the memory of a large device, beside copies.
-const CLEANING: Duration = Duration::from_secs(2);
 /// Smaller copies say little of the speed, in bytes.
 const TELLING: usize = 16 << 20;
 /// Copies between the first trials; of 64 MiB each they take some 10 ms.
@@ -240,7 +218,7 @@ const LONG_INTERVAL: u32 = 4 * INTERVAL;
 impl Choice {
     /// For copies that begin now.
     pub fn now() -> Self {
-        Self::new(copy_by_now())
+        Self::new(settings::copy_by())
     }
 
     fn new(copy_by: CopyBy) -> Self {

@@ -3,7 +3,7 @@
 use super::Placement;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_backup::Saved;
-use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Extent};
+use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical};
 use vramctl_model::{Backup, Failure};
 
 /// The virtual addresses that the program was given, and the physical memory now behind them.
@@ -22,21 +22,13 @@ pub struct Allocation {
     addresses: Arc<Addresses>,
 }
 
-/// Physical memory, of one allocation or of neighbours that were resumed together.
-pub type Shared = Arc<Mutex<driver::Physical>>;
-
-/// Looks at physical memory, or changes it. Locked after the contents of an allocation, if both are. While a pause or resume
-/// is not under way, who only looks must hold those: another owner would keep the memory from going back.
-pub fn lock(memory: &Shared) -> MutexGuard<'_, driver::Physical> {
-    memory.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Where the contents are. Changed only under the transition lock held for writing, or by the one that has taken the
 /// allocation out of the registry.
 #[derive(Debug)]
 pub struct Contents {
-    /// The physical memory, mapped at all of the addresses; `None`: the allocation is paused.
-    pub memory: Option<Shared>,
+    /// The physical memory. Unmapped only while a pause is under way, and after one that failed and could not map it again:
+    /// then the contents are still in it.
+    pub memory: Option<Physical>,
     /// While paused: the contents; `None`: they were discarded. While active: what they were when they were last saved,
     /// if that is retained.
     pub saved: Option<Arc<Saved>>,
@@ -44,7 +36,7 @@ pub struct Contents {
 
 impl Allocation {
     /// An active allocation of memory that is mapped at the addresses.
-    pub fn new(policy: Placement, requested: usize, current: &driver::Current, memory: Shared, at: Arc<Addresses>) -> Self {
+    pub fn new(policy: Placement, requested: usize, current: &driver::Current, memory: Physical, at: Arc<Addresses>) -> Self {
         Self {
             tag: policy.tag,
             backup: policy.backup,
@@ -98,27 +90,11 @@ impl Allocation {
         drop(before);
     }
 
-    /// Takes the memory away from the addresses, if it is there; the contents stay in it. The caller has seen to it that
-    /// nothing uses them. `false`: it is still there, because neighbours share it.
-    pub fn unmap(&self) -> Result<bool, Failure> {
-        let contents = self.contents();
-        let Some(mut memory) = contents.memory.as_ref().map(lock) else { return Ok(true) };
-        if memory.is_shared() {
-            return Ok(false);
-        }
-        driver::unmap(&mut [&mut memory]).map(|()| true)
-    }
-
-    /// Takes the memory and the saved contents away for good; where neighbours share the memory, they go on with it alone.
-    /// After an error it is as it was.
+    /// Takes the memory and the saved contents away for good. After an error it is as it was.
     pub fn end(&self) -> Result<(), Failure> {
         let mut contents = self.contents();
-        if let Some(mut memory) = contents.memory.as_ref().map(lock) {
-            if memory.is_shared() {
-                memory.leave(&self.addresses);
-            } else {
-                driver::unmap(&mut [&mut memory])?;
-            }
+        if let Some(memory) = &mut contents.memory {
+            driver::unmap(&mut [memory])?;
         }
         let before = (contents.memory.take(), contents.saved.take());
         // Whoever looks at it need not wait until it is given back.
@@ -129,26 +105,11 @@ impl Allocation {
 
     /// Lets another device read and write the memory that is there now.
     pub fn let_in(&self, peer: CUdevice) -> Result<(), Failure> {
-        let contents = self.contents();
-        let memory = contents.memory.as_ref().map(lock);
-        driver::let_in(peer, memory.as_deref().into_iter())
+        driver::let_in(peer, self.contents().memory.iter())
     }
 
-    /// Whether the two have physical memory together.
-    pub fn shares_with(&self, other: &Self) -> bool {
-        // One lock at a time: threads may look at the two in either order.
-        let memory = |allocation: &Self| allocation.contents().memory.as_ref().map(Arc::as_ptr);
-        memory(self).is_some_and(|one| memory(other) == Some(one))
-    }
-
-    /// Whether memory may be mapped across the two, both paused and without contents.
-    pub fn may_share_with(&self, next: &Self) -> bool {
-        let nothing_kept = |allocation: &Self| allocation.contents().saved.is_none();
-        self.context == next.context && self.addresses.may_share_with(&next.addresses) && nothing_kept(self) && nothing_kept(next)
-    }
-
-    /// Whether it is paused.
+    /// Whether it is paused: its addresses must not be used.
     pub fn is_paused(&self) -> bool {
-        self.contents().memory.is_none()
+        !self.contents().memory.as_ref().is_some_and(Physical::is_mapped)
     }
 }

@@ -7,8 +7,7 @@ mod allocation;
 pub mod region;
 mod status;
 
-pub(crate) use allocation::lock;
-pub use allocation::{Allocation, Contents, Shared};
+pub use allocation::{Allocation, Contents};
 pub use region::Placement;
 
 use crate::drain;
@@ -17,12 +16,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::Config;
-use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, RelaxedCapture, Reservation, StreamHandle};
-use vramctl_host::{PerProcess, log_once};
-use vramctl_model::{Bytes, Error, Failure, Shortage, checked_tag, code};
+use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, RelaxedCapture, StreamHandle};
+use vramctl_host::PerProcess;
+use vramctl_model::{Error, Failure, Shortage, checked_tag, code};
 
 /// What must have finished before memory may be taken away.
 #[derive(Debug, Clone, Copy)]
@@ -33,8 +32,6 @@ pub enum After {
     Stream(StreamHandle),
 }
 
-type TagOnDevice = (CUdevice, Arc<str>);
-
 /// All that this process has under management.
 pub struct Memory {
     allocations: DashMap<CUdeviceptr, Arc<Allocation>>,
@@ -43,8 +40,6 @@ pub struct Memory {
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes that an allocation must leave free on its device.
     margin: AtomicU64,
-    /// Where the allocations of a tag lie side by side, if they do.
-    reservations: Mutex<BTreeMap<TagOnDevice, Weak<Reservation>>>,
     /// Which device may also use the memory of which other, (the one, the other's), and the context in which it does.
     peers: RwLock<BTreeMap<(CUdevice, CUdevice), Context>>,
 }
@@ -54,7 +49,6 @@ static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     transition: RwLock::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),
     margin: AtomicU64::new(0),
-    reservations: Mutex::default(),
     peers: RwLock::default(),
 });
 
@@ -141,11 +135,8 @@ impl Memory {
         if size > driver::PHYSICAL_PIECE && driver::memory_info().is_ok_and(|(_, total)| size as u64 > total) {
             return Err(too_large.into());
         }
-        let fresh = self.check_margin(device, size).and_then(|()| Ok(self.take_fresh(&policy, device, size)?));
-        let (memory, addresses) = match fresh {
-            Err(error) if error.is_device_memory() => self.take_vacant(&policy, current, size).ok_or(error)?,
-            taken => taken?,
-        };
+        self.check_margin(device, size)?;
+        let (memory, addresses) = self.take(device, size)?;
         let allocation = Allocation::new(policy, bytes, current, memory, addresses);
         let address = allocation.address();
         self.allocations.insert(address, Arc::new(allocation));
@@ -153,62 +144,15 @@ impl Memory {
     }
 
     /// New memory, mapped and accessible.
-    fn take_fresh(&self, policy: &Placement, device: CUdevice, bytes: usize) -> Result<(Shared, Arc<Addresses>), Failure> {
-        let mut memory = driver::Physical::create(device, bytes).or_else(|failure| {
+    fn take(&self, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
+        let mut memory = Physical::create(device, bytes).or_else(|failure| {
             // What an earlier release was refused may be had now.
-            if failure.code == code::OUT_OF_MEMORY && driver::sweep() { driver::Physical::create(device, bytes) } else { Err(failure) }
+            if failure.code == code::OUT_OF_MEMORY && driver::sweep() { Physical::create(device, bytes) } else { Err(failure) }
         })?;
-        let addresses = Arc::new(self.addresses_for(policy, device, bytes)?);
-        memory.map(vec![Arc::clone(&addresses)])?;
+        let addresses = Arc::new(Addresses::reserve(bytes)?);
+        memory.map(&addresses)?;
         self.open(device, [&memory])?;
-        Ok((Arc::new(Mutex::new(memory)), addresses))
-    }
-
-    /// The place of a freed allocation of the tag that was as large, in memory that its neighbours still share.
-    fn take_vacant(&self, policy: &Placement, current: &Current, bytes: usize) -> Option<(Shared, Arc<Addresses>)> {
-        let all = self.snapshot();
-        let of_device: Vec<_> = all.into_iter().filter(|allocation| allocation.device == current.device()).collect();
-        let of_tag = of_device.iter().filter(|one| policy.may_share() && one.tag == policy.tag && one.context() == current.context());
-        let found = of_tag.into_iter().find_map(|allocation| {
-            let contents = allocation.contents();
-            let memory = contents.memory.as_ref()?;
-            let addresses = lock(memory).take_vacancy(bytes)?;
-            Some((Arc::clone(memory), addresses))
-        });
-        let freed: u64 = if found.is_none() { freed_bytes(&of_device).into_iter().map(|(_, bytes)| bytes).sum() } else { 0 };
-        if freed > 0 {
-            let (freed, device) = (Bytes(freed), current.device());
-            log_once!(
-                log::Level::Warn,
-                "device {device} gets {freed} that were freed back when what shares their memory is paused (docs/troubleshooting.md)"
-            );
-        }
-        found
-    }
-
-    /// Addresses of its own; of a region whose contents are dropped, beside those of its tag, so that neighbours can share
-    /// physical memory when they are resumed.
-    fn addresses_for(&self, policy: &Placement, device: CUdevice, bytes: usize) -> Result<Addresses, Failure> {
-        /// More than the memory of any device. Addresses cost nothing.
-        const SHARED: usize = 512 << 30;
-        if !policy.may_share() {
-            return Addresses::alone(bytes);
-        }
-        let mut reservations = self.reservations.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = reservations.entry((device, Arc::clone(&policy.tag))).or_default();
-        let before = place.upgrade();
-        if let Some(addresses) = before.as_ref().and_then(|shared| shared.take(bytes)) {
-            return Ok(addresses);
-        }
-        // The first of the tag, or no room is left beside them. Where addresses are limited, each has its own.
-        let Ok(shared) = Reservation::new(SHARED).map(Arc::new) else { return Addresses::alone(bytes) };
-        if before.is_some_and(|before| !before.shares()) {
-            shared.share_no_more();
-        }
-        let Some(addresses) = shared.take(bytes) else { return Addresses::alone(bytes) };
-        *place = Arc::downgrade(&shared);
-        reservations.retain(|_, shared| shared.strong_count() > 0);
-        Ok(addresses)
+        Ok((memory, addresses))
     }
 
     fn check_margin(&self, device: CUdevice, size: usize) -> Result<(), Error> {
@@ -232,10 +176,6 @@ impl Memory {
         let _shared = self.share();
         // Taken out first, so that of two frees of one address exactly one succeeds.
         let (_, allocation) = self.allocations.remove(&address)?;
-        if !allocation.is_paused() {
-            // The program gives up some and keeps others: from the next resume on each of them has memory of its own.
-            allocation.addresses().reservation().share_no_more();
-        }
         let freed = allocation.end().map_err(Error::from);
         if freed.is_err() {
             self.allocations.insert(address, allocation);
@@ -304,9 +244,7 @@ impl Memory {
         let device = current.device();
         let _exclusive = self.exclude();
         let of_other: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.device == other).collect();
-        for sharing in of_other.chunk_by(|one, next| one.shares_with(next)) {
-            sharing.first().map_or(Ok(()), |first| first.let_in(device))?;
-        }
+        of_other.iter().try_for_each(|allocation| allocation.let_in(device))?;
         self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other), current.context());
         Ok(())
     }
@@ -317,7 +255,7 @@ impl Memory {
     }
 
     /// Lets a device use its own mapped memory, and those of its peers that may.
-    pub(crate) fn open<'a>(&self, owner: CUdevice, memories: impl IntoIterator<Item = &'a driver::Physical>) -> Result<(), Failure> {
+    pub(crate) fn open<'a>(&self, owner: CUdevice, memories: impl IntoIterator<Item = &'a Physical>) -> Result<(), Failure> {
         let peers: Vec<_> = {
             let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
             peers.keys().filter(|(_, other)| *other == owner).map(|(device, _)| *device).collect()
@@ -351,12 +289,4 @@ impl Memory {
     pub(crate) fn exclude(&self) -> RwLockWriteGuard<'_, ()> {
         self.transition.write().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Bytes that were freed and that the driver has not got back, because neighbours share the memory: for each piece of
-/// memory, and one of the allocations that share it. The allocations are in the order of their addresses.
-pub(crate) fn freed_bytes(all: &[Arc<Allocation>]) -> Vec<(&Arc<Allocation>, u64)> {
-    let freed_of = |allocation: &Allocation| allocation.contents().memory.as_ref().map_or(0, |memory| lock(memory).vacant_bytes());
-    let firsts = all.chunk_by(|one, next| one.shares_with(next)).filter_map(|sharing| sharing.first());
-    firsts.map(|first| (first, freed_of(first))).collect()
 }

@@ -17,17 +17,6 @@ pub struct Placement {
     pub tag: Arc<str>,
     /// What becomes of its contents while it is paused.
     pub backup: Backup,
-    /// Whether it is made in a region, and not on a thread's ground.
-    pub in_region: bool,
-}
-
-impl Placement {
-    /// Whether what is resumed may share physical memory with its neighbours, which is faster, but goes back to the driver
-    /// as a whole. That is for a program that has said of a region that its contents are nothing to keep: it has something in
-    /// mind that comes and goes together. What is managed without its doing may be freed one by one.
-    pub fn may_share(&self) -> bool {
-        self.in_region && self.backup == Backup::Discard
-    }
 }
 
 /// What was said of one region, or of a thread's ground. `None`: nothing was.
@@ -107,7 +96,7 @@ fn policy(said: Said, on_ground: bool, process_tag: Option<Arc<str>>) -> Placeme
     let tag = said.tag.or(process_tag).unwrap_or_else(|| DEFAULT_TAG.into());
     let environments = || if on_ground { config.ground_backup } else { None };
     let backup = said.backup.or_else(|| config.backup_of(&tag)).or_else(environments).unwrap_or(unsaid);
-    Placement { tag, backup, in_region: !on_ground }
+    Placement { tag, backup }
 }
 
 fn change(change: impl FnOnce(&mut Said)) -> Result<(), Error> {
@@ -153,7 +142,7 @@ mod tests {
             assert_eq!((&*prospective().tag, prospective().backup), ("mine", Backup::Discard));
             set_managed(true).unwrap();
             set_backup(Backup::Host).unwrap();
-            assert_eq!(current(), Some(Placement { tag: "mine".into(), backup: Backup::Host, in_region: false }));
+            assert_eq!(current(), Some(Placement { tag: "mine".into(), backup: Backup::Host }));
 
             begin(Some("inner"), Some(Backup::Discard)).unwrap();
             set_managed(false).unwrap();
@@ -162,13 +151,9 @@ mod tests {
             assert_eq!(tag().as_deref(), Some("inner"), "the tag was not forgotten");
             set_tag("other").unwrap();
             set_backup(Backup::Disk).unwrap();
-            assert_eq!(current(), Some(Placement { tag: "other".into(), backup: Backup::Disk, in_region: true }));
+            assert_eq!(current(), Some(Placement { tag: "other".into(), backup: Backup::Disk }));
             end().unwrap();
-            assert_eq!(
-                current(),
-                Some(Placement { tag: "mine".into(), backup: Backup::Host, in_region: false }),
-                "the ground is as it was"
-            );
+            assert_eq!(current(), Some(Placement { tag: "mine".into(), backup: Backup::Host }), "the ground is as it was");
 
             begin(None, None).unwrap();
             assert_eq!(tag(), None);

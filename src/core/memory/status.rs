@@ -3,7 +3,7 @@
 use super::Memory;
 use std::collections::BTreeMap;
 use vramctl_backup::{self as backup, Saved};
-use vramctl_driver::{self as driver, CUdevice, Context, Current};
+use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical};
 use vramctl_model::{DeviceStatus, Status, TagState, TagStatus};
 
 impl Memory {
@@ -21,7 +21,7 @@ impl Memory {
                     Some(Saved::Disk(_)) => (0, bytes),
                     None => (0, 0),
                 };
-                (if contents.memory.is_none() { bytes } else { 0 }, host, disk)
+                (if contents.memory.as_ref().is_some_and(Physical::is_mapped) { 0 } else { bytes }, host, disk)
             };
             let tag = tags.entry(allocation.tag.to_string()).or_default();
             tag.allocations += 1;
@@ -37,9 +37,6 @@ impl Memory {
             });
             device.active_bytes += bytes - paused_bytes;
             device.paused_bytes += paused_bytes;
-        }
-        for (allocation, freed) in super::freed_bytes(&all) {
-            tags.entry(allocation.tag.to_string()).or_default().freed_bytes += freed;
         }
         let finish = |(name, tag): (String, TagStatus)| {
             let state = match tag.paused_bytes {

@@ -1,0 +1,22 @@
+//! Where addresses come from.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::{Gpu, MIB, free, malloc};
+use vramctl_driver::Addresses;
+
+#[test]
+fn addresses_begin_again_at_the_end_of_the_space() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    // The first ones lie high, and behind them there is no room for the second.
+    for bytes in [1 << 40, 32 << 40] {
+        gpu.reset_counts();
+        drop(Addresses::reserve(bytes).unwrap());
+    }
+    assert_eq!(gpu.calls("cuMemAddressReserve"), 2, "refused, and asked for without a wish");
+    let _ = vramctl_core::memory::region::begin(Some("cache"), None);
+    free(malloc(MIB).unwrap());
+    assert_eq!(gpu.footprint(), before);
+}
