@@ -262,6 +262,32 @@ class Pretended(unittest.TestCase):
                 self.assertEqual(pause().bytes, 5)
                 self.assertEqual(asked, [{"version": 1, "request": "pause", **wanted}])
 
+    def test_the_refusal_to_drop_a_described_cache_is_an_error_of_its_own(self) -> None:
+        refusal = b'{"reply":"error","code":"prefix_cache","message":"vllm still describes it"}\n'
+        with vramctl.Client(self.serve(lambda connection, _: connection.sendall(refusal))) as client:
+            with self.assertRaises(errors.PrefixCache) as refused:
+                client.pause("kv_cache", backup="discard")
+            self.assertEqual((refused.exception.number, str(refused.exception)), (14, "vllm still describes it"))
+
+    def test_a_status_says_how_far_a_pause_is(self) -> None:
+        saving = {"tag": "weights", "state": "pausing", "progress": {"stage": "save", "done": 1, "total": 2}}
+        tags = [saving, {"tag": "kv_cache", "state": "active"}]
+        reply = {"reply": "status", **HELLO, "tags": tags, "devices": [{"device": 0, "uuid": "GPU-1"}]}
+        with vramctl.Client(self.serve(lambda it, _: it.sendall(json.dumps(reply).encode() + b"\n"))) as client:
+            status = client.status()
+        self.assertEqual([tag.progress for tag in status.tags], [vramctl.Progress("save", 1, 2), None])
+        self.assertEqual([device.uuid for device in status.devices], ["GPU-1"])
+
+    def test_a_process_that_takes_no_connections_is_busy(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as waiting:
+            path = Path(folder) / "1.sock"
+            server = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(str(path))
+            server.listen(0)
+            waiting.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+            with self.assertRaises(errors.Busy):
+                vramctl.Client(path)
+
     def test_nonsense_is_an_error(self) -> None:
         for reply, kind in [
             (b"[1]\n", errors.Internal),

@@ -153,7 +153,7 @@ class _Place:
                 return directory.connect(self.file)
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 raise errors.NoProcess(self._nobody()) from error
-            except socket.timeout as error:
+            except (socket.timeout, BlockingIOError) as error:
                 raise errors.Busy(f"{self} does not take the connection; is it stopped?") from error
             except OSError as error:
                 raise errors.Disconnected(f"{self} does not answer: {error}") from error
@@ -235,8 +235,8 @@ class Client:
         `backup`: ``host``, ``disk`` or ``discard``, in place of each allocation's own policy. Not with a mapping, which has
         its own.
 
-        `force`: discard an inference engine's KV cache even though its prefix cache describes what is in it. Have the engine
-        forget its prefix cache first, or it answers with what is no longer there. Without `force` that is `errors.Invalid`.
+        `force`: discard an inference engine's KV cache even if its prefix cache still describes it. Have the engine reset its
+        prefix cache first, or it answers with what is no longer there. Without `force` that is `errors.PrefixCache`.
 
         `timeout`: how long to wait for the device's work, in seconds; None: as long as it takes. Copying is not limited by it.
 
