@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 use std::{env, fs, io, mem, ptr, thread};
-use vramctl_config as config;
+use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
 use vramctl_driver as driver;
 use vramctl_host::limits;
@@ -182,7 +182,7 @@ fn gpus() -> Vec<Finding> {
 }
 
 fn host_memory() -> Finding {
-    let available = limits::available_bytes();
+    let available = limits::available_bytes().min(Config::get().host_cap);
     let largest = driver::survey().map_or(0, |survey| survey.gpus.iter().map(|gpu| gpu.total_bytes).max().unwrap_or(0));
     let (speed, threads) = match preparing_speed(available) {
         Ok(measured) => measured,

@@ -1,6 +1,7 @@
 //! The messages on the control socket: one JSON object a line. `docs/protocol.md` describes them for other programs.
 
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::time::Duration;
 use vramctl_model::{Backup, Error, Kind, Plan, Progress, Report, Shortage, Status, TransitionRequest};
 
@@ -55,6 +56,9 @@ pub struct Transition {
     /// For a pause: what becomes of the contents, whatever the allocations' own policies say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<Backup>,
+    /// For a pause: the same for single tags, in place of `backup`; null: the allocations' own policies.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub backups: BTreeMap<String, Option<Backup>>,
     /// How long to wait, in milliseconds: a pause for the device's work (absent: as long as it takes), a resume for
     /// memory that others hold (absent: not at all).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -70,7 +74,14 @@ pub struct Transition {
 impl From<Transition> for TransitionRequest {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
-        Self { tags: transition.tags, gpus: transition.gpus, backup: transition.backup, timeout, ..Self::default() }
+        Self {
+            tags: transition.tags,
+            gpus: transition.gpus,
+            backup: transition.backup,
+            backups: transition.backups,
+            timeout,
+            ..Self::default()
+        }
     }
 }
 
@@ -218,6 +229,9 @@ mod tests {
         let wanted =
             Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), ..Transition::default() };
         assert_eq!(pause, Request::Pause(wanted));
+        let pause = parse(br#"{"version":1,"request":"pause","backup":"discard","backups":{"weights":"host","lora":null}}"#).unwrap();
+        let backups = [("weights".into(), Some(Backup::Host)), ("lora".into(), None)].into();
+        assert_eq!(pause, Request::Pause(Transition { backup: Some(Backup::Discard), backups, ..Transition::default() }));
         assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(Transition::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
         assert_eq!(parse(br#"{"version":1,"request":"set-tag"}"#).unwrap(), Request::SetTag { tag: None });

@@ -218,7 +218,7 @@ fn carry_out(request: Request, connection: &Connection) -> Result<Reply, Error> 
             transition(wanted, connection, |request, client| memory.pause(&TransitionRequest { engine, ..request }, client))
         }
         Request::Plan(wanted) => memory.plan(&TransitionRequest { engine: engine::name(), ..wanted.into() }).map(Reply::Plan),
-        Request::Resume(Transition { backup: Some(_), .. }) => {
+        Request::Resume(Transition { backup, backups, .. }) if backup.is_some() || !backups.is_empty() => {
             Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
         }
         Request::Resume(wanted) => transition(wanted, connection, |request, client| memory.resume(&request, client)),
