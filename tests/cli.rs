@@ -397,7 +397,7 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
 
     place.vramctl("pause --dry-run").expect(4, "", "too little host memory to keep the contents: 2.00 GiB needed, 1.50 GiB available");
     let refused = place.vramctl("pause --discard --dry-run");
-    refused.expect(1, "1.00 GiB discard", "the prefix cache of the vllm");
+    refused.expect(1, "1.00 GiB discard", "the prefix cache of vllm");
     place.vramctl("pause --discard --dry-run --force").expect(0, "0 B needed", "");
     let json = place.vramctl("pause --discard --dry-run --json");
     assert_eq!(json.code, Some(1));
