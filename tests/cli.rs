@@ -402,6 +402,7 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
     let process = &json.json()["processes"][0];
     assert_eq!(process["plan"]["tags"][1], json!({"tag": "weights", "allocations": 1, "bytes": GIB, "backup": {"discard": GIB}}));
     assert_eq!(process["error"]["code"], "prefix_cache");
+    assert!(place.vramctl("pause weights --dry-run --json").json()["processes"][0].get("error").is_none());
     place.vramctl("pause lost --dry-run").expect(6, "", "the tag lost");
     assert!(engine.asked().is_empty(), "{:?}", engine.asked());
     place.vramctl("pause").expect(0, "", "");
@@ -486,18 +487,29 @@ fn nothing_is_done_while_one_that_is_meant_does_not_answer() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let who_knows = [Stopped::new(&place, None, 100), Stopped::new(&place, Some("engine"), 100)];
-    for line in ["pause --name engine", "resume --name engine", "pause --all", "pause --name engine --quiet", "set-tag x --name engine"] {
-        let ran = place.vramctl(line);
-        ran.expect(5, "", "kill -CONT");
-        assert!(who_knows.iter().all(|stopped| ran.err.contains(&stopped.pid().to_string())), "{ran:?}");
-        assert_eq!(ran.out, "", "{line}");
-    }
-    let json = place.vramctl("pause --name engine --json");
-    assert_eq!((json.code, &json.json()["error"]["code"], &json.json()["processes"]), (Some(5), &json!("busy"), &json!([])));
+    // All at once, because each of them waits.
+    thread::scope(|scope| {
+        for line in ["pause --name engine", "resume --name engine", "pause --all", "pause --name engine --quiet", "set-tag x --name engine"]
+        {
+            let (place, who_knows) = (&place, &who_knows);
+            scope.spawn(move || {
+                let ran = place.vramctl(line);
+                ran.expect(5, "", "kill -CONT");
+                assert!(who_knows.iter().all(|stopped| ran.err.contains(&stopped.pid().to_string())), "{ran:?}");
+                assert_eq!(ran.out, "", "{line}");
+            });
+        }
+        scope.spawn(|| {
+            let json = place.vramctl("pause --name engine --json");
+            assert_eq!((json.code, &json.json()["error"]["code"], &json.json()["processes"]), (Some(5), &json!("busy"), &json!([])));
+        });
+        scope.spawn(|| {
+            let said = format!("error: engine (pid {}): no answer", who_knows[1].pid());
+            place.vramctl("status --name engine").expect(5, "engine --serve", &said);
+        });
+    });
     assert!(engine.asked().is_empty(), "{:?}", engine.asked());
     assert_eq!(engine.state.lock().unwrap().process_tag.as_deref(), Some("default"));
-
-    place.vramctl("status --name engine").expect(5, "engine --serve", &format!("error: engine (pid {}): no answer", who_knows[1].pid()));
     place.vramctl(&format!("pause --pid {}", engine.pid())).expect(0, "paused weights", "");
 }
 
@@ -509,6 +521,33 @@ fn a_stopped_process_of_another_name_is_in_nobody_s_way() {
     place.vramctl("pause --name engine").expect(0, "paused weights of engine", "");
     place.vramctl("status --name engine").expect(0, "weights", "");
     place.vramctl("pause --name trainer").expect(5, "", &format!("trainer (pid {})", trainer.pid()));
+    assert_eq!(engine.asked().len(), 1);
+}
+
+/// Its child holds its socket open, and will never answer: nobody is to wait for that, nor to be refused because of it.
+#[test]
+fn a_dead_process_is_not_taken_for_a_silent_one() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    let program = "\
+import os, socket, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(os.environ['VRAMCTL_DIR'] + '/%d.sock' % os.getpid())
+listener.listen()
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+else:
+    os._exit(0)";
+    let mut dead = place.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();
+    let child: i32 = BufReader::new(dead.stdout.take().unwrap()).lines().next().unwrap().unwrap().parse().unwrap();
+    dead.wait().unwrap();
+    let pause = place.vramctl("pause --name engine");
+    let ps = place.vramctl("ps");
+    // SAFETY: touches no memory; the process is the one that was just started.
+    assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
+    pause.expect(0, "paused weights", "");
+    assert!(!ps.out.contains(&dead.id().to_string()), "{ps:?}");
     assert_eq!(engine.asked().len(), 1);
 }
 

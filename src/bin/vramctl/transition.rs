@@ -85,7 +85,7 @@ pub struct Args {
     /// Wait at most so many seconds; fractions are fine
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
-    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}
+    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}; of a dry run {"pid", "name", "plan"}
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only
@@ -305,7 +305,11 @@ impl Asking {
             }
             if self.json {
                 let process = &task.process;
-                answers.push(json!({ "pid": process.pid, "name": process.name(), "plan": plan, "error": in_the_way }));
+                let mut answer = json!({ "pid": process.pid, "name": process.name(), "plan": plan });
+                if let Some(failure) = in_the_way {
+                    answer["error"] = json!(failure);
+                }
+                answers.push(answer);
             } else {
                 output::say(&foretold(&task.process, &plan))?;
                 if let Some(failure) = &in_the_way {
