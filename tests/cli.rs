@@ -826,6 +826,33 @@ fn an_interrupted_command_says_what_becomes_of_the_pause() {
     assert!(text.contains("the pause is done"), "{text}");
 }
 
+/// The bar, and what the terminal prints for ^C, make way for the message.
+#[test]
+fn on_a_terminal_an_interrupted_command_leaves_a_clean_line() {
+    let place = Place::new();
+    let _engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
+    let program = "\
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.argv[1], [sys.argv[1], 'pause'])
+said = b''
+while b'wait' not in said:
+    said += os.read(terminal, 4096)
+os.write(terminal, b'\\x03')
+try:
+    while part := os.read(terminal, 4096):
+        said += part
+except OSError:
+    pass
+sys.stdout.buffer.write(said)";
+    let ran = place.command("python3", &["-c", program, env!("CARGO_BIN_EXE_vramctl")]).env("TERM", "xterm").output().unwrap();
+    let said = String::from_utf8(ran.stdout).unwrap();
+    let (before, message) = said.rsplit_once("\r\u{1b}[2K").unwrap_or_else(|| panic!("nothing was wiped: {said:?}"));
+    assert!(before.contains("wait") && message.starts_with("interrupted: engine"), "{said:?}");
+    assert!(message.contains("the pause goes on") && message.ends_with('\n') && message.lines().count() == 1, "{said:?}");
+}
+
 #[test]
 fn a_long_pause_is_waited_for() {
     let place = Place::new();
@@ -1019,7 +1046,7 @@ fn the_doctor_says_what_would_fail() {
     let doctor = |change: &dyn Fn(&mut Command)| {
         let mut command = place.command(env!("CARGO_BIN_EXE_vramctl"), &["doctor"]);
         // No driver: what is said of GPUs is tested with the simulated one.
-        change(command.env("LD_LIBRARY_PATH", "/nowhere"));
+        change(command.env("LD_LIBRARY_PATH", "/nowhere").env("VRAMCTL_HOST_CAP", "64M"));
         Ran::new(&command.output().unwrap())
     };
     let line = |ran: &Ran, check: &str| {
@@ -1055,8 +1082,8 @@ fn the_doctor_knows_the_limits_that_matter() {
     let place = Place::new();
     let doctor = |limits: &str| {
         let script = format!("{limits}; exec \"$0\" doctor --json");
-        let command = place.command("sh", &["-c", &script, env!("CARGO_BIN_EXE_vramctl")]).output().unwrap();
-        let checks = Ran::new(&command).json()["checks"].as_array().unwrap().clone();
+        let mut command = place.command("sh", &["-c", &script, env!("CARGO_BIN_EXE_vramctl")]);
+        let checks = Ran::new(&command.env("VRAMCTL_HOST_CAP", "64M").output().unwrap()).json()["checks"].as_array().unwrap().clone();
         checks.into_iter().find(|check| check["check"] == "limits").unwrap()
     };
     let free = doctor("true");
@@ -1078,7 +1105,7 @@ fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
         fs::write(folder.join("METADATA"), format!("Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")).unwrap();
     }
     let mut command = place.command(env!("CARGO_BIN_EXE_vramctl"), &["doctor"]);
-    let ran = Ran::new(&command.env("PYTHONPATH", &site).output().unwrap());
+    let ran = Ran::new(&command.env("PYTHONPATH", &site).env("VRAMCTL_HOST_CAP", "64M").output().unwrap());
     assert!(ran.out.lines().any(|line| line.starts_with("ok ") && line.ends_with(" vllm 0.26.0")), "{ran:?}");
     assert!(ran.out.lines().any(|line| line.starts_with("warning ") && line.contains("sglang 0.1.2 is not a version")), "{ran:?}");
 }

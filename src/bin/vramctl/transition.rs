@@ -46,7 +46,8 @@ Examples:
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
-    /// Only say what would be paused, what would become of the contents, and how much host memory that takes
+    /// Only say what would be paused, what would become of the contents, and how much host memory that takes; with --json the
+    /// "plan" of each process (docs/protocol.md) in place of its "report"
     #[arg(long, conflicts_with = "quiet")]
     dry_run: bool,
     /// Do not keep the contents: the memory reads as zero after the resume. The same as --backup discard
@@ -67,6 +68,7 @@ missing and who holds it. With --timeout a resume waits so long for others to gi
 Examples:
   vramctl resume                             all of the only managed process
   vramctl resume weights --name engine
+  vramctl resume --gpu 0 --all               what all processes have on this GPU, and no other
   vramctl resume --name engine --timeout 30")]
 pub struct ResumeArgs {
     #[command(flatten)]
@@ -85,7 +87,7 @@ pub struct Args {
     /// Wait at most so many seconds; fractions are fine
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
-    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}; of a dry run {"pid", "name", "plan"}
+    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only
