@@ -307,7 +307,7 @@ impl State {
 
 fn shortage(holder: u32) -> Reply {
     let holders = vec![Holder { pid: holder, bytes: Some(3 * GIB), program: Some("trainer".into()) }];
-    Reply::Error(Refusal::from(&Error::DeviceMemory(Shortage { device: 0, needed: 4 * GIB, free: GIB, holders })))
+    Reply::Error(Refusal::from(&Error::DeviceMemory(Shortage { device: 0, uuid: None, needed: 4 * GIB, free: GIB, holders })))
 }
 
 fn is_transition(request: &Request) -> bool {

@@ -616,7 +616,7 @@ mod tests {
     #[test]
     fn a_holder_under_vramctl_can_be_paused() {
         let holder = |pid| Holder { pid, bytes: None, program: None };
-        let shortage = Shortage { device: 0, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
+        let shortage = Shortage { device: 0, uuid: None, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
         let failure = Failure::Refused(Box::new(Refusal::from(&Error::DeviceMemory(shortage))));
         assert_eq!(failure.exit(), Exit::NoMemory);
         assert_eq!(holders(&failure), [7, 8]);
