@@ -1486,7 +1486,7 @@ fn an_engine_s_cache_is_not_discarded_behind_its_back() {
     assert!(trainer.asked().is_empty());
     drop(trainer);
     let json = place.vramctl("pause --discard --json").json();
-    assert_eq!((&json["error"]["code"], &json["processes"]), (&json!("failed"), &json!([])));
+    assert_eq!((&json["error"]["code"], &json["processes"]), (&json!("prefix_cache"), &json!([])));
     assert!(engine.asked().is_empty(), "a refusal comes before anything is done");
     place.vramctl("status").expect(0, "The inference engine vllm is in it.", "");
     place.vramctl("pause weights --discard").expect(0, "paused weights", "");

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl::control::client::ClientError;
-use vramctl::control::protocol;
+use vramctl::control::protocol::{self, Refusal};
 use vramctl::error::{Error, Kind};
 use vramctl::memory::{Backup, HostRoom, Plan, Report, TagPlan, TagState};
 use vramctl::units::Bytes;
@@ -272,8 +272,9 @@ impl Asking {
         for task in self.due() {
             if let Some(name) = self.ask_plan(task)?.and_then(|plan| plan.prefix_cache) {
                 if !engine.asks() {
-                    let refusal = Failure::from(&Error::PrefixCache(name));
-                    return Err(Failure::new(refusal.exit(), format!("{}: {refusal}", task.process)));
+                    let refusal = Refusal::from(&Error::PrefixCache(name));
+                    let message = format!("{}: {}", task.process, refusal.message);
+                    return Err(Failure::Refused(Box::new(Refusal { message, ..refusal })));
                 }
                 losing.push(&task.process);
             }
@@ -351,15 +352,13 @@ impl Asking {
             let mut bar = self.bars.bar(&task.process.to_string());
             let mut client = self.found.connect(task.process.pid)?;
             self.connections().open.extend(client.connection());
+            self.stay_if_interrupted();
             let request = task.request(&self.request);
             let answer = match self.direction {
                 Direction::Pause => client.pause(request, &mut |now| bar.show(now)),
                 Direction::Resume => client.resume(request, &mut |now| bar.show(now)),
             };
-            while self.connections().interrupted {
-                // The last word is said elsewhere.
-                thread::park();
-            }
+            self.stay_if_interrupted();
             Ok(answer?)
         };
         thread::scope(|scope| {
@@ -403,6 +402,13 @@ impl Asking {
 
     fn connections(&self) -> MutexGuard<'_, Connections> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks nothing more and says nothing more: `give_up` has the last word.
+    fn stay_if_interrupted(&self) {
+        while self.connections().interrupted {
+            thread::park();
+        }
     }
 
     /// Hangs up, which ends what only waits, and says what became of it.
@@ -542,7 +548,6 @@ fn hints(holders: &[Process]) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::target::tests::process;
-    use vramctl::control::protocol::Refusal;
     use vramctl::driver::Holder;
     use vramctl::error::Shortage;
     use vramctl::memory::Stage;
