@@ -843,7 +843,7 @@ try:
 except OSError:
     pass
 sys.stdout.buffer.write(said)";
-    let ran = place.command("python3", &["-c", program, env!("CARGO_BIN_EXE_vramctl")]).env("TERM", "xterm").output().unwrap();
+    let ran = place.command("python3", &["-c", program, command_line()]).env("TERM", "xterm").output().unwrap();
     let said = String::from_utf8(ran.stdout).unwrap();
     let (before, message) = said.rsplit_once("\r\u{1b}[2K").unwrap_or_else(|| panic!("nothing was wiped: {said:?}"));
     assert!(before.contains("wait") && message.starts_with("interrupted: engine"), "{said:?}");
