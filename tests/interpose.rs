@@ -1,4 +1,4 @@
-//! What a program sees of the hooked functions: managed where they should be, and like the real ones in everything else.
+//! The hooked functions as a program sees them: managed where they should be, and otherwise like the real ones.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -82,7 +82,7 @@ fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
                 assert_eq!(release(address), 0, "{case}");
                 assert_eq!(common::synchronize(), 0, "{case}");
                 assert_eq!(gpu.footprint(), before, "{case}");
-                // Once only.
+                // Only once.
                 assert_eq!(release(address), 1, "{case}: a second free");
                 last_error();
             }
@@ -90,8 +90,8 @@ fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
     }
 }
 
-/// A program that registers its buffers with a network card must find managed memory no worse than `cudaMalloc`'s, also
-/// after a resume.
+/// A program that registers buffers with a network card must find managed memory equivalent to `cudaMalloc`'s, also after a
+/// resume.
 #[test]
 fn network_cards_reach_managed_memory_where_the_device_has_that() {
     let gpu = Gpu::take();
@@ -104,7 +104,7 @@ fn network_cards_reach_managed_memory_where_the_device_has_that() {
     assert_eq!(free(address), 0);
 }
 
-/// CUDA's managed memory moves between host and device by itself: it stays CUDA's, in a region too.
+/// CUDA's managed (unified) memory migrates by itself, so it is left to CUDA even in a region.
 #[test]
 fn memory_that_migrates_is_left_to_the_runtime() {
     let gpu = Gpu::take();
@@ -117,7 +117,7 @@ fn memory_that_migrates_is_left_to_the_runtime() {
     assert!(gpu.used(0) <= before);
     assert_ne!(unsafe { interpose::cudaFree(migrating) }, 0, "it was not freed");
     last_error();
-    // What the runtime refuses, it refuses here.
+    // What the runtime rejects is rejected here too.
     assert_ne!(pointer(|to| unsafe { interpose::cudaMallocManaged(to, 4 * MIB, 0) }).0, 0);
     last_error();
     region::end().unwrap();
@@ -161,7 +161,7 @@ fn rows_are_laid_out_as_the_runtime_does() {
         };
         assert_eq!(layout(Some("t")), layout(None), "width {width}, height {height}");
     }
-    // More than can be counted: the runtime's answer, not an overflow of ours.
+    // On overflow the runtime's error is returned.
     region::begin(Some("t"), None).unwrap();
     let mut pitch = 0;
     assert_ne!(pointer(|to| unsafe { interpose::cudaMallocPitch(to, &raw mut pitch, usize::MAX - 3, 7) }).0, 0);
@@ -181,11 +181,11 @@ fn out_of_memory_looks_like_the_runtimes() {
         assert_eq!(last_error(), 2, "cudaGetLastError says so, as after the real call");
         assert_eq!(last_error(), 0, "and it can be cleared");
     }
-    // What is one piece is for the driver to refuse.
+    // A request that fits into one piece is left for the driver to refuse.
     let asked = u64::from(common::DEVICE_BYTES < PHYSICAL_PIECE);
     assert_eq!(gpu.calls("cuMemCreate"), asked, "more than there is: no piece of it is taken first");
     assert_eq!(gpu.footprint(), before);
-    // torch frees its cache then, and tries again.
+    // torch then frees its cache and retries.
     let filling = malloc(common::DEVICE_BYTES - 4 * MIB).unwrap();
     assert_eq!(malloc(8 * MIB), Err(2));
     assert_eq!(free(filling), 0);
@@ -233,7 +233,7 @@ fn threads_without_a_context_and_several_devices() {
     assert_eq!(status.devices.iter().map(|device| (device.device, device.active_bytes)).collect::<Vec<_>>(), [(0, 6 << 20), (1, 4 << 20)]);
 }
 
-/// Somebody else's capture must come out whole, whatever we do meanwhile.
+/// A capture in progress must survive whatever the library does.
 #[test]
 fn another_threads_capture_is_not_disturbed() {
     let _gpu = Gpu::take();
@@ -355,7 +355,7 @@ fn freed_while_paused_and_allocated_while_paused() {
     assert_eq!(gpu.footprint(), before);
 }
 
-/// Memory must not be taken from under work that is queued, and what that work writes is a part of the contents.
+/// Memory must not be unmapped under queued work, and what that work writes is part of the contents.
 #[test]
 fn a_pause_waits_for_the_devices_work() {
     let gpu = Gpu::take();
@@ -370,7 +370,7 @@ fn a_pause_waits_for_the_devices_work() {
     gpu.set_op_delay_ms(0);
     resume(&["t"]).unwrap();
     assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
-    // A free waits, too.
+    // A free waits too.
     gpu.set_op_delay_ms(100);
     assert_eq!(stream.fill(address, 0x11, 2 * MIB), 0);
     assert_eq!(free(address), 0);
@@ -378,8 +378,7 @@ fn a_pause_waits_for_the_devices_work() {
     assert_eq!(common::synchronize(), 0, "nothing was taken from under the work");
 }
 
-/// Whoever asked for a pause and left must not find the memory gone later, when the program's work has ended; nor may those who
-/// left keep others from asking.
+/// A pause must not happen after the client that requested it has left, nor may abandoned pauses block others.
 #[test]
 fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
     struct Leaves;
@@ -400,7 +399,7 @@ fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
     gpu.set_op_delay_ms(0);
     assert_eq!(stream.synchronize(), 0);
     assert_eq!(state("t"), Some(TagState::Active));
-    // Where there is nothing to wait for, it is paused.
+    // If the device is idle, the pause happens anyway.
     Memory::get().pause(&request(&["t"]), &mut Leaves).unwrap();
     resume(&["t"]).unwrap();
     assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
@@ -424,7 +423,7 @@ fn a_resume_without_memory_says_what_is_short_and_can_wait() {
         Memory::get().resume(&TransitionRequest { timeout: Some(Duration::from_secs(30)), ..request(&["t"]) }, &mut ())
     });
     std::thread::sleep(Duration::from_millis(100));
-    // While it waits, the program can allocate and free.
+    // During the wait, the program can allocate and free.
     let other = malloc_tagged("other", None, 2 * MIB).unwrap();
     assert_eq!(free(other), 0);
     gpu.occupy(0, 0);
@@ -456,7 +455,7 @@ fn a_device_reset_drops_what_it_destroys_and_nothing_else() {
     set_device(0);
     let again = malloc_tagged("t", None, 2 * MIB).unwrap();
     assert_eq!(write(again, &contents), 0, "the device works again after the reset");
-    // Digests, too, though a reset with nothing allocated was in between.
+    // Digests work too, despite an intermediate reset without allocations.
     assert_eq!(free(again), 0);
     assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
     let again = malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap();
@@ -488,7 +487,7 @@ fn the_process_wide_tag_can_be_set_and_taken_away() {
     }
 }
 
-/// What `cudaDeviceEnablePeerAccess` opens is open for managed memory too: before and after, and after a resume.
+/// `cudaDeviceEnablePeerAccess` applies to managed memory too: allocated before or after, and after a resume.
 #[test]
 fn peers_reach_each_others_memory() {
     let _gpu = Gpu::take();
@@ -509,7 +508,7 @@ fn peers_reach_each_others_memory() {
     assert!(read(here, 2 * MIB).unwrap().iter().all(|byte| *byte == 7));
 }
 
-/// The program must be able to allocate and free while a pause waits for its work: it may need to, to finish that work.
+/// The program must be able to allocate and free while a pause waits for its work, which may depend on it.
 #[test]
 fn a_waiting_pause_does_not_hold_the_program_up() {
     let gpu = Gpu::take();
@@ -525,7 +524,7 @@ fn a_waiting_pause_does_not_hold_the_program_up() {
         let started = Instant::now();
         let other = malloc_tagged("other", None, 2 * MIB).unwrap();
         slowest = slowest.max(started.elapsed());
-        // New work all the time, as from a program that is not idle.
+        // Keeps the device busy, as an active program does.
         if started.elapsed() < Duration::from_millis(300) {
             stream.synchronize();
         }
@@ -545,7 +544,7 @@ fn what_is_freed_while_a_pause_waits_is_free_at_once() {
     assert_eq!(stream.fill(stays, 1, 2 * MIB), 0);
     let pausing = std::thread::spawn(|| pause(&["t"]).unwrap());
     std::thread::sleep(Duration::from_millis(50));
-    // In the order of a stream that has nothing to do: this does not wait for the work that the pause waits for.
+    // In the order of an idle stream, so this does not wait for the work that the pause waits for.
     let idle = Stream::create();
     assert_eq!(unsafe { interpose::cudaFreeAsync(goes as *mut c_void, idle.handle()) }, 0);
     let again = malloc(200 * MIB).expect("the memory that was freed");
@@ -582,7 +581,7 @@ fn a_null_pointer_is_the_runtimes_to_refuse() {
     last_error();
 }
 
-/// Work of a device that may use another's memory is waited for, too.
+/// Work on a peer device that may use the memory is waited for too.
 #[test]
 fn a_pause_waits_for_the_work_of_peers() {
     let gpu = Gpu::take();
@@ -653,7 +652,7 @@ fn too_little_host_memory_is_an_error_before_anything_changed() {
     assert_eq!(gpu.footprint(), before);
 }
 
-/// What is retained is there to save time. It must not keep another tag from being paused.
+/// Retained backups only save time. They must not prevent a pause of another tag.
 #[test]
 fn retained_contents_make_room_for_a_pause_that_needs_it() {
     const RETAINED: usize = 64 * MIB;
@@ -674,7 +673,7 @@ fn retained_contents_make_room_for_a_pause_that_needs_it() {
         pause(&["t"]).unwrap();
         assert_eq!(host(), OTHERS as u64, "what was retained is given up");
         resume(&["t"]).unwrap();
-        // All is saved and comes back as if nothing had ever been retained.
+        // Everything is saved and restored as if nothing had been retained.
         pause(&[common::RETAINED_TAG]).unwrap();
         resume(&[common::RETAINED_TAG]).unwrap();
         assert_eq!(host(), RETAINED as u64);
@@ -684,7 +683,7 @@ fn retained_contents_make_room_for_a_pause_that_needs_it() {
     assert_eq!((free(retained), free(others)), (0, 0));
 }
 
-/// What is retained saves time; it is not to be lost for nothing.
+/// Retained backups are not dropped if that would not help.
 #[test]
 fn retained_contents_stay_where_giving_them_up_would_not_help() {
     const RETAINED: usize = 64 * MIB;
@@ -694,9 +693,9 @@ fn retained_contents_stay_where_giving_them_up_would_not_help() {
     pause(&[common::RETAINED_TAG]).unwrap();
     resume(&[common::RETAINED_TAG]).unwrap();
     for (tags, others) in [
-        // More than there could be without.
+        // More than would fit even without them.
         (&["t"][..], common::HOST_CAP as usize + 48 * MIB),
-        // A pause saves over it.
+        // The pause would reuse the retained backup anyway.
         (&[], common::HOST_CAP as usize - RETAINED + 8 * MIB),
     ] {
         set_device(1);
@@ -710,7 +709,7 @@ fn retained_contents_stay_where_giving_them_up_would_not_help() {
     assert_eq!(free(retained), 0);
 }
 
-/// Where host memory cannot be registered, backups go through a small buffer of the driver's, or without any.
+/// If host memory cannot be registered, backups go through a small buffer allocated by the driver, or through none.
 #[test]
 fn host_memory_that_cannot_be_registered_is_slower_and_right() {
     let gpu = Gpu::take();
@@ -732,7 +731,7 @@ fn host_memory_that_cannot_be_registered_is_slower_and_right() {
     }
 }
 
-/// Asked not to wait, a pause of an idle device has nothing to wait for.
+/// With a timeout of 0, a pause of an idle device succeeds.
 #[test]
 fn an_idle_device_is_paused_without_any_time() {
     let _gpu = Gpu::take();
@@ -762,7 +761,7 @@ fn a_pause_of_one_gpu_leaves_the_others_alone() {
     assert_eq!(Memory::get().pause(&only("GPU-of-nobody"), &mut ()).unwrap().allocations, 0);
 }
 
-/// Whoever looks in the middle of it sees neither `active` nor more host memory in use than there is.
+/// A status request during a pause sees neither `active` nor more host memory in use than there is.
 #[test]
 fn a_pause_and_a_resume_under_way_are_seen_as_such() {
     struct Looking {
@@ -799,7 +798,7 @@ fn a_pause_and_a_resume_under_way_are_seen_as_such() {
     }
 }
 
-/// What nobody wrote to since it was saved is not copied again; what somebody did, is, be it a single bit.
+/// Only pieces that were written to since the last backup are copied again, even if a single bit has changed.
 #[test]
 fn only_what_has_changed_is_copied_again() {
     const PIECE: u64 = 2 << 20;
@@ -821,11 +820,11 @@ fn only_what_has_changed_is_copied_again() {
         assert!(read(address, 20 * MIB).unwrap() == contents);
     }
     assert_eq!(cycle(), 10 * PIECE);
-    // Changed and changed back: the copy is right as it is.
+    // Changed and changed back: the copy is still valid.
     assert_eq!(write(address, &[!contents[0]]), 0);
     assert_eq!(write(address, &contents[..1]), 0);
     assert_eq!(cycle(), 10 * PIECE);
-    // A discarding pause forgets the copy.
+    // A discarding pause drops the copy.
     Memory::get().pause(&TransitionRequest { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(read(address, 20 * MIB).unwrap().iter().all(|byte| *byte == 0));
@@ -834,7 +833,7 @@ fn only_what_has_changed_is_copied_again() {
     assert_eq!(free(address), 0);
 }
 
-/// A pause that fails after it began to replace a retained copy must not leave digests that vouch for the old one.
+/// A pause that fails while replacing a retained copy must not leave digests that vouch for the old one.
 #[test]
 fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
     let gpu = Gpu::take();
@@ -844,10 +843,10 @@ fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     assert_eq!(write(address, &second), 0);
-    // While the rest would still be copied, and once more at the end.
+    // Fails the unmap that overlaps the copies, and the last one.
     gpu.fail("cuMemUnmap", 1, 999, 2);
     pause(&[]).unwrap_err();
-    // Back to what the digests of before stand for, while the copy is of the second contents.
+    // Restores the contents that the old digests match, while the copy holds the second contents.
     assert_eq!(write(address, &first), 0);
     pause(&[]).unwrap();
     resume(&[]).unwrap();
@@ -877,7 +876,7 @@ fn contents_go_to_a_file_and_come_back() {
     let status = Memory::get().status();
     assert_eq!(status.host.used_bytes, 64 << 20, "no host memory beyond the staging buffers");
     assert_eq!(status.tags.iter().map(|tag| tag.disk_bytes).sum::<u64>(), 86 << 20);
-    // By tag: not all of a file at once, and out of order.
+    // By tag: parts of a file, out of order.
     resume(&["odd"]).unwrap();
     resume(&["even"]).unwrap();
     for (address, contents) in allocations {
@@ -895,7 +894,7 @@ impl Observer for Looks<'_> {
     }
 }
 
-/// Release is the last step: a pause that fails must find everything as it was.
+/// Release is the last step: a failed pause must leave everything as it was.
 #[test]
 fn nothing_is_released_before_everything_is_saved() {
     let gpu = Gpu::take();
@@ -916,7 +915,7 @@ fn nothing_is_released_before_everything_is_saved() {
     }
 }
 
-/// Undone work is work that another process may take the memory of.
+/// Memory released too early could be taken by another process before the pause is undone.
 #[test]
 fn nothing_is_released_once_a_copy_has_failed_and_all_of_it_comes_back() {
     let gpu = Gpu::take();
@@ -944,7 +943,7 @@ fn nothing_is_released_once_a_copy_has_failed_and_all_of_it_comes_back() {
     assert_eq!(gpu.calls("cuMemRelease"), 0);
     check(1000, 0);
 
-    // 66 are unmapped while the rest is hashed; then a copy fails.
+    // 66 are unmapped while the rest is hashed, then a copy fails.
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     fill(2000, 66);
@@ -966,7 +965,7 @@ fn one_allocation() {
     assert!(Memory::get().addresses().is_empty());
 }
 
-/// What is wrong with the environment may be the very reason that nothing is managed.
+/// An error in the environment may be the reason why nothing is managed.
 #[test]
 fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
     let said = |program: &Path, arguments: &[&str], (name, value)| {
@@ -982,7 +981,7 @@ fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
     for wrong in [("VRAMCTL_TAG", "a,b"), ("TMS_INIT_ENABLE", "maybe")] {
         let warning = allocating(wrong);
         assert!(warning.contains(&format!("warn: {}", wrong.0)) && warning.contains(wrong.1), "{warning:?}");
-        // A program without CUDA is not spoken into.
+        // A program without CUDA gets no message.
         let preload = |variable| said(Path::new("env"), &[&format!("LD_PRELOAD={}", library.display()), "true"], variable);
         assert_eq!(preload(wrong), "");
     }
