@@ -133,7 +133,7 @@ pub unsafe extern "C" fn vramctl_current_tag(buffer: *mut c_char, capacity: usiz
 }
 
 /// Pauses: waits for the device's work, keeps or discards contents, and gives the memory back to the driver. All or nothing.
-/// Pausing what is paused is a no-op. The program must not use the addresses until `vramctl_resume`.
+/// Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
 ///
 /// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative value
 /// means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
@@ -220,7 +220,7 @@ pub unsafe extern "C" fn vramctl_pause_tags(
 }
 
 /// Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or nothing.
-/// Resuming what is active is a no-op.
+/// Resuming active memory is a no-op.
 ///
 /// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory held by other processes, in milliseconds; 0 means
 /// not at all, a negative value no limit.

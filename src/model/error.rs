@@ -60,7 +60,7 @@ pub enum Error {
 pub struct Shortage {
     /// The device's ordinal in the process.
     pub device: i32,
-    /// Its UUID, by which others know it; absent where the driver does not tell.
+    /// Its UUID, the same in every process; absent if the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
     /// Bytes needed.
@@ -184,9 +184,9 @@ impl fmt::Display for Error {
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
             Self::PrefixCache(engine) => write!(
                 out,
-                "the pause would discard the KV cache, but the prefix cache of {engine} in this process still refers to it, so cached \
-                 prefixes would read as zeros. Let vramctl reset the prefix cache (--engine URL or VRAMCTL_ENGINE), keep the contents \
-                 (--backup host), or use --force if you have reset it yourself"
+                "the contents of the KV cache would be discarded, but the prefix cache of {engine} in this process still refers to them, \
+                 so cached prefixes would read as zeros. Let vramctl reset the prefix cache (--engine URL or VRAMCTL_ENGINE), keep the \
+                 contents (--backup host), or use --force if you have reset it yourself"
             ),
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),

@@ -53,7 +53,7 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{} answered {}", self.call, self.code)?;
+        write!(out, "{} returned {}", self.call, self.code)?;
         code::name(self.code).map_or(Ok(()), |name| write!(out, " ({name})"))
     }
 }
