@@ -50,6 +50,8 @@ enum VramctlResult
   VRAMCTL_RESULT_BUFFER_TOO_SMALL = 12,
   // A file for contents could not be made, written or read.
   VRAMCTL_RESULT_DISK = 13,
+  // The program is ending.
+  VRAMCTL_RESULT_ENDING = 14,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

@@ -17,6 +17,7 @@ __all__ = [
     "Disk",
     "DeviceMemory",
     "Driver",
+    "Ending",
     "Error",
     "HostMemory",
     "Internal",
@@ -188,6 +189,13 @@ class Disk(Error, OSError):
     number = 13
 
 
+class Ending(Error):
+    """The program is ending: what was under way is given up, and its memory goes with it."""
+
+    code = "ending"
+    number = 14
+
+
 class NotPreloaded(Error):
     """The library is not preloaded in this process, so none of its memory is managed."""
 
@@ -231,6 +239,7 @@ _CLASSES: tuple[type[Error], ...] = (
     NotPaused,
     BufferTooSmall,
     Disk,
+    Ending,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

@@ -49,6 +49,8 @@ pub enum Error {
         /// Bytes that it has.
         capacity: usize,
     },
+    /// The program is ending. What was under way is given up, and nothing is begun.
+    Ending,
     /// Something that the library did not expect of itself. Nothing to be done but to report it.
     Internal(String),
 }
@@ -97,6 +99,8 @@ pub enum Kind {
     BufferTooSmall = 12,
     /// A file for contents could not be made, written or read.
     Disk = 13,
+    /// The program is ending.
+    Ending = 14,
 }
 
 impl Error {
@@ -120,6 +124,7 @@ impl Error {
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
+            Self::Ending => Kind::Ending,
             Self::Internal(_) => Kind::Internal,
         }
     }
@@ -133,6 +138,7 @@ impl Error {
             Self::UnknownTag { .. } | Self::Invalid(_) | Self::NotPaused(_) | Self::BufferTooSmall { .. } => code::INVALID_VALUE,
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
+            Self::Ending => code::DEINITIALIZED,
             Self::Busy(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
         }
     }
@@ -176,6 +182,7 @@ impl fmt::Display for Error {
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
+            Self::Ending => write!(out, "the program is ending, and its memory goes with it"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
         }
     }
@@ -220,6 +227,7 @@ mod tests {
             (Kind::NotPaused, 11, "not_paused"),
             (Kind::BufferTooSmall, 12, "buffer_too_small"),
             (Kind::Disk, 13, "disk"),
+            (Kind::Ending, 14, "ending"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);

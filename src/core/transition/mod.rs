@@ -20,6 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Current, RelaxedCapture};
+use vramctl_host::exit;
 use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Request, Shortage, Span, Stage, code};
 
 /// For a reader.
@@ -84,6 +85,10 @@ impl Memory {
     /// Pauses: gives the memory of active allocations back to the driver, their contents kept as the policies say.
     /// After an error everything is as it was.
     pub fn pause(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
+        unless_ending(|| self.pause_when_idle(request, observer))
+    }
+
+    fn pause_when_idle(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         let mut clock = Clock::default();
         let left = || request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
@@ -215,6 +220,10 @@ impl Memory {
     /// Resumes: puts new memory at the addresses of paused allocations, and their contents into it. After an error
     /// everything is as it was.
     pub fn resume(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
+        unless_ending(|| self.resume_when_there_is_room(request, observer))
+    }
+
+    fn resume_when_there_is_room(&self, request: &Request, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         loop {
             let attempt = self.try_resume(request, started, observer);
@@ -349,6 +358,12 @@ impl Memory {
         // After an error the new memory goes as it came; nothing is being copied to it any more.
         brought.map(|()| memories)
     }
+}
+
+/// Whoever asks for it, a pause or resume is work of ours: once the program ends it does not call the driver any more, and
+/// that is then why it fails.
+fn unless_ending(work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
+    exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
 }
 
 /// Whether the tags mean this one. None of them: all.
