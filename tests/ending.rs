@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{ChildStdin, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vramctl_config::CopyBy;
 use vramctl_model::Backup;
@@ -97,7 +97,7 @@ fn ends_at_a_call() {
 fn end_at(path: &str, nth: u64) -> (Option<Value>, Option<u64>) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--ignored", "--exact", "--nocapture", "ends_at_a_call"]);
-    command.env(PATH, path).env(NTH, nth.to_string()).env("SIMGPU_END_MS", "20").env(common::LOG_LEVEL, "warn");
+    command.env(PATH, path).env(NTH, nth.to_string()).env("SIMGPU_END_MS", "20").env(common::LOG_LEVEL, "warn").env(common::BUILT, "1");
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut input = child.stdin.take();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
@@ -129,16 +129,15 @@ fn ask(socket: &str, request: &str) -> Option<Value> {
     serde_json::from_str(&line).ok()
 }
 
-/// Each call of a path in turn.
-fn end_at_each(path: &str) {
+/// Each call of a path in turn, or one of so many where another path makes the same calls.
+fn end_at_each(path: &str, step: u64) {
     common::artifacts();
     let (_, calls) = end_at(path, u64::MAX);
     let calls = calls.expect("the number of calls");
     assert!(calls > 20, "{path} makes {calls} calls only");
-    let next = std::sync::atomic::AtomicU64::new(1);
-    let told_of_the_end = std::sync::atomic::AtomicU64::new(0);
+    let (next, told_of_the_end) = (AtomicU64::new(1), AtomicU64::new(0));
     let work = || {
-        while let Some(nth) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|nth| *nth <= calls) {
+        while let Some(nth) = Some(next.fetch_add(step, Ordering::Relaxed)).filter(|nth| *nth <= calls) {
             let (told, _) = end_at(path, nth);
             match told {
                 Some(told) if told["reply"] == "error" => {
@@ -154,15 +153,33 @@ fn end_at_each(path: &str) {
     std::thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(work))));
     let told_of_the_end = told_of_the_end.into_inner();
     println!("{path}: {calls} calls, {told_of_the_end} clients were told");
-    assert!(path.contains("thread") || told_of_the_end > calls / 2, "{path}: {told_of_the_end} of {calls}");
+    assert!(path.contains("thread") || told_of_the_end > calls / step / 2, "{path}: {told_of_the_end} of {calls}");
 }
 
 #[test]
 fn in_a_pause() {
-    end_at_each("pause");
+    end_at_each("pause", 1);
 }
 
 #[test]
 fn in_a_resume() {
-    end_at_each("resume");
+    end_at_each("resume", 1);
+}
+
+#[test]
+fn in_a_resume_by_a_kernel() {
+    end_at_each("resume by kernel", 3);
+}
+
+/// That a thread of the program has asked for: over the C ABI, from Python.
+#[test]
+fn in_what_another_thread_of_the_program_has_asked_for() {
+    end_at_each("pause in thread", 3);
+    end_at_each("resume in thread", 3);
+}
+
+/// In a signal handler that has interrupted a call of ours.
+#[test]
+fn in_a_signal_handler() {
+    end_at_each("pause in thread by signal", 3);
 }

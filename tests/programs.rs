@@ -394,6 +394,44 @@ fn signals_exit_handlers_and_large_thread_locals() {
     }
 }
 
+/// In the middle of a pause or a resume, or while one waits for work of the device that never ends.
+#[test]
+fn a_program_that_ends_in_a_pause_or_resume_ends_as_it_would_and_the_client_is_told() {
+    let ends = |mode: &str, request: &str, thread: &str| {
+        let machine = Machine::new("256M");
+        let mut program = machine.start_with("ending", "odd", &[mode], |command| {
+            command.env("SIMGPU_OP_DELAY_MS", "1500").env("SIMGPU_END_MS", "20").stderr(Stdio::piped());
+        });
+        program.expect("ready");
+        if request == "resume" {
+            machine.done(&["pause"]);
+        }
+        let client = machine.vramctl(&[request, "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        while !program.threads().contains(&thread.to_owned()) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if mode == "ends-by-signal" {
+            unsafe { libc::kill(program.pid().cast_signed(), libc::SIGTERM) };
+        } else {
+            program.tell("go on");
+        }
+        let mut said = String::new();
+        program.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        program.ends_well();
+        assert_eq!(said, "", "{mode}, {request}");
+        let told = client.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&told.stdout).into_owned() + &String::from_utf8_lossy(&told.stderr);
+        // Its one copy may have been all that was left of a resume.
+        assert!(text.contains("\"ending\"") || (request == "resume" && text.contains("\"report\"")), "{mode}, {request}: {text}");
+    };
+    std::thread::scope(|scope| {
+        for mode in ["ends", "ends-by-exit", "ends-by-signal"] {
+            scope.spawn(move || ["pause", "resume"].map(|request| ends(mode, request, "vramctl-copy")));
+        }
+        scope.spawn(|| ends("ends-with-endless-work", "pause", "vramctl-wait"));
+    });
+}
+
 /// Addresses for backups are not memory: they are not filled where all memory is locked, and the program may have its data.
 #[test]
 fn limits_of_the_program_are_for_the_program() {

@@ -62,12 +62,11 @@ pub struct InDriver(Option<&'static AtomicUsize>);
 /// more.
 #[inline]
 pub fn enter_driver() -> Option<InDriver> {
-    let counter = match ROLE.get() {
+    let counted = match ROLE.get() {
         Role::Program => return Some(InDriver(None)),
-        Role::Worker => |work: &'static Work| &work.in_driver,
-        Role::Waiter => |work: &'static Work| &work.waiting,
+        Role::Worker => begin(|work| &work.in_driver)?,
+        Role::Waiter => begin(|work| &work.waiting)?,
     };
-    let counted = begin(counter)?;
     INSIDE.set(INSIDE.get() + 1);
     Some(InDriver(Some(counted)))
 }
@@ -202,7 +201,12 @@ mod tests {
             close_driver();
             let waiting = as_worker(|| while_waiting(enter_driver));
             let program = enter_driver().is_some() && while_waiting(enter_driver).is_some();
-            before && is_ending() && as_worker(enter_driver).is_none() && waiting.is_none() && program && Answering::unless_ending().is_none()
+            before
+                && is_ending()
+                && as_worker(enter_driver).is_none()
+                && waiting.is_none()
+                && program
+                && Answering::unless_ending().is_none()
         }));
     }
 

@@ -328,6 +328,52 @@ static void closed_input(void)
 	verify(device, 1);
 }
 
+/* Ends when told to, whatever is being done to its memory. */
+static void ends_by_exit(void)
+{
+	allocate(1);
+	turn("ready");
+	exit(0);
+}
+
+static void on_termination(int number)
+{
+	exit(number == SIGTERM ? 0 : 1);
+}
+
+static void ends_by_signal(void)
+{
+	signal(SIGTERM, on_termination);
+	allocate(1);
+	printf("ready\n");
+	fflush(stdout);
+	for (;;)
+		pause();
+}
+
+static void for_ever(void *nothing)
+{
+	(void)nothing;
+	for (;;)
+		pause();
+}
+
+static void ends_with_endless_work(void)
+{
+	cudaStream_t stream;
+	allocate(1);
+	check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "cudaStreamCreate");
+	check(cudaLaunchHostFunc(stream, for_ever, NULL) == cudaSuccess, "cudaLaunchHostFunc");
+	turn("ready");
+}
+
+/* Returns from main. */
+static void ends(void)
+{
+	allocate(1);
+	turn("ready");
+}
+
 /* Is there, with memory, until told to go. */
 static void plain(void)
 {
@@ -355,6 +401,10 @@ int main(int argc, char **argv)
 		{"use-while-paused", use_while_paused},
 		{"close-sockets", close_sockets},
 		{"closed-input", closed_input},
+		{"ends", ends},
+		{"ends-by-exit", ends_by_exit},
+		{"ends-by-signal", ends_by_signal},
+		{"ends-with-endless-work", ends_with_endless_work},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
 		if (strcmp(argv[1], modes[i].name) == 0) {

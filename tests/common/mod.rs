@@ -36,11 +36,17 @@ pub const LOG_LEVEL: &str = "TESTS_LOG_LEVEL";
 /// `VRAMCTL_HOST_CAP` in the tests' own process.
 pub const HOST_CAP: u64 = 192 << 20;
 
+/// In the environment of a test that starts itself many times: everything is built.
+pub const BUILT: &str = "TESTS_ARE_BUILT";
+
 /// The folder with the built test libraries and programs, built now if need be.
 pub fn artifacts() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
         let target = std::env::current_exe().expect("a path").ancestors().nth(2).expect("a folder").to_owned();
+        if std::env::var_os(BUILT).is_some() {
+            return target;
+        }
         let mut build = Command::new(env!("CARGO"));
         // The library too: the tests' own build of it is not put where programs can load it.
         build

@@ -1,7 +1,7 @@
 //! A kernel that fails on demand: for tests of what requests may come to.
 
 use super::ALIGNMENT;
-use super::engine::{Operation, Job};
+use super::engine::{Job, Operation};
 use std::{fmt, io};
 
 /// What tests have the kernel say instead of what it says.
