@@ -321,13 +321,47 @@ fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
     let first = fs::metadata(&socket).unwrap().ino();
     program.tell("go on");
     program.expect("closed");
-    // The first client is still answered by the socket that was closed, and shows the library what has happened.
+    // The first client's connection shows the library what has happened.
     for request in ["pause", "resume"] {
-        eventually(|| machine.ask(&[request, "--name", "tidy"]));
+        machine.done(&[request, "--name", "tidy"]);
     }
     assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
     program.tell("go on");
     program.ends_well();
+}
+
+#[test]
+fn a_program_in_the_background_is_found_and_keeps_its_files() {
+    for mode in ["daemon-with-files", "daemon-without-streams"] {
+        let machine = Machine::new("256M");
+        let stop = machine.folder.path().join("stop");
+        fs::write(&stop, "").unwrap();
+        let mut program = machine.start_with(mode, "odd", &[mode], |command| {
+            command.env("ODD_STOP", &stop);
+        });
+        program.expect("ready");
+        let socket = machine.socket(&program);
+        let first = fs::metadata(&socket).unwrap().ino();
+        program.tell("go on");
+        // Its end of the pipe is closed.
+        let mut rest = String::new();
+        program.output.read_to_string(&mut rest).unwrap();
+        // Several look for it at the same time: none of them may take the new socket away for the old one.
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| {
+                    let listed = machine.done(&["ps"]);
+                    assert!(listed.contains(mode), "{listed}");
+                });
+            }
+        });
+        machine.done(&["pause", "--backup", "disk"]);
+        machine.done(&["resume"]);
+        assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
+        fs::remove_file(&stop).unwrap();
+        let ended = program.child.wait().unwrap();
+        assert!(ended.success(), "{mode}: {ended}");
+    }
 }
 
 /// Two containers that share a directory may both have a process of this number. The one that has no socket for that must not
