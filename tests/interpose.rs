@@ -14,7 +14,7 @@ use vramctl_core::memory::{Memory, region};
 use vramctl_driver::{PHYSICAL_PIECE, StreamHandle};
 use vramctl_intercept::hooks::{self as interpose, Extent, PitchedPtr};
 use vramctl_model::Error;
-use vramctl_model::{Backup, Observer, Progress, Request, TagState};
+use vramctl_model::{Backup, Observer, Progress, Request, Span, TagState};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -706,6 +706,46 @@ fn retained_contents_stay_where_giving_them_up_would_not_help() {
         assert_eq!(free(others), 0);
     }
     assert_eq!(free(retained), 0);
+}
+
+/// A copy that shares its piece of host memory with contents that stay makes no room.
+#[test]
+fn what_makes_no_room_stays_retained() {
+    let _gpu = Gpu::take();
+    let host = || Memory::get().status().host.used_bytes;
+    let [kept, shares, alone] = [("kept", 8 * MIB), (common::RETAINED_TAG, 24 * MIB), (common::RETAINED_TAG, 64 * MIB)]
+        .map(|(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap());
+    const { assert!(HOST_PIECE == 32 * MIB && common::HOST_CAP == 6 * HOST_PIECE as u64) };
+    // The first two in one piece, the third in two of its own.
+    pause(&["kept"]).unwrap();
+    pause(&[common::RETAINED_TAG]).unwrap();
+    resume(&[common::RETAINED_TAG]).unwrap();
+    // Four pieces, where there are three.
+    let others = malloc_tagged("t", None, 120 * MIB).unwrap();
+    pause(&["t"]).unwrap();
+    assert_eq!(host(), (8 + 24 + 120) << 20, "the copy that takes two pieces is given up, and no other");
+    resume(&[]).unwrap();
+    assert_eq!([kept, shares, alone, others].map(free), [0; 4]);
+}
+
+/// What was saved before its tag was to be retained may keep other parts, and nothing is saved over it.
+#[test]
+fn a_retained_copy_of_other_parts_makes_room_for_its_own_tag() {
+    const BYTES: usize = 160 * MIB;
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("parts", None, BYTES).unwrap();
+    let unused = vec![Span { address, bytes: 96 * MIB }];
+    Memory::get().pause(&Request { unused, ..Request::default() }, &mut ()).unwrap();
+    Memory::get().set_retain(Some("parts"), Some(true)).unwrap();
+    resume(&[]).unwrap();
+    assert_eq!(Memory::get().status().host.used_bytes, 64 << 20, "a part is retained");
+    let contents = pattern(5, BYTES);
+    assert_eq!(write(address, &contents), 0);
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert!(read(address, BYTES).unwrap() == contents);
+    Memory::get().set_retain(Some("parts"), None).unwrap();
+    assert_eq!(free(address), 0);
 }
 
 /// Where host memory cannot be registered, backups go through a small buffer of the driver's, or without any.

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Current, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Request, Shortage, Span, Stage, code};
+use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Request, Shortage, Span, Stage, code};
 
 /// For a reader.
 fn tags_text(request: &Request) -> String {
@@ -113,7 +113,7 @@ impl Memory {
             match self.try_pause(request, started, &mut clock, observer) {
                 Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
-                Err(Error::HostMemory { needed, available, .. }) if self.make_room(request, needed.saturating_sub(available)) => (),
+                Err(Error::HostMemory { .. }) if self.make_room(request) => (),
                 answer => return answer.inspect(|report| log::info!("paused {}: {report}", tags_text(request))),
             }
         }
@@ -186,33 +186,26 @@ impl Memory {
         })
     }
 
-    /// Gives up as much of what is retained of active memory, which only saves time, as a pause is short of. Not what that pause
-    /// would save over. `false`: it would not be enough.
-    fn make_room(&self, request: &Request, short: u64) -> bool {
+    /// Gives up of what is retained of active memory, which only saves time, as much as a pause needs. Not what that pause
+    /// saves over. `false`: there is nothing to give up, or all of it would not be enough.
+    fn make_room(&self, request: &Request) -> bool {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
-            let saves_over =
-                |allocation: &Arc<Allocation>| is_meant(&request.tags, allocation) && policy_for(request, allocation) == Backup::Host;
-            let retained = |allocation: Arc<Allocation>| {
-                let bytes = allocation.contents().saved.as_ref().map(|saved| saved.kept_bytes());
-                let useful = !allocation.is_paused() && !saves_over(&allocation);
-                useful.then_some((allocation, bytes?))
-            };
-            let retained: Vec<_> = self.snapshot().into_iter().filter_map(retained).collect();
-            let room: u64 = retained.iter().map(|(_, bytes)| bytes).sum();
-            if room.next_multiple_of(backup::HOST_PIECE as u64) < short {
-                return false;
+            let (mut wanted, mut retained) = (Vec::new(), Vec::new());
+            for allocation in self.snapshot().into_iter().filter(|allocation| !allocation.is_paused()) {
+                let new = Some(wanted_of(request, &allocation)).filter(|new| is_meant(&request.tags, &allocation) && !new.live.is_empty());
+                let saved = allocation.contents().saved.clone();
+                if let Some(saved) = saved.filter(|_| new.as_ref().is_none_or(|new| new.saved_over().is_none())) {
+                    retained.push((allocation, saved));
+                }
+                wanted.extend(new);
             }
-            let mut rest = short;
-            let needed = |(_, bytes): &&(_, u64)| {
-                let before = rest;
-                rest = rest.saturating_sub(*bytes);
-                before > 0
-            };
-            retained.iter().take_while(needed).filter_map(|(allocation, _)| allocation.contents().saved.take()).collect()
+            let (of, retained): (Vec<_>, Vec<_>) = retained.into_iter().unzip();
+            let Some(given_up) = backup::in_the_way(&retained, wanted) else { return false };
+            given_up.into_iter().filter_map(|place| of[place].contents().saved.take()).collect()
         };
         if !given_up.is_empty() {
-            log::info!("host memory is short of {}: what was retained of {} allocations is given up", Bytes(short), given_up.len());
+            log::info!("host memory is short: what was retained of {} allocations is given up", given_up.len());
         }
         !given_up.is_empty()
     }
