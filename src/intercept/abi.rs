@@ -49,6 +49,8 @@ pub enum VramctlResult {
     Disk = 13,
     /// Over the socket only: a KV cache would be dropped that the engine's prefix cache still describes.
     PrefixCache = 14,
+    /// The program is ending.
+    Ending = 15,
 }
 
 impl From<Kind> for VramctlResult {
@@ -68,6 +70,7 @@ impl From<Kind> for VramctlResult {
             Kind::BufferTooSmall => Self::BufferTooSmall,
             Kind::Disk => Self::Disk,
             Kind::PrefixCache => Self::PrefixCache,
+            Kind::Ending => Self::Ending,
         }
     }
 }
