@@ -51,7 +51,7 @@ enum VramctlResult
   // A file for contents could not be made, written or read.
   VRAMCTL_RESULT_DISK = 13,
   // The program is ending.
-  VRAMCTL_RESULT_ENDING = 14,
+  VRAMCTL_RESULT_ENDING = 15,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

@@ -193,7 +193,7 @@ class Ending(Error):
     """The program is ending: what was under way is given up, and its memory goes with it."""
 
     code = "ending"
-    number = 14
+    number = 15
 
 
 class NotPreloaded(Error):

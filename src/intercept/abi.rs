@@ -48,7 +48,7 @@ pub enum VramctlResult {
     /// A file for contents could not be made, written or read.
     Disk = 13,
     /// The program is ending.
-    Ending = 14,
+    Ending = 15,
 }
 
 impl From<Kind> for VramctlResult {

@@ -100,7 +100,7 @@ pub enum Kind {
     /// A file for contents could not be made, written or read.
     Disk = 13,
     /// The program is ending.
-    Ending = 14,
+    Ending = 15,
 }
 
 impl Error {
@@ -227,7 +227,7 @@ mod tests {
             (Kind::NotPaused, 11, "not_paused"),
             (Kind::BufferTooSmall, 12, "buffer_too_small"),
             (Kind::Disk, 13, "disk"),
-            (Kind::Ending, 14, "ending"),
+            (Kind::Ending, 15, "ending"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);
