@@ -737,7 +737,9 @@ fn what_makes_no_room_stays_retained() {
     for tag in ["kept", "shares", "alone"] {
         Memory::get().set_retain(Some(tag), None).unwrap();
     }
-    addresses.into_iter().for_each(|address| assert_eq!(free(address), 0));
+    for address in addresses {
+        assert_eq!(free(address), 0);
+    }
 }
 
 /// What was saved before its tag was to be retained may keep other parts, and nothing is saved over it.
