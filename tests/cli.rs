@@ -953,8 +953,11 @@ fn what_is_no_socket_is_left_alone() {
 fn an_unsafe_directory_is_refused() {
     let place = Place::new();
     let _engine = Fake::new(&place, "engine", &["weights"]);
-    fs::set_permissions(&place.sockets, Permissions::from_mode(0o755)).unwrap();
-    place.vramctl("ps").expect(1, "", "chmod 700");
+    // Open to the group only, to others only, and to both.
+    for open in [0o750, 0o720, 0o710, 0o705, 0o755] {
+        fs::set_permissions(&place.sockets, Permissions::from_mode(open)).unwrap();
+        place.vramctl("ps").expect(1, "", "chmod 700");
+    }
     let pause = place.vramctl("pause --json");
     assert_eq!((pause.code, &pause.json()["error"]["code"]), (Some(1), &json!("failed")));
 

@@ -431,13 +431,47 @@ fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
     let first = fs::metadata(&socket).unwrap().ino();
     program.tell("go on");
     program.expect("closed");
-    // The closed socket still serves the first client, and the library notices the loss.
+    // The first client's connection makes the library notice the loss.
     for request in ["pause", "resume"] {
-        eventually(|| machine.ask(&[request, "--name", "tidy"]));
+        machine.done(&[request, "--name", "tidy"]);
     }
     assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
     program.tell("go on");
     program.ends_well();
+}
+
+#[test]
+fn a_program_in_the_background_is_found_and_keeps_its_files() {
+    for mode in ["daemon-with-files", "daemon-without-streams"] {
+        let machine = Machine::new("256M");
+        let stop = machine.folder.path().join("stop");
+        fs::write(&stop, "").unwrap();
+        let mut program = machine.start_with(mode, "odd", &[mode], |command| {
+            command.env("ODD_STOP", &stop);
+        });
+        program.expect("ready");
+        let socket = machine.socket(&program);
+        let first = fs::metadata(&socket).unwrap().ino();
+        program.tell("go on");
+        // It has closed its end of the pipe.
+        let mut rest = String::new();
+        program.output.read_to_string(&mut rest).unwrap();
+        // Several clients at once: none may remove the new socket, mistaking it for the old one.
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| {
+                    let listed = machine.done(&["ps"]);
+                    assert!(listed.contains(mode), "{listed}");
+                });
+            }
+        });
+        machine.done(&["pause", "--backup", "disk"]);
+        machine.done(&["resume"]);
+        assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
+        fs::remove_file(&stop).unwrap();
+        let ended = program.child.wait().unwrap();
+        assert!(ended.success(), "{mode}: {ended}");
+    }
 }
 
 /// Two containers that share a directory may have processes with the same PID. The one without a socket must not remove the
@@ -504,8 +538,45 @@ fn signals_exit_handlers_and_large_thread_locals() {
     }
 }
 
-/// The arena only reserves addresses: `mlockall` must not fill them, and they must not count against the program's data
-/// limit.
+/// In the middle of a pause or resume, or while one waits for device work that never finishes.
+#[test]
+fn a_program_that_ends_in_a_pause_or_resume_ends_as_it_would_and_the_client_is_told() {
+    let ends = |mode: &str, request: &str, thread: &str| {
+        let machine = Machine::new("256M");
+        let mut program = machine.start_with("ending", "odd", &[mode], |command| {
+            command.env("SIMGPU_OP_DELAY_MS", "1500").env("SIMGPU_END_MS", "20").stderr(Stdio::piped());
+        });
+        program.expect("ready");
+        if request == "resume" {
+            machine.done(&["pause"]);
+        }
+        let client = machine.vramctl(&[request, "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        while !program.threads().contains(&thread.to_owned()) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if mode == "ends-by-signal" {
+            unsafe { libc::kill(program.pid().cast_signed(), libc::SIGTERM) };
+        } else {
+            program.tell("go on");
+        }
+        let mut said = String::new();
+        program.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        program.ends_well();
+        assert_eq!(said, "", "{mode}, {request}");
+        let told = client.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&told.stdout).into_owned() + &String::from_utf8_lossy(&told.stderr);
+        // A resume may have had nothing left to do but this one copy.
+        assert!(text.contains("\"ending\"") || (request == "resume" && text.contains("\"report\"")), "{mode}, {request}: {text}");
+    };
+    std::thread::scope(|scope| {
+        for mode in ["ends", "ends-by-exit", "ends-by-signal"] {
+            scope.spawn(move || ["pause", "resume"].map(|request| ends(mode, request, "vramctl-copy")));
+        }
+        scope.spawn(|| ends("ends-with-endless-work", "pause", "vramctl-wait"));
+    });
+}
+
+/// The arena only reserves addresses: `mlockall` must not fill them, and they must not count against the program's data limit.
 #[test]
 fn limits_of_the_program_are_for_the_program() {
     let machine = Machine::new("256M");

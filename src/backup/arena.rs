@@ -174,6 +174,32 @@ impl Arena {
         }
     }
 
+    /// Which of these ranges must go so that others of these sizes find room, by their places in the list; `None`: they would
+    /// not even without all of them. Those that begin in one piece go together: memory is had and given back in pieces.
+    pub fn in_the_way(&self, ranges: &[&Range], sizes: &[usize]) -> Option<Vec<usize>> {
+        let state = self.lock();
+        let populated = (state.populated() * HOST_PIECE) as u64;
+        let most = populated.saturating_add(limits::available_bytes()).min(Config::get().host_cap);
+        let fits_without = |gone: &[&[usize]]| {
+            let gone = gone.iter().copied().flatten().map(|place| ranges[*place]);
+            state.pieces_with(gone, sizes).is_some_and(|pieces| (pieces * HOST_PIECE) as u64 <= most)
+        };
+        let first_piece = |place: &usize| Self::pieces_of(ranges[*place]).start;
+        let mut places: Vec<_> = (0..ranges.len()).collect();
+        places.sort_unstable_by_key(first_piece);
+        let mut gone: Vec<_> = places.chunk_by(|one, next| first_piece(one) == first_piece(next)).collect();
+        if !fits_without(&gone) {
+            return None;
+        }
+        for group in (0..gone.len()).rev() {
+            let kept = gone.remove(group);
+            if !fits_without(&gone) {
+                gone.insert(group, kept);
+            }
+        }
+        Some(gone.concat())
+    }
+
     /// Makes the addresses of the first pieces writable. `false`: the limits of the program do not allow it. All at once,
     /// before they are populated: such a change stops every thread that is populating.
     fn open(&self, state: &mut Stock, pieces: usize) -> bool {
@@ -505,6 +531,25 @@ impl Stock {
     /// Stock that have memory, or will have it as soon as a range that touches them is filled.
     fn populated(&self) -> usize {
         self.pieces.iter().filter(|piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent)).count()
+    }
+
+    /// How many pieces would have memory without some ranges, and with others of these sizes; `None`: there is no place for
+    /// those.
+    fn pieces_with<'a>(&self, gone: impl Iterator<Item = &'a Range>, sizes: &[usize]) -> Option<usize> {
+        let mut free = self.free.clone();
+        let mut users: Vec<_> = self.pieces.iter().map(|piece| piece.users).collect();
+        for range in gone {
+            Arena::pieces_of(range).for_each(|piece| users[piece] -= 1);
+            free.give_back(range.offset, range.bytes);
+        }
+        for &bytes in sizes {
+            let taken = std::mem::ManuallyDrop::new(Range { offset: free.take(bytes)?, bytes });
+            let pieces = Arena::pieces_of(&taken);
+            users.resize(users.len().max(pieces.end), 0);
+            pieces.for_each(|piece| users[piece] += 1);
+        }
+        let stays = |piece: usize| piece < self.kept && self.pieces.get(piece).is_some_and(|piece| piece.readiness.is_ready());
+        Some((0..users.len()).filter(|piece| users[*piece] > 0 || stays(*piece)).count())
     }
 
     /// A piece with memory that nobody uses and nobody keeps.

@@ -91,6 +91,15 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut
     Ok(kept)
 }
 
+/// Which of the retained contents must be given up, by their places in the list, so that there is room for those that are
+/// wanted; `None`: there would not be, without all of them.
+pub fn in_the_way(retained: &[Arc<Saved>], wanted: Vec<Wanted>) -> Option<Vec<usize>> {
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
+    let mut sizes = host::sizes_of_new(&in_memory);
+    sizes.extend(spill::size_of_staging(&on_disk));
+    host::in_the_way(retained, &sizes)
+}
+
 /// Copies saved contents back. `produce` puts memory at the addresses meanwhile, and hands over each item as soon as that
 /// is done.
 pub fn restore(

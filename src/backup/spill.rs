@@ -52,7 +52,7 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec
     let layout = layout(0, extents.iter().copied());
     let spill = Spill::create(&settings::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
     let mut meter = Meter::new(Stage::Save, bytes, progress);
-    let memory = staging_memory(bytes, extents[0].context)?;
+    let memory = staging_memory(wanted, extents[0].context)?;
     through_staging(&memory, |staging| {
         spill.write(staging, 0, bytes as u64, &mut |offset, piece| {
             copy(Direction::FromDevice, &layout, offset, piece.as_mut_ptr(), piece.len())?;
@@ -129,11 +129,17 @@ fn copy(direction: Direction, layout: &[(ops::Range<u64>, Extent)], offset: u64,
 const STAGING_PIECES: usize = 8;
 const STAGING_PIECE: usize = 8 << 20;
 
-/// Staging memory from the arena for a file of so many bytes, ready to be used.
-fn staging_memory(bytes: usize, context: Context) -> Result<Range, Error> {
+/// How much staging memory a file for these contents takes, if there is one.
+pub fn size_of_staging(wanted: &[Wanted]) -> Option<usize> {
+    let bytes: usize = wanted.iter().map(|wanted| wanted.extent.bytes).sum();
+    (!wanted.is_empty()).then(|| bytes.div_ceil(STAGING_PIECE).clamp(1, STAGING_PIECES) * STAGING_PIECE)
+}
+
+/// Staging memory from the arena, ready to be used.
+fn staging_memory(wanted: &[Wanted], context: Context) -> Result<Range, Error> {
     let arena = Arena::get()?;
-    let pieces = bytes.div_ceil(STAGING_PIECE).clamp(1, STAGING_PIECES);
-    let range = arena.take(&[pieces * STAGING_PIECE])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
+    let size = size_of_staging(wanted).unwrap_or_default();
+    let range = arena.take(&[size])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
     Arena::pieces_of(&range).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
     Ok(range)
 }

@@ -49,6 +49,8 @@ pub enum VramctlResult {
     Disk = 13,
     /// Over the socket only: the pause would drop a KV cache that the engine's prefix cache still describes.
     PrefixCache = 14,
+    /// The program is exiting.
+    Ending = 15,
 }
 
 impl From<Kind> for VramctlResult {
@@ -68,11 +70,13 @@ impl From<Kind> for VramctlResult {
             Kind::BufferTooSmall => Self::BufferTooSmall,
             Kind::Disk => Self::Disk,
             Kind::PrefixCache => Self::PrefixCache,
+            Kind::Ending => Self::Ending,
         }
     }
 }
 
-/// What a pause does with contents. Passed as an `int32_t`, so that an invalid value is an error and not undefined behaviour.
+/// What a pause does with contents. Passed as an `int32_t`, so that an invalid value is an error and not undefined
+/// behaviour.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VramctlBackup {
@@ -92,11 +96,11 @@ pub extern "C" fn vramctl_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// Begins a region: until the matching `vramctl_region_end`, allocations of the calling thread get the tag `tag`. Regions nest;
-/// the innermost one applies. With a null `tag`, allocations in the region are left to CUDA.
+/// Begins a region: until the matching `vramctl_region_end`, allocations of the calling thread get the tag `tag`.
+/// Regions nest; the innermost one applies. With a null `tag`, allocations in the region are left to CUDA.
 ///
-/// `tag` is UTF-8 of at most 128 bytes, without commas, equals signs and control characters. It is copied. `backup` is a
-/// `VramctlBackup`.
+/// `tag` is UTF-8 of at most 128 bytes, without commas, equals signs and control characters. It is copied. `backup` is
+/// a `VramctlBackup`.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -115,11 +119,11 @@ pub extern "C" fn vramctl_region_end() -> VramctlResult {
     answer(region::end)
 }
 
-/// Writes the tag that an allocation of the calling thread would get now to `buffer`, NUL-terminated. The string is empty if the
-/// allocation would be left to CUDA.
+/// Writes the tag that an allocation of the calling thread would get now to `buffer`, NUL-terminated. The string is
+/// empty if the allocation would be left to CUDA.
 ///
-/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller, returns
-/// `BufferTooSmall` and leaves `buffer` unchanged.
+/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+/// returns `BufferTooSmall` and leaves `buffer` unchanged.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes, and `needed` null or writable.
@@ -132,11 +136,11 @@ pub unsafe extern "C" fn vramctl_current_tag(buffer: *mut c_char, capacity: usiz
     })
 }
 
-/// Pauses: waits for the device's work, keeps or discards contents, and gives the memory back to the driver. All or nothing.
-/// Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
+/// Pauses: waits for the device's work, keeps or discards contents, and gives the memory back to the driver. All or
+/// nothing. Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
 ///
-/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative value
-/// means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
+/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative
+/// value means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -172,16 +176,17 @@ pub struct VramctlTag {
 
 /// Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused.
 ///
-/// `tags`: `count` entries, at least one. A tag that no allocation has is `UnknownTag`, unless a null tag is listed too.
-/// `timeout_ms`: as for `vramctl_pause`.
+/// `tags`: `count` entries, at least one. A tag that no allocation has is `UnknownTag`, unless a null tag is listed
+/// too. `timeout_ms`: as for `vramctl_pause`.
 ///
-/// `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own allocator. Whole
-/// 2 MiB pages in them read as zero after the resume, unless their contents are kept anyway (on disk, or because the tag is
-/// retained). They must stay unused until this function returns. Ranges may overlap; unmanaged parts are ignored.
+/// `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own
+/// allocator. Whole 2 MiB pages in them read as zero after the resume, unless their contents are kept anyway (on disk,
+/// or because the tag is retained). They must stay unused until this function returns. Ranges may overlap; unmanaged
+/// parts are ignored.
 ///
 /// # Safety
-/// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` for `unused_count` ranges
-/// (or null if `unused_count` is 0).
+/// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` for `unused_count`
+/// ranges (or null if `unused_count` is 0).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_pause_tags(
     tags: *const VramctlTag,
@@ -219,11 +224,11 @@ pub unsafe extern "C" fn vramctl_pause_tags(
     })
 }
 
-/// Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or nothing.
-/// Resuming active memory is a no-op.
+/// Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or
+/// nothing. Resuming active memory is a no-op.
 ///
-/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory held by other processes, in milliseconds; 0 means
-/// not at all, a negative value no limit.
+/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory held by other processes, in milliseconds;
+/// 0 means not at all, a negative value no limit.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -240,7 +245,8 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
 
 /// Resumes several tags at once, as `vramctl_resume` does one. After an error, none of them is resumed.
 ///
-/// `tags`: `count` tags, at least one; a null tag means all. `timeout_ms`: as for `vramctl_resume`, for all tags together.
+/// `tags`: `count` tags, at least one; a null tag means all. `timeout_ms`: as for `vramctl_resume`, for all tags
+/// together.
 ///
 /// # Safety
 /// `tags` must be readable for `count` pointers, each null or to a NUL-terminated string.
@@ -262,11 +268,12 @@ pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: 
     })
 }
 
-/// Writes the report of the calling thread's last successful pause or resume to `buffer`, as a NUL-terminated JSON object: the
-/// fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if there was none.
+/// Writes the report of the calling thread's last successful pause or resume to `buffer`, as a NUL-terminated JSON
+/// object: the fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if
+/// there was none.
 ///
-/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller, returns
-/// `BufferTooSmall` and leaves `buffer` unchanged.
+/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+/// returns `BufferTooSmall` and leaves `buffer` unchanged.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
@@ -279,11 +286,11 @@ pub unsafe extern "C" fn vramctl_last_report_json(buffer: *mut c_char, capacity:
     })
 }
 
-/// Writes the state of the managed memory to `buffer`, as a NUL-terminated JSON object: the memory fields of the control
-/// protocol's `status` reply (`docs/protocol.md`), sizes in bytes.
+/// Writes the state of the managed memory to `buffer`, as a NUL-terminated JSON object: the memory fields of the
+/// control protocol's `status` reply (`docs/protocol.md`), sizes in bytes.
 ///
-/// If `needed` is not null, it receives the string's size in bytes, including the NUL; the size may change between calls. If
-/// `capacity` is smaller, returns `BufferTooSmall` and leaves `buffer` unchanged.
+/// If `needed` is not null, it receives the string's size in bytes, including the NUL; the size may change between
+/// calls. If `capacity` is smaller, returns `BufferTooSmall` and leaves `buffer` unchanged.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
@@ -295,20 +302,20 @@ pub unsafe extern "C" fn vramctl_status_json(buffer: *mut c_char, capacity: usiz
     })
 }
 
-/// The error message of the calling thread's last failed call; empty if none has failed. Owned by the library and valid until
-/// the thread's next failed call.
+/// The error message of the calling thread's last failed call; empty if none has failed. Owned by the library and valid
+/// until the thread's next failed call.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_last_error() -> *const c_char {
     let text = LAST.try_with(|last| last.try_borrow().map_or(c"".as_ptr(), |last| last.error_text.as_ptr()));
     text.unwrap_or(c"".as_ptr())
 }
 
-/// Writes the calling thread's last error to `buffer`, as a NUL-terminated JSON object: the fields of the control protocol's
-/// `error` reply (`docs/protocol.md`), such as `code`, `message` and, if memory was short, `shortage` in bytes; `{}` if none has
-/// failed.
+/// Writes the calling thread's last error to `buffer`, as a NUL-terminated JSON object: the fields of the control
+/// protocol's `error` reply (`docs/protocol.md`), such as `code`, `message` and, if memory was short, `shortage` in
+/// bytes; `{}` if none has failed.
 ///
-/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller, returns
-/// `BufferTooSmall`, leaves `buffer` unchanged and keeps the last error.
+/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+/// returns `BufferTooSmall`, leaves `buffer` unchanged and keeps the last error.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
@@ -321,11 +328,12 @@ pub unsafe extern "C" fn vramctl_last_error_json(buffer: *mut c_char, capacity: 
     outcome.map_or(VramctlResult::Internal, |outcome| outcome.map_or_else(|error| error.kind().into(), |()| VramctlResult::Ok))
 }
 
-/// Gives read access to the kept contents of a paused allocation: `*pointer` receives the host address of the byte that was at
-/// `address` and, if `bytes` is not null, `*bytes` the number of bytes from there to the end of the allocation.
+/// Gives read access to the kept contents of a paused allocation: `*pointer` receives the host address of the byte that
+/// was at `address` and, if `bytes` is not null, `*bytes` the number of bytes from there to the end of the allocation.
 ///
-/// `address` may be anywhere in the allocation. The memory belongs to the library and is valid until the allocation is resumed
-/// or freed. Returns `NotPaused` unless the address is in a paused allocation whose contents are in host memory.
+/// `address` may be anywhere in the allocation. The memory belongs to the library and is valid until the allocation is
+/// resumed or freed. Returns `NotPaused` unless the address is in a paused allocation whose contents are in host
+/// memory.
 ///
 /// # Safety
 /// `pointer` must be writable, and `bytes` null or writable.
@@ -354,8 +362,8 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
     })
 }
 
-/// Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory. The
-/// default is 0.
+/// Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory.
+/// The default is 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
     answer(|| {
@@ -364,8 +372,9 @@ pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
     })
 }
 
-/// Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and `vramctl pause`
-/// refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws the declaration.
+/// Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and
+/// `vramctl pause` refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws
+/// the declaration.
 ///
 /// `name` has 1 to 64 letters, digits, dots, dashes and underscores. It is copied.
 ///
@@ -386,11 +395,11 @@ pub unsafe extern "C" fn vramctl_set_engine(name: *const c_char) -> VramctlResul
     })
 }
 
-/// Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has changed.
-/// Drops retained backups that are no longer wanted.
+/// Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has
+/// changed. Drops retained backups that are no longer wanted.
 ///
-/// `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 to retain, 0 not to, -1 to remove the
-/// setting. Without one, the setting for null applies, then `VRAMCTL_RETAIN`.
+/// `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 to retain, 0 not to, -1 to remove
+/// the setting. Without one, the setting for null applies, then `VRAMCTL_RETAIN`.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -409,8 +418,9 @@ pub unsafe extern "C" fn vramctl_set_retain(tag: *const c_char, retain: i32) -> 
     })
 }
 
-/// Sets the directory in which future pauses keep contents with the policy `Disk`. It must exist and should be on a drive, not a
-/// `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `Disk` if it is not a directory.
+/// Sets the directory in which future pauses keep contents with the policy `Disk`. It must exist and should be on a
+/// drive, not a `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `Disk` if it
+/// is not a directory.
 ///
 /// # Safety
 /// `directory` must be null or NUL-terminated.
@@ -446,7 +456,8 @@ fn json(value: Option<&impl serde::Serialize>) -> String {
     value.and_then(|value| serde_json::to_string(value).ok()).unwrap_or_else(|| "{}".into())
 }
 
-/// Runs the body of a function. Turns errors, and panics, which must not cross into C, into a result code and stores the error.
+/// Runs the body of a function. Turns errors, and panics, which must not cross into C, into a result code and stores
+/// the error.
 fn answer(body: impl FnOnce() -> Result<(), Error>) -> VramctlResult {
     let outcome = panic::catch_unwind(AssertUnwindSafe(body));
     let Err(error) = outcome.unwrap_or_else(|_| Err(Error::Internal("a call panicked".into()))) else {

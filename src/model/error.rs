@@ -51,6 +51,8 @@ pub enum Error {
         /// The buffer's size in bytes.
         capacity: usize,
     },
+    /// The program is exiting. Transitions in progress are abandoned, and none is started.
+    Ending,
     /// A bug in the library.
     Internal(String),
 }
@@ -104,6 +106,8 @@ pub enum Kind {
     Disk = 13,
     /// The pause would drop a KV cache that an inference engine still relies on.
     PrefixCache = 14,
+    /// The program is exiting.
+    Ending = 15,
 }
 
 impl Error {
@@ -128,6 +132,7 @@ impl Error {
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
+            Self::Ending => Kind::Ending,
             Self::Internal(_) => Kind::Internal,
         }
     }
@@ -141,6 +146,7 @@ impl Error {
             Self::UnknownTag { .. } | Self::Invalid(_) | Self::NotPaused(_) | Self::BufferTooSmall { .. } => code::INVALID_VALUE,
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
+            Self::Ending => code::DEINITIALIZED,
             Self::Busy(_) | Self::PrefixCache(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
         }
     }
@@ -190,6 +196,7 @@ impl fmt::Display for Error {
             ),
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
+            Self::Ending => write!(out, "the program is exiting, which frees its memory"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
         }
     }
@@ -235,6 +242,7 @@ mod tests {
             (Kind::BufferTooSmall, 12, "buffer_too_small"),
             (Kind::Disk, 13, "disk"),
             (Kind::PrefixCache, 14, "prefix_cache"),
+            (Kind::Ending, 15, "ending"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);

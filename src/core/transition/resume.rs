@@ -1,6 +1,6 @@
 //! A resume: create, map and fill new memory, then let go of the backups.
 
-use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text};
+use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::{Allocation, Contents, Memory};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,6 +17,10 @@ impl Memory {
     /// Resumes: puts new memory at the addresses of paused allocations, and their contents into it. After an error
     /// everything is as it was.
     pub fn resume(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
+        unless_ending(|| self.resume_when_there_is_room(request, observer))
+    }
+
+    fn resume_when_there_is_room(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         loop {
             let attempt = self.try_resume(request, started, observer);

@@ -38,13 +38,31 @@ pub unsafe extern "C" fn simgpu_slow_down(function: *const c_char, milliseconds:
     c_int::from(!faults::slow_down(unsafe { text(function) }, milliseconds))
 }
 
+/// Holds the `nth` call of any function (1 is the next) until [`simgpu_release`]; 0 holds none.
+#[unsafe(no_mangle)]
+pub extern "C" fn simgpu_hold(nth: u64) {
+    faults::hold(nth);
+}
+
+/// Whether a call is being held: 0 or 1.
+#[unsafe(no_mangle)]
+pub extern "C" fn simgpu_is_holding() -> c_int {
+    c_int::from(faults::is_holding())
+}
+
+/// Releases the call being held, after a moment.
+#[unsafe(no_mangle)]
+pub extern "C" fn simgpu_release() {
+    faults::release();
+}
+
 /// Removes all faults that have not triggered yet.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_clear_faults() {
     faults::clear();
 }
 
-/// Number of calls of a function since the start or the last [`simgpu_reset_counts`].
+/// Number of calls of a function, or of all functions if null, since the start or the last [`simgpu_reset_counts`].
 ///
 /// # Safety
 /// `function` must be NUL-terminated.

@@ -16,8 +16,9 @@ use crate::settings::{self, Settings};
 use crate::stream::{self, Streams};
 use crate::vmm::Space;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::time::Duration;
 
 /// All of the driver's per-process state, under one lock, which keeps the rules simple and the answers consistent. Nothing
 /// blocks while holding it: copies, delays and synchronisation happen outside.
@@ -46,6 +47,8 @@ static STATE: OnceLock<Mutex<State>> = OnceLock::new();
 static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
 /// Whether the process is exiting and has reached the exit handler that `cuInit` registered.
 static ENDED: AtomicBool = AtomicBool::new(false);
+/// The thread that runs the exit handlers.
+static ENDER: AtomicI32 = AtomicI32::new(0);
 
 /// Locks the state.
 pub fn state() -> MutexGuard<'static, State> {
@@ -110,12 +113,29 @@ pub fn init(flags: u32) -> Outcome {
 }
 
 extern "C" fn end() {
+    ENDER.store(thread(), Ordering::Relaxed);
     ENDED.store(true, Ordering::Release);
     // A real driver would free memory that the call is using, and crash now and then. Here it crashes always.
-    if faults::is_delaying() {
-        eprintln!("simgpu: the driver ends while a thread is in a call that takes long");
+    if faults::is_delaying_elsewhere() {
+        eprintln!("simgpu: the driver shut down while another thread was in a delayed call");
         std::process::abort();
     }
+    std::thread::sleep(Duration::from_millis(settings().end_ms.unwrap_or(0)));
+}
+
+/// A call after shutdown fails, as it does on the real driver if nothing worse happens. With `SIMGPU_END_MS` it aborts the
+/// process, except on the exiting thread, which may find out that the driver has shut down.
+fn call_after_the_end(function: &Function) -> Code {
+    if settings().end_ms.is_some() && ENDER.load(Ordering::Relaxed) != thread() {
+        eprintln!("simgpu: {} was called after the driver shut down", function.name);
+        std::process::abort();
+    }
+    DEINITIALIZED
+}
+
+fn thread() -> i32 {
+    // SAFETY: touches no memory.
+    unsafe { libc::gettid() }
 }
 
 /// Whether `cuInit` has been called in this process.
@@ -135,7 +155,7 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     let fault = faults::use_of(index);
     // After shutdown even names of codes are unavailable. NVML is another library.
     if ENDED.load(Ordering::Acquire) && function.name.starts_with("cu") {
-        return DEINITIALIZED;
+        return call_after_the_end(function);
     }
     faults::delay(index);
     if let Some(code) = fault {

@@ -27,6 +27,10 @@ static DELAYS: [AtomicU64; FUNCTIONS] = [const { AtomicU64::new(0) }; FUNCTIONS]
 /// Number of calls being delayed now.
 static DELAYED: AtomicU64 = AtomicU64::new(0);
 
+thread_local! {
+    static DELAYED_HERE: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
 /// Adds a delay to each call of a function. `false` if there is no such function.
 pub fn slow_down(name: &str, milliseconds: u64) -> bool {
     let Some(function) = exports::index_of(name) else { return false };
@@ -36,17 +40,56 @@ pub fn slow_down(name: &str, milliseconds: u64) -> bool {
 
 /// Sleeps for the function's delay.
 pub fn delay(function: usize) {
+    wait_if_held();
     let milliseconds = DELAYS[function].load(Ordering::Relaxed);
     if milliseconds > 0 {
-        DELAYED.fetch_add(1, Ordering::SeqCst);
-        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
-        DELAYED.fetch_sub(1, Ordering::SeqCst);
+        delayed(|| std::thread::sleep(std::time::Duration::from_millis(milliseconds)));
     }
 }
 
-/// Whether a call is being delayed now.
-pub fn is_delaying() -> bool {
-    DELAYED.load(Ordering::SeqCst) > 0
+/// Whether a call on another thread is being delayed now. (One on this thread cannot proceed meanwhile.)
+pub fn is_delaying_elsewhere() -> bool {
+    DELAYED.load(Ordering::SeqCst) > DELAYED_HERE.get()
+}
+
+/// Number of calls until one is held; 0 if none will be.
+static UNTIL_HELD: AtomicU64 = AtomicU64::new(0);
+static HOLDING: AtomicBool = AtomicBool::new(false);
+
+/// Holds the `nth` call of any function (1 is the next) until [`release`].
+pub fn hold(nth: u64) {
+    UNTIL_HELD.store(nth, Ordering::SeqCst);
+}
+
+/// Whether a call is being held.
+pub fn is_holding() -> bool {
+    HOLDING.load(Ordering::SeqCst)
+}
+
+/// Releases the call being held, after a moment.
+pub fn release() {
+    HOLDING.store(false, Ordering::SeqCst);
+}
+
+fn wait_if_held() {
+    let next = |left: u64| left.checked_sub(1);
+    if UNTIL_HELD.load(Ordering::Relaxed) > 0 && UNTIL_HELD.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next) == Ok(1) {
+        HOLDING.store(true, Ordering::SeqCst);
+        delayed(|| {
+            while is_holding() {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        });
+    }
+}
+
+fn delayed(wait: impl FnOnce()) {
+    DELAYED.fetch_add(1, Ordering::SeqCst);
+    DELAYED_HERE.set(DELAYED_HERE.get() + 1);
+    wait();
+    DELAYED_HERE.set(DELAYED_HERE.get() - 1);
+    DELAYED.fetch_sub(1, Ordering::SeqCst);
 }
 
 /// Counts a call of a function; returns the code of an injected fault, if any.
@@ -90,8 +133,11 @@ pub fn clear() {
     ARMED.store(false, Ordering::Relaxed);
 }
 
-/// Number of calls of a function, including failed ones.
+/// Number of calls of a function, including failed ones; of all functions if the name is empty.
 pub fn calls(name: &str) -> u64 {
+    if name.is_empty() {
+        return CALLS.iter().map(|count| count.load(Ordering::Relaxed)).sum();
+    }
     exports::index_of(name).map_or(0, |function| CALLS[function].load(Ordering::Relaxed))
 }
 
