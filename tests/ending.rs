@@ -55,7 +55,7 @@ fn ends_at_a_call() {
     }
     let (path, nth) = (std::env::var(PATH).expect("a path"), std::env::var(NTH).unwrap().parse().unwrap());
     let gpu = start(&path);
-    // Registered first, so it runs last: the call is still in the driver when the other exit handlers run.
+    // Registered last, so it runs first: the call is still in the driver when the exit handlers begin.
     assert_eq!(unsafe { libc::atexit(go_on) }, 0);
     gpu.reset_counts();
     gpu.hold(nth);
