@@ -52,7 +52,7 @@ enum VramctlResult
   VRAMCTL_RESULT_DISK = 13,
   // Over the socket only: the pause would drop a KV cache that the engine's prefix cache still describes.
   VRAMCTL_RESULT_PREFIX_CACHE = 14,
-  // The program is ending.
+  // The program is exiting.
   VRAMCTL_RESULT_ENDING = 15,
 };
 #ifndef __cplusplus
@@ -63,7 +63,8 @@ typedef int32_t VramctlResult;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
-// What a pause does with contents. Passed as an `int32_t`, so that an invalid value is an error and not undefined behaviour.
+// What a pause does with contents. Passed as an `int32_t`, so that an invalid value is an error and not undefined
+// behaviour.
 enum VramctlBackup
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : int32_t
@@ -109,142 +110,131 @@ extern "C" {
 // The library's version, such as `0.1.0`. The string is static.
 const char *vramctl_version(void);
 
-// Begins a region: until the matching `vramctl_region_end`, allocations of the calling thread get the tag `tag`. Regions nest;
-// the innermost one applies. With a null `tag`, allocations in the region are left to CUDA.
+// Begins a region: until the matching `vramctl_region_end`, allocations of the calling thread get the tag `tag`.
+// Regions nest; the innermost one applies. With a null `tag`, allocations in the region are left to CUDA.
 //
-// `tag` is UTF-8 of at most 128 bytes, without commas, equals signs and control characters. It is copied. `backup` is a
-// `VramctlBackup`.
+// `tag` is UTF-8 of at most 128 bytes, without commas, equals signs and control characters. It is copied. `backup` is
+// a `VramctlBackup`.
 //
 // # Safety
 // `tag` must be null or NUL-terminated.
-VramctlResult vramctl_region_begin(const char *tag,
-                                   int32_t backup);
+VramctlResult vramctl_region_begin(const char *tag, int32_t backup);
 
 // Ends the calling thread's innermost region. Returns `Invalid` if there is none.
 VramctlResult vramctl_region_end(void);
 
-// Writes the tag that an allocation of the calling thread would get now to `buffer`, NUL-terminated. The string is empty if the
-// allocation would be left to CUDA.
+// Writes the tag that an allocation of the calling thread would get now to `buffer`, NUL-terminated. The string is
+// empty if the allocation would be left to CUDA.
 //
-// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller, returns
-// `BufferTooSmall` and leaves `buffer` unchanged.
+// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+// returns `BufferTooSmall` and leaves `buffer` unchanged.
 //
 // # Safety
 // `buffer` must be writable for `capacity` bytes, and `needed` null or writable.
-VramctlResult vramctl_current_tag(char *buffer,
-                                  size_t capacity,
-                                  size_t *needed);
+VramctlResult vramctl_current_tag(char *buffer, size_t capacity, size_t *needed);
 
-// Pauses: waits for the device's work, keeps or discards contents, and gives the memory back to the driver. All or nothing.
-// Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
+// Pauses: waits for the device's work, keeps or discards contents, and gives the memory back to the driver. All or
+// nothing. Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
 //
-// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative value
-// means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
+// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative
+// value means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
 //
 // # Safety
 // `tag` must be null or NUL-terminated.
-VramctlResult vramctl_pause(const char *tag,
-                            int64_t timeout_ms,
-                            int32_t backup);
+VramctlResult vramctl_pause(const char *tag, int64_t timeout_ms, int32_t backup);
 
 // Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused.
 //
-// `tags`: `count` entries, at least one. A tag that no allocation has is `UnknownTag`, unless a null tag is listed too.
-// `timeout_ms`: as for `vramctl_pause`.
+// `tags`: `count` entries, at least one. A tag that no allocation has is `UnknownTag`, unless a null tag is listed
+// too. `timeout_ms`: as for `vramctl_pause`.
 //
-// `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own allocator. Whole
-// 2 MiB pages in them read as zero after the resume, unless their contents are kept anyway (on disk, or because the tag is
-// retained). They must stay unused until this function returns. Ranges may overlap; unmanaged parts are ignored.
+// `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own
+// allocator. Whole 2 MiB pages in them read as zero after the resume, unless their contents are kept anyway (on disk,
+// or because the tag is retained). They must stay unused until this function returns. Ranges may overlap; unmanaged
+// parts are ignored.
 //
 // # Safety
-// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` for `unused_count` ranges
-// (or null if `unused_count` is 0).
+// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` for `unused_count`
+// ranges (or null if `unused_count` is 0).
 VramctlResult vramctl_pause_tags(const struct VramctlTag *tags,
                                  size_t count,
                                  int64_t timeout_ms,
                                  const struct VramctlRange *unused,
                                  size_t unused_count);
 
-// Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or nothing.
-// Resuming active memory is a no-op.
+// Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or
+// nothing. Resuming active memory is a no-op.
 //
-// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory held by other processes, in milliseconds; 0 means
-// not at all, a negative value no limit.
+// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory held by other processes, in milliseconds;
+// 0 means not at all, a negative value no limit.
 //
 // # Safety
 // `tag` must be null or NUL-terminated.
-VramctlResult vramctl_resume(const char *tag,
-                             int64_t timeout_ms);
+VramctlResult vramctl_resume(const char *tag, int64_t timeout_ms);
 
 // Resumes several tags at once, as `vramctl_resume` does one. After an error, none of them is resumed.
 //
-// `tags`: `count` tags, at least one; a null tag means all. `timeout_ms`: as for `vramctl_resume`, for all tags together.
+// `tags`: `count` tags, at least one; a null tag means all. `timeout_ms`: as for `vramctl_resume`, for all tags
+// together.
 //
 // # Safety
 // `tags` must be readable for `count` pointers, each null or to a NUL-terminated string.
-VramctlResult vramctl_resume_tags(const char *const *tags,
-                                  size_t count,
-                                  int64_t timeout_ms);
+VramctlResult vramctl_resume_tags(const char *const *tags, size_t count, int64_t timeout_ms);
 
-// Writes the report of the calling thread's last successful pause or resume to `buffer`, as a NUL-terminated JSON object: the
-// fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if there was none.
+// Writes the report of the calling thread's last successful pause or resume to `buffer`, as a NUL-terminated JSON
+// object: the fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if
+// there was none.
 //
-// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller, returns
-// `BufferTooSmall` and leaves `buffer` unchanged.
+// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+// returns `BufferTooSmall` and leaves `buffer` unchanged.
 //
 // # Safety
 // `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
-VramctlResult vramctl_last_report_json(char *buffer,
-                                       size_t capacity,
-                                       size_t *needed);
+VramctlResult vramctl_last_report_json(char *buffer, size_t capacity, size_t *needed);
 
-// Writes the state of the managed memory to `buffer`, as a NUL-terminated JSON object: the memory fields of the control
-// protocol's `status` reply (`docs/protocol.md`), sizes in bytes.
+// Writes the state of the managed memory to `buffer`, as a NUL-terminated JSON object: the memory fields of the
+// control protocol's `status` reply (`docs/protocol.md`), sizes in bytes.
 //
-// If `needed` is not null, it receives the string's size in bytes, including the NUL; the size may change between calls. If
-// `capacity` is smaller, returns `BufferTooSmall` and leaves `buffer` unchanged.
+// If `needed` is not null, it receives the string's size in bytes, including the NUL; the size may change between
+// calls. If `capacity` is smaller, returns `BufferTooSmall` and leaves `buffer` unchanged.
 //
 // # Safety
 // `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
-VramctlResult vramctl_status_json(char *buffer,
-                                  size_t capacity,
-                                  size_t *needed);
+VramctlResult vramctl_status_json(char *buffer, size_t capacity, size_t *needed);
 
-// The error message of the calling thread's last failed call; empty if none has failed. Owned by the library and valid until
-// the thread's next failed call.
+// The error message of the calling thread's last failed call; empty if none has failed. Owned by the library and valid
+// until the thread's next failed call.
 const char *vramctl_last_error(void);
 
-// Writes the calling thread's last error to `buffer`, as a NUL-terminated JSON object: the fields of the control protocol's
-// `error` reply (`docs/protocol.md`), such as `code`, `message` and, if memory was short, `shortage` in bytes; `{}` if none has
-// failed.
+// Writes the calling thread's last error to `buffer`, as a NUL-terminated JSON object: the fields of the control
+// protocol's `error` reply (`docs/protocol.md`), such as `code`, `message` and, if memory was short, `shortage` in
+// bytes; `{}` if none has failed.
 //
-// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller, returns
-// `BufferTooSmall`, leaves `buffer` unchanged and keeps the last error.
+// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+// returns `BufferTooSmall`, leaves `buffer` unchanged and keeps the last error.
 //
 // # Safety
 // `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
-VramctlResult vramctl_last_error_json(char *buffer,
-                                      size_t capacity,
-                                      size_t *needed);
+VramctlResult vramctl_last_error_json(char *buffer, size_t capacity, size_t *needed);
 
-// Gives read access to the kept contents of a paused allocation: `*pointer` receives the host address of the byte that was at
-// `address` and, if `bytes` is not null, `*bytes` the number of bytes from there to the end of the allocation.
+// Gives read access to the kept contents of a paused allocation: `*pointer` receives the host address of the byte that
+// was at `address` and, if `bytes` is not null, `*bytes` the number of bytes from there to the end of the allocation.
 //
-// `address` may be anywhere in the allocation. The memory belongs to the library and is valid until the allocation is resumed
-// or freed. Returns `NotPaused` unless the address is in a paused allocation whose contents are in host memory.
+// `address` may be anywhere in the allocation. The memory belongs to the library and is valid until the allocation is
+// resumed or freed. Returns `NotPaused` unless the address is in a paused allocation whose contents are in host
+// memory.
 //
 // # Safety
 // `pointer` must be writable, and `bytes` null or writable.
-VramctlResult vramctl_backup_pointer(const void *address,
-                                     const void **pointer,
-                                     size_t *bytes);
+VramctlResult vramctl_backup_pointer(const void *address, const void **pointer, size_t *bytes);
 
-// Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory. The
-// default is 0.
+// Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory.
+// The default is 0.
 VramctlResult vramctl_set_memory_margin(uint64_t bytes);
 
-// Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and `vramctl pause`
-// refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws the declaration.
+// Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and
+// `vramctl pause` refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws
+// the declaration.
 //
 // `name` has 1 to 64 letters, digits, dots, dashes and underscores. It is copied.
 //
@@ -252,19 +242,19 @@ VramctlResult vramctl_set_memory_margin(uint64_t bytes);
 // `name` must be null or NUL-terminated.
 VramctlResult vramctl_set_engine(const char *name);
 
-// Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has changed.
-// Drops retained backups that are no longer wanted.
+// Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has
+// changed. Drops retained backups that are no longer wanted.
 //
-// `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 to retain, 0 not to, -1 to remove the
-// setting. Without one, the setting for null applies, then `VRAMCTL_RETAIN`.
+// `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 to retain, 0 not to, -1 to remove
+// the setting. Without one, the setting for null applies, then `VRAMCTL_RETAIN`.
 //
 // # Safety
 // `tag` must be null or NUL-terminated.
-VramctlResult vramctl_set_retain(const char *tag,
-                                 int32_t retain);
+VramctlResult vramctl_set_retain(const char *tag, int32_t retain);
 
-// Sets the directory in which future pauses keep contents with the policy `Disk`. It must exist and should be on a drive, not a
-// `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `Disk` if it is not a directory.
+// Sets the directory in which future pauses keep contents with the policy `Disk`. It must exist and should be on a
+// drive, not a `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `Disk` if it
+// is not a directory.
 //
 // # Safety
 // `directory` must be null or NUL-terminated.
