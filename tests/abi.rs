@@ -91,7 +91,7 @@ fn pause_look_at_the_backup_and_resume() {
 
     assert_eq!(pause(Some("weights"), VramctlBackup::Discard as i32), VramctlResult::Ok);
     assert!(look(address).is_none(), "discarded contents are nowhere");
-    assert!(last_error().contains("no paused allocation"));
+    assert!(last_error().contains("not in a paused allocation"));
     assert_eq!(resume(None, -1), VramctlResult::Ok);
     assert!(read(address, 3 * MIB).unwrap().iter().all(|byte| *byte == 0));
     assert_eq!(unsafe { vramctl_backup_pointer(address as *const c_void, ptr::null_mut(), ptr::null_mut()) }, VramctlResult::Invalid);
