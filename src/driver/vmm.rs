@@ -33,7 +33,7 @@ fn location(device: CUdevice) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
 }
 
-/// Requests device memory, with GPUDirect RDMA where supported: a program must be able to register managed memory for RDMA, as
+/// Requests device memory, with `GPUDirect` RDMA where supported: a program must be able to register managed memory for RDMA, as
 /// it can memory from the real `cudaMalloc`.
 fn properties(device: CUdevice) -> CUmemAllocationProp {
     let rdma = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as u32;
