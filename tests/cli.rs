@@ -1178,7 +1178,7 @@ fn a_command_that_cannot_start_ends_as_in_a_shell() {
     fs::write(&file, "").unwrap();
     run(&place, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
     run(&place, &[], &[]).expect(2, "", "COMMAND");
-    run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk and discard");
+    run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk or discard");
     run(&place, &["--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(2, "", "VRAMCTL_TAG: the tag 'a,b' contains a comma");
     run(&place, &["--tag", "a", "--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(0, "", "");
 }
