@@ -11,7 +11,6 @@
 //! overcommitment), and `mlockall` has them filled. So only the beginning of the arena is writable, as far as it is in use.
 
 use super::limits;
-use super::numa::Near;
 use super::ranges::FreeRanges;
 use std::io;
 use std::ptr::{self, NonNull};
@@ -228,7 +227,6 @@ impl Arena {
         state.piece(piece).readiness = Readiness::Changing;
         drop(state);
         let current = Current::push(context).ok();
-        let _near = current.as_ref().and_then(Near::to);
         let populated = if there { Ok(()) } else { timed(&self.made.populating_us, || self.populate(piece)) };
         let prepared =
             populated.map(|()| current.as_ref().and_then(|current| timed(&self.made.registering_us, || self.pin(piece, current))));

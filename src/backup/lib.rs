@@ -1,7 +1,7 @@
 //! Where contents go while their memory is paused, and how they are copied.
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
-//! are the two places. `arena` has the host memory (`numa`: which), `transfer` copies to and from it (`copier`: when not
+//! are the two places. `arena` has the host memory, `transfer` copies to and from it (`copier`: when not
 //! by the copy engines), `digest` tells what has changed, `disk` is the file; `settings` has what was said of all this at run time.
 
 mod arena;
@@ -10,7 +10,6 @@ pub mod digest;
 pub mod disk;
 mod host;
 mod limits;
-mod numa;
 mod ranges;
 mod settings;
 mod spill;

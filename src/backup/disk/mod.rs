@@ -40,18 +40,8 @@ pub struct Spill {
     direct: bool,
     directory: PathBuf,
     bytes: u64,
-    engine: Engine,
     #[cfg(test)]
     faults: faults::Faults,
-}
-
-/// What keeps many requests in flight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Engine {
-    /// `io_uring` where the kernel has it and permits it, else threads.
-    Best,
-    /// A thread for each request.
-    Threads,
 }
 
 /// A piece of memory that requests go through: the unit in which the file is written and read.
@@ -119,7 +109,6 @@ impl Spill {
             direct,
             directory: directory.to_owned(),
             bytes,
-            engine: Engine::Best,
             #[cfg(test)]
             faults: faults::Faults::default(),
         })
@@ -128,11 +117,6 @@ impl Spill {
     /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
-    }
-
-    /// Has later calls use another engine than [`Engine::Best`].
-    pub fn set_engine(&mut self, engine: Engine) {
-        self.engine = engine;
     }
 
     /// Writes `bytes` bytes at `offset`, both multiples of [`ALIGNMENT`]. The contents come from `fill`, which the
@@ -206,7 +190,7 @@ impl Spill {
     ) -> Result<(), SpillError<E>> {
         let run = || {
             self.check(staging, offset, bytes)?;
-            let queue = Queue::new(self, operation)?;
+            let queue = Queue::new(self, operation);
             let result = thread::scope(|scope| work(&mut Flight::start(scope, &queue, staging.len())?, staging));
             // Also where requests were direct: some file systems say so and then use the page cache.
             file::leave_no_cache(&*self.file()?, offset, bytes)?;
