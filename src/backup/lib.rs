@@ -16,7 +16,7 @@ mod spill;
 mod transfer;
 
 pub use arena::HOST_PIECE;
-pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_retain};
+pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
 pub use transfer::Part;
 
 use arena::Arena;
@@ -131,8 +131,8 @@ pub fn status() -> HostStatus {
     Arena::status_of_process()
 }
 
-/// Waits until nothing is being done in the background: no host memory given back, no kernel loaded. For tests and
-/// measurements.
+/// Waits until nothing is being done in the background: no host memory given back, no kernel loaded. What is kept for the next
+/// pause stays. For tests and measurements.
 pub fn settle() {
     copier::settle();
     Arena::settle();

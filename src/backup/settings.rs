@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
+use std::time::Duration;
 use vramctl_config::{self as config, Config, CopyBy};
 use vramctl_host::PerProcess;
 
@@ -15,6 +16,8 @@ struct Settings {
     directory: Option<PathBuf>,
     copy_by: Option<CopyBy>,
     kernel_from: Option<usize>,
+    host_keep: Option<Duration>,
+    host_is_short: Option<bool>,
 }
 
 static SETTINGS: PerProcess<RwLock<Settings>> = PerProcess::new(RwLock::default);
@@ -73,6 +76,23 @@ pub fn kernel_from() -> usize {
 pub fn set_copy_by(copy_by: Option<CopyBy>, kernel_from: Option<usize>) {
     let mut settings = change();
     (settings.copy_by, settings.kernel_from) = (copy_by, kernel_from);
+}
+
+/// How long host memory stays ready after a resume, where nobody needs it.
+pub fn host_keep() -> Duration {
+    read(|said| said.host_keep).unwrap_or_else(|| Config::get().host_keep)
+}
+
+/// Whether host memory is short, where that was said and is not to be found out.
+pub fn host_is_short() -> Option<bool> {
+    read(|said| said.host_is_short)
+}
+
+/// Sets how long host memory stays ready after the resumes to come, and whether it is short; `None`: as `VRAMCTL_HOST_KEEP`
+/// says, and as the system says. For tests and measurements.
+pub fn set_host_keep(keep: Option<Duration>, is_short: Option<bool>) {
+    let mut settings = change();
+    (settings.host_keep, settings.host_is_short) = (keep, is_short);
 }
 
 #[cfg(test)]
