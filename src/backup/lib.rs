@@ -20,6 +20,7 @@ pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set
 pub use transfer::Part;
 
 use arena::Arena;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
@@ -92,15 +93,16 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut
 }
 
 /// Copies saved contents back. `produce` puts memory at the addresses meanwhile, and hands over each item as soon as that
-/// is done.
+/// is done. `idle`: the contexts in which nothing is running that could hold up a kernel.
 pub fn restore(
     items: &[Item],
+    idle: &BTreeSet<Context>,
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let in_memory = |(_, saved): &Item| if let Saved::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
     let bytes = items.iter().map(in_memory).sum::<u64>() as usize;
-    transfer::restore(bytes, progress, |give| {
+    transfer::restore(bytes, idle, progress, |give| {
         produce(&mut |(extent, saved)| {
             if let Saved::Host(saved) = &**saved {
                 saved.parts(*extent).for_each(|part| give(vec![part]));
