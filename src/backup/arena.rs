@@ -606,9 +606,9 @@ pub struct Range {
 }
 
 impl Range {
-    /// Has its memory given back to the system by the time that it is dropped.
-    pub fn give_back_at_once(&mut self) {
-        self.at_once = true;
+    /// Says whether its memory is given back to the system by the time that it has been dropped.
+    pub fn give_back_at_once(&mut self, at_once: bool) {
+        self.at_once = at_once;
     }
 
     /// Its place in the arena, in bytes.

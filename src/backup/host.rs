@@ -170,7 +170,10 @@ fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
         .collect();
     let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
     let place = |(wanted, saved): (&Wanted, Option<Arc<Saved>>)| {
-        let make = |range| Arc::new(Saved::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }));
+        let make = |mut range: Range| {
+            range.give_back_at_once(wanted.at_once);
+            Arc::new(Saved::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }))
+        };
         Some((wanted.extent, saved.or_else(|| fresh.next().map(make))?))
     };
     Ok(wanted.iter().zip(retained).filter_map(place).collect())

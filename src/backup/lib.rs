@@ -65,6 +65,8 @@ pub struct Wanted {
     pub policy: Backup,
     /// Whether they stay in host memory after the resume, so that the next pause can tell what has changed.
     pub retain: bool,
+    /// Whether host memory that they needed is given back by the time that a resume returns.
+    pub at_once: bool,
     /// What is still there of an earlier pause.
     pub before: Option<Arc<Saved>>,
     /// The parts of it that somebody needs, in bytes from its beginning, in order. More may be saved: a file gets all.

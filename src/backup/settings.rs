@@ -1,10 +1,10 @@
 //! How contents are kept, as said at run time. Where nothing was said, the environment counts.
 
+use super::disk;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
 use std::time::Duration;
-use vramctl_config::{self as config, Config, CopyBy};
+use vramctl_config::{self as config, Config, CopyBy, DiskDirectory};
 use vramctl_host::PerProcess;
 
 /// What was said since the process began; none of it, at first.
@@ -13,7 +13,7 @@ struct Settings {
     /// Of every tag that is not in `retain`.
     retain_others: Option<bool>,
     retain: BTreeMap<Arc<str>, bool>,
-    directory: Option<PathBuf>,
+    directory: Option<DiskDirectory>,
     copy_by: Option<CopyBy>,
     kernel_from: Option<usize>,
     host_keep: Option<Duration>,
@@ -52,12 +52,15 @@ pub fn set_retain(tag: Option<Arc<str>>, keep: Option<bool>) {
 }
 
 /// Where the policy `disk` keeps contents now.
-pub fn disk_directory() -> PathBuf {
-    read(|said| said.directory.clone()).unwrap_or_else(|| config::disk_directory().to_owned())
+pub fn disk_directory() -> DiskDirectory {
+    read(|said| said.directory.clone()).unwrap_or_else(config::disk_directory)
 }
 
 /// Sets it for the pauses to come; `None`: as `VRAMCTL_DISK_DIR` says.
-pub fn set_disk_directory(directory: Option<PathBuf>) {
+pub fn set_disk_directory(directory: Option<DiskDirectory>) {
+    if let Some(DiskDirectory { path, named: true }) = &directory {
+        disk::remove_stale(path);
+    }
     change().directory = directory;
 }
 
@@ -116,8 +119,9 @@ mod tests {
         set_retain(None, None);
 
         let before = disk_directory();
-        set_disk_directory(Some("/elsewhere".into()));
-        assert_eq!(disk_directory(), PathBuf::from("/elsewhere"));
+        let elsewhere = DiskDirectory { path: "/elsewhere".into(), named: false };
+        set_disk_directory(Some(elsewhere.clone()));
+        assert_eq!(disk_directory(), elsewhere);
         set_disk_directory(None);
         assert_eq!(disk_directory(), before);
     }

@@ -23,9 +23,9 @@
 //! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` |
 //! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: contents of allocations outside regions are kept in host memory |
 //! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: they are kept on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded |
-//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `pinned` or `mmap`: what `tms_get_cpu_backup_backend` answers; no other effect |
+//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `mmap`: host memory has gone back to the system when a resume returns; `pinned`: as `VRAMCTL_HOST_KEEP` says |
 //! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` |
-//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there |
+//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there; with a file for each paused allocation |
 //! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the size of the pieces needs no tuning |
 //!
 //! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, `VRAMCTL_PYTHON`, that of
@@ -59,13 +59,13 @@ pub enum CopyBy {
     Kernel,
 }
 
-/// What `torch_memory_saver` calls the kind of host memory. Ours is pinned as long as it is in use and given back
-/// afterwards, so there is nothing to choose; the word is kept for those who ask for it.
+/// What `torch_memory_saver` calls the kind of host memory. Ours is pinned as long as it is in use; the word says when it goes
+/// back to the system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CpuBackupBackend {
-    /// `pinned`.
+    /// `pinned`: some time after the resume.
     Pinned,
-    /// `mmap`.
+    /// `mmap`: before it returns.
     Mmap,
 }
 
@@ -297,14 +297,24 @@ pub fn socket_directory() -> &'static Path {
     &Config::get().directories.sockets
 }
 
-/// `VRAMCTL_DISK_DIR`: where the policy `disk` keeps contents.
-pub fn disk_directory() -> &'static Path {
+/// Where the policy `disk` keeps contents.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskDirectory {
+    /// The directory.
+    pub path: PathBuf,
+    /// Whether each paused allocation has a file there that others see: programs that were written for `torch_memory_saver`
+    /// look for them. Else files have no names.
+    pub named: bool,
+}
+
+/// What `VRAMCTL_DISK_DIR` says, or what counts in its place.
+pub fn disk_directory() -> DiskDirectory {
     let Directories { disk, makes_disk, .. } = &Config::get().directories;
     if *makes_disk {
         // Where it cannot be made, the one who needs it says so.
         let _ = std::fs::create_dir_all(disk);
     }
-    disk
+    DiskDirectory { path: disk.clone(), named: *makes_disk }
 }
 
 /// Sets the logger up as `VRAMCTL_LOG` says, once, and says what was wrong with the environment.

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept, Saved};
+use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, RelaxedCapture};
 use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Report, Span, Stage, TransitionRequest};
 
@@ -205,7 +206,8 @@ fn wanted_of(request: &TransitionRequest, allocation: &Allocation) -> backup::Wa
         _ if retain => vec![all],
         _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
     };
-    backup::Wanted { extent: allocation.extent(), policy, retain, before: allocation.contents().saved.clone(), live }
+    let at_once = allocation.backend == CpuBackupBackend::Mmap;
+    backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().saved.clone(), live }
 }
 
 /// The whole pages of an allocation that lie in a span, in bytes from the allocation's beginning. Less than a page is not
