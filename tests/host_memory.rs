@@ -7,7 +7,7 @@ use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, set_de
 use std::time::{Duration, Instant};
 use vramctl_backup::{HOST_PIECE, set_host_keep};
 use vramctl_core::memory::Memory;
-use vramctl_model::HostStatus;
+use vramctl_model::{Error, HostStatus};
 
 /// Longer than any test.
 const LONG: Option<Duration> = Some(Duration::from_secs(600));
@@ -41,14 +41,14 @@ struct Kept;
 
 impl Kept {
     fn for_long() -> Self {
-        set_host_keep(LONG, Some(false));
+        set_host_keep(LONG, Some(u64::MAX));
         Self
     }
 }
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        set_host_keep(None, Some(true));
+        set_host_keep(None, Some(0));
         if !std::thread::panicking() {
             expect("given back at the end", || is_ready(0) && no_thread_is_left());
         }
@@ -90,11 +90,11 @@ fn it_is_kept_for_the_second_pause() {
 fn it_is_given_back_in_time_and_nothing_runs_after_that() {
     let _gpu = Gpu::take();
     let address = allocation(40 * MIB);
-    set_host_keep(Some(Duration::from_millis(30)), Some(false));
+    set_host_keep(Some(Duration::from_millis(30)), Some(u64::MAX));
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     expect("given back in time", || is_ready(0) && no_thread_is_left());
-    set_host_keep(Some(Duration::ZERO), Some(false));
+    set_host_keep(Some(Duration::ZERO), Some(u64::MAX));
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     assert!(is_ready(0), "kept for no time at all");
@@ -109,7 +109,7 @@ fn it_is_given_back_where_memory_is_short() {
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     assert!(!is_ready(0));
-    set_host_keep(LONG, Some(true));
+    set_host_keep(LONG, Some(0));
     expect("given back because memory is short", || is_ready(0));
     assert_eq!(free(address), 0);
 }
@@ -134,4 +134,74 @@ fn it_makes_room_for_a_pause_under_the_cap() {
     assert!(is_ready((32 + 128) * MIB));
     resume(&[]).unwrap();
     assert_eq!([first, between, large].map(free), [0; 3]);
+}
+
+/// A lock as another process would have it, on a byte of the directory of the control sockets.
+struct Lock(std::fs::File);
+
+impl Lock {
+    fn call(&self, command: i32, kind: i32, byte: i64) -> i32 {
+        let whence = libc::SEEK_SET as i16;
+        let mut lock = libc::flock64 { l_type: kind as i16, l_whence: whence, l_start: byte, l_len: 1, l_pid: 0 };
+        assert_eq!(unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&self.0), command, &raw mut lock) }, 0);
+        lock.l_type.into()
+    }
+
+    fn open() -> Self {
+        Self(std::fs::File::open(vramctl_config::socket_directory()).unwrap())
+    }
+
+    fn take(byte: i64) -> Self {
+        let lock = Self::open();
+        lock.call(libc::F_OFD_SETLK, libc::F_RDLCK, byte);
+        lock
+    }
+
+    fn is_taken(byte: i64) -> bool {
+        Self::open().call(libc::F_OFD_GETLK, libc::F_WRLCK, byte) != libc::F_UNLCK
+    }
+}
+
+const KEEPS: i64 = 0;
+const NEEDS: i64 = 1;
+
+/// The control thread makes the directory.
+fn expect_directory() {
+    expect("the sockets' directory", || vramctl_config::socket_directory().is_dir());
+}
+
+#[test]
+fn another_process_that_needs_it_gets_it() {
+    let _gpu = Gpu::take();
+    let address = allocation(40 * MIB);
+    expect_directory();
+    let _kept = Kept::for_long();
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    expect("it says that it keeps some", || Lock::is_taken(KEEPS));
+    assert!(!is_ready(0));
+    let _needs = Lock::take(NEEDS);
+    expect("given to another", || is_ready(0) && !Lock::is_taken(KEEPS));
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+fn a_pause_gets_what_another_process_keeps() {
+    let _gpu = Gpu::take();
+    let address = allocation(40 * MIB);
+    expect_directory();
+    set_host_keep(None, Some(0));
+    assert!(matches!(pause(&[]), Err(Error::HostMemory { capped: false, .. })), "nobody has any");
+    let keeps = Lock::take(KEEPS);
+    let other = std::thread::spawn(move || {
+        expect("it asks for it", || Lock::is_taken(NEEDS));
+        set_host_keep(None, Some(u64::MAX));
+        drop(keeps);
+    });
+    pause(&[]).unwrap();
+    other.join().unwrap();
+    assert!(!Lock::is_taken(NEEDS));
+    resume(&[]).unwrap();
+    assert!(read(address, 40 * MIB).unwrap() == pattern(5, 40 * MIB));
+    assert_eq!(free(address), 0);
 }

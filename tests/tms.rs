@@ -244,7 +244,7 @@ fn backups_of_mmap_are_gone_when_the_resume_returns() {
             line.trim_end_matches(" kB").parse::<usize>().unwrap() << 10
         };
         let ready = || Memory::get().status().host.ready_bytes;
-        vramctl_backup::set_host_keep(Some(std::time::Duration::from_secs(600)), Some(false));
+        vramctl_backup::set_host_keep(Some(std::time::Duration::from_secs(600)), Some(u64::MAX));
         tms_set_interesting_region(true);
         tms_set_enable_cpu_backup(true);
         unsafe { tms_set_cpu_backup_backend(c"mmap".as_ptr()) };
@@ -263,7 +263,7 @@ fn backups_of_mmap_are_gone_when_the_resume_returns() {
         assert_eq!((free(address), pause(None), resume(None)), (0, 0, 0));
         assert_eq!(ready(), vramctl_backup::HOST_PIECE as u64, "of the others it stays");
         assert_eq!(free(other), 0);
-        vramctl_backup::set_host_keep(None, Some(true));
+        vramctl_backup::set_host_keep(None, Some(0));
         while ready() > 0 {
             thread::sleep(std::time::Duration::from_millis(5));
         }
@@ -271,7 +271,7 @@ fn backups_of_mmap_are_gone_when_the_resume_returns() {
     });
 }
 
-/// Those who set the directory by torch_memory_saver's means look into it.
+/// Those who set the directory by `torch_memory_saver`'s means look into it.
 #[test]
 fn its_directory_holds_a_file_for_each_paused_allocation() {
     let _gpu = Gpu::take();

@@ -11,14 +11,15 @@
 //! Addresses that may be written to count against the limits of the program's data (`ulimit -d`, a system without
 //! overcommitment), and `mlockall` has them filled. So only the beginning of the arena is writable, as far as it is in use.
 
+use super::others::{self, Says, Sign};
 use super::ranges::FreeRanges;
 use super::{limits, settings};
 use std::io;
 use std::ptr::{self, NonNull};
-use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use std::{slice, thread};
 use vramctl_config::Config;
 use vramctl_driver::{Context, Current, Pinned};
 use vramctl_host::{PerProcess, exit, log_once, worker};
@@ -142,7 +143,25 @@ impl Arena {
         let spare = self.lock().has_spare();
         let taken = self.try_take(sizes);
         let is_short = matches!(taken, Err(Error::HostMemory { .. }));
-        if is_short && (self.give_up_spare() || spare) { self.try_take(sizes) } else { taken }
+        let taken = if is_short && (self.give_up_spare() || spare) { self.try_take(sizes) } else { taken };
+        let others_may_help = matches!(taken, Err(Error::HostMemory { capped: false, .. })) && others::any(Says::Keeps);
+        if others_may_help { self.take_from_others(sizes) } else { taken }
+    }
+
+    /// Asks other processes of ours for the host memory that they keep, and takes what they give back.
+    fn take_from_others(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
+        const PATIENCE: Duration = Duration::from_secs(10);
+        const LOOK_AGAIN: Duration = Duration::from_millis(20);
+        let _sign = Sign::put_up(Says::Needs);
+        let started = Instant::now();
+        loop {
+            let waits = others::any(Says::Keeps) && started.elapsed() < PATIENCE;
+            let taken = self.try_take(sizes);
+            if !waits || !matches!(taken, Err(Error::HostMemory { capped: false, .. })) {
+                return taken;
+            }
+            thread::sleep(LOOK_AGAIN);
+        }
     }
 
     /// Has what nobody uses given back now, and waits for it. `false`: there is none.
@@ -437,8 +456,9 @@ impl Arena {
     fn release_in_time(&self) {
         /// How often to look whether memory is short. Only while there is something to give back.
         const LOOK: Duration = Duration::from_millis(500);
+        let _sign = Sign::put_up(Says::Keeps);
         loop {
-            if limits::is_short() {
+            if limits::is_short() || others::any(Says::Needs) {
                 self.lock().expire();
             }
             let went = self.release_due();

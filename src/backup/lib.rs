@@ -10,6 +10,7 @@ pub mod digest;
 pub mod disk;
 mod host;
 mod limits;
+mod others;
 mod ranges;
 mod settings;
 mod spill;

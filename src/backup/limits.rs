@@ -24,8 +24,7 @@ pub fn is_short() -> bool {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: writable. Without an answer there is no limit.
     unsafe { libc::getrlimit(libc::RLIMIT_DATA, &raw mut limit) };
-    let look = || limit.rlim_cur != libc::RLIM_INFINITY || rooms().any(|room| room.is_short());
-    settings::host_is_short().unwrap_or_else(look)
+    limit.rlim_cur != libc::RLIM_INFINITY || rooms().any(|room| room.is_short())
 }
 
 impl Room {
@@ -38,7 +37,9 @@ impl Room {
 
 /// The system, and every limit that this process is under.
 fn rooms() -> impl Iterator<Item = Room> {
-    of_system().into_iter().chain(of_groups())
+    let told = settings::host_available().map(|free| Room { free, all: u64::MAX });
+    let found = told.is_none().then(|| of_system().into_iter().chain(of_groups()));
+    told.into_iter().chain(found.into_iter().flatten())
 }
 
 fn of_system() -> Option<Room> {
@@ -61,7 +62,7 @@ fn of_groups() -> Vec<Room> {
             "memory" => ("/sys/fs/cgroup/memory", &["memory.limit_in_bytes"][..], "memory.usage_in_bytes", "total_inactive_file "),
             _ => return None,
         };
-        let room = |directory: &Path| {
+        let left = |directory: &Path| {
             let number = |name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
             // The statistics are the dear part, so they come last.
             let all = limits.iter().filter_map(|limit| number(limit)).min()?;
@@ -70,7 +71,7 @@ fn of_groups() -> Vec<Room> {
             Some(Room { free: all.saturating_sub(number(usage)?.saturating_sub(droppable)), all })
         };
         let own = Path::new(root).join(group.trim_start_matches('/'));
-        Some(own.ancestors().take_while(|directory| directory.starts_with(root)).filter_map(room).collect::<Vec<_>>())
+        Some(own.ancestors().take_while(|directory| directory.starts_with(root)).filter_map(left).collect::<Vec<_>>())
     });
     groups.flatten().collect()
 }

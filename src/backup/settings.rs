@@ -17,7 +17,7 @@ struct Settings {
     copy_by: Option<CopyBy>,
     kernel_from: Option<usize>,
     host_keep: Option<Duration>,
-    host_is_short: Option<bool>,
+    host_available: Option<u64>,
 }
 
 static SETTINGS: PerProcess<RwLock<Settings>> = PerProcess::new(RwLock::default);
@@ -86,16 +86,16 @@ pub fn host_keep() -> Duration {
     read(|said| said.host_keep).unwrap_or_else(|| Config::get().host_keep)
 }
 
-/// Whether host memory is short, where that was said and is not to be found out.
-pub fn host_is_short() -> Option<bool> {
-    read(|said| said.host_is_short)
+/// The bytes of host memory that are available, where that was said and is not to be found out.
+pub fn host_available() -> Option<u64> {
+    read(|said| said.host_available)
 }
 
-/// Sets how long host memory stays ready after the resumes to come, and whether it is short; `None`: as `VRAMCTL_HOST_KEEP`
+/// Sets how long host memory stays ready after the resumes to come, and how much is available; `None`: as `VRAMCTL_HOST_KEEP`
 /// says, and as the system says. For tests and measurements.
-pub fn set_host_keep(keep: Option<Duration>, is_short: Option<bool>) {
+pub fn set_host_keep(keep: Option<Duration>, available: Option<u64>) {
     let mut settings = change();
-    (settings.host_keep, settings.host_is_short) = (keep, is_short);
+    (settings.host_keep, settings.host_available) = (keep, available);
 }
 
 #[cfg(test)]

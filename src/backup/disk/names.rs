@@ -18,8 +18,8 @@ use vramctl_host::PerProcess;
 pub fn of(number: u64) -> String {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     // The program's name, in parentheses, may have anything in it.
-    let start = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(19)).unwrap_or("0");
-    format!("vramctl-{}-{start}-{number:x}", process::id())
+    let began = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(19)).unwrap_or("0");
+    format!("vramctl-{}-{began}-{number:x}", process::id())
 }
 
 fn is_ours(name: &str) -> bool {
