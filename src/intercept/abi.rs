@@ -336,11 +336,9 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
         if pointer.is_null() {
             return Err(Error::Invalid("no place for the pointer".into()));
         }
-        let Some(allocation) = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused()) else {
-            return Err(Error::NotPaused(format!("{address:p} is in no paused allocation")));
-        };
-        let Some((kept, rest)) = kept_from(&allocation, address as u64) else {
-            return Err(Error::NotPaused(format!("the contents of {address:p} are not kept in host memory")));
+        let paused = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused());
+        let Some((kept, rest)) = paused.and_then(|allocation| kept_from(&allocation, address as u64)) else {
+            return Err(Error::NotPaused(format!("{address:p} is in no paused allocation whose contents are in host memory")));
         };
         // SAFETY: the caller's promise.
         unsafe {
