@@ -717,7 +717,7 @@ fn status_says_what_is_not_back_yet_and_why() {
     });
     let status = place.vramctl("status");
     status.expect(0, "The driver has not taken 128.00 MiB back yet; it is tried again.", "");
-    status.expect(0, "Host memory for backups: 1.00 GiB used of 4.00 GiB. 1.00 GiB could not be registered with the driver", "");
+    status.expect(0, "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be registered with the driver", "");
 }
 
 /// A process that is pausing or resuming its `weights`.

@@ -632,6 +632,28 @@ fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
     assert_eq!((host().used_bytes, host().ready_bytes), (0, 0), "what was retained goes with its allocation");
 }
 
+/// The driver takes as long to unmap a small mapping as a large one, so neighbours are unmapped together: unchanged ones that
+/// were hashed together, and copied ones that share a piece of host memory.
+#[test]
+fn what_is_saved_of_neighbours_is_unmapped_together() {
+    const COUNT: usize = 60;
+    let gpu = Gpu::take();
+    let groups = (COUNT * 2 * MIB).div_ceil(HOST_PIECE);
+    for (tag, unchanged, groups) in [(common::RETAINED_TAG, COUNT, 1), ("t", 0, groups)] {
+        let mut addresses: Vec<_> = (0..COUNT).map(|_| malloc_tagged(tag, None, 2 * MIB).unwrap()).collect();
+        addresses.sort_unstable();
+        let runs = addresses.chunk_by(|one, next| one + 2 * MIB as u64 == *next).count();
+        assert!(runs <= COUNT / 2 + 1, "hardly any are neighbours: {addresses:x?}");
+        pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        gpu.reset_counts();
+        assert_eq!(pause(&[]).unwrap().unchanged_bytes, (unchanged * 2 * MIB) as u64);
+        let calls = gpu.calls("cuMemUnmap") as usize;
+        assert!((runs..runs + groups).contains(&calls), "{tag}: {calls} calls for {runs} runs of neighbours");
+        addresses.iter().for_each(|address| assert_eq!(free(*address), 0));
+    }
+}
+
 #[test]
 fn too_little_host_memory_is_an_error_before_anything_changed() {
     let gpu = Gpu::take();

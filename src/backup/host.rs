@@ -165,7 +165,10 @@ fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
     let missing = sizes_of_new(wanted);
     let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
     let place = |wanted: &Wanted| {
-        let make = |range| Arc::new(Saved::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }));
+        let make = |mut range: Range| {
+            range.give_back_at_once(wanted.at_once);
+            Arc::new(Saved::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }))
+        };
         Some((wanted.extent, wanted.saved_over().cloned().or_else(|| fresh.next().map(make))?))
     };
     Ok(wanted.iter().filter_map(place).collect())

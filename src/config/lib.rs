@@ -9,6 +9,7 @@
 //! | `VRAMCTL_COPY` | what copies contents back: `engines`, `kernel`, or `auto` (the copy engines, or the kernel while they are slower) | `auto` |
 //! | `VRAMCTL_DISK_DIR` | where the policy `disk` keeps contents | `$TMPDIR`, else `/tmp` |
 //! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
+//! | `VRAMCTL_HOST_KEEP` | how many seconds host memory stays ready for the next pause after a resume, unless the host runs short | 60 |
 //! | `VRAMCTL_PREWARM` | how much host memory to prepare in the background at the first allocation, and to keep ready, in bytes | 0 |
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; in bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
@@ -22,9 +23,9 @@
 //! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` |
 //! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: keep contents of allocations outside regions in host memory |
 //! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: keep them on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded |
-//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `pinned` or `mmap`: what `tms_get_cpu_backup_backend` returns; no other effect |
+//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `mmap`: a resume frees host memory before it returns; `pinned`: it is kept as `VRAMCTL_HOST_KEEP` says |
 //! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` |
-//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; created if missing |
+//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`, but created if missing, and with one named file per paused allocation |
 //! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the chunk size needs no tuning |
 //!
 //! The `vramctl` command also reads `VRAMCTL_LIB`, the path of the library to preload; `VRAMCTL_PYTHON`, the path of the Python
@@ -33,6 +34,7 @@
 use std::ffi::{CStr, CString, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use vramctl_host::{PerProcess, logger};
 use vramctl_model::{Backup, DEFAULT_TAG, checked_tag, parse_bytes};
 
@@ -56,13 +58,12 @@ pub enum CopyBy {
     Kernel,
 }
 
-/// `torch_memory_saver`'s kinds of host memory. Our host memory is always pinned while in use and freed afterwards, so there is
-/// nothing to choose; the setting is stored only to be read back.
+/// `torch_memory_saver`'s kinds of host memory. Our host memory is always pinned while in use; the kind only says when it is freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CpuBackupBackend {
-    /// `pinned`.
+    /// `pinned`: some time after the resume.
     Pinned,
-    /// `mmap`.
+    /// `mmap`: before the resume returns.
     Mmap,
 }
 
@@ -100,6 +101,8 @@ pub struct Config {
     pub copy_by: CopyBy,
     /// `VRAMCTL_HOST_CAP`.
     pub host_cap: u64,
+    /// `VRAMCTL_HOST_KEEP`.
+    pub host_keep: Duration,
     /// `VRAMCTL_PREWARM`.
     pub prewarm: u64,
     /// `VRAMCTL_MIN_BYTES`.
@@ -142,6 +145,9 @@ impl Directories {
 /// The default of `VRAMCTL_MIN_BYTES`. A smaller request would waste most of a 2 MiB page, and torch puts its own small blocks
 /// into 2 MiB segments.
 const DEFAULT_MIN_BYTES: usize = 1 << 20;
+
+/// The default of `VRAMCTL_HOST_KEEP`, in seconds. Programs that take turns on a GPU pause again sooner.
+const DEFAULT_HOST_KEEP: u32 = 60;
 
 static CONFIG: PerProcess<Config> = PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name)));
 
@@ -202,6 +208,11 @@ impl Config {
         let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
         let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
         let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
+        let host_keep = set("VRAMCTL_HOST_KEEP").and_then(|text| {
+            let seconds = text.parse::<u32>();
+            seconds.map_err(|_| complaints.push(format!("VRAMCTL_HOST_KEEP={text} is not a number of seconds; ignored"))).ok()
+        });
+        let host_keep = Duration::from_secs(host_keep.unwrap_or(DEFAULT_HOST_KEEP).into());
         let tag = set("VRAMCTL_TAG").map(|tag| checked_tag(&tag));
         let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
         let tag = tag.or_else(|| manages_all.then(|| DEFAULT_TAG.into()));
@@ -215,6 +226,7 @@ impl Config {
             unchanged,
             copy_by,
             host_cap,
+            host_keep,
             prewarm,
             min_bytes,
             name,
@@ -283,13 +295,23 @@ pub fn socket_directory() -> &'static Path {
 }
 
 /// The directory of the policy `disk`.
-pub fn disk_directory() -> &'static Path {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskDirectory {
+    /// Path of the directory.
+    pub path: PathBuf,
+    /// Whether each paused allocation has a named file in it, which programs written for `torch_memory_saver` look for. Otherwise
+    /// files are unlinked.
+    pub named: bool,
+}
+
+/// The directory from `VRAMCTL_DISK_DIR` or its fallbacks.
+pub fn disk_directory() -> DiskDirectory {
     let Directories { disk, makes_disk, .. } = &Config::get().directories;
     if *makes_disk {
         // If this fails, the first use of the directory reports it.
         let _ = std::fs::create_dir_all(disk);
     }
-    disk
+    DiskDirectory { path: disk.clone(), named: *makes_disk }
 }
 
 /// Sets up the logger from `VRAMCTL_LOG` and logs the errors in the environment. Only the first call has an effect.
@@ -362,11 +384,16 @@ mod tests {
 
     #[test]
     fn policies_are_read_per_tag_and_nonsense_is_named() {
-        let config = config(&[("VRAMCTL_BACKUP", "kv_cache=discard, weights=host,,x=tape,kv_cache"), ("VRAMCTL_MIN_BYTES", "lots")]);
+        let config = config(&[
+            ("VRAMCTL_BACKUP", "kv_cache=discard, weights=host,,x=tape,kv_cache"),
+            ("VRAMCTL_MIN_BYTES", "lots"),
+            ("VRAMCTL_HOST_KEEP", "1h"),
+        ]);
         assert_eq!(config.backup_of("kv_cache"), Some(Backup::Discard));
         assert_eq!(config.backup_of("weights"), Some(Backup::Host));
         assert_eq!(config.backup_of("x"), None);
         assert_eq!(config.min_bytes, 1 << 20);
-        assert_eq!(config.complaints.len(), 3, "{:?}", config.complaints);
+        assert_eq!(config.host_keep, Duration::from_secs(60));
+        assert_eq!(config.complaints.len(), 4, "{:?}", config.complaints);
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use std::{ptr, slice};
 use vramctl_control::protocol::Refusal;
 use vramctl_core::engine;
-use vramctl_core::memory::{Memory, region};
+use vramctl_core::memory::{Allocation, Memory, region};
 use vramctl_model::{Backup, Error, Kind, Report, Span, TransitionRequest};
 
 /// A result code. Codes never change their meaning; new ones may be added.
@@ -343,23 +343,26 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
         if pointer.is_null() {
             return Err(Error::Invalid("`pointer` is null".into()));
         }
-        let found = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused());
-        let Some((allocation, saved)) = found.and_then(|allocation| Some((allocation.clone(), allocation.contents().saved.clone()?)))
-        else {
-            return Err(Error::NotPaused(format!("{address:p} is not in a paused allocation whose contents are kept")));
-        };
-        let Some(rest) = saved.kept_from((address as u64 - allocation.address()) as usize) else {
-            return Err(Error::NotPaused(format!("the contents of {address:p} are not in host memory")));
+        let paused = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused());
+        let Some((kept, rest)) = paused.and_then(|allocation| kept_from(&allocation, address as u64)) else {
+            return Err(Error::NotPaused(format!("{address:p} is not in a paused allocation whose contents are in host memory")));
         };
         // SAFETY: the caller's promise.
         unsafe {
-            pointer.write(rest.as_ptr().cast());
+            pointer.write(kept.cast());
             if !bytes.is_null() {
-                bytes.write(rest.len());
+                bytes.write(rest);
             }
         }
         Ok(())
     })
+}
+
+/// The contents of an allocation in host memory, from `address` on: host address and length in bytes.
+pub(crate) fn kept_from(allocation: &Allocation, address: u64) -> Option<(*const u8, usize)> {
+    let contents = allocation.contents();
+    let rest = contents.saved.as_ref()?.kept_from((address - allocation.address()) as usize)?;
+    Some((rest.as_ptr(), rest.len()))
 }
 
 /// Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory.
@@ -429,7 +432,7 @@ pub unsafe extern "C" fn vramctl_set_disk_directory(directory: *const c_char) ->
     answer(|| {
         // SAFETY: NUL-terminated where not null, by the caller's promise.
         let path = (!directory.is_null()).then(|| Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(directory) }.to_bytes())));
-        Memory::get().set_disk_directory(path)
+        Memory::get().set_disk_directory(path, false)
     })
 }
 

@@ -8,21 +8,20 @@
 
 use crate::abi::{self, VramctlResult};
 use crate::handlers;
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::ptr;
 use vramctl_backup as backup;
-use vramctl_config::{self as config, Config, CpuBackupBackend};
-use vramctl_core::memory::region;
+use vramctl_config::{self as config, CpuBackupBackend};
+use vramctl_core::memory::{Memory, region};
 use vramctl_model::{Backup, Error};
 
 thread_local! {
     /// The string that [`tms_get_current_tag`] last returned.
     static TAG: RefCell<CString> = RefCell::default();
-    static BACKEND: Cell<Option<CpuBackupBackend>> = const { Cell::new(None) };
 }
 
 /// Pauses a tag, or all tags if it is null or empty. Returns 0 on success or if no allocation has the tag, else a
@@ -112,14 +111,11 @@ pub extern "C" fn tms_set_enable_disk_backup(keep: bool) {
 /// `pinned` or `mmap`, as set by the calling thread or by `TMS_INIT_CPU_BACKUP_BACKEND`. The string is static.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_backend() -> *const c_char {
-    guarded(CpuBackupBackend::Pinned.name().as_ptr(), || {
-        let said = BACKEND.try_with(Cell::get).ok().flatten();
-        said.unwrap_or(Config::get().cpu_backup_backend).name().as_ptr()
-    })
+    guarded(CpuBackupBackend::Pinned.name().as_ptr(), || region::backend().name().as_ptr())
 }
 
-/// Stores `pinned` or `mmap` for [`tms_get_cpu_backup_backend`]. It has no other effect: host memory for backups is pinned while
-/// in use and freed afterwards.
+/// Sets when the host memory for the calling thread's future allocations is freed. `mmap`: before a resume returns. `pinned`:
+/// later, to speed up the next pause (`VRAMCTL_HOST_KEEP`). Either way it is pinned while in use.
 ///
 /// # Safety
 /// `backend` must be null (an error) or NUL-terminated.
@@ -129,10 +125,7 @@ pub unsafe extern "C" fn tms_set_cpu_backup_backend(backend: *const c_char) {
         // SAFETY: the caller's promise.
         let word = unsafe { text(backend, "the backend")? };
         let known = CpuBackupBackend::of_name(word);
-        let known = known.ok_or_else(|| Error::Invalid(format!("'{}' is not pinned or mmap", word.to_string_lossy())))?;
-        // Fails only on a thread that is exiting, which does not need the setting any more.
-        let _ = BACKEND.try_with(|backend| backend.set(Some(known)));
-        Ok(())
+        region::set_backend(known.ok_or_else(|| Error::Invalid(format!("'{}' is not pinned or mmap", word.to_string_lossy())))?)
     });
 }
 
@@ -142,15 +135,15 @@ pub extern "C" fn tms_get_retain_cpu_backup() -> bool {
     guarded(false, backup::retains_by_default)
 }
 
-/// Sets whether backups in host memory are retained after a resume, in the whole process, for tags without a setting of their
-/// own. See [`abi::vramctl_set_retain`].
+/// Sets whether future resumes retain backups in host memory, in the whole process, for tags without a setting of their own.
+/// Unlike [`abi::vramctl_set_retain`], it drops retained backups only at the next resume.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
-    // SAFETY: no tag.
-    code("tms_set_retain_cpu_backup", unsafe { abi::vramctl_set_retain(ptr::null(), retain.into()) });
+    said("tms_set_retain_cpu_backup", || Memory::get().set_retain_in_resumes(None, Some(retain)));
 }
 
-/// Sets the directory in which future pauses keep contents on disk. Creates it if missing.
+/// Sets the directory in which future pauses keep contents on disk. Creates it if missing. Each paused allocation has a file of its
+/// own size in it. Files left behind by killed processes are removed.
 ///
 /// # Safety
 /// `directory` must be null (an error) or NUL-terminated.
@@ -158,23 +151,22 @@ pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
 pub unsafe extern "C" fn tms_set_disk_backup_dir(directory: *const c_char) {
     said("tms_set_disk_backup_dir", || {
         // SAFETY: the caller's promise.
-        let path = unsafe { text(directory, "the directory")? };
+        let path = Path::new(OsStr::from_bytes(unsafe { text(directory, "the directory")? }.to_bytes()));
         // If this fails, the next call reports it.
-        let _ = std::fs::create_dir_all(Path::new(OsStr::from_bytes(path.to_bytes())));
-        // SAFETY: as above.
-        code("tms_set_disk_backup_dir", unsafe { abi::vramctl_set_disk_directory(directory) });
-        Ok(())
+        let _ = std::fs::create_dir_all(path);
+        Memory::get().set_disk_directory(Some(path), true)
     });
 }
 
-/// Gives read access to the kept contents of `bytes` bytes at `address`. Null unless all of them are in one paused allocation whose
-/// contents are in host memory. Valid until the allocation is resumed or freed.
+/// Gives read access to the contents of `bytes` bytes at `address` in host memory. Null unless all of them are in one allocation
+/// that is paused or retained. Valid until the allocation is freed, resumed without being retained, or its retained backup is
+/// dropped because a pause needs the memory. The next pause overwrites a retained backup.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, bytes: u64) -> *const u8 {
-    let (mut found, mut there) = (ptr::null(), 0);
-    // SAFETY: both are writable.
-    let result = unsafe { abi::vramctl_backup_pointer(address.cast(), &raw mut found, &raw mut there) };
-    if result == VramctlResult::Ok && bytes <= there as u64 { found.cast() } else { ptr::null() }
+    guarded(ptr::null(), || {
+        let kept = Memory::get().find(address as u64).and_then(|allocation| abi::kept_from(&allocation, address as u64));
+        kept.filter(|(_, there)| bytes <= *there as u64).map_or(ptr::null(), |(found, _)| found)
+    })
 }
 
 /// Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory.

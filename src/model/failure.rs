@@ -209,6 +209,6 @@ mod tests {
         assert_eq!(kind(code::STREAM_CAPTURE_WRONG_THREAD), [false, true, false]);
         assert_eq!(kind(code::CONTEXT_IS_DESTROYED), [false, false, true]);
         assert_eq!(kind(code::OUT_OF_MEMORY), [false; 3]);
-        assert_eq!(Failure { call: "cuMemMap", code: 2 }.to_string(), "cuMemMap answered 2 (CUDA_ERROR_OUT_OF_MEMORY)");
+        assert_eq!(Failure { call: "cuMemMap", code: 2 }.to_string(), "cuMemMap returned 2 (CUDA_ERROR_OUT_OF_MEMORY)");
     }
 }

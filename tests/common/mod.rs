@@ -252,6 +252,8 @@ impl Gpu {
                 ("VRAMCTL_LOG", std::env::var(LOG_LEVEL).unwrap_or_else(|_| "off".to_owned())),
                 ("VRAMCTL_RETAIN", RETAINED_TAG.to_owned()),
                 ("VRAMCTL_HOST_CAP", HOST_CAP.to_string()),
+                // Host memory kept by one test must not be there for the next.
+                ("VRAMCTL_HOST_KEEP", "0".to_owned()),
                 ("VRAMCTL_BACKUP", format!("{DISCARDED_TAG}=discard")),
             ] {
                 // SAFETY: only this thread accesses the environment now; the others wait for their turn.
@@ -362,6 +364,7 @@ impl Drop for Gpu {
         while vramctl_core::memory::region::end().is_ok() {}
         let _ = Memory::get().set_process_tag(None);
         vramctl_backup::set_copy_by(None, None);
+        vramctl_backup::set_host_keep(None, None);
         Memory::get().set_margin(0);
         self.free_everything();
     }

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept, Saved};
+use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
@@ -217,7 +218,8 @@ pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) ->
         _ if retain => vec![all],
         _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
     };
-    backup::Wanted { extent: allocation.extent(), policy, retain, before: allocation.contents().saved.clone(), live }
+    let at_once = allocation.backend == CpuBackupBackend::Mmap;
+    backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().saved.clone(), live }
 }
 
 /// The whole pages of an allocation that lie in a span, in bytes from the allocation's beginning. Less than a page is not

@@ -49,7 +49,8 @@ class TorchMemorySaver:
 
         Without a backup, a pause drops their contents, and they read as zero after the resume. `enable_cpu_backup` keeps
         them in host memory, `enable_disk_backup` in a file in the directory of `set_disk_backup_dir`; not both.
-        `cpu_backup_backend` is taken for compatibility: host memory is pinned as long as it is needed, and given back.
+        Host memory is pinned as long as it is needed. With the `cpu_backup_backend` ``mmap`` it has gone back to the system
+        when `resume` returns; with ``pinned`` it may stay ready for the next pause for a while.
         """
         backup = _backup(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         with self._ensure_initialized().region(tag, backup, cpu_backup_backend):
@@ -109,17 +110,20 @@ class TorchMemorySaver:
             vramctl.resume(tag or None)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """What a paused tensor held, as a tensor in host memory; None: it is not paused, or was not kept there.
+        """What a tensor held when it was last paused, as a tensor in host memory; None: it was not kept there, or is active and
+        not retained.
 
-        With `zero_copy` it is the backup itself, which must not be written to, nor used after the resume.
+        With `zero_copy` it is the backup itself, which must not be written to. It is valid until the resume, and longer where
+        it is retained: until the next resume without that, or until another pause is short of host memory.
         """
         return self._ensure_initialized().get_cpu_backup(x, zero_copy)
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
-        """Where pauses from now on keep what is kept on disk; made if it is not there."""
-        self._ensure_initialized()
+        """Where pauses from now on keep what is kept on disk, a file for each allocation; made if it is not there. What killed
+        processes have left in it is removed.
+        """
         os.makedirs(path, exist_ok=True)
-        vramctl.set_disk_directory(path)
+        self._ensure_initialized()._binary_wrapper.cdll.tms_set_disk_backup_dir(os.fsencode(path))
 
     @property
     def enabled(self) -> bool:
@@ -158,15 +162,14 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether what a pause keeps in host memory stays there after the resume, so that the next pause copies only what has
-        changed. False gives up at once what is not needed.
+        """Whether what a pause keeps in host memory stays there after the resumes to come, so that the next pause copies only
+        what has changed, and `get_cpu_backup` finds it meanwhile.
         """
         return bool(self._ensure_initialized()._binary_wrapper.cdll.tms_get_retain_cpu_backup())
 
     @retain_cpu_backup.setter
     def retain_cpu_backup(self, value: bool) -> None:
-        self._ensure_initialized()
-        vramctl.retain(None, bool(value))
+        self._ensure_initialized()._binary_wrapper.cdll.tms_set_retain_cpu_backup(bool(value))
 
     def _ensure_initialized(self) -> _TorchMemorySaverImpl:
         if self._impl is None:
