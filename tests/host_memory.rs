@@ -36,7 +36,7 @@ fn no_thread_is_left() -> bool {
     !names.into_iter().any(|name| name.trim() == "vramctl-release")
 }
 
-/// Restores the defaults when a test ends.
+/// Frees the kept memory and restores the defaults when a test ends.
 struct Kept;
 
 impl Kept {
