@@ -1,4 +1,4 @@
-//! Contexts and streams: what is current on a thread, and waiting for a device.
+//! Contexts and streams: a thread's current context, and waiting for a context's work.
 
 use super::{CUcontext, CUdevice, CUstream, Driver};
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
@@ -21,40 +21,39 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Whether the context is no more. What was allocated in it would be gone, had it been CUDA's own memory.
+    /// Whether the context has been destroyed or reset. Memory of CUDA's own would have been freed with it.
     pub fn is_gone(self) -> bool {
         Current::push(self).is_err_and(Failure::is_of_gone_context)
     }
 }
 
-/// A stream of the program, by its opaque handle, which is never dereferenced here. The layout is the handle's, so that
-/// hooked functions can take it as it comes.
+/// The opaque handle of a stream of the program. It has the handle's layout, so that hooked functions can take it as an argument.
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamHandle(CUstream);
 
 impl StreamHandle {
-    /// The null stream, `cudaStreamLegacy` or `cudaStreamPerThread`: handles that name another stream in each context, and
-    /// the last in each thread.
+    /// Whether this is the null stream, `cudaStreamLegacy` or `cudaStreamPerThread`. These handles mean a different stream in each
+    /// context, and the last one in each thread too.
     pub fn is_default(self) -> bool {
         self.0 as usize <= 2
     }
 
-    /// The stream that the handle means in a program built for per-thread default streams.
+    /// The meaning of the handle in a program built for per-thread default streams.
     #[must_use]
     pub fn of_per_thread_program(self) -> Self {
         const PER_THREAD: usize = 2; // CU_STREAM_PER_THREAD
         if self.0.is_null() { Self(PER_THREAD as CUstream) } else { self }
     }
 
-    /// Whether it is being captured into a graph.
+    /// Whether the stream is being captured into a graph.
     pub fn is_capturing(self) -> bool {
         let mut status = 0;
-        // SAFETY: a handle that the program gave to CUDA as a stream; `status` is writable.
+        // SAFETY: a handle that the program passed to CUDA as a stream; `status` is writable.
         let answer = Driver::get().and_then(|driver| unsafe { driver.cuStreamIsCapturing(self.0, &raw mut status) });
         match answer {
             Ok(()) => status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32,
-            // The legacy stream cannot be asked while another stream is being captured, and not be used then either.
+            // The legacy stream can be neither queried nor used while another stream is being captured.
             Err(failure) => failure.is_capture(),
         }
     }
@@ -66,8 +65,7 @@ impl StreamHandle {
     }
 }
 
-/// A context that is current on this thread, with its device. Made current for as long as it lives by [`Current::push`],
-/// or found there by [`Current::of_thread`].
+/// This thread's current context and its device: pushed by [`Current::push`] until dropped, or found by [`Current::of_thread`].
 #[derive(Debug)]
 pub struct Current {
     context: Context,
@@ -76,11 +74,11 @@ pub struct Current {
 }
 
 impl Current {
-    /// The primary context of a device, if it is in use: the one that the runtime uses, and resets.
+    /// A device's primary context, the one that the runtime uses and resets, if it is active.
     pub fn primary_of(device: CUdevice) -> Result<Option<Context>, Failure> {
         let driver = Driver::get()?;
         let (mut flags, mut active, mut context) = (0, 0, ptr::null_mut());
-        // SAFETY: all are writable. Retained for as long as it takes to learn the handle.
+        // SAFETY: all are writable. The context is retained only to learn its handle.
         unsafe {
             driver.cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active)?;
             if active == 0 {
@@ -92,7 +90,7 @@ impl Current {
         Ok(Some(Context(context)))
     }
 
-    /// The thread's current context, if it has one. A driver that is not initialised yet counts as none.
+    /// The thread's current context, if it has one; `None` also if the driver is not initialised yet.
     pub fn of_thread() -> Result<Option<Self>, Failure> {
         let mut context = ptr::null_mut();
         // SAFETY: `context` is writable.
@@ -104,7 +102,7 @@ impl Current {
         }
     }
 
-    /// Makes `context` current on this thread until the value is dropped; what was current before is current again then.
+    /// Makes `context` current on this thread until the value is dropped, which restores the previous one.
     pub fn push(context: Context) -> Result<Self, Failure> {
         // SAFETY: `context` was current on some thread of this process when it was recorded; one that has been
         // destroyed since is answered with an error.
@@ -112,11 +110,10 @@ impl Current {
         Self::with_device(context, true).inspect_err(|_| pop())
     }
 
-    /// The context of a stream, made current until the value is dropped. The default streams are those of the thread's
-    /// current context.
+    /// Makes a stream's context current until the value is dropped. Default streams belong to the thread's current context.
     pub fn push_of_stream(stream: StreamHandle) -> Result<Self, Failure> {
         let mut context = ptr::null_mut();
-        // SAFETY: `stream` is what the program handed to CUDA as a stream; `context` is writable.
+        // SAFETY: a handle that the program passed to CUDA as a stream; `context` is writable.
         unsafe { Driver::get()?.cuStreamGetCtx(stream.0, &raw mut context)? };
         Self::push(Context(context))
     }
@@ -169,7 +166,7 @@ impl Drop for Current {
 
 fn pop() {
     let mut context = ptr::null_mut();
-    // SAFETY: `context` is writable. A failure means the context is gone, and then nothing is left to restore.
+    // SAFETY: `context` is writable. If this fails, the context has been destroyed and there is nothing to restore.
     let _ = Driver::get().and_then(|driver| unsafe { driver.cuCtxPopCurrent_v2(&raw mut context) });
 }
 
@@ -204,29 +201,29 @@ fn unregistering_waits() -> Result<bool, Failure> {
 
 const PAGE: usize = 4096;
 
-/// A page of host memory that is registered with the driver.
+/// A page of host memory, registered with the driver.
 struct Page(*mut c_void);
 
 impl Page {
     fn register() -> Result<Self, Failure> {
-        // SAFETY: a new private mapping that touches no other memory.
+        // SAFETY: a new private mapping.
         let address = unsafe {
             libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
         };
         if address == libc::MAP_FAILED {
             return Err(Failure { call: "mmap", code: code::OUT_OF_MEMORY });
         }
-        // SAFETY: just mapped; it stays mapped for as long as it is registered.
+        // SAFETY: just mapped, and stays mapped while registered.
         let registered = Driver::get().and_then(|driver| unsafe { driver.cuMemHostRegister_v2(address, PAGE, 0) });
         registered.map(|()| Self(address)).inspect_err(|_| {
-            // SAFETY: our own mapping, which the driver did not take.
+            // SAFETY: our own mapping, which the driver did not register.
             unsafe { libc::munmap(address, PAGE) };
         })
     }
 
-    /// After an error the driver may still know the page, so it is not given back.
+    /// After an error the driver may still use the page, so it stays mapped.
     fn unregister(self) -> Result<(), Failure> {
-        // SAFETY: registered by `register`, and nothing of ours uses it.
+        // SAFETY: registered by `register` and not in use.
         unsafe {
             Driver::get()?.cuMemHostUnregister(self.0)?;
             libc::munmap(self.0, PAGE);
@@ -235,13 +232,13 @@ impl Page {
     }
 }
 
-/// Calls of this thread do not disturb a stream capture that another thread has under way, for as long as this lives.
+/// While this value lives, calls on this thread do not disturb stream captures in progress.
 ///
-/// Memory management calls are "potentially unsafe" to CUDA while somebody captures in the global mode, and would
-/// invalidate that capture; the memory managed here is not part of anybody's graph
-/// (`cuThreadExchangeStreamCaptureMode` in the driver API's reference).
+/// CUDA considers memory management calls "potentially unsafe" during a capture in global mode and invalidates the capture
+/// (`cuThreadExchangeStreamCaptureMode` in the driver API's reference). The library's memory is not part of any graph, so its
+/// calls are safe.
 pub struct RelaxedCapture {
-    /// `None`: the driver has no modes, or is not initialised yet. Then there is nothing to go back to.
+    /// The mode to restore; `None` if the driver has no modes or is not initialised yet.
     before: Option<u32>,
 }
 
@@ -266,14 +263,14 @@ fn exchange_capture_mode(mut mode: u32) -> Option<u32> {
     exchanged.ok().map(|()| mode)
 }
 
-/// A stream of our own, on which nothing waits for the program's work.
+/// A non-blocking stream of our own, which does not wait for the program's work.
 pub struct Stream(CUstream);
 
 // SAFETY: the handle names an object of the driver, which is thread-safe.
 unsafe impl Send for Stream {}
 
 impl Stream {
-    /// A stream of the current context.
+    /// Creates a stream in the current context.
     pub fn create() -> Result<Self, Failure> {
         let mut stream = ptr::null_mut();
         // SAFETY: `stream` is writable.
@@ -281,7 +278,7 @@ impl Stream {
         Ok(Self(stream))
     }
 
-    /// Waits for everything on the stream.
+    /// Waits for all work on the stream.
     pub fn synchronize(&self) -> Result<(), Failure> {
         StreamHandle(self.0).synchronize()
     }
@@ -293,8 +290,8 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: created by us and dropped once. Work still on it goes on until done; whoever queued it waited, or
-        // keeps the memory (see `Lane`).
+        // SAFETY: our stream, dropped once. Work still queued completes; its owner has waited for it or keeps its memory valid
+        // (see `Lane`).
         let _ = Driver::get().and_then(|driver| unsafe { driver.cuStreamDestroy_v2(self.0) });
     }
 }
