@@ -151,7 +151,7 @@ fn a_reset_takes_the_kernel_along() {
         set_copy_by(Some(CopyBy::Kernel), None);
         gpu.reset_counts();
         if let Some(call) = call {
-            // The first launch, which uploads the code to the device, fails.
+            // The launch that fails is the one that puts the code on the device.
             gpu.fail(call, 1, 2, 1);
         }
         pause(&[]).unwrap();

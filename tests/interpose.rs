@@ -378,7 +378,8 @@ fn a_pause_waits_for_the_devices_work() {
     assert_eq!(common::synchronize(), 0, "nothing was taken from under the work");
 }
 
-/// A pause must not happen after the client that requested it has left, nor may abandoned pauses block others.
+/// Whoever asked for a pause and left must not find the memory gone later, when the program's work has ended; nor may those who
+/// left keep others from asking.
 #[test]
 fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
     struct Leaves;

@@ -21,7 +21,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Whether the context has been destroyed or reset. Memory of CUDA's own would have been freed with it.
+    /// Whether the context is no more. What was allocated in it would be gone, had it been CUDA's own memory.
     pub fn is_gone(self) -> bool {
         Current::push(self).is_err_and(Failure::is_of_gone_context)
     }

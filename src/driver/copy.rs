@@ -217,7 +217,7 @@ impl Mark {
     }
 }
 
-/// An event that fires when everything before it on its stream has finished.
+/// Happens when all that was on a stream before it is done.
 struct Event {
     raw: CUevent,
     context: Context,

@@ -209,7 +209,7 @@ impl Leftover {
     /// Undoes as much as possible and keeps the rest.
     fn undo(&mut self) -> Result<(), Failure> {
         let driver = Driver::get()?;
-        // SAFETY: each entry is an object of ours, moved out of its owner, and is cleared once undone.
+        // SAFETY: each entry is one object of ours, taken out of its owner, and is cleared once it is undone.
         unsafe {
             if let Some((base, bytes)) = self.mapping {
                 driver.cuMemUnmap(base, bytes)?;
@@ -236,7 +236,7 @@ fn undo(mut leftover: Leftover) {
     }
 }
 
-/// Retries what the driver has refused to undo. Returns whether any of it was undone.
+/// Tries again to undo what the driver refused to undo before. Whether any of it was undone.
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
     let (mut undone, mut free) = (false, Vec::new());

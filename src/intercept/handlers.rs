@@ -87,7 +87,7 @@ fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)> {
 }
 
 pub unsafe fn free(pointer: *mut c_void) -> CudaError {
-    // SAFETY: the arguments are passed on unchanged.
+    // SAFETY: as it came.
     release(pointer, After::AllWork).unwrap_or_else(|| unsafe { originals::cudaFree(pointer) })
 }
 
@@ -256,7 +256,7 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
     }
 }
 
-/// Frees managed memory; `None` if the real function must free it.
+/// Frees managed memory; `None`: it is the real function's business.
 fn release(pointer: *mut c_void, after: After) -> Option<CudaError> {
     let freed = Memory::existing()?.free(pointer as u64, after)?;
     Some(freed.map_or_else(
@@ -268,10 +268,10 @@ fn release(pointer: *mut c_void, after: After) -> Option<CudaError> {
     ))
 }
 
-/// Frees managed memory in stream order. A default stream's handle means different streams in different threads and builds, so
-/// for it the free waits for all work.
+/// The same in the order of a stream. A default stream stands for different streams in different threads and builds, so
+/// there all work is waited for.
 fn release_async(pointer: *mut c_void, stream: CudaStream) -> Option<CudaError> {
-    // A free during capture becomes part of the graph, which only the real function can do or reject.
+    // While capturing, a free becomes a part of the graph, and the real function says what it thinks of that.
     if stream.is_capturing() {
         return None;
     }

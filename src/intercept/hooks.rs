@@ -21,9 +21,9 @@ macro_rules! exports {
             /// As the CUDA runtime's function of this name.
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
-                // A panic must not unwind into the program: the call fails instead.
+                // A panic must not cross into the program. It is a defect; the call is answered as failed.
                 panic::catch_unwind(|| {
-                    // SAFETY: the arguments are passed on unchanged.
+                    // SAFETY: the arguments are handed on as they came.
                     unsafe { if copies::another_is_first() { originals::$name($($argument),*) } else { $handler($($argument),*) } }
                 })
                 .unwrap_or(code::UNKNOWN)

@@ -33,10 +33,10 @@ fn primary(driver: &Driver, ordinal: c_int) -> Outcome<Handle> {
     Ok(context)
 }
 
-/// The current context's device, if the context is usable.
+/// The device of the context that is current, if that is fit for use.
 fn current(driver: &Driver) -> Option<c_int> {
     let mut ordinal = 0;
-    // SAFETY: a pointer into this frame.
+    // SAFETY: a pointer to this frame.
     (unsafe { (driver.cuCtxGetDevice)(&raw mut ordinal) } == 0).then_some(ordinal)
 }
 

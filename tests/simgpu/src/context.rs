@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 /// One context.
 #[derive(Debug)]
 pub struct Context {
-    /// The handle that programs see.
+    /// What programs call it.
     pub handle: Handle,
     /// Its device.
     pub device: usize,
@@ -51,8 +51,8 @@ impl Context {
 #[derive(Debug, Default)]
 pub struct Contexts {
     known: HashMap<Handle, Arc<Context>>,
-    /// Per device, the primary context and its retain count. As on a real driver, the context keeps its handle across
-    /// resets.
+    /// Of each device that had one: the primary context, and how often it is retained. The context
+    /// keeps its handle over a reset, as the real one does.
     primary: HashMap<usize, (Arc<Context>, u32)>,
     peers: HashSet<(Handle, Handle)>,
     /// The devices on which a context ended with a sticky error: the process cannot create another there.
@@ -76,7 +76,7 @@ impl Contexts {
         if context.active.load(Ordering::Acquire) { Ok(Arc::clone(context)) } else { Err(CONTEXT_IS_DESTROYED) }
     }
 
-    /// Fails if the process can no longer have a context on a device.
+    /// Whether the process may still have a context on a device.
     fn admit(&self, device: usize) -> Outcome {
         if self.lost.contains(&device) { Err(DEVICE_UNAVAILABLE) } else { Ok(()) }
     }

@@ -54,9 +54,9 @@ pub enum Work {
         /// Its argument, a pointer owned by the program.
         data: usize,
     },
-    /// Launches a known kernel.
+    /// A kernel that is known here.
     Kernel(kernel::Launch),
-    /// Frees an allocation.
+    /// The end of an allocation.
     Free {
         /// Its address.
         address: Address,
@@ -68,7 +68,7 @@ pub enum Work {
     },
 }
 
-/// -1 if only the environment sets the delay.
+/// -1: as the environment says.
 static DELAY: AtomicU64 = AtomicU64::new(u64::MAX);
 
 /// Sets the minimum duration of every operation.
@@ -215,7 +215,7 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
     if touched.mappings(context)? == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
 }
 
-/// The size of the bounce buffer for host-to-host copies, in bytes.
+/// Bytes that go through memory of this library where both sides are the host's.
 const BOUNCE: usize = 1 << 20;
 
 fn copy(from: &Side, to: &Side, bytes: usize) -> Outcome {
@@ -350,7 +350,7 @@ fn is_device_address(state: &State, address: Address) -> bool {
     state.space.is_device(address) || state.host.find(address).is_some()
 }
 
-/// Whether a device has access to the whole range now. Host memory is checked when it is used.
+/// Whether a device has access to all of a range now. Host memory shows when it is used.
 fn is_reachable(state: &State, address: Address, bytes: usize, device: usize, access: u32) -> bool {
     !state.space.is_device(address) || state.space.touch(address, bytes, device, access).is_ok()
 }
