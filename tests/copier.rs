@@ -70,13 +70,13 @@ fn where_all_is_paused_both_are_tried() {
     assert_eq!(who_copies(&gpu, None, &[MIB; 4]), [0, 4]);
 }
 
-/// A program with memory to run on may have kernels that take all processors; the engines need none. What is paused of
+/// A program with more than a little memory to run on may have kernels that take all processors; the engines need none. What is paused of
 /// another device's memory says nothing of this one's.
 #[test]
 fn beside_active_memory_only_the_engines_copy() {
     let gpu = Gpu::take();
     let program = Program::start(&[LARGE; 4]);
-    let active = common::malloc_tagged("active", Some(Backup::Discard), MIB).unwrap();
+    let active = common::malloc_tagged("active", Some(Backup::Discard), LARGE).unwrap();
     common::set_device(1);
     let elsewhere = Program::start(&[LARGE; 4]);
     common::set_device(0);
