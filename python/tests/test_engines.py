@@ -735,7 +735,7 @@ class VllmSleepMode(Engine):
         for _ in range(3):
             with self.assertLogs("vllm.vramctl", "INFO") as logs:
                 self.allocator.sleep(offload_tags=("weights",))
-            self.assertIn("Sleep gave back 2.00 GiB", logs.output[0])
+            self.assertIn("Sleep released 2.00 GiB", logs.output[0])
             self.assertIn("1.00 GiB kept", logs.output[0])
             wanted = {"somebody else's": ("active", "here"), "weights": ("paused", "kept"), "kv_cache": ("paused", "discarded")}
             self.assertEqual(self.gpu.contents(), wanted)
@@ -768,8 +768,8 @@ class VllmSleepMode(Engine):
         self.allocator.sleep("weights")
         with self.assertLogs("vllm.vramctl", "WARNING") as logs:
             self.allocator.sleep(("kv_cache",))
-        self.assertIn("kv_cache sleeps already, with its contents dropped", logs.output[0])
-        self.assertIn("weights sleeps already, with its contents kept", logs.output[1])
+        self.assertIn("kv_cache is already asleep with its contents dropped", logs.output[0])
+        self.assertIn("weights is already asleep with its contents kept", logs.output[1])
         self.assertEqual(self.gpu.contents()["weights"], ("paused", "kept"))
         for _ in range(2):
             self.allocator.wake_up()
@@ -1190,7 +1190,7 @@ class Guard(unittest.TestCase):
             self.assertEqual([self.run_with(around) for _ in range(3)], [42, 42, 42])
         self.assertEqual(self.calls, [21, 21, 21])
         self.assertEqual(len(logs.output), 1)
-        self.assertIn("original runs as if vramctl were not there", logs.output[0])
+        self.assertIn("original runs without vramctl", logs.output[0])
         self.assertIn("KeyError: 'ours'", logs.output[0])
 
     def test_behind_the_original(self):
