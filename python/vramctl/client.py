@@ -448,7 +448,7 @@ def _find(target: int | str | os.PathLike[str] | None, patience: float | None) -
         raise errors.NoProcess(f"no managed process is named {target}{there}", pids)
     raise errors.NoProcess(
         f"no process is managed (looked in {_directory_path()}). Start a program with `vramctl run -- COMMAND`; it appears "
-        "after its first GPU allocation. If it runs with another VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to its directory",
+        "after its first GPU allocation. If it uses another VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to its directory",
         pids,
     )
 
