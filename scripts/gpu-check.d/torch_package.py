@@ -1,8 +1,8 @@
-"""The Python package with the real torch: what the tests on the simulated GPU assume of it.
+"""The Python package with the real torch: verifies what the tests on the simulated GPU assume.
 
 vramctl run -- python3 scripts/gpu-check.d/torch_package.py
 
-Prints a line for each check, and ends with 0 if all of them held.
+Prints a line per check; exits with 0 if all passed.
 """
 
 import sys
@@ -117,7 +117,7 @@ def contents():
     report = vramctl.pause("live")
     given = torch.cuda.mem_get_info()[0] - free
     expect("free blocks are not copied", report.bytes - report.kept_bytes >= 200 * MIB, f"{report}")
-    # The backup's host memory takes page tables on the GPU: 1 byte for 512 at most.
+    # The backup's host memory needs page tables on the GPU: at most 1 byte per 512.
     expect("the memory is free", given >= report.bytes * 255 // 256 - 4 * MIB, f"{given} of {report.bytes}")
     expect("the backup is the contents", bytes(vramctl.backup_of(kept[1])[:100]) == b"\2" * 100)
     vramctl.resume("live")
@@ -130,10 +130,10 @@ def graphs():
     graph = torch.cuda.CUDAGraph()
     source = torch.arange(4 * MIB, device="cuda", dtype=torch.float32)
     with vramctl.region("around"):
-        # Before the capture what it uses must have been used once.
+        # Warm up, as a capture requires.
         (source * 2 + 1).flip(0)
         with vramctl.cuda_graph(graph, tag="graphs"):
-            # With memory for what is in between; and the same each time, as sums of floats in parallel are not.
+            # An operation with intermediate memory and a deterministic result, unlike parallel float sums.
             result = (source * 2 + 1).flip(0)
     graph.replay()
     wanted = result.clone()
@@ -150,7 +150,7 @@ def graphs():
 
 
 def captured_inside():
-    """A plain capture in a region: what the graph has freed is not to be left out of a pause, whosever pool it is in."""
+    """A plain capture in a region: a pause must not skip blocks that the graph freed, whichever pool holds them."""
     graph = torch.cuda.CUDAGraph()
     source = torch.arange(4 * MIB, device="cuda", dtype=torch.float32)
     with vramctl.region("captured"):
