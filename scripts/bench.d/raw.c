@@ -1,7 +1,7 @@
 /*
- * What the machine itself can do, asked of the driver alone: copies between pinned host memory
- * and the device, a pass over device memory, and the calls that take and give back the physical
- * memory of a set of allocations. Prints one JSON object a line.
+ * Measures the machine's own limits with plain driver calls: copies between pinned host memory
+ * and the device, a pass over device memory, and allocating and releasing the physical memory of
+ * a set of allocations. Prints one JSON object per line.
  */
 #define _GNU_SOURCE
 #include "calls.h"
@@ -33,7 +33,7 @@ static void say(const char *what, const char *unit, size_t chunk, double bytes, 
 static void limits(int repeat, size_t bytes)
 {
 	static const size_t chunks[] = {16u << 20, 64u << 20};
-	/* So much is enough for no cache to hold it, and quickly made. */
+	/* Larger than any cache, but quick to allocate. */
 	size_t host_bytes = bytes < (1u << 30) ? bytes : 1u << 30;
 	char *host;
 	pointer device, other;
@@ -89,7 +89,7 @@ static void calls_for(const char *name, const char *path, bool joined, bool rdma
 	struct piece *pieces = read_set(path, joined, &count, &total);
 	pointer base;
 	TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
-	/* The first turn takes and gives without being counted. */
+	/* The first turn is a warm-up. */
 	for (int turn = -1; turn < repeat; turn++) {
 		struct times times = take_and_give(pieces, count, base, total, joined, rdma, 0, stream);
 		if (turn >= 0) {
@@ -131,7 +131,7 @@ static size_t available(void)
 	return kib << 10;
 }
 
-/* Touches it in steps, for as long as enough is left: a machine whose memory grows has more after each. */
+/* Touches memory in steps while enough is left: on a machine whose memory grows, each step may add more. */
 static void host(size_t bytes, size_t spare, size_t threads)
 {
 	const size_t step = (size_t)4 << 30;
