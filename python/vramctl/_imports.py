@@ -42,9 +42,7 @@ def _call(function: Callable[[Any], object], module: ModuleType) -> None:
     except Exception:
         import logging
 
-        logging.getLogger("vramctl").warning(
-            "vramctl: left %s unchanged because of an error", module.__name__, exc_info=True
-        )
+        logging.getLogger("vramctl").warning("vramctl: left %s unchanged because of an error", module.__name__, exc_info=True)
 
 
 class _Finder:
