@@ -11,13 +11,13 @@
 
 static const char help[] =
 	"usage: raw [--repeat N] [--bytes N] limits | calls NAME FILE… | host BYTES SPARE THREADS\n\n"
-	"  limits   copies of --bytes (8 GiB) each way in pieces of 16 and 64 MiB; a device copy\n"
-	"           and a memset of half as much\n"
-	"  calls    for each set, named, and described by a file with one size a line: the time\n"
-	"           of unmap and release, then of create, map and access right after that; with\n"
-	"           calls for each allocation, and with as few as the driver allows\n"
-	"  host     touches so much fresh host memory, leaving so much spare, and some of it again:\n"
-	"           a virtual machine may get its own memory only then\n";
+	"  limits   copies --bytes (default: 8 GiB) each way in pieces of 16 and 64 MiB; a device\n"
+	"           copy and a memset of half as much\n"
+	"  calls    for each FILE (a set, one size per line): times unmap and release, then create,\n"
+	"           map and access right after; with separate calls per allocation, and with as few\n"
+	"           calls as the driver allows\n"
+	"  host     touches BYTES of fresh host memory, leaving SPARE, and part of it again: a\n"
+	"           virtual machine may get its own memory only then\n";
 
 /* ---- copies ---- */
 

@@ -192,8 +192,8 @@ def limit_lines(data):
         "copy_in_64m": "the same, 64 MiB",
         "device_copy": "device copy, bytes read and written",
         "device_set": "device memset, bytes written",
-        "host_touch_first": "fresh host memory touched by all cores, the first time on this machine",
-        "host_touch_again": "the same, once more",
+        "host_touch_first": "fresh host memory touched by all cores, first time on this machine",
+        "host_touch_again": "the same, again",
     }
     rows = []
     for key, title in names.items():
@@ -206,10 +206,10 @@ def limit_lines(data):
 
 def call_lines(data):
     titles = {
-        "each": "a call for each allocation",
-        "joined": "as few calls as allowed, pieces of 8 GiB at most",
-        "joined_rdma": "the same, memory fit for GPUDirect RDMA",
-        "beside": "the same, in the process and moment of the library's own",
+        "each": "separate calls per allocation",
+        "joined": "as few calls as allowed, pieces of at most 8 GiB",
+        "joined_rdma": "the same, memory that GPUDirect RDMA can reach",
+        "beside": "the same, alternating with the library's in one process",
     }
     row_of = lambda key: (
         "discard_pause"
@@ -273,7 +273,7 @@ def stage_lines(data):
         "where the time goes, ms",
         "contents",
         "",
-        "in all",
+        "total",
         "wait",
         "save",
         "unmap",
@@ -348,13 +348,13 @@ def idle_lines(data):
     names = ", ".join(sorted(found["threads"])) or "none"
     rows = [
         ["threads of the library", names],
-        ["times they were switched to or from in 2 s", str(found["switches"])],
+        ["their context switches in 2 s", str(found["switches"])],
         [
-            "device memory of the library, with a retained and hashed backup",
+            "device memory used by the library, with a retained and hashed backup",
             f"{found['device_own'] / MIB:.0f} MiB",
         ],
         [
-            "besides: what pinning as much host memory takes without the library",
+            "plus pinning as much host memory, which costs the same without the library",
             f"{pages / MIB:.0f} MiB",
         ],
     ]

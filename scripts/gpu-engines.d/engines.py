@@ -66,7 +66,7 @@ class Engines(Check):
             *(f"{name}={value}" for name, value in settings.items()),
             *([] if part == "baseline" else ["vramctl", "run", "--"]),
         ]
-        return f"{shlex.join(words)} …" if words else "as it is"
+        return f"{shlex.join(words)} …" if words else "plain"
 
     def script(self):
         return [sys.executable, str(pathlib.Path(self.options.scripts) / f"{self.options.engine}_cycle.py")]

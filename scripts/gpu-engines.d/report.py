@@ -165,7 +165,7 @@ def markdown(parts):
             "| --- | --- | --- | --- |",
             *rows,
             "",
-            "How each is started:",
+            "Start commands:",
             "",
             *[f"- {name}: {how(measured)}" for name, measured in parts.items() if "found" in measured],
             "",
@@ -178,7 +178,7 @@ def markdown(parts):
             of = len(measured["found"]["same"])
             rows.append(f"| {name} | {measured['found']['start_used_gib']} GiB | {left} GiB | {equal} of {of} |")
     if rows:
-        header = "| run | in use at the start | while all is paused | cycles with the same tokens and log-probabilities |"
+        header = "| run | in use at the start | while paused | cycles with the same tokens and log-probabilities |"
         lines += [header, "| --- | ---: | ---: | ---: |", *rows, ""]
     for name, measured in parts.items():
         if not name.endswith("/outside"):
@@ -189,7 +189,7 @@ def markdown(parts):
             + ", ".join(f"{tag} {size / 2**30:.2f} GiB" for tag, size in measured["tags"].items())
             + ".",
             "",
-            "| cycle | pause | resume | in use meanwhile | another process | same tokens and log-probabilities |",
+            "| cycle | pause | resume | in use while paused | other process | same tokens and log-probabilities |",
             "| ---: | ---: | ---: | ---: | ---: | --- |",
         ]
         for number, cycle in enumerate(measured["cycles"], 1):
