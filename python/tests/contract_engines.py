@@ -302,7 +302,7 @@ class Contract(test_engines.Engine):
             "graph": "cuda_graph",
         }
         self.assertEqual({what: tags[what] for what in wanted}, wanted)
-        self.assertEqual(regions, ["weights"], "its own memory saver rules where it is on")
+        self.assertEqual(regions, ["weights"], "SGLang's own memory saver takes precedence")
 
     # vLLM
 

@@ -538,7 +538,7 @@ class VllmFromOutside(Engine):
         weights, cache = self.gpu.pools_of("weights"), self.gpu.pools_of("kv_cache")
         self.assertFalse(weights & cache, "tensors of two tags share no segment")
         self.assertNotIn(None, weights | cache)
-        self.assertEqual(self.gpu.live_pools, 0, "what is free in a pool goes back when its region ends")
+        self.assertEqual(self.gpu.live_pools, 0, "a pool's free memory is returned when its region ends")
         self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
         self.assertEqual(self.gpu.engine, "vllm")
 
@@ -629,7 +629,7 @@ class VllmFromOutside(Engine):
         self.engine(VLLM, "vllm")
         run_vllm(vllm_config(sleep=True))
         self.assertEqual(set(self.gpu.tags().values()), {"default"})
-        self.assertEqual(self.gpu.engine, "vllm", "a pause from outside must know all the same")
+        self.assertEqual(self.gpu.engine, "vllm", "a pause from outside must know it regardless")
 
     def test_a_tag_that_cannot_be_had_does_not_stop_the_engine(self):
         self.engine(VLLM, "vllm")

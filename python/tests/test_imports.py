@@ -63,7 +63,7 @@ class WhenImported(Folder):
         import some_module
 
         self.assertEqual(self.seen, [("some_module", 2)])
-        self.assertNotIn("exec_module", vars(some_module.__spec__.loader), "the loader is afterwards as before")
+        self.assertNotIn("exec_module", vars(some_module.__spec__.loader), "the loader is restored")
         importlib.import_module("some_module")
         self.assertEqual(len(self.seen), 1)
 
@@ -72,7 +72,7 @@ class WhenImported(Folder):
         importlib.import_module("some_module")
         self.watch("some_module")
         self.watch("some_module")
-        self.assertEqual(self.seen, [("some_module", 1)], "and once, however often it is asked for")
+        self.assertEqual(self.seen, [("some_module", 1)], "and only once")
 
     def test_a_reload_is_another_execution(self):
         path = self.write("some_module.py", "value = 1")
@@ -105,7 +105,7 @@ class WhenImported(Folder):
         with self.assertLogs("vramctl", "WARNING") as logs:
             importlib.import_module("some_module")
         self.assertIn("left some_module unchanged", logs.output[0])
-        self.assertEqual(len(self.seen), 1, "the others are called all the same")
+        self.assertEqual(len(self.seen), 1, "the other callbacks still run")
 
     def test_a_module_that_fails_to_import_fails_as_ever(self):
         self.write("some_module.py", "raise KeyError('its own')")

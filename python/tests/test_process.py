@@ -101,7 +101,7 @@ class Process(unittest.TestCase):
                 thread = threading.Thread(target=lambda: seen.append(vramctl.current_tag()))
                 thread.start()
                 thread.join()
-                self.assertEqual(seen, ["default"], "a region is one thread's")
+                self.assertEqual(seen, ["default"], "a region applies to one thread")
                 raise KeyError
         self.assertEqual(vramctl.current_tag(), "default")
 
@@ -212,7 +212,7 @@ class Process(unittest.TestCase):
             self.assertIsInstance(caught.exception, ValueError)
         with self.assertRaises(TypeError):
             vramctl.pause(b"a")  # type: ignore[arg-type]
-        self.assertEqual(vramctl.current_tag(), "default", "a refused region was not begun")
+        self.assertEqual(vramctl.current_tag(), "default", "a refused region has not started")
         self.assertEqual(vramctl.status().tags[0].state, "active")
 
     def test_retained_contents_are_not_copied_again(self) -> None:

@@ -60,7 +60,7 @@ class Pools(unittest.TestCase):
             tensor.copy_(pattern(number, tensor.size))
         vramctl.pause("weights")
         for number, tensor in enumerate(tensors["kv_cache"]):
-            self.assertEqual(tensor.tobytes(), pattern(number, tensor.size), "what is not paused can be used")
+            self.assertEqual(tensor.tobytes(), pattern(number, tensor.size), "active memory is usable")
 
     def test_a_policy_has_a_pool_of_its_own(self) -> None:
         with vramctl.region("mixed", "host"):
@@ -148,7 +148,7 @@ class Pools(unittest.TestCase):
                 thread.join()
         self.assertEqual(len(tensors), 8)
         self.assertNotIn((0, 0), {segment_of(tensor)["segment_pool_id"] for tensor in tensors})
-        self.assertLessEqual(len({segment_of(tensor)["segment_pool_id"] for tensor in tensors}), 4, "pools are used again")
+        self.assertLessEqual(len({segment_of(tensor)["segment_pool_id"] for tensor in tensors}), 4, "pools are reused")
 
     def test_pools_are_never_destroyed(self) -> None:
         with vramctl.region("short"):
@@ -277,7 +277,7 @@ class ExpandableSegments(unittest.TestCase):
             with self.assertRaises(errors.Unsupported) as caught:
                 vramctl.region("a").__enter__()
         self.assertIn("PYTORCH_CUDA_ALLOC_CONF", str(caught.exception))
-        self.assertEqual(torch.cuda.memory._settings["text"], self.SETTINGS, "the program's settings are as they were")
+        self.assertEqual(torch.cuda.memory._settings["text"], self.SETTINGS, "the program's settings are unchanged")
         self.assertEqual(vramctl.current_tag(), "default")
         self.assertEqual(_torch._switch.users, 0)
 

@@ -497,7 +497,7 @@ with saver.region("weights", enable_cpu_backup=True):
     with saver.disable():
         plain = torch.empty(16 * MIB)
         del plain
-    assert cuda.free_memory() == before, "what disable() took was not given back"
+    assert cuda.free_memory() == before, "the memory from disable() was not returned"
     with saver.disable():
         plain = torch.empty(16 * MIB).copy_(b"p" * 16 * MIB)
     with saver.region("kv_cache"):
@@ -614,7 +614,7 @@ class Torch(unittest.TestCase):
         torch_memory_saver.pause("outer")
         self.assertTrue(bool((inner == 2).all()) and bool((plain == 3).all()))
         torch_memory_saver.pause("inner")
-        self.assertTrue(bool((plain == 3).all()), "what was made inside disable() has no tag")
+        self.assertTrue(bool((plain == 3).all()), "memory from inside disable() has no tag")
         torch_memory_saver.resume()
         self.assertTrue(bool((outer == 1).all()) and bool((again == 4).all()) and bool((inner == 0).all()))
 

@@ -116,7 +116,7 @@ class Wheel(unittest.TestCase):
         cls.folder = Path(folder.name)
         given = os.environ.get("VRAMCTL_TEST_WHEEL")
         if given is None and not reachable():
-            raise unittest.SkipTest("not run: pip cannot get what builds the wheel; is there a network?")
+            raise unittest.SkipTest("not run: pip cannot install the build requirements; is there a network?")
         cls.wheel = Path(given or done([str(ROOT / "scripts/wheel"), str(cls.folder)], **QUICK).splitlines()[-1])
 
     def test_it_is_one_for_all_and_has_everything_in_it(self) -> None:
@@ -128,7 +128,7 @@ class Wheel(unittest.TestCase):
             self.assertTrue(any(name.endswith(".data/scripts/vramctl") for name in names), names)
             hooks = [name for name in names if "dropin/torch_memory_saver_hook_mode_preload" in name]
             if "vramctl/dropin/torch_memory_saver/__init__.py" in names:
-                self.assertEqual(len(hooks), 3, "beside the stand-in, under the names by which it is looked for")
+                self.assertEqual(len(hooks), 3, "beside the drop-in, under the names that frameworks look for")
                 library = archive.read("vramctl/libvramctl.so")
                 self.assertTrue(all(archive.read(name) == library for name in hooks))
             else:
@@ -137,7 +137,7 @@ class Wheel(unittest.TestCase):
                 next(name for name in names if re.fullmatch(r"vramctl-[^/]+\.dist-info/METADATA", name))
             ).decode()
         self.assertIn("Requires-Python: >=3.9", metadata)
-        self.assertNotIn("Requires-Dist", metadata, "nothing is needed at run time")
+        self.assertNotIn("Requires-Dist", metadata, "the wheel has no dependencies")
         self.assertIn(f"Version: {vramctl.__version__}", metadata)
         self.assertIn(f"Project-URL: Homepage, {HOME}", metadata)
         self.assertIn("Description-Content-Type: text/markdown", metadata)

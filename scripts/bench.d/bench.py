@@ -363,7 +363,7 @@ class Bench:
         end = time.monotonic() + seconds
         while not done(self.host_bytes(child, "ready_bytes")):
             if time.monotonic() > end:
-                raise Failed("the library's host memory did not become what was waited for")
+                raise Failed("the library's host memory did not reach the expected size")
             time.sleep(0.02)
 
     def pause(self, child, chosen, row, backup=0):
@@ -776,7 +776,7 @@ def main():
     try:
         bench.run()
     except KeyboardInterrupt:
-        bench.data["missed"].append("what came after the interruption")
+        bench.data["missed"].append("everything after the interruption")
     finally:
         for child in bench.children:
             child.kill()

@@ -362,7 +362,7 @@ class Check:
             wanted = options.gib * 1024 * 255 // 256
             given = used - self.used_mib(below=used - wanted)
             self.expect(
-                f"cycle {number}: the two tags are gone from the GPU",
+                f"cycle {number}: the memory of both tags is off the GPU",
                 given >= wanted,
                 f"{given} MiB given back",
             )
@@ -370,7 +370,7 @@ class Check:
             self.log(f"the rest paused in {rest_s:.3f} s")
         left = self.used_mib(below=LEFT_LIMIT_MIB)
         self.expect(
-            f"cycle {number}: memory gone from {options.smi}",
+            f"cycle {number}: {options.smi} shows the memory as free",
             left < LEFT_LIMIT_MIB,
             f"{used} MiB before, {left} MiB after",
         )
@@ -397,7 +397,7 @@ class Check:
         if regions:
             program.ask_json("refill", 60)
             self.expect(
-                f"cycle {number}: kv_cache takes contents again",
+                f"cycle {number}: kv_cache is writable again",
                 program.ask_json("verify", 120) == before["verify"],
             )
         addresses = program.ask_json("addresses")

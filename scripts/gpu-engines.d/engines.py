@@ -175,9 +175,9 @@ class Engines(Check):
         # Warm up: the first answers may come from kernels that are still being autotuned.
         program.ask_json("generate", 120)
         first = program.ask_json("generate", 120)
-        self.expect("the engine repeats itself", first["tokens"] and first["logprobs"], first)
+        self.expect("the engine is deterministic", first["tokens"] and first["logprobs"], first)
         tags = {name: tag["bytes"] for name, tag in self.states(NAME).items()}
-        self.expect(f"there are the tags {', '.join(self.tags)}", set(self.tags) <= set(tags), json.dumps(tags))
+        self.expect(f"the tags {', '.join(self.tags)} exist", set(self.tags) <= set(tags), json.dumps(tags))
         cycles = []
         for number in range(1, self.options.cycles + 1):
             if self.options.discard:

@@ -87,7 +87,7 @@ def check_cycles(engine, part, found, code=0, prewarmed=None):
     """The checks of one script run. `prewarmed`: GiB of host memory that the library prepared; None without the library."""
     steps, checks = found["steps"], []
     checks.append(Outcome("the script runs to its end", code == 0 and len(found["same"]) > 0, f"exit code {code}"))
-    checks.append(Outcome("the engine repeats itself", found["repeatable"] is True, str(found["repeatable"])))
+    checks.append(Outcome("the engine is deterministic", found["repeatable"] is True, str(found["repeatable"])))
     equal = [one["tokens"] and one["logprobs"] for one in found["same"]]
     same = bool(equal) and all(equal)
     checks.append(Outcome("tokens and log-probabilities are the same in every cycle", same, str(equal)))
