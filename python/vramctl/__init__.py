@@ -116,7 +116,7 @@ def region(tag: str | None, backup: Backup = "default", *, device: Any = None, p
 
     With torch, tensors made inside come from a `torch.cuda.MemPool` for this tag, policy and `device` (anything torch
     accepts; None is the current device), so tensors with different tags never share memory. A region covers one device.
-    Before torch 2.8, a pool also captures what other threads allocate on the device. Expandable segments are off for the
+    Before torch 2.8, a pool also takes what other threads allocate on the device. Expandable segments are off for the
     whole process while any thread is in a region. Pass `pool=False` to use a torch pool of your own.
 
     Raises `errors.NotPreloaded`, `errors.Invalid` for an invalid tag or policy, and `errors.Unsupported` if torch cannot
@@ -190,7 +190,7 @@ def pause(
     `backup`: overrides the policy of every allocation. Not allowed with a mapping.
 
     `live_only`: with torch, skip blocks that its allocator holds as free; their contents are undefined after the resume.
-    Other threads must not create tensors meanwhile, or lose what they write; you get a `RuntimeWarning` if one did.
+    Other threads must not create tensors meanwhile, or their contents may be lost; a `RuntimeWarning` says if one did.
     ``live_only=False`` keeps everything.
 
     Raises `errors.NotPreloaded`, `errors.UnknownTag`, `errors.HostMemory`, `errors.Disk`, `errors.Busy` on timeout,
