@@ -52,6 +52,8 @@ enum VramctlResult
   VRAMCTL_RESULT_DISK = 13,
   // Over the socket only: a KV cache would be dropped that the engine's prefix cache still describes.
   VRAMCTL_RESULT_PREFIX_CACHE = 14,
+  // The program is ending.
+  VRAMCTL_RESULT_ENDING = 15,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

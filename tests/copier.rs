@@ -6,6 +6,7 @@ mod common;
 use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
 use vramctl_backup::set_copy_by;
 use vramctl_config::CopyBy;
+use vramctl_model::Backup;
 
 /// Large enough that how long one took says something.
 const LARGE: usize = 16 * MIB;
@@ -59,14 +60,39 @@ fn the_contents_are_the_same_whoever_copies() {
     assert_eq!(who_copies(&gpu, Some(CopyBy::Kernel), &sizes), [3, 0]);
 }
 
-/// Soon after a pause both are tried where that tells something; small copies are left to the engines.
+/// Both are tried where that tells something; small copies are left to the engines.
 #[test]
-fn soon_after_a_pause_both_are_tried() {
+fn where_all_is_paused_both_are_tried() {
     let gpu = Gpu::take();
     let [launches, copies] = who_copies(&gpu, None, &[LARGE; 4]);
     assert!(launches > 0 && copies > 0, "{launches} by the kernel, {copies} by the engines");
     assert_eq!(launches + copies, 4);
     assert_eq!(who_copies(&gpu, None, &[MIB; 4]), [0, 4]);
+}
+
+/// A program with memory to run on may have kernels that take all processors; the engines need none. What is paused of
+/// another device's memory says nothing of this one's.
+#[test]
+fn beside_active_memory_only_the_engines_copy() {
+    let gpu = Gpu::take();
+    let program = Program::start(&[LARGE; 4]);
+    let active = common::malloc_tagged("active", Some(Backup::Discard), MIB).unwrap();
+    common::set_device(1);
+    let elsewhere = Program::start(&[LARGE; 4]);
+    common::set_device(0);
+    pause(&["weights"]).unwrap();
+    let [launches, copies] = resume_and_count(&gpu);
+    assert!((1..4).contains(&launches), "{launches} by the kernel, {copies} by the engines: the other device's alone");
+    pause(&["weights"]).unwrap();
+    assert_eq!(free(active), 0);
+    let [more, copies] = resume_and_count(&gpu);
+    assert!(more > launches, "{more} by the kernel, {copies} by the engines");
+    program.check("device 0");
+    common::set_device(1);
+    elsewhere.check("device 1");
+    common::set_device(0);
+    program.end();
+    elsewhere.end();
 }
 
 #[test]

@@ -15,7 +15,7 @@ use vramctl_driver::{PHYSICAL_PIECE, StreamHandle};
 use vramctl_intercept::hooks as interpose;
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
 use vramctl_model::Error;
-use vramctl_model::{Backup, Observer, Progress, TagState, TransitionRequest};
+use vramctl_model::{Backup, Observer, Progress, Span, TagState, TransitionRequest};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -633,6 +633,28 @@ fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
     assert_eq!((host().used_bytes, host().ready_bytes), (0, 0), "what was retained goes with its allocation");
 }
 
+/// The driver takes as long for a small mapping as for a large one, so neighbours go together: where nothing has changed, all
+/// that was hashed together; where contents are copied, all that has landed in a piece of host memory.
+#[test]
+fn what_is_saved_of_neighbours_is_unmapped_together() {
+    const COUNT: usize = 60;
+    let gpu = Gpu::take();
+    let groups = (COUNT * 2 * MIB).div_ceil(HOST_PIECE);
+    for (tag, unchanged, groups) in [(common::RETAINED_TAG, COUNT, 1), ("t", 0, groups)] {
+        let mut addresses: Vec<_> = (0..COUNT).map(|_| malloc_tagged(tag, None, 2 * MIB).unwrap()).collect();
+        addresses.sort_unstable();
+        let runs = addresses.chunk_by(|one, next| one + 2 * MIB as u64 == *next).count();
+        assert!(runs <= COUNT / 2 + 1, "hardly any are neighbours: {addresses:x?}");
+        pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        gpu.reset_counts();
+        assert_eq!(pause(&[]).unwrap().unchanged_bytes, (unchanged * 2 * MIB) as u64);
+        let calls = gpu.calls("cuMemUnmap") as usize;
+        assert!((runs..runs + groups).contains(&calls), "{tag}: {calls} calls for {runs} runs of neighbours");
+        addresses.iter().for_each(|address| assert_eq!(free(*address), 0));
+    }
+}
+
 #[test]
 fn too_little_host_memory_is_an_error_before_anything_changed() {
     let gpu = Gpu::take();
@@ -708,6 +730,184 @@ fn retained_contents_stay_where_giving_them_up_would_not_help() {
         assert_eq!(free(others), 0);
     }
     assert_eq!(free(retained), 0);
+}
+
+/// A copy that shares its piece of host memory with contents that stay makes no room.
+#[test]
+fn what_makes_no_room_stays_retained() {
+    let _gpu = Gpu::take();
+    let host = || Memory::get().status().host.used_bytes;
+    let allocate = |(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap();
+    let mut addresses = [("kept", 8 * MIB), ("shares", 24 * MIB), ("alone", 64 * MIB)].map(allocate).to_vec();
+    while addresses[1] > addresses[2] {
+        // The one that makes no room is looked at first.
+        assert_eq!(free(addresses[1]), 0);
+        addresses[1] = allocate(("shares", 24 * MIB));
+    }
+    const { assert!(HOST_PIECE == 32 * MIB && common::HOST_CAP == 6 * HOST_PIECE as u64) };
+    // The first two in one piece, the third in two of its own.
+    for tag in ["kept", "shares", "alone"] {
+        Memory::get().set_retain(Some(tag), Some(true)).unwrap();
+        pause(&[tag]).unwrap();
+    }
+    resume(&["shares", "alone"]).unwrap();
+    // Four pieces, where there are three.
+    addresses.push(allocate(("t", 120 * MIB)));
+    pause(&["t"]).unwrap();
+    assert_eq!(host(), (8 + 24 + 120) << 20, "the copy that takes two pieces is given up, and no other");
+    resume(&[]).unwrap();
+    for tag in ["kept", "shares", "alone"] {
+        Memory::get().set_retain(Some(tag), None).unwrap();
+    }
+    for address in addresses {
+        assert_eq!(free(address), 0);
+    }
+}
+
+/// What was saved before its tag was to be retained may keep other parts, and nothing is saved over it.
+#[test]
+fn a_retained_copy_of_other_parts_makes_room_for_its_own_tag() {
+    const BYTES: usize = 160 * MIB;
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("parts", None, BYTES).unwrap();
+    let unused = vec![Span { address, bytes: 96 * MIB }];
+    Memory::get().pause(&TransitionRequest { unused, ..TransitionRequest::default() }, &mut ()).unwrap();
+    Memory::get().set_retain(Some("parts"), Some(true)).unwrap();
+    resume(&[]).unwrap();
+    assert_eq!(Memory::get().status().host.used_bytes, 64 << 20, "a part is retained");
+    let contents = pattern(5, BYTES);
+    assert_eq!(write(address, &contents), 0);
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert!(read(address, BYTES).unwrap() == contents);
+    Memory::get().set_retain(Some("parts"), None).unwrap();
+    assert_eq!(free(address), 0);
+}
+
+/// Neighbours that have changed are copied together, and all of each of them.
+#[test]
+fn all_that_has_changed_of_a_retained_copy_is_saved() {
+    const BYTES: usize = 16 * MIB;
+    let _gpu = Gpu::take();
+    let address = malloc_tagged(common::RETAINED_TAG, None, BYTES).unwrap();
+    let mut contents = pattern(1, BYTES);
+    assert_eq!(write(address, &contents), 0);
+    pause(&[]).and_then(|_| resume(&[])).unwrap();
+    let changed = 2 * MIB..10 * MIB;
+    contents[changed.clone()].copy_from_slice(&pattern(2, changed.len()));
+    assert_eq!(write(address, &contents), 0);
+    let report = pause(&[]).unwrap();
+    assert_eq!(report.unchanged_bytes, (BYTES - changed.len()) as u64);
+    resume(&[]).unwrap();
+    assert!(read(address, BYTES).unwrap() == contents);
+    assert_eq!(free(address), 0);
+}
+
+/// A save that fails halfway has replaced a part of the copy. What is there is not what its digests say.
+#[test]
+fn a_retained_copy_that_was_replaced_in_part_is_not_believed() {
+    const BYTES: usize = HOST_PIECE + 8 * MIB;
+    let gpu = Gpu::take();
+    let address = malloc_tagged(common::RETAINED_TAG, None, BYTES).unwrap();
+    let (first, second) = (pattern(1, BYTES), pattern(2, BYTES));
+    assert_eq!(write(address, &first), 0);
+    pause(&[]).and_then(|_| resume(&[])).unwrap();
+    assert_eq!(write(address, &second), 0);
+    gpu.reset_counts();
+    gpu.fail("cuEventSynchronize", 1, 999, u64::MAX);
+    gpu.fail("cuEventQuery", 1, 999, u64::MAX);
+    assert!(pause(&[]).is_err());
+    gpu.clear_faults();
+    assert!(gpu.calls("cuMemcpyDtoHAsync_v2") > 0, "something was copied");
+    assert_eq!(write(address, &first), 0);
+    pause(&[]).and_then(|_| resume(&[])).unwrap();
+    assert!(read(address, BYTES).unwrap() == first);
+    assert_eq!(free(address), 0);
+}
+
+/// The long wait comes before the lock. What the program has started meanwhile is waited for under it.
+#[test]
+fn work_that_is_started_during_the_first_wait_is_waited_for() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
+    let (one, other) = (Stream::create(), Stream::create());
+    gpu.set_op_delay_ms(1000);
+    assert_eq!(one.fill(address, 1, MIB), 0);
+    gpu.reset_counts();
+    let pausing = std::thread::spawn(|| pause(&["t"]).map(drop));
+    while gpu.calls("cuMemHostUnregister") == 0 {
+        std::thread::yield_now();
+    }
+    // The driver has looked by then what it waits for.
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(other.fill(address, 2, MIB), 0);
+    pausing.join().unwrap().unwrap();
+    gpu.set_op_delay_ms(0);
+    assert_eq!((one.synchronize(), other.synchronize()), (0, 0), "the memory was taken away under running work");
+    resume(&[]).unwrap();
+    assert_eq!(free(address), 0);
+}
+
+/// Refused once more, memory is late and not forgotten.
+#[test]
+fn what_a_sweep_is_refused_is_tried_again() {
+    let gpu = Gpu::take();
+    let before = gpu.used(0);
+    let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
+    gpu.fail("cuMemRelease", 1, 999, 3);
+    assert_eq!(pause(&[]).unwrap().late_bytes, 4 << 20);
+    for _ in 0..2 {
+        assert!(!vramctl_driver::sweep());
+        assert_eq!((vramctl_driver::leftover_bytes(), gpu.used(0)), (4 << 20, before + (4 << 20)));
+    }
+    assert!(vramctl_driver::sweep());
+    assert_eq!((vramctl_driver::leftover_bytes(), gpu.used(0)), (0, before));
+    assert_eq!(free(address), 0);
+}
+
+/// Host memory that was registered in a context is registered no more when that is gone, and is registered again.
+#[test]
+fn host_memory_does_not_outlive_the_context_it_was_registered_in() {
+    let gpu = Gpu::take();
+    let registered_by_a_resume_of = |tag: &str| {
+        gpu.reset_counts();
+        resume(&[tag]).unwrap();
+        gpu.calls("cuMemHostRegister_v2")
+    };
+    set_device(1);
+    let stays = malloc_tagged("stays", None, 4 * MIB).unwrap();
+    set_device(0);
+    let context = common::OwnContext::create(0);
+    malloc_tagged("goes", None, 4 * MIB).unwrap();
+    // Both in one piece, registered for the first.
+    pause(&["goes"]).unwrap();
+    pause(&["stays"]).unwrap();
+    drop(context);
+    assert_eq!(registered_by_a_resume_of("stays"), 1, "its context was destroyed");
+    set_device(0);
+    malloc_tagged("goes", None, 4 * MIB).unwrap();
+    pause(&["goes"]).unwrap();
+    pause(&["stays"]).unwrap();
+    // SAFETY: no arguments.
+    assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+    assert_eq!(registered_by_a_resume_of("stays"), 1, "its context was reset");
+    assert_eq!(free(stays), 0);
+}
+
+/// Nothing is taken of a device that has not enough for all.
+#[test]
+fn a_resume_that_finds_too_little_takes_nothing() {
+    let gpu = Gpu::take();
+    let addresses = [(); 2].map(|()| malloc_tagged("t", Some(Backup::Discard), 64 * MIB).unwrap());
+    pause(&[]).unwrap();
+    gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize - 100 * MIB);
+    gpu.reset_counts();
+    match resume(&[]) {
+        Err(Error::DeviceMemory(shortage)) => assert_eq!((shortage.needed, shortage.free), (128 << 20, 100 << 20)),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(gpu.calls("cuMemCreate"), 0);
+    assert_eq!(addresses.map(free), [0; 2]);
 }
 
 /// Where host memory cannot be registered, backups go through a small buffer of the driver's, or without any.

@@ -431,13 +431,47 @@ fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
     let first = fs::metadata(&socket).unwrap().ino();
     program.tell("go on");
     program.expect("closed");
-    // The first client is still answered by the socket that was closed, and shows the library what has happened.
+    // The first client's connection shows the library what has happened.
     for request in ["pause", "resume"] {
-        eventually(|| machine.ask(&[request, "--name", "tidy"]));
+        machine.done(&[request, "--name", "tidy"]);
     }
     assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
     program.tell("go on");
     program.ends_well();
+}
+
+#[test]
+fn a_program_in_the_background_is_found_and_keeps_its_files() {
+    for mode in ["daemon-with-files", "daemon-without-streams"] {
+        let machine = Machine::new("256M");
+        let stop = machine.folder.path().join("stop");
+        fs::write(&stop, "").unwrap();
+        let mut program = machine.start_with(mode, "odd", &[mode], |command| {
+            command.env("ODD_STOP", &stop);
+        });
+        program.expect("ready");
+        let socket = machine.socket(&program);
+        let first = fs::metadata(&socket).unwrap().ino();
+        program.tell("go on");
+        // Its end of the pipe is closed.
+        let mut rest = String::new();
+        program.output.read_to_string(&mut rest).unwrap();
+        // Several look for it at the same time: none of them may take the new socket away for the old one.
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| {
+                    let listed = machine.done(&["ps"]);
+                    assert!(listed.contains(mode), "{listed}");
+                });
+            }
+        });
+        machine.done(&["pause", "--backup", "disk"]);
+        machine.done(&["resume"]);
+        assert_ne!(fs::metadata(&socket).unwrap().ino(), first);
+        fs::remove_file(&stop).unwrap();
+        let ended = program.child.wait().unwrap();
+        assert!(ended.success(), "{mode}: {ended}");
+    }
 }
 
 /// Two containers that share a directory may both have a process of this number. The one that has no socket for that must not
@@ -502,6 +536,44 @@ fn signals_exit_handlers_and_large_thread_locals() {
         program.ends_well();
         assert_eq!(machine.used(), 0, "{mode}");
     }
+}
+
+/// In the middle of a pause or a resume, or while one waits for work of the device that never ends.
+#[test]
+fn a_program_that_ends_in_a_pause_or_resume_ends_as_it_would_and_the_client_is_told() {
+    let ends = |mode: &str, request: &str, thread: &str| {
+        let machine = Machine::new("256M");
+        let mut program = machine.start_with("ending", "odd", &[mode], |command| {
+            command.env("SIMGPU_OP_DELAY_MS", "1500").env("SIMGPU_END_MS", "20").stderr(Stdio::piped());
+        });
+        program.expect("ready");
+        if request == "resume" {
+            machine.done(&["pause"]);
+        }
+        let client = machine.vramctl(&[request, "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        while !program.threads().contains(&thread.to_owned()) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if mode == "ends-by-signal" {
+            unsafe { libc::kill(program.pid().cast_signed(), libc::SIGTERM) };
+        } else {
+            program.tell("go on");
+        }
+        let mut said = String::new();
+        program.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        program.ends_well();
+        assert_eq!(said, "", "{mode}, {request}");
+        let told = client.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&told.stdout).into_owned() + &String::from_utf8_lossy(&told.stderr);
+        // Its one copy may have been all that was left of a resume.
+        assert!(text.contains("\"ending\"") || (request == "resume" && text.contains("\"report\"")), "{mode}, {request}: {text}");
+    };
+    std::thread::scope(|scope| {
+        for mode in ["ends", "ends-by-exit", "ends-by-signal"] {
+            scope.spawn(move || ["pause", "resume"].map(|request| ends(mode, request, "vramctl-copy")));
+        }
+        scope.spawn(|| ends("ends-with-endless-work", "pause", "vramctl-wait"));
+    });
 }
 
 /// Addresses for backups are not memory: they are not filled where all memory is locked, and the program may have its data.
@@ -601,6 +673,10 @@ fn two_programs_wait_for_each_others_memory() {
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(4), "{text}");
     assert!(text.contains("needed") && text.contains("free") && text.contains(&second.pid().to_string()), "{text}");
+    let refused: Value = serde_json::from_slice(&machine.ask(&["resume", "--name", "first", "--json"]).stdout).unwrap();
+    let uuid = &machine.status("first")["processes"][0]["devices"][0]["uuid"];
+    assert_eq!(&refused["processes"][0]["error"]["shortage"]["uuid"], uuid, "an ordinal says nothing outside of the process: {refused}");
+    assert!(uuid.is_string(), "{refused}");
 
     for _ in 0..3 {
         let patient = machine.vramctl(&["resume", "--name", "first", "--timeout", "30"]).stdout(Stdio::null()).spawn().unwrap();

@@ -186,13 +186,13 @@ fn retaining_the_margin_and_the_directory_are_the_processes() {
         };
         assert_eq!((pause(None), resume(None), held()), (0, 0, 4 << 20));
         tms_set_retain_cpu_backup(false);
-        assert_eq!(held(), 0);
+        assert_eq!((pause(None), resume(None), held()), (0, 0, 0));
 
         let folder = tempfile::tempdir().unwrap();
         let made = CString::new(folder.path().join("made/for/it").to_str().unwrap()).unwrap();
         unsafe { tms_set_disk_backup_dir(made.as_ptr()) };
         assert!(folder.path().join("made/for/it").is_dir());
-        assert_eq!(vramctl_backup::disk_directory(), folder.path().join("made/for/it"));
+        assert_eq!(vramctl_backup::disk_directory().path, folder.path().join("made/for/it"));
         vramctl_backup::set_disk_directory(None);
 
         set_memory_margin_bytes(common::DEVICE_BYTES as u64);
@@ -200,6 +200,124 @@ fn retaining_the_margin_and_the_directory_are_the_processes() {
         common::last_error();
         set_memory_margin_bytes(0);
         assert_eq!(free(address), 0);
+    });
+}
+
+/// What is said of retaining counts at the next resume: what is kept then stays where it was, to be read, until the next one.
+#[test]
+fn a_retained_backup_stays_where_it_is_and_can_be_read() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        const BYTES: usize = 4 * MIB;
+        tms_set_interesting_region(true);
+        tms_set_enable_cpu_backup(true);
+        common::set_device(0);
+        let address = malloc(BYTES).unwrap();
+        let kept = || tms_get_cpu_backup_pointer(address as *const u8, BYTES as u64);
+        let holds = |seed: u64| unsafe { std::slice::from_raw_parts(kept(), BYTES) } == pattern(seed, BYTES);
+        assert_eq!((write(address, &pattern(1, BYTES)), pause(None)), (0, 0));
+        let first = kept();
+        tms_set_retain_cpu_backup(true);
+        assert_eq!((resume(None), kept()), (0, first));
+        assert!(holds(1));
+        tms_set_retain_cpu_backup(false);
+        assert_eq!((write(address, &pattern(2, BYTES)), kept()), (0, first));
+        assert!(holds(1), "the copy of the last pause");
+        assert_eq!((pause(None), kept()), (0, first));
+        assert!(holds(2));
+        assert_eq!(resume(None), 0);
+        assert!(kept().is_null(), "it is not retained any more");
+        assert!(read(address, BYTES).unwrap() == pattern(2, BYTES));
+        assert_eq!(free(address), 0);
+    });
+}
+
+/// What was allocated under `mmap` is out of host memory when the resume returns, however long the rest may stay.
+#[test]
+fn backups_of_mmap_are_gone_when_the_resume_returns() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        const BYTES: usize = 64 * MIB;
+        let resident = || {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap().trim();
+            line.trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+        };
+        let ready = || Memory::get().status().host.ready_bytes;
+        vramctl_backup::set_host_keep(Some(std::time::Duration::from_secs(600)), Some(u64::MAX));
+        tms_set_interesting_region(true);
+        tms_set_enable_cpu_backup(true);
+        unsafe { tms_set_cpu_backup_backend(c"mmap".as_ptr()) };
+        common::set_device(0);
+        let address = malloc(BYTES).unwrap();
+        assert_eq!(write(address, &pattern(1, BYTES)), 0);
+        let before = resident();
+        for _ in 0..3 {
+            assert_eq!((pause(None), ready()), (0, BYTES as u64));
+            assert_eq!((resume(None), ready()), (0, 0));
+            assert!(resident() < before + BYTES / 2, "{before} bytes before, {} after", resident());
+        }
+        assert!(read(address, BYTES).unwrap() == pattern(1, BYTES));
+        unsafe { tms_set_cpu_backup_backend(c"pinned".as_ptr()) };
+        let other = malloc(2 * MIB).unwrap();
+        assert_eq!((free(address), pause(None), resume(None)), (0, 0, 0));
+        assert_eq!(ready(), vramctl_backup::HOST_PIECE as u64, "of the others it stays");
+        assert_eq!(free(other), 0);
+        vramctl_backup::set_host_keep(None, Some(0));
+        while ready() > 0 {
+            thread::sleep(std::time::Duration::from_millis(5));
+        }
+        vramctl_backup::set_host_keep(None, None);
+    });
+}
+
+/// Those who set the directory by `torch_memory_saver`'s means look into it.
+#[test]
+fn its_directory_holds_a_file_for_each_paused_allocation() {
+    let _gpu = Gpu::take();
+    in_a_new_thread(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str| std::fs::File::create_new(folder.path().join(name)).unwrap();
+        // Left behind by a process that was killed; one that another process still has; and somebody else's.
+        let (_stale, used, _others) = (file("vramctl-4711-99-7f0000000000"), file("vramctl-4711-99-7f0000200000"), file("vramctl-notes"));
+        assert_eq!(unsafe { libc::flock(std::os::fd::AsRawFd::as_raw_fd(&used), libc::LOCK_EX) }, 0);
+        let found = || {
+            let entries = std::fs::read_dir(folder.path()).unwrap().flatten();
+            let mut found: Vec<_> =
+                entries.map(|entry| (entry.metadata().unwrap().len(), entry.file_name().into_string().unwrap())).collect();
+            found.sort();
+            found
+        };
+        let path = CString::new(folder.path().to_str().unwrap()).unwrap();
+        unsafe { tms_set_disk_backup_dir(path.as_ptr()) };
+        let others = found();
+        assert_eq!(others.iter().map(|(_, name)| &**name).collect::<Vec<_>>(), ["vramctl-4711-99-7f0000200000", "vramctl-notes"]);
+
+        tms_set_interesting_region(true);
+        tms_set_enable_disk_backup(true);
+        common::set_device(0);
+        let sizes = [2 * MIB, 4 * MIB, 6 * MIB];
+        let addresses = sizes.map(|bytes| malloc(bytes).unwrap());
+        let contents = |at: usize| pattern(at as u64, sizes[at]);
+        for _ in 0..2 {
+            (0..3).for_each(|at| assert_eq!(write(addresses[at], &contents(at)), 0));
+            assert_eq!(pause(None), 0);
+            let ours = &found()[2..];
+            assert_eq!(ours.iter().map(|(bytes, _)| *bytes as usize).collect::<Vec<_>>(), sizes);
+            for ((_, name), address) in ours.iter().zip(addresses) {
+                assert!(
+                    name.starts_with(&format!("vramctl-{}-", std::process::id())) && name.ends_with(&format!("-{address:x}")),
+                    "{name}"
+                );
+            }
+            assert_eq!((resume(None), found()), (0, others.clone()));
+            (0..3).for_each(|at| assert!(read(addresses[at], sizes[at]).unwrap() == contents(at)));
+        }
+        // Freed while it is paused.
+        assert_eq!((pause(None), free(addresses[1]), found().len()), (0, 0, 4));
+        assert_eq!((resume(None), free(addresses[0]), free(addresses[2])), (0, 0, 0));
+        assert_eq!(found(), others);
+        vramctl_backup::set_disk_directory(None);
     });
 }
 

@@ -277,7 +277,73 @@ class Memory(unittest.TestCase):
         torch_memory_saver.resume("retained")
         self.assertEqual(vramctl.status().host.used_bytes, 4 * MIB)
         torch_memory_saver.retain_cpu_backup = False
+        self.assertEqual(vramctl.status().host.used_bytes, 4 * MIB, "until the next resume")
+        torch_memory_saver.pause("retained")
+        torch_memory_saver.resume("retained")
         self.assertEqual(vramctl.status().host.used_bytes, 0)
+
+    def test_a_backup_that_is_retained_when_it_is_resumed_stays_where_it_was(self) -> None:
+        self.addCleanup(vramctl.retain, None, None)
+        with torch_memory_saver.region("stays", enable_cpu_backup=True):
+            address = self.malloc(byte=9)
+
+        def kept() -> int | None:
+            pointer = cdll().tms_get_cpu_backup_pointer(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), 4 * MIB)
+            self.assertTrue(not pointer or pointer[: 4 * MIB] == [9] * (4 * MIB))
+            return ctypes.cast(pointer, ctypes.c_void_p).value
+
+        torch_memory_saver.pause("stays")
+        first = kept()
+        self.assertIsNotNone(first)
+        torch_memory_saver.retain_cpu_backup = True
+        torch_memory_saver.resume("stays")
+        self.assertEqual(kept(), first)
+        torch_memory_saver.retain_cpu_backup = False
+        self.assertEqual(kept(), first)
+        torch_memory_saver.pause("stays")
+        self.assertEqual(kept(), first)
+        torch_memory_saver.resume("stays")
+        self.assertIsNone(kept())
+
+    def test_host_memory_of_mmap_is_gone_when_the_resume_returns(self) -> None:
+        def resident() -> int:
+            status = Path("/proc/self/status").read_text()
+            return int(re.search(r"VmRSS:\s*(\d+) kB", status)[1]) << 10
+
+        with torch_memory_saver.region("gone", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+            self.malloc(256 * MIB)
+        before = resident()
+        torch_memory_saver.pause("gone")
+        torch_memory_saver.resume("gone")
+        self.assertLess(resident() - before, 64 * MIB)
+        self.assertEqual(vramctl.status().host.used_bytes, 0)
+
+    def test_a_file_for_each_paused_allocation_and_none_of_what_was_killed(self) -> None:
+        source = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from torch_memory_saver import torch_memory_saver
+from support import Cuda
+torch_memory_saver.set_disk_backup_dir(sys.argv[2])
+with torch_memory_saver.region("on_disk", enable_disk_backup=True):
+    for size in (2, 4):
+        Cuda().malloc(size << 20)
+torch_memory_saver.pause()
+print(sorted(os.path.getsize(os.path.join(sys.argv[2], name)) >> 20 for name in os.listdir(sys.argv[2])), flush=True)
+if sys.argv[3] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+torch_memory_saver.resume()
+print(os.listdir(sys.argv[2]))
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            for ending, found, left in (("killed", "[2, 4]\n", 2), ("killed", "[2, 4]\n", 2), ("resumed", "[2, 4]\n[]\n", 0)):
+                child = subprocess.run(
+                    [sys.executable, "-c", source, str(TESTS), folder, ending],
+                    env={**os.environ, "PYTHONPATH": str(DROPIN), "LD_PRELOAD": str(HOOKS[0])},
+                    capture_output=True,
+                    text=True,
+                )
+                self.assertEqual((child.stdout, child.stderr, len(os.listdir(folder))), (found, "", left))
 
     def test_the_margin_is_kept_free(self) -> None:
         self.addCleanup(setattr, torch_memory_saver, "memory_margin_bytes", 0)
@@ -632,7 +698,16 @@ class Torch(unittest.TestCase):
                 found = torch_memory_saver.get_cpu_backup(tensor, zero_copy=zero_copy)
                 self.assertEqual((found.device.type, found.dtype, found.shape), ("cpu", tensor.dtype, tensor.shape))
                 self.assertTrue(torch.equal(found, expected))
+        self.addCleanup(vramctl.retain, None, None)
+        pointer = torch_memory_saver.get_cpu_backup(tensors[0], zero_copy=True).data_ptr()
+        torch_memory_saver.retain_cpu_backup = True
         torch_memory_saver.resume()
+        self.assertEqual(torch_memory_saver.get_cpu_backup(tensors[0], zero_copy=True).data_ptr(), pointer)
+        torch_memory_saver.retain_cpu_backup = False
+        self.assertTrue(torch.equal(torch_memory_saver.get_cpu_backup(tensors[0], zero_copy=True), wanted[0]))
+        torch_memory_saver.pause()
+        torch_memory_saver.resume()
+        self.assertIsNone(torch_memory_saver.get_cpu_backup(tensors[0]))
         with self.assertRaises(ValueError):
             torch_memory_saver.get_cpu_backup(wanted[0])
         with self.assertRaises(ValueError):

@@ -17,6 +17,7 @@ __all__ = [
     "Disk",
     "DeviceMemory",
     "Driver",
+    "Ending",
     "Error",
     "HostMemory",
     "Internal",
@@ -195,6 +196,13 @@ class PrefixCache(Error):
     number = 14
 
 
+class Ending(Error):
+    """The program is ending: what was under way is given up, and its memory goes with it."""
+
+    code = "ending"
+    number = 15
+
+
 class NotPreloaded(Error):
     """The library is not preloaded in this process, so none of its memory is managed."""
 
@@ -239,6 +247,7 @@ _CLASSES: tuple[type[Error], ...] = (
     BufferTooSmall,
     Disk,
     PrefixCache,
+    Ending,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

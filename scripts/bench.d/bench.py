@@ -400,9 +400,9 @@ class Bench:
             found[request] = {"ms": answer["ms"], **answer["stages"]}
 
     def released(self, chosen):
-        """The default: host memory is released after each resume. Each first pause gets a new process."""
+        """Host memory is released after each resume. Each first pause gets a new process."""
         for turn in self.turns(self.repeat):
-            child = self.holding(chosen)
+            child = self.holding(chosen, HOST_KEEP=0)
             used = host_memory("MemAvailable")
             before = child.memory("VmRSS")
             self.pause(child, chosen, "first")
@@ -424,6 +424,17 @@ class Bench:
                 self.stages(child, chosen, "released")
                 self.check(child, "full")
             self.finish(child)
+
+    def kept(self, chosen):
+        """The default: host memory stays ready for the next pause."""
+        child = self.holding(chosen)
+        self.pause(child, chosen, "first_kept")
+        self.resume(child, chosen, "resume_kept")
+        for _ in self.turns(self.repeat):
+            self.pause(child, chosen, "kept")
+            self.resume(child, chosen, "resume_kept")
+        self.check(child)
+        self.finish(child)
 
     def retained(self, chosen):
         """Backups are retained, and everything is copied each time."""
@@ -516,7 +527,7 @@ class Bench:
                 f"{chosen.title} with a backup was skipped: it needs {gib(needed)} of host memory, {gib(free)} are free."
             )
             return
-        child = self.holding(chosen)
+        child = self.holding(chosen, HOST_KEEP=0)
         before = child.memory("VmRSS")
         self.pause(child, chosen, "first")
         self.remember(chosen, "vramctl_peak", child.memory("VmHWM") - before)
@@ -725,6 +736,7 @@ class Bench:
             if chosen.discard_only:
                 continue
             self.step(f"{title}, first pause", START + gigabytes / 4, self.released, chosen)
+            self.step(f"{title}, kept ready", START + gigabytes / 8, self.kept, chosen)
             self.step(f"{title}, retained", START + gigabytes / 8, self.retained, chosen)
             self.step(f"{title}, retained and hashed", START + gigabytes / 8, self.hashed, chosen)
             self.step(f"{title}, pre-warmed", START + gigabytes / 2, self.prewarmed, chosen)

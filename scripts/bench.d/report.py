@@ -10,6 +10,7 @@ ROWS = [
     ("first", "first pause", "out", "first"),
     ("prewarmed", "first pause, host memory pre-warmed", "out", "first"),
     ("again", "pause again, host memory given back before", "out", "again"),
+    ("kept", "pause again, host memory kept ready", "out", "again"),
     ("steady", "steady pause, backup retained", "out", "steady"),
     ("unchanged", "pause, retained, nothing changed", "pass", "steady"),
     ("changed", "pause, retained, 1% changed", "pass+1%", "steady"),

@@ -4,20 +4,22 @@
 //! one thread and at 35 in many, where the link moves 55. So it is done in pieces, by the threads that copy, while other
 //! pieces are being copied; and what is there is used again. Undoing it takes as long, and is done in the background.
 //!
-//! A [`Range`] is a contiguous part of the arena for the contents of one allocation. It keeps the pieces that it touches;
-//! a piece that no range touches is given back to the system.
+//! A [`Range`] is a contiguous part of the arena for the contents of one allocation. It keeps the pieces that it touches.
+//! A piece that no range touches stays ready for the next pause for a while (`VRAMCTL_HOST_KEEP`), and is given back to the
+//! system then, or as soon as somebody needs the memory.
 //!
 //! Addresses that may be written to count against the limits of the program's data (`ulimit -d`, a system without
 //! overcommitment), and `mlockall` has them filled. So only the beginning of the arena is writable, as far as it is in use.
 
-use super::numa::Near;
+use super::others::{self, Says, Sign};
 use super::ranges::FreeRanges;
+use super::settings;
 use std::io;
 use std::ptr::{self, NonNull};
-use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use std::{slice, thread};
 use vramctl_config::Config;
 use vramctl_driver::{Context, Current, Pinned};
 use vramctl_host::{PerProcess, exit, limits, log_once, worker};
@@ -38,6 +40,8 @@ pub struct Arena {
     state: Mutex<Stock>,
     /// Told whenever a piece has changed.
     changed: Condvar,
+    /// Tells the thread that gives memory back of pieces whose time has come.
+    due: Condvar,
     made: Made,
     /// Bytes that threads are taking just now and the system does not count as used yet.
     coming: AtomicU64,
@@ -65,7 +69,7 @@ struct Stock {
     open: usize,
     /// Stock at the beginning that stay when nobody uses them: the pre-warmed ones.
     kept: usize,
-    /// Whether a thread is giving memory back.
+    /// Whether there is a thread that gives back what nobody uses.
     releasing: bool,
 }
 
@@ -74,6 +78,8 @@ struct Piece {
     readiness: Readiness,
     /// How many ranges touch it.
     users: usize,
+    /// While none does: until when it stays ready. `None`: it is to be given back now.
+    until: Option<Instant>,
 }
 
 #[derive(Default)]
@@ -122,8 +128,8 @@ impl Arena {
         // SAFETY: the end of the mapping just made; nothing where it is all used.
         unsafe { libc::munmap(base.as_ptr().wrapping_add(bytes).cast(), fits - bytes) };
         let state = Stock { free: FreeRanges::new(bytes), ..Stock::default() };
-        let (changed, made, coming) = (Condvar::new(), Made::default(), AtomicU64::new(0));
-        Some(Self { base, bytes, state: Mutex::new(state), changed, made, coming })
+        let (changed, due, made, coming) = (Condvar::new(), Condvar::new(), Made::default(), AtomicU64::new(0));
+        Some(Self { base, bytes, state: Mutex::new(state), changed, due, made, coming })
     }
 
     fn lock(&self) -> MutexGuard<'_, Stock> {
@@ -133,17 +139,41 @@ impl Arena {
     /// Ranges of these sizes, in bytes, or an error and nothing: too little host memory for the pieces that are not there
     /// yet, or more than `VRAMCTL_HOST_CAP`.
     pub fn take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
-        /// How long to wait for memory that is being given back, where there is too little without it.
-        const PATIENCE: Duration = Duration::from_secs(5);
-        // It may end while we look at what there is.
-        let releasing = self.lock().releasing;
+        // The last of it may be given back while we look at what there is.
+        let spare = self.lock().has_spare();
         let taken = self.try_take(sizes);
-        let state = self.lock();
-        if !matches!(taken, Err(Error::HostMemory { .. })) || !(releasing || state.releasing) {
-            return taken;
+        let is_short = matches!(taken, Err(Error::HostMemory { .. }));
+        let taken = if is_short && (self.give_up_spare() || spare) { self.try_take(sizes) } else { taken };
+        let others_may_help = matches!(taken, Err(Error::HostMemory { capped: false, .. })) && others::any(Says::Keeps);
+        if others_may_help { self.take_from_others(sizes) } else { taken }
+    }
+
+    /// Asks other processes of ours for the host memory that they keep, and takes what they give back.
+    fn take_from_others(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
+        const PATIENCE: Duration = Duration::from_secs(10);
+        const LOOK_AGAIN: Duration = Duration::from_millis(20);
+        let _sign = Sign::put_up(Says::Needs);
+        let started = Instant::now();
+        loop {
+            let waits = others::any(Says::Keeps) && started.elapsed() < PATIENCE;
+            let taken = self.try_take(sizes);
+            if !waits || !matches!(taken, Err(Error::HostMemory { capped: false, .. })) {
+                return taken;
+            }
+            thread::sleep(LOOK_AGAIN);
         }
-        drop(self.changed.wait_timeout_while(state, PATIENCE, |state| state.releasing).unwrap_or_else(PoisonError::into_inner));
-        self.try_take(sizes)
+    }
+
+    /// Has what nobody uses given back now, and waits for it. `false`: there is none.
+    fn give_up_spare(&self) -> bool {
+        const PATIENCE: Duration = Duration::from_secs(5);
+        let mut state = self.lock();
+        let found = state.has_spare();
+        state.expire();
+        self.due.notify_all();
+        let busy = |state: &mut Stock| state.releasing && state.has_spare();
+        drop(self.changed.wait_timeout_while(state, PATIENCE, busy).unwrap_or_else(PoisonError::into_inner));
+        found
     }
 
     fn try_take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
@@ -156,7 +186,7 @@ impl Arena {
                 drop(state);
                 return Err(Error::HostMemory { needed: sizes.iter().sum::<usize>() as u64, available: 0, capped: false });
             };
-            ranges.push(Range { offset, bytes });
+            ranges.push(Range { offset, bytes, at_once: false });
         }
         let populated = state.populated();
         let needed = ((populated - before) * HOST_PIECE) as u64;
@@ -172,6 +202,32 @@ impl Arena {
             (_, true) => Err(Error::HostMemory { needed, available: 0, capped: false }),
             _ => Err(Error::HostMemory { needed, available, capped }),
         }
+    }
+
+    /// Which of these ranges must go so that others of these sizes find room, by their places in the list; `None`: they would
+    /// not even without all of them. Those that begin in one piece go together: memory is had and given back in pieces.
+    pub fn in_the_way(&self, ranges: &[&Range], sizes: &[usize]) -> Option<Vec<usize>> {
+        let state = self.lock();
+        let populated = (state.populated() * HOST_PIECE) as u64;
+        let most = populated.saturating_add(limits::available_bytes()).min(Config::get().host_cap);
+        let fits_without = |gone: &[&[usize]]| {
+            let gone = gone.iter().copied().flatten().map(|place| ranges[*place]);
+            state.pieces_with(gone, sizes).is_some_and(|pieces| (pieces * HOST_PIECE) as u64 <= most)
+        };
+        let first_piece = |place: &usize| Self::pieces_of(ranges[*place]).start;
+        let mut places: Vec<_> = (0..ranges.len()).collect();
+        places.sort_unstable_by_key(first_piece);
+        let mut gone: Vec<_> = places.chunk_by(|one, next| first_piece(one) == first_piece(next)).collect();
+        if !fits_without(&gone) {
+            return None;
+        }
+        for group in (0..gone.len()).rev() {
+            let kept = gone.remove(group);
+            if !fits_without(&gone) {
+                gone.insert(group, kept);
+            }
+        }
+        Some(gone.concat())
     }
 
     /// Makes the addresses of the first pieces writable. `false`: the limits of the program do not allow it. All at once,
@@ -227,7 +283,6 @@ impl Arena {
         state.piece(piece).readiness = Readiness::Changing;
         drop(state);
         let current = Current::push(context).ok();
-        let _near = current.as_ref().and_then(Near::to);
         let populated = if there { Ok(()) } else { timed(&self.made.populating_us, || self.populate(piece)) };
         let prepared =
             populated.map(|()| current.as_ref().and_then(|current| timed(&self.made.registering_us, || self.pin(piece, current))));
@@ -398,36 +453,70 @@ impl Arena {
         Self::existing().map_or_else(HostStatus::default, Self::status)
     }
 
-    /// Waits until no memory is being given back. For tests and measurements.
+    /// Waits until all that nobody uses, and that is not kept for the next pause, has been given back. For tests and
+    /// measurements.
     pub fn settle() {
         if let Some(arena) = Self::existing() {
-            let state = arena.lock();
-            drop(arena.changed.wait_while(state, |state| state.releasing).unwrap_or_else(PoisonError::into_inner));
+            let busy = |state: &mut Stock| state.releasing && state.is_releasing(Instant::now());
+            drop(arena.changed.wait_while(arena.lock(), busy).unwrap_or_else(PoisonError::into_inner));
         }
     }
 
     fn give_back(&'static self, range: &Range) {
+        let keep = if range.at_once { Duration::ZERO } else { settings::host_keep() };
         let mut state = self.lock();
-        state.give_back(range);
-        if state.releasing {
-            return;
+        state.give_back(range, Instant::now().checked_add(keep).filter(|_| !keep.is_zero()));
+        if range.at_once {
+            drop(state);
+            self.release_due();
+            return self.wait_until_released(range);
         }
-        if state.idle_piece().is_none() {
+        if state.releasing {
+            return self.due.notify_all();
+        }
+        if !state.has_spare() {
             return self.close(&mut state);
         }
         state.releasing = true;
         drop(state);
-        if worker::spawn("vramctl-release", || self.release_idle()).is_err() {
+        if worker::spawn("vramctl-release", || self.release_in_time()).is_err() {
             // No thread to be had: then here and now.
-            self.release_idle();
+            self.lock().expire();
+            self.release_due();
+            self.lock().releasing = false;
         }
     }
 
-    /// Gives pieces that nobody uses back to the system, until there are none.
-    fn release_idle(&self) {
+    /// Gives pieces that nobody uses back to the system, each when its time has come, and all as soon as somebody else needs
+    /// the memory. Ends when there are none left.
+    fn release_in_time(&self) {
+        /// How often to look whether memory is short. Only while there is something to give back.
+        const LOOK: Duration = Duration::from_millis(500);
+        let _sign = Sign::put_up(Says::Keeps);
+        loop {
+            if limits::is_short() || others::any(Says::Needs) {
+                self.lock().expire();
+            }
+            let went = self.release_due();
+            let mut state = self.lock();
+            let Some(due) = state.next_due().filter(|_| went) else {
+                state.releasing = false;
+                self.changed.notify_all();
+                return;
+            };
+            let left = due.saturating_duration_since(Instant::now());
+            drop(self.due.wait_timeout(state, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    /// Gives the pieces back whose time has come. `false`: not all of them, because the driver has refused one or the program
+    /// is ending. What was refused is tried again with the next range that is given back.
+    fn release_due(&self) -> bool {
         let mut state = self.lock();
-        while let Some(piece) = state.idle_piece() {
+        let mut went = true;
+        while let Some(piece) = state.due_piece(Instant::now()).filter(|_| went) {
             if exit::is_ending() {
+                went = false;
                 break;
             }
             let readiness = std::mem::replace(&mut state.piece(piece).readiness, Readiness::Changing);
@@ -440,17 +529,21 @@ impl Arena {
                 self.depopulate(piece);
             }
             state = self.lock();
-            let refused = unregistered.is_err();
+            went = unregistered.is_ok();
             state.piece(piece).readiness = unregistered.map_or_else(|pinned| Readiness::Ready(Some(pinned)), |()| Readiness::Absent);
             self.changed.notify_all();
-            if refused {
-                // The next range that is given back has it tried again.
-                break;
-            }
         }
         self.close(&mut state);
-        state.releasing = false;
-        self.changed.notify_all();
+        went
+    }
+
+    /// Waits for another thread that is giving back what this range was the last to touch.
+    fn wait_until_released(&self, range: &Range) {
+        let changing = |state: &mut Stock| {
+            let mut pieces = Self::pieces_of(range).filter_map(|piece| state.pieces.get(piece));
+            pieces.any(|piece| piece.users == 0 && matches!(piece.readiness, Readiness::Changing))
+        };
+        drop(self.changed.wait_while(self.lock(), changing).unwrap_or_else(PoisonError::into_inner));
     }
 }
 
@@ -507,24 +600,72 @@ impl Stock {
         self.pieces.iter().filter(|piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent)).count()
     }
 
-    /// A piece with memory that nobody uses and nobody keeps.
-    fn idle_piece(&self) -> Option<usize> {
-        let idle = |piece: &Piece| piece.users == 0 && piece.readiness.is_ready();
-        (self.kept..self.pieces.len()).find(|piece| idle(&self.pieces[*piece]))
+    /// How many pieces would have memory without some ranges, and with others of these sizes; `None`: there is no place for
+    /// those.
+    fn pieces_with<'a>(&self, gone: impl Iterator<Item = &'a Range>, sizes: &[usize]) -> Option<usize> {
+        let mut free = self.free.clone();
+        let mut users: Vec<_> = self.pieces.iter().map(|piece| piece.users).collect();
+        for range in gone {
+            Arena::pieces_of(range).for_each(|piece| users[piece] -= 1);
+            free.give_back(range.offset, range.bytes);
+        }
+        for &bytes in sizes {
+            let taken = std::mem::ManuallyDrop::new(Range { offset: free.take(bytes)?, bytes, at_once: false });
+            let pieces = Arena::pieces_of(&taken);
+            users.resize(users.len().max(pieces.end), 0);
+            pieces.for_each(|piece| users[piece] += 1);
+        }
+        let stays = |piece: usize| piece < self.kept && self.pieces.get(piece).is_some_and(|piece| piece.readiness.is_ready());
+        Some((0..users.len()).filter(|piece| users[*piece] > 0 || stays(*piece)).count())
+    }
+
+    /// Pieces that nobody uses, besides the pre-warmed ones.
+    fn unused(&self) -> impl Iterator<Item = (usize, &Piece)> {
+        self.pieces.iter().enumerate().skip(self.kept).filter(|(_, piece)| piece.users == 0)
+    }
+
+    /// Whether any of them has memory, or is about to lose it.
+    fn has_spare(&self) -> bool {
+        self.unused().any(|(_, piece)| !matches!(piece.readiness, Readiness::Absent))
+    }
+
+    /// A piece to be given back by now.
+    fn due_piece(&self, now: Instant) -> Option<usize> {
+        let due = |(_, piece): &(usize, &Piece)| piece.readiness.is_ready() && piece.until.is_none_or(|until| until <= now);
+        self.unused().find(due).map(|(piece, _)| piece)
+    }
+
+    /// When the next piece is to be given back. `None`: there is none with memory.
+    fn next_due(&self) -> Option<Instant> {
+        let ready = self.unused().filter(|(_, piece)| piece.readiness.is_ready());
+        ready.map(|(_, piece)| piece.until.unwrap_or_else(Instant::now)).min()
+    }
+
+    /// Whether any piece is being given back, or to be by now.
+    fn is_releasing(&self, now: Instant) -> bool {
+        self.due_piece(now).is_some() || self.unused().any(|(_, piece)| matches!(piece.readiness, Readiness::Changing))
+    }
+
+    /// None of them stays ready any longer.
+    fn expire(&mut self) {
+        self.pieces.iter_mut().for_each(|piece| piece.until = None);
     }
 
     /// The first free place. Low addresses first, so that ranges share pieces and use those that are ready.
     fn take(&mut self, bytes: usize) -> Option<usize> {
         let offset = self.free.take(bytes)?;
-        for piece in Arena::pieces_of(&std::mem::ManuallyDrop::new(Range { offset, bytes })) {
+        for piece in Arena::pieces_of(&std::mem::ManuallyDrop::new(Range { offset, bytes, at_once: false })) {
             self.piece(piece).users += 1;
         }
         Some(offset)
     }
 
-    fn give_back(&mut self, range: &Range) {
-        for piece in Arena::pieces_of(range) {
-            self.piece(piece).users -= 1;
+    /// `until`: how long what nobody uses any more stays ready.
+    fn give_back(&mut self, range: &Range, until: Option<Instant>) {
+        for number in Arena::pieces_of(range) {
+            let piece = self.piece(number);
+            piece.users -= 1;
+            piece.until = until;
         }
         self.free.give_back(range.offset, range.bytes);
     }
@@ -535,9 +676,16 @@ impl Stock {
 pub struct Range {
     offset: usize,
     bytes: usize,
+    /// Its memory is given back with it, by the thread that drops it.
+    at_once: bool,
 }
 
 impl Range {
+    /// Says whether its memory is given back to the system by the time that it has been dropped.
+    pub fn give_back_at_once(&mut self, at_once: bool) {
+        self.at_once = at_once;
+    }
+
     /// Its place in the arena, in bytes.
     pub fn offset(&self) -> usize {
         self.offset
@@ -581,7 +729,7 @@ mod tests {
     }
 
     fn range(offset: usize, bytes: usize) -> std::mem::ManuallyDrop<Range> {
-        std::mem::ManuallyDrop::new(Range { offset, bytes })
+        std::mem::ManuallyDrop::new(Range { offset, bytes, at_once: false })
     }
 
     proptest! {
@@ -594,7 +742,7 @@ mod tests {
             for (units, give, which) in steps {
                 if give && !taken.is_empty() {
                     let (offset, bytes) = taken.swap_remove(which % taken.len());
-                    state.give_back(&range(offset, bytes));
+                    state.give_back(&range(offset, bytes), None);
                 } else if let Some(offset) = state.take(units * UNIT) {
                     prop_assert!(taken.iter().all(|(other, bytes)| offset + units * UNIT <= *other || other + bytes <= offset));
                     taken.push((offset, units * UNIT));
@@ -605,7 +753,7 @@ mod tests {
                 }
             }
             for (offset, bytes) in taken {
-                state.give_back(&range(offset, bytes));
+                state.give_back(&range(offset, bytes), None);
             }
             prop_assert_eq!(state.free, FreeRanges::new(100 * HOST_PIECE));
         }

@@ -10,12 +10,13 @@ use super::transfer::{self, Part};
 use super::{Item, Kept, Saved, Wanted};
 use std::collections::BTreeMap;
 use std::ops;
+use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::thread;
 use vramctl_config::{Config, Unchanged};
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent, RelaxedCapture};
 use vramctl_host::{PerProcess, log_once, worker};
-use vramctl_model::{Error, Progress};
+use vramctl_model::{Backup, Error, Progress};
 
 /// The contents of an allocation, in the arena.
 #[derive(Debug)]
@@ -154,32 +155,48 @@ fn expect_restore(wanted: &[Wanted]) {
     }
 }
 
-/// Where the contents were saved before, if they can be saved over that.
-fn retained(wanted: &Wanted) -> Option<Arc<Saved>> {
-    // It keeps the same parts, unless it was saved before it was to be retained.
-    wanted.before.clone().filter(|saved| matches!(&**saved, Saved::Host(saved) if saved.live == wanted.live))
-}
-
 /// Bytes of new host memory that saving these contents would take.
 pub fn fresh_bytes(wanted: &Wanted) -> u64 {
-    if retained(wanted).is_some() { 0 } else { wanted.live.iter().map(|bytes| bytes.len() as u64).sum() }
+    sizes_of_new(slice::from_ref(wanted)).into_iter().sum::<usize>() as u64
 }
 
 /// Where the contents go: where they were, or ranges of their own.
 fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
-    let retained: Vec<_> = wanted.iter().map(retained).collect();
-    let missing: Vec<_> = wanted
-        .iter()
-        .zip(&retained)
-        .filter(|(_, saved)| saved.is_none())
-        .map(|(new, _)| new.live.iter().map(ops::Range::len).sum())
-        .collect();
+    let missing = sizes_of_new(wanted);
     let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
-    let place = |(wanted, saved): (&Wanted, Option<Arc<Saved>>)| {
-        let make = |range| Arc::new(Saved::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }));
-        Some((wanted.extent, saved.or_else(|| fresh.next().map(make))?))
+    let place = |wanted: &Wanted| {
+        let make = |mut range: Range| {
+            range.give_back_at_once(wanted.at_once);
+            Arc::new(Saved::Host(InMemory { range, live: wanted.live.clone(), digests: Mutex::default() }))
+        };
+        Some((wanted.extent, wanted.saved_over().cloned().or_else(|| fresh.next().map(make))?))
     };
-    Ok(wanted.iter().zip(retained).filter_map(place).collect())
+    Ok(wanted.iter().filter_map(place).collect())
+}
+
+/// The sizes of those contents that do not go where they were, in bytes.
+pub fn sizes_of_new(wanted: &[Wanted]) -> Vec<usize> {
+    let new = wanted.iter().filter(|wanted| wanted.saved_over().is_none());
+    new.map(|new| new.live.iter().map(ops::Range::len).sum()).collect()
+}
+
+impl Wanted {
+    /// What is still there of an earlier pause, if these contents are saved over it: it keeps the same parts, unless it was
+    /// saved before it was to be retained.
+    pub fn saved_over(&self) -> Option<&Arc<Saved>> {
+        let same = |saved: &&Arc<Saved>| matches!(&***saved, Saved::Host(saved) if saved.live == self.live);
+        self.before.as_ref().filter(|_| self.policy == Backup::Host).filter(same)
+    }
+}
+
+/// Which of these must be given up so that ranges of these sizes find room ([`Arena::in_the_way`]).
+pub fn in_the_way(retained: &[Arc<Saved>], sizes: &[usize]) -> Option<Vec<usize>> {
+    let in_memory = |saved: &'_ Arc<Saved>| matches!(&**saved, Saved::Host(_));
+    let places: Vec<_> = (0..retained.len()).filter(|place| in_memory(&retained[*place])).collect();
+    let range = |place: &usize| if let Saved::Host(saved) = &*retained[*place] { Some(&saved.range) } else { None };
+    let ranges: Vec<_> = places.iter().filter_map(range).collect();
+    let found = Arena::get().ok()?.in_the_way(&ranges, sizes)?;
+    Some(found.into_iter().map(|place| places[place]).collect())
 }
 
 type Hashers = Mutex<BTreeMap<Context, Hasher>>;

@@ -1,7 +1,7 @@
 //! Where contents go while their memory is paused, and how they are copied.
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
-//! are the two places. `arena` has the host memory (`numa`: which), `transfer` copies to and from it (`copier`: when not
+//! are the two places. `arena` has the host memory, `transfer` copies to and from it (`copier`: when not
 //! by the copy engines), `digest` tells what has changed, `disk` is the file; `settings` has what was said of all this at run time.
 
 mod arena;
@@ -9,17 +9,18 @@ pub mod copier;
 pub mod digest;
 pub mod disk;
 mod host;
-mod numa;
+mod others;
 mod ranges;
 mod settings;
 mod spill;
 mod transfer;
 
 pub use arena::HOST_PIECE;
-pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_retain};
+pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
 pub use transfer::Part;
 
 use arena::Arena;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
@@ -64,6 +65,8 @@ pub struct Wanted {
     pub policy: Backup,
     /// Whether they stay in host memory after the resume, so that the next pause can tell what has changed.
     pub retain: bool,
+    /// Whether host memory that they needed is given back by the time that a resume returns.
+    pub at_once: bool,
     /// What is still there of an earlier pause.
     pub before: Option<Arc<Saved>>,
     /// The parts of it that somebody needs, in bytes from its beginning, in order. More may be saved: a file gets all.
@@ -91,16 +94,26 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut
     Ok(kept)
 }
 
+/// Which of the retained contents must be given up, by their places in the list, so that there is room for those that are
+/// wanted; `None`: there would not be, without all of them.
+pub fn in_the_way(retained: &[Arc<Saved>], wanted: Vec<Wanted>) -> Option<Vec<usize>> {
+    let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
+    let mut sizes = host::sizes_of_new(&in_memory);
+    sizes.extend(spill::size_of_staging(&on_disk));
+    host::in_the_way(retained, &sizes)
+}
+
 /// Copies saved contents back. `produce` puts memory at the addresses meanwhile, and hands over each item as soon as that
-/// is done.
+/// is done. `idle`: the contexts in which nothing is running that could hold up a kernel.
 pub fn restore(
     items: &[Item],
+    idle: &BTreeSet<Context>,
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(&Item)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let in_memory = |(_, saved): &Item| if let Saved::Host(saved) = &**saved { saved.kept_bytes() } else { 0 };
     let bytes = items.iter().map(in_memory).sum::<u64>() as usize;
-    transfer::restore(bytes, progress, |give| {
+    transfer::restore(bytes, idle, progress, |give| {
         produce(&mut |(extent, saved)| {
             if let Saved::Host(saved) = &**saved {
                 saved.parts(*extent).for_each(|part| give(vec![part]));
@@ -141,8 +154,8 @@ pub fn status() -> HostStatus {
     Arena::status_of_process()
 }
 
-/// Waits until nothing is being done in the background: no host memory given back, no kernel loaded. For tests and
-/// measurements.
+/// Waits until nothing is being done in the background: no host memory given back, no kernel loaded. What is kept for the next
+/// pause stays. For tests and measurements.
 pub fn settle() {
     copier::settle();
     Arena::settle();

@@ -41,3 +41,22 @@ impl FreeRanges {
         self.0.values().sum()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_place_that_is_large_enough_is_taken_and_neighbours_are_joined() {
+        let mut free = FreeRanges::new(100);
+        assert_eq!([10, 20, 30].map(|bytes| free.take(bytes)), [Some(0), Some(10), Some(30)]);
+        assert_eq!((free.bytes(), free.take(41)), (40, None));
+        free.give_back(10, 20);
+        assert_eq!([25, 20, 15].map(|bytes| free.take(bytes)), [Some(60), Some(10), Some(85)]);
+        assert_eq!((free.bytes(), free.take(1)), (0, None));
+        for (offset, bytes) in [(0, 10), (30, 30), (10, 20), (85, 15), (60, 25)] {
+            free.give_back(offset, bytes);
+        }
+        assert_eq!(free, FreeRanges::new(100));
+    }
+}

@@ -1,10 +1,11 @@
 //! How contents are kept, as said at run time. Where nothing was said, the environment counts.
 
+use super::disk;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
-use vramctl_config::{self as config, Config, CopyBy};
-use vramctl_host::PerProcess;
+use std::time::Duration;
+use vramctl_config::{self as config, Config, CopyBy, DiskDirectory};
+use vramctl_host::{PerProcess, limits};
 
 /// What was said since the process began; none of it, at first.
 #[derive(Debug, Default)]
@@ -12,9 +13,10 @@ struct Settings {
     /// Of every tag that is not in `retain`.
     retain_others: Option<bool>,
     retain: BTreeMap<Arc<str>, bool>,
-    directory: Option<PathBuf>,
+    directory: Option<DiskDirectory>,
     copy_by: Option<CopyBy>,
     kernel_from: Option<usize>,
+    host_keep: Option<Duration>,
 }
 
 static SETTINGS: PerProcess<RwLock<Settings>> = PerProcess::new(RwLock::default);
@@ -49,12 +51,15 @@ pub fn set_retain(tag: Option<Arc<str>>, keep: Option<bool>) {
 }
 
 /// Where the policy `disk` keeps contents now.
-pub fn disk_directory() -> PathBuf {
-    read(|said| said.directory.clone()).unwrap_or_else(|| config::disk_directory().to_owned())
+pub fn disk_directory() -> DiskDirectory {
+    read(|said| said.directory.clone()).unwrap_or_else(config::disk_directory)
 }
 
 /// Sets it for the pauses to come; `None`: as `VRAMCTL_DISK_DIR` says.
-pub fn set_disk_directory(directory: Option<PathBuf>) {
+pub fn set_disk_directory(directory: Option<DiskDirectory>) {
+    if let Some(DiskDirectory { path, named: true }) = &directory {
+        disk::remove_stale(path);
+    }
     change().directory = directory;
 }
 
@@ -73,6 +78,19 @@ pub fn kernel_from() -> usize {
 pub fn set_copy_by(copy_by: Option<CopyBy>, kernel_from: Option<usize>) {
     let mut settings = change();
     (settings.copy_by, settings.kernel_from) = (copy_by, kernel_from);
+}
+
+/// How long host memory stays ready after a resume, where nobody needs it.
+pub fn host_keep() -> Duration {
+    read(|said| said.host_keep).unwrap_or_else(|| Config::get().host_keep)
+}
+
+/// Sets how long host memory stays ready after the resumes to come, and how much is available; `None`: as `VRAMCTL_HOST_KEEP`
+/// says, and as the system says. For tests and measurements.
+pub fn set_host_keep(keep: Option<Duration>, available: Option<u64>) {
+    let mut settings = change();
+    settings.host_keep = keep;
+    limits::set_available(available);
 }
 
 #[cfg(test)]
@@ -96,8 +114,9 @@ mod tests {
         set_retain(None, None);
 
         let before = disk_directory();
-        set_disk_directory(Some("/elsewhere".into()));
-        assert_eq!(disk_directory(), PathBuf::from("/elsewhere"));
+        let elsewhere = DiskDirectory { path: "/elsewhere".into(), named: false };
+        set_disk_directory(Some(elsewhere.clone()));
+        assert_eq!(disk_directory(), elsewhere);
         set_disk_directory(None);
         assert_eq!(disk_directory(), before);
     }

@@ -1,16 +1,17 @@
 //! Contents in a file: copied through a little page-locked memory, and no more host memory than that.
 
 use super::arena::{Arena, Range};
-use super::disk::{Spill, SpillError, StagingPiece};
+use super::disk::{self, Spill, SpillError, StagingPiece};
 use super::{Item, Meter, Saved, Wanted, settings};
 use std::ops;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use vramctl_config::DiskDirectory;
 use vramctl_driver::{Context, Direction, Extent, Lane};
 use vramctl_host::worker;
 use vramctl_model::{Error, Progress, Stage};
 
-/// The contents of an allocation, in a file that it shares with those that were paused with it.
+/// The contents of an allocation, in a file that it may share with those that were paused with it.
 #[derive(Debug)]
 pub struct OnDisk {
     file: Arc<File>,
@@ -26,41 +27,78 @@ impl OnDisk {
 }
 
 /// A file, and the staging memory to read it through: kept, so that a resume needs no host memory that may be gone by then.
-/// Given up in the background: its space takes a moment to be given back, and a resume does not wait.
+/// Given up in the background, but for its name: its space takes a moment to be given back, and a resume does not wait.
 #[derive(Debug)]
 struct File {
     spill: Option<Spill>,
-    staging: Range,
+    staging: Arc<Range>,
 }
 
 impl Drop for File {
     fn drop(&mut self) {
-        let spill = self.spill.take();
+        let Some(mut spill) = self.spill.take() else { return };
+        spill.unlink();
         // Without a thread to be had, it is dropped here and now.
         let _ = worker::spawn("vramctl-release", move || drop(spill));
     }
 }
 
-/// Writes the contents of active allocations to one file in the [`disk_directory`](settings::disk_directory). After an
-/// error there is no file.
+/// Writes the contents of active allocations to files in the [`disk_directory`](settings::disk_directory): one for all of them,
+/// or where they have names one for each. After an error there is none.
 pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Item>, Error> {
-    if wanted.is_empty() {
-        return Ok(Vec::new());
-    }
+    let Some(first) = wanted.first() else { return Ok(Vec::new()) };
+    let directory = settings::disk_directory();
     let extents: Vec<_> = wanted.iter().map(|wanted| wanted.extent).collect();
-    let bytes: usize = extents.iter().map(|extent| extent.bytes).sum();
+    if directory.named {
+        disk::remove_stale(&directory.path);
+    }
+    let mut meter = Meter::new(Stage::Save, bytes_of(&extents), progress);
+    let staging = Arc::new(staging_memory(wanted, first.extent.context)?);
+    let mut items = Vec::new();
+    for extents in in_files(&extents, &directory) {
+        items.extend(save_in_file(extents, &directory, &staging, &mut meter)?);
+    }
+    Ok(items)
+}
+
+fn bytes_of(extents: &[Extent]) -> usize {
+    extents.iter().map(|extent| extent.bytes).sum()
+}
+
+/// What goes into each file.
+fn in_files<'a>(extents: &'a [Extent], directory: &DiskDirectory) -> Vec<&'a [Extent]> {
+    match extents {
+        [] => Vec::new(),
+        all if directory.named => apart(all),
+        all => vec![all],
+    }
+}
+
+/// A file for each, as far as that leaves most of the descriptors to the program; the last one has the rest.
+fn apart(extents: &[Extent]) -> Vec<&[Extent]> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writable. Without an answer there is one file.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    let files = usize::try_from(limit.rlim_cur / 4).unwrap_or(usize::MAX).max(1);
+    let (single, rest) = extents.split_at(if extents.len() <= files { extents.len() } else { files - 1 });
+    single.chunks(1).chain(Some(rest).filter(|rest| !rest.is_empty())).collect()
+}
+
+fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Range>, meter: &mut Meter) -> Result<Vec<Item>, Error> {
+    let Some(first) = extents.first() else { return Ok(Vec::new()) };
+    let bytes = bytes_of(extents) as u64;
     let layout = layout(0, extents.iter().copied());
-    let spill = Spill::create(&settings::disk_directory(), bytes as u64).map_err(|error| Error::Disk(error.to_string()))?;
-    let mut meter = Meter::new(Stage::Save, bytes, progress);
-    let memory = staging_memory(bytes, extents[0].context)?;
-    through_staging(&memory, |staging| {
-        spill.write(staging, 0, bytes as u64, &mut |offset, piece| {
+    let made =
+        if directory.named { Spill::create_named(&directory.path, first.address, bytes) } else { Spill::create(&directory.path, bytes) };
+    let spill = made.map_err(|error| Error::Disk(error.to_string()))?;
+    through_staging(staging, |staging| {
+        spill.write(staging, 0, bytes, &mut |offset, piece| {
             copy(Direction::FromDevice, &layout, offset, piece.as_mut_ptr(), piece.len())?;
             meter.add(piece.len());
             Ok(())
         })
     })?;
-    let file = Arc::new(File { spill: Some(spill), staging: memory });
+    let file = Arc::new(File { spill: Some(spill), staging: Arc::clone(staging) });
     let saved = |(place, extent): (ops::Range<u64>, Extent)| {
         let contents = OnDisk { file: Arc::clone(&file), offset: place.start, bytes: extent.bytes as u64 };
         (extent, Arc::new(Saved::Disk(contents)))
@@ -129,11 +167,18 @@ fn copy(direction: Direction, layout: &[(ops::Range<u64>, Extent)], offset: u64,
 const STAGING_PIECES: usize = 8;
 const STAGING_PIECE: usize = 8 << 20;
 
-/// Staging memory from the arena for a file of so many bytes, ready to be used.
-fn staging_memory(bytes: usize, context: Context) -> Result<Range, Error> {
+/// How much staging memory the files for these contents take, if there are any.
+pub fn size_of_staging(wanted: &[Wanted]) -> Option<usize> {
+    let extents: Vec<_> = wanted.iter().map(|wanted| wanted.extent).collect();
+    let largest = in_files(&extents, &settings::disk_directory()).into_iter().map(bytes_of).max()?;
+    Some(largest.div_ceil(STAGING_PIECE).clamp(1, STAGING_PIECES) * STAGING_PIECE)
+}
+
+/// Staging memory from the arena, ready to be used.
+fn staging_memory(wanted: &[Wanted], context: Context) -> Result<Range, Error> {
     let arena = Arena::get()?;
-    let pieces = bytes.div_ceil(STAGING_PIECE).clamp(1, STAGING_PIECES);
-    let range = arena.take(&[pieces * STAGING_PIECE])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
+    let size = size_of_staging(wanted).unwrap_or_default();
+    let range = arena.take(&[size])?.pop().ok_or_else(|| Error::Internal("no staging memory".into()))?;
     Arena::pieces_of(&range).try_for_each(|piece| arena.prepare(piece, context).map(drop))?;
     Ok(range)
 }

@@ -5,7 +5,7 @@
 
 use super::arena::{Arena, HOST_PIECE};
 use super::copier::{self, By, Choice};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
@@ -60,7 +60,7 @@ pub fn is_prepared(parts: impl Iterator<Item = Part>) -> bool {
 pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
     let total: usize = parts.iter().map(|part| part.bytes).sum();
     let threads = if is_prepared(parts.iter().copied()) { FEW_THREADS } else { threads_to_prepare() };
-    let saved = transfer(Direction::FromDevice, threads, total, progress, copied, |give| {
+    let saved = transfer(Direction::FromDevice, threads, total, &BTreeSet::new(), progress, copied, |give| {
         parts.chunk_by(|a, b| a.offset / HOST_PIECE == b.offset / HOST_PIECE).for_each(|parts| give(parts.to_vec()));
         Ok(())
     });
@@ -72,13 +72,14 @@ pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn
 /// the arena, as soon as their memory is mapped.
 pub fn restore(
     total: usize,
+    idle: &BTreeSet<Context>,
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
     // The host memory is there, so one thread keeps the link busy; only where it is not registered is there work for more.
     let status = Arena::status_of_process();
     let threads = if status.pinned_bytes == status.ready_bytes { 1 } else { threads_to_prepare() };
-    transfer(Direction::ToDevice, threads, total, progress, &mut |_| (), produce)
+    transfer(Direction::ToDevice, threads, total, idle, progress, &mut |_| (), produce)
 }
 
 fn threads_to_prepare() -> usize {
@@ -89,6 +90,7 @@ fn transfer(
     direction: Direction,
     threads: usize,
     total: usize,
+    idle: &BTreeSet<Context>,
     progress: &mut dyn FnMut(Progress),
     copied: &mut dyn FnMut(&[Part]),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
@@ -113,7 +115,7 @@ fn transfer(
     thread::scope(|scope| {
         let mut workers = Vec::new();
         for _ in 0..threads {
-            let worker = Copier { direction, jobs: &next, stop: &stop, report: report.clone(), staging: None };
+            let worker = Copier { direction, idle, jobs: &next, stop: &stop, report: report.clone(), staging: None };
             match worker::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
                 Ok(worker) => workers.push(worker),
                 Err(error) if workers.is_empty() => return Err(Error::Internal(format!("no thread could be started: {error}"))),
@@ -168,6 +170,8 @@ unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &
 
 struct Copier<'a> {
     direction: Direction,
+    /// Where a kernel may copy.
+    idle: &'a BTreeSet<Context>,
     jobs: &'a Mutex<mpsc::Receiver<Vec<Part>>>,
     /// Set when one has failed: the others need not go on.
     stop: &'a AtomicBool,
@@ -204,7 +208,7 @@ impl Copier<'_> {
                 continue;
             }
             let measured = if let (Direction::ToDevice, [part]) = (self.direction, &parts[..]) {
-                let choice = choices.entry(part.context).or_insert_with(Choice::now);
+                let choice = choices.entry(part.context).or_insert_with(|| Choice::now(self.idle.contains(&part.context)));
                 // SAFETY: as below.
                 unsafe { queue_by_choice(&mut lane, part, arena.at(part.offset), choice)? }
             } else {

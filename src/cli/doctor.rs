@@ -271,7 +271,7 @@ fn sockets() -> Finding {
 }
 
 /// The versions of the engines that are known (docs/engines.md).
-const KNOWN: [(&str, &[&str]); 2] = [("vllm", &["0.26", "0.33"]), ("sglang", &["0.5.16"])];
+const KNOWN: [(&str, &str, &str); 2] = [("vllm", "0.26", "0.33"), ("sglang", "0.5.16", "0.5.23")];
 
 /// The engines that the Python on PATH has.
 fn engines() -> Vec<Finding> {
@@ -285,7 +285,7 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps(found))";
     let ask = |python: &str| {
-        let output = Command::new(python).args(["-c", PROGRAM]).args(KNOWN.map(|(name, _)| name)).stdin(Stdio::null()).output().ok()?;
+        let output = Command::new(python).args(["-c", PROGRAM]).args(KNOWN.map(|(name, ..)| name)).stdin(Stdio::null()).output().ok()?;
         serde_json::from_slice::<BTreeMap<String, String>>(&output.stdout).ok()
     };
     let Some(found) = ask("python3").or_else(|| ask("python")) else {
@@ -295,7 +295,7 @@ print(json.dumps(found))";
         return vec![Finding::new("engines", Verdict::Ok, "the Python on PATH has neither vllm nor sglang")];
     }
     let engine = |(name, version): (&String, &String)| {
-        let known = KNOWN.iter().any(|(engine, known)| engine == name && known.iter().any(|known| is_of(version, known)));
+        let known = KNOWN.iter().any(|(engine, first, last)| engine == name && is_within(version, first, last));
         let data = json!({ "engine": name, "version": version });
         if known {
             return Finding::new("engines", Verdict::Ok, format!("{name} {version}")).with(data);
@@ -307,9 +307,14 @@ print(json.dumps(found))";
     found.iter().map(engine).collect()
 }
 
-/// Whether a version is this one, or one of its series.
-fn is_of(version: &str, series: &str) -> bool {
-    version.strip_prefix(series).is_some_and(|rest| !rest.starts_with(|next: char| next.is_ascii_digit()))
+/// Whether a version is not before the first nor after the series of the last.
+fn is_within(version: &str, first: &str, last: &str) -> bool {
+    let numbers = |text: &str| {
+        let leading = |part: &str| part.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>().ok();
+        text.split('.').map_while(leading).collect::<Vec<_>>()
+    };
+    let (version, first, last) = (numbers(version), numbers(first), numbers(last));
+    version >= first && version.iter().take(last.len()).le(last.iter())
 }
 
 #[cfg(test)]
@@ -319,12 +324,18 @@ mod tests {
     #[test]
     fn the_engines_that_are_known_are_those_of_the_page() {
         let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/engines.md")).unwrap().to_lowercase();
-        for (engine, versions) in KNOWN {
-            for version in versions {
-                assert!(page.contains(&format!("| {engine} {version}")), "{engine} {version} is not in docs/engines.md");
+        for (engine, first, last) in KNOWN {
+            let header = page.lines().find(|line| line.starts_with(&format!("| {engine}: "))).expect("a table");
+            for version in [first, last] {
+                assert!(header.contains(&format!("| {version}")), "{engine} {version} is not in docs/engines.md");
             }
         }
-        assert!(is_of("0.26.0", "0.26") && is_of("0.5.16", "0.5.16") && is_of("0.5.16.post1", "0.5.16"));
-        assert!(!is_of("0.260", "0.26") && !is_of("0.5.160", "0.5.16"));
+        for inside in ["0.26.0", "0.26", "0.30.1", "0.33.2", "0.33.0rc1"] {
+            assert!(is_within(inside, "0.26", "0.33"), "{inside}");
+        }
+        for outside in ["0.25.9", "0.34.0", "1.0", "0.260"] {
+            assert!(!is_within(outside, "0.26", "0.33"), "{outside}");
+        }
+        assert!(is_within("0.5.16.post1", "0.5.16", "0.5.23") && !is_within("0.5.160", "0.5.16", "0.5.23"));
     }
 }

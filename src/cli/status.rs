@@ -87,6 +87,9 @@ fn describe(status: &ProcessStatus) -> String {
     if memory.host.ready_bytes > 0 {
         let (used, ready) = (Bytes(memory.host.used_bytes), Bytes(memory.host.ready_bytes));
         let _ = write!(text, "\nHost memory for backups: {used} used of {ready}.");
+        if memory.host.used_bytes < memory.host.ready_bytes {
+            let _ = write!(text, " The rest is ready for the next pause.");
+        }
         if memory.host.pinned_bytes < memory.host.ready_bytes {
             let _ = write!(
                 text,

@@ -9,6 +9,7 @@
 //! | `VRAMCTL_COPY` | who copies contents back: `auto`: the copy engines, and a kernel while they are slower; `engines`; `kernel` | `auto` |
 //! | `VRAMCTL_DISK_DIR` | where the policy `disk` keeps contents | `$TMPDIR`, else `/tmp` |
 //! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
+//! | `VRAMCTL_HOST_KEEP` | for so many seconds after a resume host memory stays ready for the next pause, while nobody else needs it | 60 |
 //! | `VRAMCTL_PREWARM` | so much host memory is prepared in the background when the program first allocates, and kept ready | 0 |
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; a number of bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
 //! | `VRAMCTL_NAME` | the name by which the command line finds the process | the program's own |
@@ -22,9 +23,9 @@
 //! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` |
 //! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: contents of allocations outside regions are kept in host memory |
 //! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: they are kept on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded |
-//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `pinned` or `mmap`: what `tms_get_cpu_backup_backend` answers; no other effect |
+//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `mmap`: host memory has gone back to the system when a resume returns; `pinned`: as `VRAMCTL_HOST_KEEP` says |
 //! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` |
-//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there |
+//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there; with a file for each paused allocation |
 //! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the size of the pieces needs no tuning |
 //!
 //! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, `VRAMCTL_PYTHON`, that of
@@ -34,6 +35,7 @@
 use std::ffi::{CStr, CString, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use vramctl_host::{PerProcess, logger};
 use vramctl_model::{Backup, DEFAULT_TAG, checked_tag, parse_bytes};
 
@@ -57,13 +59,13 @@ pub enum CopyBy {
     Kernel,
 }
 
-/// What `torch_memory_saver` calls the kind of host memory. Ours is pinned as long as it is in use and given back
-/// afterwards, so there is nothing to choose; the word is kept for those who ask for it.
+/// What `torch_memory_saver` calls the kind of host memory. Ours is pinned as long as it is in use; the word says when it goes
+/// back to the system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CpuBackupBackend {
-    /// `pinned`.
+    /// `pinned`: some time after the resume.
     Pinned,
-    /// `mmap`.
+    /// `mmap`: before it returns.
     Mmap,
 }
 
@@ -102,6 +104,8 @@ pub struct Config {
     pub copy_by: CopyBy,
     /// `VRAMCTL_HOST_CAP`.
     pub host_cap: u64,
+    /// `VRAMCTL_HOST_KEEP`.
+    pub host_keep: Duration,
     /// `VRAMCTL_PREWARM`.
     pub prewarm: u64,
     /// `VRAMCTL_MIN_BYTES`.
@@ -144,6 +148,9 @@ impl Directories {
 /// The least size of a managed allocation where `VRAMCTL_MIN_BYTES` does not say. Smaller requests would waste most of
 /// a 2 MiB page each, and torch's own small blocks come in segments of 2 MiB.
 const DEFAULT_MIN_BYTES: usize = 1 << 20;
+
+/// Seconds, where `VRAMCTL_HOST_KEEP` does not say: programs that share a GPU in turns come back sooner.
+const DEFAULT_HOST_KEEP: u32 = 60;
 
 static CONFIG: PerProcess<Config> = PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name)));
 
@@ -204,6 +211,11 @@ impl Config {
         let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
         let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
         let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
+        let host_keep = set("VRAMCTL_HOST_KEEP").and_then(|text| {
+            let seconds = text.parse::<u32>();
+            seconds.map_err(|_| complaints.push(format!("VRAMCTL_HOST_KEEP={text} is not a number of seconds; ignored"))).ok()
+        });
+        let host_keep = Duration::from_secs(host_keep.unwrap_or(DEFAULT_HOST_KEEP).into());
         let tag = set("VRAMCTL_TAG").map(|tag| checked_tag(&tag));
         let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
         let tag = tag.or_else(|| manages_all.then(|| DEFAULT_TAG.into()));
@@ -217,6 +229,7 @@ impl Config {
             unchanged,
             copy_by,
             host_cap,
+            host_keep,
             prewarm,
             min_bytes,
             name,
@@ -284,14 +297,24 @@ pub fn socket_directory() -> &'static Path {
     &Config::get().directories.sockets
 }
 
-/// `VRAMCTL_DISK_DIR`: where the policy `disk` keeps contents.
-pub fn disk_directory() -> &'static Path {
+/// Where the policy `disk` keeps contents.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskDirectory {
+    /// The directory.
+    pub path: PathBuf,
+    /// Whether each paused allocation has a file there that others see: programs that were written for `torch_memory_saver`
+    /// look for them. Else files have no names.
+    pub named: bool,
+}
+
+/// What `VRAMCTL_DISK_DIR` says, or what counts in its place.
+pub fn disk_directory() -> DiskDirectory {
     let Directories { disk, makes_disk, .. } = &Config::get().directories;
     if *makes_disk {
         // Where it cannot be made, the one who needs it says so.
         let _ = std::fs::create_dir_all(disk);
     }
-    disk
+    DiskDirectory { path: disk.clone(), named: *makes_disk }
 }
 
 /// Sets the logger up as `VRAMCTL_LOG` says, once, and says what was wrong with the environment.
@@ -364,11 +387,16 @@ mod tests {
 
     #[test]
     fn policies_are_read_per_tag_and_nonsense_is_named() {
-        let config = config(&[("VRAMCTL_BACKUP", "kv_cache=discard, weights=host,,x=tape,kv_cache"), ("VRAMCTL_MIN_BYTES", "lots")]);
+        let config = config(&[
+            ("VRAMCTL_BACKUP", "kv_cache=discard, weights=host,,x=tape,kv_cache"),
+            ("VRAMCTL_MIN_BYTES", "lots"),
+            ("VRAMCTL_HOST_KEEP", "1h"),
+        ]);
         assert_eq!(config.backup_of("kv_cache"), Some(Backup::Discard));
         assert_eq!(config.backup_of("weights"), Some(Backup::Host));
         assert_eq!(config.backup_of("x"), None);
         assert_eq!(config.min_bytes, 1 << 20);
-        assert_eq!(config.complaints.len(), 3, "{:?}", config.complaints);
+        assert_eq!(config.host_keep, Duration::from_secs(60));
+        assert_eq!(config.complaints.len(), 4, "{:?}", config.complaints);
     }
 }

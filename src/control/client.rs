@@ -4,8 +4,8 @@ use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
-use std::{fmt, fs};
+use std::time::{Duration, Instant};
+use std::{fmt, fs, thread};
 use vramctl_model::{Plan, Progress, Report};
 
 /// A connection to one process.
@@ -46,9 +46,30 @@ impl std::error::Error for ClientError {}
 /// answer, and never hang up.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
+/// How long a process that has closed its socket may take to make another.
+const NEW_SOCKET: Duration = Duration::from_millis(500);
+
+/// Whether nobody listens there, or nobody does any more.
+fn is_closed(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof)
+}
+
 impl Client {
-    /// Connects to a process.
+    /// Connects to a process. A connection counts once the process has said hello: one that has closed its socket finds out
+    /// when somebody connects, hangs up, and makes another.
     pub fn connect(directory: &Directory, pid: u32) -> Result<Self, ClientError> {
+        let deadline = Instant::now() + NEW_SOCKET;
+        loop {
+            let greeted = Self::try_connect(directory, pid).and_then(|mut client| client.hello().map(|_| client));
+            match greeted {
+                Err(ClientError::Io { error, .. }) if is_closed(&error) && Instant::now() < deadline => thread::sleep(NEW_SOCKET / 50),
+                answer => return answer,
+            }
+        }
+    }
+
+    fn try_connect(directory: &Directory, pid: u32) -> Result<Self, ClientError> {
         let connect = || {
             let stream = directory.connect(pid)?;
             stream.set_read_timeout(Some(LOOK_AFTER))?;

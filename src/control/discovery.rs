@@ -9,7 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::{io, mem, process};
+use std::time::Duration;
+use std::{io, mem, process, thread};
 use vramctl_config as config;
 
 /// The directory of the sockets, open and found safe: no symbolic link, owned by the user, closed to others.
@@ -110,15 +111,26 @@ impl Directory {
 
     /// The processes that listen, by id. Sockets that nobody listens on any more are removed on the way.
     pub fn processes(&self) -> io::Result<Vec<u32>> {
-        let mut pids = Vec::new();
+        /// A process whose socket was closed makes another, which must not be removed for it.
+        const NEW_SOCKET: Duration = Duration::from_millis(50);
+        let (mut pids, mut refused) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(format!("/proc/self/fd/{}", self.open.as_raw_fd()))? {
             let name = entry?.file_name();
             let pid = name.to_str().and_then(|name| name.strip_suffix(".sock")).and_then(|pid| pid.parse().ok());
             let Some(pid) = pid else { continue };
             match self.connect(pid) {
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => self.remove(pid),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => refused.push(pid),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => (),
                 // Whatever else is wrong with it is for the one who talks to it to say.
+                _ => pids.push(pid),
+            }
+        }
+        if !refused.is_empty() {
+            thread::sleep(NEW_SOCKET);
+        }
+        for pid in refused {
+            match self.connect(pid) {
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => self.remove(pid),
                 _ => pids.push(pid),
             }
         }

@@ -4,15 +4,17 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use vramctl_driver::{Context, Current};
-use vramctl_host::{PerProcess, worker};
+use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Error, Failure};
 
 /// Waits until the work of these contexts has finished. A destroyed context has no work left.
 pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
-    contexts.into_iter().try_for_each(|context| match Current::push(context) {
-        Ok(current) => current.wait_for_work(),
-        Err(failure) if failure.is_of_gone_context() => Ok(()),
-        Err(failure) => Err(failure),
+    exit::while_waiting(|| {
+        contexts.into_iter().try_for_each(|context| match Current::push(context) {
+            Ok(current) => current.wait_for_work(),
+            Err(failure) if failure.is_of_gone_context() => Ok(()),
+            Err(failure) => Err(failure),
+        })
     })
 }
 
@@ -51,7 +53,7 @@ const SHORTEST: Duration = Duration::from_millis(50);
 const LONGEST: Duration = Duration::from_secs(1 << 32);
 
 /// How often it is asked whether anybody still wants to wait.
-const ASK_EVERY: Duration = Duration::from_millis(500);
+const ASK_EVERY: Duration = Duration::from_millis(100);
 
 /// Whether the one thread is waiting.
 #[derive(Default)]
@@ -72,7 +74,7 @@ impl Waiter {
                 *waiting = true;
                 return Some(());
             }
-            if left <= ASK_EVERY || !wanted() {
+            if left <= ASK_EVERY || exit::is_ending() || !wanted() {
                 return None;
             }
         }

@@ -188,7 +188,10 @@ fn converse(connection: &Connection) {
     loop {
         let line = lines.next();
         // While somebody waits for an answer the program's end waits for it, but nothing is begun any more.
-        let Some(_answering) = exit::Answering::unless_ending() else { return };
+        let Some(_answering) = exit::Answering::unless_ending() else {
+            let _ = connection.send(&Reply::Error(Refusal::from(&Error::Ending)), libc::MSG_DONTWAIT);
+            return;
+        };
         let (reply, end) = match line {
             Ok(None) => return,
             Ok(Some(line)) if line.iter().all(u8::is_ascii_whitespace) => continue,

@@ -138,12 +138,6 @@ impl Current {
         self.device
     }
 
-    /// The memory node of the host that is nearest to the device, where the driver knows it.
-    pub fn host_node(&self) -> Option<usize> {
-        const HOST_NUMA_ID: u32 = 134; // CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, of CUDA 12.2; -1 where there are no nodes
-        super::attribute_if_known(self.device, HOST_NUMA_ID).and_then(|node| node.try_into().ok())
-    }
-
     /// Waits until the context's work has finished, on all streams. An error that the work left behind is returned.
     ///
     /// Not by `cuCtxSynchronize`, which makes any stream capture in the context invalid, whatever the thread's capture

@@ -64,14 +64,10 @@ fn pointer_attribute(address: CUdeviceptr, attribute: CUpointer_attribute) -> Re
 
 /// A device attribute; 0 where the driver does not know it.
 fn attribute(device: CUdevice, attribute: u32) -> i32 {
-    attribute_if_known(device, attribute).unwrap_or(0)
-}
-
-fn attribute_if_known(device: CUdevice, attribute: u32) -> Option<i32> {
     let mut value = 0;
     let answer = Driver::get().and_then(|driver| {
         // SAFETY: `value` is writable; an unknown device or attribute is an error.
         unsafe { driver.cuDeviceGetAttribute(&raw mut value, attribute, device) }
     });
-    answer.ok().map(|()| value)
+    answer.map_or(0, |()| value)
 }

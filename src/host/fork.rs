@@ -102,7 +102,10 @@ pub(crate) fn on_fork_in_child(handler: unsafe extern "C" fn()) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Held;
+    use std::process::Command;
     use std::sync::atomic::AtomicUsize;
+    use std::{hint, thread};
 
     /// A child that could see its parent's locks or allocations would hang or hand a dead context to the driver.
     #[test]
@@ -124,5 +127,60 @@ mod tests {
         unsafe { libc::waitpid(child, &raw mut status, 0) };
         assert_eq!(status, 0);
         assert_eq!(GLOBAL.existing(), Some(&mine));
+    }
+
+    /// What a program does first: a global, and a descriptor that children are not to have.
+    fn use_for_the_first_time() {
+        static GLOBAL: PerProcess<usize> = PerProcess::new(|| 1);
+        GLOBAL.get();
+        drop(tempfile::tempfile().and_then(Held::new));
+    }
+
+    /// Forks a child that does this and leaves. One that hangs is killed.
+    fn fork(seconds: u32, work: impl FnOnce()) -> libc::pid_t {
+        // SAFETY: the child leaves by `_exit`, or by the alarm.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe { libc::alarm(seconds) };
+            work();
+            // SAFETY: as above.
+            unsafe { libc::_exit(0) };
+        }
+        child
+    }
+
+    fn ends_well(child: libc::pid_t) -> bool {
+        let mut status = -1;
+        // SAFETY: a child of this process; `status` is writable.
+        unsafe { libc::waitpid(child, &raw mut status, 0) == child && status == 0 }
+    }
+
+    /// In a process in which nothing was used yet.
+    #[test]
+    #[ignore = "run by the test below"]
+    fn forks_during_first_uses() {
+        for round in 0..2000 {
+            let program = fork(30, || {
+                let first = thread::spawn(use_for_the_first_time);
+                // The fork comes a little later in each round.
+                (0..round * 20).for_each(|_| hint::spin_loop());
+                let child = fork(10, use_for_the_first_time);
+                let _ = first.join();
+                if !ends_well(child) {
+                    // SAFETY: ends this child of the test.
+                    unsafe { libc::_exit(1) };
+                }
+            });
+            assert!(ends_well(program), "round {round}: a forked child hangs");
+        }
+    }
+
+    /// It would wait for a thread of its parent, which it does not have.
+    #[test]
+    fn a_child_that_is_forked_during_a_first_use_does_not_hang() {
+        let this = std::env::current_exe().unwrap();
+        let ended = Command::new(this).args(["--ignored", "--exact", "fork::tests::forks_during_first_uses"]).output().unwrap();
+        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stdout));
     }
 }

@@ -1,5 +1,6 @@
 //! The library's one way to speak: lines on stderr, each in a single `write`.
 
+use crate::exit;
 use log::{LevelFilter, Metadata, Record};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{mem, ptr};
@@ -12,7 +13,8 @@ impl log::Log for Stderr {
     }
 
     fn log(&self, record: &Record) {
-        if !self.enabled(record.metadata()) {
+        // What fails while the program ends fails for that reason, and that is nobody's concern.
+        if !self.enabled(record.metadata()) || exit::is_ending() {
             return;
         }
         let level = record.level().as_str().to_ascii_lowercase();

@@ -12,7 +12,7 @@ use std::time::Duration;
 use std::{ptr, slice};
 use vramctl_control::protocol::Refusal;
 use vramctl_core::engine;
-use vramctl_core::memory::{Memory, region};
+use vramctl_core::memory::{Allocation, Memory, region};
 use vramctl_model::{Backup, Error, Kind, Report, Span, TransitionRequest};
 
 /// What the functions return. A code never changes its meaning; new ones may be added.
@@ -49,6 +49,8 @@ pub enum VramctlResult {
     Disk = 13,
     /// Over the socket only: a KV cache would be dropped that the engine's prefix cache still describes.
     PrefixCache = 14,
+    /// The program is ending.
+    Ending = 15,
 }
 
 impl From<Kind> for VramctlResult {
@@ -68,6 +70,7 @@ impl From<Kind> for VramctlResult {
             Kind::BufferTooSmall => Self::BufferTooSmall,
             Kind::Disk => Self::Disk,
             Kind::PrefixCache => Self::PrefixCache,
+            Kind::Ending => Self::Ending,
         }
     }
 }
@@ -339,23 +342,26 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
         if pointer.is_null() {
             return Err(Error::Invalid("no place for the pointer".into()));
         }
-        let found = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused());
-        let Some((allocation, saved)) = found.and_then(|allocation| Some((allocation.clone(), allocation.contents().saved.clone()?)))
-        else {
-            return Err(Error::NotPaused(format!("{address:p} is in no paused allocation whose contents were kept")));
-        };
-        let Some(rest) = saved.kept_from((address as u64 - allocation.address()) as usize) else {
-            return Err(Error::NotPaused(format!("the contents of {address:p} are not kept in host memory")));
+        let paused = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused());
+        let Some((kept, rest)) = paused.and_then(|allocation| kept_from(&allocation, address as u64)) else {
+            return Err(Error::NotPaused(format!("{address:p} is in no paused allocation whose contents are in host memory")));
         };
         // SAFETY: the caller's promise.
         unsafe {
-            pointer.write(rest.as_ptr().cast());
+            pointer.write(kept.cast());
             if !bytes.is_null() {
-                bytes.write(rest.len());
+                bytes.write(rest);
             }
         }
         Ok(())
     })
+}
+
+/// What is kept in host memory of an allocation from an address in it on, and how many bytes.
+pub(crate) fn kept_from(allocation: &Allocation, address: u64) -> Option<(*const u8, usize)> {
+    let contents = allocation.contents();
+    let rest = contents.saved.as_ref()?.kept_from((address - allocation.address()) as usize)?;
+    Some((rest.as_ptr(), rest.len()))
 }
 
 /// From now on, a managed allocation that would leave less than `bytes` of its device free is answered with out of
@@ -424,7 +430,7 @@ pub unsafe extern "C" fn vramctl_set_disk_directory(directory: *const c_char) ->
     answer(|| {
         // SAFETY: NUL-terminated where not null, by the caller's promise.
         let path = (!directory.is_null()).then(|| Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(directory) }.to_bytes())));
-        Memory::get().set_disk_directory(path)
+        Memory::get().set_disk_directory(path, false)
     })
 }
 

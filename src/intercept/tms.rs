@@ -9,21 +9,20 @@
 
 use crate::abi::{self, VramctlResult};
 use crate::handlers;
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::ptr;
 use vramctl_backup as backup;
-use vramctl_config::{self as config, Config, CpuBackupBackend};
-use vramctl_core::memory::region;
+use vramctl_config::{self as config, CpuBackupBackend};
+use vramctl_core::memory::{Memory, region};
 use vramctl_model::{Backup, Error};
 
 thread_local! {
     /// The string that the last call of [`tms_get_current_tag`] gave out.
     static TAG: RefCell<CString> = RefCell::default();
-    static BACKEND: Cell<Option<CpuBackupBackend>> = const { Cell::new(None) };
 }
 
 /// Pauses a tag, or with null or an empty one all of them. 0: done, or there was nothing to do. Otherwise a [`VramctlResult`]; nothing was
@@ -114,14 +113,11 @@ pub extern "C" fn tms_set_enable_disk_backup(keep: bool) {
 /// `pinned` or `mmap`: what the calling thread has set, or `TMS_INIT_CPU_BACKUP_BACKEND`. Valid for ever.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_backend() -> *const c_char {
-    guarded(CpuBackupBackend::Pinned.name().as_ptr(), || {
-        let said = BACKEND.try_with(Cell::get).ok().flatten();
-        said.unwrap_or(Config::get().cpu_backup_backend).name().as_ptr()
-    })
+    guarded(CpuBackupBackend::Pinned.name().as_ptr(), || region::backend().name().as_ptr())
 }
 
-/// Notes `pinned` or `mmap` for [`tms_get_cpu_backup_backend`]. It changes nothing else: backups are in host memory that is
-/// pinned while it is in use, and given back to the system afterwards.
+/// `mmap`: host memory for what the calling thread allocates from now on has gone back to the system when a resume returns.
+/// `pinned`: it may stay for a while, for the next pause (`VRAMCTL_HOST_KEEP`). It is pinned while it is in use either way.
 ///
 /// # Safety
 /// `backend` must be null (which is refused) or NUL-terminated.
@@ -131,10 +127,7 @@ pub unsafe extern "C" fn tms_set_cpu_backup_backend(backend: *const c_char) {
         // SAFETY: the caller's promise.
         let word = unsafe { text(backend, "the backend")? };
         let known = CpuBackupBackend::of_name(word);
-        let known = known.ok_or_else(|| Error::Invalid(format!("'{}' is not pinned or mmap", word.to_string_lossy())))?;
-        // A thread that is ending allocates nothing more.
-        let _ = BACKEND.try_with(|backend| backend.set(Some(known)));
-        Ok(())
+        region::set_backend(known.ok_or_else(|| Error::Invalid(format!("'{}' is not pinned or mmap", word.to_string_lossy())))?)
     });
 }
 
@@ -144,15 +137,15 @@ pub extern "C" fn tms_get_retain_cpu_backup() -> bool {
     guarded(false, backup::retains_by_default)
 }
 
-/// From now on, saved contents stay in host memory after a resume, or do not: in the whole process, for every tag of which
-/// nothing else was said. As [`abi::vramctl_set_retain`].
+/// From the next resume on, saved contents stay in host memory, or do not: in the whole process, for every tag of which nothing
+/// else was said. Unlike [`abi::vramctl_set_retain`], it leaves what is retained now until the next resume.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
-    // SAFETY: no tag.
-    code("tms_set_retain_cpu_backup", unsafe { abi::vramctl_set_retain(ptr::null(), retain.into()) });
+    said("tms_set_retain_cpu_backup", || Memory::get().set_retain_in_resumes(None, Some(retain)));
 }
 
-/// Where contents are kept that are kept on disk, from the next pause on; made if it is not there.
+/// Where contents are kept that are kept on disk, from the next pause on; made if it is not there. Each paused allocation has a
+/// file in it, as large as itself. Those that killed processes have left there are removed.
 ///
 /// # Safety
 /// `directory` must be null (which is refused) or NUL-terminated.
@@ -160,23 +153,22 @@ pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
 pub unsafe extern "C" fn tms_set_disk_backup_dir(directory: *const c_char) {
     said("tms_set_disk_backup_dir", || {
         // SAFETY: the caller's promise.
-        let path = unsafe { text(directory, "the directory")? };
+        let path = Path::new(OsStr::from_bytes(unsafe { text(directory, "the directory")? }.to_bytes()));
         // Where it cannot be made, the next call says so.
-        let _ = std::fs::create_dir_all(Path::new(OsStr::from_bytes(path.to_bytes())));
-        // SAFETY: as above.
-        code("tms_set_disk_backup_dir", unsafe { abi::vramctl_set_disk_directory(directory) });
-        Ok(())
+        let _ = std::fs::create_dir_all(path);
+        Memory::get().set_disk_directory(Some(path), true)
     });
 }
 
-/// The kept contents of `bytes` bytes at `address`, to read; null if they are not in a paused allocation whose contents are
-/// in host memory. Valid until the allocation is resumed or freed.
+/// The kept contents of `bytes` bytes at `address`, to read; null if they are not in an allocation whose contents are in host
+/// memory, paused or retained. Valid until the allocation is resumed and not retained, or freed, or another pause is short of
+/// host memory; a pause writes over what is retained.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, bytes: u64) -> *const u8 {
-    let (mut found, mut there) = (ptr::null(), 0);
-    // SAFETY: both are writable.
-    let result = unsafe { abi::vramctl_backup_pointer(address.cast(), &raw mut found, &raw mut there) };
-    if result == VramctlResult::Ok && bytes <= there as u64 { found.cast() } else { ptr::null() }
+    guarded(ptr::null(), || {
+        let kept = Memory::get().find(address as u64).and_then(|allocation| abi::kept_from(&allocation, address as u64));
+        kept.filter(|(_, there)| bytes <= *there as u64).map_or(ptr::null(), |(found, _)| found)
+    })
 }
 
 /// From now on, a managed allocation that would leave less than `bytes` of its device free is answered with out of memory.

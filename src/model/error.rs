@@ -51,6 +51,8 @@ pub enum Error {
         /// Bytes that it has.
         capacity: usize,
     },
+    /// The program is ending. What was under way is given up, and nothing is begun.
+    Ending,
     /// Something that the library did not expect of itself. Nothing to be done but to report it.
     Internal(String),
 }
@@ -60,6 +62,9 @@ pub enum Error {
 pub struct Shortage {
     /// The device's ordinal in the process.
     pub device: i32,
+    /// Its UUID, by which others know it; absent where the driver does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
     /// Bytes needed.
     pub needed: u64,
     /// Bytes free.
@@ -101,6 +106,8 @@ pub enum Kind {
     Disk = 13,
     /// A KV cache would be dropped that an inference engine still relies on.
     PrefixCache = 14,
+    /// The program is ending.
+    Ending = 15,
 }
 
 impl Error {
@@ -125,6 +132,7 @@ impl Error {
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
+            Self::Ending => Kind::Ending,
             Self::Internal(_) => Kind::Internal,
         }
     }
@@ -138,6 +146,7 @@ impl Error {
             Self::UnknownTag { .. } | Self::Invalid(_) | Self::NotPaused(_) | Self::BufferTooSmall { .. } => code::INVALID_VALUE,
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
+            Self::Ending => code::DEINITIALIZED,
             Self::Busy(_) | Self::PrefixCache(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
         }
     }
@@ -187,6 +196,7 @@ impl fmt::Display for Error {
             ),
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
+            Self::Ending => write!(out, "the program is ending, and its memory goes with it"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
         }
     }
@@ -232,6 +242,7 @@ mod tests {
             (Kind::BufferTooSmall, 12, "buffer_too_small"),
             (Kind::Disk, 13, "disk"),
             (Kind::PrefixCache, 14, "prefix_cache"),
+            (Kind::Ending, 15, "ending"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);
@@ -242,7 +253,7 @@ mod tests {
     #[test]
     fn a_shortage_says_what_was_needed_and_who_holds_the_rest() {
         let holders = vec![Holder { pid: 7, bytes: Some(3 << 30), program: Some("trainer".into()) }];
-        let text = Shortage { device: 1, needed: 4 << 30, free: 1 << 30, holders }.to_string();
+        let text = Shortage { device: 1, uuid: None, needed: 4 << 30, free: 1 << 30, holders }.to_string();
         assert_eq!(text, "too little memory on device 1: 4.00 GiB needed, 1.00 GiB free, 3.00 GiB short; held by pid 7 (trainer) 3.00 GiB");
     }
 }

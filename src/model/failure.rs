@@ -193,3 +193,22 @@ pub mod code {
         UNKNOWN = 999;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_code_says_what_has_failed() {
+        assert_eq!(Failure::check("call", code::SUCCESS), Ok(()));
+        let kind = |code| {
+            let failure = Failure::check("call", code).unwrap_err();
+            [failure.is_of_earlier_work(), failure.is_capture(), failure.is_of_gone_context()]
+        };
+        assert_eq!(kind(code::ILLEGAL_ADDRESS), [true, false, false]);
+        assert_eq!(kind(code::STREAM_CAPTURE_WRONG_THREAD), [false, true, false]);
+        assert_eq!(kind(code::CONTEXT_IS_DESTROYED), [false, false, true]);
+        assert_eq!(kind(code::OUT_OF_MEMORY), [false; 3]);
+        assert_eq!(Failure { call: "cuMemMap", code: 2 }.to_string(), "cuMemMap answered 2 (CUDA_ERROR_OUT_OF_MEMORY)");
+    }
+}

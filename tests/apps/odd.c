@@ -308,6 +308,52 @@ static void close_sockets(void)
 	verify(device, 1);
 }
 
+/* Goes into the background: closes what it does not know, all but what the driver has open, and opens files of its own under
+ * the numbers; with the standard streams closed, or on files. Goes on until the test has removed the file of that name. */
+static void into_the_background(bool closed_streams)
+{
+	enum { MANY = 256 };
+	const char *drivers = getenv("SIMGPU_DIR"), *stop = getenv("ODD_STOP");
+	ino_t files[MANY] = {0};
+	struct stat file;
+	void *device = allocate(1);
+	turn("ready");
+	for (int i = 0; i < MANY; i++) {
+		char place[4096] = "", link[64];
+		snprintf(link, sizeof link, "/proc/self/fd/%d", i);
+		if (readlink(link, place, sizeof place - 1) < 0 || strncmp(place, drivers, strlen(drivers)) == 0)
+			continue;
+		close(i);
+		if (i < 3 && closed_streams)
+			continue;
+		/* The number that is free now, or it was not closed here. */
+		int mine = memfd_create("mine", 0);
+		if ((mine != i && (dup2(mine, i) != i || close(mine) != 0)) || fstat(i, &file) != 0 || write(i, "mine", 4) != 4)
+			_exit(2);
+		files[i] = file.st_ino;
+	}
+	while (access(stop, F_OK) == 0)
+		usleep(10000);
+	for (int i = 0; i < MANY; i++) {
+		/* What is under the number of standard error is for messages. */
+		if (files[i] != 0 && (fstat(i, &file) != 0 || file.st_ino != files[i] || (i != 2 && file.st_size != 4)))
+			_exit(3);
+		if (i < 3 && closed_streams && fcntl(i, F_GETFD) != -1)
+			_exit(4);
+	}
+	verify(device, 1);
+}
+
+static void daemon_with_files(void)
+{
+	into_the_background(false);
+}
+
+static void daemon_without_streams(void)
+{
+	into_the_background(true);
+}
+
 /* Has no standard input when the library opens its files. */
 static void closed_input(void)
 {
@@ -326,6 +372,52 @@ static void closed_input(void)
 	check(dup2(input, 0) == 0, "standard input is taken");
 	turn("free");
 	verify(device, 1);
+}
+
+/* Ends when told to, whatever is being done to its memory. */
+static void ends_by_exit(void)
+{
+	allocate(1);
+	turn("ready");
+	exit(0);
+}
+
+static void on_termination(int number)
+{
+	exit(number == SIGTERM ? 0 : 1);
+}
+
+static void ends_by_signal(void)
+{
+	signal(SIGTERM, on_termination);
+	allocate(1);
+	printf("ready\n");
+	fflush(stdout);
+	for (;;)
+		pause();
+}
+
+static void for_ever(void *nothing)
+{
+	(void)nothing;
+	for (;;)
+		pause();
+}
+
+static void ends_with_endless_work(void)
+{
+	cudaStream_t stream;
+	allocate(1);
+	check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "cudaStreamCreate");
+	check(cudaLaunchHostFunc(stream, for_ever, NULL) == cudaSuccess, "cudaLaunchHostFunc");
+	turn("ready");
+}
+
+/* Returns from main. */
+static void ends(void)
+{
+	allocate(1);
+	turn("ready");
 }
 
 /* Is there, with memory, until told to go. */
@@ -355,6 +447,12 @@ int main(int argc, char **argv)
 		{"use-while-paused", use_while_paused},
 		{"close-sockets", close_sockets},
 		{"closed-input", closed_input},
+		{"daemon-with-files", daemon_with_files},
+		{"daemon-without-streams", daemon_without_streams},
+		{"ends", ends},
+		{"ends-by-exit", ends_by_exit},
+		{"ends-by-signal", ends_by_signal},
+		{"ends-with-endless-work", ends_with_endless_work},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
 		if (strcmp(argv[1], modes[i].name) == 0) {

@@ -31,14 +31,22 @@ pub const DEVICE_BYTES: usize = 256 * MIB;
 pub const DISCARDED_TAG: &str = "cache-by-environment";
 /// The tag whose saved contents `VRAMCTL_RETAIN` keeps in the tests' own process.
 pub const RETAINED_TAG: &str = "retained-by-environment";
+/// What the library logs in the tests' own process, if that is not `off`.
+pub const LOG_LEVEL: &str = "TESTS_LOG_LEVEL";
 /// `VRAMCTL_HOST_CAP` in the tests' own process.
 pub const HOST_CAP: u64 = 192 << 20;
 
+/// In the environment of a test that starts itself many times: everything is built.
+pub const BUILT: &str = "TESTS_ARE_BUILT";
+
 /// The folder with the built test libraries and programs, built now if need be.
 pub fn artifacts() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
         let target = std::env::current_exe().expect("a path").ancestors().nth(2).expect("a folder").to_owned();
+        if std::env::var_os(BUILT).is_some() {
+            return target;
+        }
         let mut build = Command::new(env!("CARGO"));
         // The library too: the tests' own build of it is not put where programs can load it.
         build
@@ -106,6 +114,9 @@ unsafe fn open(path: &Path) -> *mut c_void {
 struct Simulated {
     simgpu_fail: unsafe extern "C" fn(*const c_char, u64, u32, u64),
     simgpu_slow_down: unsafe extern "C" fn(*const c_char, u64) -> c_int,
+    simgpu_hold: unsafe extern "C" fn(u64),
+    simgpu_is_holding: unsafe extern "C" fn() -> c_int,
+    simgpu_release: unsafe extern "C" fn(),
     simgpu_clear_faults: unsafe extern "C" fn(),
     simgpu_calls: unsafe extern "C" fn(*const c_char) -> u64,
     simgpu_reset_counts: unsafe extern "C" fn(),
@@ -151,6 +162,9 @@ impl Simulated {
         Self {
             simgpu_fail: find!(driver, "simgpu_fail"),
             simgpu_slow_down: find!(driver, "simgpu_slow_down"),
+            simgpu_hold: find!(driver, "simgpu_hold"),
+            simgpu_is_holding: find!(driver, "simgpu_is_holding"),
+            simgpu_release: find!(driver, "simgpu_release"),
             simgpu_clear_faults: find!(driver, "simgpu_clear_faults"),
             simgpu_calls: find!(driver, "simgpu_calls"),
             simgpu_reset_counts: find!(driver, "simgpu_reset_counts"),
@@ -211,6 +225,11 @@ fn simulated() -> &'static Simulated {
     SIMULATED.get_or_init(Simulated::load)
 }
 
+/// Lets the call of the driver that is held go on.
+pub fn release() {
+    unsafe { (simulated().simgpu_release)() };
+}
+
 /// How often a function of the driver was called, also after its end.
 pub fn calls(function: &str) -> u64 {
     let name = CString::new(function).unwrap();
@@ -229,9 +248,11 @@ impl Gpu {
                 ("SIMGPU_DEVICES", DEVICES.to_string()),
                 ("SIMGPU_MEMORY", DEVICE_BYTES.to_string()),
                 ("VRAMCTL_DIR", sockets.display().to_string()),
-                ("VRAMCTL_LOG", "off".to_owned()),
+                ("VRAMCTL_LOG", std::env::var(LOG_LEVEL).unwrap_or_else(|_| "off".to_owned())),
                 ("VRAMCTL_RETAIN", RETAINED_TAG.to_owned()),
                 ("VRAMCTL_HOST_CAP", HOST_CAP.to_string()),
+                // What a test has used is not to be there for the next one.
+                ("VRAMCTL_HOST_KEEP", "0".to_owned()),
                 ("VRAMCTL_BACKUP", format!("{DISCARDED_TAG}=discard")),
             ] {
                 // SAFETY: the only thread that reads or writes the environment now: the others wait for their turn.
@@ -263,6 +284,15 @@ impl Gpu {
     pub fn slow_down(&self, function: &str, milliseconds: u64) {
         let name = CString::new(function).unwrap();
         assert_eq!(unsafe { (simulated().simgpu_slow_down)(name.as_ptr(), milliseconds) }, 0, "{function}");
+    }
+
+    /// The nth call of the driver from now on is held until [`release`].
+    pub fn hold(&self, nth: u64) {
+        unsafe { (simulated().simgpu_hold)(nth) };
+    }
+
+    pub fn is_holding(&self) -> bool {
+        unsafe { (simulated().simgpu_is_holding)() != 0 }
     }
 
     pub fn clear_faults(&self) {
@@ -333,6 +363,7 @@ impl Drop for Gpu {
         while vramctl_core::memory::region::end().is_ok() {}
         let _ = Memory::get().set_process_tag(None);
         vramctl_backup::set_copy_by(None, None);
+        vramctl_backup::set_host_keep(None, None);
         Memory::get().set_margin(0);
         self.free_everything();
     }

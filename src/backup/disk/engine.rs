@@ -1,23 +1,16 @@
-//! Many requests on a file in flight: the calling thread submits [`Job`]s, one thread of the library with an `io_uring`,
-//! or several with a request each, carry them out, and each comes back to the calling thread when it has ended.
-//!
-//! Why is the ring not the calling thread's own? The kernel gives a thread that has ever used one helper threads, of
-//! which some stay, waking up every few seconds, until *that* thread ends; and the calling thread may be the program's,
-//! which does not end and takes the program's signals in the middle of a request.
+//! Many requests on a file in flight: the calling thread submits [`Job`]s, threads with a request each carry them out, and
+//! each comes back to the calling thread when it has ended.
 
-use super::{ALIGNMENT, Engine, Spill, file};
-use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use super::{ALIGNMENT, Spill, file};
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::Read;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::io;
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Scope};
 use std::time::Duration;
-use std::{io, slice};
-use vramctl_host::{above_standard, worker};
+use vramctl_host::worker;
 
 /// No more threads than this, each with a request: drives have long been busy then.
 const THREADS: usize = 16;
@@ -27,9 +20,6 @@ const PATIENCE: u32 = 1000;
 
 /// What a request that came back with nothing done waits before it is made again.
 const PAUSE: Duration = Duration::from_millis(1);
-
-/// The most that one request asks for; the kernel's own limit is a little below 2 GiB.
-const REQUEST: usize = 1 << 30;
 
 /// What a call does with the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,65 +98,41 @@ impl Job {
 pub struct Queue<'a> {
     spill: &'a Spill,
     operation: Operation,
-    waiting: Mutex<VecDeque<Job>>,
-    /// A semaphore with one token for each waiting job; a token without a job says that no more will come. A descriptor,
-    /// so that a ring can wait for it and for its requests at once.
-    tokens: File,
+    waiting: Mutex<Waiting>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    jobs: VecDeque<Job>,
+    /// No more will come.
+    closed: bool,
 }
 
 impl<'a> Queue<'a> {
-    pub fn new(spill: &'a Spill, operation: Operation) -> io::Result<Self> {
-        // SAFETY: the call touches no memory.
-        let descriptor = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_SEMAPHORE) };
-        if descriptor < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: just opened, and nobody else's.
-        let tokens = File::from(above_standard(unsafe { OwnedFd::from_raw_fd(descriptor) })?);
-        Ok(Self { spill, operation, waiting: Mutex::default(), tokens })
+    pub fn new(spill: &'a Spill, operation: Operation) -> Self {
+        Self { spill, operation, waiting: Mutex::default(), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn put(&self, job: Job) {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).push_back(job);
-        self.add_tokens(1);
+        self.lock().jobs.push_back(job);
+        self.changed.notify_one();
     }
 
-    /// The job that belongs to a token just taken.
-    fn take(&self) -> Option<Job> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
-    }
-
-    /// Waits for a job.
+    /// Waits for a job. `None`: there are no more.
     fn next(&self) -> Option<Job> {
-        let mut token = [0; size_of::<u64>()];
-        loop {
-            match (&self.tokens).read(&mut token) {
-                Ok(_) => return self.take(),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return None,
-            }
-        }
+        let idle = |waiting: &mut Waiting| waiting.jobs.is_empty() && !waiting.closed;
+        self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner).jobs.pop_front()
     }
 
-    /// Forgets the jobs that wait, and lets everybody who looks for one know that there are no more.
+    /// Forgets the jobs that wait, and lets every thread know that there are no more.
     fn close(&self) {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        self.add_tokens(2 * THREADS as u64);
-    }
-
-    fn add_tokens(&self, count: u64) {
-        // SAFETY: eight readable bytes. The call fails only when the count would pass 2^64.
-        unsafe { libc::write(self.tokens.as_raw_fd(), (&raw const count).cast(), size_of::<u64>()) };
-    }
-
-    /// The request that is to be made next for a job: address, bytes, offset.
-    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "it has the tests' faults"))]
-    fn request(&self, job: &mut Job) -> (*mut u8, u32, u64) {
-        let rest = REQUEST.min(job.bytes - job.done);
-        #[cfg(test)]
-        let rest = self.spill.faults.shape(self.operation, job, rest);
-        // SAFETY: `done` is less than the memory's size.
-        (unsafe { job.address.as_ptr().add(job.done) }, rest as u32, job.at + job.done as u64)
+        *self.lock() = Waiting { jobs: VecDeque::new(), closed: true };
+        self.changed.notify_all();
     }
 
     /// Carries a job out in the calling thread.
@@ -177,13 +143,16 @@ impl<'a> Queue<'a> {
                 Ok(file) => file,
                 Err(error) => return (job.slot, Err(error)),
             };
-            let descriptor = file.as_raw_fd();
-            let (address, bytes, at) = self.request(&mut job);
-            // SAFETY: the memory is the job's, readable and writable for that many bytes.
+            let bytes = job.bytes - job.done;
+            #[cfg(test)]
+            let bytes = self.spill.faults.shape(self.operation, &mut job, bytes);
+            let (descriptor, at) = (file.as_raw_fd(), (job.at + job.done as u64) as i64);
+            // SAFETY: the memory is the job's, readable and writable for that many bytes from `done` on.
             let result = unsafe {
+                let address = job.address.as_ptr().add(job.done).cast();
                 match self.operation {
-                    Operation::Write => libc::pwrite64(descriptor, address.cast(), bytes as usize, at as i64),
-                    Operation::Read => libc::pread64(descriptor, address.cast(), bytes as usize, at as i64),
+                    Operation::Write => libc::pwrite64(descriptor, address, bytes, at),
+                    Operation::Read => libc::pread64(descriptor, address, bytes, at),
                 }
             };
             let result =
@@ -206,7 +175,7 @@ impl<'a> Queue<'a> {
     }
 }
 
-/// The calling thread's end of an engine. When it is dropped the engine ends: requests that were made are waited for, jobs
+/// The calling thread's end of an engine. When it is dropped the threads end: requests that were made are waited for, jobs
 /// that wait are forgotten.
 pub struct Flight<'a> {
     queue: &'a Queue<'a>,
@@ -218,8 +187,18 @@ impl<'a> Flight<'a> {
     /// Starts the engine in `scope`, for as many jobs at a time as there are `slots`.
     pub fn start<'scope>(scope: &'scope Scope<'scope, 'a>, queue: &'a Queue<'a>, slots: usize) -> io::Result<Self> {
         let (sender, landed) = mpsc::channel();
-        worker::spawn_scoped(scope, NAME, move || run(scope, queue, slots, &sender))?;
-        Ok(Self { queue, landed, outstanding: 0 })
+        // From here on, so that the threads end with it whatever happens.
+        let flight = Self { queue, landed, outstanding: 0 };
+        for thread in 0..slots.min(THREADS) {
+            let sender = sender.clone();
+            match worker::spawn_scoped(scope, NAME, move || queue.serve(&sender)) {
+                Ok(_) => (),
+                Err(error) if thread == 0 => return Err(error),
+                // Fewer are slower and nothing else.
+                Err(_) => break,
+            }
+        }
+        Ok(flight)
     }
 
     /// Hands a job to the engine. Its memory is not to be touched until it has landed.
@@ -258,162 +237,3 @@ impl Drop for Flight<'_> {
 
 /// The threads' name.
 pub(super) const NAME: &str = "vramctl-disk";
-
-/// The engine's first thread: with a ring where there can be one, else one of several.
-fn run<'scope, 'a>(scope: &'scope Scope<'scope, 'a>, queue: &'a Queue<'a>, slots: usize, landed: &Sender<Landed>) {
-    // Through the page cache a ring would only move the work to threads of the kernel.
-    let ring = match queue.spill.engine {
-        Engine::Best if queue.spill.direct => Ring::new(queue, slots, landed).inspect_err(|error| log::debug!("no io_uring: {error}")).ok(),
-        _ => None,
-    };
-    match ring {
-        Some(mut ring) => ring.serve(),
-        None => {
-            for _ in 1..slots.min(THREADS) {
-                let landed = landed.clone();
-                // Fewer threads are slower and nothing else.
-                let Ok(_) = worker::spawn_scoped(scope, NAME, move || queue.serve(&landed)) else { break };
-            }
-        }
-    }
-    // What a ring did not live to see.
-    queue.serve(landed);
-}
-
-/// An `io_uring` with requests of jobs in it, and one for a token of the queue.
-struct Ring<'a> {
-    kernel: IoUring,
-    queue: &'a Queue<'a>,
-    landed: &'a Sender<Landed>,
-    /// The jobs that have a request in the ring, by slot.
-    flying: Vec<Option<Job>>,
-    in_flight: usize,
-    /// Where the kernel puts a token.
-    token: Box<u64>,
-    /// The kernel has refused requests in a way that will not pass.
-    refused: bool,
-}
-
-/// Stands for the token's request where else a slot stands.
-const TOKEN: u64 = u64::MAX;
-
-impl<'a> Ring<'a> {
-    fn new(queue: &'a Queue<'a>, slots: usize, landed: &'a Sender<Landed>) -> io::Result<Self> {
-        /// The kernel's own limit. Requests are submitted one by one, so that fewer entries than slots will do.
-        const ENTRIES: usize = 4096;
-        #[cfg(test)]
-        queue.spill.faults.set_up()?;
-        // A forked child is not to reach the ring.
-        let ring = IoUring::builder().dontfork().build((slots + 1).min(ENTRIES) as u32)?;
-        // Kernels before 5.7 would block a thread of theirs on the token, or do not know the operations at all.
-        if !ring.params().is_feature_fast_poll() {
-            return Err(io::ErrorKind::Unsupported.into());
-        }
-        let flying = (0..slots).map(|_| None).collect();
-        Ok(Self { kernel: ring, queue, landed, flying, in_flight: 0, token: Box::default(), refused: false })
-    }
-
-    /// Carries jobs out until there are no more, or until the ring takes no more. No request is in it when this returns.
-    fn serve(&mut self) {
-        let mut listening = self.listen();
-        while listening || self.in_flight > 0 {
-            self.wait();
-            while let Some(entry) = self.ended() {
-                match (entry.user_data(), entry.result()) {
-                    (TOKEN, 0..) => {
-                        let job = self.queue.take();
-                        listening = job.is_some();
-                        if let Some(job) = job {
-                            self.fly(job, squeue::Flags::empty());
-                            listening = self.listen();
-                        }
-                    }
-                    (TOKEN, _) => listening = self.listen(),
-                    (slot, result) => self.land(slot as usize, result),
-                }
-            }
-        }
-    }
-
-    fn ended(&mut self) -> Option<cqueue::Entry> {
-        self.kernel.completion().next()
-    }
-
-    /// Asks for a token.
-    fn listen(&mut self) -> bool {
-        let token = slice::from_mut(&mut *self.token);
-        let read = opcode::Read::new(types::Fd(self.queue.tokens.as_raw_fd()), token.as_mut_ptr().cast(), size_of::<u64>() as u32);
-        // SAFETY: the box outlives the request, since `serve` waits for it.
-        unsafe { self.submit(&read.build().user_data(TOKEN)) }
-    }
-
-    /// Makes a job's next request.
-    fn fly(&mut self, mut job: Job, flags: squeue::Flags) {
-        // Where the program has closed it, `perform` finds that out and says so.
-        let Ok(file) = self.queue.spill.file() else { return drop(self.landed.send(self.queue.perform(job))) };
-        let file = types::Fd(file.as_raw_fd());
-        let (address, bytes, at) = self.queue.request(&mut job);
-        let entry = match self.queue.operation {
-            Operation::Write => opcode::Write::new(file, address, bytes).offset(at).build(),
-            Operation::Read => opcode::Read::new(file, address, bytes).offset(at).build(),
-        };
-        let slot = job.slot;
-        // SAFETY: the job's memory is left alone until it has landed.
-        if unsafe { self.submit(&entry.user_data(slot as u64).flags(flags)) } {
-            self.flying[slot] = Some(job);
-            self.in_flight += 1;
-        } else {
-            drop(self.landed.send(self.queue.perform(job)));
-        }
-    }
-
-    /// A request has ended.
-    fn land(&mut self, slot: usize, result: i32) {
-        let Some(mut job) = self.flying[slot].take() else { return };
-        self.in_flight -= 1;
-        match job.advance(result.into()) {
-            // In a thread of the kernel's, where a request may wait for what was not there at once.
-            None => self.fly(job, squeue::Flags::ASYNC),
-            // Nobody waits for it any more after an error.
-            Some(outcome) => drop(self.landed.send((slot, outcome))),
-        }
-    }
-
-    /// Whether the kernel has taken a request. If not, it never will.
-    ///
-    /// # Safety
-    /// The request's memory stays as it is until the request has ended.
-    unsafe fn submit(&mut self, entry: &squeue::Entry) -> bool {
-        // SAFETY: as promised by the caller.
-        if self.refused || unsafe { self.kernel.submission().push(entry) }.is_err() {
-            return false;
-        }
-        for _ in 0..PATIENCE {
-            #[cfg(test)]
-            let submitted = self.queue.spill.faults.enter().and_then(|()| self.kernel.submit());
-            #[cfg(not(test))]
-            let submitted = self.kernel.submit();
-            if self.kernel.submission().is_empty() {
-                return true;
-            }
-            match submitted.map_err(|error| error.raw_os_error()) {
-                Ok(_) | Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => thread::sleep(PAUSE),
-                Err(_) => break,
-            }
-        }
-        // The request stays in the queue, which is never handed over again.
-        self.refused = true;
-        false
-    }
-
-    /// Waits until a request has ended, and hands none over.
-    fn wait(&self) {
-        const GETEVENTS: u32 = 1;
-        // SAFETY: the call has no argument that points anywhere.
-        let waited = unsafe { self.kernel.submitter().enter::<libc::sigset_t>(0, 1, GETEVENTS, None) };
-        // The caller looks again whatever the reason, but does not spin.
-        if waited.is_err_and(|error| error.kind() != io::ErrorKind::Interrupted) {
-            thread::sleep(PAUSE);
-        }
-    }
-}

@@ -2,17 +2,13 @@
 
 use super::ALIGNMENT;
 use super::engine::{Job, Operation};
-use std::{fmt, io};
+use std::fmt;
 
 /// What tests have the kernel say instead of what it says.
 #[derive(Default)]
 pub struct Faults {
     /// Asked before each request with its operation, offset and bytes.
     pub request: Option<Box<Shape>>,
-    /// Asked before each submission to a ring; an error code, or 0.
-    pub submission: Option<Box<dyn Fn() -> i32 + Send + Sync>>,
-    /// Rings are forbidden.
-    pub no_ring: bool,
 }
 
 pub type Shape = dyn Fn(Operation, u64, usize) -> Fault + Send + Sync;
@@ -47,17 +43,6 @@ impl Faults {
                 bytes
             }
         }
-    }
-
-    pub fn enter(&self) -> io::Result<()> {
-        match self.submission.as_ref().map_or(0, |ask| ask()) {
-            0 => Ok(()),
-            code => Err(io::Error::from_raw_os_error(code)),
-        }
-    }
-
-    pub fn set_up(&self) -> io::Result<()> {
-        if self.no_ring { Err(io::Error::from_raw_os_error(libc::EPERM)) } else { Ok(()) }
     }
 }
 

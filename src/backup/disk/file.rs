@@ -1,6 +1,6 @@
 //! How the file of a [`Spill`](super::Spill) comes about, and how its page cache is emptied.
 
-use super::ALIGNMENT;
+use super::{ALIGNMENT, names};
 use std::collections::hash_map::RandomState;
 use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, Hasher};
@@ -11,12 +11,23 @@ use std::{io, mem, process};
 use vramctl_host::log_once;
 use vramctl_model::Bytes;
 
-/// An unlinked file of `bytes` bytes in `directory`, and whether requests on it are direct.
-pub fn create(directory: &Path, bytes: u64) -> io::Result<(File, bool)> {
+/// A file of `bytes` bytes in `directory`, and whether requests on it are direct. After an error there is none.
+pub fn create(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(File, bool)> {
+    let made = make(directory, name, bytes);
+    if let (Err(error), Some(name)) = (&made, name)
+        && error.kind() != io::ErrorKind::AlreadyExists
+    {
+        names::remove(&directory.join(name));
+    }
+    made
+}
+
+fn make(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(File, bool)> {
     let in_directory = |what: &str, error: &io::Error| {
         io::Error::new(error.kind(), format!("cannot {what} a backup file in {}: {error}", directory.display()))
     };
-    let file = open(directory).map_err(|error| in_directory("make", &error))?;
+    let opened = name.map_or_else(|| open(directory), |name| names::open(&directory.join(name)));
+    let file = opened.map_err(|error| in_directory("make", &error))?;
     warn_of_memory(&file);
     reserve(&file, directory, bytes).map_err(|error| match error.kind() {
         io::ErrorKind::StorageFull => error,

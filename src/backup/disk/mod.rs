@@ -1,4 +1,4 @@
-//! Backups on disk: an unlinked file, written and read past the page cache.
+//! Backups on disk: a file, written and read past the page cache. It has no name, or one that goes with it ([`names`]).
 //!
 //! A [`Spill`] is the file. [`Spill::write`] and [`Spill::read`] move its contents through staging memory of the caller,
 //! many requests at a time: the calling thread copies between the device and the staging memory (`fill`, `drain`), and
@@ -9,8 +9,11 @@ mod engine;
 #[cfg(test)]
 mod faults;
 mod file;
+mod names;
 #[cfg(test)]
 mod tests;
+
+pub use names::remove_stale;
 
 use engine::{Flight, Job, Operation, Queue};
 use std::collections::VecDeque;
@@ -26,9 +29,9 @@ use vramctl_model::Bytes;
 /// What direct I/O wants addresses, offsets and lengths to be multiples of, in bytes: the largest block of any drive.
 pub const ALIGNMENT: usize = 4096;
 
-/// Bytes outside memory: an unlinked file as large as was asked for, whose space the file system has set aside.
+/// Bytes outside memory: a file as large as was asked for, whose space the file system has set aside.
 ///
-/// It has no name, and forked children close their copies of the descriptor ([`Held`]), so nothing outlives the process. Dropping it gives
+/// It has no name unless it was made with one, and forked children close their copies of the descriptor ([`Held`]), so nothing outlives the process. Dropping it gives
 /// the space back, which takes a moment for a large file: not on the path of a resume. Dropping a child's copy of the value
 /// leaves the parent's contents alone.
 ///
@@ -39,19 +42,10 @@ pub struct Spill {
     /// Whether requests go past the page cache. Where the file system refuses that, they go through it and leave nothing there.
     direct: bool,
     directory: PathBuf,
+    name: Option<String>,
     bytes: u64,
-    engine: Engine,
     #[cfg(test)]
     faults: faults::Faults,
-}
-
-/// What keeps many requests in flight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Engine {
-    /// `io_uring` where the kernel has it and permits it, else threads.
-    Best,
-    /// A thread for each request.
-    Threads,
 }
 
 /// A piece of memory that requests go through: the unit in which the file is written and read.
@@ -113,13 +107,22 @@ impl Spill {
     /// Errors name the directory. A full disk is a [`StorageFull`](io::ErrorKind::StorageFull) with the bytes needed and
     /// available, a size beyond the process's limit of file sizes a [`FileTooLarge`](io::ErrorKind::FileTooLarge).
     pub fn create(directory: &Path, bytes: u64) -> io::Result<Self> {
-        let (file, direct) = file::create(directory, bytes)?;
+        Self::make(directory, None, bytes)
+    }
+
+    /// The same under a name in which `number` is, for as long as it lives.
+    pub fn create_named(directory: &Path, number: u64, bytes: u64) -> io::Result<Self> {
+        Self::make(directory, Some(names::of(number)), bytes)
+    }
+
+    fn make(directory: &Path, name: Option<String>, bytes: u64) -> io::Result<Self> {
+        let (file, direct) = file::create(directory, name.as_deref(), bytes)?;
         Ok(Self {
             held: Held::new(file)?,
             direct,
             directory: directory.to_owned(),
+            name,
             bytes,
-            engine: Engine::Best,
             #[cfg(test)]
             faults: faults::Faults::default(),
         })
@@ -128,11 +131,6 @@ impl Spill {
     /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
-    }
-
-    /// Has later calls use another engine than [`Engine::Best`].
-    pub fn set_engine(&mut self, engine: Engine) {
-        self.engine = engine;
     }
 
     /// Writes `bytes` bytes at `offset`, both multiples of [`ALIGNMENT`]. The contents come from `fill`, which the
@@ -206,7 +204,7 @@ impl Spill {
     ) -> Result<(), SpillError<E>> {
         let run = || {
             self.check(staging, offset, bytes)?;
-            let queue = Queue::new(self, operation)?;
+            let queue = Queue::new(self, operation);
             let result = thread::scope(|scope| work(&mut Flight::start(scope, &queue, staging.len())?, staging));
             // Also where requests were direct: some file systems say so and then use the page cache.
             file::leave_no_cache(&*self.file()?, offset, bytes)?;
@@ -220,6 +218,14 @@ impl Spill {
             }
             copy @ SpillError::Copy(_) => copy,
         })
+    }
+
+    /// Takes its name away, where it has one; its contents stay.
+    pub fn unlink(&mut self) {
+        // In a forked child it is the parent's.
+        if let Some(name) = self.name.take().filter(|_| self.held.is_ours()) {
+            names::remove(&self.directory.join(name));
+        }
     }
 
     /// The file, for a call that begins now.
@@ -243,6 +249,7 @@ impl Spill {
 
 impl Drop for Spill {
     fn drop(&mut self) {
+        self.unlink();
         // Whoever else has a descriptor of the file is not to keep the space. What fails here leaves the file as it is, to be
         // freed with its last descriptor. In a forked child, and where the program has closed it, it is not there.
         if let Ok(file) = self.file() {

@@ -65,25 +65,19 @@ fn contents(bytes: usize, seed: u64) -> Vec<u8> {
     iter::repeat_with(|| word().to_le_bytes()).take(bytes / 8).flatten().collect()
 }
 
-/// Which engine a test runs on: a ring, threads asked for, threads because the kernel permits no ring, and requests
-/// through the page cache.
+/// How a test's requests go: past the page cache where the file system permits that, or through it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    Ring,
-    Threads,
-    Forbidden,
+    Direct,
     Cached,
 }
 
-const WAYS: [Way; 4] = [Way::Ring, Way::Threads, Way::Forbidden, Way::Cached];
+const WAYS: [Way; 2] = [Way::Direct, Way::Cached];
 
 fn spill_in(directory: &Path, bytes: usize, way: Way) -> Spill {
     let mut spill = Spill::create(directory, bytes as u64).unwrap();
-    match way {
-        Way::Ring => {}
-        Way::Threads => spill.set_engine(Engine::Threads),
-        Way::Forbidden => spill.faults.no_ring = true,
-        Way::Cached => spill.direct = !file::set_direct(&spill.file().unwrap(), false),
+    if way == Way::Cached {
+        spill.direct = !file::set_direct(&spill.file().unwrap(), false);
     }
     spill
 }
@@ -117,22 +111,18 @@ fn io_error<T: std::fmt::Debug>(result: Result<T, SpillError<&'static str>>) -> 
     }
 }
 
-/// The names of this process's threads that an engine has, its own and those that the kernel adds to a ring.
-fn threads() -> Vec<String> {
+/// This process's threads that write or read files.
+fn threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
     let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
-    names.map(|name| name.trim().to_owned()).filter(|name| name == engine::NAME || name.starts_with("iou-")).collect()
+    names.filter(|name| name.trim() == engine::NAME).count()
 }
 
-/// No thread, no ring and no eventfd stays. A thread that has been waited for may be seen for a moment longer.
+/// No thread stays. One that has been waited for may be seen for a moment longer.
 fn assert_idle() {
-    let descriptors = || {
-        let links = fs::read_dir("/proc/self/fd").unwrap().flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
-        links.filter(|link| link.to_string_lossy().contains("io_uring") || link.to_string_lossy().contains("eventfd")).count()
-    };
     let start = Instant::now();
-    while !threads().is_empty() || descriptors() > 0 {
-        assert!(start.elapsed() < Duration::from_secs(2), "left: {:?}, {} descriptors", threads(), descriptors());
+    while threads() > 0 {
+        assert!(start.elapsed() < Duration::from_secs(2), "{} left", threads());
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -149,21 +139,6 @@ fn cached_pages(spill: &Spill) -> usize {
         libc::munmap(address, bytes);
     }
     pages.iter().filter(|page| **page & 1 == 1).count()
-}
-
-#[test]
-fn the_ring_is_used_where_the_kernel_permits_it() {
-    let _alone = alone();
-    let asked = Arc::new(AtomicUsize::new(0));
-    let counter = Arc::clone(&asked);
-    let mut spill = spill(8 * PAGE, Way::Ring);
-    spill.faults.submission = Some(Box::new(move || {
-        counter.fetch_add(1, Ordering::Relaxed);
-        0
-    }));
-    let permitted = io_uring::IoUring::new(2).is_ok_and(|ring| ring.params().is_feature_fast_poll());
-    write(&spill, &mut Memory::new(&[PAGE; 2]), 0, &contents(8 * PAGE, 1)).unwrap();
-    assert_eq!(asked.load(Ordering::Relaxed) > 0, permitted && spill.direct);
 }
 
 proptest! {
@@ -260,30 +235,6 @@ fn requests_that_never_get_anywhere_are_an_error() {
     }
 }
 
-/// The ring says no for a while, or for good after some requests: the call goes on, the latter without it.
-#[test]
-fn a_ring_that_refuses_requests_loses_none() {
-    let _alone = alone();
-    let whole = contents(64 * PAGE, 3);
-    for code in [libc::EINTR, libc::EAGAIN, libc::EBUSY, libc::ENOMEM, libc::EPERM] {
-        let passes = [libc::EINTR, libc::EAGAIN, libc::EBUSY].contains(&code);
-        for good in [0, 1, 2, 3, 10, 11, 64] {
-            let mut spill = spill(whole.len(), Way::Ring);
-            let calls = Arc::new(AtomicUsize::new(0));
-            let count = Arc::clone(&calls);
-            spill.faults.submission = Some(Box::new(move || {
-                let call = count.fetch_add(1, Ordering::Relaxed);
-                if call < good || passes && call % 2 == 1 { 0 } else { code }
-            }));
-            let mut memory = Memory::new(&[2 * PAGE; 4]);
-            write(&spill, &mut memory, 0, &whole).unwrap();
-            calls.store(0, Ordering::Relaxed);
-            assert!(read(&spill, &mut memory, 0, whole.len()).unwrap() == whole);
-            assert_idle();
-        }
-    }
-}
-
 #[test]
 fn the_closures_error_stays_apart_and_ends_the_call() {
     let _alone = alone();
@@ -327,7 +278,7 @@ fn a_panic_in_a_closure_leaves_nothing_in_flight() {
 #[test]
 fn what_direct_requests_cannot_do_is_refused_before_anything_happens() {
     let _alone = alone();
-    let spill = spill(4 * PAGE, Way::Ring);
+    let spill = spill(4 * PAGE, Way::Direct);
     let mut memory = Memory::new(&[PAGE, PAGE + 8]);
     let no = |staging: &mut [StagingPiece], offset: usize, bytes: usize| {
         let error = io_error(spill.read(staging, offset as u64, bytes as u64, &mut |_, _| panic!("nothing is read")));
@@ -369,7 +320,7 @@ fn the_page_cache_is_left_empty() {
 fn the_file_has_no_name_and_its_space_is_set_aside() {
     let directory = tempfile::tempdir().unwrap();
     for bytes in [0, PAGE, 64 << 20] {
-        let spill = spill_in(directory.path(), bytes, Way::Ring);
+        let spill = spill_in(directory.path(), bytes, Way::Direct);
         let metadata = spill.file().unwrap().metadata().unwrap();
         assert_eq!((metadata.nlink(), metadata.len(), metadata.mode() & 0o077), (0, bytes as u64, 0));
         assert!(metadata.blocks() * 512 >= bytes as u64);
@@ -384,7 +335,7 @@ fn the_file_has_no_name_and_its_space_is_set_aside() {
 
 #[test]
 fn a_copied_descriptor_does_not_keep_the_space() {
-    let spill = spill(1 << 20, Way::Ring);
+    let spill = spill(1 << 20, Way::Direct);
     let copy = spill.file().unwrap().try_clone().unwrap();
     drop(spill);
     assert_eq!(copy.metadata().unwrap().len(), 0);
@@ -393,7 +344,7 @@ fn a_copied_descriptor_does_not_keep_the_space() {
 /// Else the child of a program that was killed would keep the space for as long as it lives.
 #[test]
 fn a_forked_child_has_no_copy() {
-    let spill = spill(1 << 20, Way::Ring);
+    let spill = spill(1 << 20, Way::Direct);
     let descriptor = spill.file().unwrap().as_raw_fd();
     // SAFETY: the child calls nothing but what is safe after a fork of a program with threads.
     let child = unsafe { libc::fork() };

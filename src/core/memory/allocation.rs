@@ -3,6 +3,7 @@
 use super::Placement;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_backup::Saved;
+use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical};
 use vramctl_model::{Backup, Failure};
 
@@ -13,6 +14,8 @@ pub struct Allocation {
     pub tag: Arc<str>,
     /// What becomes of its contents while it is paused, where the pause does not say otherwise.
     pub backup: Backup,
+    /// The kind of host memory for them.
+    pub backend: CpuBackupBackend,
     /// Bytes that the program asked for.
     pub requested: usize,
     /// The device that the memory is on.
@@ -40,6 +43,7 @@ impl Allocation {
         Self {
             tag: policy.tag,
             backup: policy.backup,
+            backend: policy.backend,
             requested,
             device: current.device(),
             context: current.context(),

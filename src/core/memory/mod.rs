@@ -18,7 +18,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
-use vramctl_config::Config;
+use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, RelaxedCapture, StreamHandle};
 use vramctl_host::PerProcess;
 use vramctl_model::{Error, Failure, Shortage, checked_tag, code};
@@ -91,14 +91,24 @@ impl Memory {
     /// What is not to stay any more is given up at once; of what is to stay from now on, changes can be told from the next
     /// pause on. Waits for a pause or resume that is under way.
     pub fn set_retain(&self, tag: Option<&str>, keep: Option<bool>) -> Result<(), Error> {
-        let tag = tag.map(checked_tag).transpose()?;
+        self.set_retain_in_resumes(tag, keep)?;
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
-            backup::set_retain(tag, keep);
             let done_with = |allocation: &&Arc<Allocation>| !allocation.is_paused() && !backup::retains(&allocation.tag);
             self.snapshot().iter().filter(done_with).filter_map(|allocation| allocation.contents().saved.take()).collect()
         };
         drop(given_up);
+        Ok(())
+    }
+
+    /// The same, and what is retained of active memory stays until its next resume.
+    pub fn set_retain_in_resumes(&self, tag: Option<&str>, keep: Option<bool>) -> Result<(), Error> {
+        let tag = tag.map(checked_tag).transpose()?;
+        {
+            // Not in the middle of a pause, which asks more than once.
+            let _exclusive = self.exclude();
+            backup::set_retain(tag, keep);
+        }
         let retained = self.snapshot().into_iter().filter(|allocation| backup::retains(&allocation.tag));
         let contexts: BTreeMap<_, _> = retained.map(|allocation| (allocation.context(), Arc::clone(&allocation.tag))).collect();
         for (context, tag) in contexts {
@@ -111,15 +121,15 @@ impl Memory {
     }
 
     /// Where the pauses to come keep contents whose policy is `disk`; `None`: as `VRAMCTL_DISK_DIR` says. It must be there
-    /// already, so that a wrong one is known now and not at the next pause.
-    pub fn set_disk_directory(&self, directory: Option<&Path>) -> Result<(), Error> {
+    /// already, so that a wrong one is known now and not at the next pause. `named`: each allocation has a file of its own there.
+    pub fn set_disk_directory(&self, directory: Option<&Path>, named: bool) -> Result<(), Error> {
         let wrong = |path: &Path, why: &dyn fmt::Display| Error::Disk(format!("{} cannot be used for contents: {why}", path.display()));
         // Absolute, because the program may change its working directory.
         let directory = directory.map(|path| path.canonicalize().map_err(|error| wrong(path, &error))).transpose()?;
         if let Some(path) = directory.as_deref().filter(|path| !path.is_dir()) {
             return Err(wrong(path, &"it is no directory"));
         }
-        backup::set_disk_directory(directory);
+        backup::set_disk_directory(directory.map(|path| DiskDirectory { path, named }));
         Ok(())
     }
 
@@ -165,7 +175,7 @@ impl Memory {
         }
         let needed = (size as u64).saturating_add(margin);
         let (free, _) = driver::memory_info()?;
-        if needed > free { Err(Error::DeviceMemory(Shortage { device, needed, free, holders: Vec::new() })) } else { Ok(()) }
+        if needed > free { Err(Error::DeviceMemory(Shortage { device, uuid: None, needed, free, holders: Vec::new() })) } else { Ok(()) }
     }
 
     /// Frees the allocation at `address`, active or paused. `None`: it is not managed. After an error it is still there.

@@ -7,7 +7,7 @@
 use super::Memory;
 use std::cell::RefCell;
 use std::sync::Arc;
-use vramctl_config::Config;
+use vramctl_config::{Config, CpuBackupBackend};
 use vramctl_model::{Backup, DEFAULT_TAG, Error, checked_tag};
 
 /// What an allocation is to be recorded under.
@@ -17,6 +17,8 @@ pub struct Placement {
     pub tag: Arc<str>,
     /// What becomes of its contents while it is paused.
     pub backup: Backup,
+    /// Whether host memory for them may stay after a resume (`pinned`), or is gone when it returns (`mmap`).
+    pub backend: CpuBackupBackend,
 }
 
 /// What was said of one region, or of a thread's ground. `None`: nothing was.
@@ -32,11 +34,13 @@ struct Said {
 struct Regions {
     ground: Said,
     nested: Vec<Said>,
+    /// Of all of them.
+    backend: Option<CpuBackupBackend>,
 }
 
 thread_local! {
     static REGIONS: RefCell<Regions> =
-        const { RefCell::new(Regions { ground: Said { managed: None, tag: None, backup: None }, nested: Vec::new() }) };
+        const { RefCell::new(Regions { ground: Said { managed: None, tag: None, backup: None }, nested: Vec::new(), backend: None }) };
 }
 
 /// Begins a region of this thread, inside the one it may be in. Without a tag, allocations in it are left to CUDA.
@@ -81,6 +85,16 @@ pub fn set_backup(backup: Backup) -> Result<(), Error> {
     change(|said| said.backup = Some(backup))
 }
 
+/// The kind of host memory for what this thread allocates, in its regions and outside of them.
+pub fn backend() -> CpuBackupBackend {
+    with_regions(|regions| regions.backend).ok().flatten().unwrap_or(Config::get().cpu_backup_backend)
+}
+
+/// Sets it.
+pub fn set_backend(backend: CpuBackupBackend) -> Result<(), Error> {
+    with_regions(|regions| regions.backend = Some(backend))
+}
+
 /// What counts for this thread now, and whether that is its ground.
 fn innermost() -> (Said, bool) {
     with_regions(|regions| regions.nested.last().map_or_else(|| (regions.ground.clone(), true), |said| (said.clone(), false)))
@@ -96,7 +110,7 @@ fn policy(said: Said, on_ground: bool, process_tag: Option<Arc<str>>) -> Placeme
     let tag = said.tag.or(process_tag).unwrap_or_else(|| DEFAULT_TAG.into());
     let environments = || if on_ground { config.ground_backup } else { None };
     let backup = said.backup.or_else(|| config.backup_of(&tag)).or_else(environments).unwrap_or(unsaid);
-    Placement { tag, backup }
+    Placement { tag, backup, backend: backend() }
 }
 
 fn change(change: impl FnOnce(&mut Said)) -> Result<(), Error> {
@@ -142,7 +156,8 @@ mod tests {
             assert_eq!((&*prospective().tag, prospective().backup), ("mine", Backup::Discard));
             set_managed(true).unwrap();
             set_backup(Backup::Host).unwrap();
-            assert_eq!(current(), Some(Placement { tag: "mine".into(), backup: Backup::Host }));
+            let placement = |tag: &str, backup| Some(Placement { tag: tag.into(), backup, backend: CpuBackupBackend::Pinned });
+            assert_eq!(current(), placement("mine", Backup::Host));
 
             begin(Some("inner"), Some(Backup::Discard)).unwrap();
             set_managed(false).unwrap();
@@ -151,9 +166,9 @@ mod tests {
             assert_eq!(tag().as_deref(), Some("inner"), "the tag was not forgotten");
             set_tag("other").unwrap();
             set_backup(Backup::Disk).unwrap();
-            assert_eq!(current(), Some(Placement { tag: "other".into(), backup: Backup::Disk }));
+            assert_eq!(current(), placement("other", Backup::Disk));
             end().unwrap();
-            assert_eq!(current(), Some(Placement { tag: "mine".into(), backup: Backup::Host }), "the ground is as it was");
+            assert_eq!(current(), placement("mine", Backup::Host), "the ground is as it was");
 
             begin(None, None).unwrap();
             assert_eq!(tag(), None);

@@ -19,7 +19,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice};
-use vramctl_model::{Error, Stage, TransitionRequest};
+use vramctl_host::exit;
+use vramctl_model::{Error, Report, Stage, TransitionRequest};
 
 /// For a reader.
 fn tags_text(request: &TransitionRequest) -> String {
@@ -58,6 +59,12 @@ impl Memory {
 fn is_meant(request: &TransitionRequest, allocation: &Allocation) -> bool {
     let on_gpu = || driver::uuid(allocation.device).is_some_and(|uuid| request.gpus.contains(&uuid));
     (request.tags.is_empty() || request.tags.iter().any(|tag| **tag == *allocation.tag)) && (request.gpus.is_empty() || on_gpu())
+}
+
+/// Whoever asks for it, a pause or resume is work of ours: once the program ends it does not call the driver any more, and
+/// that is then why it fails.
+fn unless_ending(work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
+    exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
 }
 
 /// How many bytes they have on each device.

@@ -1,7 +1,7 @@
 //! A pause: wait, save, unmap, release.
 
 use super::plan::spare_prefix_cache;
-use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text};
+use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
 use crate::drain;
 use crate::memory::{Allocation, Contents, Memory};
 use std::collections::BTreeMap;
@@ -9,8 +9,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept, Saved};
+use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, RelaxedCapture};
-use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
+use vramctl_host::exit;
+use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
 
 /// How long a pause waits under the lock, for work that was started since it last waited. Short: the program may need to
 /// allocate in order to finish that work.
@@ -20,6 +22,10 @@ impl Memory {
     /// Pauses: gives the memory of active allocations back to the driver, their contents kept as the policies say.
     /// After an error everything is as it was.
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
+        unless_ending(|| self.pause_when_idle(request, observer))
+    }
+
+    fn pause_when_idle(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         let mut clock = Clock::default();
         let left = || request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
@@ -31,7 +37,7 @@ impl Memory {
             match self.try_pause(request, started, &mut clock, observer) {
                 Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
-                Err(Error::HostMemory { needed, available, .. }) if self.make_room(request, needed.saturating_sub(available)) => (),
+                Err(Error::HostMemory { .. }) if self.make_room(request) => (),
                 answer => return answer.inspect(|report| log::info!("paused {}: {report}", tags_text(request))),
             }
         }
@@ -142,7 +148,9 @@ impl Memory {
             };
             if let Err(second) = mapped {
                 // Two failures in a row: it stays paused, its contents still in the memory that is there.
-                log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
+                if !exit::is_ending() {
+                    log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
+                }
                 stranded += 1;
             }
         }
@@ -152,33 +160,26 @@ impl Memory {
         Error::Internal(format!("{error}, and {stranded} allocations could not be mapped again; they are paused: resume them"))
     }
 
-    /// Gives up as much of what is retained of active memory, which only saves time, as a pause is short of. Not what that pause
-    /// would save over. `false`: it would not be enough.
-    fn make_room(&self, request: &TransitionRequest, short: u64) -> bool {
+    /// Gives up of what is retained of active memory, which only saves time, as much as a pause needs. Not what that pause
+    /// saves over. `false`: there is nothing to give up, or all of it would not be enough.
+    fn make_room(&self, request: &TransitionRequest) -> bool {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
-            let saves_over =
-                |allocation: &Arc<Allocation>| is_meant(request, allocation) && policy_for(request, allocation) == Backup::Host;
-            let retained = |allocation: Arc<Allocation>| {
-                let bytes = allocation.contents().saved.as_ref().map(|saved| saved.kept_bytes());
-                let useful = !allocation.is_paused() && !saves_over(&allocation);
-                useful.then_some((allocation, bytes?))
-            };
-            let retained: Vec<_> = self.snapshot().into_iter().filter_map(retained).collect();
-            let room: u64 = retained.iter().map(|(_, bytes)| bytes).sum();
-            if room.next_multiple_of(backup::HOST_PIECE as u64) < short {
-                return false;
+            let (mut wanted, mut retained) = (Vec::new(), Vec::new());
+            for allocation in self.snapshot().into_iter().filter(|allocation| !allocation.is_paused()) {
+                let new = Some(wanted_of(request, &allocation)).filter(|new| is_meant(request, &allocation) && !new.live.is_empty());
+                let saved = allocation.contents().saved.clone();
+                if let Some(saved) = saved.filter(|_| new.as_ref().is_none_or(|new| new.saved_over().is_none())) {
+                    retained.push((allocation, saved));
+                }
+                wanted.extend(new);
             }
-            let mut rest = short;
-            let needed = |(_, bytes): &&(_, u64)| {
-                let before = rest;
-                rest = rest.saturating_sub(*bytes);
-                before > 0
-            };
-            retained.iter().take_while(needed).filter_map(|(allocation, _)| allocation.contents().saved.take()).collect()
+            let (of, retained): (Vec<_>, Vec<_>) = retained.into_iter().unzip();
+            let Some(given_up) = backup::in_the_way(&retained, wanted) else { return false };
+            given_up.into_iter().filter_map(|place| of[place].contents().saved.take()).collect()
         };
         if !given_up.is_empty() {
-            log::info!("host memory is short of {}: what was retained of {} allocations is given up", Bytes(short), given_up.len());
+            log::info!("host memory is short: what was retained of {} allocations is given up", given_up.len());
         }
         !given_up.is_empty()
     }
@@ -217,7 +218,8 @@ pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) ->
         _ if retain => vec![all],
         _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
     };
-    backup::Wanted { extent: allocation.extent(), policy, retain, before: allocation.contents().saved.clone(), live }
+    let at_once = allocation.backend == CpuBackupBackend::Mmap;
+    backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().saved.clone(), live }
 }
 
 /// The whole pages of an allocation that lie in a span, in bytes from the allocation's beginning. Less than a page is not

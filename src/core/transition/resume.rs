@@ -1,13 +1,13 @@
 //! A resume: create, map and fill new memory, then let go of the backups.
 
-use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text};
+use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::{Allocation, Contents, Memory};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
-use vramctl_driver::{self as driver, CUdevice, Current, Physical, RelaxedCapture};
+use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
 use vramctl_model::{Error, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, code};
 
 /// How often a resume that waits for memory looks for it.
@@ -17,6 +17,10 @@ impl Memory {
     /// Resumes: puts new memory at the addresses of paused allocations, and their contents into it. After an error
     /// everything is as it was.
     pub fn resume(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
+        unless_ending(|| self.resume_when_there_is_room(request, observer))
+    }
+
+    fn resume_when_there_is_room(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         loop {
             let attempt = self.try_resume(request, started, observer);
@@ -39,14 +43,14 @@ impl Memory {
         driver::sweep();
         self.drop_gone();
         self.map_stranded(&self.choose(request)?.paused)?;
-        let Chosen { paused, active: already, .. } = self.choose(request)?;
+        let Chosen { all, paused, active: already } = self.choose(request)?;
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let shown = self.show(TagState::Resuming, &paused);
         let mut progress = |now| {
             shown.progress(now);
             observer.progress(now);
         };
-        let memories = self.bring_back(&paused, &mut clock, &mut progress)?;
+        let memories = self.bring_back(&paused, &without_active(&all), &mut clock, &mut progress)?;
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         for (allocation, memory) in paused.iter().zip(memories) {
@@ -77,10 +81,11 @@ impl Memory {
     }
 
     /// New memory with the old contents at the addresses of all of them, or none. Contents are copied to memory that is
-    /// mapped already while more is being mapped.
+    /// mapped already while more is being mapped. `idle`: contexts in which programs have nothing to run on.
     fn bring_back(
         &self,
         paused: &[Arc<Allocation>],
+        idle: &BTreeSet<Context>,
         clock: &mut Clock,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Vec<Physical>, Error> {
@@ -90,7 +95,7 @@ impl Memory {
         let saved: Vec<_> = paused.iter().filter_map(item).collect();
         let mut saved_next = saved.iter().peekable();
         let mut memories = Vec::with_capacity(paused.len());
-        let brought = backup::restore(&saved, progress, |give| {
+        let brought = backup::restore(&saved, idle, progress, |give| {
             let mut from = 0;
             for upto in batches(paused) {
                 for allocation in &paused[from..upto] {
@@ -109,6 +114,14 @@ impl Memory {
         // After an error the new memory goes as it came; nothing is being copied to it any more.
         brought.map(|()| memories)
     }
+}
+
+/// The contexts whose managed memory is all paused.
+fn without_active(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
+    let of = |paused| move |allocation: &&Arc<Allocation>| allocation.is_paused() == paused;
+    let contexts = |paused| all.iter().filter(of(paused)).map(|allocation| allocation.context());
+    let active: BTreeSet<_> = contexts(false).collect();
+    contexts(true).filter(|context| !active.contains(context)).collect()
 }
 
 /// New memory at the addresses of an allocation, not accessible yet. `needed`: by all of the resume.
@@ -163,12 +176,15 @@ fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Err
 /// How much is missing now. Between the look and the taking, somebody may have been faster.
 fn shortage(allocation: &Allocation, needed: u64) -> Error {
     let free = Current::push(allocation.context()).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
-    Error::DeviceMemory(Shortage { device: allocation.device, needed, free, holders: Vec::new() })
+    Error::DeviceMemory(Shortage { device: allocation.device, uuid: None, needed, free, holders: Vec::new() })
 }
 
 fn with_holders(error: Error) -> Error {
     match error {
-        Error::DeviceMemory(shortage) => Error::DeviceMemory(Shortage { holders: driver::holders(shortage.device), ..shortage }),
+        Error::DeviceMemory(shortage) => {
+            let (uuid, holders) = (driver::uuid(shortage.device), driver::holders(shortage.device));
+            Error::DeviceMemory(Shortage { uuid, holders, ..shortage })
+        }
         other => other,
     }
 }

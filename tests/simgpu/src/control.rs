@@ -38,13 +38,31 @@ pub unsafe extern "C" fn simgpu_slow_down(function: *const c_char, milliseconds:
     c_int::from(!faults::slow_down(unsafe { text(function) }, milliseconds))
 }
 
+/// Holds the `nth` call of any function from now on (1 is the next) until [`simgpu_release`]; 0: none.
+#[unsafe(no_mangle)]
+pub extern "C" fn simgpu_hold(nth: u64) {
+    faults::hold(nth);
+}
+
+/// Whether a call is being held: 0 or 1.
+#[unsafe(no_mangle)]
+pub extern "C" fn simgpu_is_holding() -> c_int {
+    c_int::from(faults::is_holding())
+}
+
+/// Lets the call that is held go on, a moment later.
+#[unsafe(no_mangle)]
+pub extern "C" fn simgpu_release() {
+    faults::release();
+}
+
 /// Forgets all faults that have not happened yet.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_clear_faults() {
     faults::clear();
 }
 
-/// How often a function was called since the start or the last [`simgpu_reset_counts`].
+/// How often a function was called since the start or the last [`simgpu_reset_counts`]; null: all functions.
 ///
 /// # Safety
 /// `function` is a terminated string.

@@ -16,8 +16,9 @@ use crate::settings::{self, Settings};
 use crate::stream::{self, Streams};
 use crate::vmm::Space;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::time::Duration;
 
 /// Everything that the driver keeps for this process, under one lock.
 ///
@@ -48,6 +49,8 @@ static STATE: OnceLock<Mutex<State>> = OnceLock::new();
 static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
 /// The process is ending, and has come to the exit handler that `cuInit` registered.
 static ENDED: AtomicBool = AtomicBool::new(false);
+/// The thread in which it has.
+static ENDER: AtomicI32 = AtomicI32::new(0);
 
 /// Takes the lock on the state.
 pub fn state() -> MutexGuard<'static, State> {
@@ -113,12 +116,29 @@ pub fn init(flags: u32) -> Outcome {
 }
 
 extern "C" fn end() {
+    ENDER.store(thread(), Ordering::Relaxed);
     ENDED.store(true, Ordering::Release);
     // A real driver frees what the call is using. Here it is certain, and seen.
-    if faults::is_delaying() {
+    if faults::is_delaying_elsewhere() {
         eprintln!("simgpu: the driver ends while a thread is in a call that takes long");
         std::process::abort();
     }
+    std::thread::sleep(Duration::from_millis(settings().end_ms.unwrap_or(0)));
+}
+
+/// A call after the end: an error, as the real driver answers if nothing worse happens. Where that is looked for, it does; not
+/// to the thread that ends the process, which may well find out that the driver is gone.
+fn call_after_the_end(function: &Function) -> Code {
+    if settings().end_ms.is_some() && ENDER.load(Ordering::Relaxed) != thread() {
+        eprintln!("simgpu: {} is called after the driver's end", function.name);
+        std::process::abort();
+    }
+    DEINITIALIZED
+}
+
+fn thread() -> i32 {
+    // SAFETY: touches no memory.
+    unsafe { libc::gettid() }
 }
 
 /// Whether `cuInit` has been called in this process.
@@ -139,7 +159,7 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     let fault = faults::use_of(index);
     // Even the names of codes are gone by then. NVML is another library.
     if ENDED.load(Ordering::Acquire) && function.name.starts_with("cu") {
-        return DEINITIALIZED;
+        return call_after_the_end(function);
     }
     faults::delay(index);
     if let Some(code) = fault {

@@ -27,6 +27,10 @@ static DELAYS: [AtomicU64; FUNCTIONS] = [const { AtomicU64::new(0) }; FUNCTIONS]
 /// How many uses are being delayed.
 static DELAYED: AtomicU64 = AtomicU64::new(0);
 
+thread_local! {
+    static DELAYED_HERE: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
 /// From now on each use of a function takes so much longer. `false` where there is no such function.
 pub fn slow_down(name: &str, milliseconds: u64) -> bool {
     let Some(function) = exports::index_of(name) else { return false };
@@ -36,17 +40,56 @@ pub fn slow_down(name: &str, milliseconds: u64) -> bool {
 
 /// Takes as long as the function is to take.
 pub fn delay(function: usize) {
+    wait_if_held();
     let milliseconds = DELAYS[function].load(Ordering::Relaxed);
     if milliseconds > 0 {
-        DELAYED.fetch_add(1, Ordering::SeqCst);
-        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
-        DELAYED.fetch_sub(1, Ordering::SeqCst);
+        delayed(|| std::thread::sleep(std::time::Duration::from_millis(milliseconds)));
     }
 }
 
-/// Whether a use is being delayed right now.
-pub fn is_delaying() -> bool {
-    DELAYED.load(Ordering::SeqCst) > 0
+/// Whether another thread's use is being delayed right now. (One in this thread cannot go on while it does something else.)
+pub fn is_delaying_elsewhere() -> bool {
+    DELAYED.load(Ordering::SeqCst) > DELAYED_HERE.get()
+}
+
+/// How many uses of any function there are until one is held; 0: none will be.
+static UNTIL_HELD: AtomicU64 = AtomicU64::new(0);
+static HOLDING: AtomicBool = AtomicBool::new(false);
+
+/// The `nth` use of any function from now on (1 is the next) does not begin until [`release`].
+pub fn hold(nth: u64) {
+    UNTIL_HELD.store(nth, Ordering::SeqCst);
+}
+
+/// Whether a use is being held.
+pub fn is_holding() -> bool {
+    HOLDING.load(Ordering::SeqCst)
+}
+
+/// Lets the one that is held go on, a moment later.
+pub fn release() {
+    HOLDING.store(false, Ordering::SeqCst);
+}
+
+fn wait_if_held() {
+    let next = |left: u64| left.checked_sub(1);
+    if UNTIL_HELD.load(Ordering::Relaxed) > 0 && UNTIL_HELD.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next) == Ok(1) {
+        HOLDING.store(true, Ordering::SeqCst);
+        delayed(|| {
+            while is_holding() {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        });
+    }
+}
+
+fn delayed(wait: impl FnOnce()) {
+    DELAYED.fetch_add(1, Ordering::SeqCst);
+    DELAYED_HERE.set(DELAYED_HERE.get() + 1);
+    wait();
+    DELAYED_HERE.set(DELAYED_HERE.get() - 1);
+    DELAYED.fetch_sub(1, Ordering::SeqCst);
 }
 
 /// Counts a use of a function and answers the code that it is to fail with, if any.
@@ -90,8 +133,11 @@ pub fn clear() {
     ARMED.store(false, Ordering::Relaxed);
 }
 
-/// How often a function was called, failures included.
+/// How often a function was called, failures included; any function where there is no name.
 pub fn calls(name: &str) -> u64 {
+    if name.is_empty() {
+        return CALLS.iter().map(|count| count.load(Ordering::Relaxed)).sum();
+    }
     exports::index_of(name).map_or(0, |function| CALLS[function].load(Ordering::Relaxed))
 }
 

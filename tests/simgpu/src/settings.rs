@@ -20,6 +20,8 @@ pub struct Settings {
     pub no_vmm: bool,
     /// `SIMGPU_CONTEXT_BYTES`: device memory that a primary context takes.
     pub context_bytes: u64,
+    /// `SIMGPU_END_MS`: how long the driver takes to end with the process, and abort it if it is called meanwhile or later.
+    pub end_ms: Option<u64>,
 }
 
 /// The settings, read from the environment at the first use.
@@ -45,6 +47,7 @@ pub fn get() -> &'static Settings {
             faults: text("SIMGPU_FAIL"),
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
             context_bytes: number("SIMGPU_CONTEXT_BYTES", 0),
+            end_ms: Some(number("SIMGPU_END_MS", 0)).filter(|milliseconds| *milliseconds > 0),
         }
     })
 }

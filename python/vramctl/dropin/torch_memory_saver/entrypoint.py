@@ -47,7 +47,8 @@ class TorchMemorySaver:
 
         Without a backup, a pause drops the contents, and they read as zero after the resume. `enable_cpu_backup` keeps
         them in host memory, `enable_disk_backup` in a file in the `set_disk_backup_dir` directory; use one of the two.
-        `cpu_backup_backend` exists for compatibility: host memory is pinned while it is needed, then given back.
+        Host memory is pinned while it is needed. With the `cpu_backup_backend` ``mmap`` it is returned to the system
+        before `resume` returns; with ``pinned`` it may stay ready for the next pause for a while.
         """
         backup = _backup(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         with self._ensure_initialized().region(tag, backup, cpu_backup_backend):
@@ -107,17 +108,20 @@ class TorchMemorySaver:
             vramctl.resume(tag or None)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """The saved contents of a paused tensor, as a CPU tensor; None if it is not paused or has no backup in host memory.
+        """The contents of a tensor at its last pause, as a CPU tensor; None if host memory has no backup of it, or if it is
+        active and not retained.
 
-        With `zero_copy`, the result is the backup itself: do not write to it or use it after the resume.
+        With `zero_copy`, the result is the backup itself: do not write to it. It is valid until the resume, or, if retained,
+        until the next resume without retention or until another pause runs short of host memory.
         """
         return self._ensure_initialized().get_cpu_backup(x, zero_copy)
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
-        """Sets the directory for new disk backups, and creates it if necessary."""
-        self._ensure_initialized()
+        """Sets the directory for new disk backups, one file per allocation, and creates it if necessary. Removes files that
+        killed processes left there.
+        """
         os.makedirs(path, exist_ok=True)
-        vramctl.set_disk_directory(path)
+        self._ensure_initialized()._binary_wrapper.cdll.tms_set_disk_backup_dir(os.fsencode(path))
 
     @property
     def enabled(self) -> bool:
@@ -153,15 +157,14 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether backups stay in host memory after a resume, so that the next pause copies only what has changed. Setting
-        False frees unneeded backups at once.
+        """Whether backups stay in host memory after future resumes, so that the next pause copies only what has changed and
+        `get_cpu_backup` finds them in the meantime.
         """
         return bool(self._ensure_initialized()._binary_wrapper.cdll.tms_get_retain_cpu_backup())
 
     @retain_cpu_backup.setter
     def retain_cpu_backup(self, value: bool) -> None:
-        self._ensure_initialized()
-        vramctl.retain(None, bool(value))
+        self._ensure_initialized()._binary_wrapper.cdll.tms_set_retain_cpu_backup(bool(value))
 
     def _ensure_initialized(self) -> _TorchMemorySaverImpl:
         if self._impl is None:

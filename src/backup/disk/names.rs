@@ -1,0 +1,105 @@
+//! Files with names, in a directory that somebody looks into.
+//!
+//! A process that is killed leaves them behind, and the next one to use the directory removes them. Each file is locked by
+//! its process for as long as that lives (`flock`, which the system undoes whatever the process dies of), so what can be locked
+//! is stale. Process ids would not tell: they are used again, and other containers count their own.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+use std::{io, process, thread};
+use vramctl_host::PerProcess;
+
+/// `vramctl-<process>-<its start>-<number>`: nobody else's.
+pub fn of(number: u64) -> String {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // The program's name, in parentheses, may have anything in it.
+    let began = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(19)).unwrap_or("0");
+    format!("vramctl-{}-{began}-{number:x}", process::id())
+}
+
+fn is_ours(name: &str) -> bool {
+    let digits = |part: &str, radix| !part.is_empty() && part.chars().all(|digit| digit.is_digit(radix));
+    let parts: Vec<_> = name.strip_prefix("vramctl-").into_iter().flat_map(|rest| rest.split('-')).collect();
+    matches!(parts[..], [process, start, number] if digits(process, 10) && digits(start, 10) && digits(number, 16))
+}
+
+/// A new file, locked.
+pub fn open(path: &Path) -> io::Result<File> {
+    /// How often another process may take it for stale before it is locked, a millisecond each time.
+    const TRIES: u32 = 1000;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC);
+    for _ in 0..TRIES {
+        match options.open(path) {
+            // Where the file system has no locks, nothing is ever taken for stale.
+            Ok(file) if !is_locked(&lock(&file)) && file.metadata()?.nlink() > 0 => return Ok(file),
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => thread::sleep(Duration::from_millis(1)),
+        }
+    }
+    Err(io::ErrorKind::AlreadyExists.into())
+}
+
+/// Locks it for this process.
+fn lock(file: &File) -> io::Result<()> {
+    // SAFETY: the call touches no memory.
+    let answer = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) };
+    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether another process has the lock.
+fn is_locked(answer: &io::Result<()>) -> bool {
+    answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+}
+
+/// Takes a name away. What cannot be removed is stale, and tried again by the next process.
+pub fn remove(path: &Path) {
+    if let Err(error) = fs::remove_file(path) {
+        log::debug!("{} could not be removed: {error}", path.display());
+    }
+}
+
+/// Removes the files that processes which are gone have left in a directory; once for each in a process.
+pub fn remove_stale(directory: &Path) {
+    static SEEN: PerProcess<Mutex<BTreeSet<PathBuf>>> = PerProcess::new(Mutex::default);
+    if !SEEN.get().lock().unwrap_or_else(PoisonError::into_inner).insert(directory.to_owned()) {
+        return;
+    }
+    // What it is that cannot be read, whoever makes a file there says.
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_ours)) {
+        let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK).open(entry.path());
+        if file.is_ok_and(|file| lock(&file).is_ok()) {
+            log::info!("{} was left by a process that is gone, and is removed", entry.path().display());
+            remove(&entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_of_ours_are_ours() {
+        assert!(is_ours(&of(0x7f00_0000_0000)), "{}", of(0));
+        for other in ["vramctl-1-2", "vramctl-1-2-3-4", "vramctl-a-2-3", "vramctl-1-2-xyz", "vramctl-1--3", "other-1-2-3", "vramctl-"] {
+            assert!(!is_ours(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn what_is_locked_stays_and_what_is_not_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let (used, stale) = (folder.path().join(of(1)), folder.path().join(of(2)));
+        let file = open(&used).unwrap();
+        drop(open(&stale).unwrap());
+        remove_stale(folder.path());
+        assert!(used.exists() && !stale.exists());
+        drop(file);
+    }
+}

@@ -1,0 +1,207 @@
+//! Host memory that nobody uses stays ready for the next pause for a while, and goes as soon as somebody needs it.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, set_device, write};
+use std::time::{Duration, Instant};
+use vramctl_backup::{HOST_PIECE, set_host_keep};
+use vramctl_core::memory::Memory;
+use vramctl_model::{Error, HostStatus};
+
+/// Longer than any test.
+const LONG: Option<Duration> = Some(Duration::from_secs(600));
+
+fn host() -> HostStatus {
+    vramctl_backup::settle();
+    Memory::get().status().host
+}
+
+fn is_ready(bytes: usize) -> bool {
+    host().ready_bytes == bytes as u64
+}
+
+/// Waits for something that another thread is to do.
+fn expect(what: &str, is_so: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < Duration::from_secs(20), "{what}: {:?}", host());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn no_thread_is_left() -> bool {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    !names.into_iter().any(|name| name.trim() == "vramctl-release")
+}
+
+/// What the tests of this file keep goes with them.
+struct Kept;
+
+impl Kept {
+    fn for_long() -> Self {
+        set_host_keep(LONG, Some(u64::MAX));
+        Self
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        set_host_keep(None, Some(0));
+        if !std::thread::panicking() {
+            expect("given back at the end", || is_ready(0) && no_thread_is_left());
+        }
+        set_host_keep(None, None);
+    }
+}
+
+fn allocation(bytes: usize) -> u64 {
+    let address = malloc_tagged("t", None, bytes).unwrap();
+    assert_eq!(write(address, &pattern(5, bytes)), 0);
+    address
+}
+
+#[test]
+fn it_is_kept_for_the_second_pause() {
+    let gpu = Gpu::take();
+    let address = allocation(40 * MIB);
+    let pieces = (40 * MIB).div_ceil(HOST_PIECE);
+    let _kept = Kept::for_long();
+    // What a pause registers besides is the same each time.
+    let registered = || {
+        gpu.reset_counts();
+        pause(&[]).unwrap();
+        let calls = gpu.calls("cuMemHostRegister_v2");
+        resume(&[]).unwrap();
+        let status = host();
+        let all = (pieces * HOST_PIECE) as u64;
+        assert_eq!((status.used_bytes, status.ready_bytes, status.pinned_bytes), (0, all, all), "kept, and not in use");
+        assert!(read(address, 40 * MIB).unwrap() == pattern(5, 40 * MIB));
+        calls
+    };
+    let (first, second) = (registered(), registered());
+    assert_eq!(first - second, pieces as u64);
+    assert_eq!(free(address), 0);
+    assert!(is_ready(pieces * HOST_PIECE), "it outlives its allocation");
+}
+
+#[test]
+fn it_is_given_back_in_time_and_nothing_runs_after_that() {
+    let _gpu = Gpu::take();
+    let address = allocation(40 * MIB);
+    set_host_keep(Some(Duration::from_millis(30)), Some(u64::MAX));
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    expect("given back in time", || is_ready(0) && no_thread_is_left());
+    set_host_keep(Some(Duration::ZERO), Some(u64::MAX));
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert!(is_ready(0), "kept for no time at all");
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+fn it_is_given_back_where_memory_is_short() {
+    let _gpu = Gpu::take();
+    let address = allocation(40 * MIB);
+    let _kept = Kept::for_long();
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert!(!is_ready(0));
+    set_host_keep(LONG, Some(0));
+    expect("given back because memory is short", || is_ready(0));
+    assert_eq!(free(address), 0);
+}
+
+/// What is kept only saves time: it must not keep contents from being saved.
+#[test]
+fn it_makes_room_for_a_pause_under_the_cap() {
+    let _gpu = Gpu::take();
+    let _kept = Kept::for_long();
+    let make = |tag: &str, bytes| malloc_tagged(tag, None, bytes).unwrap();
+    let (first, between) = (make("first", 64 * MIB), make("between", 32 * MIB));
+    set_device(1);
+    let large = make("large", 128 * MIB);
+    set_device(0);
+    pause(&["first"]).unwrap();
+    pause(&["between"]).unwrap();
+    resume(&["first"]).unwrap();
+    assert!(is_ready(96 * MIB));
+    // It is longer than what is kept, and has to lie behind what is used.
+    const { assert!((96 + 128) * MIB as u64 > common::HOST_CAP && (32 + 128) * MIB as u64 <= common::HOST_CAP) };
+    pause(&["large"]).unwrap();
+    assert!(is_ready((32 + 128) * MIB));
+    resume(&[]).unwrap();
+    assert_eq!([first, between, large].map(free), [0; 3]);
+}
+
+/// A lock as another process would have it, on a byte of the directory of the control sockets.
+struct Lock(std::fs::File);
+
+impl Lock {
+    fn call(&self, command: i32, kind: i32, byte: i64) -> i32 {
+        let whence = libc::SEEK_SET as i16;
+        let mut lock = libc::flock64 { l_type: kind as i16, l_whence: whence, l_start: byte, l_len: 1, l_pid: 0 };
+        assert_eq!(unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&self.0), command, &raw mut lock) }, 0);
+        lock.l_type.into()
+    }
+
+    fn open() -> Self {
+        Self(std::fs::File::open(vramctl_config::socket_directory()).unwrap())
+    }
+
+    fn take(byte: i64) -> Self {
+        let lock = Self::open();
+        lock.call(libc::F_OFD_SETLK, libc::F_RDLCK, byte);
+        lock
+    }
+
+    fn is_taken(byte: i64) -> bool {
+        Self::open().call(libc::F_OFD_GETLK, libc::F_WRLCK, byte) != libc::F_UNLCK
+    }
+}
+
+const KEEPS: i64 = 0;
+const NEEDS: i64 = 1;
+
+/// The control thread makes the directory.
+fn expect_directory() {
+    expect("the sockets' directory", || vramctl_config::socket_directory().is_dir());
+}
+
+#[test]
+fn another_process_that_needs_it_gets_it() {
+    let _gpu = Gpu::take();
+    let address = allocation(40 * MIB);
+    expect_directory();
+    let _kept = Kept::for_long();
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    expect("it says that it keeps some", || Lock::is_taken(KEEPS));
+    assert!(!is_ready(0));
+    let _needs = Lock::take(NEEDS);
+    expect("given to another", || is_ready(0) && !Lock::is_taken(KEEPS));
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+fn a_pause_gets_what_another_process_keeps() {
+    let _gpu = Gpu::take();
+    let address = allocation(40 * MIB);
+    expect_directory();
+    set_host_keep(None, Some(0));
+    assert!(matches!(pause(&[]), Err(Error::HostMemory { capped: false, .. })), "nobody has any");
+    let keeps = Lock::take(KEEPS);
+    let other = std::thread::spawn(move || {
+        expect("it asks for it", || Lock::is_taken(NEEDS));
+        set_host_keep(None, Some(u64::MAX));
+        drop(keeps);
+    });
+    pause(&[]).unwrap();
+    other.join().unwrap();
+    assert!(!Lock::is_taken(NEEDS));
+    resume(&[]).unwrap();
+    assert!(read(address, 40 * MIB).unwrap() == pattern(5, 40 * MIB));
+    assert_eq!(free(address), 0);
+}
