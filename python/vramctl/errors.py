@@ -197,7 +197,7 @@ class PrefixCache(Error):
 
 
 class Ending(Error):
-    """The program is ending: what was under way is given up, and its memory goes with it."""
+    """The program is exiting: the pause or resume in progress was abandoned, and its memory goes with the process."""
 
     code = "ending"
     number = 15
