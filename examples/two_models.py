@@ -1,22 +1,21 @@
-"""Two models, each in a process of its own, take turns on one GPU that need not have room for both.
+"""Two models in two processes take turns on one GPU that need not fit both.
 
     python examples/two_models.py [GIB]
 
-Starts both under `vramctl run`, with GIB of weights each (by default as much as the GPU and host memory permit, for both are
-paused at times), and asks them in turn.
-Before a model is asked, the other one's memory is paused and its own resumed. Any program that can be told to be idle can
-be shared out like this; an engine with an HTTP interface is asked first whether it has requests (docs/engines.md).
+Starts both under `vramctl run` with GIB of weights each (default: as much as GPU and host memory allow, as both are paused at
+times) and queries them in turn, always with the other one paused. This works for any program that can be kept idle; ask an
+engine with an HTTP interface first whether it has requests in flight (docs/engines.md).
 """
 
 import os
 import subprocess
 import sys
 
-CHUNK = 1 << 28  # numbers of 4 bytes: 1 GiB
+CHUNK = 1 << 28  # 4-byte elements: 1 GiB
 
 
 def model(gib):
-    """One model: answers each line with a number that depends on all of its weights."""
+    """Answers each input line with a number that depends on all the weights."""
     import torch
 
     torch.manual_seed(os.getpid())
@@ -26,7 +25,7 @@ def model(gib):
     for _ in sys.stdin:
         answer = sum(chunk.sum(dtype=torch.float64).item() for chunk in weights)
         first = answer if first is None else first
-        print(f"{answer:.6f} {'as ever' if answer == first else 'CHANGED'}", flush=True)
+        print(f"{answer:.6f} {'unchanged' if answer == first else 'CHANGED'}", flush=True)
 
 
 class Model:
@@ -51,7 +50,7 @@ class Model:
         subprocess.run(["vramctl", "pause", "--name", self.name], check=True)
 
     def resume(self):
-        # The memory of a process that has just been paused may take a moment to be free.
+        # The other process's memory may take a moment to become free.
         subprocess.run(["vramctl", "resume", "--name", self.name, "--timeout", "10"], check=True)
 
 
@@ -67,7 +66,7 @@ def main():
         gib = max(min(total * 6 // 10, host * 4 // 10), 1)
     models = []
     for name in ("first", "second"):
-        # One is made while the other's memory is not there.
+        # Pause each model before starting the next.
         models.append(Model(name, gib))
         models[-1].pause()
     for turn in range(3):

@@ -1,10 +1,10 @@
-"""The part of the wheel that is not Python: `libvramctl.so` in the package, its copies under the names by which users of
-torch_memory_saver look for theirs, and the `vramctl` binary as a script.
+"""Hatchling hooks that build the native part of the wheel: `libvramctl.so`, copies of it under torch_memory_saver's file
+names, and the `vramctl` binary as a script.
 
-They are built with cargo, in the release profile unless the environment says otherwise:
+Cargo builds them in the release profile. These variables override that:
 
-    VRAMCTL_WHEEL_CARGO=WORDS       what cargo is told, in place of `build --release`
-    VRAMCTL_WHEEL_PLATFORM=TAG      the wheel's platform tag, such as manylinux_2_28_x86_64 (this machine's if not given)
+    VRAMCTL_WHEEL_CARGO=WORDS       cargo's arguments (default: `build --release`)
+    VRAMCTL_WHEEL_PLATFORM=TAG      the wheel's platform tag, such as manylinux_2_28_x86_64 (default: this machine's)
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-#: Where the package is in a wheel, and where its stand-in for torch_memory_saver.
+#: Paths in the wheel: the package, and the library under torch_memory_saver's names.
 PACKAGE = "vramctl"
 HOOKS = [f"{PACKAGE}/dropin/torch_memory_saver_hook_mode_preload{suffix}.abi3.so" for suffix in ("", "_cu12", "_cu13")]
 
 
 class Readme(MetadataHookInterface):
-    """The README as the wheel's description. Its links are relative to the repository, so here they are to the project's."""
+    """Uses the README as the wheel's description, with its relative links made absolute."""
 
     PLUGIN_NAME = "custom"
 
@@ -40,21 +40,19 @@ class Readme(MetadataHookInterface):
 
 
 class BuildHook(BuildHookInterface):
-    """Called by hatchling."""
-
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
             raise SystemExit(
-                "There is no editable install: in a checkout, `target/release/vramctl run` finds the package by itself"
+                "Editable installs are not supported: in a checkout, `target/release/vramctl run` finds the package by itself"
             )
         library, binary = build(Path(self.root))
         places = [f"{PACKAGE}/libvramctl.so"]
-        # A wheel has no links, so these are copies. They are of use beside the stand-in alone.
+        # Wheels cannot hold links, so these are copies. Only the torch_memory_saver drop-in needs them.
         if (Path(self.root) / "python" / PACKAGE / "dropin" / "torch_memory_saver").is_dir():
             places += HOOKS
-        # One source can have one place in `force_include`, so each copy is a file of its own until the wheel is written.
+        # `force_include` maps each source file to one place, so make a file per copy.
         self.work = Path(self.directory) / ".vramctl-wheel"
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
@@ -73,16 +71,16 @@ class BuildHook(BuildHookInterface):
 
 
 def build(root: Path) -> tuple[Path, Path]:
-    """The library and the binary, built now."""
+    """Builds the library and the binary and returns their paths."""
     if shutil.which("cargo") is None:
-        raise SystemExit("cargo is missing, which builds the library. Install Rust (https://rustup.rs), or a built wheel")
+        raise SystemExit("cargo not found. Install Rust (https://rustup.rs) to build the library, or install a prebuilt wheel")
     words = shlex.split(os.environ.get("VRAMCTL_WHEEL_CARGO") or "build --release")
     command = ["cargo", *words, "-p", "vramctl", "-p", "vramctl-cli", "--message-format", "json-render-diagnostics"]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise SystemExit(f"`{shlex.join(command)}` failed")
     files = {}
-    # Cargo says where it put them: the target directory may be anywhere.
+    # Ask cargo where the files are: the target directory may be anywhere.
     for message in map(json.loads, done.stdout.splitlines()):
         if message.get("reason") == "compiler-artifact" and message["target"]["name"] == "vramctl":
             files.update({Path(file).name: Path(file) for file in message["filenames"]})

@@ -1,4 +1,4 @@
-"""The measurements of scripts/bench-overhead, which prepares everything and calls this."""
+"""The measurements behind scripts/bench-overhead, which sets everything up and runs this."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ import time
 
 PAIR_LIMIT_NS = 100.0
 START_LIMIT_MS = 2.0
-# Live allocations under the library's care while pairs of unmanaged ones are timed.
+# Live managed allocations while pairs of unmanaged ones are timed.
 HELD = 256
 
 
@@ -30,7 +30,7 @@ def pair_ns(program, env, held):
 
 
 def start_ms(env, repeats):
-    """The median time of `bash -c true`, from the start to its end."""
+    """The median run time of `bash -c true`."""
     taken = []
     for _ in range(repeats):
         start = time.perf_counter_ns()
@@ -43,8 +43,8 @@ def start_ms(env, repeats):
 
 
 def in_turns(rounds, measure, variants):
-    """{variant: what it measured in each round}. The order turns from round to round, so
-    that none is always the first or the last."""
+    """{variant: its figure in each round}. The order rotates, so that no variant is always
+    first or last."""
     names = list(variants)
     figures = {name: [] for name in names}
     for number in range(rounds):
@@ -55,8 +55,8 @@ def in_turns(rounds, measure, variants):
 
 
 def row(what, how, unit, limit, without, with_library, extra=None, scatter=0.0):
-    """One line of the table, from figures of rounds. Of one round all were measured under
-    like conditions, so their differences tell more than the difference of two medians."""
+    """One line of the table. Compares figures within a round, which share conditions, rather
+    than medians over all rounds."""
     if extra is None:
         extra = [a - b for a, b in zip(with_library, without)]
     middle = statistics.median(extra)
@@ -77,14 +77,14 @@ def row(what, how, unit, limit, without, with_library, extra=None, scatter=0.0):
 
 
 def pair_rows(what, program, held, rounds, variants):
-    """`variants` begins with two that have nothing preloaded: the second shows how far
-    two measurements of the same thing lie apart here."""
+    """The first two `variants` preload nothing: the second shows the noise between two
+    measurements of the same thing."""
     figures = in_turns(rounds, lambda env: pair_ns(program, env, held), variants)
     base, again, *others = figures
     medians = {name: [pair for pair, _ in figures[name]] for name in figures}
-    # A pair takes either of two times that lie a microsecond apart, as the process happens to
-    # come up, with a library or without. So two processes are shown and not judged; what is
-    # judged is the difference within one, where both take turns.
+    # A pair takes one of two times, a microsecond apart, that vary by process even without the
+    # library. So report differences between processes, but apply the limit only within one
+    # process, where both kinds of call alternate.
     scatter = statistics.median(abs(a - b) for a, b in zip(medians[again], medians[base]))
     rows = [row(what, again, "ns", None, medians[base], medians[again], scatter=scatter)]
     for name in others:

@@ -71,13 +71,13 @@ fn where_all_is_paused_both_are_tried() {
     assert_eq!(who_copies(&gpu, None, &[MIB; 4]), [0, 4]);
 }
 
-/// A program with active memory may run kernels on all multiprocessors, which the copy engines do not need. Memory paused on
-/// another device does not count.
+/// A program with more than a little active memory may run kernels on all multiprocessors, which the copy engines do not need.
+/// Memory paused on another device does not count.
 #[test]
 fn beside_active_memory_only_the_engines_copy() {
     let gpu = Gpu::take();
     let program = Program::start(&[LARGE; 4]);
-    let active = common::malloc_tagged("active", Some(Backup::Discard), MIB).unwrap();
+    let active = common::malloc_tagged("active", Some(Backup::Discard), LARGE).unwrap();
     common::set_device(1);
     let elsewhere = Program::start(&[LARGE; 4]);
     common::set_device(0);

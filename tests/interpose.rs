@@ -651,7 +651,9 @@ fn what_is_saved_of_neighbours_is_unmapped_together() {
         assert_eq!(pause(&[]).unwrap().unchanged_bytes, (unchanged * 2 * MIB) as u64);
         let calls = gpu.calls("cuMemUnmap") as usize;
         assert!((runs..runs + groups).contains(&calls), "{tag}: {calls} calls for {runs} runs of neighbours");
-        addresses.iter().for_each(|address| assert_eq!(free(*address), 0));
+        for address in addresses {
+            assert_eq!(free(address), 0);
+        }
     }
 }
 

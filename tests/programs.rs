@@ -619,7 +619,9 @@ fn limits_of_the_program_are_for_the_program() {
 #[test]
 fn threads_of_ours_are_named_and_block_all_signals() {
     let machine = Machine::new("256M");
-    let mut program = machine.start("threads", "odd", &["plain"]);
+    let mut program = machine.start_with("threads", "odd", &["plain"], |command| {
+        command.env("VRAMCTL_HOST_KEEP", "1");
+    });
     program.expect("ready");
     machine.done(&["pause"]);
     machine.done(&["resume"]);

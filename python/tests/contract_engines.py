@@ -1,8 +1,8 @@
-"""The tables of `vramctl.engines` against the engines' released sources (scripts/test-engines-contract).
+"""Checks the tables of `vramctl.engines` against the engines' released sources (scripts/test-engines-contract).
 
-The adapters run against stubs made of those sources: a module has the classes, functions and signatures of the real one, and
-its functions allocate something and do nothing else. What is the interface itself is not stubbed but taken as it is: SGLang's
-plugins and its adapter for memory savers, vLLM's registry of sleep-mode backends.
+The adapters run against stubs generated from those sources: the same classes, functions and signatures, with functions that
+only allocate. The interfaces themselves are not stubbed: SGLang's plugins and memory-saver adapter, vLLM's registry of
+sleep-mode backends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from vramctl.engines import Hook, Place, sglang, vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
-#: Sources that were downloaded before are used again.
+#: Downloaded sources are cached here.
 CACHE = ROOT / "target" / "engine-sources"
 
-#: What is checked, besides the latest.
+#: The versions to check, besides the latest.
 VERSIONS = {"sglang": ["0.5.16", "0.5.18", "0.5.20"], "vllm": ["0.26.0", "0.28.0", "0.31.0"]}
 HOOKS = {"sglang": sglang.HOOKS, "vllm": vllm.HOOKS}
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
@@ -50,7 +50,7 @@ def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def latest(package: str) -> str | None:
-    """None: there is no package index."""
+    """The latest version; None without a package index."""
     asked = pip(
         "install",
         "--retries=1",
@@ -95,7 +95,7 @@ class Sources:
         self.trees: dict[Path, ast.Module] = {}
 
     def file(self, module: str) -> Path | None:
-        """Where a module is, inside the folder."""
+        """A module's path inside the folder."""
         inside = Path(*module.split("."))
         for file in (inside.with_suffix(".py"), inside / "__init__.py"):
             if (self.folder / file).exists():
@@ -111,7 +111,7 @@ class Sources:
         return self.trees[file]
 
     def node(self, module: str, path: str) -> Any:
-        """What a module defines under this path, if it does."""
+        """The definition at this path of a module, if any."""
         file = self.file(module)
         node: Any = self.tree(file) if file else None
         for part in path.split("."):
@@ -122,17 +122,17 @@ class Sources:
         return self.node(place.module, place.path) is not None
 
     def source(self, module: str, path: str) -> str:
-        """The text of a class or function, as it is."""
+        """The source of a class or function."""
         return ast.unparse(self.node(module, path))
 
     def stub(self, module: str, *names: str) -> str:
-        """A module with these classes, functions and variables, whose functions allocate what has their name."""
+        """A module with these classes, functions and variables. Each function allocates something with its own name."""
         found = [self.node(module, name) for name in names]
         bodies = [ast.unparse(skeleton(node, node.name if hasattr(node, "name") else "")) for node in found if node]
         return "\n".join(["from __future__ import annotations", "import torch", *bodies])
 
     def whole(self, *modules: str) -> dict[str, str]:
-        """Modules as they are."""
+        """Modules with their full source."""
         return {self.path(module): self.text(module) for module in modules}
 
     def path(self, module: str) -> str:
@@ -142,7 +142,7 @@ class Sources:
 
 
 def member(node: Any, name: str) -> Any:
-    """The class, function or variable of the name directly in a module or class."""
+    """A class, function or variable defined directly in a module or class."""
     for child in getattr(node, "body", []):
         if isinstance(child, (ast.ClassDef, ast.FunctionDef)) and child.name == name:
             return child
@@ -153,7 +153,7 @@ def member(node: Any, name: str) -> Any:
 
 
 def skeleton(node: Any, name: str) -> Any:
-    """A copy without what the bodies, decorators and defaults do."""
+    """A copy without bodies, decorators and defaults."""
     if isinstance(node, ast.ClassDef):
         body = [
             skeleton(child, f"{name}.{child.name}") if isinstance(child, ast.FunctionDef) else child
@@ -184,7 +184,7 @@ def order(version: str) -> tuple[int, ...]:
 
 
 def claimed(place: Place, version: str) -> bool:
-    """Whether the table says that the version has the place. A bound of two numbers means all of that minor version."""
+    """Whether the table claims the place for this version. A two-number bound covers the whole minor version."""
 
     def cut(bound: str) -> tuple[int, ...]:
         return order(version)[: len(order(bound))]
@@ -211,17 +211,17 @@ class Contract(test_engines.Engine):
                 with self.subTest(place.name):
                     says = "has" if claimed(place, self.found.version) else "has not"
                     is_so = "has" if self.found.defines(place) else "has not"
-                    self.assertEqual(is_so, says, "the table says otherwise")
+                    self.assertEqual(is_so, says, "the table is wrong")
         getattr(self, self.found.package)()
 
     def start(self, files: dict[str, str]) -> Any:
-        """The engine imported, and ours installed as under `vramctl run`: without a warning."""
+        """Imports the engine and installs our hooks as under `vramctl run`, without a warning."""
         package = self.found.package
         with self.assertNoLogs("vramctl", "WARNING"):
             return self.engine({f"{package}/__init__.py": f"__version__ = {self.found.version!r}", **files}, package)
 
     def allocated(self, function: Any, *arguments: Any) -> str | None:
-        """Calls a stub, with None for what it wants to have, and tells the tag of what it allocates."""
+        """Calls a stub, with None for each required argument, and returns the tag of its allocation."""
         wanted = list(inspect.signature(function).parameters.values())[len(arguments) :]
         missing = [one for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
         named = {one.name: None for one in wanted if one.default is one.empty and one.kind is one.KEYWORD_ONLY}
@@ -302,7 +302,7 @@ class Contract(test_engines.Engine):
             "graph": "cuda_graph",
         }
         self.assertEqual({what: tags[what] for what in wanted}, wanted)
-        self.assertEqual(regions, ["weights"], "its own memory saver rules where it is on")
+        self.assertEqual(regions, ["weights"], "SGLang's own memory saver takes precedence")
 
     # vLLM
 
@@ -348,7 +348,7 @@ class Contract(test_engines.Engine):
         worker.vllm_config.model_config.sleep_mode_backend = "vramctl"
         self.assertEqual(self.allocated(self.function(vllm.WEIGHTS.places[0]), worker), "default")
         factory = importlib.import_module(vllm.BACKENDS).SleepModeBackendFactory
-        # Memory comes from what vLLM asks for pools.
+        # Memory comes from the pools that vLLM asks for.
         allocator = importlib.import_module("vllm.device_allocator").get_mem_allocator_instance()
         self.assertIsInstance(allocator, ours.Allocator)
         for tag in ("weights", "kv_cache"):
@@ -378,7 +378,7 @@ class Contract(test_engines.Engine):
 def table(package: str, versions: list[str], found: dict[str, Sources]) -> str:
     """A row for each hook, a column for each version."""
     lines = [
-        f"| {TITLES[package]}: vramctl … | its name there | through | {' | '.join(versions)} | in a version without it |",
+        f"| {TITLES[package]}: vramctl … | hooked name | through | {' | '.join(versions)} | if missing |",
         f"| --- | --- | --- | {' | '.join(':-:' for _ in versions)} | --- |",
     ]
     for hook in HOOKS[package]:
@@ -389,7 +389,7 @@ def table(package: str, versions: list[str], found: dict[str, Sources]) -> str:
 
 
 def names(hook: Hook) -> list[str]:
-    """The names of a hook's places, with versions where these differ."""
+    """The names of a hook's places, with versions if they differ."""
     differ = len({(place.since, place.until) for place in hook.places}) > 1
 
     def versions(place: Place) -> str:
@@ -413,7 +413,7 @@ def main() -> int:
     for package, listed in VERSIONS.items():
         newest = latest(package)
         if newest is None:
-            print(f"not run: there is no package index that has {package}")
+            print(f"not run: no package index offers {package}")
             return 0
         only = [version for name, _, version in chosen if name == package]
         versions[package] = only if chosen else [*listed, *([] if newest in listed else [newest])]

@@ -1,4 +1,4 @@
-"""What the tests share: the simulated GPU through the CUDA runtime, and programs to start."""
+"""Shared by the tests: the simulated GPU through the CUDA runtime, and programs to start."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "vramctl"
 
-#: The command line that belongs to the library under test; scripts/test-python says where it is.
+#: The command line that matches the library under test; set by scripts/test-python.
 VRAMCTL = os.environ.get("VRAMCTL_TEST_COMMAND", "vramctl")
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
 
 def _runtime() -> str:
-    """The one that the process has, as torch brings it; else one that the loader finds."""
+    """The CUDA runtime already loaded (torch bundles one), else the one that the loader finds."""
     loaded = re.findall(r"/\S+/libcudart\S*\.so\S*", Path("/proc/self/maps").read_text())
     return loaded[0] if loaded else "libcudart.so.12"
 
 
 class Cuda:
-    """The CUDA runtime by way of the global scope, where a preloaded library answers first."""
+    """The CUDA runtime through the global scope, where a preloaded library comes first."""
 
     def __init__(self) -> None:
         ctypes.CDLL(_runtime(), mode=ctypes.RTLD_GLOBAL)
@@ -36,7 +36,7 @@ class Cuda:
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._scope, name)(*arguments)
         if code != 0:
-            # Torch, in the same thread, would take it for an error of its own next call.
+            # Clear it, or torch would attribute it to its own next call in this thread.
             self._scope.cudaGetLastError()
             raise RuntimeError(f"{name}: error {code}")
 
@@ -57,7 +57,7 @@ class Cuda:
         return buffer.raw
 
     def memory_info(self) -> tuple[int, int]:
-        """What of the device's memory is free, and all of it."""
+        """The device's free and total memory."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
@@ -67,19 +67,19 @@ class Cuda:
 
 
 def freed(bytes: int) -> int:
-    """How much of `bytes` must be free after a pause. Host memory that the GPU reaches takes page tables on the GPU: 1 byte for
-    512, 2 MiB at a time.
+    """How much of `bytes` must be free after a pause. Pinned host memory needs page tables on the GPU: 1 byte per 512, in
+    units of 2 MiB.
     """
     return bytes - bytes // 512 - 2 * MIB
 
 
 def pattern(seed: int, size: int) -> bytes:
-    """Bytes that no other seed has."""
+    """Bytes unique to this seed."""
     unit = bytes((seed * 31 + number * 7 + number // 251) % 251 + 1 for number in range(4093))
     return (unit * (size // len(unit) + 1))[:size]
 
 
-#: A program that holds GPU memory under two tags and does what it is told, a line at a time.
+#: A program that holds GPU memory under two tags and obeys commands, one per line.
 HOLDER = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -138,11 +138,11 @@ class Program:
 
 
 def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end; what it writes is in the answer."""
+    """Runs a program and captures its output."""
     return subprocess.run(arguments, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
 
 
 def bare(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """The same without the library and its Python directories."""
+    """Same as `run`, without the library and its Python directories."""
     without = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONPATH")}
     return subprocess.run(arguments, env={**without, **environment}, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""scripts/bench without a GPU: it runs to its end and reports every row, and a median is of what was undisturbed."""
+"""scripts/bench without a GPU: it completes and reports every row, and medians use undisturbed samples."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import report  # noqa: E402
 
 class SmokeTest(unittest.TestCase):
     def bench(self, *arguments):
-        """What it measured, and its report."""
+        """Runs the bench; returns its data and report."""
         ours = ("LD_", "PYTHONPATH", "SIMGPU_", "VRAMCTL_")
         plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         built = pathlib.Path(os.environ["VRAMCTL_LIB"]).parent
@@ -47,7 +47,7 @@ class SmokeTest(unittest.TestCase):
 
 
 class Medians(unittest.TestCase):
-    """What somebody else on the same core has slowed down counts in the noise, not in the median."""
+    """Samples slowed down by another user of the core count in the noise, not in the median."""
 
     @staticmethod
     def data(slow, slow_driver=(), samples=(), driver=()):

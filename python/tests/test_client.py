@@ -1,4 +1,4 @@
-"""The client of other processes, against real ones on the simulated GPU and against some with no manners."""
+"""The client, against real processes on the simulated GPU and against misbehaving ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import vramctl
 from support import MIB, VRAMCTL, Cuda, Program, bare
 from vramctl import errors
 
-#: Where the test's own sockets are; the programs that it starts inherit it.
+#: The socket directory of the tests; their programs inherit it.
 SOCKETS = Path(os.environ["VRAMCTL_DIR"])
 
 
@@ -80,7 +80,7 @@ class Real(unittest.TestCase):
             def look(_: vramctl.Progress) -> None:
                 client.status()
                 if not reports:
-                    # Waits in the process until the pause of which this is the progress has ended.
+                    # The process starts this one only after the outer pause has ended.
                     reports.append(client.pause("weights"))
                 states.append([tag.state for tag in client.status().tags])
 
@@ -104,7 +104,7 @@ class Real(unittest.TestCase):
                 client.pause({"wieghts": "host"})
             with self.assertRaises(errors.Invalid):
                 client._question("resume", "done", backups={"weights": "host"})
-            # Beside all others, a tag need not be there.
+            # With None for all others, an unknown tag is not an error.
             self.assertEqual(client.pause({"lora": "host", None: "default"}).allocations, 2)
 
     def test_the_process_tag_is_set(self) -> None:
@@ -163,7 +163,7 @@ class Real(unittest.TestCase):
                 os.kill(asleep.pid, signal.SIGCONT)
 
     def test_a_name_is_not_looked_for_past_a_process_that_does_not_answer(self) -> None:
-        """Of an engine in several processes, the half that answers would be taken for the whole."""
+        """Otherwise, if an engine has several processes, those that answer would pass for the whole engine."""
         with Program("engine") as awake, Program("engine") as asleep:
             os.kill(asleep.pid, signal.SIGSTOP)
             try:
@@ -171,16 +171,16 @@ class Real(unittest.TestCase):
                     vramctl.Client("engine", patience=2)
                 self.assertIn(f"process {asleep.pid} ", str(silent.exception))
                 self.assertEqual(silent.exception.numbers, {"pids": [asleep.pid]})
-                # It can be told that it is called otherwise.
+                # The silent process is known to have another name.
                 with self.assertRaises(errors.NoProcess):
                     vramctl.Client("other", patience=0.3)
-                # An id leaves nothing to doubt.
+                # An id is unambiguous.
                 vramctl.Client(awake.pid).close()
             finally:
                 os.kill(asleep.pid, signal.SIGCONT)
 
     def test_a_process_whose_name_cannot_be_known_may_be_the_one_that_is_meant(self) -> None:
-        # Its name is its program's, which its environment does not say.
+        # It is named after its program, so its environment does not give the name.
         with Program("engine"), Program(None) as unnamed:
             os.kill(unnamed.pid, signal.SIGSTOP)
             try:
@@ -203,12 +203,12 @@ class Real(unittest.TestCase):
             self.assertEqual(answers, ["engine"] * 80)
 
 
-#: What a process says of itself.
+#: A `hello` reply.
 HELLO = {"protocol": 1, "library": "0", "pid": 1, "name": "pretended"}
 
 
 class Pretended(unittest.TestCase):
-    """A process that answers as it is told to, at a path of its own."""
+    """Fake processes with scripted replies."""
 
     def serve(self, answer: Callable[[socket.socket, bytes], None]) -> Path:
         folder = tempfile.mkdtemp()
@@ -223,7 +223,7 @@ class Pretended(unittest.TestCase):
 
         def talk(connection: socket.socket) -> None:
             with connection, connection.makefile("rb") as lines:
-                # A client looks whether somebody listens before it asks.
+                # A new client connects once without a request, to check that someone is listening.
                 if line := lines.readline():
                     answer(connection, line)
 
@@ -323,7 +323,7 @@ class Pretended(unittest.TestCase):
             self.assertEqual(client.hello().name, "pretended")
 
     def test_a_process_may_hang_up_between_two_requests(self) -> None:
-        """As it does with a client that is silent for 30 seconds."""
+        """As it does to a client that is silent for 30 seconds."""
 
         def answer(connection: socket.socket, _: bytes) -> None:
             connection.sendall(json.dumps({"reply": "hello", **HELLO}).encode() + b"\n")
@@ -410,7 +410,7 @@ class Places(unittest.TestCase):
         self.place = Path(place.name)
 
     def look(self, **environment: str | None) -> Any:
-        """What is found with these variables and no others of the kind."""
+        """Looks for processes with only these variables set."""
         without = {name: value for name, value in os.environ.items() if name not in ("VRAMCTL_DIR", "XDG_RUNTIME_DIR")}
         with mock.patch.dict(os.environ, {**without, **{k: v for k, v in environment.items() if v is not None}}, clear=True):
             return vramctl.processes()
@@ -428,7 +428,7 @@ class Places(unittest.TestCase):
                 self.look(VRAMCTL_DIR=str(path))
             self.assertIn(why, str(caught.exception))
         if os.geteuid() == 0:
-            return  # root may look into anybody's
+            return  # root may use anyone's
         with self.assertRaises(errors.Invalid):
             self.look(VRAMCTL_DIR="/root")
 

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run, and the names in its tables exist."""
+"""Runs the examples in docs/python.md, and checks the names in its tables."""
 
 from __future__ import annotations
 

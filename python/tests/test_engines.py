@@ -1,7 +1,7 @@
-"""What is wrapped in the engines, and vLLM's sleep mode: against small packages with the functions of the real ones.
+"""The engine hooks and vLLM's sleep mode, against small stand-ins for the engines.
 
-The stand-ins have the names and signatures that the known versions have (vLLM 0.26.0 and 0.33.0, SGLang 0.5.16 and 0.5.23) and next
-to no bodies. Torch and the library are simulated: every allocation is noted with the region and the pool it came from.
+The stand-ins have the names and signatures of known versions (vLLM 0.26.0 and 0.33.0, SGLang 0.5.16 and 0.5.23) and almost no
+bodies. Torch and the library are simulated: each allocation is recorded with its region and pool.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ GIB = 1 << 30
 
 
 class Gpu:
-    """A simulated torch and library: what was allocated under which tag, from which pool, and what became of it."""
+    """A simulated torch and library that records each allocation's tag, pool and fate."""
 
     def __init__(self):
         self.regions, self.pools, self.live_pools = [], [], 0
         self.allocations = []  # dictionaries: what, tag, pool, bytes, state, contents
         self.engine = None
         self.log = []
-        self.free = None  # bytes that a resume finds, where they are few
+        self.free = None  # bytes available to a resume; None: enough
         self.cached = 0  # bytes that torch holds as free
         self.host_memory = True
         gpu = self
@@ -87,8 +87,8 @@ class Gpu:
         self.torch.zeros = self.allocate
 
     def allocate(self, what: str, bytes: int = GIB, **settings: Any) -> str:
-        # Torch takes the pool that was entered first. While a graph is captured, that is the graph's, `settings` says, unless
-        # a region around the capture has entered another: no engine does that.
+        # Torch uses the pool entered first. During a graph capture that is the graph's own, given in `settings`, because no
+        # engine enters another pool around a capture.
         pool = settings["pool"] if "pool" in settings else self.pools[0].id if self.pools else None
         tag = self.regions[-1] if self.regions else "default"
         self.allocations.append({"what": what, "tag": tag, "pool": pool, "bytes": bytes, "state": "active", "contents": "here"})
@@ -103,7 +103,7 @@ class Gpu:
     def contents(self) -> dict[str, tuple[str, str]]:
         return {one["what"]: (one["state"], one["contents"]) for one in self.allocations}
 
-    # The functions of the package that are put in place of the real ones.
+    # Replacements for the package's functions.
 
     @contextlib.contextmanager
     def region(self, tag, backup="default", *, device=None, pool=True):
@@ -247,7 +247,7 @@ VLLM = {
         """,
 }
 
-#: What 0.33 has otherwise.
+#: What differs in 0.33.
 VLLM_33 = {
     **VLLM,
     "vllm/__init__.py": "__version__ = '0.33.0'",
@@ -267,7 +267,7 @@ VLLM_33 = {
     "vllm/v1/worker/gpu_model_runner.py": "class GPUModelRunner: ...",
 }
 
-#: SGLang's plugins: hooks are registered while they are loaded, and applied afterwards.
+#: SGLang's plugins register hooks while they load; SGLang applies them afterwards.
 SGLANG_PLUGINS = {
     "sglang/srt/plugins/__init__.py": """
         from .hook_registry import HookRegistry
@@ -321,7 +321,7 @@ SGLANG_ADAPTER = """
             yield
     """
 
-#: Where its images are in every version here.
+#: The image transport, the same in all versions here.
 SGLANG_IMAGES = """
     import torch
     class MmItemMemoryPool:
@@ -357,7 +357,7 @@ SGLANG = {
     "sglang/srt/utils/cuda_ipc_transport_utils.py": SGLANG_IMAGES,
 }
 
-#: What 0.5.23 has otherwise: settings that are no dataclass and cannot be changed, and a function that only raises.
+#: What differs in 0.5.23: immutable settings that are not a dataclass, and a function that only raises.
 SGLANG_23 = {
     **SGLANG,
     "sglang/__init__.py": "__version__ = '0.5.23'",
@@ -379,7 +379,7 @@ SGLANG_23 = {
     "sglang/srt/multimodal/transport/cuda_ipc.py": SGLANG_IMAGES,
 }
 
-#: A version before there were plugins.
+#: A version without plugins.
 SGLANG_OLD = {
     **{name: text for name, text in SGLANG.items() if "plugins" not in name and "runtime_context" not in name},
     "sglang/__init__.py": "__version__ = '0.5.9'",
@@ -421,7 +421,7 @@ def write(folder, files):
 
 
 class Engine(unittest.TestCase):
-    """Tests with a simulated GPU and stand-ins of an engine; all that is imported is forgotten again."""
+    """Base of tests with a simulated GPU and a stand-in engine; unloads all imports afterwards."""
 
     preloaded = True
 
@@ -446,7 +446,7 @@ class Engine(unittest.TestCase):
             importlib.invalidate_caches()
 
         stack.callback(forget)
-        # These tests may themselves run under the library, with a hook of its own that waits for engines.
+        # These tests may run under the library, with its own import hook for engines installed.
         forget_ours()
         sys.meta_path[:] = [finder for finder in finders if type(finder).__module__ != "vramctl._imports"]
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -466,7 +466,7 @@ class Engine(unittest.TestCase):
             stack.enter_context(mock.patch.object(vramctl._torch, name, function))
 
     def engine(self, files: dict[str, str], name: str) -> Any:
-        """Writes an engine and has ours installed, as `sitecustomize` or the engine's plugins do."""
+        """Writes an engine and installs our hooks, as `sitecustomize` or the engine's plugins do."""
         write(self.folder, files)
         importlib.import_module(name)
         ours = importlib.import_module(f"vramctl.engines.{name}")
@@ -478,7 +478,7 @@ class Engine(unittest.TestCase):
 
     @contextlib.contextmanager
     def warned(self, *texts):
-        """Exactly these warnings."""
+        """Expects exactly these warnings."""
         with self.assertLogs("vramctl", "WARNING") as logs:
             yield
         self.assertEqual(len(logs.output), len(texts), logs.output)
@@ -498,7 +498,7 @@ def vllm_config(sleep: bool = False, tp: int = 1, disable: bool = False, **more:
 
 
 def run_vllm(config, runner="second"):
-    """What a worker does at its start, in the order in which it does it."""
+    """A worker's startup, in order."""
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import attn_utils
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -517,7 +517,7 @@ def run_vllm(config, runner="second"):
 
 
 class VllmFromOutside(Engine):
-    """vLLM without sleep mode: tags by themselves."""
+    """vLLM without sleep mode: tags only."""
 
     WANTED = {
         "weights": "weights",
@@ -538,7 +538,7 @@ class VllmFromOutside(Engine):
         weights, cache = self.gpu.pools_of("weights"), self.gpu.pools_of("kv_cache")
         self.assertFalse(weights & cache, "tensors of two tags share no segment")
         self.assertNotIn(None, weights | cache)
-        self.assertEqual(self.gpu.live_pools, 0, "what is free in a pool goes back when its region ends")
+        self.assertEqual(self.gpu.live_pools, 0, "a pool's free memory is returned when its region ends")
         self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
         self.assertEqual(self.gpu.engine, "vllm")
 
@@ -553,7 +553,7 @@ class VllmFromOutside(Engine):
         self.check(VLLM_33, "second")
 
     def test_as_a_plugin_alone_it_comes_late(self):
-        """Without `sitecustomize`, vLLM has imported much before it calls its plugins."""
+        """Without `sitecustomize`, vLLM imports a lot before it calls its plugins."""
         for files in (VLLM, VLLM_33):
             with self.subTest(files[next(iter(files))]):
                 self.doCleanups()
@@ -589,7 +589,7 @@ class VllmFromOutside(Engine):
         graph.capture_end()
 
     def test_graphs_that_workers_share_are_left_to_cuda(self):
-        """Custom all-reduce asks CUDA for a handle of what was captured, and CUDA has handles of its own memory only."""
+        """Custom all-reduce gets IPC handles for captured memory, which work only with CUDA's own memory."""
         self.engine(VLLM, "vllm")
         run_vllm(vllm_config(tp=2))
         self.assertIsNone(self.gpu.tags()["output"])
@@ -597,7 +597,7 @@ class VllmFromOutside(Engine):
         self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
 
     def test_buffers_that_workers_hand_each_other_are_left_to_cuda(self):
-        """Else tensor parallelism would end at the start: the handle of such a buffer is asked for at once."""
+        """Otherwise tensor parallelism fails at startup, when it gets an IPC handle for such a buffer."""
         for files in (VLLM, VLLM_33):
             with self.subTest(files["vllm/__init__.py"]):
                 self.doCleanups()
@@ -618,7 +618,7 @@ class VllmFromOutside(Engine):
             importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
 
     def test_expert_buffers_are_left_to_cuda(self):
-        """DeepEP asks CUDA for a handle of its buffer where it makes it."""
+        """DeepEP gets an IPC handle for its buffer on creation."""
         self.engine({**VLLM, **DEEP_EP}, "vllm")
         with self.silent():
             buffer = importlib.import_module("deep_ep").Buffer("group", 1 << 30, low_latency_mode=False)
@@ -629,7 +629,7 @@ class VllmFromOutside(Engine):
         self.engine(VLLM, "vllm")
         run_vllm(vllm_config(sleep=True))
         self.assertEqual(set(self.gpu.tags().values()), {"default"})
-        self.assertEqual(self.gpu.engine, "vllm", "a pause from outside must know all the same")
+        self.assertEqual(self.gpu.engine, "vllm", "a pause from outside must know it regardless")
 
     def test_a_tag_that_cannot_be_had_does_not_stop_the_engine(self):
         self.engine(VLLM, "vllm")
@@ -694,7 +694,7 @@ class VllmSleepMode(Engine):
         self.addCleanup(setattr, self.ours.Allocator, "instance", None)
 
     def allocator_of_vllm(self):
-        # As vLLM asks for it: late, by name.
+        # vLLM imports it late, by name.
         from vllm.device_allocator.cumem import CuMemAllocator
 
         return CuMemAllocator.get_instance()
@@ -718,7 +718,7 @@ class VllmSleepMode(Engine):
         self.assertEqual(self.allocator.current_tag, "default")
 
     def test_pools_in_pools(self):
-        """As 0.33 enters them. Torch would go on with the outer pool."""
+        """As in 0.33. Torch alone would keep using the outer pool."""
         with self.allocator.use_memory_pool("runtime"):
             self.gpu.allocate("before")
             with self.allocator.use_memory_pool("kv_cache"):
@@ -735,7 +735,7 @@ class VllmSleepMode(Engine):
         for _ in range(3):
             with self.assertLogs("vllm.vramctl", "INFO") as logs:
                 self.allocator.sleep(offload_tags=("weights",))
-            self.assertIn("Sleep gave back 2.00 GiB", logs.output[0])
+            self.assertIn("Sleep released 2.00 GiB", logs.output[0])
             self.assertIn("1.00 GiB kept", logs.output[0])
             wanted = {"somebody else's": ("active", "here"), "weights": ("paused", "kept"), "kv_cache": ("paused", "discarded")}
             self.assertEqual(self.gpu.contents(), wanted)
@@ -768,8 +768,8 @@ class VllmSleepMode(Engine):
         self.allocator.sleep("weights")
         with self.assertLogs("vllm.vramctl", "WARNING") as logs:
             self.allocator.sleep(("kv_cache",))
-        self.assertIn("kv_cache sleeps already, with its contents dropped", logs.output[0])
-        self.assertIn("weights sleeps already, with its contents kept", logs.output[1])
+        self.assertIn("kv_cache is already asleep with its contents dropped", logs.output[0])
+        self.assertIn("weights is already asleep with its contents kept", logs.output[1])
         self.assertEqual(self.gpu.contents()["weights"], ("paused", "kept"))
         for _ in range(2):
             self.allocator.wake_up()
@@ -778,7 +778,7 @@ class VllmSleepMode(Engine):
             )
 
     def test_too_little_host_memory_loses_nothing(self):
-        """Neither what was to be kept nor what was to be dropped: the engine goes on."""
+        """Neither contents to keep nor contents to drop: the engine carries on."""
         self.load()
         before = self.gpu.contents()
         self.gpu.host_memory = False
@@ -789,7 +789,7 @@ class VllmSleepMode(Engine):
         self.allocator.sleep(())
 
     def test_a_sleep_and_a_wake_up_are_one_call_each(self):
-        """In several, one that fails would leave some tags asleep and others awake."""
+        """With several calls, a failure would leave some tags asleep and others awake."""
         self.load()
         self.gpu.log.clear()
         self.allocator.sleep(("weights",))
@@ -951,12 +951,12 @@ class Sglang(Engine):
         return ours
 
     def load_plugins(self):
-        """As SGLang does in each process, before it makes settings or an engine."""
+        """SGLang does this in each process before it creates settings or an engine."""
         if "sglang/srt/plugins/__init__.py" in self.files:
             importlib.import_module("sglang.srt.plugins").load_plugins()
 
     def start(self, **settings):
-        """The settings as the first process makes them, and as its children get and publish them."""
+        """The settings: created by the first process, then pickled to its children, which publish them."""
         from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
         settings = pickle.loads(pickle.dumps(ServerArgs(**settings)))
@@ -1001,7 +1001,7 @@ class Sglang(Engine):
         self.assertEqual(entered, ["cuda_graph"])
 
     def test_the_settings_stay_as_they_were(self):
-        """SGLang tells them to those who ask, and frameworks compare them with what they want."""
+        """SGLang exposes them, and frameworks compare them with what they requested."""
         self.engine(self.files, "sglang")
         for asked in (False, True):
             settings = self.start(enable_memory_saver=asked)
@@ -1011,7 +1011,7 @@ class Sglang(Engine):
             self.assertIs(settings.enable_memory_saver, asked)
 
     def test_to_sglang_its_memory_saver_is_off(self):
-        """Else it would capture other graphs, and release memory by itself."""
+        """Otherwise it would capture different graphs and release memory on its own."""
         self.engine(self.files, "sglang")
         self.assertFalse(self.saver(self.start()).enabled)
 
@@ -1023,7 +1023,7 @@ class Sglang(Engine):
         self.assertEqual((self.gpu.tags(), self.gpu.regions), ({"expert buffer": None, "images": None}, []))
 
     def test_a_cache_that_mooncake_moves_by_nvlink_is_left_to_it(self):
-        """Torch takes the pool that was entered first: one of ours around SGLang's would take its place."""
+        """Torch uses the pool entered first, so one of ours would displace SGLang's inside it."""
         self.engine(self.files, "sglang")
         saver = self.saver(self.start())
         for value, tag in (("NVLINK", None), ("True", None), ("INTRA_NODE_NVLINK", None), ("", "kv_cache"), ("no", "kv_cache")):
@@ -1038,7 +1038,7 @@ class Sglang(Engine):
         self.engine(self.files, "sglang")
         settings = self.start(enable_memory_saver=True)
         self.assertEqual(self.saver(settings), "the installed memory saver")
-        # Graphs, for which `setting and get_bool_env_var(…)` is asked.
+        # Graphs, which SGLang enables with `setting and get_bool_env_var(…)`.
         with self.create(False).region("kv_cache"):
             self.gpu.allocate("not to be paused")
         self.capture()
@@ -1062,7 +1062,7 @@ class Sglang(Engine):
                 self.assertEqual(self.gpu.tags()["output"], tag)
 
     def test_a_process_that_has_no_engine_is_left_alone(self):
-        """SGLang's first process asks for a memory saver too, and in some versions never publishes the settings."""
+        """SGLang's first process creates a memory saver, too, and in some versions never publishes the settings."""
         self.engine(self.files, "sglang")
         with self.silent(), self.create(False).region("weights"):
             self.gpu.allocate("weights")
@@ -1129,7 +1129,7 @@ class SglangWithoutPlugins(Sglang):
 
 class SglangUnreadable(Engine):
     def test_where_its_settings_cannot_be_read_sglang_starts(self):
-        """Versions in which the only known way to the settings raises what we do not expect."""
+        """Versions in which reading the settings raises an unexpected error."""
         settings = "def get_global_server_args(): raise RuntimeError('get_global_server_args() is retired')"
         self.engine({**SGLANG_OLD, "sglang/srt/server_args.py": settings}, "sglang")
         from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
@@ -1153,7 +1153,7 @@ class EntryPoints(unittest.TestCase):
 
 class Documentation(unittest.TestCase):
     def test_it_has_the_tables_of_the_code(self):
-        """`scripts/test-engines-contract --write` puts them there."""
+        """`scripts/test-engines-contract --write` writes them."""
         page = ROOT.parent / "docs" / "engines.md"
         if not page.is_file():
             self.skipTest("not run: there is no docs/engines.md here")
@@ -1168,7 +1168,7 @@ class Documentation(unittest.TestCase):
 
 
 class Guard(unittest.TestCase):
-    """What fails in our code does not fail the engine's."""
+    """Failures in our code do not reach the engine."""
 
     def setUp(self):
         self.engines = importlib.import_module("vramctl.engines")
@@ -1190,7 +1190,7 @@ class Guard(unittest.TestCase):
             self.assertEqual([self.run_with(around) for _ in range(3)], [42, 42, 42])
         self.assertEqual(self.calls, [21, 21, 21])
         self.assertEqual(len(logs.output), 1)
-        self.assertIn("original runs as if vramctl were not there", logs.output[0])
+        self.assertIn("original runs without vramctl", logs.output[0])
         self.assertIn("KeyError: 'ours'", logs.output[0])
 
     def test_behind_the_original(self):

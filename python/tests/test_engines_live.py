@@ -1,5 +1,5 @@
-"""Engines that know nothing of vramctl, under `vramctl run`, on the simulated GPU: the whole way from `sitecustomize` to a
-pause from outside. The engines are stand-ins with the names of the real ones; torch is the stand-in of fake_torch.
+"""End to end on the simulated GPU: unmodified engines under `vramctl run`, from `sitecustomize` to a pause from outside. The
+engines are stand-ins with the real names; torch is fake_torch.
 """
 
 import json
@@ -55,13 +55,13 @@ FILES = {
                 return CuMemAllocator.get_instance().use_memory_pool(tag)
             def load_model(self):
                 with self.pool("weights"):
-                    loaded = torch.empty(32 << 20)  # what a checkpoint needs on the way
+                    loaded = torch.empty(32 << 20)  # temporary memory of a checkpoint
                     self.weights = torch.empty(32 << 20)
                     del loaded
         """,
 }
 
-#: The engine, in a process that its own program has spawned, as engines have it.
+#: The engine, in a spawned child process as in real engines.
 ENGINE = """
 import multiprocessing, sys
 def work(sleep):
@@ -130,7 +130,7 @@ SGLANG_FILES = {
         """,
 }
 
-#: A scheduler, which gets its settings from the process that has made them.
+#: A scheduler, which gets its settings from its parent.
 SGLANG_ENGINE = """
 def settings(saver):
     from sglang.srt.server_args import ServerArgs
@@ -175,7 +175,7 @@ class Live(unittest.TestCase):
 
     def engine(self, name, program="vllm_program", argument="False"):
         paths = [str(self.folder), str(pathlib.Path(support.__file__).parent / "fake_torch")]
-        # What the test itself runs under is not what the engine is to run under.
+        # The engine must not inherit the test's own environment.
         environment = {"PYTHONPATH": os.pathsep.join(paths), "LD_PRELOAD": "", "VRAMCTL_TAG": "default"}
         source = (
             f"import multiprocessing\nfrom {program} import *\n"
@@ -234,7 +234,7 @@ class Live(unittest.TestCase):
         self.assertEqual(engine.ask("look"), "{'weights': 'zero', 'kv_cache': 'zero', 'graph': 'kept'}")
 
     def test_a_wake_up_without_room_leaves_everything_asleep(self):
-        """There is room for each of the tags and not for both: neither may be awake when the engine hears that it failed."""
+        """There is room for either tag but not for both: after the error, neither may be awake."""
         engine = self.engine("crowded", argument="True")
         self.assertEqual(engine.ask("allocator.sleep(offload_tags=('weights',))"), "done")
         asleep = self.tags("crowded")
@@ -258,7 +258,7 @@ class Live(unittest.TestCase):
         self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'kept', 'other': 'kept'}")
 
     def test_sglang_with_its_own_memory_saver(self):
-        """Its regions say what becomes of contents. From outside, that is not to be lost behind its back either."""
+        """Its regions set the policies. A pause from outside must not lose contents behind its back either."""
         engine = self.engine("own", "sglang_program", "settings(True)")
         self.assertEqual(set(self.tags("own", "sglang")), {"weights", "kv_cache", "default"})
         self.assertIn("--engine URL", self.vramctl("pause", "--name", "own", code=1))

@@ -1,4 +1,4 @@
-"""The examples: they parse on the oldest Python, import nothing but torch and this package, and are in the documentation."""
+"""The examples parse on the oldest Python, import only torch and this package, and are documented."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 if str(ROOT / "python") not in sys.path:
     sys.path.insert(0, str(ROOT / "python"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-#: Without `vramctl` in it, this one shows that a script needs nothing.
+#: Does not mention `vramctl`, to show that a script needs no changes.
 PLAIN = "torch_script.py"
 
 

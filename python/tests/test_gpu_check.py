@@ -1,4 +1,4 @@
-"""What scripts/gpu-check reads from the programs that it runs, and what these use."""
+"""How scripts/gpu-check parses the output of its programs, and which of our functions those use."""
 
 import ast
 import importlib
@@ -37,10 +37,10 @@ Ran %d test%s in 55.394s
 
 
 class Package(unittest.TestCase):
-    """What only a GPU with torch shows in full must not first show there."""
+    """Catches, without a GPU, mistakes in the checks for the real torch."""
 
     def test_what_holds_for_torch_holds_for_its_stand_in(self):
-        """All but what kernels compute."""
+        """Everything except what kernels compute."""
         with mock.patch.object(torch_package, "tensor", lambda mib, value=0: torch.empty(mib << 20, device="cuda")):
             for part in (torch_package.pools, torch_package.threads, torch_package.expandable, torch_package.costs):
                 part()

@@ -1,6 +1,6 @@
-"""scripts/gpu-engines without a GPU: what engines' scripts print is understood, limits are limits, reports are written.
+"""scripts/gpu-engines without a GPU: it parses the engines' output, applies limits and writes reports.
 
-The whole of it runs once with an engine, a `vramctl` and an `nvidia-smi` that only pretend.
+The full script runs with a fake engine, a fake `vramctl` and a fake `nvidia-smi`.
 """
 
 import json
@@ -95,7 +95,7 @@ class Reading(unittest.TestCase):
         self.assertEqual(len(failed(report.check_cycles("sglang", "retained", report.parse(sglang())))), 1)
 
     def test_page_tables_of_host_memory_are_named(self):
-        """They are in use like the rest, and count."""
+        """They are in use, so they count."""
         for left, prewarmed, ok in (("0.95", 16.0, True), ("0.98", 16.0, False), ("0.98", None, False)):
             checks = report.check_cycles("sglang", "cycles", report.parse(sglang(left=left)), prewarmed=prewarmed)
             self.assertEqual((checks[-1].ok, checks[-1].measured, checks[-1].limit), (ok, float(left), 0.95), checks[-1])
@@ -117,7 +117,7 @@ class Reading(unittest.TestCase):
     def test_beside_no_slower_than_without_it_stands_what_it_took_without_it(self):
         parts = {}
         for part, times in (("baseline", ("60.0", "40.0", "50.0", "66.0")), ("cycles", ("70.0", "71.0"))):
-            # The same time for a release and its resume.
+            # A release and its resume take the same time.
             text = "".join(f"{step} kv_cache {ms} ms  used 1.00 GiB\n" for ms in times for step in ("release", "resume"))
             found = report.parse(text)
             checks = [{"check": check.name, **check._asdict()} for check in report.check_cycles("sglang", part, found, 0, 16.0)]
@@ -133,7 +133,7 @@ class Reading(unittest.TestCase):
 
 
 class Tokens(engines.Engines):
-    """The part `tpot` on a clock of its own: each engine takes as long as is given, or fails."""
+    """The part `tpot` on a simulated clock: each engine takes a given time or fails."""
 
     def __init__(self, seconds, limit, rounds=2):
         self.options = types.SimpleNamespace(rounds=rounds, env=[])
@@ -185,16 +185,16 @@ class TimePerToken(unittest.TestCase):
             self.measure([100, 100], 130)
 
     def test_a_later_start_that_fails_takes_nothing_away(self):
-        # For lack of time: what there is counts.
+        # Out of time: use what has been measured.
         runs, ended, ok = self.measure([100, 100, 100, 200], 450)
         self.assertEqual((runs, len(ended), ok), ([2, 1], 1, [True]))
-        # For another reason: it counts, too, but the part has failed.
+        # Another failure: use it, too, but the part has failed.
         runs, ended, ok = self.measure([100, 100, None], 900)
         self.assertEqual((runs, len(ended), ok), ([1, 1], 1, [False, True]))
 
 
 class Running(unittest.TestCase):
-    """The whole, with pretenders."""
+    """The full script with fakes."""
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -232,7 +232,7 @@ class Running(unittest.TestCase):
             """,
         )
         self.write("scripts/vllm_cycle.py", self.cycle_script(VLLM))
-        # In a plain environment: under the library it would prepare host memory of its own.
+        # In a plain environment: under the library it would prepare host memory itself.
         self.write(
             "scripts/make_model.py",
             "import os\ndef make_model():\n    assert not {'LD_PRELOAD', 'VRAMCTL_PREWARM'} & set(os.environ)\n    return '/model'",
@@ -257,11 +257,11 @@ class Running(unittest.TestCase):
         )
         self.write("engine/vllm-0.26.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")
         self.write("engine/torch.py", "__version__ = '2.11.0'")
-        # The other process must not have the engine's packages; here it has a torch of its own.
+        # The other process must not see the engine's packages; it gets its own torch here.
         self.write("other/torch.py", PRETENDED_TORCH)
 
     def cycle_script(self, text):
-        """Prints this, with lines of the library between the parts of its lines, as several processes come to write them."""
+        """Prints `text` with the library's lines interleaved, as if several processes were writing."""
         return f"""\
 import json, os, sys
 assert os.environ['PYTHONPATH'].startswith('{self.folder}/engine')
@@ -325,7 +325,7 @@ for number, line in enumerate({text!r}.splitlines()):
         self.assertIn("| 1 | 0.12 s | 0.12 s | 0.88 GiB | 3 GiB | yes |", text)
         self.assertIn("pretended", text)
 
-        # Parts of several runs make one report.
+        # Parts of several runs merge into one report.
         first = self.folder / "out/gpu-engines.json"
         again = self.gpu_engines(*self.places(), "--part", "baseline", "--join", first, "--out", self.folder / "second")
         self.assertEqual(again.returncode, 0, again.stdout + again.stderr)
@@ -333,7 +333,7 @@ for number, line in enumerate({text!r}.splitlines()):
         self.assertIn("| vLLM 0.26.0 | sleep level 1 | 0.90 s / 0.35 s | 0.90 s / 0.35 s |", text)
 
     def test_several_gpus(self):
-        """All of them are looked at, and used by the other process."""
+        """The script checks all of them, and the other process uses all of them."""
         arguments = ("--cycles", 1, "--other-gib", 3, "--part", "outside", "--gpus", 2)
         done = self.gpu_engines(*self.places(), *arguments, GPUS="2")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -369,13 +369,13 @@ for number, line in enumerate({text!r}.splitlines()):
         self.assertIn("info: line 1\n", (self.folder / "out/gpu-engines.log").read_text())
 
     def test_places_may_be_relative(self):
-        """To where the command is given, and not to where the engine works."""
+        """Relative to the caller's directory, not the engine's."""
         self.write("scripts/vllm_cycle.py", "import os\nos.chdir('/')\nimport vllm\n" + self.cycle_script(VLLM))
         done = self.gpu_engines(*self.places(pathlib.Path()), "--part", "cycles", cwd=self.folder)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_an_engine_ends_with_the_measurement(self):
-        """By its own limit, by an outer one, by Ctrl-C: what an engine holds would be in the way of whatever comes next."""
+        """Whether by its own limit, an outer one or Ctrl-C: an engine left behind would hold the GPU's memory."""
         pid = self.folder / "pid"
         self.write(
             "scripts/vllm_cycle.py",
@@ -389,7 +389,7 @@ for number, line in enumerate({text!r}.splitlines()):
         for number in (signal.SIGTERM, signal.SIGINT):
             pid.unlink()
             command, env = self.command(*self.places(), "--part", "cycles")
-            # As `timeout` and a terminal signal: all that is in the group.
+            # Signal the whole group, as `timeout` and a terminal do.
             with subprocess.Popen(
                 command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
             ) as run:
@@ -441,7 +441,7 @@ for number, line in enumerate({text!r}.splitlines()):
 
 
 def alive(pid):
-    """Whether a process runs; one that nobody has waited for yet does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""The import hook, and the `sitecustomize` that installs it, against modules made for the purpose."""
+"""The import hook and the `sitecustomize` that installs it, with modules made for these tests."""
 
 import importlib
 import os
@@ -15,7 +15,7 @@ SITE = PACKAGE / "site"
 
 
 class Folder(unittest.TestCase):
-    """Tests with a folder of their own for modules."""
+    """Base of tests with a folder for modules."""
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -30,7 +30,7 @@ class Folder(unittest.TestCase):
 
 
 class WhenImported(Folder):
-    """`when_imported`, in this process: everything that it changes is put back."""
+    """`when_imported` in this process, with everything restored afterwards."""
 
     def setUp(self):
         super().setUp()
@@ -63,7 +63,7 @@ class WhenImported(Folder):
         import some_module
 
         self.assertEqual(self.seen, [("some_module", 2)])
-        self.assertNotIn("exec_module", vars(some_module.__spec__.loader), "the loader is afterwards as before")
+        self.assertNotIn("exec_module", vars(some_module.__spec__.loader), "the loader is restored")
         importlib.import_module("some_module")
         self.assertEqual(len(self.seen), 1)
 
@@ -72,7 +72,7 @@ class WhenImported(Folder):
         importlib.import_module("some_module")
         self.watch("some_module")
         self.watch("some_module")
-        self.assertEqual(self.seen, [("some_module", 1)], "and once, however often it is asked for")
+        self.assertEqual(self.seen, [("some_module", 1)], "and only once")
 
     def test_a_reload_is_another_execution(self):
         path = self.write("some_module.py", "value = 1")
@@ -104,8 +104,8 @@ class WhenImported(Folder):
         self.imports.when_imported("some_module", fail)
         with self.assertLogs("vramctl", "WARNING") as logs:
             importlib.import_module("some_module")
-        self.assertIn("some_module is left as it is", logs.output[0])
-        self.assertEqual(len(self.seen), 1, "the others are called all the same")
+        self.assertIn("left some_module unchanged", logs.output[0])
+        self.assertEqual(len(self.seen), 1, "the other callbacks still run")
 
     def test_a_module_that_fails_to_import_fails_as_ever(self):
         self.write("some_module.py", "raise KeyError('its own')")
@@ -122,11 +122,11 @@ class WhenImported(Folder):
         self.watch("zipped_a")
         module = importlib.import_module("zipped_a")
         self.assertEqual(module.value, "a")
-        # Before Python 3.10 an archive's loader does not say when it executes: nobody is told then.
+        # Before Python 3.10, an archive's loader has no exec_module, so no callback runs.
         self.assertEqual(self.seen, [("zipped_a", "a")] if sys.version_info >= (3, 10) else [])
 
     def test_beside_another_tool_of_this_kind(self):
-        """A finder that asks all the others, as tracing tools have: neither asks for ever, and the module is there once."""
+        """With a finder that asks all others, like a tracing tool's: no endless recursion, and one module."""
 
         class Other:
             busy = False
@@ -160,7 +160,7 @@ class WhenImported(Folder):
 
 
 class Sitecustomize(Folder):
-    """Python's start with our directory first on PYTHONPATH."""
+    """Python's startup with our directory first on PYTHONPATH."""
 
     def python(self, program, *options, preload=None, path=(), executable=sys.executable):
         env = {
@@ -173,7 +173,7 @@ class Sitecustomize(Folder):
             [executable, *options, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True, timeout=60
         )
         self.assertEqual(done.returncode, 0, done.stderr)
-        # The loader says of a library that is not there that it is not; the program runs.
+        # The loader complains about a missing library, but the program runs.
         errors = [line for line in done.stderr.splitlines() if "cannot be preloaded" not in line]
         self.assertEqual(errors, [])
         return done.stdout.strip()
@@ -189,7 +189,7 @@ class Sitecustomize(Folder):
         )
 
     def test_an_engine_without_the_library_is_left_alone(self):
-        """LD_PRELOAD names something, but the library's functions are not in the process."""
+        """LD_PRELOAD is set, but our library is not in the process."""
         self.write("vllm/__init__.py", "")
         self.write("vllm/v1/worker/gpu_worker.py", "class Worker:\n    def load_model(self): return 'as ever'")
         program = "import vllm.v1.worker.gpu_worker as w; print(w.Worker().load_model(), hasattr(w.Worker.load_model, '_vramctl_wraps'))"
@@ -205,7 +205,7 @@ class Sitecustomize(Folder):
             self.assertEqual(self.python(program, preload=preload, path=path), "first sitecustomize True")
 
     def test_one_that_chains_too_is_run_once(self):
-        """Such as a tracer's, which runs the first one on the path that is not its own: this one again."""
+        """A tracer's, for example, runs the first one on the path that is not its own: ours again."""
         self.write(
             "tracer/sitecustomize.py",
             """

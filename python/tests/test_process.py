@@ -1,4 +1,4 @@
-"""The functions about the process's own memory, without torch."""
+"""The functions for the process's own memory, without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Package(unittest.TestCase):
         self.assertEqual(run([VRAMCTL, "--version"]).stdout, f"vramctl {vramctl.__version__}\n")
 
     def test_the_module_is_the_command_line(self) -> None:
-        """Found by way of `vramctl run`, and in the package itself."""
+        """Found through `vramctl run` and in the package itself."""
         built = [ROOT / "target" / profile / "vramctl" for profile in ("release", "debug")]
         command = next((str(path) for path in built if path.exists()), None)
         if command is None:
@@ -101,7 +101,7 @@ class Process(unittest.TestCase):
                 thread = threading.Thread(target=lambda: seen.append(vramctl.current_tag()))
                 thread.start()
                 thread.join()
-                self.assertEqual(seen, ["default"], "a region is one thread's")
+                self.assertEqual(seen, ["default"], "a region applies to one thread")
                 raise KeyError
         self.assertEqual(vramctl.current_tag(), "default")
 
@@ -212,7 +212,7 @@ class Process(unittest.TestCase):
             self.assertIsInstance(caught.exception, ValueError)
         with self.assertRaises(TypeError):
             vramctl.pause(b"a")  # type: ignore[arg-type]
-        self.assertEqual(vramctl.current_tag(), "default", "a refused region was not begun")
+        self.assertEqual(vramctl.current_tag(), "default", "a refused region has not started")
         self.assertEqual(vramctl.status().tags[0].state, "active")
 
     def test_retained_contents_are_not_copied_again(self) -> None:
@@ -250,7 +250,7 @@ class Process(unittest.TestCase):
         self.assertEqual((len(view), bytes(view[:100])), (4 * MIB - 4096, pattern(5, 4 * MIB)[4096:4196]))
 
     def test_a_pause_lets_other_threads_go_on(self) -> None:
-        """A pause takes seconds; an engine's HTTP server is a thread like any other."""
+        """A pause takes seconds, and an engine's HTTP server must keep running."""
         self.malloc("a", 256 * MIB)
         ticks, stop = [0], threading.Event()
 
@@ -269,7 +269,7 @@ class Process(unittest.TestCase):
             thread.join()
 
     def test_a_short_timeout_is_not_none_at_all(self) -> None:
-        """Rounded down it would be 0, which for a resume means not to wait."""
+        """Rounded down it would be 0, which tells a resume not to wait."""
         milliseconds = vramctl._library.milliseconds
         self.assertEqual([milliseconds(seconds) for seconds in (None, 0, 0.0001, 2.5, float("inf"))], [-1, 0, 1, 2500, -1])
 
@@ -304,7 +304,7 @@ print("done")
 
 class Found(unittest.TestCase):
     def test_run_makes_the_package_findable_and_nothing_beside_it(self) -> None:
-        """The directories on the path must bring in what they are for and not, say, the package's tests or `client`."""
+        """The directories on the path must expose only the package, not its modules or tests."""
         source = """
 import importlib.util, vramctl, vramctl.client
 print(vramctl.__file__)

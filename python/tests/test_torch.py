@@ -1,4 +1,4 @@
-"""Torch's pools and its free blocks, with the stand-in of fake_torch in place of torch."""
+"""Torch's pools and free blocks, with fake_torch in place of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vramctl import _library, _torch, engines, errors  # noqa: E402
 
 
 def segment_of(tensor: Any) -> dict[str, Any]:
-    """The segment that a tensor is in."""
+    """The segment that holds a tensor."""
     address = tensor.data_ptr()
     return next(
         segment for segment in torch.cuda.memory_snapshot() if 0 <= address - segment["address"] < segment["total_size"]
@@ -41,7 +41,7 @@ class Pools(unittest.TestCase):
         )
 
     def test_tensors_of_different_tags_never_share_a_segment(self) -> None:
-        """Blocks that were freed under one tag are there for the taking, and must not be taken under another."""
+        """A block freed under one tag must not be reused under another."""
         tensors: dict[str, list[Any]] = {"weights": [], "kv_cache": [], "default": []}
         for turn in range(30):
             for tag, kept in tensors.items():
@@ -60,7 +60,7 @@ class Pools(unittest.TestCase):
             tensor.copy_(pattern(number, tensor.size))
         vramctl.pause("weights")
         for number, tensor in enumerate(tensors["kv_cache"]):
-            self.assertEqual(tensor.tobytes(), pattern(number, tensor.size), "what is not paused can be used")
+            self.assertEqual(tensor.tobytes(), pattern(number, tensor.size), "active memory is usable")
 
     def test_a_policy_has_a_pool_of_its_own(self) -> None:
         with vramctl.region("mixed", "host"):
@@ -97,10 +97,10 @@ class Pools(unittest.TestCase):
         self.assertEqual(segment_of(after)["segment_pool_id"], (0, 0))
 
     def test_regions_inside_a_pool_for_once_have_their_own(self) -> None:
-        """What an engine's functions allocate comes from such a pool, and so does what is not to be managed for once."""
+        """Temporary pools serve engines' allocations and unmanaged ones."""
         for name, outermost in (("tagged", engines.tagged("once")), ("disabled", saver.disable())):
             with outermost:
-                torch.empty(30 * MIB)  # free again, and there for the taking
+                torch.empty(30 * MIB)  # freed at once, and available for reuse
                 with vramctl.region(f"within {name}"):
                     within = torch.empty(8 * MIB)
                 with vramctl.unmanaged():
@@ -130,7 +130,7 @@ class Pools(unittest.TestCase):
         self.assertEqual(segment_of(torch.empty(MIB * 3))["segment_pool_id"], (0, 0))
 
     def test_threads_in_the_same_region_do_not_get_in_each_other_s_way(self) -> None:
-        """Torch refuses to enter one pool in two threads."""
+        """Torch does not let two threads enter one pool."""
         both = threading.Barrier(4)
         tensors: list[Any] = []
 
@@ -148,13 +148,13 @@ class Pools(unittest.TestCase):
                 thread.join()
         self.assertEqual(len(tensors), 8)
         self.assertNotIn((0, 0), {segment_of(tensor)["segment_pool_id"] for tensor in tensors})
-        self.assertLessEqual(len({segment_of(tensor)["segment_pool_id"] for tensor in tensors}), 4, "pools are used again")
+        self.assertLessEqual(len({segment_of(tensor)["segment_pool_id"] for tensor in tensors}), 4, "pools are reused")
 
     def test_pools_are_never_destroyed(self) -> None:
         with vramctl.region("short"):
             torch.empty(3 * MIB)
         before = list(torch.cuda.memory.destroyed)
-        _torch._pools._idle.clear()  # as at the interpreter's exit
+        _torch._pools._idle.clear()  # as at interpreter exit
         gc.collect()
         self.assertEqual(torch.cuda.memory.destroyed, before)
 
@@ -270,14 +270,14 @@ class ExpandableSegments(unittest.TestCase):
 
     def test_where_they_cannot_be_switched_off_it_is_said(self) -> None:
         def stubborn(settings: str) -> None:
-            """Takes everything but this one."""
+            """Applies all settings but this one."""
             torch.cuda.memory.apply_settings(settings.replace("expandable_segments:False", "expandable_segments:True"))
 
         with mock.patch.object(torch._C, "_accelerator_setAllocatorSettings", stubborn):
             with self.assertRaises(errors.Unsupported) as caught:
                 vramctl.region("a").__enter__()
         self.assertIn("PYTORCH_CUDA_ALLOC_CONF", str(caught.exception))
-        self.assertEqual(torch.cuda.memory._settings["text"], self.SETTINGS, "the program's settings are as they were")
+        self.assertEqual(torch.cuda.memory._settings["text"], self.SETTINGS, "the program's settings are unchanged")
         self.assertEqual(vramctl.current_tag(), "default")
         self.assertEqual(_torch._switch.users, 0)
 
@@ -311,7 +311,7 @@ class LiveBlocks(unittest.TestCase):
         self.assertEqual([tensor.tobytes() for tensor in kept], [pattern(tensor.size, tensor.size) for tensor in kept])
 
     def test_of_what_is_dropped_torch_is_not_asked(self) -> None:
-        """A snapshot of a large allocator takes longer than to drop the memory of a cache."""
+        """A snapshot of a large allocator takes longer than dropping a cache."""
         with vramctl.region("dropped", "discard"):
             dropped = torch.empty(4 * MIB)
         with mock.patch.object(torch.cuda, "memory_snapshot", side_effect=AssertionError):
@@ -347,7 +347,7 @@ class LiveBlocks(unittest.TestCase):
         self.assertEqual(vramctl.pause("replayed").kept_bytes, 24 * MIB)
 
     def test_a_graph_that_is_captured_inside_a_region_keeps_its_free_blocks(self) -> None:
-        """Torch takes them from the region's pool, which was entered first; a replay leaves results in them all the same."""
+        """They come from the region's pool, which was entered first, but a replay still writes results to them."""
         with vramctl.region("around"):
             torch.empty(48 * MIB)
             with torch.cuda.graph(torch.cuda.CUDAGraph()):

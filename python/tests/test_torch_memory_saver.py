@@ -1,7 +1,7 @@
-"""The stand-in for torch_memory_saver: its surface, what it does, and what frameworks reach into.
+"""The torch_memory_saver drop-in: its interface, its behaviour, and the internals that frameworks use.
 
-Started with `vramctl run`, as scripts/test-python does. Without torch the simulated GPU is allocated from directly; the
-tests that need torch and a GPU say so, and run where both are.
+Runs under `vramctl run`, as in scripts/test-python. Most tests allocate from the simulated GPU directly; those that need torch
+and a GPU are skipped without them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ needs_torch = unittest.skipUnless(HAS_GPU, "needs torch with a GPU")
 
 
 def cdll() -> ctypes.CDLL:
-    """As frameworks get at it."""
+    """The library, reached as frameworks do it."""
     torch_memory_saver._ensure_initialized()
     assert torch_memory_saver._impl is not None
     return torch_memory_saver._impl._binary_wrapper.cdll
 
 
 def settings() -> tuple:
-    """The calling thread's: (tag, managed, in host memory, on disk)."""
+    """The calling thread's configuration: (tag, managed, in host memory, on disk)."""
     library = cdll()
     return (
         library.tms_get_current_tag().decode(),
@@ -58,11 +58,11 @@ def settings() -> tuple:
 
 
 def python(source: str, *, preload: str = "", arguments: tuple[str, ...] = (), **environment: str) -> str:
-    """What a program prints that was not started by `vramctl run`, but finds the package."""
+    """The output of a program that finds the package but does not run under `vramctl run`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "TMS_"))}
     for name in ("VRAMCTL_TAG", "VRAMCTL_BACKUP", "VRAMCTL_RETAIN", "VRAMCTL_DISK_DIR"):
         kept.pop(name, None)
-    # Torch may be on it.
+    # Keep PYTHONPATH: torch may be on it.
     kept["PYTHONPATH"] = os.pathsep.join([str(DROPIN), kept.get("PYTHONPATH", "")])
     if preload:
         kept["LD_PRELOAD"] = preload
@@ -75,7 +75,7 @@ def python(source: str, *, preload: str = "", arguments: tuple[str, ...] = (), *
 
 
 class Surface(unittest.TestCase):
-    """What 0.0.10 has, by name."""
+    """The names in 0.0.10."""
 
     def test_the_module_and_the_methods_are_those_of_0_0_10(self) -> None:
         self.assertIsInstance(torch_memory_saver, TorchMemorySaver)
@@ -127,7 +127,7 @@ class Surface(unittest.TestCase):
     def test_the_distribution_s_version_satisfies_what_engines_ask_for(self) -> None:
         for name in ("torch_memory_saver", "torch-memory-saver"):
             version = importlib.metadata.version(name)
-            # PEP 440: a release with a local version after it, which comes after that release.
+            # PEP 440: a local version sorts after its release.
             self.assertRegex(version, r"^\d+(\.\d+)*\+[a-z0-9]+(\.[a-z0-9]+)*$")
             release = tuple(map(int, version.partition("+")[0].split(".")))
             self.assertGreater(release, (0, 0, 9))
@@ -162,7 +162,7 @@ class Surface(unittest.TestCase):
 
 
 class Memory(unittest.TestCase):
-    """What happens to memory, asked for as any program does."""
+    """What happens to memory, through the public interface."""
 
     def setUp(self) -> None:
         self.runtime = Cuda()
@@ -250,7 +250,7 @@ class Memory(unittest.TestCase):
         self.assertEqual(cdll().tms_get_cpu_backup_backend(), b"pinned")
 
     def test_turning_it_off_in_the_middle_of_a_region_leaves_memory_to_cuda(self) -> None:
-        """As slime does around buffers that other processes must reach."""
+        """As slime does around buffers that it shares with other processes."""
         before = sum(tag.bytes for tag in vramctl.status().tags)
         with torch_memory_saver.region("chunks", enable_cpu_backup=True):
             self.malloc()
@@ -361,12 +361,12 @@ print(os.listdir(sys.argv[2]))
         self.assertEqual(cdll().tms_get_cpu_backup_pointer(pointer, 16)[:16], [9] * 16)
 
     def backup_at(self, address: int) -> int | None:
-        """Where the allocation's contents are kept; None: nowhere."""
+        """The address of the allocation's backup; None if there is none."""
         pointer = ctypes.cast(ctypes.c_void_p(address), ctypes.POINTER(ctypes.c_uint8))
         kept = cdll().tms_get_cpu_backup_pointer(pointer, 4 * MIB)
         return ctypes.addressof(kept.contents) if kept else None
 
-    # Missing: a resume retains what was kept by a pause from before; and what is retained of active memory has a pointer.
+    # Missing: a resume must retain backups made before the setting, and retained backups of active memory need a pointer.
     @unittest.expectedFailure
     def test_a_backup_retained_after_its_pause_stays_where_it_is(self) -> None:
         self.addCleanup(vramctl.retain, None, None)
@@ -379,8 +379,8 @@ print(os.listdir(sys.argv[2]))
         self.assertIsNotNone(before)
         self.assertEqual(self.backup_at(address), before)
 
-    # Missing: the same, and that what is retained is given up at the next resume, not as soon as that is said. It replaces
-    # the end of test_a_backup_can_be_retained_and_given_up.
+    # Missing: the same, and retained backups must be dropped at the next resume, not immediately. Will replace the end of
+    # test_a_backup_can_be_retained_and_given_up.
     @unittest.expectedFailure
     def test_what_was_retained_can_be_read_until_the_next_resume(self) -> None:
         self.addCleanup(vramctl.retain, None, None)
@@ -398,7 +398,7 @@ print(os.listdir(sys.argv[2]))
         torch_memory_saver.resume("given_up_late")
         self.assertIsNone(self.backup_at(address))
 
-    @unittest.skip("not run: with cpu_backup_backend='mmap', host memory is given back in the background, as ever")
+    @unittest.skip("not run: with cpu_backup_backend='mmap', host memory is released in the background, as always")
     def test_with_mmap_the_host_has_its_memory_back_when_resume_returns(self) -> None:
         with torch_memory_saver.region("mapped", enable_cpu_backup=True, cpu_backup_backend="mmap"):
             self.malloc(128 * MIB)
@@ -406,7 +406,7 @@ print(os.listdir(sys.argv[2]))
         torch_memory_saver.resume("mapped")
         self.assertEqual(vramctl.status().host.ready_bytes, 0)
 
-    # Missing: files have names while their allocations are paused, one for each, and are as large as what they hold.
+    # Missing: one named file per paused allocation, as large as its contents.
     @unittest.expectedFailure
     def test_a_directory_for_backups_has_a_file_for_each_paused_allocation(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -421,7 +421,7 @@ print(os.listdir(sys.argv[2]))
             self.assertEqual(sizes, [4 * MIB, 8 * MIB])
             self.assertEqual(list(Path(folder).iterdir()), [])
 
-    # Missing: the next process that keeps contents in the directory removes what a killed one left.
+    # Missing: the next process that uses the directory must remove what a killed one left.
     @unittest.expectedFailure
     def test_what_a_killed_process_left_in_the_directory_is_removed(self) -> None:
         source = """
@@ -445,7 +445,7 @@ if sys.argv[2] == "killed":
 
 
 class Environment(unittest.TestCase):
-    """The variables and files by which frameworks set it up for the processes that they start."""
+    """The variables and files that frameworks use to set it up in child processes."""
 
     SETTINGS = (
         "import torch_memory_saver as p; s = p.torch_memory_saver; s._ensure_initialized(); c = s._impl._binary_wrapper.cdll; "
@@ -494,8 +494,8 @@ print(dict(vramctl.status().tag("default").backup), os.path.isdir(os.environ["TM
         self.assertEqual(found, f"{{'disk': {4 * MIB}}} True\n")
 
     def test_the_files_that_frameworks_preload_are_beside_the_package(self) -> None:
-        """slime looks for the suffixed names first, AReaL for the one without; Miles asks for the path, and looks into the
-        file for a variable that only releases with backups on disk know.
+        """slime looks for the suffixed names first, AReaL for the plain one. Miles asks for the path and searches the file for
+        a variable that only releases with disk backups know.
         """
         from torch_memory_saver.utils import get_binary_path_from_package
 
@@ -548,7 +548,7 @@ except RuntimeError as error:
         self.assertIn("vramctl run", python(source))
 
 
-#: On the simulated GPU, with the stand-in for torch.
+#: Runs on the simulated GPU with fake_torch.
 ON_FAKE_TORCH = """
 import sys
 from torch_memory_saver import torch_memory_saver as saver
@@ -563,7 +563,7 @@ with saver.region("weights", enable_cpu_backup=True):
     with saver.disable():
         plain = torch.empty(16 * MIB)
         del plain
-    assert cuda.free_memory() == before, "what disable() took was not given back"
+    assert cuda.free_memory() == before, "the memory from disable() was not returned"
     with saver.disable():
         plain = torch.empty(16 * MIB).copy_(b"p" * 16 * MIB)
     with saver.region("kv_cache"):
@@ -641,7 +641,7 @@ assert (is_xpu(), get_device()) == (True, "xpu")
 
 @needs_torch
 class Torch(unittest.TestCase):
-    """Tensors on a GPU, the library preloaded."""
+    """Tensors on a GPU, with the library preloaded."""
 
     def setUp(self) -> None:
         self.addCleanup(vramctl.resume, timeout=None)
@@ -680,7 +680,7 @@ class Torch(unittest.TestCase):
         torch_memory_saver.pause("outer")
         self.assertTrue(bool((inner == 2).all()) and bool((plain == 3).all()))
         torch_memory_saver.pause("inner")
-        self.assertTrue(bool((plain == 3).all()), "what was made inside disable() has no tag")
+        self.assertTrue(bool((plain == 3).all()), "memory from inside disable() has no tag")
         torch_memory_saver.resume()
         self.assertTrue(bool((outer == 1).all()) and bool((again == 4).all()) and bool((inner == 0).all()))
 
@@ -743,7 +743,7 @@ class Torch(unittest.TestCase):
         before = self.used()
         with torch_memory_saver.region("weights"):
             with torch_memory_saver.disable():
-                # CUDA IPC takes memory of cudaMalloc alone. Torch keeps what was shared until a receiver lets go of it.
+                # CUDA IPC works only with cudaMalloc's memory. Torch keeps shared memory until its receivers release it.
                 shared = torch.ones(1 * MIB, dtype=torch.uint8, device="cuda")
                 self.assertTrue(shared.untyped_storage()._share_cuda_())
                 large = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
@@ -758,7 +758,7 @@ class Torch(unittest.TestCase):
             torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
 
 
-#: Pauses, resumes, checks, and leaves everything for the exit.
+#: Pauses, resumes, checks, and leaves all cleanup to the exit.
 WORKLOAD = """
 import sys, torch
 from torch_memory_saver import torch_memory_saver as saver
@@ -787,7 +787,7 @@ print("fine", flush=True)
 
 @needs_torch
 class TorchPrograms(unittest.TestCase):
-    """Programs of their own: what they print, and that they end with exit code 0."""
+    """Runs whole programs; checks their output and exit code 0."""
 
     def workload(self, hook_mode: str, at_exit: str = "active", **environment: str) -> None:
         preload = str(HOOKS[0]) if hook_mode == "preload" else ""

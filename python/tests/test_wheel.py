@@ -1,7 +1,6 @@
-"""The wheel: it builds, it installs on the oldest and on newer Pythons, and what was installed pauses and resumes.
+"""The wheel builds, installs on the oldest and newer Pythons, and works when installed.
 
-The programs in it run on the simulated GPU; nothing of the checkout is on their paths. VRAMCTL_TEST_WHEEL=FILE takes a wheel
-that there is already.
+Its programs run on the simulated GPU without the checkout on their paths. VRAMCTL_TEST_WHEEL=FILE tests an existing wheel.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from support import HOLDER, ROOT
 
 HOME = "https://github.com/vramctl/vramctl"
 
-#: What a user of the wheel does not have.
+#: Variables that a user of the wheel does not have.
 _OURS = (
     "LD_PRELOAD",
     "PYTHONPATH",
@@ -34,14 +33,14 @@ _OURS = (
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OURS}
 
 
-#: What is looked at is the same without the optimiser, which takes longer than all the rest.
+#: Skip optimisation: it dominates the build time and does not affect these tests.
 QUICK = {
     f"CARGO_PROFILE_RELEASE_{name}": value for name, value in (("LTO", "off"), ("OPT_LEVEL", "0"), ("CODEGEN_UNITS", "64"))
 }
 
 
 def done(arguments: list[str], **environment: str) -> str:
-    """Runs a command that must succeed."""
+    """Runs a command that must succeed and returns its output."""
     ran = subprocess.run(
         arguments,
         cwd=ROOT,
@@ -57,7 +56,7 @@ def done(arguments: list[str], **environment: str) -> str:
 
 
 def interpreters() -> dict[tuple[int, int], str]:
-    """The Pythons of this machine that run and can make a virtual environment, by version."""
+    """The working Pythons on this machine that can create virtual environments, by version."""
     candidates = [sys.executable, *(f"python3.{minor}" for minor in range(9, 16))]
     candidates += map(str, Path.home().glob(".pyenv/versions/3.*/bin/python3"))
     if shutil.which("uv"):
@@ -81,18 +80,18 @@ def interpreters() -> dict[tuple[int, int], str]:
 
 
 def reachable() -> bool:
-    """Whether pip gets what the build needs."""
+    """Whether pip can get the build requirements."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "hatchling>=1.26"]
         return subprocess.run(command, env=ENVIRONMENT, capture_output=True).returncode == 0
 
 
-#: How an ELF file says which machine it is for.
+#: ELF machine numbers.
 MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 def machines(wheel: Path) -> set[int]:
-    """The machines that the library and the command line are for."""
+    """The ELF machines of the library and the command line."""
     with zipfile.ZipFile(wheel) as archive:
         binaries = [name for name in archive.namelist() if name.endswith((".so", "/scripts/vramctl"))]
         assert len(binaries) >= 2, binaries
@@ -100,7 +99,7 @@ def machines(wheel: Path) -> set[int]:
 
 
 def exported(wheel: Path) -> set[str]:
-    """What the library answers to."""
+    """The symbols that the library exports."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         symbols = done(["readelf", "--dyn-syms", "--wide", archive.extract("vramctl/libvramctl.so", folder)])
     rows = [line.split() for line in symbols.splitlines()]
@@ -117,7 +116,7 @@ class Wheel(unittest.TestCase):
         cls.folder = Path(folder.name)
         given = os.environ.get("VRAMCTL_TEST_WHEEL")
         if given is None and not reachable():
-            raise unittest.SkipTest("not run: pip cannot get what builds the wheel; is there a network?")
+            raise unittest.SkipTest("not run: pip cannot install the build requirements; is there a network?")
         cls.wheel = Path(given or done([str(ROOT / "scripts/wheel"), str(cls.folder)], **QUICK).splitlines()[-1])
 
     def test_it_is_one_for_all_and_has_everything_in_it(self) -> None:
@@ -129,7 +128,7 @@ class Wheel(unittest.TestCase):
             self.assertTrue(any(name.endswith(".data/scripts/vramctl") for name in names), names)
             hooks = [name for name in names if "dropin/torch_memory_saver_hook_mode_preload" in name]
             if "vramctl/dropin/torch_memory_saver/__init__.py" in names:
-                self.assertEqual(len(hooks), 3, "beside the stand-in, under the names by which it is looked for")
+                self.assertEqual(len(hooks), 3, "beside the drop-in, under the names that frameworks look for")
                 library = archive.read("vramctl/libvramctl.so")
                 self.assertTrue(all(archive.read(name) == library for name in hooks))
             else:
@@ -138,7 +137,7 @@ class Wheel(unittest.TestCase):
                 next(name for name in names if re.fullmatch(r"vramctl-[^/]+\.dist-info/METADATA", name))
             ).decode()
         self.assertIn("Requires-Python: >=3.9", metadata)
-        self.assertNotIn("Requires-Dist", metadata, "nothing is needed at run time")
+        self.assertNotIn("Requires-Dist", metadata, "the wheel has no dependencies")
         self.assertIn(f"Version: {vramctl.__version__}", metadata)
         self.assertIn(f"Project-URL: Homepage, {HOME}", metadata)
         self.assertIn("Description-Content-Type: text/markdown", metadata)
@@ -182,7 +181,7 @@ class Wheel(unittest.TestCase):
         self.works(str(place / "bin/vramctl"), str(place / "bin/python"), place)
 
     def test_pip_builds_it_where_rust_is_and_installs_it_into_a_directory(self) -> None:
-        """In the profile that was built already: what pip does with it is the same."""
+        """Uses the debug profile, which is built already; pip does the same with it."""
         place = self.folder / "target"
         command = [
             sys.executable,
@@ -196,11 +195,11 @@ class Wheel(unittest.TestCase):
             ".",
         ]
         done(command, VRAMCTL_WHEEL_CARGO="build")
-        # Another Python than the one that it was installed with, and with no path to it but what `vramctl run` says.
+        # A Python that finds the package only through `vramctl run`.
         self.works(str(place / "bin/vramctl"), sys.executable, place)
 
     def works(self, command: str, python: str, place: Path) -> None:
-        """Pauses and resumes, from Python and from the shell, with what was installed at `place`."""
+        """Pauses and resumes, from Python and the shell, with the installation at `place`."""
         where = [command, "run", "--", python, "-c", "import vramctl; print(vramctl.__file__, vramctl.library_path())"]
         package, library = done(where).split()
         for path in (package, library):
@@ -215,7 +214,7 @@ class Wheel(unittest.TestCase):
         package, version = done([command, "run", "--", python, "-c", stand_in]).splitlines()
         self.assertTrue(package.startswith(str(place)), package)
         self.assertRegex(version, r"^0\.0\.10\+vramctl None$")
-        # As a training framework starts its workers: a copy of the library beside the stand-in, and no `vramctl run`.
+        # As training frameworks start workers: the copy of the library beside the drop-in, without `vramctl run`.
         copy = str(Path(package).parent / "torch_memory_saver_hook_mode_preload.abi3.so")
         done([python, "-c", stand_in], LD_PRELOAD=copy, PYTHONPATH=str(Path(package).parent))
         done(
@@ -255,7 +254,7 @@ class Wheel(unittest.TestCase):
             holder.communicate()
 
     def test_the_engine_of_the_demonstration_is_paused_by_what_is_installed(self) -> None:
-        """The demonstration itself, with the installed binary and library in place of built ones."""
+        """Runs scripts/demo with the installed binary and library."""
         place = Path(tempfile.mkdtemp(dir=self.folder))
         done(
             [

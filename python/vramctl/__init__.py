@@ -17,9 +17,9 @@ From another process::
     with vramctl.Client("engine") as engine:
         engine.pause(["weights", "kv_cache"])
 
-Torch is used where the program has imported it, and not needed. Sizes are in bytes and timeouts in seconds. What goes
-wrong is an exception of `vramctl.errors` with the numbers in it. Functions may be called from any thread; a region
-belongs to the thread that is in it.
+Torch is optional; the package uses it if the program has imported it. Sizes are in bytes, timeouts in seconds. Errors
+are exceptions from `vramctl.errors` and carry the numbers. All functions are thread-safe; a region applies to the
+thread that entered it.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ __all__ = [
 ]
 
 
-#: The version of this package, and of the library and the command line that are installed with it.
+#: The version of this package and of the library and command line installed with it.
 __version__ = "0.1.0"
 
 
 def is_preloaded() -> bool:
-    """Whether the library is preloaded in this process. If not, the functions of this module that concern the process's
-    own memory raise `errors.NotPreloaded`; `Client` and `processes` work all the same.
+    """Whether the library is preloaded in this process. Without it, functions that act on this process's own memory raise
+    `errors.NotPreloaded`; `Client` and `processes` still work.
     """
     return _library.find() is not None
 
@@ -86,8 +86,8 @@ def library_version() -> str:
 
 
 def library_path() -> str:
-    """The path of ``libvramctl.so``, for those who set ``LD_PRELOAD`` themselves: the one that is preloaded, else the one
-    that was installed with this package. Raises `errors.NotPreloaded` where there is neither.
+    """The path of ``libvramctl.so``, for setting ``LD_PRELOAD`` by hand: the preloaded library, else the one installed with
+    this package. Raises `errors.NotPreloaded` if there is neither.
     """
     library = _library.find()
     path = library.path() if library is not None else None
@@ -104,24 +104,23 @@ def library_path() -> str:
 
 @contextlib.contextmanager
 def region(tag: str | None, backup: Backup = "default", *, device: Any = None, pool: bool = True) -> Iterator[None]:
-    """GPU memory that the calling thread allocates inside gets the tag `tag`. Regions nest; the innermost counts.
+    """Tags the GPU memory that the calling thread allocates inside. Regions nest; the innermost wins.
 
-    `tag`: 1 to 128 bytes of UTF-8 without commas, equals signs and control characters; None: allocations are left to
-    CUDA, and are never paused.
+    `tag`: 1 to 128 bytes of UTF-8 without commas, equals signs or control characters. None leaves allocations to CUDA; they
+    are never paused.
 
-    `backup`: what a pause does with the contents: ``host`` keeps them in host memory, ``disk`` in a file, ``discard`` drops
-    them (zeros after the resume); ``default``: as ``VRAMCTL_BACKUP`` says for the tag, else ``host``. With ``discard``,
-    neighbours share physical memory after a resume: what is freed of them goes back to the driver with the last of them, at
-    the next pause at the latest.
+    `backup`: what a pause does with the contents. ``host`` keeps them in host memory, ``disk`` keeps them in a file,
+    ``discard`` drops them (they read as zero after the resume), ``default`` follows ``VRAMCTL_BACKUP``, else ``host``. With
+    ``discard``, neighbouring allocations share physical memory after a resume. Memory freed from such a group returns to
+    the driver when the last of them is freed, or at the next pause.
 
-    With torch, tensors made inside come from a `torch.cuda.MemPool` of this tag and policy on `device` (as torch takes it;
-    the current device if None), so that tensors of several tags never share memory; a region is for tensors of one
-    device. Before torch 2.8, a pool also takes what other threads allocate on the device meanwhile. Expandable segments
-    are off in the process while any thread is in a region. `pool=False` leaves torch's pools alone, for callers that enter
-    one of their own.
+    With torch, tensors made inside come from a `torch.cuda.MemPool` for this tag, policy and `device` (anything torch
+    accepts; None is the current device), so tensors with different tags never share memory. A region covers one device.
+    Before torch 2.8, a pool also takes what other threads allocate on the device. Expandable segments are off for the
+    whole process while any thread is in a region. Pass `pool=False` to use a torch pool of your own.
 
-    Raises `errors.NotPreloaded`, `errors.Invalid` for a tag or policy that makes no sense, and `errors.Unsupported` where
-    torch cannot keep the tags apart.
+    Raises `errors.NotPreloaded`, `errors.Invalid` for an invalid tag or policy, and `errors.Unsupported` if torch cannot
+    keep tags apart.
     """
     library = _library.get()
     library.call("region_begin", _library.tag(tag), _library.backup(backup))
@@ -133,8 +132,8 @@ def region(tag: str | None, backup: Backup = "default", *, device: Any = None, p
 
 
 def unmanaged(*, device: Any = None) -> contextlib.AbstractContextManager[None]:
-    """A region whose allocations are left to CUDA and are never paused. With torch, tensors made inside come from a pool of
-    their own, so that none of them lands in cached memory that can be paused. Raises as `region` does.
+    """A region whose allocations are left to CUDA and never paused. With torch, tensors made inside come from a separate
+    pool, so none lands in cached memory that can be paused. Raises the same errors as `region`.
     """
     return region(None, device=device)
 
@@ -149,11 +148,11 @@ def cuda_graph(
     stream: Any = None,
     capture_error_mode: str = "global",
 ) -> Iterator[None]:
-    """Captures a CUDA graph as ``torch.cuda.graph`` does; the memory that the graph allocates for itself gets the tag `tag`.
+    """``torch.cuda.graph``, with a tag for the memory that the graph allocates.
 
-    `graph`, `pool`, `stream` and `capture_error_mode` are those of ``torch.cuda.graph``. Graphs that share a `pool` share
-    memory, which has the tag of the graph that allocated it first. After a pause and a resume the graph can be replayed
-    as before. With ``backup="discard"`` what the graph left in its memory reads as zero until the next replay.
+    `graph`, `pool`, `stream` and `capture_error_mode` are passed to ``torch.cuda.graph``. Graphs that share a `pool` share
+    memory, which keeps the tag of the graph that allocated it first. The graph can be replayed after a pause and resume.
+    With ``backup="discard"``, the graph's memory reads as zero until the next replay.
 
     Raises `errors.NotPreloaded`, and `errors.Unsupported` without torch.
     """
@@ -166,7 +165,7 @@ def cuda_graph(
 
 
 def current_tag() -> str | None:
-    """The tag that an allocation of the calling thread would get now; None: it would be left to CUDA.
+    """The tag that an allocation by the calling thread would get now; None if it would be left to CUDA.
     Raises `errors.NotPreloaded`.
     """
     return _library.get().read("current_tag") or None
@@ -179,23 +178,23 @@ def pause(
     backup: Backup = "default",
     live_only: bool = True,
 ) -> Report:
-    """Gives the GPU memory of a tag back to the driver; its addresses stay, and must not be used until `resume`.
+    """Returns the GPU memory of a tag to the driver. Its addresses stay reserved; do not use them until `resume`.
 
-    Waits for the device's work, then keeps or discards the contents, then gives the memory back: all of it or, after an
-    error, nothing. What is paused already is left alone, and counted in `Report.unchanged`.
+    Waits for the device, saves or discards the contents, then releases the memory. All or nothing: an error changes
+    nothing. Pausing a paused tag is a no-op, counted in `Report.unchanged`.
 
-    `tag`: one; several; None for all; or a mapping of tags to policies, in which the key None stands for all others.
+    `tag`: one tag, several, None for all, or a mapping of tags to policies, where the key None means all others.
 
-    `timeout`: how long to wait for the device's work, in seconds; None: as long as it takes. Copying is not limited by it.
+    `timeout`: seconds to wait for the device's work; None waits indefinitely. It does not limit copying.
 
-    `backup`: a policy for all of it, in place of each allocation's own. Not with a mapping, which has its own.
+    `backup`: overrides the policy of every allocation. Not allowed with a mapping.
 
-    `live_only`: with torch, what its allocator holds as free is not copied and reads as anything after the resume. So
-    other threads must not make tensors while this runs, as what they write may be lost; a `RuntimeWarning` says if one
-    did. With ``live_only=False`` all of it is kept.
+    `live_only`: with torch, skip blocks that its allocator holds as free; their contents are undefined after the resume.
+    Other threads must not create tensors meanwhile, or their contents may be lost; a `RuntimeWarning` says if one did.
+    ``live_only=False`` keeps everything.
 
-    Raises `errors.NotPreloaded`, `errors.UnknownTag`, `errors.HostMemory`, `errors.Disk`, `errors.Busy` after the timeout,
-    `errors.Capturing` while a CUDA graph is being captured, `errors.Driver`, `errors.Work`.
+    Raises `errors.NotPreloaded`, `errors.UnknownTag`, `errors.HostMemory`, `errors.Disk`, `errors.Busy` on timeout,
+    `errors.Capturing` during a CUDA graph capture, `errors.Driver`, `errors.Work`.
     """
     library = _library.get()
     policies = _request.policies(tag, backup)
@@ -209,8 +208,8 @@ def pause(
     lost = _torch.taken_since(free)
     if lost:
         warnings.warn(
-            f"another thread made tensors of {lost} bytes while vramctl.pause() ran; what it wrote to them may not have been "
-            "kept. Pause while no other thread allocates, or with live_only=False",
+            f"another thread created tensors of {lost} bytes during vramctl.pause(); their contents may be lost. Pause "
+            "while no other thread allocates, or with live_only=False",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -218,15 +217,15 @@ def pause(
 
 
 def resume(tag: str | Iterable[str] | None = None, *, timeout: float | None = 0.0) -> Report:
-    """Puts new memory at the addresses of a tag and the kept contents into it; discarded contents read as zero.
+    """Maps new memory at the addresses of a tag and restores the saved contents; discarded contents read as zero.
 
-    All of it or, after an error, nothing; what is active already is left alone.
+    All or nothing: an error changes nothing. Resuming an active tag is a no-op.
 
-    `tag`: one, several, or None for all. `timeout`: how long to wait for memory that other processes hold, in seconds;
-    None: without limit.
+    `tag`: one tag, several, or None for all. `timeout`: seconds to wait for memory that other processes hold; None waits
+    indefinitely.
 
-    Raises `errors.NotPreloaded`, `errors.UnknownTag`, `errors.DeviceMemory` (with what is needed, what is free and who has
-    the rest), `errors.Disk`, `errors.Driver`.
+    Raises `errors.NotPreloaded`, `errors.UnknownTag`, `errors.DeviceMemory` (how much is needed, how much is free, who
+    holds the rest), `errors.Disk`, `errors.Driver`.
     """
     library = _library.get()
     names = (ctypes.c_char_p * len(chosen))(*map(_library.tag, chosen)) if (chosen := _request.names(tag)) else None
@@ -235,14 +234,14 @@ def resume(tag: str | Iterable[str] | None = None, *, timeout: float | None = 0.
 
 
 def _free_of(policies: Mapping[str | None, str]) -> _torch.Free:
-    """What torch holds as free under the tags of which only live blocks are kept. To ask it takes longer than a pause that
-    keeps nothing, or finds nothing changed.
+    """Torch's free blocks under the tags whose pause can skip them. The other tags are left out because asking torch
+    takes longer than a pause that keeps nothing or finds nothing changed.
     """
     there = status()
 
     def is_of_use(tag: Tag) -> bool:
         policy = policies.get(tag.tag, policies.get(None, "discard"))
-        # What is retained is kept whole, to be compared with what is there next time.
+        # Retained contents are saved whole, to be compared at the next pause.
         return not tag.retained and any(each != "discard" for each in (tag.backup if policy == "default" else [policy]))
 
     asked = [tag.tag for tag in there.tags if is_of_use(tag)]
@@ -250,51 +249,52 @@ def _free_of(policies: Mapping[str | None, str]) -> _torch.Free:
 
 
 def status() -> Status:
-    """What this process has under management, by tag and by device. Does not wait for a pause or resume under way.
+    """This process's managed memory, by tag and by device. Does not wait for a pause or resume in progress.
     Raises `errors.NotPreloaded`.
     """
     return Status._from(_library.get().json("status_json"))
 
 
 def retain(tag: str | None, keep: bool | None) -> None:
-    """Whether the saved contents of a tag stay in host memory after a resume, so that the next pause copies only what has
-    changed. `tag` None: every tag without a setting of its own. `keep` None: as ``VRAMCTL_RETAIN`` says.
+    """Sets whether the saved contents of a tag stay in host memory after a resume, so that the next pause copies only what
+    has changed. `tag` None: every tag without its own setting. `keep` None: follow ``VRAMCTL_RETAIN``.
     Raises `errors.NotPreloaded`.
     """
     _library.get().call("set_retain", _library.tag(tag), -1 if keep is None else int(bool(keep)))
 
 
 def set_disk_directory(path: str | os.PathLike[str] | None) -> None:
-    """Where the policy ``disk`` keeps contents from now on: an existing directory on a drive; None: as ``VRAMCTL_DISK_DIR``
-    says. What is in files already stays where it is. Raises `errors.NotPreloaded`, and `errors.Disk` where it is no directory.
+    """Sets where the policy ``disk`` writes new backups: an existing directory on a drive; None follows
+    ``VRAMCTL_DISK_DIR``. Existing backups stay where they are. Raises `errors.NotPreloaded`, and `errors.Disk` if `path`
+    is not a directory.
     """
     _library.get().call("set_disk_directory", None if path is None else os.fsencode(path))
 
 
 def set_memory_margin(bytes: int) -> None:
-    """From now on, a managed allocation that would leave less than `bytes` of its device free is answered with out of
-    memory; 0: none is. Raises `errors.NotPreloaded`.
+    """Makes managed allocations fail with out of memory if they would leave less than `bytes` of the device free; 0 turns
+    this off. Raises `errors.NotPreloaded`.
     """
     if not 0 <= bytes < 1 << 64:
-        raise errors.Invalid(f"a margin is a number of bytes from 0 on, not {bytes!r}")
+        raise errors.Invalid(f"the margin must be a number of bytes from 0 to 2**64 - 1, not {bytes!r}")
     _library.get().call("set_memory_margin", bytes)
 
 
 def backup_of(tensor_or_address: Any) -> memoryview:
-    """The kept contents of paused memory, to read, without a copy.
+    """A read-only, zero-copy view of the saved contents of paused memory.
 
-    Of a tensor (anything with `data_ptr()`, `numel()`, `element_size()` and `is_contiguous()`): its bytes; of an address on
-    the device: the bytes from there to its allocation's end. The view is of the library's memory: do not use it after the
-    memory was resumed or freed.
+    For a tensor (anything with `data_ptr()`, `numel()`, `element_size()` and `is_contiguous()`), the view covers its bytes;
+    for a device address, everything from there to the end of the allocation. The view points into the library's memory:
+    do not use it after the memory is resumed or freed.
 
-    Raises `errors.NotPreloaded`, `errors.NotPaused` where no contents are kept in host memory for it, and `errors.Invalid`
-    for a tensor that is not contiguous.
+    Raises `errors.NotPreloaded`, `errors.NotPaused` if host memory holds no contents for it, and `errors.Invalid` for a
+    non-contiguous tensor.
     """
     address, wanted = tensor_or_address, None
     if hasattr(tensor_or_address, "data_ptr"):
         tensor = tensor_or_address
         if not tensor.is_contiguous():
-            raise errors.Invalid("the tensor is not contiguous: ask for the backup of the one that it is a view of")
+            raise errors.Invalid("the tensor is not contiguous; ask for the backup of its base tensor")
         address, wanted = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         if wanted == 0:
             return memoryview(b"")
@@ -303,6 +303,6 @@ def backup_of(tensor_or_address: Any) -> memoryview:
     library.call("backup_pointer", ctypes.c_void_p(address), ctypes.byref(pointer), ctypes.byref(size))
     length = size.value if wanted is None else wanted
     if length > size.value:
-        raise errors.Invalid(f"the tensor has {length} bytes, and its allocation only {size.value} more from there on")
+        raise errors.Invalid(f"the tensor has {length} bytes, but only {size.value} remain in its allocation")
     contents = (ctypes.c_ubyte * length).from_address(pointer.value or 0)
     return memoryview(contents).cast("B").toreadonly()

@@ -1,6 +1,6 @@
-"""Has something done when a module is imported, without importing it: one finder in front of the others.
+"""Post-import hooks: runs a callback when a module is imported, through a finder in front of the others.
 
-Nothing but the interpreter's own modules is needed, so that a program can have this from its start at no cost.
+Imports nothing but modules that the interpreter loads anyway, because it runs at the start of every program.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _searching = threading.local()
 
 
 def when_imported(name: str, function: Callable[[Any], object]) -> None:
-    """Calls `function(module)` when the module `name` has been executed: now, if it has been, and after each reload.
+    """Calls `function(module)` after the module `name` has executed: at once if it already has, and after each reload.
 
-    What `function` raises is logged and does not reach the program. The same function is not registered twice.
+    Exceptions from `function` are logged and never reach the program. Registering a function twice is a no-op.
     """
     functions = _waiting.setdefault(name, [])
     if function in functions:
@@ -31,7 +31,7 @@ def when_imported(name: str, function: Callable[[Any], object]) -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     module = sys.modules.get(name)
-    # One that is being executed has passed our finder, or began before it was there and lacks what is looked for.
+    # A module that is still executing either went through our finder, or started before it and is incomplete.
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         _call(function, module)
 
@@ -42,16 +42,14 @@ def _call(function: Callable[[Any], object], module: ModuleType) -> None:
     except Exception:
         import logging
 
-        logging.getLogger("vramctl").warning(
-            "vramctl: %s is left as it is, because of an error", module.__name__, exc_info=True
-        )
+        logging.getLogger("vramctl").warning("vramctl: left %s unchanged because of an error", module.__name__, exc_info=True)
 
 
 class _Finder:
-    """Finds what the other finders find, and has the module's loader say when it has executed it."""
+    """Delegates to the other finders and watches the loader of the module they find."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        # Another tool's finder may ask all finders in turn, this one again among them.
+        # Another tool's finder may ask all finders in turn, including this one.
         busy = _searching.__dict__.setdefault("names", set())
         if name not in _waiting or name in busy:
             return None
@@ -69,14 +67,14 @@ class _Finder:
 
 
 def _watch(spec: ModuleSpec) -> None:
-    """Has the loader of `spec` execute its module and then call who waits for it. The loader is afterwards as before."""
+    """Makes the loader of `spec` run the callbacks after it executes the module, then restores the loader."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if execute is None or isinstance(loader, type):
-        return  # the interpreter's own loaders are classes, shared by all their modules
+        return  # built-in loaders are classes, shared by all their modules
 
     def exec_module(module: ModuleType) -> None:
-        # Loaders of archives serve several modules.
+        # An archive's loader serves several modules.
         if module.__name__ == spec.name:
             vars(loader).pop("exec_module", None)
         execute(module)
@@ -87,4 +85,4 @@ def _watch(spec: ModuleSpec) -> None:
     try:
         loader.exec_module = exec_module  # type: ignore[union-attr,method-assign]
     except AttributeError:
-        pass  # a loader that takes no attributes: its module is imported as ever, and nobody is told
+        pass  # a loader with fixed attributes: import the module without callbacks

@@ -1,7 +1,6 @@
-"""The library that is preloaded in this process, found through the loader and never loaded a second time.
+"""Calls into the preloaded library, whose functions are looked up in the process's global scope.
 
-A second copy would have a map of its own, with no allocation in it. So nothing here opens a file: the functions are
-looked up in the global scope, where a preloaded library is, and nowhere else.
+Never load the file again: a second copy would have its own, empty registry.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Tag(ctypes.Structure):
     _fields_ = [("tag", ctypes.c_char_p), ("backup", ctypes.c_int32)]
 
 
-#: The functions of `include/vramctl.h` that this package uses, with the types of their arguments.
+#: The functions of `include/vramctl.h` that this package uses, with their argument types.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "region_begin": (_text, ctypes.c_int32),
     "region_end": (),
@@ -54,10 +53,7 @@ _BUFFER_TOO_SMALL = errors.BufferTooSmall.number
 
 
 class Library:
-    """The functions of the preloaded library. Each may be called from any thread at any time.
-
-    A call releases the interpreter's lock while it runs, so other Python threads go on during a pause.
-    """
+    """The preloaded library's functions. Thread-safe. Calls release the GIL, so other Python threads run during a pause."""
 
     def __init__(self, scope: ctypes.CDLL) -> None:
         self._scope = scope
@@ -71,13 +67,13 @@ class Library:
         return hasattr(self._scope, f"vramctl_{name}")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls `vramctl_NAME`; what it does not carry out is raised."""
+        """Calls `vramctl_NAME` and raises its error."""
         code = self._function(name)(*arguments)
         if code != 0:
             raise self._error(code)
 
     def read(self, name: str) -> str:
-        """The text that `vramctl_NAME` writes into a buffer."""
+        """Returns the text that `vramctl_NAME` writes into a buffer."""
         function, needed, capacity = self._function(name), _size(), 4096
         while True:
             buffer = ctypes.create_string_buffer(capacity)
@@ -86,11 +82,11 @@ class Library:
                 return buffer.value.decode()
             if code != _BUFFER_TOO_SMALL:
                 raise self._error(code)
-            # It may be longer the next time.
+            # The text may grow before the next call.
             capacity = needed.value + 1024
 
     def json(self, name: str) -> dict[str, Any]:
-        """The object that `vramctl_NAME` writes as JSON."""
+        """Returns the JSON object that `vramctl_NAME` writes."""
         return dict(json.loads(self.read(name)))
 
     def _function(self, name: str) -> Callable[..., int]:
@@ -100,7 +96,7 @@ class Library:
                 function = getattr(self._scope, f"vramctl_{name}")
             except AttributeError:
                 raise errors.Unsupported(
-                    f"the preloaded library ({self.path() or 'of unknown path'}, version {self.version}) has no "
+                    f"the preloaded library ({self.path() or 'path unknown'}, version {self.version}) has no "
                     f"vramctl_{name}: it is older than this Python package. Start the program with the `vramctl run` "
                     "of the same installation"
                 ) from None
@@ -111,14 +107,14 @@ class Library:
     def _error(self, code: int) -> errors.Error:
         message = (self._scope.vramctl_last_error() or b"").decode(errors="replace") or f"error {code}"
         reply: dict[str, Any] = {}
-        # What the thread's last error is must be asked before anything else fails in it.
+        # Read the thread's last error before another call overwrites it.
         if self.has("last_error_json"):
-            with contextlib.suppress(errors.Error, ValueError):  # the message says the same
+            with contextlib.suppress(errors.Error, ValueError):  # the message has the same facts
                 reply = self.json("last_error_json")
         return errors._from_number(code, message, reply)
 
     def path(self) -> str | None:
-        """The file that the library was loaded from; None where the loader does not say."""
+        """The file that the library was loaded from; None if the loader does not know."""
 
         class Info(ctypes.Structure):
             _fields_ = [
@@ -138,7 +134,7 @@ class Library:
 
 @functools.cache
 def find() -> Library | None:
-    """The preloaded library; None: there is none. What is preloaded cannot change, so it is looked for once."""
+    """The preloaded library; None if there is none. Cached, because that cannot change."""
     scope = ctypes.CDLL(None)
     return Library(scope) if hasattr(scope, "vramctl_version") else None
 
@@ -147,18 +143,17 @@ _opened: Library | None = None
 
 
 def open(path: str) -> None:
-    """Has this module use a library that is not preloaded, where none is. It answers none of CUDA's functions, and manages
-    what it is asked for itself: as torch's pluggable allocator.
+    """Loads the library if none is preloaded. It then intercepts no CUDA functions and manages only what is allocated through
+    it, as torch's pluggable allocator.
     """
     global _opened
     if find() is None and _opened is None:
-        # Not into the global scope: what the dynamic linker binds later would find its functions, and what is bound already
-        # would not.
+        # Keep it out of the global scope: symbols bound from now on would resolve to it, symbols bound earlier would not.
         _opened = Library(ctypes.CDLL(path))
 
 
 def get() -> Library:
-    """The preloaded library, or the one that was opened; raises `NotPreloaded` with the way out."""
+    """The preloaded library, or the one that was opened. Raises `NotPreloaded`."""
     library = find() or _opened
     if library is None:
         raise errors.NotPreloaded(
@@ -169,33 +164,33 @@ def get() -> Library:
 
 
 def tag(name: str | None) -> bytes | None:
-    """A tag as the library takes it; it says itself what is wrong with the rest."""
+    """Encodes a tag for the library, which does the rest of the validation."""
     if name is None:
         return None
     if not isinstance(name, str):
-        raise TypeError(f"a tag is a str or None, not {type(name).__name__}")
+        raise TypeError(f"a tag must be a str or None, not {type(name).__name__}")
     encoded = name.encode()
     if b"\0" in encoded:
-        raise errors.Invalid("a tag has no NUL in it")
+        raise errors.Invalid("a tag must not contain NUL")
     return encoded
 
 
 def backup(name: str) -> int:
-    """A backup policy as the library takes it."""
+    """Encodes a backup policy for the library."""
     return BACKUPS[_request.checked(name)]
 
 
 def milliseconds(seconds: float | None) -> int:
-    """A timeout as the library takes it."""
+    """Encodes a timeout for the library: -1 means no limit."""
     limit = _request.milliseconds(seconds)
     return -1 if limit is None else limit
 
 
 def tags(policies: Mapping[str | None, str]) -> Any:
-    """Tags and their policies as an array of `VramctlTag`."""
+    """An array of `VramctlTag`."""
     return (Tag * len(policies))(*(Tag(tag(name), backup(policy)) for name, policy in policies.items()))
 
 
 def ranges(found: Sequence[tuple[int, int]]) -> Any:
-    """(address, bytes) pairs as an array of `VramctlRange`."""
+    """An array of `VramctlRange` from (address, bytes) pairs."""
     return (Range * len(found))(*(Range(*pair) for pair in found))

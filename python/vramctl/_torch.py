@@ -1,10 +1,10 @@
-"""Torch, where the program uses it: a memory pool for each tag, and what the allocator holds as free.
+"""Torch integration: a memory pool per tag, and the allocator's free blocks.
 
-Torch's caching allocator asks CUDA for segments and hands out parts of them. A segment gets the tag of the region in
-which it was asked for, whatever its parts are used for later. So each tag needs a pool of its own (`torch.cuda.MemPool`),
-or a tensor of one tag might be put into a segment of another.
+Torch's caching allocator gets segments from CUDA and hands out blocks of them. A segment keeps the tag of the region that
+it was allocated in, whatever its blocks are used for later. So each tag needs its own pool (`torch.cuda.MemPool`), or a
+tensor of one tag could land in a segment of another.
 
-Nothing here imports torch: a program that has not imported it does not need this module's work.
+Nothing here imports torch: a program that has not imported it does not need any of this.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from . import errors
 
 #: What a pool is for: tag (None: left to CUDA), backup policy, device.
 Key = tuple[Optional[str], str, int]
-#: How torch names a pool.
+#: Torch's pool id.
 PoolId = tuple[int, int]
 
-#: Torch's name of the pool of everything that is in no pool.
+#: Torch's id for memory outside any pool.
 _DEFAULT_POOL: PoolId = (0, 0)
 
-#: The library leaves out whole pages of this size: there is none in a smaller block.
+#: The library skips whole pages of this size, so smaller blocks do not matter.
 _PAGE = 2 << 20
 
 
 def loaded() -> Any:
     """The torch module, if the program has imported it and it has GPUs; else None."""
     torch = sys.modules.get("torch")
-    # A module that is still being imported lacks most of its attributes.
+    # A module still being imported lacks most of its attributes.
     available = getattr(getattr(torch, "cuda", None), "is_available", None)
     return torch if available is not None and available() else None
 
 
 def required() -> Any:
-    """The torch module, for what is of no use without it."""
+    """The torch module. Raises `errors.Unsupported` if `loaded` finds none."""
     torch = loaded()
     if torch is None:
-        raise errors.Unsupported("torch with a GPU is needed: import torch before, and check torch.cuda.is_available()")
+        raise errors.Unsupported("this needs torch with a GPU: import torch first, and check torch.cuda.is_available()")
     return torch
 
 
@@ -54,15 +54,15 @@ def required() -> Any:
 class _Pools:
     """The pools of this process, by key.
 
-    Torch refuses to enter one pool in two threads at a time, so each key has as many as there have been threads in it
-    at once. They live as long as the process: torch frees a pool's memory when the pool object dies.
+    Torch does not let two threads enter the same pool, so each key has one pool per concurrent thread. Pools live as long
+    as the process, because torch frees a pool's memory when the pool object dies.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: dict[Key, list[Any]] = {}
         self._tags: dict[PoolId, str | None] = {}
-        #: What pools get their memory from; None: from CUDA's functions.
+        #: The pluggable allocator behind new pools; None: CUDA's functions.
         self.allocator: Any = None
 
     def take(self, torch: Any, key: Key) -> Any:
@@ -72,8 +72,8 @@ class _Pools:
                 return idle.pop()
         with torch.cuda.device(key[2]):
             pool = torch.cuda.MemPool(self.allocator)
-        # One reference that is never given back. At the interpreter's exit the pool would otherwise free its memory
-        # through a runtime that may be gone already.
+        # Leak one reference. Otherwise the pool would free its memory at interpreter exit, through a CUDA runtime that
+        # may already be gone.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
         with self._lock:
             self._tags[tuple(pool.id)] = key[0]
@@ -88,7 +88,7 @@ class _Pools:
             self._tags[pool_id] = tag
 
     def of(self, tags: Collection[str] | None) -> set[PoolId]:
-        """The pools whose memory has one of the tags; None: any tag."""
+        """The pools with one of these tags; None means any tag."""
         with self._lock:
             return {pool for pool, tag in self._tags.items() if tag is not None and (tags is None or tag in tags)}
 
@@ -97,28 +97,28 @@ _pools = _Pools()
 
 
 def _caching() -> Any:
-    """Torch, ready to have pools made; None: there is none, or its allocator does not cache, so there is nothing to keep apart."""
+    """Torch, initialized for pools; None without torch, or if its allocator does not cache and so never mixes tags."""
     torch = loaded()
     if torch is None or torch.cuda.get_allocator_backend() != "native":
         return None
-    torch.cuda.init()  # there are no pools before
+    torch.cuda.init()  # pools need it
     return torch
 
 
 def _require_pools(torch: Any) -> None:
     if not hasattr(torch.cuda, "use_mem_pool"):
         raise errors.Unsupported(
-            f"torch {torch.__version__} has no torch.cuda.MemPool, so tensors of several tags may share memory. Use "
-            "torch 2.5 or later; or region(…, pool=False), if all that is allocated has one tag"
+            f"torch {torch.__version__} has no torch.cuda.MemPool, so tensors with different tags may share memory. Use "
+            "torch 2.5 or later, or region(…, pool=False) if you use only one tag"
         )
 
 
 class _Scope:
-    """What torch allocates from in one thread: a pool, or None: from whatever it would without us."""
+    """What torch allocates from in one thread: a pool, or its own choice if None."""
 
     def __init__(self, pool: Any, device: int | None, key: Key | None) -> None:
         self.pool, self.device = pool, device
-        #: What the pool is for, if it is one of `_pools`.
+        #: Set if the pool is one of `_pools`.
         self.key = key
         self._entered: Any = None
 
@@ -136,7 +136,7 @@ class _Scope:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        #: The innermost last.
+        #: Innermost last.
         self.scopes: list[_Scope] = []
 
 
@@ -145,10 +145,10 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def _allocating_from(torch: Any, pool: Any, device: int | None = None, key: Key | None = None) -> Iterator[None]:
-    """Has torch allocate from this pool in the calling thread, on `device` (the current one if None).
+    """Makes torch allocate from this pool in the calling thread, on `device` (None: the current one).
 
-    Torch would go on with the pool that was entered first and not with the innermost. So the one around this is left for
-    as long as it lasts, and whatever is entered by this package is entered here.
+    With nested pools, torch uses the one entered first, not the innermost. So leave the outer pool for the duration, and
+    enter all of this package's pools here.
     """
     scopes = _thread.scopes
     outer = scopes[-1] if scopes else None
@@ -170,8 +170,8 @@ def _allocating_from(torch: Any, pool: Any, device: int | None = None, key: Key 
 
 @contextlib.contextmanager
 def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[None]:
-    """Allocations of the calling thread on `device` come from the pool of this tag and policy; without `pool`, from none of
-    ours. Without torch, or with an allocator that does not cache, there is nothing to keep apart.
+    """Makes the calling thread allocate on `device` from the pool of this tag and policy, or from none of ours if `pool` is
+    False. A no-op without torch or with an allocator that does not cache.
     """
     torch = _caching()
     if torch is None:
@@ -184,7 +184,7 @@ def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[Non
             return
         _require_pools(torch)
         key = (tag, backup, _index(torch, device))
-        # This thread may be in a region of the same key further out: that pool is its own already.
+        # This thread may already own the key's pool, from an outer region.
         own = next((around.pool for around in _thread.scopes if around.key == key), None)
         if own is not None:
             with _allocating_from(torch, own, key[2], key):
@@ -200,8 +200,8 @@ def scope(tag: str | None, backup: str, device: Any, pool: bool) -> Iterator[Non
 
 @contextlib.contextmanager
 def pool_for_once(tag: str | None) -> Iterator[None]:
-    """Allocations of the calling thread on the current device come from a pool that goes at the end: what of it is free then
-    goes back to the device, and the rest once no tensor uses it. `tag` is that of its memory; None: it is left to CUDA.
+    """Makes the calling thread allocate on the current device from a temporary pool. At the end, its free memory returns to
+    the device; the rest follows once no tensor uses it. `tag` is the tag of its memory; None: left to CUDA.
     """
     torch = _caching()
     if torch is None:
@@ -217,21 +217,20 @@ def pool_for_once(tag: str | None) -> Iterator[None]:
 
 
 def use_allocator(allocator: Any) -> None:
-    """Pools that are made from now on get their memory from a pluggable allocator, and not from CUDA's functions."""
+    """Makes new pools get their memory from a pluggable allocator instead of CUDA's functions."""
     _pools.allocator = allocator
 
 
 def adopt(pool_id: PoolId, tag: str) -> None:
-    """Treats a pool of the caller's, whose memory has this tag, as one of ours: what torch holds as free in it is not kept
-    by a pause.
+    """Treats the caller's pool, whose memory has this tag, as one of ours: a pause skips its free blocks.
 
-    Not for pools of CUDA graphs: a graph that is replayed uses memory that torch holds as free.
+    Not for CUDA graph pools: a graph replay uses memory that torch holds as free.
     """
     _pools.adopt((int(pool_id[0]), int(pool_id[1])), tag)
 
 
 def _index(torch: Any, device: Any) -> int:
-    """The ordinal of a device given as torch takes it: a number, `cuda:1`, a `torch.device`, or None for the current one."""
+    """The ordinal of a device: an int, `cuda:1`, a `torch.device`, or None for the current one."""
     if isinstance(device, int):
         return device
     index = None if device is None else torch.device(device).index
@@ -244,12 +243,12 @@ _EXPANDABLE = "expandable_segments"
 
 
 class _Switch:
-    """Counts the regions that need it off. The setting is the process's and not a thread's."""
+    """Counts the regions that need expandable segments off. The setting is process-wide."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users = 0
-        #: The settings by which it was switched off; None: it was off.
+        #: The settings that we applied to turn it off; None if it was off already.
         self.without: str | None = None
 
 
@@ -258,21 +257,21 @@ _switch = _Switch()
 
 @contextlib.contextmanager
 def _without_expandable_segments(torch: Any) -> Iterator[None]:
-    """Has torch allocate its segments with `cudaMalloc`.
+    """Makes torch allocate its segments with `cudaMalloc`.
 
-    With expandable segments it calls the driver, and what goes to the driver is not managed. Torch lets them be
-    switched at run time: while they are off, it neither makes such segments nor hands out parts of those it has.
+    Expandable segments come straight from the driver and are not managed. Torch can switch them at run time: while they
+    are off, it neither creates expandable segments nor hands out blocks of existing ones.
     """
     with _switch.lock:
-        # Torch tells its settings with a snapshot of all its memory: so where nothing is to be changed, it is asked once.
+        # Reading torch's settings takes a snapshot of all its memory, so read them once if there is nothing to change.
         if _switch.users == 0 and _is_expandable(live := _live_settings(torch)):
             without = _with_expandable(_last_settings(live), False)
             _apply(torch, without)
             if _is_expandable(_live_settings(torch)):
                 _apply(torch, _with_expandable(without, True))
                 raise errors.Unsupported(
-                    f"torch {torch.__version__} allocates expandable segments and cannot be told otherwise, and those are "
-                    f"not managed. Start the program without {_EXPANDABLE}:True in PYTORCH_CUDA_ALLOC_CONF"
+                    f"torch {torch.__version__} cannot turn off expandable segments, which are not managed. "
+                    f"Start the program without {_EXPANDABLE}:True in PYTORCH_CUDA_ALLOC_CONF"
                 )
             _switch.without = without
         _switch.users += 1
@@ -284,7 +283,7 @@ def _without_expandable_segments(torch: Any) -> Iterator[None]:
             if _switch.users == 0 and _switch.without is not None:
                 without, _switch.without = _switch.without, None
                 now = _last_settings(_live_settings(torch))
-                # Or the program has said something of it meanwhile, and knows why.
+                # Restore it, unless the program has set it explicitly in the meantime.
                 if now == without or _said_of_expandable(now) is None:
                     _apply(torch, _with_expandable(now, True))
 
@@ -297,7 +296,7 @@ def _live_settings(torch: Any) -> Mapping[str, Any]:
 
 
 def _last_settings(live: Mapping[str, Any]) -> str:
-    """The settings that were made last: programs make them at run time, so the environment is only where to look next."""
+    """The settings applied last: those set at run time, else those from the environment."""
     for settings in (live, os.environ):
         for name in _VARIABLES:
             if settings.get(name):
@@ -306,25 +305,25 @@ def _last_settings(live: Mapping[str, Any]) -> str:
 
 
 def _is_expandable(live: Mapping[str, Any]) -> bool:
-    """Whether it is on. Settings that do not mention it leave it as it is, so the last ones do not tell."""
+    """Whether it is on. Ask torch first: settings that do not mention it leave it unchanged."""
     return bool(live[_EXPANDABLE] if _EXPANDABLE in live else _said_of_expandable(_last_settings(live)))
 
 
 def _said_of_expandable(settings: str) -> bool | None:
-    """What settings say of it; None: nothing."""
+    """The value in the settings; None if they do not mention it."""
     pairs = [item.partition(":") for item in settings.split(",")]
     said = [value.strip().lower() in ("true", "1") for name, _, value in pairs if name.strip() == _EXPANDABLE]
     return said[-1] if said else None
 
 
 def _with_expandable(settings: str, on: bool) -> str:
-    """All of the settings with this one changed: torch puts most of those that are not mentioned back to their defaults."""
+    """The full settings with this one changed: torch resets most settings that are not mentioned."""
     others = [item for item in settings.split(",") if item.strip() and item.partition(":")[0].strip() != _EXPANDABLE]
     return ",".join([*others, f"{_EXPANDABLE}:{on}"])
 
 
 def _apply(torch: Any, settings: str) -> None:
-    # Torch 2.9 has moved it, and warns of the old place.
+    # Torch 2.9 moved it and deprecated the old name.
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change(settings)
 
@@ -340,20 +339,20 @@ def is_used() -> bool:
 
 
 class Free(NamedTuple):
-    """What torch holds as free, and how many allocations it had made by then."""
+    """Torch's free blocks, and how many allocations it had made by then."""
 
     ranges: list[tuple[int, int]]
     made: int
 
 
 def free(tags: Collection[str] | None, process_tag: str | None) -> Free:
-    """The parts of segments with these tags (None: any) that torch certainly holds as free, as (address, bytes): nobody
-    reads them before writing. `process_tag` is that of memory outside regions.
+    """The blocks with these tags (None: any) that are certainly free, as (address, bytes): nobody reads them before writing.
+    `process_tag` is the tag of memory outside regions.
 
-    Left out, as they may be in use or are not worth it: blocks that wait for another stream, blocks in pools that are not
-    ours (a CUDA graph that is replayed uses memory that torch holds as free), expandable segments, and small blocks. Of our
-    pools also what belongs to other streams than the default one: a graph that is captured inside a region takes its memory
-    from the region's pool, which was entered before its own, and no graph is captured on the default stream.
+    Leaves out what may be in use or is not worth skipping: blocks waiting for another stream, pools that are not ours (a
+    CUDA graph replay uses memory that torch holds as free), expandable segments, and small blocks. In our pools, leaves out
+    blocks of non-default streams, too: a graph captured inside a region allocates from the region's pool, which was entered
+    first, and graphs are never captured on the default stream.
     """
     torch = sys.modules["torch"]
     made = _allocations_made(torch)
@@ -376,7 +375,7 @@ def _is_trusted(segment: Mapping[str, Any], pools: Collection[PoolId]) -> bool:
 
 
 def taken_since(before: Free) -> int:
-    """Bytes of `before` that torch has handed out since: other threads have allocated meanwhile."""
+    """Bytes of `before` that torch has since handed out to other threads."""
     if not before.ranges:
         return 0
     torch = sys.modules["torch"]
@@ -392,7 +391,7 @@ def taken_since(before: Free) -> int:
 
 
 def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
-    """Bytes in both of two sorted lists of ranges that do not overlap in themselves."""
+    """Bytes common to two sorted lists of disjoint ranges."""
     total = at = 0
     for address, size in one:
         while at < len(other) and sum(other[at]) <= address:
@@ -406,7 +405,7 @@ def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
 
 def _segments(torch: Any) -> list[dict[str, Any]]:
     snapshot = torch.cuda.memory_snapshot
-    # The history of allocations, where one is recorded, may be far larger than the rest.
+    # A recorded allocation history may be far larger than the rest.
     try:
         without_history = "include_traces" in inspect.signature(snapshot).parameters
     except (TypeError, ValueError):
@@ -415,6 +414,6 @@ def _segments(torch: Any) -> list[dict[str, Any]]:
 
 
 def _allocations_made(torch: Any) -> int:
-    """How many allocations torch has made so far, on all devices."""
+    """The number of allocations torch has made so far, on all devices."""
     devices = range(torch.cuda.device_count())
     return sum(int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0)) for device in devices)

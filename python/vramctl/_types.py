@@ -1,4 +1,4 @@
-"""What the functions answer: the protocol's replies as typed, read-only values."""
+"""The protocol's replies as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def _read(kind: type[_T], reply: Mapping[str, Any], **converted: Any) -> _T:
-    """A value of `kind` from the fields that it knows; a library that is newer than this package says more."""
+    """Builds a `kind` from the fields it knows; a newer library may send more."""
     known = {entry.name for entry in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values = {name: value for name, value in reply.items() if name in known}
     return kind(**{**values, **converted})
@@ -21,23 +21,23 @@ def _read(kind: type[_T], reply: Mapping[str, Any], **converted: Any) -> _T:
 class Report:
     """What a pause or resume did. Sizes are in bytes of device memory, times in milliseconds."""
 
-    #: Allocations that changed their state.
+    #: Allocations that changed state.
     allocations: int = 0
-    #: Their bytes, now given back or taken again.
+    #: Their size, released or taken back.
     bytes: int = 0
-    #: Of those, bytes whose contents were saved or restored.
+    #: Part of `bytes`: contents saved or restored.
     kept_bytes: int = 0
-    #: Of those saved, bytes that were not copied, because the backup had them already.
+    #: Part of `kept_bytes`: not copied because the backup already had them.
     unchanged_bytes: int = 0
-    #: Of `bytes`, bytes whose contents were dropped: they read as zero after the resume.
+    #: Part of `bytes`: contents dropped; they read as zero after the resume.
     discarded_bytes: int = 0
-    #: Allocations that were so already.
+    #: Allocations already in the requested state.
     unchanged: int = 0
-    #: Bytes that the driver has refused to take back so far; it is tried again.
+    #: Bytes that the driver has so far refused to release; the library retries.
     late_bytes: int = 0
-    #: Milliseconds in each stage: `wait`, `save`, `unmap`, `release` of a pause, `wait`, `map`, `restore` of a resume.
+    #: Milliseconds per stage: `wait`, `save`, `unmap`, `release` for a pause; `wait`, `map`, `restore` for a resume.
     stages: Mapping[str, float] = field(default_factory=dict)
-    #: Milliseconds in all.
+    #: Total milliseconds.
     ms: float = 0.0
 
     @classmethod
@@ -47,24 +47,23 @@ class Report:
 
 @dataclass(frozen=True)
 class Tag:
-    """What there is under one tag, in bytes of device memory unless it says otherwise."""
+    """The allocations under one tag. Sizes are in bytes of device memory unless noted."""
 
     tag: str
-    #: ``active``, ``paused``, or ``mixed``: some of its allocations are paused. While a pause or resume works on it,
-    #: ``pausing`` or ``resuming``.
+    #: ``active``, ``paused``, ``mixed`` (some allocations are paused), or ``pausing`` or ``resuming`` during a transition.
     state: str
     allocations: int = 0
     bytes: int = 0
     paused_bytes: int = 0
-    #: Bytes of contents kept in host memory, of what is paused and what is retained of what is active.
+    #: Contents in host memory: backups of paused allocations, and retained copies of active ones.
     host_bytes: int = 0
-    #: Bytes of contents kept in files.
+    #: Contents in files.
     disk_bytes: int = 0
-    #: Its bytes by the policy that a pause follows: ``host``, ``disk``, ``discard``.
+    #: Bytes by the policy a pause would follow: ``host``, ``disk``, ``discard``.
     backup: Mapping[str, int] = field(default_factory=dict)
-    #: Whether what is saved in host memory stays there after a resume.
+    #: Whether saved contents stay in host memory after a resume.
     retained: bool = False
-    #: How far a pause or resume of it has come, as soon as contents are copied.
+    #: Progress of the current pause or resume, once it copies contents.
     progress: Progress | None = None
 
     @classmethod
@@ -75,16 +74,16 @@ class Tag:
 
 @dataclass(frozen=True)
 class Device:
-    """Memory of a device that has managed allocations, in bytes."""
+    """A device with managed allocations. Sizes are in bytes."""
 
-    #: Its ordinal inside the process.
+    #: Its ordinal in the process.
     device: int
     active_bytes: int = 0
     paused_bytes: int = 0
-    #: Free on the device, whoever has the rest; None where the driver does not answer.
+    #: Free memory on the whole device; None if the driver does not answer.
     free_bytes: int | None = None
     total_bytes: int | None = None
-    #: The one that ``nvidia-smi -L`` shows; None where the driver does not answer.
+    #: As in ``nvidia-smi -L``; None if the driver does not answer.
     uuid: str | None = None
 
 
@@ -92,25 +91,25 @@ class Device:
 class Host:
     """Host memory for backups, in bytes."""
 
-    #: Holds contents.
+    #: In use for contents.
     used_bytes: int = 0
-    #: What there is of it.
+    #: Allocated in total.
     ready_bytes: int = 0
-    #: Of that, what the copy engines reach directly.
+    #: Part of `ready_bytes`: pinned, so the copy engines reach it directly.
     pinned_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a process has under management."""
+    """The managed memory of a process."""
 
-    #: The tag of allocations outside regions; None: those are left to CUDA.
+    #: The tag of allocations outside regions; None if they are left to CUDA.
     process_tag: str | None = None
-    #: By tag, in alphabetical order.
+    #: In alphabetical order.
     tags: tuple[Tag, ...] = ()
     devices: tuple[Device, ...] = ()
     host: Host = Host()
-    #: Bytes that the driver has refused to take back so far; it is tried again.
+    #: Bytes that the driver has so far refused to release; the library retries.
     late_bytes: int = 0
 
     @classmethod
@@ -124,26 +123,26 @@ class Status:
         )
 
     def tag(self, name: str) -> Tag | None:
-        """What there is under a tag; None: nothing."""
+        """One tag by name; None if it has no allocations."""
         return next((tag for tag in self.tags if tag.tag == name), None)
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Who a process is."""
+    """Identifies a process."""
 
-    #: The version of the control protocol that it speaks.
+    #: The version of its control protocol.
     protocol: int
     #: The version of its library.
     library: str
-    #: Its id, in its own PID namespace.
+    #: The process id, in its own PID namespace.
     pid: int
     #: ``VRAMCTL_NAME``, else the program's name.
     name: str
-    #: Its command line, the first 200 characters.
+    #: The first 200 characters of its command line.
     program: str = ""
-    #: The inference engine in it (``vllm``, ``sglang``), where it has said so: discard its ``kv_cache`` only if the engine
-    #: forgets what its prefix cache says of it.
+    #: The inference engine it declared (``vllm``, ``sglang``). Reset the engine's prefix cache before discarding its
+    #: ``kv_cache``.
     engine: str | None = None
 
     @classmethod
@@ -153,7 +152,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a pause or resume has come."""
+    """The progress of a pause or resume."""
 
     #: As in `Report.stages`.
     stage: str

@@ -1,7 +1,6 @@
-"""Pausing and resuming other processes, over their control sockets.
+"""Pauses and resumes other processes over their control sockets. Needs neither the library nor a GPU nor torch.
 
-The protocol is described in the project's ``docs/protocol.md``: a Unix socket for each process, one JSON object a line.
-Nothing here needs the library, a GPU or torch.
+``docs/protocol.md`` in the project describes the protocol: one Unix socket per process, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ if TYPE_CHECKING:
 __all__ = ["Client", "Process", "processes"]
 
 _VERSION = 1
-#: How often a silent process is looked at: one that died while a forked child of it still holds its socket would never
-#: answer, and never hang up.
+#: How often to check, in seconds, that a silent process still exists. If it died while a forked child holds its socket, the
+#: connection neither answers nor closes.
 _LOOK_AFTER = 1.0
-#: How long, in seconds, a process may take to answer a question that needs no work.
+#: Default timeout, in seconds, for requests that a process answers at once.
 _PATIENCE = 5.0
-#: In milliseconds: a time that does not come.
+#: "No limit" in the protocol, in milliseconds.
 _FOR_EVER = 10**12
 _CREDENTIALS = struct.Struct("3i")
 
 
 class _Directory:
-    """The directory of the sockets, open and found safe: no symbolic link, owned by the user, closed to others.
+    """The socket directory, opened and checked: not a symbolic link, owned by the user, closed to others.
 
-    Everything inside goes through its descriptor: what was checked is what is used, and the length of its path does not
-    matter to the address of a socket.
+    All access goes through its descriptor, so the directory we checked is the one we use, and its path may be longer than
+    a socket address allows.
     """
 
     def __init__(self, path: str) -> None:
@@ -59,8 +58,8 @@ class _Directory:
         about, user = os.fstat(self._open), os.geteuid()
         self._owner = about.st_uid
         why = None
-        if about.st_uid != user and user != 0:  # root may look into anybody's
-            why = f"owned by user {about.st_uid}, not by you; set VRAMCTL_DIR to a directory of yours"
+        if about.st_uid != user and user != 0:  # root may use anyone's
+            why = f"owned by user {about.st_uid}, not by you; set VRAMCTL_DIR to a directory you own"
         elif stat.S_IMODE(about.st_mode) & 0o077:
             why = f"open to other users (mode {stat.S_IMODE(about.st_mode):o}); chmod 700 it"
         if why is not None:
@@ -71,7 +70,7 @@ class _Directory:
         os.close(self._open)
 
     def connect(self, name: str) -> tuple[socket.socket, int]:
-        """A connection to the socket of this name, and the id of the process as it is seen from here (0: it is not)."""
+        """Connects to a socket. Returns it with the peer's process id in our PID namespace (0 if it is not visible)."""
         control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             control.settimeout(_PATIENCE)
@@ -86,7 +85,7 @@ class _Directory:
             raise
 
     def pids(self) -> list[int]:
-        """The processes that listen. Sockets that nobody listens on any more are removed on the way."""
+        """The listening processes. Removes stale sockets along the way."""
         found = []
         for name in os.listdir(self._open):
             pid = name[: -len(".sock")]
@@ -101,7 +100,7 @@ class _Directory:
             except FileNotFoundError:
                 continue
             except (OSError, errors.Error):
-                pass  # whatever else is wrong with it is for the one who talks to it to say
+                pass  # the first real request reports other errors
             found.append(int(pid))
         return sorted(found)
 
@@ -116,7 +115,7 @@ def _directory_path() -> str:
 
 @contextlib.contextmanager
 def _directory(path: str) -> Iterator[_Directory | None]:
-    """The directory of the sockets; None: there is none yet, so no process has managed memory."""
+    """The socket directory; None if it does not exist yet, so no process has managed memory."""
     try:
         directory = _Directory(path)
     except FileNotFoundError:
@@ -134,7 +133,7 @@ class _Place:
 
     folder: str
     file: str
-    #: The process, where it was chosen by its id.
+    #: The process id, if the caller gave one.
     pid: int | None = None
 
     @classmethod
@@ -145,7 +144,7 @@ class _Place:
         return f"process {self.pid}" if self.pid is not None else f"the process at {self.folder}/{self.file}"
 
     def connect(self) -> tuple[socket.socket, int]:
-        """As `_Directory.connect`; what goes wrong says what to do about it."""
+        """`_Directory.connect`, with errors that say what to do."""
         with _directory(self.folder) as directory:
             try:
                 if directory is None:
@@ -154,34 +153,32 @@ class _Place:
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 raise errors.NoProcess(self._nobody()) from error
             except (socket.timeout, BlockingIOError) as error:
-                raise errors.Busy(f"{self} does not take the connection; is it stopped?") from error
+                raise errors.Busy(f"{self} does not accept the connection; is it stopped?") from error
             except OSError as error:
                 raise errors.Disconnected(f"{self} does not answer: {error}") from error
 
     def _nobody(self) -> str:
         if self.pid is None:
-            return f"nobody listens at {self.folder}/{self.file}: the process has ended, or another directory is meant"
+            return f"nothing listens at {self.folder}/{self.file}: the process has ended, or the path is wrong"
         if os.path.exists(f"/proc/{self.pid}"):
             return f"{self} is not managed: it was not started under `vramctl run`, or has not allocated GPU memory yet"
         return f"there is no process {self.pid}"
 
 
 class Client:
-    """Another managed process.
+    """A client for another managed process.
 
-    `target`: a process id; the name of a process (``vramctl run --name``, else the program's), which must be the only one
-    of that name; the path of a socket (a `Path`, or a text with a slash in it); or None for the only managed process that
-    there is. A number is an id also as a text.
+    `target`: a process id (int or digits); a unique process name (``vramctl run --name``, else the program's name); the
+    path of a socket (a `Path`, or a string with a slash); or None for the only managed process.
 
-    `patience`: how long, in seconds, the process may take for answers that need no work (`hello`, `status`, `set_tag`);
-    None: as long as it lives.
+    `patience`: timeout in seconds for requests that need no work (`hello`, `status`, `set_tag`); None waits as long as the
+    process lives.
 
-    Raises `errors.NoProcess`, `errors.SeveralProcesses`, `errors.Invalid` where the directory of the sockets is not safe
-    to use or belongs to somebody else, and `errors.Busy` where the process does not answer in time, or another one that may
-    have the name does not.
+    Raises `errors.NoProcess`, `errors.SeveralProcesses`, `errors.Invalid` if the socket directory is unsafe or not yours,
+    and `errors.Busy` if the process, or another one that may have the name, does not answer in time.
 
-    Threads may share a client, and a `progress` callback may use it: each request has a connection of its own. Pauses and
-    resumes of one process wait for each other; the other requests do not wait for them.
+    Thread-safe, also from `progress` callbacks: each request has its own connection. Pauses and resumes of one process are
+    serialized; other requests do not wait for them.
     """
 
     def __init__(self, target: int | str | os.PathLike[str] | None = None, *, patience: float | None = _PATIENCE) -> None:
@@ -189,11 +186,11 @@ class Client:
         self._place = _find(target, patience)
         self._open: set[socket.socket] = set()
         self._closed = False
-        #: A process takes few connections at a time, so what is answered at once is asked one after the other.
+        #: A process accepts few connections at a time, so quick requests take turns.
         self._asking = threading.Lock()
         control, seen_as = self._place.connect()
         control.close()
-        #: The process, and when it started: another one may have its id some day.
+        #: The process id and start time, because ids are reused.
         self._process = (seen_as, _started(seen_as))
 
     def __enter__(self) -> Client:
@@ -203,8 +200,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends this client, and its requests in other threads: they raise `errors.Disconnected`. The process carries on with
-        a pause or resume, but no longer waits for the device's work or for memory.
+        """Closes the client. Its requests in other threads raise `errors.Disconnected`. The process finishes a pause or
+        resume in progress, but stops waiting for the device's work or for memory.
         """
         self._closed = True
         for control in list(self._open):
@@ -212,11 +209,11 @@ class Client:
                 control.shutdown(socket.SHUT_RDWR)
 
     def hello(self) -> Hello:
-        """Who the process is."""
+        """Identifies the process."""
         return Hello._from(self._question("hello", "hello"))
 
     def status(self) -> Status:
-        """What it has under management. Answered during a pause or resume, too."""
+        """The process's managed memory. Works during a pause or resume, too."""
         return Status._from(self._question("status", "status"))
 
     def pause(
@@ -228,23 +225,21 @@ class Client:
         timeout: float | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
-        """Gives the GPU memory of the tags back to the driver: all of it or, after an error, nothing.
+        """Returns the GPU memory of the tags to the driver. All or nothing; pausing a paused tag is a no-op.
 
-        `tags`: one; several; None for all; or a mapping of tags to policies, in which the key None stands for all others.
+        `tags`: one tag, several, None for all, or a mapping of tags to policies, where the key None means all others.
 
-        `backup`: ``host``, ``disk`` or ``discard``, in place of each allocation's own policy. Not with a mapping, which has
-        its own.
+        `backup`: ``host``, ``disk`` or ``discard``; overrides the policy of every allocation. Not allowed with a mapping.
 
-        `force`: discard an inference engine's KV cache even if its prefix cache still describes it. Have the engine reset its
-        prefix cache first, or it answers with what is no longer there. Without `force` that is `errors.PrefixCache`.
+        `force`: discard an inference engine's KV cache even if its prefix cache still describes it. Reset the engine's
+        prefix cache first, or it will serve data that no longer exists. Without `force`, this raises `errors.PrefixCache`.
 
-        `timeout`: how long to wait for the device's work, in seconds; None: as long as it takes. Copying is not limited by it.
+        `timeout`: seconds to wait for the device's work; None waits indefinitely. It does not limit copying.
 
-        `progress` is called, in this thread, with how far it has come, every 50 ms at most. If it raises, nobody waits for
-        the pause any more, and it goes on to its end.
+        `progress`: called in this thread, at most every 50 ms. If it raises, the pause continues but this call ends.
 
-        What is paused already is left alone. Raises `errors.UnknownTag`, `errors.HostMemory`, `errors.Disk`, `errors.Busy`,
-        `errors.Capturing`, `errors.Driver`, `errors.Work`, and `errors.Disconnected` where the process goes away.
+        Raises `errors.UnknownTag`, `errors.HostMemory`, `errors.Disk`, `errors.Busy`, `errors.Capturing`, `errors.Driver`,
+        `errors.Work`, and `errors.Disconnected` if the process goes away.
         """
         policies = _request.policies(tags, backup)
         request: dict[str, Any] = {"request": "pause"}
@@ -253,7 +248,7 @@ class Client:
         others: str = backup
         if isinstance(tags, Mapping):
             others = policies.pop(None, "default")
-            # In the protocol, an allocation's own policy is what null stands for, or what is left out.
+            # In the protocol, null or a missing policy means each allocation's own.
             request["backups"] = {tag: None if policy == "default" else policy for tag, policy in policies.items()}
         if others != "default":
             request["backup"] = others
@@ -268,29 +263,29 @@ class Client:
         timeout: float | None = 0.0,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
-        """Gives the process the memory of the tags (None: all) and its contents again: all of it or, after an error, nothing.
+        """Restores the memory of the tags (None: all) and its contents. All or nothing; resuming an active tag is a no-op.
 
-        `timeout`: how long to wait for memory that others hold, in seconds; None: without limit. Leaving ends the wait.
-        `progress` is as in `pause`. Raises `errors.UnknownTag`, `errors.DeviceMemory` (with what is needed, what is free and
-        who has the rest), `errors.Disk`, `errors.Driver`, and `errors.Disconnected` where the process goes away.
+        `timeout`: seconds to wait for memory that other processes hold; None waits indefinitely. Disconnecting ends the wait.
+        `progress`: as in `pause`. Raises `errors.UnknownTag`, `errors.DeviceMemory` (how much is needed, how much is free,
+        who holds the rest), `errors.Disk`, `errors.Driver`, and `errors.Disconnected` if the process goes away.
         """
         request: dict[str, Any] = {"request": "resume"}
         chosen = _request.names(tags)
         if None not in chosen:
             request["tags"] = chosen
         timeout_ms = _request.milliseconds(timeout)
-        # Left out, a resume does not wait.
+        # Without a timeout in the request, a resume does not wait.
         return self._transition(request, _FOR_EVER if timeout_ms is None else timeout_ms, progress)
 
     def set_tag(self, tag: str | None) -> str | None:
-        """Sets the tag of allocations outside regions from now on; None: those are left to CUDA. What there is keeps its
-        tag. Raises `errors.Invalid` for what is no tag.
+        """Sets the tag of future allocations outside regions; None leaves them to CUDA. Existing allocations keep their tag.
+        Raises `errors.Invalid` for an invalid tag.
         """
         answer: str | None = self._question("set-tag", "tag", tag=tag).get("tag")
         return answer
 
     def _question(self, name: str, wanted: str, **fields: Any) -> dict[str, Any]:
-        """What the process answers at once."""
+        """A request that the process answers at once."""
         with self._asking:
             return self._ask({"request": name, **fields}, wanted, self._patience, None)
 
@@ -319,8 +314,8 @@ class Client:
                 control.settimeout(patience)
                 control.sendall(line)
             except OSError as error:
-                # A process that refuses the connection says why and hangs up, perhaps before the request is out.
-                # So the answer counts, and that the request did not get through only where there is none.
+                # A process that refuses the connection says why and hangs up, perhaps before we have sent the request.
+                # So read its answer first, and report the send error only if there is none.
                 unsent = error
             for reply in self._replies(control, deadline, unsent):
                 kind = reply.get("reply")
@@ -329,21 +324,21 @@ class Client:
                 if kind == wanted:
                     return reply
                 if kind != "progress":
-                    raise errors.Internal(f"{self._place} gave an answer that does not fit the question: {kind!r}")
+                    raise errors.Internal(f"unexpected reply from {self._place}: {kind!r}")
                 if progress is not None:
                     progress(Progress._from(reply))
         raise errors.Disconnected(f"{self._place} {f'does not answer: {unsent}' if unsent else 'ended before it answered'}")
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[socket.socket]:
-        """A connection to the process, if it is still there."""
+        """Connects to the process, if it is still the same one."""
         try:
             control, seen_as = self._place.connect()
         except errors.NoProcess as error:
             raise errors.Disconnected(f"{self._place} has ended") from error
         with control:
             if (seen_as, _started(seen_as)) != self._process:
-                raise errors.Disconnected(f"{self._place} has ended, and another process has its id")
+                raise errors.Disconnected(f"{self._place} has ended, and another process now has its id")
             self._open.add(control)
             try:
                 self._check_open()
@@ -356,7 +351,7 @@ class Client:
             raise errors.Disconnected(f"the client of {self._place} was closed")
 
     def _replies(self, control: socket.socket, deadline: float | None, unsent: OSError | None) -> Iterator[dict[str, Any]]:
-        """What the process says, line by line, until it hangs up."""
+        """The replies, line by line, until the process closes the connection."""
         unread = b""
         while True:
             left = _LOOK_AFTER if deadline is None else min(_LOOK_AFTER, deadline - time.monotonic())
@@ -379,33 +374,32 @@ class Client:
                 try:
                     yield dict(json.loads(line))
                 except (ValueError, TypeError) as error:
-                    raise errors.Internal(f"{self._place} gave an answer that is not understood: {error}") from error
+                    raise errors.Internal(f"invalid reply from {self._place}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Process:
-    """A managed process as `processes` found it."""
+    """A managed process, from `processes`."""
 
-    #: Its id.
     pid: int
-    #: Who it is; None where it did not say.
+    #: None if it did not answer.
     hello: Hello | None
-    #: What it has; None where it did not say.
+    #: None if it did not answer.
     status: Status | None
-    #: Why it did not say; None where it did.
+    #: Why it did not answer; None if it did.
     error: errors.Error | None
 
     @property
     def name(self) -> str | None:
-        """Its name; None where it did not say."""
+        """Its name; None if it did not answer."""
         return self.hello.name if self.hello is not None else None
 
 
 def processes(*, patience: float = _PATIENCE) -> list[Process]:
-    """The managed processes of this user, by id, and what they have. All are asked at once; one that does not answer
-    within `patience` seconds (because it is stopped, say) has an `error` in place of its status.
+    """This user's managed processes, sorted by id, with their status. Asks all of them in parallel; a process that does not
+    answer within `patience` seconds (a stopped one, say) has an `error` instead of a status.
 
-    Raises `errors.Invalid` where the directory of the sockets is not safe to use.
+    Raises `errors.Invalid` if the socket directory is not safe to use.
     """
     with _directory(_directory_path()) as directory:
         pids = directory.pids() if directory is not None else []
@@ -418,7 +412,7 @@ def processes(*, patience: float = _PATIENCE) -> list[Process]:
 def _look(pid: int, patience: float | None) -> Process:
     try:
         with Client(pid, patience=patience) as client:
-            # A status says also who the process is.
+            # The status reply includes the fields of hello.
             reply = client._question("status", "status")
         return Process(pid, Hello._from(reply), Status._from(reply), None)
     except errors.Error as error:
@@ -440,27 +434,27 @@ def _find(target: int | str | os.PathLike[str] | None, patience: float | None) -
         silent = [process.pid for process in found if process.error is not None and _may_be_called(target, process.pid)]
         if silent:
             raise errors.Busy(
-                f"process {', '.join(map(str, silent))} does not answer, and may be one that is called {target}: continue it if "
-                f"it is stopped (kill -CONT), or give the id of the one that is meant{there}",
+                f"process {', '.join(map(str, silent))} does not answer and may be named {target}. If it is stopped, continue "
+                f"it (kill -CONT), or give the id of the process you mean{there}",
                 {"pids": silent},
             )
     pids = {"pids": [process.pid for process in meant]}
     if len(meant) == 1:
         return _Place.of(meant[0].pid)
     if meant:
-        what = "several processes are managed" if target is None else f"several processes are called {target}"
+        what = "there are several managed processes" if target is None else f"several processes are named {target}"
         raise errors.SeveralProcesses(f"{what}; give the id of one{there}", pids)
     if found:
-        raise errors.NoProcess(f"no managed process is called {target}{there}", pids)
+        raise errors.NoProcess(f"no managed process is named {target}{there}", pids)
     raise errors.NoProcess(
-        f"no process is managed (looked in {_directory_path()}). Start a program with `vramctl run -- COMMAND`; it shows once "
-        "it has allocated GPU memory. If it runs with another VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to its directory",
+        f"no process is managed (looked in {_directory_path()}). Start a program with `vramctl run -- COMMAND`; it appears "
+        "after its first GPU allocation. If it uses another VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to its directory",
         pids,
     )
 
 
 def _may_be_called(name: str, pid: int) -> bool:
-    """Whether a process that does not say its name may have this one: unless it has ended, or was started with another."""
+    """Whether an unresponsive process may have this name: not if it has ended or was started with another name."""
     try:
         control, seen_as = _Place.of(pid).connect()
         control.close()
@@ -479,9 +473,9 @@ def _may_be_called(name: str, pid: int) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started; None: it cannot be seen."""
+    """When a process started; None if it is not visible."""
     try:
-        # Behind its name, which may have anything in it.
+        # Split after the name, which may contain anything.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None

@@ -1,7 +1,7 @@
-"""What can go wrong, as exceptions that carry the numbers.
+"""The exceptions of this package. Each is an `Error` and carries the numbers behind its message.
 
-Every exception of this package is an `Error`. `Error.code` is the control protocol's name of the error and
-`Error.number` the C ABI's; neither ever changes its meaning. `Error.message` is for people and may.
+`Error.code` is the error's name in the control protocol, `Error.number` its number in the C ABI; both are stable.
+`Error.message` is for people and may change.
 """
 
 from __future__ import annotations
@@ -34,103 +34,100 @@ __all__ = [
 
 
 class Error(RuntimeError):
-    """Base of everything that this package raises about vramctl.
+    """Base class of this package's exceptions. A pause or resume that raises one has changed nothing."""
 
-    After an error of a pause or resume, everything is as it was before the call.
-    """
-
-    #: The protocol's name of the error, such as ``device_memory``.
+    #: The error's name in the protocol, such as ``device_memory``.
     code: str = "internal"
-    #: The C ABI's number of it; 0 where it is an error of the Python side alone.
+    #: The error's number in the C ABI; 0 for errors that only Python raises.
     number: ClassVar[int] = 0
 
     def __init__(self, message: str, numbers: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         #: What happened and what to do next, for people.
         self.message = message
-        #: What the message says in numbers, in bytes where they are sizes; which ones depends on the class.
+        #: The numbers in the message, sizes in bytes. The keys depend on the class.
         self.numbers: dict[str, Any] = dict(numbers or {})
 
     def __str__(self) -> str:
-        return self.message  # and not what OSError makes of its arguments
+        return self.message  # OSError would format its arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The numbers must survive the way from a worker process, which pickles its exceptions.
+        # Worker processes pickle their exceptions; keep the numbers.
         return (type(self), (self.message, self.numbers), {"code": self.code})
 
 
 class Invalid(Error, ValueError):
-    """An argument or request makes no sense, or the process does not take requests from this user."""
+    """An argument or request is invalid, or the process does not accept requests from this user."""
 
     code = "invalid"
     number = 1
 
 
 class UnknownTag(Error, LookupError):
-    """No allocation has one of the tags; nothing was done."""
+    """A tag has no allocations; nothing was done."""
 
     code = "unknown_tag"
     number = 2
 
     @property
     def known_tags(self) -> list[str]:
-        """The tags that there are."""
+        """The existing tags."""
         return list(self.numbers.get("known_tags", ()))
 
 
 class DeviceMemory(Error, MemoryError):
-    """Too little device memory for a resume; everything stays paused."""
+    """Not enough device memory for a resume; everything stays paused."""
 
     code = "device_memory"
     number = 3
 
     @property
     def device(self) -> int | None:
-        """The device's ordinal in the process; None where it was not said."""
+        """The device's ordinal in the process; None if unknown."""
         return self.numbers.get("device")
 
     @property
     def needed(self) -> int:
-        """Bytes that are needed."""
+        """Bytes needed."""
         return int(self.numbers.get("needed", 0))
 
     @property
     def free(self) -> int:
-        """Bytes that are free."""
+        """Bytes free."""
         return int(self.numbers.get("free", 0))
 
     @property
     def holders(self) -> list[dict[str, Any]]:
-        """Who has the rest, as far as the driver tells: each with ``pid``, and ``bytes`` and ``program`` where known."""
+        """The processes that hold the rest, as far as the driver knows: ``pid``, and ``bytes`` and ``program`` if known."""
         return list(self.numbers.get("holders", ()))
 
 
 class HostMemory(Error, MemoryError):
-    """Too little host memory to keep the contents; everything stays active."""
+    """Not enough host memory to save the contents; everything stays active."""
 
     code = "host_memory"
     number = 4
 
     @property
     def needed(self) -> int:
-        """Bytes that the contents need."""
+        """Bytes needed for the contents."""
         return int(self.numbers.get("needed", 0))
 
     @property
     def available(self) -> int:
-        """Bytes that the host could give."""
+        """Bytes the host has available."""
         return int(self.numbers.get("available", 0))
 
 
 class Driver(Error):
-    """The CUDA driver refused a call."""
+    """A CUDA driver call failed."""
 
     code = "driver"
     number = 5
 
     @property
     def cuda_code(self) -> int | None:
-        """The driver's own number of the error; None where it was not said."""
+        """The driver's error code; None if unknown."""
         return self.numbers.get("cuda_code")
 
 
@@ -142,57 +139,57 @@ class Work(Driver):
 
 
 class Capturing(Error):
-    """A stream is being captured into a graph; try again when that is over."""
+    """A CUDA graph capture is in progress; try again after it."""
 
     code = "capturing"
     number = 7
 
 
 class Busy(Error, TimeoutError):
-    """Not in time: the device's work went on, or a process did not answer."""
+    """Timed out waiting for the device's work or for a process to answer."""
 
     code = "busy"
     number = 8
 
 
 class Unsupported(Error):
-    """The device, the driver, torch or the preloaded library lacks what is needed."""
+    """The device, the driver, torch or the preloaded library lacks a required feature."""
 
     code = "unsupported"
     number = 9
 
 
 class Internal(Error):
-    """A defect of the library; please report it."""
+    """A bug in the library; please report it."""
 
     code = "internal"
     number = 10
 
 
 class NotPaused(Error, LookupError):
-    """The address is not in a paused allocation whose contents were kept in host memory."""
+    """The address is not in a paused allocation with contents in host memory."""
 
     code = "not_paused"
     number = 11
 
 
 class BufferTooSmall(Error):
-    """Of the C ABI; never raised by this package's functions."""
+    """Used by the C ABI; this package's functions never raise it."""
 
     code = "buffer_too_small"
     number = 12
 
 
 class Disk(Error, OSError):
-    """A file for contents could not be made, written or read."""
+    """A backup file could not be created, written or read."""
 
     code = "disk"
     number = 13
 
 
 class PrefixCache(Error):
-    """A pause would drop a KV cache that the prefix cache of an inference engine in the process still describes. Have the
-    engine reset its prefix cache, then pass ``force=True``.
+    """The pause would drop a KV cache that the process's inference engine still describes in its prefix cache. Reset the
+    engine's prefix cache, then pass ``force=True``.
     """
 
     code = "prefix_cache"
@@ -200,7 +197,7 @@ class PrefixCache(Error):
 
 
 class Ending(Error):
-    """The program is ending: what was under way is given up, and its memory goes with it."""
+    """The program is exiting: the pause or resume in progress was abandoned, and its memory goes with the process."""
 
     code = "ending"
     number = 15
@@ -213,24 +210,24 @@ class NotPreloaded(Error):
 
 
 class NoProcess(Error, LookupError):
-    """No such process is managed."""
+    """There is no such managed process."""
 
     code = "no_process"
 
 
 class SeveralProcesses(Error, LookupError):
-    """Several processes are meant where one must be."""
+    """The target matches several processes; it must match one."""
 
     code = "several_processes"
 
     @property
     def pids(self) -> list[int]:
-        """Their ids."""
+        """The ids of those processes."""
         return list(self.numbers.get("pids", ()))
 
 
 class Disconnected(Error, ConnectionError):
-    """The process went away, or hung up, before it answered; ask for its status to learn what came of the request."""
+    """The process ended or closed the connection before it answered. Check its status to see what became of the request."""
 
     code = "disconnected"
 
@@ -257,12 +254,12 @@ _BY_CODE = {kind.code: kind for kind in _CLASSES}
 
 
 def _from_number(number: int, message: str, reply: Mapping[str, Any] | None = None) -> Error:
-    """The exception for a `VramctlResult`. One that this package does not know yet is a plain `Error`."""
+    """The exception for a `VramctlResult`; a plain `Error` if this package does not know the number."""
     return _BY_NUMBER.get(number, Error)(message, _numbers(reply or {}))
 
 
 def _from_reply(reply: Mapping[str, Any]) -> Error:
-    """The exception for the protocol's `error` reply."""
+    """The exception for an `error` reply."""
     code = str(reply.get("code", ""))
     kind = _BY_CODE.get(code)
     error = (kind or Error)(str(reply.get("message", "no message")), _numbers(reply))
@@ -272,7 +269,7 @@ def _from_reply(reply: Mapping[str, Any]) -> Error:
 
 
 def _numbers(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """The further fields of an `error` reply; those of a shortage beside the others."""
+    """The other fields of an `error` reply, with those of a shortage flattened in."""
     shortages = ("shortage", "host_shortage")
     numbers = {name: value for name, value in reply.items() if name not in ("reply", "code", "message", *shortages)}
     for shortage in shortages:

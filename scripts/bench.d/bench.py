@@ -1,4 +1,4 @@
-"""The measurements of scripts/bench, which prepares everything and calls this."""
+"""The measurements behind scripts/bench, which sets everything up and runs this."""
 
 import argparse
 import contextlib
@@ -20,16 +20,16 @@ import report
 from sets import GIB, MIB, PIECE, all_sets, gib
 
 HERE = pathlib.Path(__file__).resolve().parent
-# What a process needs besides what is measured: its start, the driver's, its end.
+# Seconds of overhead per process: its start, the driver's, its exit.
 START = 4
-# Host memory that is left alone.
+# Host memory to leave free.
 HOST_SPARE = 6 * GIB
-# How long a resume waits after a pause, and a pause that keeps nothing after a resume, where they do, in ms.
+# Rest before each resume, and before each pause that keeps nothing, in ms.
 RESTED_MS = 500
 
 
 class Failed(Exception):
-    """Something that did not work, or did not come in time."""
+    """A failure or a timeout."""
 
 
 def host_memory(what):
@@ -41,7 +41,7 @@ def host_memory(what):
 
 
 class Child:
-    """A program that answers lines with lines; it ends with us."""
+    """A line-based request/response program that ends with us."""
 
     def __init__(self, bench, name, command, env):
         self.bench, self.name = bench, name
@@ -86,7 +86,7 @@ class Child:
     def timed(self, question, seconds=120):
         """When it began and ended, in seconds."""
         begin, end, slow = self.ask(question, seconds).split()
-        # How slow the processor was, against its best in that process.
+        # The slowdown of the CPU, relative to its best in that process.
         self.slow = float(slow)
         return int(begin) * 1e-9, int(end) * 1e-9
 
@@ -178,7 +178,7 @@ class Bench:
             "missed": [],
         }
 
-    # ---- telling ----
+    # ---- output ----
 
     def say(self, text):
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", file=sys.stderr, flush=True)
@@ -193,10 +193,10 @@ class Bench:
         return self.options.limit - (time.monotonic() - self.began)
 
     def step(self, name, seconds, function, *arguments):
-        """Does one step, if there is time for it; what goes wrong ends the step alone."""
+        """Runs one step, if there is time for it. A failure ends only this step."""
         if self.left() < seconds:
-            self.say(f"{name}: left out, {self.left():.0f} s are left and it takes {seconds:.0f}")
-            self.data["missed"].append(f"{name}: no time was left")
+            self.say(f"{name}: skipped, {self.left():.0f} s left and it takes {seconds:.0f}")
+            self.data["missed"].append(f"{name}: out of time")
             return
         self.say(name)
         self.step_began, self.step_end = time.monotonic(), time.monotonic() + 2.5 * seconds
@@ -211,10 +211,10 @@ class Bench:
             self.children = []
 
     def turns(self, number):
-        """0, 1 … as long as the step keeps to its time; once at least."""
+        """0, 1 … while the step is within its time; at least once."""
         for turn in range(number):
             if turn > 0 and time.monotonic() > self.step_end:
-                self.say(f"  only {turn} of {number} times: it is slower than was allowed for")
+                self.say(f"  only {turn} of {number} repeats: slower than expected")
                 return
             yield turn
 
@@ -228,7 +228,7 @@ class Bench:
         )
 
     def until_quiet(self, wanted, chosen, system, rows):
-        """Turns, until so many samples of each row were undisturbed (report.QUIET); three times as many at most."""
+        """Repeats until each row has enough undisturbed samples (report.QUIET), up to three times as often."""
         slow = self.data["slow"]
         for turn in range(3 * wanted):
             of_system = slow.get(chosen.name, {}).get(system, {})
@@ -267,7 +267,7 @@ class Bench:
         )
 
     def raw(self, *arguments, seconds=120):
-        """What raw.c measured: an object for each line."""
+        """The results of raw.c: one object per line."""
         child = Child(self, "raw", [self.work / "raw", *arguments], self.app_env)
         self.children.append(child)
         found = []
@@ -283,8 +283,8 @@ class Bench:
         return found
 
     def touch_host(self):
-        """A virtual machine may get its memory when it is first touched, at a tenth of the speed.
-        That is the machine's doing, so it is out of the way before anything is measured."""
+        """Touches host memory before anything is measured. A virtual machine may get its memory only when
+        it is first touched, at a tenth of the speed."""
         kept = [a.bytes for a in self.sets if not a.discard_only]
         if any(a.huge for a in self.sets):
             kept += [a.bytes for a in self.sets if a.huge]
@@ -315,7 +315,7 @@ class Bench:
             self.record_calls(chosen, variant, found)
 
     def record_calls(self, chosen, variant, found, rested=False):
-        """`rested`: the memory was taken some time after the last was given back, and given back at once."""
+        """`rested`: the memory was allocated some time after the last release, and released at once."""
         for key in ("pause", "resume"):
             if f"slow_{key}" in found and not (rested and key == "pause"):
                 row = f"discard_{key}" + ("_rested" if rested else "")
@@ -341,7 +341,7 @@ class Bench:
         child = Child(self, name, [self.work / "set"], env)
         self.children.append(child)
         if child.hear(60) != ("ok with the library" if with_library else "ok without the library"):
-            raise Failed(f"{name} did not start as it should; see bench.log")
+            raise Failed(f"{name} did not start; see bench.log")
         return child
 
     def holding(self, chosen, fill=True, backup=0, **settings):
@@ -363,7 +363,7 @@ class Bench:
         end = time.monotonic() + seconds
         while not done(self.host_bytes(child, "ready_bytes")):
             if time.monotonic() > end:
-                raise Failed("the library's host memory did not become what was waited for")
+                raise Failed("the library's host memory did not reach the expected size")
             time.sleep(0.02)
 
     def pause(self, child, chosen, row, backup=0):
@@ -373,7 +373,7 @@ class Bench:
         self.record(chosen.name, "vramctl", row, child.took("resume * 0"), child.slow)
 
     def rest(self):
-        """So long that the driver has cleaned what was released: a program does something between two pauses, too."""
+        """Waits until the driver has scrubbed the released memory, as in a program that works between pauses."""
         time.sleep(self.rest_ms() / 1e3)
 
     def rest_ms(self):
@@ -386,7 +386,7 @@ class Bench:
         self.data["memory"].setdefault(chosen.name, {})[key] = value
 
     def stages(self, child, chosen, how, **fields):
-        """One more pause and resume, asked for through the socket: the answer has the time of each stage."""
+        """One more pause and resume, through the socket, whose answer has the time of each stage."""
         for request in ("pause", "resume"):
             asked = {"version": 1, "request": request, **(fields if request == "pause" else {})}
             with socket.socket(socket.AF_UNIX) as control:
@@ -400,7 +400,7 @@ class Bench:
             found[request] = {"ms": answer["ms"], **answer["stages"]}
 
     def released(self, chosen):
-        """Host memory is given back after each resume. A process for each first pause."""
+        """Host memory is released after each resume. Each first pause gets a new process."""
         for turn in self.turns(self.repeat):
             child = self.holding(chosen, HOST_KEEP=0)
             used = host_memory("MemAvailable")
@@ -437,7 +437,7 @@ class Bench:
         self.finish(child)
 
     def retained(self, chosen):
-        """Backups stay, and all of them is copied each time."""
+        """Backups are retained, and everything is copied each time."""
         child = self.holding(chosen, RETAIN="*", UNCHANGED="off")
         before = child.memory("VmRSS")
         self.pause(child, chosen, "first_retained")
@@ -455,7 +455,7 @@ class Bench:
         self.finish(child)
 
     def hashed(self, chosen):
-        """Backups stay, and what has changed is found by hashing."""
+        """Backups are retained, and hashing finds what has changed."""
         child = self.holding(chosen, RETAIN="*", UNCHANGED="hash")
         self.pause(child, chosen, "first_hashed")
         self.resume(child, chosen, "resume_hashed")
@@ -486,7 +486,7 @@ class Bench:
             self.finish(child)
 
     def driver_alone(self, child, chosen, rested):
-        """The driver's calls for the same set, in the same process and moment: machines change from minute to minute."""
+        """The driver's calls for the same set, in the same process and close in time: machines drift within minutes."""
         parts = ("create", "map", "access", "unmap", "release", "slow_resume", "slow_pause")
         rest = 0 if rested else self.rest_ms()
         took = map(float, child.ask(f"calls {rest} {self.files[chosen.name]}").split())
@@ -495,7 +495,7 @@ class Bench:
     def discarded(self, chosen):
         child = self.holding(chosen, fill=False, backup=1)
         child.ask("scribble")
-        # The first of a process is not counted: it is the start of other things, too.
+        # Ignore the first one in a process: it includes other start-up work.
         child.took("pause * 1")
         child.took("resume * 0")
         rows = ("discard_pause", "discard_resume")
@@ -524,7 +524,7 @@ class Bench:
         needed, free = chosen.bytes + HOST_SPARE, host_memory("MemAvailable")
         if free < needed:
             self.note(
-                f"{chosen.title} with a backup was left out: it needs {gib(needed)} of host memory, {gib(free)} are free."
+                f"{chosen.title} with a backup was skipped: it needs {gib(needed)} of host memory, {gib(free)} are free."
             )
             return
         child = self.holding(chosen, HOST_KEEP=0)
@@ -541,7 +541,7 @@ class Bench:
 
     def find_saver(self):
         if self.options.no_tms:
-            self.note("torch_memory_saver was left out, as asked.")
+            self.note("torch_memory_saver was skipped on request.")
             return
         env = dict(self.env)
         paths = [self.options.tms or "", env.get("PYTHONPATH", "")]
@@ -559,11 +559,11 @@ class Bench:
         )
         if found.returncode != 0:
             why = found.stderr.strip().splitlines()[-1:] or ["no reason given"]
-            self.note(f"torch_memory_saver is not here: {why[0]}")
+            self.note(f"torch_memory_saver is not available: {why[0]}")
             return
         self.saver = json.loads(found.stdout.strip().splitlines()[-1])
         self.data["torch_memory_saver"] = {key: self.saver[key] for key in ("version", "torch")}
-        # The library that is preloaded needs libcudart before torch has loaded its own.
+        # Its preloaded library needs libcudart before torch loads its own.
         runtimes = sorted(glob.glob(f"{self.saver['site']}/nvidia/*/lib/libcudart.so.*"))
         folders = [os.path.dirname(path) for path in runtimes[-1:]] + [
             self.options.libcudart,
@@ -642,7 +642,7 @@ class Bench:
             found["device_paused"] = self.device_memory("used")
             child.took("resume * 0")
         found["device_with"] = self.device_memory("used")
-        time.sleep(1)  # what the library does once after a resume is done by then
+        time.sleep(1)  # let the library finish its work after the resume
         before = self.switches(child)
         time.sleep(2)
         after = self.switches(child)
@@ -658,7 +658,7 @@ class Bench:
 
     @staticmethod
     def switches(child):
-        """The library's threads: name and how often each has gone to sleep or been put aside."""
+        """The library's threads: name and number of context switches."""
         found = {}
         for folder in glob.glob(f"/proc/{child.process.pid}/task/*"):
             with contextlib.suppress(OSError):
@@ -674,7 +674,7 @@ class Bench:
     # ---- two processes ----
 
     def swap_size(self):
-        """Bytes of each, and of those the bytes that are kept: as much as the host can hold twice."""
+        """Bytes per process, and how many of them are kept: as much as the host can hold twice."""
         total = self.device_memory("total")
         whole = int(total * 0.6)
         if self.scale > 1 and not self.data["simulated"]:
@@ -705,9 +705,9 @@ class Bench:
         b = begin("b")
         for turn in self.turns(self.repeat + 1):
             out_begin, out_end = b.timed("pause * 0")
-            # It waits for what is late to come free, as a real one would.
+            # Like a real one, it waits for memory that is released late.
             in_begin, in_end = a.timed("resume * 10000")
-            # The first swap is the second one's first pause.
+            # The first swap includes the second process's first pause.
             row = key if turn > 0 else f"{key}_first"
             found.setdefault(row, []).append(in_end - out_begin)
             found.setdefault(f"{row}_pause", []).append(out_end - out_begin)
@@ -718,7 +718,7 @@ class Bench:
         for child in (a, b):
             self.finish(child)
 
-    # ---- all of it ----
+    # ---- everything ----
 
     def run(self):
         size = sum(a.bytes for a in self.sets) / GIB
@@ -788,7 +788,7 @@ def main():
     try:
         bench.run()
     except KeyboardInterrupt:
-        bench.data["missed"].append("what came after the interruption")
+        bench.data["missed"].append("everything after the interruption")
     finally:
         for child in bench.children:
             child.kill()

@@ -1,6 +1,6 @@
 /*
- * The driver's own calls, as raw.c and set.c make them: what takes and gives back the physical
- * memory of a set of allocations.
+ * Driver calls that allocate and release the physical memory of a set of allocations, for raw.c
+ * and set.c.
  */
 #pragma once
 
@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- the driver's part that is used here ---- */
+/* ---- the part of the driver API used here ---- */
 
 typedef unsigned long long pointer;
 typedef struct { int type, id; } location;
@@ -104,9 +104,9 @@ static double trips(void)
 }
 
 /*
- * How slow the processor is: what a thousand trips into the kernel take, against the best in this process. Where the
- * machine is virtual, somebody else may have the other half of the core just now, and the driver's calls, which are
- * the processor's work alone, take 1.3 to 1.5 times as long.
+ * The CPU's slowdown: the time of a thousand system calls, relative to the best in this process. On a virtual machine,
+ * another tenant may be using the other half of the core. The driver's calls, which are pure CPU work, then take 1.3 to
+ * 1.5 times as long.
  */
 static double slowness(void)
 {
@@ -130,7 +130,7 @@ static double larger(double a, double b)
 
 /* ---- a set ---- */
 
-/* Right after much was released, one piece of 96 GiB takes twice as long as pieces of 8 GiB. */
+/* Right after a large release, one piece of 96 GiB takes twice as long as pieces of 8 GiB. */
 static const size_t LARGEST = (size_t)8 << 30;
 
 struct piece {
@@ -164,7 +164,7 @@ static struct piece *read_set(const char *path, bool cut, size_t *count, size_t 
 	return pieces;
 }
 
-/* GPUDirect RDMA with virtual memory: what the library asks for where the device has it. */
+/* GPUDirect RDMA for virtual memory, which the library requests if the device supports it. */
 static bool has_rdma(int device)
 {
 	int rdma = 0;
@@ -172,14 +172,14 @@ static bool has_rdma(int device)
 	return rdma != 0;
 }
 
-/* Seconds, and how slow the processor was. */
+/* Seconds, and the CPU's slowdown. */
 struct times {
 	double create, map, access, unmap, release, slow_taking, slow_giving;
 };
 
 /*
- * Takes the physical memory of a set, uses it, rests and gives it back. Joined: with as few calls as the driver allows; else with
- * calls for each allocation.
+ * Allocates the physical memory of a set, uses it, rests and releases it. Joined: with as few calls as the driver allows; else
+ * with separate calls per allocation.
  */
 static struct times take_and_give(struct piece *pieces, size_t count, pointer base, size_t total, bool joined, bool rdma, long rest_ms, void *stream)
 {
@@ -205,7 +205,7 @@ static struct times take_and_give(struct piece *pieces, size_t count, pointer ba
 			TRY(cuMemSetAccess(at, pieces[i].bytes, &access, 1));
 	times.access = now() - from;
 	times.slow_taking = larger(slow, slowness());
-	/* It is used, as it would be. */
+	/* Use the memory, as a program would. */
 	TRY(cuMemsetD8Async(base, 0x5a, total, stream));
 	TRY(cuStreamSynchronize(stream));
 	struct timespec rest = {rest_ms / 1000, rest_ms % 1000 * 1000000};

@@ -1,7 +1,7 @@
 /*
- * What the machine itself can do, asked of the driver alone: copies between pinned host memory
- * and the device, a pass over device memory, and the calls that take and give back the physical
- * memory of a set of allocations. Prints one JSON object a line.
+ * Measures the machine's own limits with plain driver calls: copies between pinned host memory
+ * and the device, a pass over device memory, and allocating and releasing the physical memory of
+ * a set of allocations. Prints one JSON object per line.
  */
 #define _GNU_SOURCE
 #include "calls.h"
@@ -11,13 +11,13 @@
 
 static const char help[] =
 	"usage: raw [--repeat N] [--bytes N] limits | calls NAME FILE… | host BYTES SPARE THREADS\n\n"
-	"  limits   copies of --bytes (8 GiB) each way in pieces of 16 and 64 MiB; a device copy\n"
-	"           and a memset of half as much\n"
-	"  calls    for each set, named, and described by a file with one size a line: the time\n"
-	"           of unmap and release, then of create, map and access right after that; with\n"
-	"           calls for each allocation, and with as few as the driver allows\n"
-	"  host     touches so much fresh host memory, leaving so much spare, and some of it again:\n"
-	"           a virtual machine may get its own memory only then\n";
+	"  limits   copies --bytes (default: 8 GiB) each way in pieces of 16 and 64 MiB; a device\n"
+	"           copy and a memset of half as much\n"
+	"  calls    for each FILE (a set, one size per line): times unmap and release, then create,\n"
+	"           map and access right after; with separate calls per allocation, and with as few\n"
+	"           calls as the driver allows\n"
+	"  host     touches BYTES of fresh host memory, leaving SPARE, and part of it again: a\n"
+	"           virtual machine may get its own memory only then\n";
 
 /* ---- copies ---- */
 
@@ -33,7 +33,7 @@ static void say(const char *what, const char *unit, size_t chunk, double bytes, 
 static void limits(int repeat, size_t bytes)
 {
 	static const size_t chunks[] = {16u << 20, 64u << 20};
-	/* So much is enough for no cache to hold it, and quickly made. */
+	/* Larger than any cache, but quick to allocate. */
 	size_t host_bytes = bytes < (1u << 30) ? bytes : 1u << 30;
 	char *host;
 	pointer device, other;
@@ -89,7 +89,7 @@ static void calls_for(const char *name, const char *path, bool joined, bool rdma
 	struct piece *pieces = read_set(path, joined, &count, &total);
 	pointer base;
 	TRY(cuMemAddressReserve(&base, total, 0, 0, 0));
-	/* The first turn takes and gives without being counted. */
+	/* The first turn is a warm-up. */
 	for (int turn = -1; turn < repeat; turn++) {
 		struct times times = take_and_give(pieces, count, base, total, joined, rdma, 0, stream);
 		if (turn >= 0) {
@@ -131,7 +131,7 @@ static size_t available(void)
 	return kib << 10;
 }
 
-/* Touches it in steps, for as long as enough is left: a machine whose memory grows has more after each. */
+/* Touches memory in steps while enough is left: on a machine whose memory grows, each step may add more. */
 static void host(size_t bytes, size_t spare, size_t threads)
 {
 	const size_t step = (size_t)4 << 30;

@@ -1,11 +1,11 @@
-"""The table and the plot of what scripts/bench measured."""
+"""The tables and the plot for scripts/bench."""
 
 import statistics
 from html import escape
 
 from sets import GIB, MIB, gib
 
-# Row, its name, what limits it, and torch_memory_saver's row that does the same.
+# Row, its name, what limits it, and torch_memory_saver's equivalent row.
 ROWS = [
     ("first", "first pause", "out", "first"),
     ("prewarmed", "first pause, host memory pre-warmed", "out", "first"),
@@ -24,18 +24,18 @@ ROWS = [
 ]
 
 
-# The driver's calls that do the same as a row.
+# The driver's calls equivalent to a row.
 CALLS = {"discard_pause": "pause", "discard_resume": "resume", "discard_resume_rested": "resume_rested"}
 
 
-# A processor that is slower than this, against its best in the same process, is used by somebody else as well.
+# A CPU slower than this, relative to its best in the same process, is shared with someone else.
 QUIET = 1.1
-# So many undisturbed samples are enough for a median.
+# The number of undisturbed samples that suffice for a median.
 ENOUGH = 3
 
 
 def quiet_ones(slow):
-    """How many were measured while the processor was undisturbed."""
+    """The number of samples taken while the CPU was undisturbed."""
     return sum(value <= QUIET for value in slow)
 
 
@@ -44,7 +44,7 @@ def slowness(data, name, system, row):
 
 
 def undisturbed(data, name, system, row, samples):
-    """The samples during which the processor was undisturbed, if they are enough; else all."""
+    """The samples taken while the CPU was undisturbed, if there are enough; else all."""
     slow = slowness(data, name, system, row)
     if len(slow) != len(samples) or quiet_ones(slow) < ENOUGH:
         return samples
@@ -56,14 +56,14 @@ def middle(samples):
 
 
 def best(data, key):
-    """The best of the medians of a limit, over the sizes of the pieces."""
+    """The best median of a limit, over all piece sizes."""
     found = [middle(rates) for name, rates in data["limits"].items() if name.startswith(key)]
     return max(found) if found else None
 
 
 def calls_of(data, name, key):
-    """The driver's calls alone: those beside the library's own; else for memory as fit for GPUDirect RDMA as that of
-    cudaMalloc, where the device has it."""
+    """The driver's calls alone: those measured beside the library's; else those for memory that GPUDirect RDMA can reach,
+    like cudaMalloc's, if the device supports it."""
     variants = data["calls"].get(name, {})
     for chosen in (("beside",), ("joined_rdma",), ("each", "joined")):
         found = [
@@ -77,7 +77,7 @@ def calls_of(data, name, key):
 
 
 def limit_of(data, name, row, kind):
-    """Seconds that the machine itself needs for a row."""
+    """The machine's own time for a row, in seconds."""
     size = data["sets"][name]["bytes"]
     out, back, device = best(data, "copy_out"), best(data, "copy_in"), best(data, "device_copy")
     if kind == "out":
@@ -93,8 +93,8 @@ def limit_of(data, name, row, kind):
 
 
 def times_as_long(data, name, row, ours, limit):
-    """How many times as long as the limit: by turns, where the driver's calls took turns with the library's, and of
-    those the undisturbed ones, if they are enough."""
+    """The ratio to the limit. Paired by turn if the driver's calls alternated with the library's, using undisturbed turns
+    if there are enough."""
     beside = data["calls"].get(name, {}).get("beside", {}).get(CALLS.get(row), [])
     samples = data["samples"][name]["vramctl"][row]
     if len(beside) != len(samples):
@@ -114,8 +114,8 @@ def ms(seconds):
 
 
 def span(samples, wanted=0, counted=None):
-    """The least and the most; of how many, where they are not as many as was asked for, and of how many of them the
-    median is, where it is not of all."""
+    """The range of the samples, with their number if it is not `wanted`, and how many of them count in the median if not
+    all do."""
     if len(samples) < 2:
         return "once"
     number = f"{len(samples)}" if wanted and len(samples) != wanted else ""
@@ -125,7 +125,7 @@ def span(samples, wanted=0, counted=None):
 
 
 def aside(text):
-    """For a place in parentheses: without any of its own."""
+    """Strips parentheses, for use inside others."""
     return " (" + text.replace(" (", ", ").replace(")", "") + ")"
 
 
@@ -149,10 +149,10 @@ def result_rows(data):
             counted, theirs = own.get(row, []), other.get(counterpart, [])
             their_span = ""
             if kind == "calls":
-                # The processor's work alone, and so what others do on it tells; the copies are the link's.
+                # Pure CPU work, so other users of the CPU matter; copies depend on the link.
                 both = {("vramctl", row): counted, ("torch_memory_saver", counterpart): theirs}
                 quiet = [quiet_ones(slowness(data, name, *key)) for key, some in both.items() if some]
-                # Like is compared with like: where the one had too few quiet moments, all of both count.
+                # Compare like with like: if either side has too few undisturbed samples, use all of both.
                 if min(quiet) >= ENOUGH:
                     counted, theirs = (undisturbed(data, name, *key, some) for key, some in both.items())
                 if theirs:
@@ -193,8 +193,8 @@ def limit_lines(data):
         "copy_in_64m": "the same, 64 MiB",
         "device_copy": "device copy, bytes read and written",
         "device_set": "device memset, bytes written",
-        "host_touch_first": "fresh host memory touched by all cores, the first time on this machine",
-        "host_touch_again": "the same, once more",
+        "host_touch_first": "fresh host memory touched by all cores, first time on this machine",
+        "host_touch_again": "the same, again",
     }
     rows = []
     for key, title in names.items():
@@ -207,10 +207,10 @@ def limit_lines(data):
 
 def call_lines(data):
     titles = {
-        "each": "a call for each allocation",
-        "joined": "as few calls as allowed, pieces of 8 GiB at most",
-        "joined_rdma": "the same, memory fit for GPUDirect RDMA",
-        "beside": "the same, in the process and moment of the library's own",
+        "each": "separate calls per allocation",
+        "joined": "as few calls as allowed, pieces of at most 8 GiB",
+        "joined_rdma": "the same, memory that GPUDirect RDMA can reach",
+        "beside": "the same, alternating with the library's in one process",
     }
     row_of = lambda key: (
         "discard_pause"
@@ -274,7 +274,7 @@ def stage_lines(data):
         "where the time goes, ms",
         "contents",
         "",
-        "in all",
+        "total",
         "wait",
         "save",
         "unmap",
@@ -349,13 +349,13 @@ def idle_lines(data):
     names = ", ".join(sorted(found["threads"])) or "none"
     rows = [
         ["threads of the library", names],
-        ["times they were switched to or from in 2 s", str(found["switches"])],
+        ["their context switches in 2 s", str(found["switches"])],
         [
-            "device memory of the library, with a retained and hashed backup",
+            "device memory used by the library, with a retained and hashed backup",
             f"{found['device_own'] / MIB:.0f} MiB",
         ],
         [
-            "besides: what pinning as much host memory takes without the library",
+            "plus pinning as much host memory, which costs the same without the library",
             f"{pages / MIB:.0f} MiB",
         ],
     ]
@@ -391,24 +391,24 @@ def markdown(data):
     lines += table(header, ["---", "---"] + ["---:"] * 7, list(result_rows(data)))
     lines += [
         "",
-        f"Medians of {data['repeat']}; noise is the least and the most, with their number in parentheses where it is another; first pauses "
-        "each in a process of its own. GB = 1e9 bytes. The limit of a copy is the link measured in the same run, and the "
-        "share of it that was reached is given; of a pause that finds nothing or 1% changed, a pass over device memory at the speed of a "
-        "device copy, the copy of what changed, and the driver's calls; of discarded contents, the driver's calls alone for the same "
-        "allocations, with memory that GPUDirect RDMA can reach, as that of `cudaMalloc` is, in turns with the library's in one process and after as long a rest; "
-        "there, how many times as long it took, the median of the turns.",
+        f"Medians of {data['repeat']}. Noise is the range, with the number of samples in parentheses if it differs. Each first pause "
+        "runs in a new process. GB = 1e9 bytes. Limits: for a copy, the link as measured in the same run, with the share "
+        "reached; for a pause that finds nothing or 1% changed, a pass over device memory at the speed of a "
+        "device copy, the copy of what changed, and the driver's calls; for discarded contents, the driver's calls alone for the same "
+        "allocations, with memory that GPUDirect RDMA can reach (like `cudaMalloc`'s), alternating with the library's in one process and after the same rest, "
+        "with the ratio as the median of the turns.",
         "",
-        "The driver's calls are work of one processor alone. Where the machine is virtual, somebody else may have the other half of its core, and "
-        f"they take 1.3 to 1.5 times as long. So before and after each of them, and each pause and resume of discarded contents, a thousand trips "
-        f"into the kernel are timed. Where they take more than {QUIET} times as long as the fastest in that process, the sample counts in the noise "
-        f"and not in the median, for the driver, the library and torch_memory_saver alike, unless fewer than {ENOUGH} are left of one of the two; in parentheses: of "
-        f"how many of how many the median is.",
+        "The driver's calls are pure CPU work. On a virtual machine, another tenant may use the other half of the core, and "
+        f"they take 1.3 to 1.5 times as long. So a thousand system calls are timed before and after each of them, and each pause and resume "
+        f"of discarded contents. If these take more than {QUIET} times as long as the fastest in that process, the sample counts in the noise "
+        f"but not in the median, for the driver, the library and torch_memory_saver alike, unless that leaves fewer than {ENOUGH} for either side. "
+        f"Parentheses then show how many samples of how many count in the median.",
         "",
     ]
     if saver:
         lines += [
-            "torch_memory_saver: pinned backup, its default; first pause and first resume once, pause again once, steady and retained with its "
-            "`retain_cpu_backup`; it has no pre-warm and copies all of what has not changed, so it is compared with its first and its retained pause.",
+            "torch_memory_saver: pinned backup (its default); first pause, first resume and second pause once each; steady and retained with its "
+            "`retain_cpu_backup`. It has no pre-warm and copies unchanged contents, so those rows compare with its first and its retained pause.",
             "",
         ]
     for part in (

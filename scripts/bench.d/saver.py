@@ -1,7 +1,7 @@
 """The same allocations under the Python package torch_memory_saver, in its preload mode.
 
-Told what to do by lines on standard input, as set.c is; the other end is bench.py. The process
-runs without torch's caching of allocations, so that each tensor is one cudaMalloc of its size.
+bench.py sends commands on standard input, as for set.c. Torch's caching allocator is off, so each tensor
+is one cudaMalloc of its size.
 """
 
 import os
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def main():
-    # What the package prints must not get between the answers.
+    # Keep the package's own output from mixing with the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     tensors = {}
 
@@ -37,10 +37,10 @@ def main():
         return ""
 
     def check(tag):
-        """One byte in 2 MiB of the first tensors."""
+        """Checks one byte per 2 MiB of the first tensors."""
         for number, tensor in enumerate(tensors[tag][:200]):
             if not bool((tensor[:: 2 * MIB] == number % 251 + 1).all()):
-                raise ValueError(f"tensor {number} is not as it was")
+                raise ValueError(f"tensor {number} has changed")
         return len(tensors[tag])
 
     def trips():
@@ -93,7 +93,7 @@ def main():
             break
         try:
             answer("ok", commands[command](*arguments))
-        except Exception as error:  # whatever it is, the bench is to hear of it
+        except Exception as error:  # report anything to the bench
             answer("error", " ".join(str(error).split())[:300])
 
 

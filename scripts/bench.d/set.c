@@ -1,8 +1,7 @@
 /*
- * A program that holds a set of allocations and is told what to do with them: it fills them with
- * contents that it knows, pauses and resumes them through the preloaded library, changes some of
- * them, and checks what is there. One command a line on its standard input, one answer a line on
- * its standard output: `ok …` or `error …`. The other end is bench.py.
+ * Holds a set of allocations and obeys bench.py: fills them with known contents, pauses and
+ * resumes them through the preloaded library, changes some, and verifies them. Reads one command
+ * per line from stdin and answers each with a line on stdout: `ok …` or `error …`.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,22 +21,22 @@
 
 static const char help[] =
 	"usage: set\n\n"
-	"Commands, one a line on standard input:\n"
-	"  alloc TAG BACKUP FILE   allocates, in a region of this tag and backup (0 as the\n"
-	"                          environment says, 1 discard, 2 host), what the file lists\n"
-	"  fill                    writes contents into all of it\n"
-	"  scribble                the same byte everywhere, at the device's speed\n"
-	"  pause TAG|* BACKUP      answers when it began and ended (ns, monotonic clock), and how\n"
-	"                          slow the processor was, against its best\n"
+	"Commands, one per line on standard input:\n"
+	"  alloc TAG BACKUP FILE   allocates the sizes in the file, in a region with this tag and\n"
+	"                          backup (0: from the environment, 1: discard, 2: host)\n"
+	"  fill                    fills everything with known contents\n"
+	"  scribble                writes one byte everywhere, at the device's speed\n"
+	"  pause TAG|* BACKUP      answers with its start and end (ns, monotonic clock) and the\n"
+	"                          CPU's slowdown\n"
 	"  resume TAG|* MS         the same\n"
-	"  change N                changes N of the pieces of 2 MiB, a few bytes in each\n"
+	"  change N                changes a few bytes in each of N pieces of 2 MiB\n"
 	"  check TAG full|sample|zero\n"
-	"  calls MS FILE           takes the memory that the file lists with the driver's calls\n"
-	"                          alone, uses it, rests so long and gives it back; answers what\n"
-	"                          creating, mapping, access, unmapping and releasing took, in s,\n"
-	"                          and how slow the processor was at the two\n"
-	"  status                  the library's, as JSON\n"
-	"  pin N                   registers so much host memory, as a program without the\n"
+	"  calls MS FILE           with driver calls alone: allocates the sizes in the file, uses\n"
+	"                          the memory, rests and releases it; answers with the seconds\n"
+	"                          for create, map, access, unmap and release, and the CPU's\n"
+	"                          slowdown in both halves\n"
+	"  status                  the library's status, as JSON\n"
+	"  pin N                   registers N bytes of host memory, as a program without the\n"
 	"                          library would\n"
 	"  quit\n";
 
@@ -51,7 +50,7 @@ struct allocation {
 
 static struct allocation *set;
 static size_t count, pieces;
-/* How often each piece was changed. */
+/* The number of changes to each piece. */
 static uint32_t *versions;
 static char *pattern, *stamps, *seen;
 static cudaStream_t stream;
@@ -104,7 +103,7 @@ static uint64_t next_random(void)
 	return mix(random_state += 0x9e3779b97f4a7c15);
 }
 
-/* ---- contents: the pattern, and in each piece a stamp that says which it is ---- */
+/* ---- contents: the pattern, and in each piece a stamp that identifies it ---- */
 
 static size_t stamp_at(size_t piece)
 {
@@ -175,7 +174,7 @@ static void allocate(const char *tag, int backup, const char *path)
 	free(versions);
 	versions = calloc(pieces, sizeof *versions);
 	if (versions == NULL)
-		answer("error no memory");
+		answer("error out of host memory");
 	else
 		answer("ok %zu %zu %lld", count, pieces, now_ns() - from);
 }
@@ -221,11 +220,11 @@ static void scribble(void)
 static void change(size_t wanted)
 {
 	if (stamps == NULL || wanted > pieces) {
-		answer("error nothing to change");
+		answer("error too few pieces to change");
 		return;
 	}
 	for (size_t changed = 0; changed < wanted; changed++) {
-		/* One in each of as many equal stretches: none twice, and all over the set. */
+		/* One in each of `wanted` equal stretches: spread over the set, and none twice. */
 		size_t from = changed * pieces / wanted, to = (changed + 1) * pieces / wanted;
 		size_t piece = from + next_random() % (to - from);
 		versions[piece]++;
@@ -251,7 +250,7 @@ static void sample(const char *tag, bool zero)
 		if (strcmp(tag, "*") != 0 && strcmp(tag, holder(piece)->tag) != 0)
 			continue;
 		chosen[found] = piece;
-		/* The stamp, or another place that does not touch it. */
+		/* The stamp, or another slot. */
 		places[found] = i % 2 == 0 ? stamp_at(piece) : next_random() % (PIECE / STAMP) * STAMP;
 		GOOD(cudaMemcpyAsync(read + found * STAMP, address_of(piece) + places[found], STAMP,
 		                    cudaMemcpyDeviceToHost, stream));
@@ -266,7 +265,7 @@ static void sample(const char *tag, bool zero)
 		else
 			memcpy(expected, pattern_of(chosen[i]) + places[i], STAMP);
 		if (memcmp(expected, read + i * STAMP, STAMP) != 0) {
-			answer("error piece %zu (%s) is not as it was, at byte %zu", chosen[i], holder(chosen[i])->tag, places[i]);
+			answer("error piece %zu (%s) has changed at byte %zu", chosen[i], holder(chosen[i])->tag, places[i]);
 			return;
 		}
 	}
@@ -334,7 +333,7 @@ static void check_all(const char *tag)
 	if (started == 0 || atomic_load(&broken))
 		answer("error contents could not be read");
 	else if (atomic_load(&wrong) > 0)
-		answer("error %zu of %zu pieces are not as they were", atomic_load(&wrong), pieces);
+		answer("error %zu of %zu pieces have changed", atomic_load(&wrong), pieces);
 	else
 		answer("ok %zu", pieces);
 }
@@ -381,7 +380,7 @@ static void status(void)
 		answer("ok %s", buffer);
 }
 
-/* So that the library is compared with the driver in the same process and moment. */
+/* Compares the library with the driver in the same process and close in time. */
 static void calls(long rest_ms, const char *path)
 {
 	static size_t listed, total;

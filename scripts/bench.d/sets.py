@@ -1,4 +1,4 @@
-"""The sets of allocations that are measured."""
+"""The sets of allocations to measure."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import random
 
 MIB = 1 << 20
 GIB = 1 << 30
-# What the driver hands out is a multiple of this, so every size is one.
+# The driver's granularity: every size is a multiple of it.
 PIECE = 2 * MIB
 
 
@@ -15,9 +15,9 @@ class Set:
     name: str
     title: str
     sizes: list
-    # Without a backup only: the contents are of no interest.
+    # Measure without a backup only.
     discard_only: bool = False
-    # With a backup too, where the host has the memory; once.
+    # Measure with a backup once, if the host has the memory.
     huge: bool = False
 
     @property
@@ -31,7 +31,7 @@ class Set:
 
 
 def model_sizes(count=500, least=20 * MIB, most=200 * MIB, seed=7):
-    """Sizes such as a model's weights have: many of some ten MiB, fewer large ones."""
+    """Sizes like those of a model's weights: many of tens of MiB, a few large ones."""
     chance = random.Random(seed)
     ratio = math.log(most / least)
     return [
@@ -41,7 +41,7 @@ def model_sizes(count=500, least=20 * MIB, most=200 * MIB, seed=7):
 
 
 def scaled(sizes, scale):
-    """The sizes divided by `scale`; where they would fall below the least, there are fewer."""
+    """The sizes divided by `scale`; fewer of them if they would fall below the minimum."""
     if scale == 1:
         return sizes
     total = max(PIECE, sum(sizes) / scale)

@@ -1,4 +1,4 @@
-"""The checks of scripts/gpu-check, which prepares everything and calls this."""
+"""The checks behind scripts/gpu-check, which sets everything up and runs this."""
 
 import argparse
 import contextlib
@@ -19,22 +19,22 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 MIB = 1 << 20
 GIB = 1 << 30
-# What a paused program may keep of a GPU: CUDA's own context and libraries.
+# What a paused program may keep on a GPU: the CUDA context and libraries.
 LEFT_LIMIT_MIB = 1.2 * 1024
 
 
 class Failed(Exception):
-    """A check that did not hold, or something that did not come in time."""
+    """A failed check or a timeout."""
 
 
 class Deadline:
-    """A moment that all waiting of a section ends at."""
+    """The time at which all waiting in a section ends."""
 
     def __init__(self, seconds):
         self.end = time.monotonic() + seconds
 
     def rest(self):
-        """Seconds until then; none or fewer afterwards."""
+        """Seconds left; zero or negative afterwards."""
         return self.end - time.monotonic()
 
     def left(self, wanted):
@@ -44,13 +44,13 @@ class Deadline:
         return left
 
 
-#: What ends a measurement from outside.
+#: Signals that end a measurement.
 ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 def end_once():
-    """SIGTERM and Ctrl-C end the measurement, once: they come twice where the sender tells the whole group and `timeout` hands
-    them on, and the second must not break off the cleaning up.
+    """Lets SIGTERM and Ctrl-C end the measurement, once. A signal to the whole group arrives twice if `timeout` forwards it,
+    and the second must not interrupt the cleanup.
     """
 
     def end(number, _frame):
@@ -64,7 +64,7 @@ def end_once():
 
 @contextlib.contextmanager
 def no_end():
-    """Until a process that is being started is known, nothing ends us: it would live on."""
+    """Blocks the signals while a process is being started, or it would outlive us unnoticed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -73,12 +73,12 @@ def no_end():
 
 
 def open_to_signals():
-    """In a process started inside `no_end`."""
+    """Unblocks the signals in a process started inside `no_end`."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 class Child:
-    """A program that answers lines with lines; it and all it started end with us."""
+    """A line-based request/response program. It and its children end with us."""
 
     def __init__(self, check, name, command, env):
         self.check, self.name = check, name
@@ -113,7 +113,7 @@ class Child:
         return line
 
     def ask(self, question, seconds=60):
-        with contextlib.suppress(BrokenPipeError):  # hear() tells how it ended
+        with contextlib.suppress(BrokenPipeError):  # hear() reports how it ended
             self.process.stdin.write(question + "\n")
             self.process.stdin.flush()
         return self.hear(seconds)
@@ -125,7 +125,7 @@ class Child:
         return reply
 
     def finish(self, seconds=30):
-        """Ends its input and waits for its end; the exit code."""
+        """Closes its stdin, waits for it, and returns the exit code."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
@@ -140,26 +140,24 @@ class Child:
 
 
 def kill(process):
-    """Ends a process with all that it has started; what it had written."""
+    """Kills a process and its children, and returns its output so far."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
         return process.communicate(timeout=10)[0]
     except subprocess.TimeoutExpired as error:
-        # Somebody who has left the group holds the other end, or the driver holds the process.
+        # A process that left the group holds the pipe, or the driver holds the process.
         return f"{(error.output or b'').decode(errors='replace')}\n(not ended by SIGKILL)"
 
 
 def unittest_result(text):
-    """How many tests unittest says that it ran, and its verdict. Other lines may stand around them: what a library writes as
-    its process ends comes last.
-    """
+    """Unittest's test count and verdict. Other lines may surround them, such as what a library prints at exit."""
     found = re.findall(r"^Ran (\d+) tests? in .*?^((?:OK|FAILED|NO TESTS RAN)\b.*?)$", text, re.MULTILINE | re.DOTALL)
     return (int(found[-1][0]), found[-1][1]) if found else (0, "no verdict")
 
 
 def dig(value, key):
-    """The first value of `key` anywhere in a JSON value; None if there is none."""
+    """The first value of `key` anywhere in a JSON value, or None."""
     if isinstance(value, dict):
         if key in value:
             return value[key]
@@ -190,11 +188,11 @@ class Check:
             VRAMCTL_LIB=str(self.bin / "libvramctl.so"),
             PYTHONUNBUFFERED="1",
         )
-        # Only for the C programs: PyTorch brings its own CUDA libraries.
+        # Only for the C programs: PyTorch bundles its own CUDA libraries.
         paths = [options.libcudart, os.environ.get("LD_LIBRARY_PATH", "")]
         self.app_env = {**self.env, "LD_LIBRARY_PATH": ":".join(p for p in paths if p)}
 
-    # ---- telling ----
+    # ---- output ----
 
     def log(self, text):
         self.log_file.write(f"[{self.section}] {text}\n")
@@ -205,7 +203,7 @@ class Check:
         self.log(text)
 
     def expect(self, name, ok, detail=""):
-        """Records a check; one that fails does not end the section."""
+        """Records a check; a failure does not end the section."""
         self.checks.append(
             {"section": self.section, "check": name, "ok": bool(ok), "detail": str(detail)[:2000]}
         )
@@ -215,11 +213,11 @@ class Check:
             self.log(f"ok: {name} {str(detail)[:500]}")
         return bool(ok)
 
-    # ---- doing ----
+    # ---- commands ----
 
     def start(self, *command, managed=None, env=None):
         command = [str(part) for part in command]
-        # `python3 program.py` is known by its program.
+        # Name `python3 program.py` after its program.
         name = pathlib.Path(
             next((part for part in command if part.endswith(".py")), command[0])
         ).name
@@ -237,7 +235,7 @@ class Check:
         self.children.clear()
 
     def command(self, *command, seconds=120, env=None, stderr=subprocess.STDOUT):
-        """Runs to its end: (exit code, what it wrote, seconds it took)."""
+        """Runs a command: (exit code, output, seconds)."""
         command = [str(part) for part in command]
         self.log(f"$ {' '.join(command)}")
         start = time.perf_counter()
@@ -256,7 +254,7 @@ class Check:
                 )
             text, _ = process.communicate(timeout=self.deadline.left(seconds))
         except BaseException as error:
-            # Whatever ended the waiting, Ctrl-C and SIGTERM too: nothing may be left on the GPU.
+            # However the wait ended (even by Ctrl-C or SIGTERM), leave nothing on the GPU.
             if process is not None:
                 self.log(kill(process))
             if not isinstance(error, (subprocess.TimeoutExpired, Failed)):
@@ -269,7 +267,7 @@ class Check:
         return process.returncode, text, taken
 
     def vramctl(self, *arguments, seconds=120):
-        """One `vramctl … --json`: (exit code, its JSON or None, its text, seconds)."""
+        """Runs `vramctl … --json`: (exit code, JSON or None, text, seconds)."""
         code, text, taken = self.command(
             self.bin / "vramctl", *arguments, "--json", seconds=seconds
         )
@@ -281,14 +279,14 @@ class Check:
         return code, answer, text, taken
 
     def smi(self, *arguments):
-        """What nvidia-smi answers, or simgpu-smi."""
+        """The output of nvidia-smi or simgpu-smi."""
         done = subprocess.run(
             [self.options.smi, *arguments], capture_output=True, text=True, timeout=30, check=True
         )
         return done.stdout.strip()
 
     def gpu(self, what):
-        """One property of GPU 0 by nvidia-smi's name for it, as text; memory is in MiB."""
+        """One property of GPU 0, by nvidia-smi's name; memory is in MiB."""
         if self.options.smi == "nvidia-smi":
             return self.smi("--id=0", f"--query-gpu={what}", "--format=csv,noheader,nounits")
         device = json.loads(self.smi("--json"))["devices"][0]
@@ -296,8 +294,8 @@ class Check:
         return str(device[which] // MIB) if where == "memory" else "simulated"
 
     def used_mib(self, below=None):
-        """Memory in use on the GPU. nvidia-smi may be a moment late after a process has
-        ended, so with `below` it is asked again for up to two seconds."""
+        """Memory in use on the GPU. nvidia-smi may lag after a process has ended, so with `below`
+        we poll for up to two seconds."""
         end = time.monotonic() + 2
         used = int(self.gpu("memory.used"))
         while below is not None and used > below and time.monotonic() < end:
@@ -306,7 +304,7 @@ class Check:
         return used
 
     def hog(self, mib, seconds=60):
-        """Another process takes, fills and verifies so much: what went wrong, or None."""
+        """Runs another process that allocates, fills and verifies `mib` MiB. Returns its error or None."""
         code, text, _ = self.command(
             self.bin / "hog", "--mib", mib, "--seconds", 0, seconds=seconds, env=self.app_env
         )
@@ -315,7 +313,7 @@ class Check:
         )
 
     def states(self, name):
-        """What `vramctl status` tells of each tag of a program."""
+        """The tags of a program in `vramctl status`."""
         code, answer, text, _ = self.vramctl("status", name)
         tags = dig(answer, "tags")
         if code != 0 or not isinstance(tags, list):
@@ -323,7 +321,7 @@ class Check:
         return {tag["tag"]: tag for tag in tags}
 
     def expect_state(self, name, when, paused):
-        """Whether status tells that all that a program has is paused, or that nothing is."""
+        """Checks that status shows everything in a program paused, or everything active."""
         tags = self.states(name)
         wanted = "paused" if paused else "active"
         right = all(
@@ -336,8 +334,8 @@ class Check:
     # ---- sections ----
 
     def transition(self, what, program, arguments, own):
-        """A pause or resume, by the shell or (own) by the program itself: seconds, and
-        what the command line told."""
+        """A pause or resume from the shell or (own) by the program itself: seconds, and the
+        command line's JSON."""
         if own:
             start = time.perf_counter()
             for tag in arguments:
@@ -351,20 +349,20 @@ class Check:
 
     def torch_cycle(self, number, program, before, regions):
         options = self.options
-        # The program pauses itself every second time; what is neither weights nor
-        # kv_cache (PyTorch's own buffers, the graph's) is paused from the shell then.
+        # Every second cycle the program pauses itself. Then the shell pauses what is neither
+        # weights nor kv_cache (PyTorch's own buffers, the graph's).
         own = regions and number % 2 == 0
         name = self.section
         used = self.used_mib()
         tags = ["weights", "kv_cache"] if regions else []
         pause_s, told = self.transition("pause", program, tags if own else [name, *tags], own)
         if regions:
-            # The first backup's host memory takes page tables on the GPU: 8 bytes for
-            # each page of 4 KiB at most, and a little for good measure.
+            # The first backup's host memory needs page tables on the GPU: at most 8 bytes
+            # per 4 KiB page, plus some slack.
             wanted = options.gib * 1024 * 255 // 256
             given = used - self.used_mib(below=used - wanted)
             self.expect(
-                f"cycle {number}: the two tags are gone from the GPU",
+                f"cycle {number}: the memory of both tags is off the GPU",
                 given >= wanted,
                 f"{given} MiB given back",
             )
@@ -372,7 +370,7 @@ class Check:
             self.log(f"the rest paused in {rest_s:.3f} s")
         left = self.used_mib(below=LEFT_LIMIT_MIB)
         self.expect(
-            f"cycle {number}: memory gone from {options.smi}",
+            f"cycle {number}: {options.smi} shows the memory as free",
             left < LEFT_LIMIT_MIB,
             f"{used} MiB before, {left} MiB after",
         )
@@ -384,7 +382,7 @@ class Check:
             other or "",
         )
         if regions:
-            # One order of tags, then the other.
+            # Alternate the order of the tags.
             tags.reverse()
         resume_s, resumed = self.transition("resume", program, tags if own else [name, *tags], own)
         if regions:
@@ -399,7 +397,7 @@ class Check:
         if regions:
             program.ask_json("refill", 60)
             self.expect(
-                f"cycle {number}: kv_cache takes contents again",
+                f"cycle {number}: kv_cache is writable again",
                 program.ask_json("verify", 120) == before["verify"],
             )
         addresses = program.ask_json("addresses")
@@ -409,7 +407,7 @@ class Check:
             f"cycle {number}: the graph replays to the same result", digests == before["digests"]
         )
 
-        # What was copied: discarded contents cost no time worth a rate.
+        # Rate the copied bytes only: discarding takes almost no time.
         kept = before["verify"]["bytes"] if regions else (used - left) * MIB
         self.cycles.append(
             {
@@ -458,8 +456,8 @@ class Check:
         free = program.ask_json("memory")["free"]
         if options.other_gib * GIB > free:
             self.notes.append(
-                f"{self.section}: before the pause {free / GIB:.1f} GiB are free, so the other "
-                f"process's {options.other_gib} GiB have no room"
+                f"{self.section}: {free / GIB:.1f} GiB are free before the pause, too few for the "
+                f"other process's {options.other_gib} GiB"
             )
         for number in range(1, options.cycles + 1):
             self.torch_cycle(number, program, before, regions)
@@ -486,8 +484,8 @@ class Check:
             if line.startswith(("ok: ", "FAILED: ")):
                 state, _, what = line.partition(": ")
                 self.expect(what[:80], state == "ok", what)
-        # Also that it ends as a program should: pools of torch outlive the interpreter.
-        self.expect("the program ends well", code == 0, f"exit code {code}: {lines[-1:]}")
+        # Check a clean exit, too: torch's pools outlive the interpreter.
+        self.expect("the program exits cleanly", code == 0, f"exit code {code}: {lines[-1:]}")
         self.say(f"  {sum(line.startswith('ok: ') for line in lines)} checks held ({taken:.1f} s)")
 
     def saver(self):
@@ -500,7 +498,7 @@ class Check:
         try:
             self.saver_tests(package)
         finally:
-            # They lead to a folder that goes. scripts/test-python makes its own.
+            # They point into a temporary folder. scripts/test-python makes its own.
             for link in links:
                 link.unlink(missing_ok=True)
 
@@ -560,7 +558,7 @@ class Check:
             raise Failed("the engine did not start")
         verified = engine.ask("verify", 60)
         self.transition("pause", engine, ["oom"], False)
-        # All but half of what the engine needs.
+        # Leave free half of what the engine needs.
         hog_mib = int(self.gpu("memory.free")) - mib // 2
         if real:
             hog_mib -= 700  # its own context
@@ -581,16 +579,16 @@ class Check:
         holders = [str(holder.get("pid")) for holder in shortage.get("holders") or []]
         if listed is None or str(hog.process.pid) not in listed:
             self.notes.append(
-                f"oom: {options.smi} lists no process with the other's pid here ({listed}), so the "
-                f"driver cannot tell who holds the memory; told: {holders}"
+                f"oom: {options.smi} does not list the other process's pid ({listed}), so the "
+                f"driver cannot tell who holds the memory; reported: {holders}"
             )
-            self.expect("it says who holds the memory, as far as the driver tells", True, holders)
+            self.expect("it says who holds the memory, as far as the driver knows", True, holders)
         else:
             self.expect("it says who holds the memory", str(hog.process.pid) in holders, text)
-        # Once more for the words that a person sees.
+        # Again without --json, for the message.
         code, text, _ = self.command(self.bin / "vramctl", "resume", "--name", "oom", seconds=30)
         self.expect(
-            "in words too",
+            "the message says it, too",
             code != 0 and re.search(r"need", text) and re.search(r"free", text),
             text,
         )
@@ -676,7 +674,7 @@ class Check:
             self.section = name
             self.say(f"== {name}")
             start = time.monotonic()
-            # What is left of the whole, less a little to write the report.
+            # The remaining time, less a little to write the report.
             rest = self.options.limit - 15 - (start - begin)
             self.deadline = Deadline(min(seconds, max(rest, 0.1)))
             try:
@@ -686,7 +684,7 @@ class Check:
             finally:
                 self.end_children()
             self.notes.append(f"{name} took {time.monotonic() - start:.0f} s")
-            self.report()  # after each section, so that a later mishap leaves something
+            self.report()  # after each section, in case a later one crashes
         return self.report()
 
     def machine(self):

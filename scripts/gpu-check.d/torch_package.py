@@ -1,8 +1,8 @@
-"""The Python package with the real torch: what the tests on the simulated GPU assume of it.
+"""The Python package with the real torch: verifies what the tests on the simulated GPU assume.
 
 vramctl run -- python3 scripts/gpu-check.d/torch_package.py
 
-Prints a line for each check, and ends with 0 if all of them held.
+Prints a line per check; exits with 0 if all passed.
 """
 
 import sys
@@ -74,15 +74,15 @@ def nesting():
         mine = torch.cuda.MemPool()
         with vramctl.region("mine", pool=False), torch.cuda.use_mem_pool(mine):
             sixth = tensor(3)
-    expect("the innermost region counts", pool_of(first) == pool_of(third) == pool_of(fourth) != pool_of(second))
-    expect("outside is torch's own pool", pool_of(tensor(3)) == (0, 0))
+    expect("the innermost region wins", pool_of(first) == pool_of(third) == pool_of(fourth) != pool_of(second))
+    expect("outside regions, torch uses its own pool", pool_of(tensor(3)) == (0, 0))
     before = vramctl.status()
     vramctl.pause()
     fifth.fill_(7)
     torch.cuda.synchronize()
     vramctl.resume()
-    expect("what is unmanaged can be used during a pause", bool((fifth == 7).all()))
-    expect("a pool of the program's own inside", pool_of(sixth) == tuple(mine.id) and before.tag("mine") is not None)
+    expect("unmanaged memory is usable during a pause", bool((fifth == 7).all()))
+    expect("the program's own pool works inside a region", pool_of(sixth) == tuple(mine.id) and before.tag("mine") is not None)
 
 
 def threads():
@@ -102,7 +102,7 @@ def threads():
         worker.start()
     for worker in workers:
         worker.join()
-    expect("threads may be in the same region", len(made) == 4 and not errors, str(errors))
+    expect("threads may share a region's tag", len(made) == 4 and not errors, str(errors))
     expect("each in a pool", all(pool_of(each) != (0, 0) for each in made))
 
 
@@ -117,12 +117,12 @@ def contents():
     report = vramctl.pause("live")
     given = torch.cuda.mem_get_info()[0] - free
     expect("free blocks are not copied", report.bytes - report.kept_bytes >= 200 * MIB, f"{report}")
-    # The backup's host memory takes page tables on the GPU: 1 byte for 512 at most.
+    # The backup's host memory needs page tables on the GPU: at most 1 byte per 512.
     expect("the memory is free", given >= report.bytes * 255 // 256 - 4 * MIB, f"{given} of {report.bytes}")
-    expect("the backup is the contents", bytes(vramctl.backup_of(kept[1])[:100]) == b"\2" * 100)
+    expect("the backup has the contents", bytes(vramctl.backup_of(kept[1])[:100]) == b"\2" * 100)
     vramctl.resume("live")
     right = all(bool((each == number + 1).all()) for number, each in enumerate(kept))
-    expect("what is live is kept", right and bool((small == torch.arange(1000, device="cuda")).all()))
+    expect("live blocks are kept", right and bool((small == torch.arange(1000, device="cuda")).all()))
     expect("addresses stay", addresses == [each.data_ptr() for each in kept])
 
 
@@ -130,27 +130,27 @@ def graphs():
     graph = torch.cuda.CUDAGraph()
     source = torch.arange(4 * MIB, device="cuda", dtype=torch.float32)
     with vramctl.region("around"):
-        # Before the capture what it uses must have been used once.
+        # Warm up, as a capture requires.
         (source * 2 + 1).flip(0)
         with vramctl.cuda_graph(graph, tag="graphs"):
-            # With memory for what is in between; and the same each time, as sums of floats in parallel are not.
+            # An operation with intermediate memory and a deterministic result, unlike parallel float sums.
             result = (source * 2 + 1).flip(0)
     graph.replay()
     wanted = result.clone()
     tag = vramctl.status().tag("graphs")
     expect("a graph's memory has its tag", tag is not None and tag.bytes >= result.numel() * 4, str(tag))
-    expect("and not the pool of the region around it", pool_of(result) == tuple(graph.pool()))
+    expect("and is not in the enclosing region's pool", pool_of(result) == tuple(graph.pool()))
     for _ in range(2):
         vramctl.pause()
         vramctl.resume()
         expect("a graph's results are kept", torch.equal(result, wanted))
         result.zero_()
         graph.replay()
-        expect("a graph replays to the same", torch.equal(result, wanted))
+        expect("a graph replays to the same result", torch.equal(result, wanted))
 
 
 def captured_inside():
-    """A plain capture in a region: what the graph has freed is not to be left out of a pause, whosever pool it is in."""
+    """A plain capture in a region: a pause must not skip blocks that the graph freed, whichever pool holds them."""
     graph = torch.cuda.CUDAGraph()
     source = torch.arange(4 * MIB, device="cuda", dtype=torch.float32)
     with vramctl.region("captured"):
@@ -165,7 +165,7 @@ def captured_inside():
     places = [(each.data_ptr(), each.numel() * each.element_size()) for each in (ordinary, result)]
     del ordinary, result
     left_out = [_torch._overlap(sorted(_torch.free(None, "default").ranges), [place]) for place in places]
-    expect("what a graph has freed is kept, and only that", left_out == [places[0][1], 0], str(left_out))
+    expect("blocks freed by a graph are kept, and only those", left_out == [places[0][1], 0], str(left_out))
 
 
 def expandable():
@@ -176,11 +176,11 @@ def expandable():
     outside = tensor(30)
     with vramctl.region("expandable"):
         inside = tensor(30)
-    expect("outside a region segments are expandable", bool(segment_of(outside)["is_expandable"]))
+    expect("outside a region, segments are expandable", bool(segment_of(outside)["is_expandable"]))
     expect("inside they are not", not segment_of(inside)["is_expandable"])
     after = _torch._live_settings(torch)
     settings = [set(_torch._last_settings(each).split(",")) for each in (before, after)]
-    expect("the settings are back", _torch._is_expandable(after) and settings[0] == settings[1], str(after))
+    expect("the settings are restored", _torch._is_expandable(after) and settings[0] == settings[1], str(after))
     tag = vramctl.status().tag("expandable")
     expect("and are managed", tag is not None and tag.bytes >= 30 * MIB)
     change("expandable_segments:False")

@@ -12,14 +12,14 @@ import traceback
 import torch
 
 GIB = 1 << 30
-# Tensors are filled and compared in pieces, so that little memory is needed beside them.
+# Fill and compare tensors in pieces, to need little extra memory.
 PIECE = 256 << 20
 WIDTH = 4096
 DEVICE = "cuda"
 
 
 def sizes(total, smallest):
-    """Bytes of the tensors: of several sizes, large and small, `total` together."""
+    """Tensor sizes in bytes, large and small, `total` in all."""
     wanted = [3 * GIB, GIB, (512 << 20) + 4096, GIB + (GIB >> 1), (96 << 20) + 8, 20 << 20]
     wanted += [(3 << 20) + 512, 300 << 10, 4096]
     wanted = [size for size in wanted if size >= smallest]
@@ -27,7 +27,7 @@ def sizes(total, smallest):
     while left > 0:
         size = min(wanted[number % len(wanted)], left)
         if left - size < max(smallest, 8):
-            size = left  # no crumbs
+            size = left  # no tiny remainder
         found.append(size)
         left -= size
         number += 1
@@ -58,7 +58,7 @@ def fill(tensors, seed):
 
 
 def differing(tensors, seed):
-    """The numbers of the tensors that are not, bit for bit, what `fill` made of them."""
+    """The indexes of tensors that differ in any bit from what `fill` wrote."""
     scratch = torch.empty(PIECE // 8, dtype=torch.int64, device=DEVICE)
     wrong = []
     for number, tensor in enumerate(tensors):
@@ -76,7 +76,7 @@ def checksums(tensors):
 
 
 class Graph:
-    """Two matrix products and what lies in two tensors, captured once, replayed for ever."""
+    """Two matrix products and the contents of two tensors, captured once."""
 
     def __init__(self, first, second, seed):
         generator = torch.Generator(device=DEVICE)
@@ -107,7 +107,7 @@ class Graph:
         return y
 
     def replay(self, number):
-        """A digest of the output for input `number`: every bit counts."""
+        """A digest of every bit of the output for input `number`."""
         generator = torch.Generator(device=DEVICE)
         generator.manual_seed(number)
         self.x.copy_(torch.randn(self.x.shape, generator=generator, device=DEVICE))

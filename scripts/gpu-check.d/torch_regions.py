@@ -1,7 +1,7 @@
 """The PyTorch program with two regions, marked through vramctl's C ABI with ctypes.
 
-Three quarters of its tensors are `weights` (contents kept in host memory while paused),
-one quarter is `kv_cache` (contents thrown away). It can pause and resume itself.
+Three quarters of its tensors are `weights` (backed up in host memory), one quarter is `kv_cache`
+(discarded). It can pause and resume itself.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ class Program(torch_program.Program):
     def __init__(self, options):
         self.seed = options.seed
         total = options.gib * GIB
-        # Sizes for which PyTorch's allocator asks CUDA each time, so that a tensor never
-        # lies in a block that belongs to another tag.
+        # Sizes that PyTorch's allocator always requests from CUDA, so that a tensor never
+        # lands in another tag's block.
         with region(b"weights", BACKUP_HOST):
             self.weights = allocate(total // 4 * 3, smallest=64 << 20)
         with region(b"kv_cache", BACKUP_DISCARD):

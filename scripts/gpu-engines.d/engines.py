@@ -1,4 +1,4 @@
-"""The measurements of scripts/gpu-engines, which prepares everything and calls this."""
+"""The measurements behind scripts/gpu-engines, which sets everything up and runs this."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ NAME = "gpu-engines"
 
 
 class Program(Child):
-    """program.py: only lines behind "@ " are its answers, the others are the engine's."""
+    """program.py: its answers start with "@ "; all other lines are the engine's."""
 
     def hear(self, seconds):
         end = time.monotonic() + seconds
@@ -32,26 +32,26 @@ class Program(Child):
 class Engines(Check):
     def __init__(self, options):
         super().__init__(options, NAME)
-        # The library says what each pause and resume did: it is in the log when a limit is missed.
+        # At this level the library logs each pause and resume, for when a limit is missed.
         self.env.update(VRAMCTL_PYTHON=options.python, VRAMCTL_NAME=NAME, VRAMCTL_LOG="info")
-        # The other process and the interpreter are as they are without the engine.
+        # The other process and the interpreter run without the engine's environment.
         self.plain_env = dict(self.env)
         self.env.update(given(options))
         if options.engine_dir:
             paths = [options.engine_dir, self.env.get("PYTHONPATH", "")]
             self.env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        # Workers of several GPUs hand each other their graphs' memory, which is left to CUDA then.
+        # With several GPUs, workers share graph memory by CUDA IPC, so it is left to CUDA.
         self.tags = ["kv_cache", "weights"] if options.gpus > 1 else ["cuda_graph", "kv_cache", "weights"]
         self.parts = report.join(json.loads(pathlib.Path(file).read_text()) for file in options.join)
 
-    # ---- commands, which --dry-run prints ----
+    # ---- commands (printed by --dry-run) ----
 
     def under_library(self, command, managed=True):
-        """A command line, under the library or as it is."""
+        """A command line, with or without the library."""
         return [str(self.bin / "vramctl"), "run", "--name", NAME, "--", *command] if managed else list(command)
 
     def settings(self, part):
-        """The variables that make a part what it is."""
+        """The environment variables that define a part."""
         settings = {}
         if part in ("cycles", "retained") and self.options.prewarm != "0":
             settings["VRAMCTL_PREWARM"] = self.options.prewarm
@@ -66,7 +66,7 @@ class Engines(Check):
             *(f"{name}={value}" for name, value in settings.items()),
             *([] if part == "baseline" else ["vramctl", "run", "--"]),
         ]
-        return f"{shlex.join(words)} …" if words else "as it is"
+        return f"{shlex.join(words)} …" if words else "plain"
 
     def script(self):
         return [sys.executable, str(pathlib.Path(self.options.scripts) / f"{self.options.engine}_cycle.py")]
@@ -77,7 +77,7 @@ class Engines(Check):
         return [sys.executable, str(HERE / "program.py"), *map(str, arguments)]
 
     def other(self):
-        """Another process that uses the memory."""
+        """The command of another process that uses the memory."""
         return [sys.executable, str(HERE / "other.py"), str(self.options.other_gib), str(self.options.gpus)]
 
     def pause(self):
@@ -86,11 +86,11 @@ class Engines(Check):
         if not self.options.discard:
             return [["pause", *self.tags, *both]]
         kept = [tag for tag in self.tags if tag != "kv_cache"]
-        # The program has told the engine itself.
+        # The program resets the engine's prefix cache itself.
         return [["pause", "kv_cache", "--discard", "--force", *both], ["pause", *kept, *both]]
 
     def plan(self):
-        """What each part runs, as lines."""
+        """The commands of each part."""
         vramctl = str(self.bin / "vramctl")
         outside = [
             self.under_library(self.program()),
@@ -122,7 +122,7 @@ class Engines(Check):
     # ---- the machine ----
 
     def gpu(self, what):
-        """Of several GPUs, the most that one of them has in use."""
+        """Memory in use, on the fullest GPU."""
         if what != "memory.used" or self.options.gpus == 1:
             return super().gpu(what)
         used = self.smi("--query-gpu=memory.used", "--format=csv,noheader,nounits").split()
@@ -136,7 +136,7 @@ class Engines(Check):
     def cycle_script(self, part):
         command = self.under_library(self.script(), managed=part != "baseline")
         env = {**self.env, **self.settings(part)}
-        # What is written to stderr, the library's lines among it, must not come between what the script prints.
+        # Keep stderr, with the library's log lines, from mixing into the script's output.
         code, text, _ = self.command(*command, seconds=self.options.limit, env=env, stderr=self.log_file)
         found = report.parse(text)
         prewarmed = None if part == "baseline" else report.gib(self.options.prewarm)
@@ -144,7 +144,7 @@ class Engines(Check):
         return {"found": found, "started": self.started(part)}
 
     def needs_model(self):
-        """The scripts make it themselves where it is missing, but under the library and in what is measured."""
+        """Makes the model in advance. The scripts would do it themselves, but under the library and while being timed."""
         return not self.options.model or set(self.options.part.split(",")) & {"cycles", "baseline", "retained"}
 
     def model_maker(self):
@@ -172,12 +172,12 @@ class Engines(Check):
 
     def outside(self):
         program = self.start_program(managed=True)
-        # Once to warm up: the first answers may come from kernels that are still being chosen.
+        # Warm up: the first answers may come from kernels that are still being autotuned.
         program.ask_json("generate", 120)
         first = program.ask_json("generate", 120)
-        self.expect("the engine repeats itself", first["tokens"] and first["logprobs"], first)
+        self.expect("the engine is deterministic", first["tokens"] and first["logprobs"], first)
         tags = {name: tag["bytes"] for name, tag in self.states(NAME).items()}
-        self.expect(f"there are the tags {', '.join(self.tags)}", set(self.tags) <= set(tags), json.dumps(tags))
+        self.expect(f"the tags {', '.join(self.tags)} exist", set(self.tags) <= set(tags), json.dumps(tags))
         cycles = []
         for number in range(1, self.options.cycles + 1):
             if self.options.discard:
@@ -188,7 +188,7 @@ class Engines(Check):
             self.expect(f"cycle {number}: another process uses {self.options.other_gib} GiB", code == 0, text)
             resume_ms = self.shell("resume", *self.tags, "--name", NAME, "--json", "--timeout", "10")
             same = program.ask_json("generate", 120)
-            self.expect(f"cycle {number}: the same tokens and log-probabilities", same["tokens"] and same["logprobs"], same)
+            self.expect(f"cycle {number}: same tokens and log-probabilities", same["tokens"] and same["logprobs"], same)
             cycles.append(
                 {
                     "pause_ms": pause_ms,
@@ -202,7 +202,7 @@ class Engines(Check):
         return {"cycles": cycles, "tags": tags, "kv": kv, "started": self.started("outside")}
 
     def shell(self, *arguments):
-        """One pause or resume: the milliseconds of the slowest process, as each reports them."""
+        """One pause or resume: the milliseconds reported by the slowest process."""
         code, answer, text, _ = self.vramctl(*[part for part in arguments if part != "--json"])
         if code != 0 or answer is None:
             raise Failed(f"vramctl {arguments[0]}: exit code {code}: {text}")
@@ -213,7 +213,7 @@ class Engines(Check):
         try:
             self.tpot_rounds(ms)
         except Failed as error:
-            # Without a figure on both sides there is nothing to judge.
+            # Comparing needs a figure on both sides.
             if not all(ms.values()):
                 raise
             if self.deadline.rest() > 0:
@@ -227,7 +227,7 @@ class Engines(Check):
         return {"ms": ms, "started": self.started("tpot")}
 
     def tpot_rounds(self, ms):
-        """Adds to `ms` for each engine that is started, as long as there is time for one more."""
+        """Starts engines and adds their figures to `ms` until there is no time for another."""
         longest = 0.0
         for _ in range(self.options.rounds):
             for which in ms:
@@ -250,10 +250,10 @@ class Engines(Check):
                 self.checks[-1].update(measured=check.measured, limit=check.limit, unit=check.unit)
 
     def last_words(self, start, count=12):
-        """The last that the library has written to the log from `start` on."""
+        """The library's last log lines, from offset `start`."""
         with open(self.log_file.name, errors="replace") as log:
             log.seek(start)
-            # Not always at a line's start: progress bars leave lines open.
+            # Not always at the start of a line: progress bars leave lines open.
             return [found[0] for found in (re.search(r"vramctl\[\d+\]: .*", line) for line in log) if found][-count:]
 
     def engine_version(self):
@@ -278,7 +278,7 @@ class Engines(Check):
             log_start = os.fstat(self.log_file.fileno()).st_size
             self.say(f"{self.options.engine}: {part}")
             start = time.monotonic()
-            # What is left of the whole, less a little to write the report.
+            # The remaining time, less a little to write the report.
             self.deadline = Deadline(max(self.options.limit - 15 - (start - begin), 0.1))
             measured = {}
             try:
@@ -297,10 +297,10 @@ class Engines(Check):
                     print(f"  {line}", flush=True)
             told = {"engine": {"sglang": "SGLang", "vllm": "vLLM"}[self.options.engine], "version": self.version}
             about = {**told, "machine": self.facts, "checks": self.checks, "took_s": round(taken, 1)}
-            # A part that broke off has nothing to show in the tables; that it failed is in what is printed and in the log.
+            # A part that broke off has no figures for the tables; the output and the log show the failure.
             if measured or f"{self.options.engine}/{part}" not in self.parts:
                 self.parts[f"{self.options.engine}/{part}"] = {**about, **measured} if measured else {**about, **EMPTY[part]}
-            self.write()  # after each part, so that a later mishap leaves something
+            self.write()  # after each part, in case a later one crashes
         return ok
 
     def write(self):
@@ -310,11 +310,11 @@ class Engines(Check):
 
 
 def given(options):
-    """The variables that the user gives the engines."""
+    """The user's variables for the engines."""
     return dict(pair.split("=", 1) for pair in options.env)
 
 
-#: What a part that broke off has measured.
+#: The results of a part that broke off.
 _NO_CYCLES = {"found": {"start_s": None, "start_used_gib": None, "repeatable": None, "steps": [], "same": []}}
 EMPTY = {
     "cycles": _NO_CYCLES,
@@ -338,7 +338,7 @@ def main():
     for name in ("discard", "dry-run"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
-    # The engines are started in other folders, and other programs still.
+    # Make paths absolute: engines and other programs start in other folders.
     for name in ("engine_dir", "scripts", "bin", "python"):
         if getattr(options, name):
             setattr(options, name, os.path.abspath(getattr(options, name)))

@@ -1,4 +1,4 @@
-"""Another process on the GPUs: takes so many GiB of each, fills them and verifies them.
+"""Another process on the GPUs: allocates, fills and verifies GIB GiB on each.
 
 other.py GIB GPUS
 """
@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-CHUNK = 1 << 27  # numbers of 8 bytes: 1 GiB
+CHUNK = 1 << 27  # 8-byte elements: 1 GiB
 
 
 def fill(gib, device):
@@ -17,7 +17,7 @@ def fill(gib, device):
 def verify(chunks, device):
     for number, chunk in enumerate(chunks):
         if number and not torch.equal(chunk.sub_(number), chunks[0]):
-            sys.exit(f"GiB number {number} on {device} is not what was written")
+            sys.exit(f"GiB {number} on {device} differs from what was written")
 
 
 def main():

@@ -1,9 +1,9 @@
-"""Starts a real engine, without its own memory saver or sleep mode, and does what lines on its input say.
+"""Runs a real engine, without its own memory saver or sleep mode, and obeys commands on stdin.
 
     program.py sglang|vllm MODEL FRACTION GPUS
 
-Each answer is a line of JSON behind "@ ", for engines write to stdout too. `generate`: whether tokens and log-probabilities
-are those of the first time; `forget`: the engine forgets its prefix cache; `tpot`: milliseconds per output token; `end`.
+Each answer is "@ " and a line of JSON, because engines write to stdout, too. `generate`: whether tokens and log-probabilities
+equal the first ones; `forget`: reset the engine's prefix cache; `tpot`: milliseconds per output token; `end`.
 """
 
 import json
@@ -17,11 +17,11 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 class Vllm:
-    # One by one: which of several its core finds together when it looks is chance, and with it the rounding, and the tokens.
+    # One prompt at a time: which prompts the engine batches together is random, and batching changes rounding and so tokens.
     BATCHES = [[prompt] for prompt in PROMPTS]
 
     def __init__(self, model, fraction, gpus):
-        # The engine core in a process of its own, as `vllm serve` has it.
+        # Run the engine core in a separate process, as `vllm serve` does.
         os.environ.update(
             OFFLINE,
             VLLM_NO_USAGE_STATS="1",
@@ -82,7 +82,7 @@ class Sglang:
 
 
 def milliseconds_per_token(engine, tokens=256, repeats=5):
-    """Without what a request costs however long it is."""
+    """Excludes the fixed cost of a request."""
 
     def seconds(count):
         start = time.perf_counter()
@@ -119,9 +119,9 @@ def main():
                 answer(ms=milliseconds_per_token(engine))
             elif request == "end":
                 break
-        except Exception as error:  # the measurement goes on, and knows
+        except Exception as error:  # report it and go on
             answer(error=f"{type(error).__name__}: {error}")
-    # Engines take their time to end, and some never do.
+    # Engines shut down slowly, and some never do.
     os._exit(0)
 
 

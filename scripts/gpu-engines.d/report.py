@@ -1,4 +1,4 @@
-"""What the engines' scripts print, as numbers; what was measured, held against the limits; and the table of it."""
+"""Parses the output of the engines' scripts, checks figures against limits, and writes the tables."""
 
 import re
 import statistics
@@ -10,7 +10,7 @@ SAME = re.compile(r"^same tokens: (?P<tokens>True|False) same logprobs: (?P<logp
 
 
 def parse(text):
-    """The output of a script that drives an engine through cycles; other lines in it are the engine's own."""
+    """Parses the output of a script that cycles an engine. Other lines are the engine's own."""
     found = {"start_s": None, "start_used_gib": None, "repeatable": None, "steps": [], "same": []}
     for line in text.splitlines():
         line = line.strip()
@@ -26,7 +26,7 @@ def parse(text):
 
 
 def first_and_later(steps, name):
-    """Milliseconds of a step the first time, and the median and the longest of the later ones; None where there is none."""
+    """Milliseconds of a step: first, median of the later ones, longest of the later ones. None if there are none."""
     times = [step["ms"] for step in steps if step["name"] == name]
     later = times[1:]
     return {
@@ -36,7 +36,7 @@ def first_and_later(steps, name):
     }
 
 
-#: What is asked for: engine, part, step, then milliseconds at most for the first and for each later time.
+#: Limits: engine, part, step, then the maximum milliseconds for the first and for later times.
 LIMITS = [
     ("sglang", "cycles", "release weights", 900, 400),
     ("sglang", "cycles", "resume weights", 360, 360),
@@ -48,19 +48,19 @@ LIMITS = [
     ("sglang", "retained", "release weights", None, 60),
     ("vllm", "retained", "sleep level 1", None, 60),
 ]
-#: Those whose limit stands for "no slower than without the library". The driver's own calls take most of that time, and not
-#: the same on every machine: what the baseline took is shown beside them.
+#: Steps whose limit means "no slower than without the library". Driver calls dominate them and differ between machines, so
+#: the report shows the baseline beside them.
 NO_SLOWER = {("sglang", "release kv_cache"), ("sglang", "resume kv_cache")}
-#: GiB in use at most while all is paused.
+#: Maximum GiB in use while everything is paused.
 LEFT = {"sglang": 0.95, "vllm": 0.92}
-#: Host memory that the GPU reaches takes page tables on the GPU: one byte for so many.
+#: Pinned host memory needs page tables on the GPU: one byte per this many.
 PAGE_TABLES = 512
-#: The library may take so much of the time per output token.
+#: Maximum slowdown per output token.
 SLOWER = 0.01
 
 
 class Outcome(NamedTuple):
-    """A check and what came of it; of a limit also the numbers, which count whether it held or not."""
+    """A check and its outcome; for a limit, also the numbers."""
 
     name: str
     ok: bool
@@ -71,23 +71,23 @@ class Outcome(NamedTuple):
 
 
 def limited(name, measured, limit, unit, detail=None, judged=None):
-    """The outcome of a limit; `judged` is what is held against it where that is not all that was measured."""
+    """Checks a limit; `judged` replaces the measured value in the comparison."""
     judged = measured if judged is None else judged
     ok = judged is not None and judged <= limit
     return Outcome(name, ok, detail or f"{measured} {unit}", measured, limit, unit)
 
 
 def gib(size):
-    """GiB of a size such as 16G."""
+    """Converts a size such as 16G to GiB."""
     number = size.rstrip("KMGT")
     return int(number) * 2.0 ** (10 * " KMGT".index(size[len(number) :] or " ") - 30)
 
 
 def check_cycles(engine, part, found, code=0, prewarmed=None):
-    """The checks of a script's run; `prewarmed`: GiB of host memory that the library had made ready, None without it."""
+    """The checks of one script run. `prewarmed`: GiB of host memory that the library prepared; None without the library."""
     steps, checks = found["steps"], []
     checks.append(Outcome("the script runs to its end", code == 0 and len(found["same"]) > 0, f"exit code {code}"))
-    checks.append(Outcome("the engine repeats itself", found["repeatable"] is True, str(found["repeatable"])))
+    checks.append(Outcome("the engine is deterministic", found["repeatable"] is True, str(found["repeatable"])))
     equal = [one["tokens"] and one["logprobs"] for one in found["same"]]
     same = bool(equal) and all(equal)
     checks.append(Outcome("tokens and log-probabilities are the same in every cycle", same, str(equal)))
@@ -105,7 +105,7 @@ def check_cycles(engine, part, found, code=0, prewarmed=None):
 
 
 def check_left(engine, steps, host_gib):
-    """What stays in use while all is paused, and how much of it is page tables of pinned host memory."""
+    """Checks what stays in use while everything is paused, and how much of it is page tables of pinned host memory."""
     name, limit = f"at most {LEFT[engine]} GiB stay in use", LEFT[engine]
     left = min((step["used_gib"] for step in steps), default=None)
     if left is None:
@@ -116,7 +116,7 @@ def check_left(engine, steps, host_gib):
 
 
 def check_tpot(times):
-    """The checks of milliseconds per token without and with the library."""
+    """Compares milliseconds per token without and with the library."""
     without, library = statistics.median(times["without"]), statistics.median(times["with"])
     slower = library / without - 1
     detail = f"{median_of(times['without'])} without, {median_of(times['with'])} with: {slower:+.2%}"
@@ -129,7 +129,7 @@ def median_of(times):
 
 
 def join(results):
-    """The parts of several runs, the later ones in place of the earlier."""
+    """Merges the parts of several runs; later ones replace earlier ones."""
     parts = {}
     for result in results:
         parts.update(result.get("parts", {}))
@@ -165,7 +165,7 @@ def markdown(parts):
             "| --- | --- | --- | --- |",
             *rows,
             "",
-            "How each is started:",
+            "Start commands:",
             "",
             *[f"- {name}: {how(measured)}" for name, measured in parts.items() if "found" in measured],
             "",
@@ -178,7 +178,7 @@ def markdown(parts):
             of = len(measured["found"]["same"])
             rows.append(f"| {name} | {measured['found']['start_used_gib']} GiB | {left} GiB | {equal} of {of} |")
     if rows:
-        header = "| run | in use at the start | while all is paused | cycles with the same tokens and log-probabilities |"
+        header = "| run | in use at the start | while paused | cycles with the same tokens and log-probabilities |"
         lines += [header, "| --- | ---: | ---: | ---: |", *rows, ""]
     for name, measured in parts.items():
         if not name.endswith("/outside"):
@@ -189,7 +189,7 @@ def markdown(parts):
             + ", ".join(f"{tag} {size / 2**30:.2f} GiB" for tag, size in measured["tags"].items())
             + ".",
             "",
-            "| cycle | pause | resume | in use meanwhile | another process | same tokens and log-probabilities |",
+            "| cycle | pause | resume | in use while paused | other process | same tokens and log-probabilities |",
             "| ---: | ---: | ---: | ---: | ---: | --- |",
         ]
         for number, cycle in enumerate(measured["cycles"], 1):
@@ -229,7 +229,7 @@ def step_of(check):
 
 
 def beside(parts, name, step):
-    """The row of what a step took without the library, where its limit stands for that and it was measured."""
+    """The baseline's row for a step in `NO_SLOWER`, if it was measured."""
     engine = name.partition("/")[0]
     baseline = parts.get(f"{engine}/baseline")
     if (engine, step) not in NO_SLOWER or not baseline:
@@ -261,7 +261,7 @@ def machine(facts):
 
 
 def unique(items):
-    """Without repetitions, in order; the time of day is none."""
+    """Removes duplicates and keeps the order; entries that differ only in the time of day are duplicates."""
     seen = {}
     for item in items:
         seen.setdefault(machine(item), item)

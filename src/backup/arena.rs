@@ -10,11 +10,13 @@
 //!
 //! Addresses that may be written to count against the limits of the program's data (`ulimit -d`, a system without
 //! overcommitment), and `mlockall` has them filled. So only the beginning of the arena is writable, as far as it is in use.
+//!
+//! `stock` has the books, `addresses` the system calls; here is who does what when.
 
 use super::others::{self, Says, Sign};
 use super::ranges::FreeRanges;
-use super::settings;
-use std::io;
+use super::stock::{self, HOST_PIECE, Piece, Readiness, Stock};
+use super::{addresses, settings};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -24,11 +26,6 @@ use vramctl_config::Config;
 use vramctl_driver::{Context, Current, Pinned};
 use vramctl_host::{PerProcess, exit, limits, log_once, worker};
 use vramctl_model::{Bytes, Error, HostStatus};
-
-/// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
-/// 64 MiB in 16 threads is where populating, registering and copying together are fastest (`docs/performance.md`). The tests'
-/// own build fills thousands of them, and has smaller ones.
-pub const HOST_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 64 << 20 };
 
 /// Where there are not so many bytes of addresses left, there is no arena.
 const LEAST: usize = 2 * HOST_PIECE;
@@ -60,45 +57,6 @@ unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
-#[derive(Default)]
-struct Stock {
-    /// Free addresses.
-    free: FreeRanges,
-    pieces: Vec<Piece>,
-    /// Stock at the beginning whose addresses may be read and written.
-    open: usize,
-    /// Stock at the beginning that stay when nobody uses them: the pre-warmed ones.
-    kept: usize,
-    /// Whether there is a thread that gives back what nobody uses.
-    releasing: bool,
-}
-
-#[derive(Default)]
-struct Piece {
-    readiness: Readiness,
-    /// How many ranges touch it.
-    users: usize,
-    /// While none does: until when it stays ready. `None`: it is to be given back now.
-    until: Option<Instant>,
-}
-
-#[derive(Default)]
-enum Readiness {
-    /// Only addresses.
-    #[default]
-    Absent,
-    /// A thread is making it ready or giving it back.
-    Changing,
-    /// There, and registered with the driver if that was possible.
-    Ready(Option<Pinned>),
-}
-
-impl Readiness {
-    fn is_ready(&self) -> bool {
-        matches!(self, Self::Ready(_))
-    }
-}
-
 static ARENA: PerProcess<Option<Arena>> = PerProcess::new(Arena::reserve);
 
 impl Arena {
@@ -117,7 +75,9 @@ impl Arena {
         // Locked, 8 TiB would overflow the kernel's count of pages: 2^31 of them.
         const MOST: usize = 4 << 40;
         let sizes = std::iter::successors(Some(MOST), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= LEAST);
-        let Some((base, fits)) = sizes.into_iter().find_map(|bytes| Some((close_addresses(None, bytes)?, bytes))) else {
+        // SAFETY: new ones.
+        let reserve = |bytes| unsafe { addresses::close(None, bytes) };
+        let Some((base, fits)) = sizes.into_iter().find_map(|bytes| Some((reserve(bytes)?, bytes))) else {
             log::warn!(
                 "no contents can be kept in host memory: this process may not have {} of addresses more (ulimit -v)",
                 Bytes(LEAST as u64)
@@ -211,7 +171,7 @@ impl Arena {
         let populated = (state.populated() * HOST_PIECE) as u64;
         let most = populated.saturating_add(limits::available_bytes()).min(Config::get().host_cap);
         let fits_without = |gone: &[&[usize]]| {
-            let gone = gone.iter().copied().flatten().map(|place| ranges[*place]);
+            let gone = gone.iter().copied().flatten().map(|place| (ranges[*place].offset, ranges[*place].bytes));
             state.pieces_with(gone, sizes).is_some_and(|pieces| (pieces * HOST_PIECE) as u64 <= most)
         };
         let first_piece = |place: &usize| Self::pieces_of(ranges[*place]).start;
@@ -235,10 +195,8 @@ impl Arena {
     fn open(&self, state: &mut Stock, pieces: usize) -> bool {
         if pieces > state.open {
             let (address, bytes) = (self.address(state.open), (pieces - state.open) * HOST_PIECE);
-            unlock(address, bytes);
-            // SAFETY: addresses of ours that nobody can have used yet.
-            if unsafe { libc::mprotect(address.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
-                let error = io::Error::last_os_error();
+            // SAFETY: nobody can have used them yet.
+            if let Err(error) = unsafe { addresses::open(address, bytes) } {
                 log::warn!("no {} of host memory for backups: this process may not have so much data ({error})", Bytes(bytes as u64));
                 return false;
             }
@@ -249,17 +207,18 @@ impl Arena {
 
     /// Closes the addresses at the end that nobody uses.
     fn close(&self, state: &mut Stock) {
-        let used = |piece: &Piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent);
-        let end = state.pieces.iter().rposition(used).map_or(0, |last| last + 1).max(state.kept);
+        let end = state.in_use();
+        // SAFETY: no range touches what lies behind that, and it has no memory.
+        let close = |open| unsafe { addresses::close(Some(self.address(end)), (open - end) * HOST_PIECE) };
         // Should the system refuse, they stay as they are.
-        if end < state.open && close_addresses(Some(self.address(end)), (state.open - end) * HOST_PIECE).is_some() {
+        if end < state.open && close(state.open).is_some() {
             state.open = end;
         }
     }
 
     /// The pieces that a range touches.
     pub fn pieces_of(range: &Range) -> std::ops::Range<usize> {
-        range.offset / HOST_PIECE..(range.offset + range.bytes).div_ceil(HOST_PIECE)
+        stock::pieces_of(range.offset, range.bytes)
     }
 
     /// Whether the copy engines reach all of these pieces directly.
@@ -310,14 +269,7 @@ impl Arena {
         unsafe { self.base.add(piece * HOST_PIECE) }
     }
 
-    /// Takes memory for a piece, by a write to each page: page faults of several threads run side by side. `madvise` would
-    /// hold the lock of the address space for a whole piece, and the driver, which changes the address space as it
-    /// registers another, would wait for all of them (`docs/performance.md`).
     fn populate(&self, piece: usize) -> Result<(), Error> {
-        /// The smallest there is: writing to every such part of a larger page does no harm.
-        const PAGE: usize = 4096;
-        /// A huge page.
-        const STEP: usize = 2 << 20;
         // Looked at for each piece: other processes may be at it at the same time, and all of them saw the same memory. What
         // our other threads are about to take is spoken for.
         let coming = self.coming.fetch_add(HOST_PIECE as u64, Ordering::Relaxed);
@@ -326,22 +278,12 @@ impl Arena {
             self.coming.fetch_sub(HOST_PIECE as u64, Ordering::Relaxed);
             return Err(Error::HostMemory { needed: HOST_PIECE as u64, available, capped: false });
         }
-        let address = self.address(piece);
-        for step in (0..HOST_PIECE).step_by(STEP) {
-            for offset in (step..step + STEP).step_by(PAGE) {
-                // SAFETY: our own addresses, and nobody else uses this piece now. Volatile, or nothing need be written.
-                unsafe { address.add(offset).write_volatile(0) };
-            }
-            self.coming.fetch_sub(STEP as u64, Ordering::Relaxed);
-        }
+        let taken = |bytes| {
+            self.coming.fetch_sub(bytes as u64, Ordering::Relaxed);
+        };
+        // SAFETY: its addresses are open, and it is changing: this thread is the only one at it.
+        unsafe { addresses::populate(self.address(piece), HOST_PIECE, taken) };
         Ok(())
-    }
-
-    fn depopulate(&self, piece: usize) {
-        let address = self.address(piece);
-        unlock(address, HOST_PIECE);
-        // SAFETY: our own addresses, and nobody uses this piece any more.
-        unsafe { libc::madvise(address.as_ptr().cast(), HOST_PIECE, libc::MADV_DONTNEED) };
     }
 
     fn pin(&self, piece: usize, current: &Current) -> Option<Pinned> {
@@ -465,7 +407,7 @@ impl Arena {
     fn give_back(&'static self, range: &Range) {
         let keep = if range.at_once { Duration::ZERO } else { settings::host_keep() };
         let mut state = self.lock();
-        state.give_back(range, Instant::now().checked_add(keep).filter(|_| !keep.is_zero()));
+        state.give_back(range.offset, range.bytes, Instant::now().checked_add(keep).filter(|_| !keep.is_zero()));
         if range.at_once {
             drop(state);
             self.release_due();
@@ -526,7 +468,8 @@ impl Arena {
                 _ => Ok(()),
             };
             if unregistered.is_ok() {
-                self.depopulate(piece);
+                // SAFETY: no range touches it, and it is changing: this thread is the only one at it.
+                unsafe { addresses::depopulate(self.address(piece), HOST_PIECE) };
             }
             state = self.lock();
             went = unregistered.is_ok();
@@ -547,128 +490,12 @@ impl Arena {
     }
 }
 
-/// Addresses for so many bytes, with no memory behind them and not to be used: new ones, or those of ours that begin there,
-/// which lose what they had. They count against no limit but that of addresses.
-fn close_addresses(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>> {
-    let place = at.map_or(ptr::null_mut(), NonNull::as_ptr).cast();
-    let fixed = if at.is_some() { libc::MAP_FIXED } else { 0 };
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
-    // SAFETY: a new private mapping that touches no other memory, or takes the place of a part of ours that nobody uses.
-    let base = unsafe { libc::mmap(place, bytes, libc::PROT_NONE, flags, -1, 0) };
-    if base == libc::MAP_FAILED {
-        return None;
-    }
-    // SAFETY: the mapping just made.
-    unsafe {
-        // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
-        // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does
-        // not know them, nothing is lost.
-        for wish in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
-            libc::madvise(base, bytes, wish);
-        }
-    }
-    let base = NonNull::new(base.cast())?;
-    unlock(base, bytes);
-    Some(base)
-}
-
-/// In a program that has all its memory locked (`mlockall`), addresses are filled as soon as they can be written to, and
-/// what is there does not go.
-fn unlock(base: NonNull<u8>, bytes: usize) {
-    // SAFETY: addresses of ours; their contents do not change.
-    unsafe { libc::munlock(base.as_ptr().cast(), bytes) };
-}
-
 /// Adds the time that some work takes, in microseconds.
 fn timed<R>(counter: &AtomicU64, work: impl FnOnce() -> R) -> R {
     let started = Instant::now();
     let result = work();
     counter.fetch_add(started.elapsed().as_micros() as u64, Ordering::Relaxed);
     result
-}
-
-impl Stock {
-    fn piece(&mut self, piece: usize) -> &mut Piece {
-        if piece >= self.pieces.len() {
-            self.pieces.resize_with(piece + 1, Piece::default);
-        }
-        &mut self.pieces[piece]
-    }
-
-    /// Stock that have memory, or will have it as soon as a range that touches them is filled.
-    fn populated(&self) -> usize {
-        self.pieces.iter().filter(|piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent)).count()
-    }
-
-    /// How many pieces would have memory without some ranges, and with others of these sizes; `None`: there is no place for
-    /// those.
-    fn pieces_with<'a>(&self, gone: impl Iterator<Item = &'a Range>, sizes: &[usize]) -> Option<usize> {
-        let mut free = self.free.clone();
-        let mut users: Vec<_> = self.pieces.iter().map(|piece| piece.users).collect();
-        for range in gone {
-            Arena::pieces_of(range).for_each(|piece| users[piece] -= 1);
-            free.give_back(range.offset, range.bytes);
-        }
-        for &bytes in sizes {
-            let taken = std::mem::ManuallyDrop::new(Range { offset: free.take(bytes)?, bytes, at_once: false });
-            let pieces = Arena::pieces_of(&taken);
-            users.resize(users.len().max(pieces.end), 0);
-            pieces.for_each(|piece| users[piece] += 1);
-        }
-        let stays = |piece: usize| piece < self.kept && self.pieces.get(piece).is_some_and(|piece| piece.readiness.is_ready());
-        Some((0..users.len()).filter(|piece| users[*piece] > 0 || stays(*piece)).count())
-    }
-
-    /// Pieces that nobody uses, besides the pre-warmed ones.
-    fn unused(&self) -> impl Iterator<Item = (usize, &Piece)> {
-        self.pieces.iter().enumerate().skip(self.kept).filter(|(_, piece)| piece.users == 0)
-    }
-
-    /// Whether any of them has memory, or is about to lose it.
-    fn has_spare(&self) -> bool {
-        self.unused().any(|(_, piece)| !matches!(piece.readiness, Readiness::Absent))
-    }
-
-    /// A piece to be given back by now.
-    fn due_piece(&self, now: Instant) -> Option<usize> {
-        let due = |(_, piece): &(usize, &Piece)| piece.readiness.is_ready() && piece.until.is_none_or(|until| until <= now);
-        self.unused().find(due).map(|(piece, _)| piece)
-    }
-
-    /// When the next piece is to be given back. `None`: there is none with memory.
-    fn next_due(&self) -> Option<Instant> {
-        let ready = self.unused().filter(|(_, piece)| piece.readiness.is_ready());
-        ready.map(|(_, piece)| piece.until.unwrap_or_else(Instant::now)).min()
-    }
-
-    /// Whether any piece is being given back, or to be by now.
-    fn is_releasing(&self, now: Instant) -> bool {
-        self.due_piece(now).is_some() || self.unused().any(|(_, piece)| matches!(piece.readiness, Readiness::Changing))
-    }
-
-    /// None of them stays ready any longer.
-    fn expire(&mut self) {
-        self.pieces.iter_mut().for_each(|piece| piece.until = None);
-    }
-
-    /// The first free place. Low addresses first, so that ranges share pieces and use those that are ready.
-    fn take(&mut self, bytes: usize) -> Option<usize> {
-        let offset = self.free.take(bytes)?;
-        for piece in Arena::pieces_of(&std::mem::ManuallyDrop::new(Range { offset, bytes, at_once: false })) {
-            self.piece(piece).users += 1;
-        }
-        Some(offset)
-    }
-
-    /// `until`: how long what nobody uses any more stays ready.
-    fn give_back(&mut self, range: &Range, until: Option<Instant>) {
-        for number in Arena::pieces_of(range) {
-            let piece = self.piece(number);
-            piece.users -= 1;
-            piece.until = until;
-        }
-        self.free.give_back(range.offset, range.bytes);
-    }
 }
 
 /// A contiguous part of the arena, given back when dropped.
@@ -715,47 +542,6 @@ impl Drop for Range {
     fn drop(&mut self) {
         if let Some(arena) = Arena::existing() {
             arena.give_back(self);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn state() -> Stock {
-        Stock { free: FreeRanges::new(100 * HOST_PIECE), ..Stock::default() }
-    }
-
-    fn range(offset: usize, bytes: usize) -> std::mem::ManuallyDrop<Range> {
-        std::mem::ManuallyDrop::new(Range { offset, bytes, at_once: false })
-    }
-
-    proptest! {
-        /// Two allocations whose contents overlap in the backup would both be lost.
-        #[test]
-        fn ranges_never_overlap_and_all_comes_back(steps in prop::collection::vec((1usize..90, any::<bool>(), any::<usize>()), 1..200)) {
-            const UNIT: usize = 2 << 20;
-            let mut state = state();
-            let mut taken: Vec<(usize, usize)> = Vec::new();
-            for (units, give, which) in steps {
-                if give && !taken.is_empty() {
-                    let (offset, bytes) = taken.swap_remove(which % taken.len());
-                    state.give_back(&range(offset, bytes), None);
-                } else if let Some(offset) = state.take(units * UNIT) {
-                    prop_assert!(taken.iter().all(|(other, bytes)| offset + units * UNIT <= *other || other + bytes <= offset));
-                    taken.push((offset, units * UNIT));
-                }
-                for piece in 0..state.pieces.len() {
-                    let users = taken.iter().filter(|(offset, bytes)| Arena::pieces_of(&range(*offset, *bytes)).contains(&piece)).count();
-                    prop_assert_eq!(state.pieces[piece].users, users);
-                }
-            }
-            for (offset, bytes) in taken {
-                state.give_back(&range(offset, bytes), None);
-            }
-            prop_assert_eq!(state.free, FreeRanges::new(100 * HOST_PIECE));
         }
     }
 }

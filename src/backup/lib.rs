@@ -1,9 +1,11 @@
 //! Where contents go while their memory is paused, and how they are copied.
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
-//! are the two places. `arena` has the host memory, `transfer` copies to and from it (`copier`: when not
+//! are the two places. `arena` has the host memory (`stock`: its books,
+//! `addresses`: its system calls), `transfer` copies to and from it (`copier`: when not
 //! by the copy engines), `digest` tells what has changed, `disk` is the file; `settings` has what was said of all this at run time.
 
+mod addresses;
 mod arena;
 pub mod copier;
 pub mod digest;
@@ -13,10 +15,11 @@ mod others;
 mod ranges;
 mod settings;
 mod spill;
+mod stock;
 mod transfer;
 
-pub use arena::HOST_PIECE;
 pub use settings::{disk_directory, retains, retains_by_default, set_copy_by, set_disk_directory, set_host_keep, set_retain};
+pub use stock::HOST_PIECE;
 pub use transfer::Part;
 
 use arena::Arena;

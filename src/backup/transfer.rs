@@ -3,8 +3,9 @@
 //! One thread can keep the link busy when the host memory is ready. Making it ready is what takes many, so each thread
 //! takes a piece at a time, makes it ready while its last piece is still being copied, and queues the copies into it.
 
-use super::arena::{Arena, HOST_PIECE};
+use super::arena::Arena;
 use super::copier::{self, By, Choice};
+use super::stock::HOST_PIECE;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};

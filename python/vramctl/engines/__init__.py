@@ -1,10 +1,10 @@
-"""Inference engines, whose memory gets its tags by itself: what the adapters have in common.
+"""Tags the memory of inference engines: the code that the adapters share.
 
-Each engine has one module here, which begins with a table: what is hooked, through which of the engine's interfaces, in
-which versions, and what happens in a version that lacks it. `tests/contract_engines.py` holds the tables against the
-engines' own sources. Nothing is hooked unless the library is preloaded. Tags: `weights`, `kv_cache`, `cuda_graph`.
+Each engine has one module, which starts with a table: what we hook, through which interface, in which versions, and what
+happens in a version that lacks it. `tests/contract_engines.py` checks the tables against the engines' sources. Nothing is
+hooked unless the library is preloaded. Tags: `weights`, `kv_cache`, `cuda_graph`.
 
-A failure of ours never reaches the engine: it is logged once, and the engine's own function runs as if we were not there.
+Our failures never reach the engine: they are logged once, and the engine's own function runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AnyFunction = TypeVar("_AnyFunction", bound=Function)
 
 # ---- the tables ----
 
-#: Interfaces that are none.
+#: Hooks that use no interface of the engine.
 BY_NAME = "by name"
 READ = "read, not hooked"
 
@@ -43,7 +43,7 @@ class Place:
 
     name: str
     since: str
-    #: None: the newest known version has it too.
+    #: None: still in the newest known version.
     until: str | None = None
 
     @property
@@ -52,7 +52,7 @@ class Place:
 
     @property
     def path(self) -> str:
-        """The name inside its module."""
+        """The name within its module."""
         return self.name.partition(":")[2]
 
 
@@ -60,20 +60,20 @@ class Place:
 class Hook:
     """A row of an engine's table."""
 
-    #: What we do there.
+    #: What the hook does.
     what: str
-    #: Through which interface of the engine.
+    #: The engine's interface that it uses.
     through: str
-    #: Where. One version has one of these, or several at once.
+    #: Where it applies. A version may have several of these.
     places: tuple[Place, ...]
     #: What happens in a version that has none of them.
     without: str
-    #: Called as `around(original, *arguments)` in place of the original. None: nothing is called in place of it.
+    #: Replaces the original, and is called as `around(original, *arguments)`. None: the row replaces nothing.
     around: Any = None
 
 
 def around(hook: Hook) -> Callable[[_AnyFunction], _AnyFunction]:
-    """Decorates the function of a row of a table."""
+    """Decorator: makes the function a row's `around`."""
 
     def decorate(function: _AnyFunction) -> _AnyFunction:
         hook.around = function
@@ -83,7 +83,7 @@ def around(hook: Hook) -> Callable[[_AnyFunction], _AnyFunction]:
 
 
 def present(package: ModuleType, hooks: tuple[Hook, ...]) -> list[tuple[Hook, Place]]:
-    """The functions to hook in this version of an engine. Says once what it lacks."""
+    """The functions to hook in this version of an engine. Warns once about missing ones."""
     found: list[tuple[Hook, Place]] = []
     for hook in hooks:
         if hook.around is not None:
@@ -95,7 +95,7 @@ def present(package: ModuleType, hooks: tuple[Hook, ...]) -> list[tuple[Hook, Pl
 
 
 def defines(package: ModuleType, place: Place) -> bool:
-    """Whether this version's sources define the name. They are read, because importing them is the engine's affair."""
+    """Whether this version's sources define the name. Reads them, to leave importing to the engine."""
     inside = os.path.join(*place.module.split(".")[1:])
     for folder in package.__path__:
         for file in (f"{inside}.py", os.path.join(inside, "__init__.py")):
@@ -106,8 +106,8 @@ def defines(package: ModuleType, place: Place) -> bool:
 
 
 def lacks(package: ModuleType, hook: Hook) -> None:
-    """Says that this version of an engine is not as the table says."""
-    version = getattr(package, "__version__", "of unknown version")
+    """Warns that this version of an engine lacks what the table lists."""
+    version = getattr(package, "__version__", "(version unknown)")
     say_once(f"{package.__name__} {version} lacks {hook.places[0].path} ({hook.what}): {hook.without}")
 
 
@@ -115,7 +115,7 @@ def lacks(package: ModuleType, hook: Hook) -> None:
 
 
 class _Original:
-    """An engine's function for one call, which remembers what became of it."""
+    """An engine's function, for one call; records the outcome."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -134,7 +134,7 @@ class _Original:
 
 
 def guarded(around: Function) -> Function:
-    """`around` for use as a hook: what fails in it, other than the original, is logged once and the engine goes on without."""
+    """`around` as a safe hook: its own errors are logged once, and the engine continues without it."""
 
     @functools.wraps(around)
     def hook(function: Function, *arguments: Any, **keywords: Any) -> Any:
@@ -145,7 +145,7 @@ def guarded(around: Function) -> Function:
             if original.error is error:
                 raise
             name = getattr(function, "__qualname__", repr(function))
-            say_once(f"{name} runs as if vramctl were not there, because of an error", exc_info=True)
+            say_once(f"{name} runs without vramctl because of an error", exc_info=True)
         if original.error is not None:
             raise original.error
         return original.result if original.returned else function(*arguments, **keywords)
@@ -153,12 +153,12 @@ def guarded(around: Function) -> Function:
     return hook
 
 
-#: On a function that wraps another: which one.
+#: Attribute of our wrappers: the original function.
 _MARK = "_vramctl_wraps"
 
 
 def wrap(owner: Any, name: str, around: Function) -> bool:
-    """Puts `around(original, *arguments)` in place of the function `owner.name`. False: there is none. Once a function."""
+    """Replaces the function `owner.name` by `around(original, *arguments)`. Idempotent. False if there is no such function."""
     original = vars(owner).get(name)
     static = isinstance(original, staticmethod)
     if isinstance(original, staticmethod):
@@ -181,7 +181,7 @@ def wrap(owner: Any, name: str, around: Function) -> bool:
 
 
 def _replace_imported(owner: ModuleType, original: Any, wrapper: Any) -> None:
-    """Modules of the same package may have imported the function from its own before we came."""
+    """Replaces the function in modules of the package that have already imported it."""
     package = owner.__name__.partition(".")[0]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == package:
@@ -193,7 +193,7 @@ _to_wrap: dict[Place, Hook] = {}
 
 
 def wrap_when_imported(hook: Hook, place: Place) -> None:
-    """Hooks by name: for engines that have no interface for it."""
+    """Hooks by name, where the engine has no interface for it."""
     _to_wrap[place] = hook
     when_imported(place.module, _wrap_in)
 
@@ -213,15 +213,15 @@ _said: set[str] = set()
 
 
 def say_once(text: str, *arguments: Any, exc_info: bool = False) -> None:
-    """A warning, the first time."""
+    """Logs a warning the first time."""
     if text not in _said:
         _said.add(text)
         logger.warning("vramctl: " + text, *arguments, exc_info=exc_info)
 
 
 def announce(name: str) -> None:
-    """Tells the library which engine lives in this process. A pause from outside then does not discard its KV cache without
-    asking it."""
+    """Tells the library which engine runs in this process, so that it refuses to discard the KV cache from outside while
+    the engine's prefix cache still describes it."""
     set_engine = getattr(ctypes.CDLL(None), "vramctl_set_engine", None)
     if set_engine is not None:
         set_engine(name.encode())
@@ -232,10 +232,9 @@ def announce(name: str) -> None:
 
 @contextlib.contextmanager
 def tagged(tag: str) -> Iterator[None]:
-    """What torch allocates inside gets the tag, in segments of its own. What of it is free again at the end goes back.
+    """Tags what torch allocates inside, in separate segments.
 
-    The pool is for this time only, and not one for each tag, so that memory needed only while a model loads is not held for
-    ever.
+    Uses a temporary pool instead of the tag's permanent one, so that memory needed only while a model loads is returned.
     """
     with vramctl.region(tag, pool=False), vramctl._torch.pool_for_once(tag):
         yield
@@ -243,8 +242,9 @@ def tagged(tag: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def thread_region(tag: str | None) -> Iterator[None]:
-    """A region and nothing else. Torch has a pool for each graph, and an engine may capture thousands of pieces of graphs:
-    to ask torch for its settings each time, as `vramctl.region` does, would take longer than the capture."""
+    """A region without torch's pools, for CUDA graphs: torch gives each graph its own pool. An engine may capture thousands
+    of graph pieces, and asking torch for its settings each time, as `vramctl.region` does, would take longer than the
+    capture."""
     library = vramctl._library.get()
     library.call("region_begin", vramctl._library.tag(tag), vramctl._library.backup("default"))
     try:
@@ -255,23 +255,23 @@ def thread_region(tag: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def if_possible(region: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """A region around code of the engine's. If it cannot be begun or ended, the engine runs on without it."""
+    """A best-effort region around the engine's code: if entering or leaving fails, warn and carry on."""
     stack = contextlib.ExitStack()
     try:
         stack.enter_context(region)
     except Exception as error:
-        say_once("memory keeps the process's own tag, because a region could not be entered: %s", error)
+        say_once("memory keeps the process's tag, because entering a region failed: %s", error)
     try:
         yield
     finally:
         try:
             stack.close()
         except Exception as error:
-            say_once("memory may get a wrong tag, because a region could not be left: %s", error)
+            say_once("memory may get the wrong tag, because leaving a region failed: %s", error)
 
 
 def leave_to_cuda(original: Function, *arguments: Any, **keywords: Any) -> Any:
-    """What is allocated inside is handed to other processes by CUDA IPC, which works with CUDA's own memory only."""
+    """For memory that is shared by CUDA IPC, which works only with CUDA's own allocations."""
     with if_possible(thread_region(None)):
         return original(*arguments, **keywords)
 
@@ -279,10 +279,10 @@ def leave_to_cuda(original: Function, *arguments: Any, **keywords: Any) -> Any:
 # ---- what engines share ----
 
 EXPERT_BUFFERS = Hook(
-    what="leaves DeepEP's buffers to CUDA, which shares them by CUDA IPC",
+    what="leaves DeepEP's buffers to CUDA, for CUDA IPC",
     through=BY_NAME,
     places=(Place("deep_ep:Buffer.__init__", "1.0"),),
-    without="if it cannot share its memory, start with `vramctl run --no-tag`",
+    without="if DeepEP fails to share its memory, start with `vramctl run --no-tag`",
     around=leave_to_cuda,
 )
 
@@ -290,12 +290,12 @@ GRAPHS = Hook(
     what="tags the memory of CUDA graphs `cuda_graph`",
     through=BY_NAME,
     places=(Place("torch.cuda:CUDAGraph.capture_begin", "2.0"), Place("torch.cuda:CUDAGraph.capture_end", "2.0")),
-    without="their memory keeps the process's own tag",
+    without="graph memory keeps the process's tag",
 )
 
 
 def share_expert_buffers() -> None:
-    """DeepEP asks for a handle of each buffer as soon as it is made. Its newer `ElasticBuffer` has memory of NCCL's."""
+    """DeepEP gets an IPC handle for each buffer on creation. Its newer `ElasticBuffer` uses NCCL's memory and needs no hook."""
     wrap_when_imported(EXPERT_BUFFERS, EXPERT_BUFFERS.places[0])
 
 
@@ -303,12 +303,12 @@ _graph_tag: str | None = None
 
 
 def tag_graphs(tag: str | None) -> None:
-    """From now on, the memory of CUDA graphs that torch captures gets the tag; None: it is left to CUDA."""
+    """Tags the memory of CUDA graphs that torch captures from now on; None leaves it to CUDA."""
     global _graph_tag
     _graph_tag = tag
     torch = vramctl._torch.required()
     graph = torch.cuda.CUDAGraph
-    # Both or none: a region that is begun must be ended.
+    # Both or neither: each region must end.
     if {"capture_begin", "capture_end"} <= set(vars(graph)):
         wrap(graph, "capture_begin", _capture_begin)
         wrap(graph, "capture_end", _capture_end)

@@ -1,8 +1,8 @@
-"""SGLang: tags for its memory where its own memory saver is off.
+"""SGLang: tags its memory when its memory saver is off.
 
-Where the memory saver is on (`--enable-memory-saver`), it rules, through the `torch_memory_saver` of this package. Where it
-is off, SGLang runs as it does without us, except that its regions, which would do nothing, give memory a tag. Contents are
-kept, because nobody tells SGLang to forget its cache when its memory is paused from outside.
+With `--enable-memory-saver`, the saver is in charge, through this package's `torch_memory_saver`. Without it, SGLang's
+regions are no-ops; we make them tag memory. Their contents are kept by default, because a pause from outside does not tell
+SGLang to flush its cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vramctl import engines
 from vramctl._imports import when_imported
 from vramctl.engines import Hook, Place
 
-#: SGLang's hooks for plugins, and what we use of them.
+#: SGLang's plugin hooks.
 REGISTRY = "sglang.srt.plugins.hook_registry"
 
 _HOOK = "around-hook of `sglang.srt.plugins`"
@@ -29,17 +29,17 @@ PLUGIN = Hook(
     without="the functions below are wrapped by name",
 )
 REGIONS = Hook(
-    what="tags weights and KV cache where SGLang's memory saver is off",
+    what="tags weights and KV cache when SGLang's memory saver is off",
     through=_HOOK,
     places=(Place("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create", "0.5.16"),),
-    without="all memory keeps the process's own tag, and can be paused by that",
+    without="all memory keeps the process's tag and can be paused by it",
 )
 SETTINGS = Hook(
     what="reads the engine's settings",
     through=engines.READ,
     places=(
         Place("sglang.srt.runtime_context:get_server_args", "0.5.16"),
-        Place("sglang.srt.server_args:get_global_server_args", "0.5.16"),  # from 0.5.20 on it only raises
+        Place("sglang.srt.server_args:get_global_server_args", "0.5.16"),  # since 0.5.20 it only raises
         Place("sglang.srt.arg_groups.fields.exec_:ExecFeatures.enable_memory_saver", "0.5.20"),
         Place("sglang.srt.arg_groups.fields.exec_:ExecComm.disable_custom_all_reduce", "0.5.20"),
         Place("sglang.srt.arg_groups.fields.parallel:Parallel.tp_size", "0.5.20"),
@@ -47,7 +47,7 @@ SETTINGS = Hook(
         Place("sglang.srt.server_args:ServerArgs.disable_custom_all_reduce", "0.5.16", "0.5.19"),
         Place("sglang.srt.server_args:ServerArgs.tp_size", "0.5.16", "0.5.19"),
     ),
-    without="all memory keeps the process's own tag",
+    without="all memory keeps the process's tag",
 )
 IMAGES = Hook(
     what="leaves the buffer of `--mm-feature-transport cuda_ipc` to CUDA",
@@ -63,9 +63,9 @@ HOOKS = (PLUGIN, REGIONS, SETTINGS, IMAGES)
 
 
 def install() -> None:
-    """Has SGLang use this library in this process. Does nothing where the library is not preloaded, or when called again.
+    """Installs the hooks in this process. Idempotent; a no-op unless the library is preloaded.
 
-    SGLang calls this as its plugin, and `vramctl run` when SGLang is imported.
+    Called by SGLang as a plugin, and under `vramctl run` when SGLang is imported.
     """
     if not vramctl.is_preloaded():
         return
@@ -79,7 +79,7 @@ def install() -> None:
 
 
 def _register(registry: Any) -> None:
-    """SGLang applies the hooks itself, in each process, when it has loaded its plugins."""
+    """Registers the hooks with SGLang, which applies them in each process after loading its plugins."""
     for hook, place in engines.present(importlib.import_module("sglang"), HOOKS):
         registry.HookRegistry.register(
             f"{place.module}.{place.path}",
@@ -91,7 +91,7 @@ def _register(registry: Any) -> None:
 
 @engines.around(REGIONS)
 def _create(original: engines.Function, *arguments: Any, **keywords: Any) -> Any:
-    """SGLang calls this wherever it makes memory that its memory saver manages, whether that is on or off."""
+    """SGLang calls this for all memory that its saver manages, whether the saver is on or off."""
     saver = original(*arguments, **keywords)
     settings = _settings()
     if settings is None:
@@ -102,7 +102,7 @@ def _create(original: engines.Function, *arguments: Any, **keywords: Any) -> Any
         engines.tag_graphs(None)
     elif not theirs:
         engines.tag_graphs("cuda_graph")
-    # Where the saver is on, what asks without it is not to be paused: graphs, unless SGLANG_MEMORY_SAVER_CUDA_GRAPH is set.
+    # With the saver on, leave memory outside it alone: graphs, unless SGLANG_MEMORY_SAVER_CUDA_GRAPH is set.
     if not theirs:
         saver.region = _region
     return saver
@@ -110,13 +110,13 @@ def _create(original: engines.Function, *arguments: Any, **keywords: Any) -> Any
 
 def _region(tag: str, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
     if tag == "kv_cache" and _hands_over_cache():
-        # No pool of ours, either: torch would take it, and not SGLang's inside.
+        # No pool either: torch would use ours instead of SGLang's inside it.
         return engines.if_possible(engines.thread_region(None))
     return engines.if_possible(engines.tagged(tag))
 
 
 def _settings() -> Any | None:
-    """The settings of the engine in this process. None: it has none, and only starts others."""
+    """The engine's settings. None in a process that only starts others."""
     try:
         get = importlib.import_module("sglang.srt.runtime_context").get_server_args
     except (ImportError, AttributeError):
@@ -128,15 +128,15 @@ def _settings() -> Any | None:
 
 
 def _hands_over_graphs(settings: Any) -> bool:
-    """Whether workers hand each other memory of their CUDA graphs (custom all-reduce), which works with CUDA's own only."""
+    """Whether workers share CUDA graph memory by CUDA IPC (custom all-reduce), which needs CUDA's own allocations."""
     return (
         settings.tp_size > 1
         and not settings.disable_custom_all_reduce
-        # Told that graphs are pausable, SGLang itself keeps them to each worker.
+        # With this variable set, SGLang itself does not share graph memory.
         and os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() not in ("1", "true")
     )
 
 
 def _hands_over_cache() -> bool:
-    """Whether Mooncake moves the KV cache by NVLink: from a pool of its own, or by CUDA IPC. SGLang reads it so, too."""
+    """Whether Mooncake moves the KV cache over NVLink, from its own pool or by CUDA IPC. Parsed as SGLang does."""
     return os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "").upper() in ("TRUE", "NVLINK", "BAREX", "INTRA_NODE_NVLINK")

@@ -1,4 +1,4 @@
-"""vLLM: its sleep mode on this library, and tags for its memory where that mode is off."""
+"""vLLM: runs sleep mode on this library, and tags memory when sleep mode is off."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ BACKENDS = "vllm.device_allocator.sleep_mode_backend"
 CUMEM = "vllm.device_allocator.cumem"
 
 PLUGIN = Hook(
-    what="installs what is below",
+    what="installs the hooks below",
     through="entry point `vllm.general_plugins`, or vLLM's import under `vramctl run`",
     places=(Place("vllm.plugins:load_general_plugins", "0.26"),),
-    without="works under `vramctl run` only",
+    without="works only under `vramctl run`",
 )
 BACKEND = Hook(
-    what="offers the sleep-mode backend `vramctl`, for `--sleep-mode-backend` (an option from 0.33 on)",
+    what="registers the sleep-mode backend `vramctl`, for `--sleep-mode-backend` (since 0.33)",
     through="sleep-mode backend registry",
     places=(Place(f"{BACKENDS}:SleepModeBackendFactory.register_backend", "0.26"),),
-    without="sleep mode works through the default backend alone",
+    without="sleep mode works only through the default backend",
 )
 ALLOCATOR = Hook(
     what="replaces sleep mode's allocator, whichever backend is chosen",
     through=engines.BY_NAME,
     places=(Place(f"{CUMEM}:CuMemAllocator", "0.26"),),
-    without="vLLM's own allocator stays, as it does if it has methods not known here",
+    without="vLLM keeps its own allocator, as it does if that has methods we do not know",
 )
 WEIGHTS = Hook(
-    what="tags weights where sleep mode is off",
+    what="tags weights when sleep mode is off",
     through=engines.BY_NAME,
     places=(Place("vllm.v1.worker.gpu_worker:Worker.load_model", "0.26"),),
-    without="all memory keeps the process's own tag, and can be paused by that",
+    without="all memory keeps the process's tag and can be paused by it",
 )
-#: Where the cache is allocated, and nothing else with it: the block tables must stay when it is discarded.
+#: The functions that allocate only the cache: the block tables must survive when it is discarded.
 KV_CACHE = Hook(
-    what="tags the KV cache where sleep mode is off",
+    what="tags the KV cache when sleep mode is off",
     through=engines.BY_NAME,
     places=(
         Place("vllm.v1.worker.utils:allocate_kv_cache", "0.29"),
         Place("vllm.v1.worker.gpu.attn_utils:_allocate_kv_cache", "0.26", "0.28"),  # the second model runner
         Place("vllm.v1.worker.gpu_model_runner:GPUModelRunner._allocate_kv_cache_tensors", "0.26", "0.28"),  # the first
     ),
-    without="it keeps the process's own tag",
+    without="the KV cache keeps the process's tag",
 )
 SHARED_BUFFERS = Hook(
-    what="leaves the buffers of custom all-reduce to CUDA, which shares them by CUDA IPC",
+    what="leaves the buffers of custom all-reduce to CUDA, for CUDA IPC",
     through=engines.BY_NAME,
     places=(Place("vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.create_shared_buffer", "0.26"),),
     without="with tensor parallelism, start with `vramctl run --no-tag` or `--disable-custom-all-reduce`",
@@ -70,18 +70,18 @@ SETTINGS = Hook(
         Place("vllm.config.parallel:ParallelConfig.disable_custom_all_reduce", "0.26"),
         Place("vllm.config.vllm:VllmConfig.use_cumem_cudagraph_pool", "0.32"),
     ),
-    without="all memory keeps the process's own tag",
+    without="all memory keeps the process's tag",
 )
 HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, SHARED_BUFFERS, SETTINGS)
 
-#: Below vLLM's own logger, so that its handlers and level apply.
+#: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger("vllm.vramctl")
 
 
 def install() -> None:
-    """Has vLLM use this library in this process. Does nothing where the library is not preloaded, or when called again.
+    """Installs the hooks in this process. Idempotent; a no-op unless the library is preloaded.
 
-    vLLM calls this as its plugin, and `vramctl run` when vLLM is imported.
+    Called by vLLM as a plugin, and under `vramctl run` when vLLM is imported.
     """
     if not vramctl.is_preloaded():
         return
@@ -92,9 +92,9 @@ def install() -> None:
     engines.share_expert_buffers()
 
 
-# ---- tags where sleep mode is off ----
+# ---- tags when sleep mode is off ----
 
-#: Whether this process's engine has its own sleep mode, which then decides on tags. Known when its weights are loaded.
+#: Whether vLLM's sleep mode is on and therefore does the tagging. Set when the weights are loaded.
 _own_mode = False
 
 
@@ -119,7 +119,7 @@ def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keyw
 
 
 def _shares_graphs(config: Any) -> bool:
-    """Whether workers hand each other memory of their CUDA graphs (custom all-reduce), which works with CUDA's own only."""
+    """Whether workers share CUDA graph memory by CUDA IPC (custom all-reduce), which needs CUDA's own allocations."""
     parallel = config.parallel_config
     return (
         getattr(parallel, "tensor_parallel_size", 1) > 1
@@ -143,12 +143,12 @@ _OURS = "vramctl"
 
 
 def _register_backend(module: Any) -> None:
-    """For `--sleep-mode-backend vramctl`, which fails where this library is not there. The default backend, `cumem`, finds our
-    allocator as well, and is what frameworks use that start vLLM themselves.
+    """Registers `--sleep-mode-backend vramctl`, which fails without this library. The default backend, `cumem`, which
+    frameworks use when they start vLLM, gets our allocator, too.
     """
 
     class Backend(module.SleepModeBackend):  # type: ignore[misc]
-        """Sleeps and wakes by tag. CUDA graphs sleep too, with their contents, unless workers share them."""
+        """Sleeps and wakes by tag. CUDA graphs sleep, too, and keep their contents, unless workers share them."""
 
         def suspend(self, level: int = 1) -> None:
             kept = ("runtime", "cudagraph")
@@ -175,39 +175,39 @@ def _register_backend(module: Any) -> None:
         def preserves_compiled_artifacts(cls) -> bool:
             return True
 
-    # The registry takes the name of a class, and imports it when it is asked for.
+    # The registry takes a class name and imports it on demand.
     globals()["Backend"] = Backend
     module.SleepModeBackendFactory.register_backend(_OURS, __name__, "Backend")
 
 
 def _replace_allocator(module: Any) -> None:
-    """Puts our allocator in place of vLLM's, which nobody has used yet: it is asked for when the first pool is entered."""
+    """Replaces vLLM's allocator, unless it is already in use; vLLM creates it when it enters its first pool."""
     theirs = getattr(module, "CuMemAllocator", None)
     if theirs is None or issubclass(theirs, Allocator) or theirs.instance is not None:
         return
     missing = [name for name in vars(theirs) if not name.startswith("_") and not hasattr(Allocator, name)]
     if missing:
-        version = getattr(importlib.import_module("vllm"), "__version__", "of unknown version")
+        version = getattr(importlib.import_module("vllm"), "__version__", "(version unknown)")
         engines.say_once(
-            f"vLLM {version} asks its sleep mode for {', '.join(missing)}, which is not known here; its own allocator stays in use"
+            f"vLLM {version} keeps its own allocator, which has methods that vramctl does not know: {', '.join(missing)}"
         )
         return
     module.CuMemAllocator = Allocator
-    # It needs nothing of vLLM's C extension, which may be missing.
+    # Ours does not need vLLM's C extension, which may be missing.
     module.cumem_available = True
 
 
-#: Tags of vLLM's that have another name here. `default` is the process's own tag, with much in it that is not vLLM's to
-#: discard; graphs have one name whoever tags them.
+#: vLLM's tags that we rename. `default` is the process's own tag, and much in it is not vLLM's to discard; graphs have the
+#: same name whoever tags them.
 _OUR_NAMES = {"default": "vllm", "cudagraph": "cuda_graph"}
 
 
 class Allocator:
-    """Has the methods of vLLM's `CuMemAllocator` and does what they do, by this library.
+    """Implements the interface of vLLM's `CuMemAllocator` on this library.
 
-    Memory that is allocated inside `use_memory_pool(tag)` sleeps and wakes by that tag, as often as it is asked to. What
-    sleeps already stays as it is, and so does what is awake. A sleep keeps the contents of the tags it is given where
-    `VRAMCTL_BACKUP` says (host memory, if it says nothing) and drops those of all others: they read as zero afterwards.
+    Memory allocated inside `use_memory_pool(tag)` sleeps and wakes by that tag; both are idempotent. A sleep keeps the
+    contents of the given tags, where `VRAMCTL_BACKUP` says (host memory by default), and drops all others, which then read
+    as zero.
     """
 
     instance: Allocator | None = None
@@ -215,38 +215,38 @@ class Allocator:
 
     @staticmethod
     def get_instance() -> Allocator:
-        """The only one of the process."""
+        """The process's singleton."""
         if Allocator.instance is None:
             Allocator.instance = Allocator()
         return Allocator.instance
 
     def __init__(self) -> None:
         self.current_tag = self.default_tag
-        #: Our names of the tags that there have been, by vLLM's.
+        #: The tags used so far: vLLM's name to ours.
         self._names: dict[str, str] = {}
         self._graph_pool: Any = None
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """What torch allocates inside gets the tag (`default` if None), whatever the settings of its allocator."""
+        """Tags what torch allocates inside (None: `default`), whatever its allocator settings."""
         with self._tagged(self.default_tag if tag is None else tag) as name, engines.tagged(name):
             yield
 
     @contextlib.contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
-        """The id of a pool for CUDA graphs, whose memory gets the tag `cudagraph` when it is captured into inside."""
+        """Yields the id of a pool for CUDA graphs. Memory of graphs captured into it inside gets the tag `cudagraph`."""
         with self._tagged("cudagraph") as name, vramctl.region(name, pool=False):
             if self._graph_pool is None:
                 self._graph_pool = vramctl._torch.required().cuda.MemPool()
             yield self._graph_pool.id
 
     def add_graphs(self) -> None:
-        """Has CUDA graphs that are captured outside of our pools sleep and wake, too, by vLLM's tag for them."""
+        """Includes CUDA graphs captured outside our pools, under vLLM's tag `cudagraph`."""
         self._names["cudagraph"] = _OUR_NAMES["cudagraph"]
 
     @contextlib.contextmanager
     def _tagged(self, tag: str) -> Iterator[str]:
-        assert isinstance(tag, str), f"a tag is a str, not {tag!r}"
+        assert isinstance(tag, str), f"a tag must be a str, not {tag!r}"
         name = self._names.setdefault(tag, _OUR_NAMES.get(tag, tag))
         before, self.current_tag = self.current_tag, tag
         try:
@@ -255,19 +255,18 @@ class Allocator:
             self.current_tag = before
 
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
-        """Gives back all memory of all tags; keeps the contents of these tags (of `default` if None), drops the others.
+        """Releases the memory of all tags. Keeps the contents of `offload_tags` (None: `default`) and drops the others.
 
-        All of it or, after an error, nothing: where host memory is too little for what is kept, nothing is dropped either.
+        All or nothing: if host memory is too small for what is kept, nothing is dropped either.
         """
         if offload_tags is None:
             offload_tags = (self.default_tag,)
         elif isinstance(offload_tags, str):
             offload_tags = (offload_tags,)
-        assert isinstance(offload_tags, tuple), f"tags are a tuple or a str, not {offload_tags!r}"
+        assert isinstance(offload_tags, tuple), f"tags must be a tuple or a str, not {offload_tags!r}"
         report = self._pause({name: "default" if tag in offload_tags else "discard" for tag, name in self._names.items()})
         logger.info(
-            "Sleep gave back %.2f GiB in %.0f ms: %.2f GiB kept, %.2f GiB of them not copied because the backup had them already, "
-            "%.2f GiB dropped.",
+            "Sleep released %.2f GiB in %.0f ms: %.2f GiB kept (%.2f GiB of it unchanged and not copied), %.2f GiB dropped.",
             *(
                 report.bytes / 2**30,
                 report.ms,
@@ -279,16 +278,16 @@ class Allocator:
         self._tidy()
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
-        """Gives back the memory of these tags and drops its contents."""
+        """Releases the memory of these tags and drops its contents."""
         tags = (tags,) if isinstance(tags, str) else tags
         report = self._pause({name: "discard" for tag, name in self._names.items() if tag in tags})
-        logger.info("Gave back %.2f GiB of %s, contents dropped.", report.bytes / 2**30, ", ".join(tags))
+        logger.info("Released %.2f GiB of %s; contents dropped.", report.bytes / 2**30, ", ".join(tags))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Brings back the memory of these tags (None: of all) and the contents that were kept.
+        """Restores the memory of these tags (None: all) and the contents that were kept.
 
-        vLLM from 0.33 on: tags that it does not let sleep longer than others are brought back in any case. Raises
-        `vramctl.errors.DeviceMemory` where there is too little memory, with what is needed and who has it; then all sleeps on.
+        Since vLLM 0.33, always includes tags that vLLM does not let sleep longer than the others. If there is too little
+        memory, raises `vramctl.errors.DeviceMemory` with the numbers and the holders, and everything stays asleep.
         """
         deferrable = getattr(importlib.import_module("vllm.device_allocator"), "DEFERRABLE_TAGS", None)
         wanted = [
@@ -300,7 +299,7 @@ class Allocator:
         try:
             vramctl.resume(names)
         except vramctl.errors.DeviceMemory:
-            # Some of what is missing may be torch's own, held as free.
+            # Torch's cache may hold some of the missing memory.
             self._tidy()
             vramctl.resume(names)
 
@@ -309,27 +308,27 @@ class Allocator:
         return sum(there.bytes for there in self._there(list(self._names)))
 
     def release_pools(self) -> None:
-        """Gives back what torch holds as free in the pools. What is in use stays."""
+        """Releases what torch holds as free in the pools. Memory in use stays."""
         self._graph_pool = None
         self._tidy()
 
     def close(self) -> None:
-        """The same as `release_pools`."""
+        """Same as `release_pools`."""
         self.release_pools()
 
     def _there(self, tags: list[str]) -> list[Any]:
-        """What there is under these tags of vLLM's."""
+        """The status of these tags, given by vLLM's names."""
         names = {self._names[tag] for tag in tags}
         return [there for there in vramctl.status().tags if there.tag in names] if names else []
 
     def _pause(self, policies: dict[str, str]) -> Any:
-        """Pauses what there is of these tags of ours, each by its policy."""
+        """Pauses the existing ones of these tags, given by our names, each by its policy."""
         there = [tag for tag in vramctl.status().tags if tag.tag in policies]
         for tag in there:
             kept = tag.host_bytes + tag.disk_bytes > 0
             if tag.state == "paused" and kept == (policies[tag.tag] == "discard"):
                 logger.warning(
-                    "%s sleeps already, with its contents %s; that stays so.", tag.tag, "kept" if kept else "dropped"
+                    "%s is already asleep with its contents %s; leaving it so.", tag.tag, "kept" if kept else "dropped"
                 )
         return vramctl.pause({tag.tag: policies[tag.tag] for tag in there}) if there else vramctl.Report()
 

@@ -1,7 +1,6 @@
-"""Python runs this at its start where `vramctl run` has put this directory on PYTHONPATH.
+"""Python runs this at startup in programs under `vramctl run`, which puts this directory on PYTHONPATH.
 
-It asks to be told when an inference engine is imported, if the library is preloaded in this process, and does nothing
-else. Then it runs the `sitecustomize` that would have run in its place.
+It registers import hooks for inference engines if something is preloaded, then runs the `sitecustomize` it hides.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # the module `typing` is of no use to a short program
+TYPE_CHECKING = False  # importing `typing` would slow down short programs
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -17,16 +16,16 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 
 def _watch_for_engines() -> None:
-    # Where nothing was preloaded, nothing is imported. Whether it was the library is looked at when an engine is there:
-    # it may have any name, and looking for its functions takes modules that a short program does without.
+    # Import nothing if nothing is preloaded. Whether it is our library is checked once an engine is imported: the file may
+    # have any name, and looking up its functions needs modules that would slow down short programs.
     if not os.environ.get("LD_PRELOAD"):
         return
     import importlib.util
 
-    # By its path: the package itself is imported when it is needed.
+    # Load it by path, so that the package itself is imported only when needed.
     path = os.path.join(os.path.dirname(_here), "_imports.py")
     spec = importlib.util.spec_from_file_location("vramctl._imports", path)
-    assert spec is not None and spec.loader is not None  # of a file there is always one
+    assert spec is not None and spec.loader is not None  # always true for a .py file
     imports = sys.modules.get(spec.name)
     if imports is None:
         imports = importlib.util.module_from_spec(spec)
@@ -41,7 +40,7 @@ def _watch_for_engines() -> None:
 
 
 def _run_the_next() -> None:
-    """Runs the `sitecustomize` that comes behind this directory on the path, under that name."""
+    """Runs the next `sitecustomize` on the path, under its own name."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 
@@ -56,12 +55,12 @@ def _run_the_next() -> None:
     spec.loader.exec_module(module)
 
 
-# The next one may look for its next one in turn, and find this one again.
+# The next one may search for its own successor and find this one again.
 if "_vramctl_sitecustomize" not in sys.modules:
     sys.modules["_vramctl_sitecustomize"] = sys.modules[__name__]
     try:
         _watch_for_engines()
     except Exception as error:
-        # The program is to run in any case.
-        sys.stderr.write(f"vramctl: engines' memory gets no tags of its own: {error}\n")
+        # The program must run regardless.
+        sys.stderr.write(f"vramctl: cannot tag the memory of inference engines: {error}\n")
     _run_the_next()

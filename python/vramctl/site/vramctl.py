@@ -1,8 +1,7 @@
-"""Stands for the package that this directory is a part of, so that `import vramctl` finds it wherever this directory is on
-the path, and nothing else that may lie beside the package.
+"""Redirects `import vramctl` to the enclosing package, without exposing anything else beside that package.
 
-`vramctl run` puts this directory first: in a program that it starts, the package is the one that belongs to the preloaded
-library, whatever is installed for the program's own Python.
+`vramctl run` puts this directory first on the path, so a program gets the package that matches the preloaded library,
+whatever its own Python has installed.
 """
 
 import importlib.util
@@ -17,8 +16,8 @@ else:
     _spec = importlib.util.spec_from_file_location(
         __name__, _package / "__init__.py", submodule_search_locations=[str(_package)]
     )
-    assert _spec is not None and _spec.loader is not None  # of a file there is always one
+    assert _spec is not None and _spec.loader is not None  # always true for a .py file
     _module = importlib.util.module_from_spec(_spec)
-    # The import in progress answers with what is registered under the name when it ends.
+    # The import in progress returns whatever is in sys.modules when it ends.
     sys.modules[__name__] = _module
     _spec.loader.exec_module(_module)

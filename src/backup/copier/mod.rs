@@ -7,7 +7,7 @@
 //! (their resumes in 337 and 457; medians of five on an H200).
 //!
 //! A kernel also waits for processors while the program's own kernels have them all, and the engines do not. So it is tried
-//! only in contexts whose managed memory was all paused when the resume began, where the program has nothing to run on
+//! only in contexts whose managed memory was nearly all paused when the resume began, where the program has nothing to run on
 //! (unless `VRAMCTL_COPY=kernel` asks for it).
 //!
 //! Nobody needs it: where it cannot be had, or not yet, the engines copy.

@@ -1,17 +1,17 @@
-"""Stands in for torch where there is none: what this project uses of `torch.cuda`, on the simulated GPU.
+"""A stand-in for torch: the parts of `torch.cuda` that this project uses, on the simulated GPU.
 
-It behaves as torch does where that matters here, and was written from torch's documentation and observed behaviour:
+It was written from torch's documentation and observed behaviour, and behaves like torch where it matters here:
 
-- A caching allocator that gets segments with `cudaMalloc` and hands out blocks of them; freed blocks stay, and are merged
-  with free neighbours. Sizes are rounded as in torch (512 bytes; segments of 2 MiB, 20 MiB, or whole 2 MiB).
-- Pools: `MemPool`, `use_mem_pool`, and the private pools of graphs. Of the pools that have been entered, the *first* that
-  applies is used, not the innermost. A pool that is entered already cannot be entered, in whatever thread.
-- A segment belongs to the stream that was the current one when it was asked for, and only that gets parts of it.
+- A caching allocator gets segments from `cudaMalloc` and hands out blocks; freed blocks are cached and merged with free
+  neighbours. Sizes are rounded as in torch (512 bytes; segments of 2 MiB, 20 MiB, or multiples of 2 MiB).
+- Pools: `MemPool`, `use_mem_pool`, and the private pools of graphs. With several entered, the *first* applicable pool is
+  used, not the innermost. A pool cannot be entered twice, not even by another thread.
+- A segment belongs to the stream that was current when it was allocated, and serves only that stream.
 - `memory_snapshot` in torch's form: segments with `address`, `total_size`, `segment_pool_id`, `stream`, `is_expandable`, and blocks
   with `address`, `size`, `state` (`active_allocated`, `active_awaiting_free`, `inactive`).
 - With expandable segments, memory does not come from `cudaMalloc`. Settings that do not mention them leave them on or off.
 
-A `Tensor` here is bytes and no more.
+A `Tensor` is just bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tensor:
         return True
 
     def record_stream(self, stream: Any = None) -> None:
-        """From now on its memory waits, when it is freed, for another stream."""
+        """When its memory is freed, it now waits for another stream."""
         self.block.used_elsewhere = True
 
     def copy_(self, contents: bytes) -> Tensor:

@@ -1,7 +1,7 @@
 """The interface of torch_memory_saver 0.0.10, on top of vramctl.
 
-Programs that were written for torch_memory_saver find this package in its place where vramctl's directory comes first on
-``PYTHONPATH``; ``vramctl run`` sees to that::
+``vramctl run`` puts vramctl's directory first on ``PYTHONPATH``, so programs written for torch_memory_saver import this
+package instead::
 
     from torch_memory_saver import torch_memory_saver
 
@@ -10,7 +10,7 @@ Programs that were written for torch_memory_saver find this package in its place
     torch_memory_saver.pause("weights")
     torch_memory_saver.resume("weights")
 
-`docs/torch_memory_saver.md` in vramctl's sources says what is the same and what differs.
+`docs/torch_memory_saver.md` in vramctl's sources lists the differences.
 """
 
 from .entrypoint import TorchMemorySaver
@@ -18,5 +18,5 @@ from .hooks.mode_preload import configure_subprocess
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 
-#: The one that everybody uses: its settings are the process's.
+#: The singleton that programs use: its settings are process-wide.
 torch_memory_saver = TorchMemorySaver()

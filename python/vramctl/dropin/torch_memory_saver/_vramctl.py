@@ -1,7 +1,7 @@
-"""The package `vramctl` that this one is a part of.
+"""Imports the enclosing `vramctl` package.
 
-Where a program finds this package (``PYTHONPATH``), it need not find that one, or may find another version of it: `vramctl
-run` works for interpreters into which nothing was installed. So the one around this package is imported.
+`import vramctl` alone may find another version or none, because `vramctl run` also serves interpreters into which nothing
+was installed.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-#: The directory of `vramctl`, which has this package's in it.
+#: The directory of the `vramctl` package.
 DIRECTORY = Path(__file__).resolve().parents[2]
 
-# What is there leads to the package, and to nothing else that lies beside it.
+# site/ redirects to the package without exposing anything else beside it.
 _site = str(DIRECTORY / "site")
 sys.path.insert(0, _site)
 try:

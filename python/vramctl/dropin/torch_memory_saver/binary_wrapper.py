@@ -1,4 +1,4 @@
-"""The C functions of torch_memory_saver in the library, with their types."""
+"""torch_memory_saver's C functions, as the library exports them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 
 
 class BinaryWrapper:
-    """The library of this process: ``cdll.tms_…`` are its functions."""
+    """The process's library; call its functions as ``cdll.tms_…``."""
 
     def __init__(self, path: str | None) -> None:
-        """`path`: where the library is; None: it is preloaded."""
+        """`path`: the library's file; None if it is preloaded."""
         self.cdll = ctypes.CDLL(path)
         for name, result, arguments in _FUNCTIONS:
             function = getattr(self.cdll, name)
@@ -48,7 +48,7 @@ class BinaryWrapper:
         cpu_backup_backend: str | None = None,
         enable_disk_backup: bool = False,
     ) -> None:
-        """Says what the calling thread's allocations are from now on, in the region that it is in."""
+        """Configures future allocations of the calling thread in its current region."""
         self.cdll.tms_set_current_tag(tag.encode())
         self.cdll.tms_set_interesting_region(interesting_region)
         self.cdll.tms_set_enable_cpu_backup(enable_cpu_backup)

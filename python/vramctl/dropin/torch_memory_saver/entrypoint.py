@@ -1,4 +1,4 @@
-"""`TorchMemorySaver`: what torch_memory_saver offers, said in vramctl's words."""
+"""`TorchMemorySaver`: torch_memory_saver's interface, implemented with vramctl."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _BACKENDS = ("pinned", "mmap")
 
 
 class TorchMemorySaver:
-    """Pauses and resumes the GPU memory of tensors by tag. Methods may be called from any thread; a region belongs to the
-    thread that is in it.
+    """Pauses and resumes the GPU memory of tensors by tag. Thread-safe; a region applies to the thread that entered it.
 
-    What cannot be done is raised as one of `vramctl.errors`, all of them a `RuntimeError`; nothing was changed then.
+    Raises exceptions from `vramctl.errors`, all of them `RuntimeError`. A call that raises has changed nothing.
     """
 
     def __init__(self) -> None:
         self._hook_mode: HookMode = "preload"
         self._memory_margin_bytes = 0
-        #: None until it is first used: programs look here to learn whether it is in use.
+        #: None until first use: programs read it to see whether the saver is in use.
         self._impl: _TorchMemorySaverImpl | None = None
 
     @contextlib.contextmanager
@@ -44,13 +43,12 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Tensors that the calling thread makes inside can be paused and resumed under `tag`. Regions nest; the innermost
-        counts.
+        """Tags the tensors that the calling thread creates inside. Regions nest; the innermost wins.
 
-        Without a backup, a pause drops their contents, and they read as zero after the resume. `enable_cpu_backup` keeps
-        them in host memory, `enable_disk_backup` in a file in the directory of `set_disk_backup_dir`; not both.
-        Host memory is pinned as long as it is needed. With the `cpu_backup_backend` ``mmap`` it has gone back to the system
-        when `resume` returns; with ``pinned`` it may stay ready for the next pause for a while.
+        Without a backup, a pause drops the contents, and they read as zero after the resume. `enable_cpu_backup` keeps
+        them in host memory, `enable_disk_backup` in a file in the `set_disk_backup_dir` directory; use one of the two.
+        Host memory is pinned while it is needed. With the `cpu_backup_backend` ``mmap`` it is returned to the system
+        before `resume` returns; with ``pinned`` it may stay ready for the next pause for a while.
         """
         backup = _backup(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         with self._ensure_initialized().region(tag, backup, cpu_backup_backend):
@@ -67,15 +65,15 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Captures as ``torch.cuda.graph`` does; the memory that the graph allocates for itself can be paused under `tag`.
-        The other arguments are those of `region`. Needs the library preloaded.
+        """``torch.cuda.graph``, with the graph's own memory tagged `tag`. The other arguments are those of `region`.
+        Requires the preloaded library.
         """
         backup = _backup(enable_cpu_backup, False, cpu_backup_backend)
         impl = self._ensure_initialized()
         if not vramctl.is_preloaded():
             raise vramctl.errors.NotPreloaded(
-                "the memory of a CUDA graph can be paused only where the library is preloaded: start the program with "
-                "`vramctl run -- python …`, or capture with torch.cuda.graph(), whose memory stays"
+                "pausing a CUDA graph's memory requires the preloaded library: start the program with "
+                "`vramctl run -- python …`, or capture with torch.cuda.graph(), whose memory is never paused"
             )
         with (
             impl.backend(cpu_backup_backend),
@@ -87,71 +85,68 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """What the calling thread allocates inside is left to CUDA and never paused: it can be shared with other processes
-        (CUDA IPC), say. Its cached memory goes back to the device at the end, as soon as no tensor uses it.
+        """Leaves what the calling thread allocates inside to CUDA: it is never paused and can be shared by CUDA IPC. At the
+        end, its cached memory returns to the device as soon as no tensor uses it.
         """
         with self._ensure_initialized().disable():
             yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Gives the GPU memory of a tag, or of all, back to the driver. What is paused already stays so; a tag that nothing
-        has is nothing to do. The memory must not be used until `resume`.
+        """Returns the GPU memory of a tag, or of all tags, to the driver. Do not use the memory until `resume`. A no-op for
+        paused or unknown tags.
         """
         self._ensure_initialized()
         with contextlib.suppress(vramctl.errors.UnknownTag):
             vramctl.pause(tag or None)
 
     def resume(self, tag: str | None = None) -> None:
-        """Puts memory back at the same addresses, with what was kept. What is active already stays so; a tag that nothing
-        has is nothing to do. Raises `vramctl.errors.DeviceMemory` where there is too little; everything stays paused then.
+        """Restores the memory at the same addresses, with the saved contents. A no-op for active or unknown tags. Raises
+        `vramctl.errors.DeviceMemory` if there is too little memory; everything then stays paused.
         """
         self._ensure_initialized()
         with contextlib.suppress(vramctl.errors.UnknownTag):
             vramctl.resume(tag or None)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """What a tensor held when it was last paused, as a tensor in host memory; None: it was not kept there, or is active and
-        not retained.
+        """The contents of a tensor at its last pause, as a CPU tensor; None if host memory has no backup of it, or if it is
+        active and not retained.
 
-        With `zero_copy` it is the backup itself, which must not be written to. It is valid until the resume, and longer where
-        it is retained: until the next resume without that, or until another pause is short of host memory.
+        With `zero_copy`, the result is the backup itself: do not write to it. It is valid until the resume, or, if retained,
+        until the next resume without retention or until another pause runs short of host memory.
         """
         return self._ensure_initialized().get_cpu_backup(x, zero_copy)
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
-        """Where pauses from now on keep what is kept on disk, a file for each allocation; made if it is not there. What killed
-        processes have left in it is removed.
+        """Sets the directory for new disk backups, one file per allocation, and creates it if necessary. Removes files that
+        killed processes left there.
         """
         os.makedirs(path, exist_ok=True)
         self._ensure_initialized()._binary_wrapper.cdll.tms_set_disk_backup_dir(os.fsencode(path))
 
     @property
     def enabled(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
     @property
     def hook_mode(self) -> HookMode:
-        """``preload``: the library answers the CUDA runtime's functions, so it must be preloaded. ``torch``: torch asks it for
-        the memory of regions; it need not be preloaded, and is all the same used in the better way where it is. To be set
-        before anything else.
+        """``preload``: the library intercepts the CUDA runtime and must be preloaded. ``torch``: torch allocates regions
+        through it, with no preload; if it is preloaded anyway, this works like ``preload``. Set it before first use.
         """
         return self._hook_mode
 
     @hook_mode.setter
     def hook_mode(self, hook_mode: HookMode) -> None:
         if hook_mode not in _HOOK_MODES:
-            raise ValueError(f"hook_mode is {' or '.join(map(repr, _HOOK_MODES))}, not {hook_mode!r}")
-        # Where the library is preloaded, both are the same.
+            raise ValueError(f"hook_mode must be {' or '.join(map(repr, _HOOK_MODES))}, not {hook_mode!r}")
+        # With the library preloaded, both modes are the same.
         if self._impl is not None and hook_mode != self._hook_mode and not vramctl.is_preloaded():
-            raise RuntimeError(f"hook_mode is {self._hook_mode!r} and in use: set it before anything else is asked for")
+            raise RuntimeError(f"hook_mode {self._hook_mode!r} is already in use: set hook_mode before anything else")
         self._hook_mode = hook_mode
 
     @property
     def memory_margin_bytes(self) -> int:
-        """An allocation in a region that would leave less than so many bytes of its device free is out of memory; 0: no such
-        margin.
-        """
+        """Allocations in regions fail with out of memory if they would leave less than this free on the device; 0: off."""
         return self._memory_margin_bytes
 
     @memory_margin_bytes.setter
@@ -162,8 +157,8 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether what a pause keeps in host memory stays there after the resumes to come, so that the next pause copies only
-        what has changed, and `get_cpu_backup` finds it meanwhile.
+        """Whether backups stay in host memory after future resumes, so that the next pause copies only what has changed and
+        `get_cpu_backup` finds them in the meantime.
         """
         return bool(self._ensure_initialized()._binary_wrapper.cdll.tms_get_retain_cpu_backup())
 
@@ -178,14 +173,14 @@ class TorchMemorySaver:
 
 
 class _TorchMemorySaverImpl:
-    """What there is once it is in use."""
+    """The state behind `TorchMemorySaver`, created on first use."""
 
     def __init__(self, hook_mode: HookMode = "preload") -> None:
         path = None
         if not vramctl.is_preloaded():
             if hook_mode == "preload":
                 raise vramctl.errors.NotPreloaded(
-                    "the library is not preloaded in this process, so CUDA's memory cannot be paused. Start the program with "
+                    "the library is not preloaded in this process, so GPU memory cannot be paused. Start the program with "
                     "`vramctl run -- python …`, start this process inside torch_memory_saver.configure_subprocess(), or set "
                     'torch_memory_saver.hook_mode = "torch"'
                 )
@@ -201,7 +196,7 @@ class _TorchMemorySaverImpl:
 
     @contextlib.contextmanager
     def backend(self, name: str | None) -> Iterator[None]:
-        """`tms_get_cpu_backup_backend` answers `name` inside; None: as before."""
+        """Makes `tms_get_cpu_backup_backend` return `name` inside; None changes nothing."""
         cdll = self._binary_wrapper.cdll
         before = cdll.tms_get_cpu_backup_backend()
         if name is not None:
@@ -213,14 +208,14 @@ class _TorchMemorySaverImpl:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        # A pool of its own, so that no cached memory of a tag is used; and not for longer than it is needed.
+        # A separate pool, so that no tagged cached memory is used; a temporary one, so that it is not held afterwards.
         with vramctl.region(None, pool=False), vramctl._torch.pool_for_once(None):
             yield
 
     def get_cpu_backup(self, x: Any, zero_copy: bool) -> Any:
         torch = _torch_with_gpu()
         if torch is None or not x.is_cuda or not x.is_contiguous():
-            raise vramctl.errors.Invalid("get_cpu_backup() takes a contiguous tensor on a GPU")
+            raise vramctl.errors.Invalid("get_cpu_backup() needs a contiguous CUDA tensor")
         if x.numel() == 0:
             return torch.empty(x.shape, dtype=x.dtype)
         address = ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
@@ -233,18 +228,18 @@ class _TorchMemorySaverImpl:
 
 
 def _backup(in_memory: bool, on_disk: bool, backend: str | None) -> Backup:
-    """vramctl's word for what becomes of the contents."""
+    """Maps torch_memory_saver's flags to a vramctl policy."""
     if in_memory and on_disk:
-        raise ValueError("enable_cpu_backup and enable_disk_backup exclude each other: choose where the contents are kept")
+        raise ValueError("enable_cpu_backup and enable_disk_backup are mutually exclusive")
     if backend is not None and backend not in _BACKENDS:
-        raise ValueError(f"cpu_backup_backend is {' or '.join(map(repr, _BACKENDS))}, not {backend!r}")
+        raise ValueError(f"cpu_backup_backend must be {' or '.join(map(repr, _BACKENDS))}, not {backend!r}")
     if backend is not None and not in_memory:
-        raise ValueError("cpu_backup_backend is of use with enable_cpu_backup=True only")
+        raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
     return "host" if in_memory else "disk" if on_disk else "discard"
 
 
 def _torch_with_gpu() -> Any:
-    """torch, where it has a GPU."""
+    """torch, if it has a GPU."""
     try:
         import torch
     except ImportError:
@@ -253,13 +248,13 @@ def _torch_with_gpu() -> Any:
 
 
 def _use_as_allocator(path: str) -> None:
-    """Has torch ask the library for the memory of regions. It is not preloaded, and nothing else is answered by it."""
+    """Makes torch allocate regions through the library, which is not preloaded and intercepts nothing else."""
     import torch
 
     from vramctl import _library, _torch
 
     _library.open(path)
     allocator = torch.cuda.memory.CUDAPluggableAllocator(path, "tms_torch_malloc", "tms_torch_free")
-    # It must outlive every pool, and those live as long as the process.
+    # Leak a reference: the allocator must outlive every pool, and pools live as long as the process.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(allocator))
     _torch.use_allocator(allocator.allocator())

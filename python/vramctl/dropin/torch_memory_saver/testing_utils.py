@@ -1,4 +1,4 @@
-"""What torch_memory_saver's tests measure with, for programs that use it too."""
+"""torch_memory_saver's measuring helpers, which some programs import."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .utils import is_xpu
 
 
 def get_device() -> str:
-    """The kind of device whose memory is measured, as torch names it."""
+    """Torch's name for the device type."""
     return "xpu" if is_xpu() else "cuda"
 
 
 def empty_cache() -> None:
-    """Has torch give back what it holds as free."""
+    """Makes torch release its cached memory."""
     _device_module().empty_cache()
 
 
 def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
-    """Bytes in use on the device, by whomever; printed with the message."""
+    """Prints and returns the bytes in use on the device, by all processes."""
     free, total = _device_module().mem_get_info(gpu_id)
     used = int(total - free)
     print(f"{message}: {used / 2**30:.2f} GiB in use on GPU {gpu_id}")

@@ -1,4 +1,4 @@
-"""Where the library is, for those who put it into ``LD_PRELOAD`` themselves; which GPUs there are."""
+"""Locates the library for callers that set ``LD_PRELOAD`` themselves, and detects the GPU vendor."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 
 from ._vramctl import DIRECTORY, vramctl
 
-#: The library under the names by which frameworks look for torch_memory_saver's, beside the package. All are the same: it
-#: works with every CUDA runtime.
+#: The file name under which frameworks look for torch_memory_saver's library. One library serves every CUDA runtime.
 PRELOAD = "torch_memory_saver_hook_mode_preload"
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """The library's file for `stem`, such as ``torch_memory_saver_hook_mode_preload``. Both hook modes have the same one.
+    """The library's file for `stem`, such as ``torch_memory_saver_hook_mode_preload``. Both hook modes use the same library.
 
-    A file of that name beside the package, as in an installed wheel; else what ``VRAMCTL_LIB`` names; else
-    ``libvramctl.so``. Raises `vramctl.errors.NotPreloaded` where there is none.
+    Looks for a file of that name beside the package (an installed wheel), then ``VRAMCTL_LIB``, then ``libvramctl.so``.
+    Raises `vramctl.errors.NotPreloaded` if there is none.
     """
     named = DIRECTORY / "dropin" / f"{stem}.abi3.so"
     chosen = os.environ.get("VRAMCTL_LIB")
@@ -26,7 +25,7 @@ def get_binary_path_from_package(stem: str) -> Path:
 
 
 def is_xpu() -> bool:
-    """Whether torch's GPUs are Intel's, whose memory vramctl does not manage."""
+    """Whether torch's GPUs are Intel's, which vramctl does not manage."""
     try:
         import torch
     except ImportError:
@@ -36,6 +35,6 @@ def is_xpu() -> bool:
 
 
 def is_library(path: str) -> bool:
-    """Whether an entry of ``LD_PRELOAD`` is this library, under whichever name."""
+    """Whether an ``LD_PRELOAD`` entry is this library, under any of its names."""
     file = Path(path)
     return file.name == "libvramctl.so" or (file.name.startswith(PRELOAD) and file.parent.parts[-2:] == ("vramctl", "dropin"))

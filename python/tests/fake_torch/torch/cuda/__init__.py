@@ -69,8 +69,8 @@ class CUDAGraph:
 
 
 class graph:
-    """While it is captured, a graph's memory comes from its private pool, if no other has been entered before. It is captured
-    on a stream of its own: the default stream cannot be captured.
+    """During capture, a graph allocates from its private pool, unless another pool was entered before. It is captured on a
+    separate stream, because the default stream cannot be captured.
     """
 
     def __init__(

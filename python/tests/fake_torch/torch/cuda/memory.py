@@ -15,7 +15,7 @@ DEFAULT: PoolId = (0, 0)
 MIB = 1 << 20
 
 backend = "native"
-#: Pools whose objects have died, and with them their memory.
+#: Pools whose objects, and so their memory, are gone.
 destroyed: list[PoolId] = []
 
 _runtime: Cuda | None = None
@@ -101,7 +101,7 @@ class Segment:
 
 
 class Allocator:
-    """Of one device."""
+    """The caching allocator of one device."""
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -149,7 +149,7 @@ class Allocator:
     def _segment(self, size: int, pool: PoolId, small: bool, expandable: bool) -> Segment:
         bytes = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         source = _sources.get(pool)
-        # A pool with an allocator of its own has no expandable segments.
+        # A pool with its own allocator has no expandable segments.
         expandable = expandable and source is None
         if source is not None:
             address = source.malloc(bytes, self.device, None) or 0
@@ -163,7 +163,7 @@ class Allocator:
 
 
 class CUDAPluggableAllocator:
-    """Memory from two functions of a library."""
+    """Allocates through two functions of a library."""
 
     def __init__(self, path_to_so_file: str, alloc_fn_name: str, free_fn_name: str) -> None:
         library = ctypes.CDLL(path_to_so_file)
@@ -176,7 +176,7 @@ class CUDAPluggableAllocator:
         return self
 
 
-#: The allocators of pools that have one.
+#: The pluggable allocators, for pools that have one.
 _sources: dict[PoolId, Any] = {}
 
 
@@ -250,7 +250,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def empty_cache() -> None:
-    """Gives free segments of the default pool back to CUDA."""
+    """Returns the default pool's free segments to CUDA."""
     with _lock:
         for each in _allocators.values():
             for segment in list(each.segments):

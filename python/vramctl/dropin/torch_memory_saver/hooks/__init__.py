@@ -1,1 +1,1 @@
-"""The two ways in which allocations are found out: see `docs/torch_memory_saver.md` in vramctl's sources."""
+"""The two hook modes: see `docs/torch_memory_saver.md` in vramctl's sources."""

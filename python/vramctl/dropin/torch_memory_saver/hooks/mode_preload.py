@@ -1,4 +1,4 @@
-"""Hook mode ``preload``: the library is preloaded, and answers the CUDA runtime's functions."""
+"""Hook mode ``preload``: the preloaded library intercepts the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..utils import PRELOAD, get_binary_path_from_package, is_library
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Processes that are started inside have the library preloaded. Under `vramctl run` they have anyway, and nothing is
-    changed. The environment is the process's: do not start processes that should not have it in another thread meanwhile.
+    """Preloads the library into processes started inside. A no-op under `vramctl run`, which does that already. Sets the
+    process's environment, so processes that other threads start meanwhile get the library, too.
     """
     before = os.environ.get("LD_PRELOAD")
     present = [path for path in re.split("[ :]", before or "") if path]
@@ -24,7 +24,7 @@ def configure_subprocess() -> Iterator[None]:
     library = str(get_binary_path_from_package(PRELOAD))
     if re.search("[ :]", library):
         raise vramctl.errors.Invalid(
-            f"LD_PRELOAD takes no path with a space or colon in it, and the library is at {library}: set VRAMCTL_LIB to a "
+            f"LD_PRELOAD cannot hold paths with spaces or colons, and the library is at {library}: set VRAMCTL_LIB to a "
             "symbolic link to it"
         )
     os.environ["LD_PRELOAD"] = ":".join([library, *present])
