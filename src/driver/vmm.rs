@@ -3,6 +3,7 @@
 //! An object that cannot undo itself when it is dropped (the driver refused to unmap, release or free) leaves what is
 //! left of it in one list, and [`sweep`] tries again: a refused release is late memory, not lost memory.
 
+use super::kernel::free_buffer;
 use super::{CUdevice, CUdeviceptr, Driver, attribute};
 use cudarc::driver::sys::{
     CUdevice_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
@@ -162,7 +163,7 @@ impl Physical {
 impl Drop for Physical {
     fn drop(&mut self) {
         let mapping = self.span().map(|Span { address, bytes }| (address, bytes));
-        undo(Leftover { mapping, at: self.at.take(), handles: mem::take(&mut self.pieces), addresses: None });
+        undo(Leftover { mapping, at: self.at.take(), handles: mem::take(&mut self.pieces), ..Leftover::default() });
     }
 }
 
@@ -199,6 +200,8 @@ pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
 /// What is left to undo, in the order in which the driver wants it.
 #[derive(Debug, Default)]
 struct Leftover {
+    /// A small allocation: address, bytes, and the driver's number for it.
+    buffer: Option<(CUdeviceptr, usize, u64)>,
     mapping: Option<(CUdeviceptr, usize)>,
     /// What the mapping is at. Given back when all is undone.
     at: Option<Arc<Addresses>>,
@@ -210,6 +213,10 @@ impl Leftover {
     /// Undoes what can be undone and keeps the rest.
     fn undo(&mut self) -> Result<(), Failure> {
         let driver = Driver::get()?;
+        if let Some((address, _, id)) = self.buffer {
+            free_buffer(address, id)?;
+            self.buffer = None;
+        }
         // SAFETY: each entry is one object of ours, taken out of its owner, and is cleared once it is undone.
         unsafe {
             if let Some((base, bytes)) = self.mapping {
@@ -237,6 +244,11 @@ fn undo(mut leftover: Leftover) {
     }
 }
 
+/// Gives a small allocation back, now or later.
+pub(super) fn undo_buffer(address: CUdeviceptr, bytes: usize, id: u64) {
+    undo(Leftover { buffer: Some((address, bytes, id)), ..Leftover::default() });
+}
+
 /// Tries again to undo what the driver refused to undo before. Whether any of it was undone.
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
@@ -259,6 +271,10 @@ pub fn sweep() -> bool {
 pub fn leftover_bytes() -> u64 {
     LEFTOVERS.existing().map_or(0, |leftovers| {
         let leftovers = leftovers.lock().unwrap_or_else(PoisonError::into_inner);
-        leftovers.iter().flat_map(|leftover| &leftover.handles).map(|(_, bytes)| *bytes as u64).sum()
+        let bytes = |leftover: &Leftover| {
+            let physical: usize = leftover.handles.iter().map(|(_, bytes)| bytes).sum();
+            (physical + leftover.buffer.map_or(0, |(_, bytes, _)| bytes)) as u64
+        };
+        leftovers.iter().map(bytes).sum()
     })
 }

@@ -38,6 +38,7 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
         self.drop_gone();
+        self.release_freed();
         self.map_stranded(&self.choose(&request.tags)?.paused)?;
         let Chosen { paused, active: already, .. } = self.choose(&request.tags)?;
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
