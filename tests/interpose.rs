@@ -399,10 +399,11 @@ fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
             // As if the driver did it without waiting: nobody promises that it does.
             gpu.fail("cuMemHostUnregister", 1, 0, u64::MAX);
         }
-        let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
-        assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
         std::thread::scope(|scope| {
             let freeing = scope.spawn(|| free(freed));
+            std::thread::sleep(Duration::from_millis(30));
+            let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
+            assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
             std::thread::sleep(Duration::from_millis(30));
             assert!(!freeing.is_finished());
             gate.open();
@@ -1042,6 +1043,39 @@ fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
     resume(&[]).unwrap();
     assert!(read(address, 4 * MIB).unwrap() == first);
     assert_eq!(free(address), 0);
+}
+
+/// The compiler needs time and a large stack, and an allocation has neither to give; a pause that needs the kernel waits for it.
+#[test]
+fn the_kernel_of_the_digests_is_loaded_once_and_not_by_the_program() {
+    let gpu = Gpu::take();
+    let cycle = || {
+        let report = pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        report.unchanged_bytes
+    };
+    assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+    let before = gpu.live("modules");
+    gpu.slow_down("cuModuleLoadData", 500);
+    let address = malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap();
+    assert_eq!(gpu.live("modules"), before, "the allocation has waited for it");
+    assert_eq!((cycle(), cycle()), (0, 2 << 20));
+    gpu.slow_down("cuModuleLoadData", 0);
+    assert_eq!((gpu.live("modules"), free(address)), (before + 1, 0));
+
+    assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+    gpu.reset_counts();
+    gpu.fail("cuModuleLoadData", 1, 222, u64::MAX);
+    let all: Vec<_> = (0..50).map(|_| malloc_tagged(common::RETAINED_TAG, None, MIB).unwrap()).collect();
+    vramctl_backup::settle();
+    assert_eq!(gpu.calls("cuModuleLoadData"), 1, "it was tried again");
+    assert_eq!((cycle(), cycle()), (0, 0));
+    gpu.clear_faults();
+    for address in all {
+        assert_eq!(free(address), 0);
+    }
+    // As the other tests expect it.
+    assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
 }
 
 #[test]

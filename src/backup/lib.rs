@@ -2,7 +2,7 @@
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
 //! are the two places. `arena` has the host memory (`numa`: which), `transfer` copies to and from it (`copier`: when not
-//! by the copy engines), `digest` tells what has changed, `disk` is the file; `settings` has what was said of all this at run time.
+//! by the copy engines), `loading` loads kernels, `digest` tells what has changed, `disk` is the file; `settings` has what was said of all this at run time.
 
 mod arena;
 pub mod copier;
@@ -10,6 +10,7 @@ pub mod digest;
 pub mod disk;
 mod host;
 mod limits;
+mod loading;
 mod numa;
 mod ranges;
 mod settings;
@@ -136,6 +137,7 @@ pub fn status() -> HostStatus {
 /// measurements.
 pub fn settle() {
     copier::settle();
+    host::settle_digests();
     Arena::settle();
 }
 

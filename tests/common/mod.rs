@@ -318,11 +318,14 @@ impl Gpu {
         Some(properties)
     }
 
+    /// How many there are of what the driver calls so.
+    pub fn live(&self, kind: &str) -> u64 {
+        let name = CString::new(kind).unwrap();
+        unsafe { (simulated().simgpu_live)(name.as_ptr()) }
+    }
+
     pub fn footprint(&self) -> Footprint {
-        let live = |kind: &'static str| {
-            let name = CString::new(kind).unwrap();
-            (kind, unsafe { (simulated().simgpu_live)(name.as_ptr()) })
-        };
+        let live = |kind: &'static str| (kind, self.live(kind));
         Footprint {
             used: (0..DEVICES).map(|device| self.used(device)).collect(),
             live: ["reservations", "handles", "mappings", "streams"].into_iter().map(live).collect(),
