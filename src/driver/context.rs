@@ -61,7 +61,12 @@ impl Context {
 
     /// Whether the context is no more. What was allocated in it would be gone, had it been CUDA's own memory.
     pub fn is_gone(self) -> bool {
-        Current::push(self).is_err_and(Failure::is_of_gone_context)
+        match self.handle.context() {
+            // Without ids, only its use tells.
+            Ok(now) if now == self => self.id == 0 && Current::push(self).is_err_and(Failure::is_of_gone_context),
+            Ok(_) => true,
+            Err(failure) => failure.is_of_gone_context(),
+        }
     }
 }
 

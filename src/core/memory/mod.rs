@@ -123,7 +123,7 @@ impl Memory {
         if !driver::supports_vmm(device) {
             return Err(Error::Unsupported);
         }
-        contexts::note(current.context());
+        contexts::note(current);
         let _relaxed = RelaxedCapture::enter();
         self.free_up(device, bytes);
         let _shared = self.share();
