@@ -189,16 +189,16 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
     }
     for (context, kernel) in HASHERS.get().wait(None).iter_mut() {
         let Some(hasher) = kernel.loaded() else { continue };
-        let hashed: Vec<_> = wanted
+        let extents: Vec<_> = wanted
             .iter()
             .filter(|new| new.retain && new.extent.context == *context && new.extent.bytes.is_multiple_of(DIGEST_PIECE))
             .map(|new| new.extent)
             .collect();
-        if hashed.is_empty() {
+        if extents.is_empty() {
             continue;
         }
         let (give, groups) = mpsc::channel();
-        let all = &hashed;
+        let all = &extents;
         thread::scope(|scope| {
             let work = move || {
                 let _relaxed = RelaxedCapture::enter();

@@ -12,7 +12,7 @@ use vramctl_host::worker;
 use vramctl_model::Failure;
 
 /// What has become of a context's kernel.
-pub enum Kernel<K> {
+pub enum Availability<K> {
     /// It is being loaded.
     Coming,
     /// It is there.
@@ -21,7 +21,7 @@ pub enum Kernel<K> {
     Failed,
 }
 
-impl<K> Kernel<K> {
+impl<K> Availability<K> {
     /// The kernel, if it is there.
     pub fn loaded(&mut self) -> Option<&mut K> {
         if let Self::Loaded(kernel) = self { Some(kernel) } else { None }
@@ -30,7 +30,7 @@ impl<K> Kernel<K> {
 
 /// One kind of kernel, in all contexts.
 pub struct Kernels<K> {
-    by_context: Mutex<BTreeMap<Context, Kernel<K>>>,
+    by_context: Mutex<BTreeMap<Context, Availability<K>>>,
     changed: Condvar,
 }
 
@@ -42,7 +42,7 @@ impl<K> Default for Kernels<K> {
 
 impl<K: Send> Kernels<K> {
     /// Those that there are.
-    pub fn lock(&self) -> MutexGuard<'_, BTreeMap<Context, Kernel<K>>> {
+    pub fn lock(&self) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
         self.by_context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -56,13 +56,13 @@ impl<K: Send> Kernels<K> {
         {
             let mut kernels = self.lock();
             let Entry::Vacant(place) = kernels.entry(context) else { return };
-            place.insert(Kernel::Coming);
+            place.insert(Availability::Coming);
         }
-        let place = Place { kernels: self, context };
+        let place = Unsettled { kernels: self, context };
         let load = move || {
             let _relaxed = RelaxedCapture::enter();
             match Current::push(place.context).and_then(|current| load(&current)) {
-                Ok(kernel) => place.settle(Kernel::Loaded(kernel)),
+                Ok(kernel) => place.settle(Availability::Loaded(kernel)),
                 Err(failure) => failed(failure),
             }
         };
@@ -74,10 +74,10 @@ impl<K: Send> Kernels<K> {
 
     /// Waits until none is being loaded, into this context or, without one, into any. Not for ever: the driver may be waiting for
     /// the program.
-    pub fn wait(&self, context: Option<Context>) -> MutexGuard<'_, BTreeMap<Context, Kernel<K>>> {
+    pub fn wait(&self, context: Option<Context>) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
         const LONGEST: Duration = Duration::from_secs(5);
-        let is_coming = |kernels: &mut BTreeMap<Context, Kernel<K>>| {
-            kernels.iter().any(|(place, kernel)| matches!(kernel, Kernel::Coming) && context.is_none_or(|context| context == *place))
+        let is_coming = |kernels: &mut BTreeMap<Context, Availability<K>>| {
+            kernels.iter().any(|(place, kernel)| matches!(kernel, Availability::Coming) && context.is_none_or(|context| context == *place))
         };
         self.changed.wait_timeout_while(self.lock(), LONGEST, is_coming).unwrap_or_else(PoisonError::into_inner).0
     }
@@ -91,23 +91,23 @@ impl<K: Send> Kernels<K> {
 }
 
 /// The place of a kernel that is being loaded. Dropped before it is settled, the kernel cannot be had.
-struct Place<K: Send + 'static> {
+struct Unsettled<K: Send + 'static> {
     kernels: &'static Kernels<K>,
     context: Context,
 }
 
-impl<K: Send> Place<K> {
+impl<K: Send> Unsettled<K> {
     /// Not where it was forgotten meanwhile: the context is gone.
-    fn settle(&self, kernel: Kernel<K>) {
-        if let Some(place @ Kernel::Coming) = self.kernels.lock().get_mut(&self.context) {
+    fn settle(&self, kernel: Availability<K>) {
+        if let Some(place @ Availability::Coming) = self.kernels.lock().get_mut(&self.context) {
             *place = kernel;
         }
         self.kernels.changed.notify_all();
     }
 }
 
-impl<K: Send> Drop for Place<K> {
+impl<K: Send> Drop for Unsettled<K> {
     fn drop(&mut self) {
-        self.settle(Kernel::Failed);
+        self.settle(Availability::Failed);
     }
 }

@@ -48,9 +48,7 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut d
     let turn = mem::take(&mut state.turn);
     drop(state);
     waiter.changed.notify_all();
-    Ok(if let Turn::Answered(answer) = turn {
-        answer?
-    })
+    if let Turn::Answered(answer) = turn { Ok(answer?) } else { Ok(()) }
 }
 
 /// What it takes at most to find out that there is nothing to wait for.
@@ -64,12 +62,12 @@ const ASK_EVERY: Duration = Duration::from_millis(500);
 /// The one thread that waits, and whoever asks it to.
 #[derive(Default)]
 struct Waiter {
-    state: Mutex<State>,
+    state: Mutex<Desk>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct Desk {
     has_thread: bool,
     turn: Turn,
 }
@@ -88,12 +86,12 @@ enum Turn {
 }
 
 impl Waiter {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Desk> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Until the turn is as it should be. `None`: not until the deadline, or nobody wants it any more.
-    fn until(&self, deadline: Instant, wanted: &mut dyn FnMut() -> bool, is_so: fn(&Turn) -> bool) -> Option<MutexGuard<'_, State>> {
+    fn until(&self, deadline: Instant, wanted: &mut dyn FnMut() -> bool, is_so: fn(&Turn) -> bool) -> Option<MutexGuard<'_, Desk>> {
         let mut state = self.lock();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -112,7 +110,7 @@ impl Waiter {
     fn serve(&self) {
         let mut state = self.lock();
         loop {
-            let idle = |state: &mut State| !matches!(state.turn, Turn::Asked(_));
+            let idle = |state: &mut Desk| !matches!(state.turn, Turn::Asked(_));
             state = self.changed.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);

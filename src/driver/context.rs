@@ -1,7 +1,6 @@
 //! Contexts and streams: what is current on a thread, and waiting for a device.
 
-use super::kernel::DeviceBuffer;
-use super::{CUcontext, CUdevice, CUstream, Driver};
+use super::{CUcontext, CUdevice, CUstream, Driver, vmm};
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
 use std::ffi::c_void;
 use std::ptr;
@@ -196,8 +195,11 @@ impl Current {
     /// memory does the same, a little slower.
     pub fn wait_for_work(&self) -> Result<(), Failure> {
         let _relaxed = RelaxedCapture::enter();
-        match DeviceBuffer::new(PAGE) {
-            Ok(buffer) => return buffer.give_back(),
+        let (driver, mut address) = (Driver::get()?, 0);
+        // SAFETY: `address` is writable.
+        match unsafe { driver.cuMemAlloc_v2(&raw mut address, PAGE) } {
+            // SAFETY: allocated just now, and used by nobody.
+            Ok(()) => return unsafe { driver.cuMemFree_v2(address) }.inspect_err(|_| vmm::free_later(address, PAGE)),
             Err(failure) if failure.is_of_earlier_work() => return Err(failure),
             Err(_) => (),
         }
@@ -207,7 +209,7 @@ impl Current {
             Err(_) => (),
         }
         // SAFETY: a context is current; no arguments.
-        unsafe { Driver::get()?.cuCtxSynchronize() }
+        unsafe { driver.cuCtxSynchronize() }
     }
 }
 

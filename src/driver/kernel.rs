@@ -3,7 +3,6 @@
 //! They belong to a context and go with it: what a reset of the device has destroyed must not be touched any more, not
 //! even to destroy it. [`Resident`] sees to that.
 
-use super::vmm;
 use super::{CUdeviceptr, Context, Current, Driver, RelaxedCapture, Stream, pointer_attribute};
 use cudarc::driver::sys::{CUfunction, CUmodule, CUpointer_attribute};
 use std::ffi::{CStr, c_void};
@@ -131,19 +130,8 @@ impl DeviceBuffer {
         let mut buffer = Self { address: 0, bytes, id: 0 };
         // SAFETY: `address` is writable.
         unsafe { Driver::get()?.cuMemAlloc_v2(&raw mut buffer.address, bytes)? };
-        match buffer.id_now() {
-            Ok(id) => buffer.id = id,
-            Err(failure) => return buffer.give_back().and(Err(failure)),
-        }
+        buffer.id = buffer.id_now()?;
         Ok(buffer)
-    }
-
-    /// Gives it back, as dropping it does, and says how that went: how the work of the context did that the driver waits for.
-    pub fn give_back(mut self) -> Result<(), Failure> {
-        // SAFETY: allocated by us. After an error, dropping the value tries again.
-        unsafe { Driver::get()?.cuMemFree_v2(self.address)? };
-        self.address = 0;
-        Ok(())
     }
 
     /// The first address.
@@ -188,20 +176,8 @@ impl Drop for DeviceBuffer {
     /// The driver waits for the work of the buffer's context first.
     fn drop(&mut self) {
         if self.address != 0 {
-            vmm::undo_buffer(self.address, self.bytes, self.id);
+            // SAFETY: allocated by us, and dropped once.
+            let _ = Driver::get().and_then(|driver| unsafe { driver.cuMemFree_v2(self.address) });
         }
-    }
-}
-
-/// Gives a buffer back, if it is still there.
-pub(super) fn free_buffer(address: CUdeviceptr, id: u64) -> Result<(), Failure> {
-    if pointer_attribute(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID) != Ok(id) {
-        return Ok(());
-    }
-    // SAFETY: allocated by us, and nothing else by its number.
-    match unsafe { Driver::get()?.cuMemFree_v2(address) } {
-        // It goes with the context, which failed work has spoilt.
-        Err(failure) if failure.is_of_earlier_work() => Ok(()),
-        answer => answer,
     }
 }

@@ -10,7 +10,7 @@
 //!
 //! Nobody needs it: where it cannot be had, or not yet, the engines copy.
 
-use super::loading::{Kernel, Kernels};
+use super::loading::{Availability, Kernels};
 use super::settings;
 use super::transfer::Part;
 use std::ffi::{CStr, c_void};
@@ -89,7 +89,7 @@ pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<boo
         return Ok(false);
     }
     let mut copiers = COPIERS.get().lock();
-    let copier = copiers.get_mut(&part.context).and_then(Kernel::loaded);
+    let copier = copiers.get_mut(&part.context).and_then(Availability::loaded);
     let Some(parts) = copier.and_then(|copier| copier.parts(&current)) else { return Ok(false) };
     // SAFETY: the caller's promise, and the driver's about `from`.
     match lane.queue_kernel(&current, |stream| unsafe { launch(parts, stream, from, part.device, part.bytes) }) {

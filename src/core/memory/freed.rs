@@ -86,13 +86,13 @@ impl Memory {
     /// Gives back what has been freed where that is needed for so many bytes on a device, whose context is current. Waits for it
     /// where the device has less than that free.
     pub fn free_up(&self, device: CUdevice, bytes: usize) {
+        /// What the driver takes for itself besides, and more.
+        const SLACK: u64 = 64 << 20;
         self.release_freed();
         let is_there = |freed: &Freed| freed.allocation.device == device;
         if !self.freed().iter().any(|freed| is_there(freed)) {
             return;
         }
-        /// What the driver takes for itself besides, and more.
-        const SLACK: u64 = 64 << 20;
         if driver::memory_info().is_ok_and(|(free, _)| free < (bytes as u64).saturating_add(SLACK)) {
             self.wait_for_freed(is_there);
         }

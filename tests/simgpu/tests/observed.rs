@@ -328,7 +328,7 @@ fn frees_wait_for_a_stream_that_waits_for_a_value() {
         let context = gpu.use_device(0);
         let (gate, busy) = (Gate::new(gpu), gpu.stream(NON_BLOCKING));
         let page = vec![0u8; 8192];
-        let page = page.as_ptr() as u64 + 4095 & !4095;
+        let page = (page.as_ptr() as u64).next_multiple_of(4096);
         let mut second = 0;
         ok!(gpu.cuCtxCreate_v2(&raw mut second, 0, 0));
         ok!(gpu.cuCtxSetCurrent(context));
