@@ -114,7 +114,9 @@ impl Waiter {
             state = self.changed.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);
-            let answer = wait(contexts);
+            // Once nobody wants to know, the program may be about to destroy the next one.
+            let wanted = || !matches!(self.lock().turn, Turn::Unwanted);
+            let answer = contexts.into_iter().take_while(|_| wanted()).try_for_each(|context| wait(BTreeSet::from([context])));
             state = self.lock();
             state.turn = if matches!(state.turn, Turn::Unwanted) { Turn::Free } else { Turn::Answered(answer) };
             self.changed.notify_all();
