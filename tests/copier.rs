@@ -144,6 +144,7 @@ fn without_the_kernel_the_engines_copy() {
 #[test]
 fn a_reset_takes_the_kernel_along() {
     let gpu = Gpu::take();
+    let mut allocated = 1;
     for call in [None, Some("cuModuleLoadData"), Some("cuModuleGetFunction"), Some("cuMemAlloc_v2"), Some("cuLaunchKernel")] {
         assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
         let program = Program::start(&[MIB; 2]);
@@ -151,11 +152,12 @@ fn a_reset_takes_the_kernel_along() {
         set_copy_by(Some(CopyBy::Kernel), None);
         gpu.reset_counts();
         if let Some(call) = call {
-            // The launch that fails is the one that puts the code on the device.
-            gpu.fail(call, 1, 2, 1);
+            // The launch that fails is the one that puts the code on the device. Waiting for the device allocates, too, and first.
+            gpu.fail(call, if call == "cuMemAlloc_v2" { allocated } else { 1 }, 2, 1);
         }
         pause(&[]).unwrap();
-        assert_eq!(gpu.calls("cuModuleLoadData"), 1, "{call:?}");
+        assert_eq!(gpu.calls("cuModuleLoadData"), u64::from(call != Some("cuMemAlloc_v2")), "{call:?}");
+        allocated = if call.is_none() { gpu.calls("cuMemAlloc_v2") } else { allocated };
         gpu.clear_faults();
         let [_, copies] = resume_and_count(&gpu);
         assert_eq!(copies, if call.is_some() { 2 } else { 0 }, "{call:?}");
@@ -165,6 +167,8 @@ fn a_reset_takes_the_kernel_along() {
         }
         program.end();
     }
+    // Where it has failed it is not tried again.
+    assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
 }
 
 /// Loading takes device memory, which must not be missing in a resume, now or later.

@@ -22,6 +22,7 @@ const CALLS: &[&str] = &[
     "cuMemGetInfo_v2",
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
+    "cuCtxGetId",
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
     "cuCtxSynchronize",
@@ -54,8 +55,8 @@ const CALLS: &[&str] = &[
     "cuModuleLoadData",
     "cuModuleGetFunction",
     "cuLaunchKernel",
-    "cuLaunchHostFunc",
     "cuMemAlloc_v2",
+    "cuMemFree_v2",
     "cuPointerGetAttributes",
 ];
 
@@ -247,6 +248,8 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         for address in program.doomed().filter(|address| !freed.contains(address)) {
             assert_eq!(free(address), 0, "{case}: the second free of what is still there");
         }
+        // What was freed in the order of the stream is given back by the next call.
+        assert_eq!((stream.synchronize(), free(0)), (0, 0), "{case}");
         return;
     }
     if matches!(path, Path::Pause | Path::PauseInMemory) && Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0) {

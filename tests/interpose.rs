@@ -3,11 +3,16 @@
 
 mod common;
 
-use common::{Gpu, MIB, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request, resume, set_device, state, write};
+use common::{
+    Gate, Gpu, MIB, OwnContext, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request, reset_unseen, resume,
+    set_device, state, use_again, write,
+};
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::process::Command;
 use std::ptr;
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use vramctl_backup::HOST_PIECE;
 use vramctl_core::memory::{Memory, region};
@@ -81,6 +86,7 @@ fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
                 assert_eq!(write(address as u64, &pattern(1, 4 * MIB)), 0, "{case}");
                 assert_eq!(release(address), 0, "{case}");
                 assert_eq!(common::synchronize(), 0, "{case}");
+                assert_eq!(free(0), 0, "{case}: what streams have come to is given back by the next call");
                 assert_eq!(gpu.footprint(), before, "{case}");
                 // Only once.
                 assert_eq!(release(address), 1, "{case}: a second free");
@@ -378,6 +384,140 @@ fn a_pause_waits_for_the_devices_work() {
     assert_eq!(common::synchronize(), 0, "nothing was taken from under the work");
 }
 
+/// Such a stream is as busy as one that computes, though the device does nothing.
+#[test]
+fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
+    let gpu = Gpu::take();
+    for full in [false, true] {
+        let (paused, freed) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 2 * MIB).unwrap());
+        let (gate, stream) = (Gate::new(), Stream::create());
+        stream.wait_for(&gate);
+        assert_eq!((stream.fill(paused, 0x5A, 2 * MIB), stream.fill(freed, 0x5A, 2 * MIB)), (0, 0));
+        if full {
+            gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize);
+        } else {
+            // As if the driver did it without waiting: nobody promises that it does.
+            gpu.fail("cuMemHostUnregister", 1, 0, u64::MAX);
+        }
+        std::thread::scope(|scope| {
+            let freeing = scope.spawn(|| free(freed));
+            std::thread::sleep(Duration::from_millis(30));
+            let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
+            assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
+            std::thread::sleep(Duration::from_millis(30));
+            assert!(!freeing.is_finished());
+            gate.open();
+        });
+        gpu.clear_faults();
+        pause(&["t"]).unwrap();
+        gpu.occupy(0, 0);
+        resume(&["t"]).unwrap();
+        assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+        assert!(read(paused, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
+        assert_eq!(free(paused), 0);
+    }
+}
+
+/// Work of any context of the device may use the memory, whichever it was allocated in.
+#[test]
+fn a_pause_waits_for_every_context_of_the_device() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+    let (ready, paused) = (Barrier::new(2), Barrier::new(2));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let _context = OwnContext::create(0);
+            // A hooked call, and not one that is managed.
+            assert_eq!(free(0), 0);
+            let (gate, stream) = (Gate::new(), Stream::create());
+            stream.wait_for(&gate);
+            assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
+            ready.wait();
+            std::thread::sleep(Duration::from_millis(30));
+            gate.open();
+            paused.wait();
+            assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+        });
+        ready.wait();
+        pause(&["t"]).unwrap();
+        paused.wait();
+    });
+    resume(&["t"]).unwrap();
+    assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
+    assert_eq!(free(address), 0);
+    assert_eq!(gpu.footprint(), before);
+}
+
+/// The primary context need not have been seen in a call: the runtime uses it wherever there is no other.
+#[test]
+fn a_pause_waits_for_the_primary_context_that_has_allocated_nothing() {
+    let _gpu = Gpu::take();
+    let (gate, stream) = (Gate::new(), Stream::create());
+    let (given, allocated) = std::sync::mpsc::channel();
+    let done = &Barrier::new(2);
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let _context = OwnContext::create(0);
+            given.send(malloc_tagged("t", None, 2 * MIB).unwrap()).unwrap();
+            done.wait();
+        });
+        let address = allocated.recv().unwrap();
+        stream.wait_for(&gate);
+        assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
+        let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
+        gate.open();
+        let ended = stream.synchronize();
+        done.wait();
+        assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
+        assert_eq!((ended, free(address)), (0, 0));
+    });
+}
+
+/// What a program destroys by the driver's own calls is gone all the same, and a context that comes back under the same handle
+/// is another one.
+#[test]
+fn what_goes_with_its_context_goes_without_our_seeing_it() {
+    let gpu = Gpu::take();
+    // What the library keeps in the primary context goes with it for good.
+    reset_unseen(0);
+    use_again(0);
+    let before = gpu.used(0);
+    for case in ["reset and in use again", "reset", "destroyed", "destroyed, and its handle used again"] {
+        set_device(1);
+        let stays = malloc_tagged("t", None, 2 * MIB).unwrap();
+        set_device(0);
+        let gone = if case.starts_with("reset") {
+            let gone = malloc_tagged("t", None, 4 * MIB).unwrap();
+            reset_unseen(0);
+            if case.ends_with("again") {
+                use_again(0);
+            }
+            gone
+        } else {
+            let context = OwnContext::create(0);
+            let gone = malloc_tagged("t", None, 4 * MIB).unwrap();
+            drop(context);
+            if case.ends_with("again") {
+                drop(OwnContext::create(0));
+            }
+            gone
+        };
+        let report = pause(&["t"]).unwrap();
+        assert_eq!((report.allocations, Memory::get().find(gone).is_none()), (1, true), "{case}");
+        resume(&["t"]).unwrap();
+        assert_eq!((gpu.used(0), free(stays)), (before, 0), "{case}");
+        if case == "reset" {
+            use_again(0);
+        }
+        let again = malloc_tagged("t", None, 2 * MIB).unwrap();
+        assert_eq!((write(again, &pattern(1, 2 * MIB)), pause(&[]).unwrap().allocations), (0, 1), "{case}");
+        resume(&[]).unwrap();
+        assert!(read(again, 2 * MIB).unwrap() == pattern(1, 2 * MIB), "{case}");
+        assert_eq!(free(again), 0, "{case}");
+    }
+}
+
 /// Whoever asked for a pause and left must not find the memory gone later, when the program's work has ended; nor may those who
 /// left keep others from asking.
 #[test]
@@ -534,6 +674,114 @@ fn a_waiting_pause_does_not_hold_the_program_up() {
     gpu.set_op_delay_ms(0);
     pausing.join().unwrap();
     assert!(slowest < Duration::from_secs(2), "an allocation took {slowest:?}");
+}
+
+fn free_async(address: u64, stream: &Stream) -> u32 {
+    unsafe { interpose::cudaFreeAsync(address as *mut c_void, stream.handle()) }
+}
+
+/// As CUDA has it: a correct program may have a stream wait for what it does after the call.
+#[test]
+fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    for on_default_stream in [false, true] {
+        let address = malloc_tagged("t", None, 2 * MIB).unwrap();
+        let gate = Gate::new();
+        let stream = ManuallyDrop::new(if on_default_stream { Stream(ptr::null_mut()) } else { Stream::create() });
+        stream.wait_in_a_function_for(&gate);
+        assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
+        let opened = std::thread::scope(|scope| {
+            // So that a call that waits fails the test and does not hang it.
+            let (freed, was_freed) = std::sync::mpsc::channel();
+            let gate = &gate;
+            let late = scope.spawn(move || {
+                let in_time = was_freed.recv_timeout(Duration::from_secs(5)).is_ok();
+                gate.open();
+                in_time
+            });
+            assert_eq!(free_async(address, &stream), 0);
+            assert!(Memory::get().find(address).is_none() && Memory::get().status().tags.is_empty());
+            assert!(gpu.used(0) > before.used()[0], "the stream still needs it");
+            assert_eq!((free_async(address, &stream), free(address)), (1, 1), "it is free");
+            last_error();
+            freed.send(()).unwrap();
+            late.join().unwrap()
+        });
+        assert!(opened, "the call waited for the stream");
+        assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+        if !on_default_stream {
+            drop(ManuallyDrop::into_inner(stream));
+        }
+        assert_eq!(free(0), 0);
+        assert_eq!(gpu.footprint(), before, "the next call of ours has given it back");
+    }
+}
+
+/// What comes later in the stream gets other memory, until the stream has come to the free.
+#[test]
+fn a_free_takes_its_place_in_its_stream() {
+    let gpu = Gpu::take();
+    let (first, second) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 2 * MIB).unwrap());
+    let (gate, stream) = (Gate::new(), Stream::create());
+    stream.wait_for(&gate);
+    assert_eq!((stream.fill(first, 1, 2 * MIB), free_async(first, &stream)), (0, 0));
+    region::begin(Some("t"), None).unwrap();
+    let (code, third) = pointer(|to| unsafe { interpose::cudaMallocAsync(to, 2 * MIB, stream.handle()) });
+    region::end().unwrap();
+    assert_eq!((code, stream.fill(third as u64, 3, 2 * MIB), stream.copy(second, third as u64, 2 * MIB)), (0, 0, 0));
+    assert_eq!(free_async(third as u64, &stream), 0);
+    // An allocation that would not fit otherwise waits; on another device nothing waits.
+    set_device(1);
+    assert_eq!(free(malloc(common::DEVICE_BYTES - 64 * MIB).unwrap()), 0);
+    set_device(0);
+    let largest = (common::DEVICE_BYTES - gpu.used(0) as usize + 4 * MIB) / (2 * MIB) * (2 * MIB);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(30));
+            gate.open();
+        });
+        let large = malloc_tagged("t", None, largest).expect("what has been freed");
+        assert_eq!(free(large), 0);
+    });
+    assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+    assert!(read(second, 2 * MIB).unwrap().iter().all(|byte| *byte == 3));
+    assert_eq!(free(second), 0);
+}
+
+/// A pause gives back what has been freed, and saves none of it; a reset and the end of a context do as well.
+#[test]
+fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
+    let gpu = Gpu::take();
+    let used = gpu.used(0);
+    let (stays, goes) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 4 * MIB).unwrap());
+    let (gate, stream) = (Gate::new(), Stream::create());
+    stream.wait_for(&gate);
+    assert_eq!((stream.fill(goes, 1, 4 * MIB), free_async(goes, &stream)), (0, 0));
+    gate.open();
+    let report = pause(&[]).unwrap();
+    assert_eq!((report.allocations, report.kept_bytes, gpu.used(0)), (1, 2 << 20, used));
+    resume(&[]).unwrap();
+    // Paused, nothing can use it: it goes at once.
+    pause(&[]).unwrap();
+    assert_eq!((free_async(stays, &stream), Memory::get().addresses().len()), (0, 0));
+    drop((stream, gate));
+
+    for reset in [true, false] {
+        let address = malloc_tagged("t", None, 4 * MIB).unwrap();
+        let stream = ManuallyDrop::new(Stream::create());
+        gpu.set_op_delay_ms(50);
+        assert_eq!((stream.fill(address, 1, 4 * MIB), free_async(address, &stream)), (0, 0));
+        if reset {
+            assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+        } else {
+            reset_unseen(0);
+            use_again(0);
+        }
+        gpu.set_op_delay_ms(0);
+        assert_eq!(free(0), 0);
+        assert!(gpu.used(0) <= used, "reset: {reset}");
+    }
 }
 
 #[test]
@@ -1055,6 +1303,39 @@ fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
     resume(&[]).unwrap();
     assert!(read(address, 4 * MIB).unwrap() == first);
     assert_eq!(free(address), 0);
+}
+
+/// The compiler needs time and a large stack, and an allocation has neither to give; a pause that needs the kernel waits for it.
+#[test]
+fn the_kernel_of_the_digests_is_loaded_once_and_not_by_the_program() {
+    let gpu = Gpu::take();
+    let cycle = || {
+        let report = pause(&[]).unwrap();
+        resume(&[]).unwrap();
+        report.unchanged_bytes
+    };
+    assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+    let before = gpu.live("modules");
+    gpu.slow_down("cuModuleLoadData", 500);
+    let address = malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap();
+    assert_eq!(gpu.live("modules"), before, "the allocation has waited for it");
+    assert_eq!((cycle(), cycle()), (0, 2 << 20));
+    gpu.slow_down("cuModuleLoadData", 0);
+    assert_eq!((gpu.live("modules"), free(address)), (before + 1, 0));
+
+    assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+    gpu.reset_counts();
+    gpu.fail("cuModuleLoadData", 1, 222, u64::MAX);
+    let all: Vec<_> = (0..50).map(|_| malloc_tagged(common::RETAINED_TAG, None, MIB).unwrap()).collect();
+    vramctl_backup::settle();
+    assert_eq!(gpu.calls("cuModuleLoadData"), 1, "it was tried again");
+    assert_eq!((cycle(), cycle()), (0, 0));
+    gpu.clear_faults();
+    for address in all {
+        assert_eq!(free(address), 0);
+    }
+    // As the other tests expect it.
+    assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
 }
 
 #[test]

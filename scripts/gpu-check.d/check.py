@@ -541,6 +541,20 @@ class Check:
         self.expect("scripts/demo, linked to the real libcudart", code == 0, last)
         self.say(f"  {last} ({taken:.1f} s)")
 
+    def waits(self):
+        folder = pathlib.Path(self.options.libcudart)
+        libraries = sorted(folder.glob("libcudart.so*")) if folder.is_dir() else [folder]
+        program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / "waits.py"
+        code, text, taken = self.command(
+            self.bin / "vramctl", "run", "--", sys.executable, program, libraries[-1], env=self.app_env, seconds=50
+        )
+        for line in text.splitlines():
+            if line.startswith(("ok: ", "FAILED: ")):
+                state, _, what = line.partition(": ")
+                self.expect(what, state == "ok", what)
+        self.expect("the program ends well", code == 0, f"exit code {code}: {text[-500:]}")
+        self.say(f"  waits ({taken:.1f} s)")
+
     def oom(self):
         options = self.options
         real = options.smi == "nvidia-smi"
@@ -658,6 +672,7 @@ class Check:
             "python": (self.python, 100),
             "saver": (self.saver, 250),
             "engine": (self.engine, 160),
+            "waits": (self.waits, 60),
             "oom": (self.oom, 120),
             "overhead": (self.overhead_section, 130),
         }

@@ -6,6 +6,7 @@
 use super::arena::{Arena, Range};
 use super::copier;
 use super::digest::{DIGEST_PIECE, Digest, Hasher};
+use super::loading::Kernels;
 use super::transfer::{self, Part};
 use super::{Item, Kept, Saved, Wanted};
 use std::collections::BTreeMap;
@@ -199,28 +200,28 @@ pub fn in_the_way(retained: &[Arc<Saved>], sizes: &[usize]) -> Option<Vec<usize>
     Some(found.into_iter().map(|place| places[place]).collect())
 }
 
-type Hashers = Mutex<BTreeMap<Context, Hasher>>;
-static HASHERS: PerProcess<Hashers> = PerProcess::new(Hashers::default);
-
-fn hashers() -> MutexGuard<'static, BTreeMap<Context, Hasher>> {
-    HASHERS.get().lock().unwrap_or_else(PoisonError::into_inner)
-}
+static HASHERS: PerProcess<Kernels<Hasher>> = PerProcess::new(Kernels::default);
 
 /// Computes the digests of what is in device memory now, of those allocations whose backups will be retained, and hands
 /// them over by address, a group at a time, while others are being computed. None of what there is no hasher for, or where
-/// it fails: that is copied.
+/// it fails: that is copied. One that is still being loaded is waited for: all work of the device has finished, so it takes no longer
+/// than the compiler does (80 ms), and without digests the next pause, too, would have to copy everything.
 fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
-    for (context, hasher) in hashers().iter_mut() {
-        let hashed: Vec<_> = wanted
+    if !wanted.iter().any(|new| new.retain) {
+        return Ok(());
+    }
+    for (context, kernel) in HASHERS.get().wait(None).iter_mut() {
+        let Some(hasher) = kernel.loaded() else { continue };
+        let extents: Vec<_> = wanted
             .iter()
             .filter(|new| new.retain && new.extent.context == *context && new.extent.bytes.is_multiple_of(DIGEST_PIECE))
             .map(|new| new.extent)
             .collect();
-        if hashed.is_empty() {
+        if extents.is_empty() {
             continue;
         }
         let (give, groups) = mpsc::channel();
-        let all = &hashed;
+        let all = &extents;
         thread::scope(|scope| {
             let work = move || {
                 let _relaxed = RelaxedCapture::enter();
@@ -266,24 +267,24 @@ fn groups_of(extents: &[Extent]) -> impl Iterator<Item = &[Extent]> {
     })
 }
 
-/// Has the digests of allocations in the current context computed from now on. Done once in each context.
+/// Has the digests of allocations in the current context computed from now on, as soon as the kernel is loaded.
 pub fn prepare_digests(current: &Current) {
-    if Config::get().unchanged == Unchanged::Off || hashers().contains_key(&current.context()) {
-        return;
-    }
-    let _relaxed = RelaxedCapture::enter();
-    match Hasher::new(current) {
-        Ok(hasher) => drop(hashers().insert(current.context(), hasher)),
-        Err(failure) => {
+    if Config::get().unchanged != Unchanged::Off {
+        HASHERS.get().begin(current.context(), Hasher::new, |failure| {
             log_once!(log::Level::Warn, "{failure}: no digests can be computed, so every pause copies everything");
-        }
+        });
     }
+}
+
+/// Waits until no kernel is being loaded. For tests and measurements.
+pub fn settle_digests() {
+    drop(HASHERS.get().wait(None));
 }
 
 /// The context is gone, and its hasher with it.
 pub fn forget_digests(context: Context) {
-    if HASHERS.existing().is_some() {
-        drop(hashers().remove(&context));
+    if let Some(hashers) = HASHERS.existing() {
+        hashers.forget(context);
     }
 }
 

@@ -1,9 +1,9 @@
 //! Where contents go while their memory is paused, and how they are copied.
 //!
 //! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
-//! are the two places. `arena` has the host memory (`stock`: its books,
-//! `addresses`: its system calls), `transfer` copies to and from it (`copier`: when not
-//! by the copy engines), `digest` tells what has changed, `disk` is the file; `settings` has what was said of all this at run time.
+//! are the two places. `arena` has the host memory (`stock`: its books, `addresses`: its system calls), `transfer` copies to and
+//! from it (`copier`: when not by the copy engines), `loading` loads kernels, `digest` tells what has changed, `disk` is the
+//! file; `settings` has what was said of all this at run time.
 
 mod addresses;
 mod arena;
@@ -11,6 +11,7 @@ pub mod copier;
 pub mod digest;
 pub mod disk;
 mod host;
+mod loading;
 mod others;
 mod ranges;
 mod settings;
@@ -161,6 +162,7 @@ pub fn status() -> HostStatus {
 /// pause stays. For tests and measurements.
 pub fn settle() {
     copier::settle();
+    host::settle_digests();
     Arena::settle();
 }
 

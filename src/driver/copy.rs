@@ -1,6 +1,6 @@
 //! Copies between device and host memory, and pinned host memory.
 
-use super::{CUdeviceptr, CUevent, Context, Current, Driver, RelaxedCapture, Stream, pointer_attribute};
+use super::{CUdeviceptr, CUevent, Context, Current, Driver, RelaxedCapture, Stream, StreamHandle, pointer_attribute};
 use cudarc::driver::sys::{CUevent_flags, CUpointer_attribute};
 use std::ptr::{self, NonNull};
 use vramctl_model::{Failure, code};
@@ -218,12 +218,46 @@ impl Mark {
 }
 
 /// Happens when all that was on a stream before it is done.
-struct Event {
+#[derive(Debug)]
+pub struct Event {
     raw: CUevent,
     context: Context,
 }
 
+// SAFETY: the handle names an object of the driver, which is thread-safe.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
 impl Event {
+    /// Of all that the program has put on a stream of the current context so far.
+    pub fn after(current: &Current, stream: StreamHandle) -> Result<Self, Failure> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: `raw` is writable.
+        unsafe { Driver::get()?.cuEventCreate(&raw mut raw, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)? };
+        let event = Self { raw, context: current.context() };
+        // SAFETY: an event of ours, and what the program handed to CUDA as a stream of the context.
+        unsafe { Driver::get()?.cuEventRecord(event.raw, stream.raw())? };
+        Ok(event)
+    }
+
+    /// The context of the stream.
+    pub fn context(&self) -> Context {
+        self.context
+    }
+
+    /// Whether nothing that was on the stream will run any more: it is done, has failed, or its context is gone.
+    pub fn is_over(&self) -> bool {
+        let happened = Current::push(self.context).and_then(|_current| self.has_happened());
+        happened.unwrap_or_else(|failure| failure.is_of_earlier_work() || failure.is_of_gone_context())
+    }
+
+    /// Waits until it is over.
+    pub fn wait(&self) {
+        // After an error it is not known to be over, and is asked later.
+        let _ = Current::push(self.context).and_then(|_current| self.synchronize());
+    }
+
     fn record(context: Context, stream: &Stream) -> Result<Self, Failure> {
         let _current = Current::push(context)?;
         let mut event = ptr::null_mut();

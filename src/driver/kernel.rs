@@ -37,7 +37,9 @@ impl Resident {
         bytes: usize,
         launch: impl FnOnce(&Parts) -> Result<(), Failure>,
     ) -> Result<Self, Failure> {
-        let parts = Parts { kernel: Kernel::load(ptx, name)?, buffer: DeviceBuffer::new(bytes)?, stream: Stream::create()? };
+        // The compiler takes long enough for a program to fill the device.
+        let buffer = DeviceBuffer::new(bytes)?;
+        let parts = Parts { kernel: Kernel::load(ptx, name)?, buffer, stream: Stream::create()? };
         launch(&parts).and_then(|()| parts.stream.synchronize())?;
         Ok(Self { context: current.context(), parts: Some(parts) })
     }

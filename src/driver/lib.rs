@@ -10,8 +10,8 @@ mod survey;
 mod table;
 mod vmm;
 
-pub use context::{Context, Current, RelaxedCapture, Stream, StreamHandle};
-pub use copy::{Direction, Lane, Mark, Pinned, PinnedBuffer, device_address};
+pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle};
+pub use copy::{Direction, Event, Lane, Mark, Pinned, PinnedBuffer, device_address};
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};

@@ -70,6 +70,7 @@ driver_functions! {
     // Contexts and streams.
     cuCtxGetCurrent(context: *mut CUcontext);
     cuCtxGetDevice(device: *mut CUdevice);
+    cuCtxGetId(context: CUcontext, id: *mut c_ulonglong);
     cuCtxPushCurrent_v2(context: CUcontext);
     cuCtxPopCurrent_v2(context: *mut CUcontext);
     cuCtxSynchronize();
@@ -82,7 +83,6 @@ driver_functions! {
     cuEventQuery(event: CUevent);
     cuEventRecord(event: CUevent, stream: CUstream);
     cuEventSynchronize(event: CUevent);
-    cuLaunchHostFunc(stream: CUstream, function: Option<extern "C" fn(*mut c_void)>, data: *mut c_void);
     cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);

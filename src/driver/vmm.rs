@@ -3,10 +3,10 @@
 //! If the driver refuses to unmap, release or free something when an object is dropped, the rest goes onto a list that
 //! [`sweep`] retries: the memory comes back late but is not leaked.
 
-use super::{CUdevice, CUdeviceptr, Driver, attribute};
+use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
 use cudarc::driver::sys::{
     CUdevice_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
-    CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
+    CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUpointer_attribute,
 };
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -161,7 +161,7 @@ impl Physical {
 impl Drop for Physical {
     fn drop(&mut self) {
         let mapping = self.span().map(|Span { address, bytes }| (address, bytes));
-        undo(Leftover { mapping, at: self.at.take(), handles: mem::take(&mut self.pieces), addresses: None });
+        undo(Leftover { mapping, at: self.at.take(), handles: mem::take(&mut self.pieces), ..Leftover::default() });
     }
 }
 
@@ -198,6 +198,8 @@ pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
 /// The operations left to undo, in the order that the driver requires.
 #[derive(Debug, Default)]
 struct Leftover {
+    /// A small allocation: address, bytes, and the driver's number for it.
+    block: Option<(CUdeviceptr, usize, u64)>,
     mapping: Option<(CUdeviceptr, usize)>,
     /// The mapping's addresses, freed last.
     at: Option<Arc<Addresses>>,
@@ -209,6 +211,14 @@ impl Leftover {
     /// Undoes as much as possible and keeps the rest.
     fn undo(&mut self) -> Result<(), Failure> {
         let driver = Driver::get()?;
+        // Where the number is another, it went with its context.
+        if let Some((address, _, id)) = self.block
+            && number_of(address) == Ok(id)
+        {
+            // SAFETY: allocated by us, and nothing else by its number.
+            unsafe { driver.cuMemFree_v2(address) }.or_else(|failure| if failure.is_of_earlier_work() { Ok(()) } else { Err(failure) })?;
+        }
+        self.block = None;
         // SAFETY: each entry is one object of ours, taken out of its owner, and is cleared once it is undone.
         unsafe {
             if let Some((base, bytes)) = self.mapping {
@@ -236,6 +246,18 @@ fn undo(mut leftover: Leftover) {
     }
 }
 
+/// Gives a small allocation back that the driver refused to take. One that failed work has spoilt goes with its context.
+pub(super) fn free_later(address: CUdeviceptr, bytes: usize) {
+    if let Ok(id) = number_of(address) {
+        undo(Leftover { block: Some((address, bytes, id)), ..Leftover::default() });
+    }
+}
+
+/// The driver's number for an allocation, which no other has.
+fn number_of(address: CUdeviceptr) -> Result<u64, Failure> {
+    pointer_attribute(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)
+}
+
 /// Tries again to undo what the driver refused to undo before. Whether any of it was undone.
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
@@ -258,6 +280,10 @@ pub fn sweep() -> bool {
 pub fn leftover_bytes() -> u64 {
     LEFTOVERS.existing().map_or(0, |leftovers| {
         let leftovers = leftovers.lock().unwrap_or_else(PoisonError::into_inner);
-        leftovers.iter().flat_map(|leftover| &leftover.handles).map(|(_, bytes)| *bytes as u64).sum()
+        let bytes = |leftover: &Leftover| {
+            let physical: usize = leftover.handles.iter().map(|(_, bytes)| bytes).sum();
+            (physical + leftover.block.map_or(0, |(_, bytes, _)| bytes)) as u64
+        };
+        leftovers.iter().map(bytes).sum()
     })
 }

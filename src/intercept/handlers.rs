@@ -7,7 +7,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 use vramctl_backup as backup;
 use vramctl_config::Config;
-use vramctl_core::memory::{After, Memory, region};
+use vramctl_core::memory::{Memory, region};
 use vramctl_core::server;
 use vramctl_driver::Current;
 use vramctl_host::log_once;
@@ -88,7 +88,7 @@ fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)> {
 
 pub unsafe fn free(pointer: *mut c_void) -> CudaError {
     // SAFETY: as it came.
-    release(pointer, After::AllWork).unwrap_or_else(|| unsafe { originals::cudaFree(pointer) })
+    release(pointer).unwrap_or_else(|| unsafe { originals::cudaFree(pointer) })
 }
 
 pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError {
@@ -201,7 +201,10 @@ unsafe fn provide(pointer: *mut *mut c_void, bytes: usize, place: Place, real: i
         return real();
     }
     match allocate(bytes, place) {
-        None => real(),
+        None => {
+            free_up(bytes);
+            real()
+        }
         Some(Ok(address)) => {
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { pointer.write(address) };
@@ -225,10 +228,8 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
     let current = match place {
         // An allocation during capture becomes part of the graph, which only the driver can do.
         Place::Stream(stream) | Place::Pool(_, stream) if stream.is_capturing() => return None,
-        Place::Stream(stream) | Place::Pool(_, stream) if !stream.is_default() => {
-            Current::push_of_stream(stream).map_err(|failure| failure.code)
-        }
-        _ => real::current_context(),
+        Place::Stream(stream) | Place::Pool(_, stream) => context_of(stream),
+        Place::Thread => real::current_context(),
     };
     let current = match current {
         Ok(current) => current,
@@ -256,9 +257,25 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
     }
 }
 
+/// What was freed in the order of a stream that has not come there yet may be what the real function needs.
+fn free_up(bytes: usize) {
+    if let Some(memory) = Memory::existing()
+        && let Ok(Some(current)) = Current::of_thread()
+    {
+        memory.free_up(current.device(), bytes);
+    }
+}
+
+/// The context of a stream. A default stream is that of the context that the thread has, or would be given by the runtime.
+fn context_of(stream: CudaStream) -> Result<Current, CudaError> {
+    if stream.is_default() { real::current_context() } else { Current::push_of_stream(stream).map_err(|failure| failure.code) }
+}
+
 /// Frees managed memory; `None`: it is the real function's business.
-fn release(pointer: *mut c_void, after: After) -> Option<CudaError> {
-    let freed = Memory::existing()?.free(pointer as u64, after)?;
+fn release(pointer: *mut c_void) -> Option<CudaError> {
+    let memory = Memory::existing()?;
+    memory.release_freed();
+    let freed = memory.free(pointer as u64)?;
     Some(freed.map_or_else(
         |error| {
             log::debug!("cudaFree({pointer:p}): {error}");
@@ -268,12 +285,23 @@ fn release(pointer: *mut c_void, after: After) -> Option<CudaError> {
     ))
 }
 
-/// The same in the order of a stream. A default stream stands for different streams in different threads and builds, so
-/// there all work is waited for.
+/// The same in the order of a stream.
 fn release_async(pointer: *mut c_void, stream: CudaStream) -> Option<CudaError> {
+    let memory = Memory::existing()?;
     // While capturing, a free becomes a part of the graph, and the real function says what it thinks of that.
-    if stream.is_capturing() {
+    if !memory.manages(pointer as u64) || stream.is_capturing() {
         return None;
     }
-    release(pointer, if stream.is_default() { After::AllWork } else { After::Stream(stream) })
+    let current = match context_of(stream) {
+        Ok(current) => current,
+        Err(error) => return Some(error),
+    };
+    let freed = memory.free_in_order(pointer as u64, &current, stream)?;
+    Some(freed.map_or_else(
+        |failure| {
+            log::debug!("cudaFreeAsync({pointer:p}): {failure}");
+            failure.code
+        },
+        |()| code::SUCCESS,
+    ))
 }

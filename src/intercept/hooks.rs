@@ -10,6 +10,7 @@ use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 use crate::{copies, handlers, hooked_functions};
 use std::ffi::{c_int, c_uint, c_void};
 use std::panic;
+use vramctl_core::contexts;
 use vramctl_model::code;
 
 macro_rules! exports {
@@ -23,8 +24,16 @@ macro_rules! exports {
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
                 // A panic must not cross into the program. It is a defect; the call is answered as failed.
                 panic::catch_unwind(|| {
-                    // SAFETY: the arguments are handed on as they came.
-                    unsafe { if copies::another_is_first() { originals::$name($($argument),*) } else { $handler($($argument),*) } }
+                    if copies::another_is_first() {
+                        // SAFETY: the arguments are handed on as they came.
+                        return unsafe { originals::$name($($argument),*) };
+                    }
+                    // SAFETY: as above.
+                    let answer = unsafe { $handler($($argument),*) };
+                    if answer == code::SUCCESS {
+                        contexts::note_current();
+                    }
+                    answer
                 })
                 .unwrap_or(code::UNKNOWN)
             }

@@ -16,6 +16,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::transmute;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use vramctl_config::CopyBy;
 use vramctl_core::memory::Memory;
@@ -128,6 +129,13 @@ struct Simulated {
     cu_mem_retain_allocation_handle: unsafe extern "C" fn(*mut u64, *mut c_void) -> u32,
     cu_mem_get_allocation_properties_from_handle: unsafe extern "C" fn(*mut CUmemAllocationProp, u64) -> u32,
     cu_mem_release: unsafe extern "C" fn(u64) -> u32,
+    cu_device_primary_ctx_retain: unsafe extern "C" fn(*mut *mut c_void, c_int) -> u32,
+    cu_ctx_set_current: unsafe extern "C" fn(*mut c_void) -> u32,
+    cu_device_primary_ctx_reset: unsafe extern "C" fn(c_int) -> u32,
+    cu_stream_wait_value: unsafe extern "C" fn(*mut c_void, *const AtomicU32, u32, u32) -> u32,
+    cu_launch_host_func: unsafe extern "C" fn(*mut c_void, extern "C" fn(*mut c_void), *mut c_void) -> u32,
+    cu_mem_host_alloc: unsafe extern "C" fn(*mut *mut c_void, usize, u32) -> u32,
+    cu_mem_free_host: unsafe extern "C" fn(*mut c_void) -> u32,
     cu_ctx_create: unsafe extern "C" fn(*mut *mut c_void, u32, c_int) -> u32,
     cu_ctx_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
     cuda_memcpy: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int) -> u32,
@@ -176,6 +184,13 @@ impl Simulated {
             cu_mem_retain_allocation_handle: find!(driver, "cuMemRetainAllocationHandle"),
             cu_mem_get_allocation_properties_from_handle: find!(driver, "cuMemGetAllocationPropertiesFromHandle"),
             cu_mem_release: find!(driver, "cuMemRelease"),
+            cu_device_primary_ctx_retain: find!(driver, "cuDevicePrimaryCtxRetain"),
+            cu_ctx_set_current: find!(driver, "cuCtxSetCurrent"),
+            cu_device_primary_ctx_reset: find!(driver, "cuDevicePrimaryCtxReset_v2"),
+            cu_stream_wait_value: find!(driver, "cuStreamWaitValue32_v2"),
+            cu_launch_host_func: find!(driver, "cuLaunchHostFunc"),
+            cu_mem_host_alloc: find!(driver, "cuMemHostAlloc"),
+            cu_mem_free_host: find!(driver, "cuMemFreeHost"),
             cu_ctx_create: find!(driver, "cuCtxCreate_v2"),
             cu_ctx_destroy: find!(driver, "cuCtxDestroy_v2"),
             cuda_memcpy: find!(runtime, "cudaMemcpy"),
@@ -334,11 +349,14 @@ impl Gpu {
         Some(properties)
     }
 
+    /// How many there are of what the driver calls so.
+    pub fn live(&self, kind: &str) -> u64 {
+        let name = CString::new(kind).unwrap();
+        unsafe { (simulated().simgpu_live)(name.as_ptr()) }
+    }
+
     pub fn footprint(&self) -> Footprint {
-        let live = |kind: &'static str| {
-            let name = CString::new(kind).unwrap();
-            (kind, unsafe { (simulated().simgpu_live)(name.as_ptr()) })
-        };
+        let live = |kind: &'static str| (kind, self.live(kind));
         Footprint {
             used: (0..DEVICES).map(|device| self.used(device)).collect(),
             live: ["reservations", "handles", "mappings", "streams"].into_iter().map(live).collect(),
@@ -412,6 +430,48 @@ impl Drop for OwnContext {
     }
 }
 
+/// Resets the primary context by a call that the library does not see.
+pub fn reset_unseen(device: i32) {
+    assert_eq!(unsafe { (simulated().cu_device_primary_ctx_reset)(device) }, 0);
+}
+
+/// Has it be there again, and current to this thread.
+pub fn use_again(device: i32) {
+    let mut context = std::ptr::null_mut();
+    assert_eq!(unsafe { (simulated().cu_device_primary_ctx_retain)(&raw mut context, device) }, 0);
+    assert_eq!(unsafe { (simulated().cu_ctx_set_current)(context) }, 0);
+}
+
+/// What streams of the program wait for, until it is opened.
+pub struct Gate(*mut c_void);
+
+// SAFETY: an address of memory that all threads may use.
+unsafe impl Sync for Gate {}
+
+impl Gate {
+    pub fn new() -> Self {
+        let mut word = std::ptr::null_mut();
+        assert_eq!(unsafe { (simulated().cu_mem_host_alloc)(&raw mut word, 4, 0) }, 0);
+        Self(word)
+    }
+
+    fn word(&self) -> &AtomicU32 {
+        unsafe { AtomicU32::from_ptr(self.0.cast()) }
+    }
+
+    pub fn open(&self) {
+        self.word().store(1, Ordering::Release);
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        // Waits for the streams first.
+        self.open();
+        assert_eq!(unsafe { (simulated().cu_mem_free_host)(self.0) }, 0);
+    }
+}
+
 pub fn synchronize() -> u32 {
     unsafe { (simulated().cuda_device_synchronize)() }
 }
@@ -472,6 +532,22 @@ impl Stream {
 
     pub fn synchronize(&self) -> u32 {
         unsafe { (simulated().cuda_stream_synchronize)(self.0) }
+    }
+
+    /// What comes after it in the stream waits for the gate.
+    pub fn wait_for(&self, gate: &Gate) {
+        assert_eq!(unsafe { (simulated().cu_stream_wait_value)(self.0, gate.word(), 1, 0) }, 0);
+    }
+
+    /// The same, by a function of the program that the stream calls.
+    pub fn wait_in_a_function_for(&self, gate: &Gate) {
+        extern "C" fn wait(word: *mut c_void) {
+            let word = unsafe { AtomicU32::from_ptr(word.cast()) };
+            while word.load(Ordering::Acquire) == 0 {
+                std::thread::yield_now();
+            }
+        }
+        assert_eq!(unsafe { (simulated().cu_launch_host_func)(self.0, wait, gate.0) }, 0);
     }
 
     pub fn handle(&self) -> vramctl_driver::StreamHandle {

@@ -12,16 +12,13 @@
 //!
 //! Nobody needs it: where it cannot be had, or not yet, the engines copy.
 
+use super::loading::{Availability, Kernels};
 use super::settings;
 use super::transfer::Part;
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::ffi::{CStr, c_void};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 use vramctl_config::CopyBy;
-use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Lane, Parts, RelaxedCapture, Resident, Stream, device_address};
-use vramctl_host::{PerProcess, worker};
+use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Lane, Parts, Resident, Stream, device_address};
+use vramctl_host::PerProcess;
 use vramctl_model::Failure;
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
@@ -39,20 +36,7 @@ const VECTOR: usize = 16;
 /// Copies of fewer bytes are not worth a kernel of which the driver takes 80 ms to compile it, once for a context.
 pub const WORTH_IT: usize = 4 << 30;
 
-#[derive(Default)]
-struct Copiers {
-    /// The kernel of each context where it was wanted; `None`: it is being loaded.
-    by_context: Mutex<BTreeMap<Context, Option<Resident>>>,
-    loaded: Condvar,
-}
-
-static COPIERS: PerProcess<Copiers> = PerProcess::new(Copiers::default);
-
-impl Copiers {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Context, Option<Resident>>> {
-        self.by_context.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+static COPIERS: PerProcess<Kernels<Resident>> = PerProcess::new(Kernels::default);
 
 /// So many bytes are about to be copied from a context, and later back: loads the kernel if it may be wanted then. Beside the
 /// copies, in a thread that nobody waits for, because the driver may wait for the program's work before it loads code; only
@@ -64,62 +48,13 @@ pub fn get_ready(context: Context, bytes: usize) {
         CopyBy::Auto => false,
         CopyBy::Kernel => true,
     };
-    if COPIERS.get().lock().contains_key(&context) || !driver::has_to_spare(context) {
+    let copiers = COPIERS.get();
+    if copiers.knows(context) || !driver::has_to_spare(context) {
         return;
     }
-    {
-        let mut copiers = COPIERS.get().lock();
-        let Entry::Vacant(place) = copiers.entry(context) else { return };
-        place.insert(None);
-    }
-    let loading = Loading(context);
-    // Where no thread can be had, the value is dropped, and says so.
-    let load = move || loading.finish();
-    if let Err(error) = worker::spawn_compiler("vramctl-kernel", load) {
-        log::debug!("no thread could be started: {error}");
-    } else if wait {
-        drop(COPIERS.get().wait(Some(context)));
-    }
-}
-
-/// The place of a context whose kernel is being loaded. It is given up if that comes to nothing, in whatever way.
-struct Loading(Context);
-
-impl Loading {
-    fn finish(self) {
-        let _relaxed = RelaxedCapture::enter();
-        match Current::push(self.0).and_then(|current| load(&current)) {
-            // Not where it was forgotten meanwhile: the context is gone.
-            Ok(copier) => {
-                if let Some(place @ None) = COPIERS.get().lock().get_mut(&self.0) {
-                    *place = Some(copier);
-                }
-            }
-            Err(failure) => log::debug!("{failure}: the copy engines copy alone"),
-        }
-    }
-}
-
-impl Drop for Loading {
-    fn drop(&mut self) {
-        let copiers = COPIERS.get();
-        let mut by_context = copiers.lock();
-        if matches!(by_context.get(&self.0), Some(None)) {
-            by_context.remove(&self.0);
-        }
-        copiers.loaded.notify_all();
-    }
-}
-
-impl Copiers {
-    /// Waits until no kernel is being loaded, into this context or, without one, into any. Not for ever: the driver may be
-    /// waiting for the program.
-    fn wait(&self, context: Option<Context>) -> MutexGuard<'_, BTreeMap<Context, Option<Resident>>> {
-        const LONGEST: Duration = Duration::from_secs(5);
-        let is_loading = |copiers: &mut BTreeMap<Context, Option<Resident>>| {
-            copiers.iter().any(|(place, copier)| copier.is_none() && context.is_none_or(|context| context == *place))
-        };
-        self.loaded.wait_timeout_while(self.lock(), LONGEST, is_loading).unwrap_or_else(PoisonError::into_inner).0
+    copiers.begin(context, load, |failure| log::debug!("{failure}: the copy engines copy alone"));
+    if wait {
+        drop(copiers.wait(Some(context)));
     }
 }
 
@@ -131,9 +66,7 @@ pub fn settle() {
 /// The context is about to go, or gone, and its kernel with it.
 pub fn forget_context(context: Context) {
     if let Some(copiers) = COPIERS.existing() {
-        // Nothing is to be loaded into a context that is being destroyed.
-        let copier = copiers.wait(Some(context)).remove(&context);
-        drop(copier);
+        copiers.forget(context);
     }
 }
 
@@ -157,8 +90,8 @@ pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<boo
     if !(from as usize | part.device as usize | part.bytes).is_multiple_of(VECTOR) {
         return Ok(false);
     }
-    let copiers = COPIERS.get().lock();
-    let copier = copiers.get(&part.context).and_then(Option::as_ref);
+    let mut copiers = COPIERS.get().lock();
+    let copier = copiers.get_mut(&part.context).and_then(Availability::loaded);
     let Some(parts) = copier.and_then(|copier| copier.parts(&current)) else { return Ok(false) };
     // SAFETY: the caller's promise, and the driver's about `from`.
     match lane.queue_kernel(&current, |stream| unsafe { launch(parts, stream, from, part.device, part.bytes) }) {

@@ -4,14 +4,16 @@
 //! and no copy happens under a guard of the map.
 
 mod allocation;
+mod freed;
 pub mod region;
 mod status;
 
 pub use allocation::{Allocation, Contents};
 pub use region::Placement;
 
-use crate::drain;
+use crate::{contexts, drain};
 use dashmap::DashMap;
+use freed::Freed;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -19,22 +21,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
-use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, RelaxedCapture, StreamHandle};
+use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, RelaxedCapture};
 use vramctl_host::PerProcess;
 use vramctl_model::{Error, Failure, Shortage, checked_tag, code};
-
-/// What must have finished before memory may be taken away.
-#[derive(Debug, Clone, Copy)]
-pub enum After {
-    /// All work of the device: `cudaFree`.
-    AllWork,
-    /// The work queued on one stream so far: `cudaFreeAsync`.
-    Stream(StreamHandle),
-}
 
 /// All that this process has under management.
 pub struct Memory {
     allocations: DashMap<CUdeviceptr, Arc<Allocation>>,
+    /// What the program has freed and streams have not come to yet, in that order.
+    freed: Mutex<Vec<Arc<Freed>>>,
     pub(crate) transition: RwLock<()>,
     /// What is being paused or resumed, for those who look. Held for moments.
     under_way: Mutex<Option<status::UnderWay>>,
@@ -48,6 +43,7 @@ pub struct Memory {
 
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     allocations: DashMap::new(),
+    freed: Mutex::default(),
     transition: RwLock::default(),
     under_way: Mutex::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),
@@ -140,8 +136,10 @@ impl Memory {
         if !driver::supports_vmm(device) {
             return Err(Error::Unsupported);
         }
-        let _shared = self.share();
+        contexts::note(current);
         let _relaxed = RelaxedCapture::enter();
+        self.free_up(device, bytes);
+        let _shared = self.share();
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
         let size = bytes.checked_next_multiple_of(driver::granularity(device)?).ok_or(too_large)?;
         // Of several pieces, the first ones would be had, and have to go again.
@@ -159,8 +157,12 @@ impl Memory {
     /// New memory, mapped and accessible.
     fn take(&self, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
         let mut memory = Physical::create(device, bytes).or_else(|failure| {
-            // What an earlier release was refused may be had now.
-            if failure.code == code::OUT_OF_MEMORY && driver::sweep() { Physical::create(device, bytes) } else { Err(failure) }
+            // What an earlier release was refused may be had now, and what went with its context.
+            if failure.code == code::OUT_OF_MEMORY && (driver::sweep() | self.drop_gone()) {
+                Physical::create(device, bytes)
+            } else {
+                Err(failure)
+            }
         })?;
         let addresses = Arc::new(Addresses::reserve(bytes)?);
         memory.map(&addresses)?;
@@ -179,11 +181,11 @@ impl Memory {
     }
 
     /// Frees the allocation at `address`, active or paused. `None`: it is not managed. After an error it is still there.
-    pub fn free(&self, address: CUdeviceptr, after: After) -> Option<Result<(), Error>> {
+    pub fn free(&self, address: CUdeviceptr) -> Option<Result<(), Error>> {
         let allocation = self.allocations.get(&address).map(|entry| Arc::clone(&entry))?;
         // Before the lock: the work may take long, and a pause that waits for the lock would keep others from allocating.
-        if let Err(error) = self.wait_before_free(&allocation, after) {
-            return Some(Err(error));
+        if let Err(failure) = self.wait_before_free(&allocation) {
+            return Some(Err(failure.into()));
         }
         drop(allocation);
         let _shared = self.share();
@@ -196,32 +198,34 @@ impl Memory {
         Some(freed)
     }
 
-    /// Waits for what a free must wait for.
-    fn wait_before_free(&self, allocation: &Allocation, after: After) -> Result<(), Error> {
-        let _relaxed = RelaxedCapture::enter();
+    /// Waits for what `cudaFree` waits for: the work of the context that the memory was allocated in, and of peers. A program
+    /// that uses it in another context sees to that itself, and may rely on not being held up.
+    fn wait_before_free(&self, allocation: &Allocation) -> Result<(), Failure> {
         if allocation.is_paused() {
             return Ok(());
         }
-        match after {
-            After::Stream(stream) => Ok(stream.synchronize()?),
-            After::AllWork => Ok(drain::wait(self.contexts_that_use([allocation]))?),
-        }
+        let mut contexts = BTreeSet::from([allocation.context()]);
+        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
+        contexts.extend(peers.iter().filter(|((_, other), _)| *other == allocation.device).map(|(_, context)| *context));
+        drop(peers);
+        drain::wait(contexts)
     }
 
-    /// The contexts whose work may use the memory of these allocations: those that they were made in, and those of the
-    /// peers that their devices were opened to.
+    /// The contexts whose work may use the memory of these allocations: all of their devices, and of the peers that these were
+    /// opened to.
     pub(crate) fn contexts_that_use<'a>(&self, allocations: impl IntoIterator<Item = &'a Allocation>) -> BTreeSet<Context> {
+        let owners: BTreeSet<_> = allocations.into_iter().map(|allocation| allocation.device).collect();
+        let mut devices = owners.clone();
         let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
-        let using = |allocation: &'a Allocation| {
-            let of_peers = peers.iter().filter(move |((_, other), _)| *other == allocation.device).map(|(_, context)| *context);
-            std::iter::once(allocation.context()).chain(of_peers)
-        };
-        allocations.into_iter().flat_map(using).collect()
+        devices.extend(peers.keys().filter(|(_, other)| owners.contains(other)).map(|(device, _)| *device));
+        drop(peers);
+        contexts::of_devices(&devices)
     }
 
     /// Drops the allocations that a reset of the device's primary context destroys.
     pub fn forget_device(&self, device: CUdevice) {
         let Ok(Some(primary)) = Current::primary_of(device) else { return };
+        self.wait_for_freed_in(primary);
         self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|(one, other), _| *one != device && *other != device);
         let _exclusive = self.exclude();
         let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.context() == primary).collect();
@@ -231,14 +235,16 @@ impl Memory {
         backup::forget_context(primary);
     }
 
-    /// Drops allocations whose context the program has destroyed: it would have taken memory of CUDA's own with it.
-    pub(crate) fn drop_gone(&self) {
-        let contexts: BTreeSet<_> = self.snapshot().iter().map(|allocation| allocation.context()).collect();
-        for gone in contexts.into_iter().filter(|context| context.is_gone()) {
-            self.drop_all(self.snapshot().into_iter().filter(|allocation| allocation.context() == gone));
-            self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|_, context| *context != gone);
-            backup::forget_context(gone);
-        }
+    /// Drops allocations whose context the program has reset or destroyed: it would have taken memory of CUDA's own with it.
+    /// Whether there were any.
+    pub(crate) fn drop_gone(&self) -> bool {
+        let gone = contexts::forget_gone();
+        let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| gone.contains(&allocation.context())).collect();
+        let any = !doomed.is_empty();
+        self.drop_all(doomed);
+        self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|_, context| !gone.contains(context));
+        gone.into_iter().for_each(backup::forget_context);
+        any
     }
 
     fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {
@@ -275,6 +281,11 @@ impl Memory {
         };
         let memories: Vec<_> = memories.into_iter().collect();
         std::iter::once(owner).chain(peers).try_for_each(|device| driver::let_in(device, memories.iter().copied()))
+    }
+
+    /// Whether an allocation begins at `address`.
+    pub fn manages(&self, address: CUdeviceptr) -> bool {
+        self.allocations.contains_key(&address)
     }
 
     /// The allocation that `address` lies in.

@@ -85,6 +85,7 @@ impl Memory {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
             clock.time(Stage::Wait, || drain::wait_at_most(contexts, WAIT_LOCKED, &mut || true))?;
         }
+        self.release_freed();
         let shown = self.show(TagState::Pausing, &victims);
         let kept = self.save(
             request,

@@ -42,6 +42,7 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
         self.drop_gone();
+        self.release_freed();
         self.map_stranded(&self.choose(request)?.paused)?;
         let Chosen { all, paused, active: already } = self.choose(request)?;
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));

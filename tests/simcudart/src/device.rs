@@ -35,9 +35,9 @@ fn primary(driver: &Driver, ordinal: c_int) -> Outcome<Handle> {
 
 /// The device of the context that is current, if that is fit for use.
 fn current(driver: &Driver) -> Option<c_int> {
-    let mut ordinal = 0;
-    // SAFETY: a pointer to this frame.
-    (unsafe { (driver.cuCtxGetDevice)(&raw mut ordinal) } == 0).then_some(ordinal)
+    let (mut id, mut ordinal) = (0, 0);
+    // SAFETY: pointers to this frame. One that is gone must not be asked for its device.
+    unsafe { (driver.cuCtxGetId)(0, &raw mut id) == 0 && (driver.cuCtxGetDevice)(&raw mut ordinal) == 0 }.then_some(ordinal)
 }
 
 /// The driver, with a context current on the calling thread: the program's own if it set one, else the primary context of

@@ -52,6 +52,7 @@ driver! {
     cuDevicePrimaryCtxReset = c"cuDevicePrimaryCtxReset", 0: (c_int);
     cuCtxSetCurrent = c"cuCtxSetCurrent", 0: (Handle);
     cuCtxGetDevice = c"cuCtxGetDevice", 0: (*mut c_int);
+    cuCtxGetId = c"cuCtxGetId", 0: (Handle, *mut u64);
     cuCtxSynchronize = c"cuCtxSynchronize", 0: ();
     cuCtxEnablePeerAccess = c"cuCtxEnablePeerAccess", 0: (Handle, u32);
     cuMemGetInfo = c"cuMemGetInfo", 0: (*mut usize, *mut usize);

@@ -12,13 +12,15 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// One context.
 #[derive(Debug)]
 pub struct Context {
-    /// What programs call it.
+    /// What programs call it. A reset primary context comes back under its handle, and another may get a destroyed one's.
     pub handle: Handle,
+    /// What no other context has had: a new one each time that a primary context comes back.
+    id: AtomicU64,
     /// Its device.
     pub device: usize,
     /// Whether it is the device's primary context.
@@ -51,6 +53,8 @@ impl Context {
 #[derive(Debug, Default)]
 pub struct Contexts {
     known: HashMap<Handle, Arc<Context>>,
+    /// Handles of destroyed contexts, which the next ones get.
+    destroyed: Vec<Handle>,
     /// Of each device that had one: the primary context, and how often it is retained. The context
     /// keeps its handle over a reset, as the real one does.
     primary: HashMap<usize, (Arc<Context>, u32)>,
@@ -74,6 +78,11 @@ impl Contexts {
     pub fn get(&self, handle: Handle) -> Outcome<Arc<Context>> {
         let context = self.known.get(&handle).ok_or(INVALID_CONTEXT)?;
         if context.active.load(Ordering::Acquire) { Ok(Arc::clone(context)) } else { Err(CONTEXT_IS_DESTROYED) }
+    }
+
+    /// Whether a thread may have it as its current one: a destroyed one, too, as long as nothing is done with it.
+    fn can_be_current(&self, handle: Handle) -> Outcome {
+        if self.known.contains_key(&handle) || self.destroyed.contains(&handle) { Ok(()) } else { Err(INVALID_CONTEXT) }
     }
 
     /// Whether the process may still have a context on a device.
@@ -115,8 +124,8 @@ pub fn get_current(context: Out<Handle>) -> Outcome {
 
 /// `cuCtxSetCurrent`: replaces the top of the stack; null pops it.
 pub fn set_current(context: Handle) -> Outcome {
-    if context != 0 && !state().contexts.known.contains_key(&context) {
-        return Err(INVALID_CONTEXT);
+    if context != 0 {
+        state().contexts.can_be_current(context)?;
     }
     stack(|stack| {
         stack.pop();
@@ -129,9 +138,7 @@ pub fn set_current(context: Handle) -> Outcome {
 
 /// `cuCtxPushCurrent`.
 pub fn push(context: Handle) -> Outcome {
-    if !state().contexts.known.contains_key(&context) {
-        return Err(INVALID_CONTEXT);
-    }
+    state().contexts.can_be_current(context)?;
     stack(|stack| stack.push(context));
     Ok(())
 }
@@ -143,9 +150,25 @@ pub fn pop(context: Out<Handle>) -> Outcome {
     Ok(())
 }
 
-/// `cuCtxGetDevice`.
+/// `cuCtxGetDevice`: a reset primary context still has its device. The real driver crashes where a destroyed context is current.
 pub fn get_device(device: Out<i32>) -> Outcome {
-    device.put(state().contexts.get(top())?.device as i32)
+    let state = state();
+    if state.contexts.destroyed.contains(&top()) {
+        eprintln!("simgpu: cuCtxGetDevice of a destroyed context, which crashes a real program");
+        std::process::abort();
+    }
+    device.put(state.contexts.known.get(&top()).ok_or(INVALID_CONTEXT)?.device as i32)
+}
+
+/// `cuCtxGetId`.
+pub fn get_id(context: Handle, id: Out<u64>) -> Outcome {
+    let state = state();
+    let context = if context == 0 { top() } else { context };
+    match state.contexts.get(context) {
+        Ok(context) => id.put(context.id.load(Ordering::Acquire)),
+        Err(_) if context != 0 => Err(CONTEXT_IS_DESTROYED),
+        none => none.map(drop),
+    }
 }
 
 /// `cuCtxGetFlags`.
@@ -167,9 +190,15 @@ pub fn priority_range(least: Out<i32>, greatest: Out<i32>) -> Outcome {
     Ok(())
 }
 
-fn new(device: usize, primary: bool, flags: u32) -> Arc<Context> {
+fn new_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+fn new(handle: Handle, device: usize, primary: bool, flags: u32) -> Arc<Context> {
     Arc::new(Context {
-        handle: driver::new_handle(),
+        handle,
+        id: AtomicU64::new(new_id()),
         device,
         primary,
         sticky: AtomicU32::new(0),
@@ -182,9 +211,11 @@ fn new(device: usize, primary: bool, flags: u32) -> Arc<Context> {
 pub fn create(handle: Out<Handle>, flags: u32, device: i32) -> Outcome {
     handle.required()?;
     let device = driver::device(device)?;
-    state().contexts.admit(device)?;
-    let context = new(device, false, flags);
-    state().contexts.known.insert(context.handle, Arc::clone(&context));
+    let mut state = state();
+    state.contexts.admit(device)?;
+    let context = new(state.contexts.destroyed.pop().unwrap_or_else(driver::new_handle), device, false, flags);
+    state.contexts.known.insert(context.handle, Arc::clone(&context));
+    drop(state);
     stack(|stack| stack.push(context.handle));
     handle.put(context.handle)
 }
@@ -200,7 +231,9 @@ pub fn destroy(handle: Handle) -> Outcome {
     if context.check().is_err() {
         state.contexts.lost.insert(context.device);
     }
+    context.active.store(false, Ordering::Release);
     state.contexts.known.remove(&handle);
+    state.contexts.destroyed.push(handle);
     drop(state);
     stack(|stack| {
         if stack.last() == Some(&handle) {
@@ -217,13 +250,14 @@ pub fn retain_primary(handle: Out<Handle>, device: i32) -> Outcome {
     let mut state = state();
     let contexts = &mut state.contexts;
     let admitted = contexts.admit(device);
-    let (context, retained) = contexts.primary.entry(device).or_insert_with(|| (new(device, true, 0), 0));
+    let (context, retained) = contexts.primary.entry(device).or_insert_with(|| (new(driver::new_handle(), device, true, 0), 0));
     if *retained == 0 {
         admitted?;
         if !machine()?.take(device, settings().context_bytes) {
             return Err(OUT_OF_MEMORY);
         }
         context.sticky.store(0, Ordering::Release);
+        context.id.store(new_id(), Ordering::Release);
         context.active.store(true, Ordering::Release);
         contexts.known.insert(context.handle, Arc::clone(context));
     }

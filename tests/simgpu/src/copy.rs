@@ -54,6 +54,15 @@ pub enum Work {
         /// Its argument, a pointer owned by the program.
         data: usize,
     },
+    /// Until memory has a value.
+    Wait {
+        /// Where.
+        address: Address,
+        /// Bytes of the value: 4 or 8.
+        width: usize,
+        /// Which values end it.
+        until: Until,
+    },
     /// A kernel that is known here.
     Kernel(kernel::Launch),
     /// The end of an allocation.
@@ -66,6 +75,42 @@ pub enum Work {
         /// The nodes.
         nodes: Arc<[Work]>,
     },
+}
+
+/// `CUstreamWaitValue_flags`: which values end a wait.
+#[derive(Clone, Copy, Debug)]
+pub enum Until {
+    /// So many or more, counted cyclically.
+    AtLeast(u64),
+    /// This one.
+    Equal(u64),
+    /// One that has any of these bits.
+    AnyOf(u64),
+    /// One that lacks a bit that this one lacks, too.
+    Nor(u64),
+}
+
+impl Until {
+    /// By its number; `None`: there is no such condition.
+    pub fn of(condition: u32, value: u64) -> Option<Self> {
+        Some(match condition {
+            0 => Self::AtLeast(value),
+            1 => Self::Equal(value),
+            2 => Self::AnyOf(value),
+            3 => Self::Nor(value),
+            _ => return None,
+        })
+    }
+
+    fn holds(self, now: u64, width: usize) -> bool {
+        match self {
+            Self::AtLeast(value) if width == 4 => (now as u32).wrapping_sub(value as u32).cast_signed() >= 0,
+            Self::AtLeast(value) => now.wrapping_sub(value).cast_signed() >= 0,
+            Self::Equal(value) => now == value,
+            Self::AnyOf(value) => now & value != 0,
+            Self::Nor(value) => !(now | value) << (64 - 8 * width) != 0,
+        }
+    }
 }
 
 /// -1: as the environment says.
@@ -140,7 +185,7 @@ impl Work {
             Self::Copy { to, from, bytes } => (Some((from, bytes)), Some((to, bytes))),
             Self::Upload { to, ref bytes } => (None, Some((to, bytes.len()))),
             Self::Fill { to, width, count, .. } => (None, Some((to, width * count))),
-            Self::Marker | Self::Call { .. } | Self::Kernel(_) | Self::Free { .. } | Self::Graph { .. } => (None, None),
+            Self::Marker | Self::Call { .. } | Self::Wait { .. } | Self::Kernel(_) | Self::Free { .. } | Self::Graph { .. } => (None, None),
         };
         Touched { read, written }
     }
@@ -190,6 +235,9 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
     if let Work::Kernel(launch) = work {
         return launch.run(context, delay());
     }
+    if let Work::Wait { address, width, until } = *work {
+        return wait_for(context, address, width, until);
+    }
     let touched = work.touched();
     let at_first = touched.mappings(context)?;
     let delay = delay();
@@ -213,6 +261,26 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
         _ => {}
     }
     if touched.mappings(context)? == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
+}
+
+/// Looks at the memory again and again. The device gives up in a context that has ended otherwise.
+fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> Outcome {
+    let mut bytes = [0; 8];
+    loop {
+        let found = Side::find(&state(), context, address, width, READ)?;
+        match found {
+            // SAFETY: a part of a backing that the piece keeps alive. It is aligned, so it lies in one piece.
+            Side::Device(pieces) => unsafe {
+                let from = pieces.first().ok_or(ILLEGAL_ADDRESS)?;
+                std::ptr::copy_nonoverlapping(from.physical.backing.at(from.offset), bytes.as_mut_ptr(), width);
+            },
+            Side::Host(from) => transfer(Direction::FromHost, bytes.as_mut_ptr(), from, width)?,
+        }
+        if until.holds(u64::from_le_bytes(bytes), width) || context.check().is_err() {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
 }
 
 /// Bytes that go through memory of this library where both sides are the host's.
@@ -351,7 +419,7 @@ fn is_device_address(state: &State, address: Address) -> bool {
 }
 
 /// Whether a device has access to all of a range now. Host memory shows when it is used.
-fn is_reachable(state: &State, address: Address, bytes: usize, device: usize, access: u32) -> bool {
+pub fn is_reachable(state: &State, address: Address, bytes: usize, device: usize, access: u32) -> bool {
     !state.space.is_device(address) || state.space.touch(address, bytes, device, access).is_ok()
 }
 

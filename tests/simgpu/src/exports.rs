@@ -110,6 +110,7 @@ functions! {
     cuCtxPushCurrent_v2(context: Handle) Init Safe => context::push(context);
     cuCtxPopCurrent_v2(context: Out<Handle>) Init Safe => context::pop(context);
     cuCtxGetDevice(device: Out<i32>) Init Safe => context::get_device(device);
+    cuCtxGetId(context: Handle, id: Out<u64>) Init Safe => context::get_id(context, id);
     cuCtxGetFlags(flags: Out<u32>) Context Safe => context::get_flags(flags);
     cuCtxGetApiVersion(context: Handle, version: Out<u32>) Init Safe => context::api_version(context, version);
     cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) Context Safe => context::priority_range(least, greatest);
@@ -214,6 +215,10 @@ functions! {
     cuStreamGetFlags_ptsz(stream: Handle, flags: Out<u32>) Context Safe => stream::get_flags(per_thread(stream), flags);
     cuStreamGetPriority(stream: Handle, priority: Out<i32>) Context Safe => stream::get_priority(stream, priority);
     cuStreamGetPriority_ptsz(stream: Handle, priority: Out<i32>) Context Safe => stream::get_priority(per_thread(stream), priority);
+    cuStreamWaitValue32_v2(stream: Handle, address: Address, value: u32, flags: u32) Context Safe => stream::wait_value(stream, address, value.into(), 4, flags);
+    cuStreamWaitValue32_v2_ptsz(stream: Handle, address: Address, value: u32, flags: u32) Context Safe => stream::wait_value(per_thread(stream), address, value.into(), 4, flags);
+    cuStreamWaitValue64_v2(stream: Handle, address: Address, value: u64, flags: u32) Context Safe => stream::wait_value(stream, address, value, 8, flags);
+    cuStreamWaitValue64_v2_ptsz(stream: Handle, address: Address, value: u64, flags: u32) Context Safe => stream::wait_value(per_thread(stream), address, value, 8, flags);
     cuLaunchHostFunc(stream: Handle, function: HostFunction, data: *mut c_void) Context Safe => stream::launch_host_function(stream, function, data);
     cuLaunchHostFunc_ptsz(stream: Handle, function: HostFunction, data: *mut c_void) Context Safe => stream::launch_host_function(per_thread(stream), function, data);
     cuEventCreate(event: Out<Handle>, flags: u32) Context Safe => stream::create_event(event, flags);

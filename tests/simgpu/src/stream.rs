@@ -4,12 +4,13 @@
 //! a stream, the legacy stream's order with blocking streams, events and synchronisation are all the same mechanism: waiting
 //! for tickets issued earlier, which rules out cycles.
 
-use crate::abi::{Handle, HostFunction, Out};
+use crate::abi::{Address, Handle, HostFunction, Out};
 use crate::capture::{self, Captures};
 use crate::codes::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, OPERATING_SYSTEM, Outcome};
 use crate::context::{self, Context};
-use crate::copy::{self, Work};
+use crate::copy::{self, Until, Work};
 use crate::driver::{self, State, state};
+use crate::vmm;
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
@@ -448,6 +449,25 @@ pub fn wait_event(handle: Handle, event: Handle, _flags: u32) -> Outcome {
         }
         submit_after(&mut state, &stream, Work::Marker, Some(ticket))?;
     }
+    Ok(())
+}
+
+/// `cuStreamWaitValue32` and `64`: what comes after it in the stream waits until the memory has a value like this one.
+pub fn wait_value(handle: Handle, address: Address, value: u64, width: usize, flags: u32) -> Outcome {
+    /// `CU_STREAM_WAIT_VALUE_FLUSH`.
+    const FLUSH: u32 = 1 << 30;
+    let until = Until::of(flags & !FLUSH, value).ok_or(INVALID_VALUE)?;
+    let mut state = state();
+    let stream = find(&mut state, handle)?;
+    let is_there = if state.space.is_device(address) {
+        copy::is_reachable(&state, address, width, stream.context.device, vmm::READ)
+    } else {
+        state.host.find(address).is_some()
+    };
+    if !is_there || !address.is_multiple_of(width as u64) {
+        return Err(INVALID_VALUE);
+    }
+    submit(&mut state, &stream, Work::Wait { address, width, until })?;
     Ok(())
 }
 

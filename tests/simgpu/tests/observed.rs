@@ -303,6 +303,147 @@ fn frees_wait_for_their_context_and_leave_captures_valid() {
     });
 }
 
+/// A word of host memory that streams wait for.
+struct Gate(u64);
+
+impl Gate {
+    fn new(gpu: Gpu) -> Self {
+        let mut word = 0;
+        ok!(gpu.cuMemHostAlloc(&raw mut word, 64, 0));
+        Self(word)
+    }
+
+    fn set(&self, value: u32) {
+        unsafe { std::sync::atomic::AtomicU32::from_ptr(self.0 as *mut u32) }.store(value, std::sync::atomic::Ordering::Release);
+    }
+}
+
+/// What gives memory back waits for a stream that waits for a value; what only takes some does not, and neither waits for
+/// another context of the device.
+#[test]
+fn frees_wait_for_a_stream_that_waits_for_a_value() {
+    isolated("frees_wait_for_a_stream_that_waits_for_a_value", &[], || {
+        let gpu = Gpu::start();
+        let context = gpu.use_device(0);
+        let (gate, busy) = (Gate::new(gpu), gpu.stream(NON_BLOCKING));
+        let page = vec![0u8; 8192];
+        let page = (page.as_ptr() as u64).next_multiple_of(4096);
+        let mut second = 0;
+        ok!(gpu.cuCtxCreate_v2(&raw mut second, 0, 0));
+        ok!(gpu.cuCtxSetCurrent(context));
+        for give_back in [0, 1, 2] {
+            gate.set(0);
+            ok!(gpu.cuStreamWaitValue32_v2(busy, gate.0, 1, 0));
+            let (plain, mut pinned) = (gpu.alloc(4096), 0);
+            ok!(gpu.cuMemHostRegister_v2(page, 4096, 0));
+            ok!(gpu.cuMemHostAlloc(&raw mut pinned, 64, 0));
+            fails!(600, gpu.cuStreamQuery(busy));
+            ok!(gpu.cuCtxSetCurrent(second));
+            let elsewhere = gpu.alloc(4096);
+            ok!(gpu.cuMemFree_v2(elsewhere));
+            fails!(600, gpu.cuStreamQuery(busy));
+            ok!(gpu.cuCtxSetCurrent(context));
+            std::thread::scope(|scope| {
+                let gate = &gate;
+                scope.spawn(move || {
+                    std::thread::sleep(std::time::Duration::from_millis(30));
+                    gate.set(1);
+                });
+                match give_back {
+                    0 => ok!(gpu.cuMemFree_v2(plain)),
+                    1 => ok!(gpu.cuMemFreeHost(pinned)),
+                    _ => ok!(gpu.cuMemHostUnregister(page)),
+                }
+                ok!(gpu.cuStreamQuery(busy));
+            });
+            if give_back != 0 {
+                ok!(gpu.cuMemFree_v2(plain));
+            }
+            if give_back != 1 {
+                ok!(gpu.cuMemFreeHost(pinned));
+            }
+            if give_back != 2 {
+                ok!(gpu.cuMemHostUnregister(page));
+            }
+        }
+    });
+}
+
+/// As documented: at least, cyclically; equal; and; nor. Which of it a captured stream may wait for was not observed: it becomes
+/// a node.
+#[test]
+fn a_stream_waits_for_the_values_that_it_was_told() {
+    isolated("a_stream_waits_for_the_values_that_it_was_told", &[], || {
+        let gpu = Gpu::start();
+        let (gate, stream) = (Gate::new(gpu), gpu.stream(NON_BLOCKING));
+        for (condition, value, not_yet, then) in
+            [(0, 5, 4, 5), (0, 5, u32::MAX, 6), (1, 5, 6, 5), (2, 0b110, 0b1001, 0b100), (3, !0b11, !0b100, !0b10)]
+        {
+            gate.set(not_yet);
+            ok!(gpu.cuStreamWaitValue32_v2(stream, gate.0, value, condition));
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            fails!(600, gpu.cuStreamQuery(stream));
+            gate.set(then);
+            ok!(gpu.cuStreamSynchronize(stream));
+        }
+        gate.set(7);
+        ok!(gpu.cuStreamWaitValue64_v2(stream, gate.0, 7, 1));
+        ok!(gpu.cuStreamSynchronize(stream));
+        fails!(1, gpu.cuStreamWaitValue32_v2(stream, gate.0, 7, 4));
+        fails!(1, gpu.cuStreamWaitValue32_v2(stream, gate.0 + 2, 7, 0));
+        let (mut graph, mut executable) = (0, 0);
+        ok!(gpu.cuStreamBeginCapture_v2(stream, GLOBAL));
+        ok!(gpu.cuStreamWaitValue32_v2(stream, gate.0, 8, 0));
+        ok!(gpu.cuStreamEndCapture(stream, &raw mut graph));
+        ok!(gpu.cuGraphInstantiateWithFlags(&raw mut executable, graph, 0));
+        ok!(gpu.cuGraphLaunch(executable, stream));
+        fails!(600, gpu.cuStreamQuery(stream));
+        gate.set(8);
+        ok!(gpu.cuStreamSynchronize(stream));
+    });
+}
+
+/// The one thing that tells contexts apart: handles come again.
+#[test]
+fn a_context_has_an_id_that_no_other_had() {
+    isolated("a_context_has_an_id_that_no_other_had", &[], || {
+        let gpu = Gpu::start();
+        let primary = gpu.use_device(0);
+        let id = |context| {
+            let mut id = 0;
+            match unsafe { (gpu.cuCtxGetId)(context, &raw mut id) } {
+                0 => Ok(id),
+                code => Err(code),
+            }
+        };
+        let first = id(primary).unwrap();
+        assert_eq!(id(0), Ok(first), "of the current one");
+        ok!(gpu.cuDevicePrimaryCtxReset_v2(0));
+        // A reset one still can be made current, and has its device, but no id.
+        let mut device = -1;
+        ok!(gpu.cuCtxPushCurrent_v2(primary));
+        ok!(gpu.cuCtxGetDevice(&raw mut device));
+        assert_eq!((device, id(primary), id(0)), (0, Err(709), Err(709)));
+        assert_eq!(gpu.use_device(0), primary);
+        let second = id(primary).unwrap();
+        assert_ne!(first, second);
+
+        let mut one = 0;
+        ok!(gpu.cuCtxCreate_v2(&raw mut one, 0, 0));
+        let third = id(one).unwrap();
+        ok!(gpu.cuCtxDestroy_v2(one));
+        assert_eq!(id(one), Err(709));
+        // So can a destroyed one; to ask for its device then ends the process.
+        ok!(gpu.cuCtxPushCurrent_v2(one));
+        assert_eq!(id(0), Err(709));
+        ok!(gpu.cuCtxPopCurrent_v2(&raw mut one));
+        let mut next = 0;
+        ok!(gpu.cuCtxCreate_v2(&raw mut next, 0, 0));
+        assert_eq!(next, one, "a handle comes again");
+        assert!(![first, second, third].contains(&id(next).unwrap()));
+    });
+}
+
 #[test]
 fn frees_report_what_the_work_before_them_came_to() {
     for which in 0..3 {

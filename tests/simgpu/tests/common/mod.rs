@@ -167,6 +167,8 @@ library! {
     cuCtxPushCurrent_v2(u64) -> u32;
     cuCtxPopCurrent_v2(*mut u64) -> u32;
     cuCtxSynchronize() -> u32;
+    cuCtxGetDevice(*mut i32) -> u32;
+    cuCtxGetId(u64, *mut u64) -> u32;
     cuMemGetAllocationGranularity(*mut usize, *const Prop, u32) -> u32;
     cuMemAddressReserve(*mut u64, usize, usize, u64, u64) -> u32;
     cuMemAddressFree(u64, usize) -> u32;
@@ -209,6 +211,8 @@ library! {
     cuStreamQuery(u64) -> u32;
     cuStreamGetCtx(u64, *mut u64) -> u32;
     cuStreamWaitEvent(u64, u64, u32) -> u32;
+    cuStreamWaitValue32_v2(u64, u64, u32, u32) -> u32;
+    cuStreamWaitValue64_v2(u64, u64, u64, u32) -> u32;
     cuLaunchHostFunc(u64, unsafe extern "C" fn(*mut c_void), *mut c_void) -> u32;
     cuEventCreate(*mut u64, u32) -> u32;
     cuEventDestroy_v2(u64) -> u32;
