@@ -152,7 +152,7 @@ fn a_reset_takes_the_kernel_along() {
         set_copy_by(Some(CopyBy::Kernel), None);
         gpu.reset_counts();
         if let Some(call) = call {
-            // The launch that fails is the one that puts the code on the device. Waiting for the device allocates, too, and first.
+            // The first launch, which uploads the code to the device, fails. Waiting for the device allocates, too, and first.
             gpu.fail(call, if call == "cuMemAlloc_v2" { allocated } else { 1 }, 2, 1);
         }
         pause(&[]).unwrap();
@@ -167,7 +167,7 @@ fn a_reset_takes_the_kernel_along() {
         }
         program.end();
     }
-    // Where it has failed it is not tried again.
+    // After a failure it is not retried.
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
 }
 

@@ -248,7 +248,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         for address in program.doomed().filter(|address| !freed.contains(address)) {
             assert_eq!(free(address), 0, "{case}: the second free of what is still there");
         }
-        // What was freed in the order of the stream is given back by the next call.
+        // The next call releases what was freed in stream order.
         assert_eq!((stream.synchronize(), free(0)), (0, 0), "{case}");
         return;
     }

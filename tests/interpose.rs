@@ -384,7 +384,7 @@ fn a_pause_waits_for_the_devices_work() {
     assert_eq!(common::synchronize(), 0, "nothing was taken from under the work");
 }
 
-/// Such a stream is as busy as one that computes, though the device does nothing.
+/// A stream that waits for a value is busy, although the device computes nothing.
 #[test]
 fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
     let gpu = Gpu::take();
@@ -396,7 +396,7 @@ fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
         if full {
             gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize);
         } else {
-            // As if the driver did it without waiting: nobody promises that it does.
+            // Makes the driver seem not to wait here, which it does not guarantee.
             gpu.fail("cuMemHostUnregister", 1, 0, u64::MAX);
         }
         std::thread::scope(|scope| {
@@ -418,7 +418,7 @@ fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
     }
 }
 
-/// Work of any context of the device may use the memory, whichever it was allocated in.
+/// Any context on the device may use the memory, not only the one it was allocated in.
 #[test]
 fn a_pause_waits_for_every_context_of_the_device() {
     let gpu = Gpu::take();
@@ -428,7 +428,7 @@ fn a_pause_waits_for_every_context_of_the_device() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let _context = OwnContext::create(0);
-            // A hooked call, and not one that is managed.
+            // A hooked call that manages nothing.
             assert_eq!(free(0), 0);
             let (gate, stream) = (Gate::new(), Stream::create());
             stream.wait_for(&gate);
@@ -449,7 +449,7 @@ fn a_pause_waits_for_every_context_of_the_device() {
     assert_eq!(gpu.footprint(), before);
 }
 
-/// The primary context need not have been seen in a call: the runtime uses it wherever there is no other.
+/// The primary context counts even if no hooked call has seen it: the runtime uses it by default.
 #[test]
 fn a_pause_waits_for_the_primary_context_that_has_allocated_nothing() {
     let _gpu = Gpu::take();
@@ -474,12 +474,12 @@ fn a_pause_waits_for_the_primary_context_that_has_allocated_nothing() {
     });
 }
 
-/// What a program destroys by the driver's own calls is gone all the same, and a context that comes back under the same handle
-/// is another one.
+/// A context destroyed through the driver API takes its allocations with it, and a new context with the same handle is a
+/// different one.
 #[test]
 fn what_goes_with_its_context_goes_without_our_seeing_it() {
     let gpu = Gpu::take();
-    // What the library keeps in the primary context goes with it for good.
+    // The library's own objects in the primary context are destroyed for good.
     reset_unseen(0);
     use_again(0);
     let before = gpu.used(0);
@@ -518,8 +518,7 @@ fn what_goes_with_its_context_goes_without_our_seeing_it() {
     }
 }
 
-/// Whoever asked for a pause and left must not find the memory gone later, when the program's work has ended; nor may those who
-/// left keep others from asking.
+/// A pause must not happen after the client that requested it has left, nor may abandoned pauses block others.
 #[test]
 fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
     struct Leaves;
@@ -680,7 +679,7 @@ fn free_async(address: u64, stream: &Stream) -> u32 {
     unsafe { interpose::cudaFreeAsync(address as *mut c_void, stream.handle()) }
 }
 
-/// As CUDA has it: a correct program may have a stream wait for what it does after the call.
+/// CUDA does not wait here: a stream may wait for something that a correct program does after the call.
 #[test]
 fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
     let gpu = Gpu::take();
@@ -692,7 +691,7 @@ fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
         stream.wait_in_a_function_for(&gate);
         assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
         let opened = std::thread::scope(|scope| {
-            // So that a call that waits fails the test and does not hang it.
+            // Lets a call that waits fail the test instead of hanging it.
             let (freed, was_freed) = std::sync::mpsc::channel();
             let gate = &gate;
             let late = scope.spawn(move || {
@@ -718,7 +717,7 @@ fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
     }
 }
 
-/// What comes later in the stream gets other memory, until the stream has come to the free.
+/// Later allocations get other memory until the stream reaches the free.
 #[test]
 fn a_free_takes_its_place_in_its_stream() {
     let gpu = Gpu::take();
@@ -731,7 +730,7 @@ fn a_free_takes_its_place_in_its_stream() {
     region::end().unwrap();
     assert_eq!((code, stream.fill(third as u64, 3, 2 * MIB), stream.copy(second, third as u64, 2 * MIB)), (0, 0, 0));
     assert_eq!(free_async(third as u64, &stream), 0);
-    // An allocation that would not fit otherwise waits; on another device nothing waits.
+    // An allocation that would not fit otherwise waits; one on another device does not.
     set_device(1);
     assert_eq!(free(malloc(common::DEVICE_BYTES - 64 * MIB).unwrap()), 0);
     set_device(0);
@@ -749,7 +748,7 @@ fn a_free_takes_its_place_in_its_stream() {
     assert_eq!(free(second), 0);
 }
 
-/// A pause gives back what has been freed, and saves none of it; a reset and the end of a context do as well.
+/// A pause, a reset and the end of a context all release freed memory, and a pause does not save it.
 #[test]
 fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
     let gpu = Gpu::take();
@@ -762,7 +761,7 @@ fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
     let report = pause(&[]).unwrap();
     assert_eq!((report.allocations, report.kept_bytes, gpu.used(0)), (1, 2 << 20, used));
     resume(&[]).unwrap();
-    // Paused, nothing can use it: it goes at once.
+    // Paused memory cannot be in use, so it is released at once.
     pause(&[]).unwrap();
     assert_eq!((free_async(stays, &stream), Memory::get().addresses().len()), (0, 0));
     drop((stream, gate));
@@ -1305,7 +1304,7 @@ fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
     assert_eq!(free(address), 0);
 }
 
-/// The compiler needs time and a large stack, and an allocation has neither to give; a pause that needs the kernel waits for it.
+/// Compiling takes time and a large stack, which an allocation cannot spare. A pause that needs the kernel waits for it.
 #[test]
 fn the_kernel_of_the_digests_is_loaded_once_and_not_by_the_program() {
     let gpu = Gpu::take();
@@ -1334,7 +1333,7 @@ fn the_kernel_of_the_digests_is_loaded_once_and_not_by_the_program() {
     for address in all {
         assert_eq!(free(address), 0);
     }
-    // As the other tests expect it.
+    // Restores the state that the other tests expect.
     assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
 }
 

@@ -6,10 +6,10 @@ use std::ffi::c_void;
 use std::ptr;
 use vramctl_model::{Failure, code};
 
-/// What the driver calls a context. Never dereferenced here, and any thread may use it.
+/// The driver's opaque handle of a context.
 ///
-/// Handles come again: a primary context that was reset keeps its own, and a new context may get that of one that was
-/// destroyed. A [`Context`] does not.
+/// Handles are reused: a primary context keeps its own across resets, and a new context may get that of a destroyed one. A
+/// [`Context`] is unique.
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ContextHandle(CUcontext);
@@ -19,32 +19,32 @@ unsafe impl Send for ContextHandle {}
 unsafe impl Sync for ContextHandle {}
 
 impl ContextHandle {
-    /// That of the thread's current context, if it has one: the cheapest question about it.
+    /// The handle of the thread's current context, if it has one. Cheaper than [`Current::of_thread`].
     #[inline]
     pub fn of_thread() -> Result<Option<Self>, Failure> {
         let mut handle = ptr::null_mut();
         // SAFETY: `handle` is writable.
         match unsafe { Driver::get()?.cuCtxGetCurrent(&raw mut handle) } {
             Ok(()) => Ok((!handle.is_null()).then_some(Self(handle))),
-            // A driver that is not initialised yet.
+            // The driver is not initialised yet.
             Err(Failure { code: code::NOT_INITIALIZED, .. }) => Ok(None),
             Err(failure) => Err(failure),
         }
     }
 
-    /// The context that has it now; an error where none has.
+    /// The context that has this handle now; an error if none has.
     pub fn context(self) -> Result<Context, Failure> {
         let mut id = 0;
-        // SAFETY: `id` is writable. The driver answers for a handle whose context is gone (seen with driver 580).
+        // SAFETY: `id` is writable. The handle of a destroyed context is an error (observed with driver 580).
         match unsafe { Driver::get()?.cuCtxGetId(self.0, &raw mut id) } {
-            // A driver from before CUDA 12.0: there, the contexts that a handle has had cannot be told apart.
+            // Before CUDA 12.0, contexts that share a handle cannot be told apart.
             Ok(()) | Err(Failure { code: code::NOT_FOUND, .. }) => Ok(Context { handle: self, id }),
             Err(failure) => Err(failure),
         }
     }
 }
 
-/// A context, from its creation to its end: no other is ever equal to it.
+/// A context, unique from its creation to its destruction, even if its handle is reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Context {
     handle: ContextHandle,
@@ -53,15 +53,15 @@ pub struct Context {
 }
 
 impl Context {
-    /// What the driver calls it, as long as it is there.
+    /// The driver's handle, valid while the context exists.
     pub fn handle(self) -> ContextHandle {
         self.handle
     }
 
-    /// Whether the context is no more. What was allocated in it would be gone, had it been CUDA's own memory.
+    /// Whether the context has been destroyed or reset. Memory of CUDA's own would have been freed with it.
     pub fn is_gone(self) -> bool {
         match self.handle.context() {
-            // Without ids, only its use tells.
+            // Before CUDA 12.0 there are no ids; only using the context tells.
             Ok(now) if now == self => self.id == 0 && Current::push(self).is_err_and(Failure::is_of_gone_context),
             Ok(_) => true,
             Err(failure) => failure.is_of_gone_context(),
@@ -143,11 +143,11 @@ impl Current {
 
     /// Makes `context` current on this thread until the value is dropped, which restores the previous one.
     pub fn push(context: Context) -> Result<Self, Failure> {
-        // Asked first: the driver lets a thread have a context that is gone, and crashes in the next call.
+        // The driver accepts a destroyed context here and crashes in the next call.
         if context.handle.context()? != context {
             return Err(Failure { call: "cuCtxPushCurrent_v2", code: code::CONTEXT_IS_DESTROYED });
         }
-        // SAFETY: a context that is there.
+        // SAFETY: the context exists.
         unsafe { Driver::get()?.cuCtxPushCurrent_v2(context.handle.0)? };
         Self::with_device(context, true).inspect_err(|_| pop())
     }
@@ -177,19 +177,19 @@ impl Current {
         self.device
     }
 
-    /// Waits until the context's work has finished, on all streams. An error that the work left behind is returned.
+    /// Waits for the context's work, on all streams, and returns any error that the work left behind.
     ///
-    /// Not by `cuCtxSynchronize`, which makes any stream capture in the context invalid, whatever the thread's capture
-    /// mode. Giving device memory back waits for the same work: for kernels, copies, host functions and streams that wait
-    /// for a value, also where the block is a small one among others in use; and in the relaxed mode it leaves captures
-    /// alone. Taking and giving back 4 KiB takes 80 us on an idle H200 (driver 580). Where the device is full, a page of host
-    /// memory does the same, a little slower.
+    /// `cuCtxSynchronize` would invalidate every stream capture in the context, whatever the thread's capture mode. Freeing
+    /// device memory, even a small block among others in use, waits for the same work (kernels, copies, host functions and
+    /// streams that wait for a value) and in the relaxed mode leaves captures intact. Allocating and freeing 4 KiB takes 80 us
+    /// on an idle H200 (driver 580). On a full device, registering and unregistering a page of host memory does the same,
+    /// slightly slower.
     pub fn wait_for_work(&self) -> Result<(), Failure> {
         let _relaxed = RelaxedCapture::enter();
         let (driver, mut address) = (Driver::get()?, 0);
         // SAFETY: `address` is writable.
         match unsafe { driver.cuMemAlloc_v2(&raw mut address, PAGE) } {
-            // SAFETY: allocated just now, and used by nobody.
+            // SAFETY: just allocated, and not in use.
             Ok(()) => return unsafe { driver.cuMemFree_v2(address) }.inspect_err(|_| vmm::free_later(address, PAGE)),
             Err(failure) if failure.is_of_earlier_work() => return Err(failure),
             Err(_) => (),
@@ -299,7 +299,7 @@ impl Stream {
 
     /// Waits for all work on the stream.
     pub fn synchronize(&self) -> Result<(), Failure> {
-        // SAFETY: a stream of ours.
+        // SAFETY: our stream.
         unsafe { Driver::get()?.cuStreamSynchronize(self.0) }
     }
 

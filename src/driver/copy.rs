@@ -217,7 +217,7 @@ impl Mark {
     }
 }
 
-/// Happens when all that was on a stream before it is done.
+/// An event that fires when everything before it on its stream has finished.
 #[derive(Debug)]
 pub struct Event {
     raw: CUevent,
@@ -230,31 +230,31 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// Of all that the program has put on a stream of the current context so far.
+    /// Records an event behind everything that the program has queued on a stream of the current context.
     pub fn after(current: &Current, stream: StreamHandle) -> Result<Self, Failure> {
         let mut raw = ptr::null_mut();
         // SAFETY: `raw` is writable.
         unsafe { Driver::get()?.cuEventCreate(&raw mut raw, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)? };
         let event = Self { raw, context: current.context() };
-        // SAFETY: an event of ours, and what the program handed to CUDA as a stream of the context.
+        // SAFETY: our event, and a stream of the context, as the program passed it to CUDA.
         unsafe { Driver::get()?.cuEventRecord(event.raw, stream.raw())? };
         Ok(event)
     }
 
-    /// The context of the stream.
+    /// The stream's context.
     pub fn context(&self) -> Context {
         self.context
     }
 
-    /// Whether nothing that was on the stream will run any more: it is done, has failed, or its context is gone.
+    /// Whether the work before it will no longer run: it has finished or failed, or its context has been destroyed.
     pub fn is_over(&self) -> bool {
         let happened = Current::push(self.context).and_then(|_current| self.has_happened());
         happened.unwrap_or_else(|failure| failure.is_of_earlier_work() || failure.is_of_gone_context())
     }
 
-    /// Waits until it is over.
+    /// Waits until it is over, best effort.
     pub fn wait(&self) {
-        // After an error it is not known to be over, and is asked later.
+        // After an error it may not be over; `is_over` tells later.
         let _ = Current::push(self.context).and_then(|_current| self.synchronize());
     }
 

@@ -37,7 +37,7 @@ impl Resident {
         bytes: usize,
         launch: impl FnOnce(&Parts) -> Result<(), Failure>,
     ) -> Result<Self, Failure> {
-        // The compiler takes long enough for a program to fill the device.
+        // Allocates first: compiling takes long enough for the program to fill the device meanwhile.
         let buffer = DeviceBuffer::new(bytes)?;
         let parts = Parts { kernel: Kernel::load(ptx, name)?, buffer, stream: Stream::create()? };
         launch(&parts).and_then(|()| parts.stream.synchronize())?;

@@ -198,7 +198,7 @@ pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
 /// The operations left to undo, in the order that the driver requires.
 #[derive(Debug, Default)]
 struct Leftover {
-    /// A small allocation: address, bytes, and the driver's number for it.
+    /// A block from `cuMemAlloc`: address, bytes and buffer id.
     block: Option<(CUdeviceptr, usize, u64)>,
     mapping: Option<(CUdeviceptr, usize)>,
     /// The mapping's addresses, freed last.
@@ -211,15 +211,15 @@ impl Leftover {
     /// Undoes as much as possible and keeps the rest.
     fn undo(&mut self) -> Result<(), Failure> {
         let driver = Driver::get()?;
-        // Where the number is another, it went with its context.
+        // If the id differs, the block was freed with its context. If earlier work failed, it will be.
         if let Some((address, _, id)) = self.block
             && number_of(address) == Ok(id)
         {
-            // SAFETY: allocated by us, and nothing else by its number.
+            // SAFETY: our allocation, as its id shows.
             unsafe { driver.cuMemFree_v2(address) }.or_else(|failure| if failure.is_of_earlier_work() { Ok(()) } else { Err(failure) })?;
         }
         self.block = None;
-        // SAFETY: each entry is one object of ours, taken out of its owner, and is cleared once it is undone.
+        // SAFETY: each entry is an object of ours, moved out of its owner, and is cleared once undone.
         unsafe {
             if let Some((base, bytes)) = self.mapping {
                 driver.cuMemUnmap(base, bytes)?;
@@ -246,19 +246,19 @@ fn undo(mut leftover: Leftover) {
     }
 }
 
-/// Gives a small allocation back that the driver refused to take. One that failed work has spoilt goes with its context.
+/// Queues a block from `cuMemAlloc` that the driver has refused to free.
 pub(super) fn free_later(address: CUdeviceptr, bytes: usize) {
     if let Ok(id) = number_of(address) {
         undo(Leftover { block: Some((address, bytes, id)), ..Leftover::default() });
     }
 }
 
-/// The driver's number for an allocation, which no other has.
+/// The driver's buffer id of an allocation, unique within the process.
 fn number_of(address: CUdeviceptr) -> Result<u64, Failure> {
     pointer_attribute(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)
 }
 
-/// Tries again to undo what the driver refused to undo before. Whether any of it was undone.
+/// Retries what the driver has refused to undo. Returns whether any of it was undone.
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
     let (mut undone, mut free) = (false, Vec::new());

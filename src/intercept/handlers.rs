@@ -87,7 +87,7 @@ fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)> {
 }
 
 pub unsafe fn free(pointer: *mut c_void) -> CudaError {
-    // SAFETY: as it came.
+    // SAFETY: the arguments are passed on unchanged.
     release(pointer).unwrap_or_else(|| unsafe { originals::cudaFree(pointer) })
 }
 
@@ -257,7 +257,7 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
     }
 }
 
-/// What was freed in the order of a stream that has not come there yet may be what the real function needs.
+/// Makes room for the real function by releasing memory whose stream-ordered free is still pending.
 fn free_up(bytes: usize) {
     if let Some(memory) = Memory::existing()
         && let Ok(Some(current)) = Current::of_thread()
@@ -266,12 +266,12 @@ fn free_up(bytes: usize) {
     }
 }
 
-/// The context of a stream. A default stream is that of the context that the thread has, or would be given by the runtime.
+/// A stream's context. A default stream belongs to the thread's current context, or to the one that the runtime would create.
 fn context_of(stream: CudaStream) -> Result<Current, CudaError> {
     if stream.is_default() { real::current_context() } else { Current::push_of_stream(stream).map_err(|failure| failure.code) }
 }
 
-/// Frees managed memory; `None`: it is the real function's business.
+/// Frees managed memory; `None` if the real function must free it.
 fn release(pointer: *mut c_void) -> Option<CudaError> {
     let memory = Memory::existing()?;
     memory.release_freed();
@@ -285,10 +285,10 @@ fn release(pointer: *mut c_void) -> Option<CudaError> {
     ))
 }
 
-/// The same in the order of a stream.
+/// Frees managed memory in stream order; `None` if the real function must free it.
 fn release_async(pointer: *mut c_void, stream: CudaStream) -> Option<CudaError> {
     let memory = Memory::existing()?;
-    // While capturing, a free becomes a part of the graph, and the real function says what it thinks of that.
+    // A free during capture becomes part of the graph, which only the real function can do or reject.
     if !memory.manages(pointer as u64) || stream.is_capturing() {
         return None;
     }

@@ -22,10 +22,10 @@ macro_rules! exports {
             /// As the CUDA runtime's function of this name.
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
-                // A panic must not cross into the program. It is a defect; the call is answered as failed.
+                // A panic must not unwind into the program: the call fails instead.
                 panic::catch_unwind(|| {
                     if copies::another_is_first() {
-                        // SAFETY: the arguments are handed on as they came.
+                        // SAFETY: the arguments are passed on unchanged.
                         return unsafe { originals::$name($($argument),*) };
                     }
                     // SAFETY: as above.

@@ -349,7 +349,7 @@ impl Gpu {
         Some(properties)
     }
 
-    /// How many there are of what the driver calls so.
+    /// Number of live driver objects of a kind.
     pub fn live(&self, kind: &str) -> u64 {
         let name = CString::new(kind).unwrap();
         unsafe { (simulated().simgpu_live)(name.as_ptr()) }
@@ -430,22 +430,22 @@ impl Drop for OwnContext {
     }
 }
 
-/// Resets the primary context by a call that the library does not see.
+/// Resets the primary context through a call that the library does not see.
 pub fn reset_unseen(device: i32) {
     assert_eq!(unsafe { (simulated().cu_device_primary_ctx_reset)(device) }, 0);
 }
 
-/// Has it be there again, and current to this thread.
+/// Recreates it and makes it current on this thread.
 pub fn use_again(device: i32) {
     let mut context = std::ptr::null_mut();
     assert_eq!(unsafe { (simulated().cu_device_primary_ctx_retain)(&raw mut context, device) }, 0);
     assert_eq!(unsafe { (simulated().cu_ctx_set_current)(context) }, 0);
 }
 
-/// What streams of the program wait for, until it is opened.
+/// A gate that streams of the program wait for until it is opened.
 pub struct Gate(*mut c_void);
 
-// SAFETY: an address of memory that all threads may use.
+// SAFETY: an address that all threads may use.
 unsafe impl Sync for Gate {}
 
 impl Gate {
@@ -534,12 +534,12 @@ impl Stream {
         unsafe { (simulated().cuda_stream_synchronize)(self.0) }
     }
 
-    /// What comes after it in the stream waits for the gate.
+    /// Makes later work on the stream wait for the gate.
     pub fn wait_for(&self, gate: &Gate) {
         assert_eq!(unsafe { (simulated().cu_stream_wait_value)(self.0, gate.word(), 1, 0) }, 0);
     }
 
-    /// The same, by a function of the program that the stream calls.
+    /// The same, with a host function.
     pub fn wait_in_a_function_for(&self, gate: &Gate) {
         extern "C" fn wait(word: *mut c_void) {
             let word = unsafe { AtomicU32::from_ptr(word.cast()) };

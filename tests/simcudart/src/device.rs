@@ -33,10 +33,10 @@ fn primary(driver: &Driver, ordinal: c_int) -> Outcome<Handle> {
     Ok(context)
 }
 
-/// The device of the context that is current, if that is fit for use.
+/// The current context's device, if the context is usable.
 fn current(driver: &Driver) -> Option<c_int> {
     let (mut id, mut ordinal) = (0, 0);
-    // SAFETY: pointers to this frame. One that is gone must not be asked for its device.
+    // SAFETY: pointers into this frame. A destroyed context must not be asked for its device.
     unsafe { (driver.cuCtxGetId)(0, &raw mut id) == 0 && (driver.cuCtxGetDevice)(&raw mut ordinal) == 0 }.then_some(ordinal)
 }
 

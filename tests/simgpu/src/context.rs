@@ -17,9 +17,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 /// One context.
 #[derive(Debug)]
 pub struct Context {
-    /// What programs call it. A reset primary context comes back under its handle, and another may get a destroyed one's.
+    /// The handle that programs see. A reset primary context keeps its handle, and handles of destroyed contexts are reused.
     pub handle: Handle,
-    /// What no other context has had: a new one each time that a primary context comes back.
+    /// A unique id, renewed whenever a primary context is recreated.
     id: AtomicU64,
     /// Its device.
     pub device: usize,
@@ -53,10 +53,10 @@ impl Context {
 #[derive(Debug, Default)]
 pub struct Contexts {
     known: HashMap<Handle, Arc<Context>>,
-    /// Handles of destroyed contexts, which the next ones get.
+    /// Handles of destroyed contexts, to be reused.
     destroyed: Vec<Handle>,
-    /// Of each device that had one: the primary context, and how often it is retained. The context
-    /// keeps its handle over a reset, as the real one does.
+    /// Per device, the primary context and its retain count. As on a real driver, the context keeps its handle across
+    /// resets.
     primary: HashMap<usize, (Arc<Context>, u32)>,
     peers: HashSet<(Handle, Handle)>,
     /// The devices on which a context ended with a sticky error: the process cannot create another there.
@@ -80,12 +80,12 @@ impl Contexts {
         if context.active.load(Ordering::Acquire) { Ok(Arc::clone(context)) } else { Err(CONTEXT_IS_DESTROYED) }
     }
 
-    /// Whether a thread may have it as its current one: a destroyed one, too, as long as nothing is done with it.
+    /// Whether a handle may be made current. A destroyed context may, as long as nothing uses it.
     fn can_be_current(&self, handle: Handle) -> Outcome {
         if self.known.contains_key(&handle) || self.destroyed.contains(&handle) { Ok(()) } else { Err(INVALID_CONTEXT) }
     }
 
-    /// Whether the process may still have a context on a device.
+    /// Fails if the process can no longer have a context on a device.
     fn admit(&self, device: usize) -> Outcome {
         if self.lost.contains(&device) { Err(DEVICE_UNAVAILABLE) } else { Ok(()) }
     }
@@ -150,7 +150,7 @@ pub fn pop(context: Out<Handle>) -> Outcome {
     Ok(())
 }
 
-/// `cuCtxGetDevice`: a reset primary context still has its device. The real driver crashes where a destroyed context is current.
+/// `cuCtxGetDevice`: works for a reset primary context. The real driver crashes if a destroyed context is current.
 pub fn get_device(device: Out<i32>) -> Outcome {
     let state = state();
     if state.contexts.destroyed.contains(&top()) {

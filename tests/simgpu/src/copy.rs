@@ -54,18 +54,18 @@ pub enum Work {
         /// Its argument, a pointer owned by the program.
         data: usize,
     },
-    /// Until memory has a value.
+    /// Waits until memory has a value.
     Wait {
-        /// Where.
+        /// Address of the value.
         address: Address,
         /// Bytes of the value: 4 or 8.
         width: usize,
-        /// Which values end it.
+        /// The condition that ends the wait.
         until: Until,
     },
-    /// A kernel that is known here.
+    /// Launches a known kernel.
     Kernel(kernel::Launch),
-    /// The end of an allocation.
+    /// Frees an allocation.
     Free {
         /// Its address.
         address: Address,
@@ -77,21 +77,21 @@ pub enum Work {
     },
 }
 
-/// `CUstreamWaitValue_flags`: which values end a wait.
+/// `CUstreamWaitValue_flags`: the condition that ends a wait.
 #[derive(Clone, Copy, Debug)]
 pub enum Until {
-    /// So many or more, counted cyclically.
+    /// The value or greater, in cyclic order.
     AtLeast(u64),
-    /// This one.
+    /// Exactly the value.
     Equal(u64),
-    /// One that has any of these bits.
+    /// Any of the value's bits is set.
     AnyOf(u64),
-    /// One that lacks a bit that this one lacks, too.
+    /// Some bit is set in neither.
     Nor(u64),
 }
 
 impl Until {
-    /// By its number; `None`: there is no such condition.
+    /// Decodes the flags; `None` if they are invalid.
     pub fn of(condition: u32, value: u64) -> Option<Self> {
         Some(match condition {
             0 => Self::AtLeast(value),
@@ -113,7 +113,7 @@ impl Until {
     }
 }
 
-/// -1: as the environment says.
+/// -1 if only the environment sets the delay.
 static DELAY: AtomicU64 = AtomicU64::new(u64::MAX);
 
 /// Sets the minimum duration of every operation.
@@ -263,13 +263,13 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
     if touched.mappings(context)? == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
 }
 
-/// Looks at the memory again and again. The device gives up in a context that has ended otherwise.
+/// Polls the memory until the condition holds or the context has a sticky error.
 fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> Outcome {
     let mut bytes = [0; 8];
     loop {
         let found = Side::find(&state(), context, address, width, READ)?;
         match found {
-            // SAFETY: a part of a backing that the piece keeps alive. It is aligned, so it lies in one piece.
+            // SAFETY: part of a backing that the piece keeps alive. The value is aligned, so it does not span pieces.
             Side::Device(pieces) => unsafe {
                 let from = pieces.first().ok_or(ILLEGAL_ADDRESS)?;
                 std::ptr::copy_nonoverlapping(from.physical.backing.at(from.offset), bytes.as_mut_ptr(), width);
@@ -283,7 +283,7 @@ fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> 
     }
 }
 
-/// Bytes that go through memory of this library where both sides are the host's.
+/// The size of the bounce buffer for host-to-host copies, in bytes.
 const BOUNCE: usize = 1 << 20;
 
 fn copy(from: &Side, to: &Side, bytes: usize) -> Outcome {
@@ -418,7 +418,7 @@ fn is_device_address(state: &State, address: Address) -> bool {
     state.space.is_device(address) || state.host.find(address).is_some()
 }
 
-/// Whether a device has access to all of a range now. Host memory shows when it is used.
+/// Whether a device has access to the whole range now. Host memory is checked when it is used.
 pub fn is_reachable(state: &State, address: Address, bytes: usize, device: usize, access: u32) -> bool {
     !state.space.is_device(address) || state.space.touch(address, bytes, device, access).is_ok()
 }

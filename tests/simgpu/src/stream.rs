@@ -452,7 +452,7 @@ pub fn wait_event(handle: Handle, event: Handle, _flags: u32) -> Outcome {
     Ok(())
 }
 
-/// `cuStreamWaitValue32` and `64`: what comes after it in the stream waits until the memory has a value like this one.
+/// `cuStreamWaitValue32` and `64`: later work on the stream waits until the memory meets the condition.
 pub fn wait_value(handle: Handle, address: Address, value: u64, width: usize, flags: u32) -> Outcome {
     /// `CU_STREAM_WAIT_VALUE_FLUSH`.
     const FLUSH: u32 = 1 << 30;

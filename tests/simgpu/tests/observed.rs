@@ -318,8 +318,8 @@ impl Gate {
     }
 }
 
-/// What gives memory back waits for a stream that waits for a value; what only takes some does not, and neither waits for
-/// another context of the device.
+/// Freeing memory waits for a stream that waits for a value. Allocating does not, and neither waits for another context on
+/// the device.
 #[test]
 fn frees_wait_for_a_stream_that_waits_for_a_value() {
     isolated("frees_wait_for_a_stream_that_waits_for_a_value", &[], || {
@@ -369,8 +369,8 @@ fn frees_wait_for_a_stream_that_waits_for_a_value() {
     });
 }
 
-/// As documented: at least, cyclically; equal; and; nor. Which of it a captured stream may wait for was not observed: it becomes
-/// a node.
+/// As documented: at least (cyclically), equal, and, nor. Which waits a capture allows was not observed; here they become
+/// nodes.
 #[test]
 fn a_stream_waits_for_the_values_that_it_was_told() {
     isolated("a_stream_waits_for_the_values_that_it_was_told", &[], || {
@@ -403,7 +403,7 @@ fn a_stream_waits_for_the_values_that_it_was_told() {
     });
 }
 
-/// The one thing that tells contexts apart: handles come again.
+/// Only ids distinguish contexts: handles are reused.
 #[test]
 fn a_context_has_an_id_that_no_other_had() {
     isolated("a_context_has_an_id_that_no_other_had", &[], || {
@@ -419,7 +419,7 @@ fn a_context_has_an_id_that_no_other_had() {
         let first = id(primary).unwrap();
         assert_eq!(id(0), Ok(first), "of the current one");
         ok!(gpu.cuDevicePrimaryCtxReset_v2(0));
-        // A reset one still can be made current, and has its device, but no id.
+        // A reset context can still be made current and has its device, but no id.
         let mut device = -1;
         ok!(gpu.cuCtxPushCurrent_v2(primary));
         ok!(gpu.cuCtxGetDevice(&raw mut device));
@@ -433,7 +433,7 @@ fn a_context_has_an_id_that_no_other_had() {
         let third = id(one).unwrap();
         ok!(gpu.cuCtxDestroy_v2(one));
         assert_eq!(id(one), Err(709));
-        // So can a destroyed one; to ask for its device then ends the process.
+        // So can a destroyed one; asking for its device then crashes the process.
         ok!(gpu.cuCtxPushCurrent_v2(one));
         assert_eq!(id(0), Err(709));
         ok!(gpu.cuCtxPopCurrent_v2(&raw mut one));
