@@ -1,4 +1,4 @@
-//! The C ABI, called as C would call it.
+//! The C ABI, called the way C calls it.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -29,7 +29,7 @@ fn resume(tag: Option<&str>, timeout_ms: i64) -> VramctlResult {
     unsafe { vramctl_resume(tag.as_ref().map_or(ptr::null(), |tag| tag.as_ptr()), timeout_ms) }
 }
 
-/// Calls a function that writes a string into a buffer, the way its documentation says.
+/// Calls a function that fills a string buffer, following its documented protocol.
 fn text(call: impl Fn(*mut c_char, usize, *mut usize) -> VramctlResult) -> String {
     let mut needed = 0;
     assert_eq!(call(ptr::null_mut(), 0, &raw mut needed), VramctlResult::BufferTooSmall);
@@ -91,7 +91,7 @@ fn pause_look_at_the_backup_and_resume() {
 
     assert_eq!(pause(Some("weights"), VramctlBackup::Discard as i32), VramctlResult::Ok);
     assert!(look(address).is_none(), "discarded contents are nowhere");
-    assert!(last_error().contains("no paused allocation"));
+    assert!(last_error().contains("not in a paused allocation"));
     assert_eq!(resume(None, -1), VramctlResult::Ok);
     assert!(read(address, 3 * MIB).unwrap().iter().all(|byte| *byte == 0));
     assert_eq!(unsafe { vramctl_backup_pointer(address as *const c_void, ptr::null_mut(), ptr::null_mut()) }, VramctlResult::Invalid);
@@ -140,7 +140,7 @@ fn the_margin_is_set_and_the_version_is_the_packages() {
     assert_eq!(unsafe { CStr::from_ptr(vramctl_version()) }.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
 }
 
-/// What `vramctl pause` refuses to discard depends on this name.
+/// `vramctl pause` decides by this name what it refuses to discard.
 #[test]
 fn a_process_says_which_engine_it_is() {
     let say = |name: Option<&CStr>| unsafe { vramctl_set_engine(name.map_or(ptr::null(), CStr::as_ptr)) };
@@ -156,7 +156,7 @@ fn a_process_says_which_engine_it_is() {
     assert_eq!(vramctl_core::engine::name(), None);
 }
 
-/// A backup that stays is what makes the next pause fast; one that need not stay is host memory that others want.
+/// A retained backup makes the next pause fast; one that is not retained wastes host memory.
 #[test]
 fn retaining_is_said_at_run_time_for_a_tag_or_for_all() {
     let _gpu = Gpu::take();
@@ -191,7 +191,7 @@ fn retaining_is_said_at_run_time_for_a_tag_or_for_all() {
     assert_eq!(retain(None, -1), VramctlResult::Ok);
     assert_eq!(held(), 0);
 
-    // While paused, the contents are all there is: they go with the resume.
+    // While paused, the backup is the only copy, so it is dropped by the resume.
     assert_eq!(retain(None, 1), VramctlResult::Ok);
     common::pause(&[]).unwrap();
     assert_eq!(retain(None, -1), VramctlResult::Ok);
@@ -233,7 +233,7 @@ fn the_disk_directory_is_said_at_run_time() {
     assert_eq!(free(address), 0);
 }
 
-/// What an allocator holds as free need not travel; a byte too much left behind would be lost.
+/// An allocator's free blocks need not be saved, but skipping one byte too many would lose data.
 #[test]
 fn memory_that_nobody_needs_is_not_kept() {
     let _gpu = Gpu::take();
@@ -244,7 +244,8 @@ fn memory_that_nobody_needs_is_not_kept() {
     let contents = pattern(8, 8 * MIB);
     assert_eq!((write(address, &contents), write(spare, &contents[..2 * MIB])), (0, 0));
     let range = |from: usize, bytes| VramctlRange { address: (address as usize + from) as *const c_void, bytes };
-    // One byte into the second page, one short of the end of the third; beyond the end; nothing; and somebody else's.
+    // One byte into the second page; ending one byte short of the third page's end; beyond the end; empty; unmanaged;
+    // another allocation.
     let unused = [
         range(2 * MIB + 1, 2 * MIB),
         range(4 * MIB, 2 * MIB),
@@ -266,7 +267,7 @@ fn memory_that_nobody_needs_is_not_kept() {
     assert!(read(spare, 2 * MIB).unwrap().iter().all(|byte| *byte == 0));
     assert_eq!(unsafe { vramctl_pause_tags(&raw const all, 1, -1, ptr::null(), 1) }, VramctlResult::Invalid);
 
-    // What is retained from now on is kept whole, although what was saved before was not.
+    // Once retained, contents are kept whole, although the previous backup was not.
     assert_eq!(write(address, &contents), 0);
     assert_eq!(pause_without(&unused[1..2]), VramctlResult::Ok);
     assert_eq!(unsafe { vramctl_set_retain(ptr::null(), 1) }, VramctlResult::Ok);
@@ -303,7 +304,7 @@ fn the_numbers_of_an_error_are_told() {
     assert_eq!(free(address), 0);
 }
 
-/// An engine that keeps one tag and drops another, or brings back several, must not end up halfway.
+/// A pause or resume of several tags must not stop halfway.
 #[test]
 fn several_tags_are_paused_and_resumed_at_once() {
     let gpu = Gpu::take();
@@ -349,7 +350,7 @@ fn several_tags_are_paused_and_resumed_at_once() {
     assert_eq!([weights, cache, other].map(free), [0; 3]);
 }
 
-/// Memory that was not kept has no backup to look at, and takes no host memory; what lies around it is found all the same.
+/// Discarded parts have no backup and take no host memory. The parts around them are still found.
 #[test]
 fn parts_that_are_not_kept_have_no_backup() {
     const GAPS: [(usize, usize); 4] = [(4, 6), (10, 210), (212, 214), (220, 224)];
@@ -359,7 +360,7 @@ fn parts_that_are_not_kept_have_no_backup() {
     vramctl_region_end();
     let contents = pattern(3, 224 * MIB);
     assert_eq!(write(address, &contents), 0);
-    // An earlier backup, whose bytes must not be taken for the later one's.
+    // An earlier backup, whose bytes must not be mistaken for the later one's.
     let range =
         |(from, to): (usize, usize)| VramctlRange { address: (address as usize + from * MIB) as *const c_void, bytes: (to - from) * MIB };
     let all = VramctlTag { tag: ptr::null(), backup: 0 };

@@ -1,4 +1,4 @@
-//! Where addresses come from.
+//! Address reservation.
 #![allow(missing_docs)]
 
 mod common;
@@ -10,7 +10,7 @@ use vramctl_driver::Addresses;
 fn addresses_begin_again_at_the_end_of_the_space() {
     let gpu = Gpu::take();
     let before = gpu.footprint();
-    // The first ones lie high, and behind them there is no room for the second.
+    // The first reservation is at a high address, with too little room behind it for the second.
     for bytes in [1 << 40, 32 << 40] {
         gpu.reset_counts();
         drop(Addresses::reserve(bytes).unwrap());

@@ -1,5 +1,5 @@
-//! After a large pause or resume the driver is made to look at what it has cleaned: once, without a trace, and not while the
-//! program ends. (That this makes the next pause faster is what `scripts/bench` shows.)
+//! After a large pause or resume, a worker makes the driver notice the memory it has cleaned ("a look"): once, leaving no
+//! trace, and not while the program exits. `scripts/bench` measures the effect.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -11,11 +11,11 @@ use vramctl_config::CopyBy;
 use vramctl_core::transition::cleaning::{self, When};
 use vramctl_model::Backup;
 
-/// In one test alone: it looks when the test settles it, and not before.
+/// Lets looks run only when the test calls `settle`.
 struct Looks;
 
 impl Looks {
-    /// After all that concerns so many bytes of a device.
+    /// Looks after every pause or resume of at least this many bytes.
     fn from(bytes: usize) -> Self {
         cleaning::set_when(When { after: Duration::from_secs(600), bytes: bytes as u64 });
         Self
@@ -33,7 +33,7 @@ fn cache(bytes: usize) -> u64 {
     malloc_tagged("cache", Some(Backup::Discard), bytes).unwrap()
 }
 
-/// How often memory was taken and given back.
+/// Number of allocations and releases of physical memory.
 fn counts(gpu: &Gpu) -> (u64, u64) {
     (gpu.calls("cuMemCreate"), gpu.calls("cuMemRelease"))
 }
@@ -95,7 +95,7 @@ fn each_device_is_looked_at_where_it_is_worth_it() {
     assert_eq!((free(small), free(large)), (0, 0));
 }
 
-/// What a program on a full device has just got back is not to be short of 2 MiB for a moment, whatever was asked for before.
+/// On a full device, what the program has just got back must not be short of 2 MiB even for a moment.
 #[test]
 fn a_full_device_is_left_alone() {
     let gpu = Gpu::take();
@@ -111,7 +111,7 @@ fn a_full_device_is_left_alone() {
     assert_eq!(free(address), 0);
 }
 
-/// There may be nothing left to look at by then, and no device that is in use.
+/// By then there may be no memory left to look at, and no device in use.
 #[test]
 fn what_is_gone_is_not_looked_at() {
     let gpu = Gpu::take();
@@ -146,18 +146,18 @@ fn a_look_that_fails_changes_nothing() {
     }
 }
 
-/// In a process of its own, which ends while a thread of the library is in this call.
+/// Exits while a worker of the library is inside this driver call. Runs in a process of its own.
 #[test]
 #[ignore = "run by the test below"]
 fn ends_during_a_call() {
     let gpu = Gpu::take();
     let call = std::env::var(CALL).expect("a name");
-    // A context that has no kernel yet.
+    // A fresh context, without the kernel loaded.
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     cleaning::set_when(When { after: Duration::ZERO, bytes: 0 });
     vramctl_backup::set_copy_by(None::<CopyBy>, Some(0));
     malloc_tagged("weights", Some(Backup::Host), 8 * MIB).expect("memory");
-    // Which is what gives host memory back; the pause calls it, too.
+    // This call releases host memory after a resume. A pause makes it too.
     let after_a_resume = call == "cuMemHostUnregister";
     if after_a_resume {
         pause(&[]).expect("a pause");
@@ -170,14 +170,14 @@ fn ends_during_a_call() {
         assert!(begun.elapsed() < Duration::from_secs(20), "{call} is not called");
         std::thread::yield_now();
     }
-    // By the exit handlers, as a program ends that returns from main.
+    // Runs the exit handlers, as returning from main does.
     std::process::exit(42);
 }
 
-/// The first that a look does.
+/// A look's first driver call.
 const FIRST_CALL: &str = "cuCtxPushCurrent_v2";
 
-/// The same, but it ends before the thread begins, and takes long to.
+/// Exits slowly, before the worker has started.
 #[test]
 #[ignore = "run by the test below"]
 fn ends_before_the_look() {
@@ -188,7 +188,7 @@ fn ends_before_the_look() {
             unsafe { libc::_exit(1) };
         }
     }
-    // Before the driver's handler is registered: so it runs after that.
+    // Registered before the driver's exit handler, so it runs after it.
     assert_eq!(unsafe { libc::atexit(end_slowly) }, 0);
     let _gpu = Gpu::take();
     cache(8 * MIB);
@@ -199,7 +199,8 @@ fn ends_before_the_look() {
 
 const CALL: &str = "CLEANING_SLOW_CALL";
 
-/// Exit handlers take the driver down; a thread of ours that is in it then, or calls it later, would crash the program.
+/// Exit handlers shut the driver down. A worker inside the driver at that moment, or calling it later, would crash the
+/// program.
 #[test]
 fn a_program_may_end_while_something_is_done_in_the_background() {
     let during = ["cuMemGetAllocationGranularity", "cuModuleLoadData", "cuMemHostUnregister"].map(|call| ("ends_during_a_call", call));

@@ -1,5 +1,5 @@
-//! The command line and the shell scripts, against processes that only pretend: a thread speaks the protocol on the
-//! socket of a sleeping child. What needs real memory is tested with the simulated GPU elsewhere.
+//! The command line and the shell scripts, against fake processes: a thread speaks the protocol on the socket of a sleeping
+//! child. Tests that need real memory use the simulated GPU and are elsewhere.
 #![allow(missing_docs)]
 
 mod common;
@@ -28,7 +28,7 @@ use vramctl_model::{
 const GIB: u64 = 1 << 30;
 const GPU: &str = "GPU-11111111-2222-3333-4444-555555555555";
 
-/// A place for sockets of one test.
+/// A socket directory for one test.
 struct Place {
     folder: TempDir,
     sockets: PathBuf,
@@ -54,7 +54,7 @@ impl Place {
         command
     }
 
-    /// Runs `vramctl` with these arguments, separated by spaces.
+    /// Runs `vramctl` with space-separated arguments.
     fn vramctl(&self, arguments: &str) -> Ran {
         let arguments: Vec<_> = arguments.split_whitespace().collect();
         Ran::new(&self.command(command_line(), &arguments).output().unwrap())
@@ -65,7 +65,7 @@ impl Place {
     }
 }
 
-/// What came of a command.
+/// A finished command.
 #[derive(Debug)]
 struct Ran {
     code: Option<i32>,
@@ -93,7 +93,7 @@ impl Ran {
     }
 }
 
-/// What a pretended process does about a request, where it is not to behave.
+/// How a fake process misbehaves on a request.
 #[allow(clippy::large_enum_variant)]
 enum Reaction {
     Answer(Reply),
@@ -101,7 +101,7 @@ enum Reaction {
     BeSilent,
 }
 
-/// A process that pretends to have managed memory: tags of a GiB each.
+/// A fake process with tags of 1 GiB each.
 struct Fake {
     child: Child,
     socket: PathBuf,
@@ -114,9 +114,9 @@ struct State {
     tags: Vec<(String, TagState)>,
     process_tag: Option<String>,
     engine: Option<String>,
-    /// The pauses and resumes that it was asked for.
+    /// The pauses and resumes it was asked for.
     asked: Vec<Request>,
-    /// How many of them have arrived, carried out or not.
+    /// The number of them received, whether carried out or not.
     transitions: usize,
     /// The UUID of its GPU.
     gpu: String,
@@ -127,7 +127,7 @@ impl Fake {
         Self::reacting(place, name, tags, |_| None)
     }
 
-    /// One with its own mind about some requests.
+    /// A fake process that misbehaves on some requests.
     fn reacting(place: &Place, name: &str, tags: &[&str], react: impl Fn(&Request) -> Option<Reaction> + Send + Sync + 'static) -> Self {
         let child = Command::new("sleep").arg("600").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
         let socket = place.socket(child.id());
@@ -145,7 +145,7 @@ impl Fake {
         };
         let fake = Self { child, socket, state: Arc::new(Mutex::new(state)) };
         let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
-        // The thread ends with the test's process.
+        // The thread ends with the test process.
         thread::spawn(move || {
             for stream in listener.incoming() {
                 let (stream, state, react) = (stream.unwrap(), Arc::clone(&state), Arc::clone(&react));
@@ -159,19 +159,19 @@ impl Fake {
         self.child.id()
     }
 
-    /// From now on it says that its memory is on this GPU.
+    /// Makes it report this GPU.
     fn on_gpu(self, uuid: &str) -> Self {
         self.state.lock().unwrap().gpu = uuid.into();
         self
     }
 
-    /// From now on it says that this engine is in it.
+    /// Makes it report this engine.
     fn with_engine(self, name: &str) -> Self {
         self.state.lock().unwrap().engine = Some(name.into());
         self
     }
 
-    /// The pauses and resumes that it was asked for.
+    /// The pauses and resumes it was asked for.
     fn asked(&self) -> Vec<Request> {
         self.state.lock().unwrap().asked.clone()
     }
@@ -179,7 +179,7 @@ impl Fake {
 
 impl Drop for Fake {
     fn drop(&mut self) {
-        // The thread listens on, but nobody finds it any more.
+        // The thread keeps listening, but the socket can no longer be found.
         let _ = fs::remove_file(&self.socket);
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -350,7 +350,7 @@ fn ps_and_status_show_what_there_is() {
     assert_eq!(process["devices"][0]["uuid"], GPU);
 }
 
-/// An ordinal says nothing outside of its process.
+/// Ordinals are meaningless outside their process.
 #[test]
 fn gpus_are_named_so_that_everybody_knows_them() {
     let place = Place::new();
@@ -379,7 +379,7 @@ fn gpus_are_named_so_that_everybody_knows_them() {
     place.vramctl("resume --all --gpu aaaab").expect(0, "resumed weights of trainer", "");
     assert!(engine.asked().is_empty());
 
-    // Whether a stopped one has memory there is not known.
+    // A stopped process cannot be asked whether it has memory there.
     let stopped = Stopped::new(&place, None, 100);
     place.vramctl("pause --all --gpu aaaab").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
 }
@@ -397,7 +397,7 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
 
     place.vramctl("pause --dry-run").expect(4, "", "too little host memory to keep the contents: 2.00 GiB needed, 1.50 GiB available");
     let refused = place.vramctl("pause --discard --dry-run");
-    refused.expect(1, "1.00 GiB discard", "the prefix cache of the vllm");
+    refused.expect(1, "1.00 GiB discard", "the prefix cache of vllm");
     place.vramctl("pause --discard --dry-run --force").expect(0, "0 B needed", "");
     let json = place.vramctl("pause --discard --dry-run --json");
     assert_eq!(json.code, Some(1));
@@ -443,14 +443,14 @@ fn a_silent_process_does_not_keep_the_others_from_being_seen() {
     place.vramctl("status").expect(5, "engine --serve", &format!("error: process {}: no answer", stopped.pid()));
 }
 
-/// A process that listens and is stopped, as by a debugger or a frozen control group.
+/// A listening process that is stopped, as by a debugger or a frozen cgroup.
 struct Stopped {
     child: Child,
     socket: PathBuf,
 }
 
 impl Stopped {
-    /// `name`: its `VRAMCTL_NAME`, if it has one. `queue`: how many connections may wait for it.
+    /// `name`: its `VRAMCTL_NAME`, if any. `queue`: its listen backlog.
     fn new(place: &Place, name: Option<&str>, queue: u32) -> Self {
         let program = format!(
             "import os, signal, socket\n\
@@ -483,13 +483,13 @@ impl Drop for Stopped {
     }
 }
 
-/// Half of an engine paused is the worst that can happen to it.
+/// A half-paused engine is the worst possible outcome.
 #[test]
 fn nothing_is_done_while_one_that_is_meant_does_not_answer() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let who_knows = [Stopped::new(&place, None, 100), Stopped::new(&place, Some("engine"), 100)];
-    // All at once, because each of them waits.
+    // In parallel, because each of them waits.
     thread::scope(|scope| {
         for line in ["pause --name engine", "resume --name engine", "pause --all", "pause --name engine --quiet", "set-tag x --name engine"]
         {
@@ -526,7 +526,7 @@ fn a_stopped_process_of_another_name_is_in_nobody_s_way() {
     assert_eq!(engine.asked().len(), 1);
 }
 
-/// Its child holds its socket open, and will never answer: nobody is to wait for that, nor to be refused because of it.
+/// The dead process's child holds its socket open and never answers. Nobody may wait for it or be refused because of it.
 #[test]
 fn a_dead_process_is_not_taken_for_a_silent_one() {
     let place = Place::new();
@@ -553,7 +553,7 @@ else:
     assert_eq!(engine.asked().len(), 1);
 }
 
-/// What a stopped process does not accept piles up, and then a connection waits until it goes on.
+/// A stopped process accepts nothing, so once its backlog is full, connecting blocks until it continues.
 #[test]
 fn a_stopped_process_whose_queue_is_full_keeps_nobody_waiting() {
     let place = Place::new();
@@ -638,7 +638,7 @@ fn several_processes_need_a_target() {
     pause.expect(0, &format!("weights of engine (pid {}) is paused already", twin.pid()), "");
     assert!(trainer.asked().is_empty());
 
-    // A tag that some lack is nothing to do there.
+    // Resuming a tag that some processes lack is a no-op there.
     let pause = place.vramctl("pause optimizer --all");
     pause.expect(0, "paused optimizer of trainer", "");
     pause.expect(0, &format!("nothing to do: engine (pid {}) has none of these tags", engine.pid()), "");
@@ -662,7 +662,7 @@ fn a_shortage_says_what_is_missing_and_what_helps() {
     let error = &answer.json()["processes"][0]["error"];
     assert_eq!((&error["code"], &error["shortage"]["needed"]), (&json!("device_memory"), &json!(4 * GIB)));
 
-    // Of several, those that can be are resumed all the same.
+    // If one of several cannot be resumed, the others still are.
     place.vramctl("pause --name trainer").expect(0, "", "");
     place.vramctl("resume --all").expect(4, "resumed optimizer of trainer", "too little memory");
 }
@@ -697,7 +697,7 @@ fn late_memory_is_warned_of() {
     place.vramctl("pause").expect(0, "paused weights of engine", "512.00 MiB back yet");
 }
 
-/// What is there only sometimes is said only then.
+/// Optional details are printed only if present.
 #[test]
 fn status_says_what_is_not_back_yet_and_why() {
     let place = Place::new();
@@ -720,7 +720,7 @@ fn status_says_what_is_not_back_yet_and_why() {
     status.expect(0, "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be registered with the driver", "");
 }
 
-/// A process that is in the middle of a pause or resume of its `weights`.
+/// A process that is pausing or resuming its `weights`.
 fn in_the_middle(place: &Place, state: TagState, copying: Stage) -> Fake {
     let engine = Fake::new(place, "engine", &["kv_cache", "weights"]);
     let mut status = engine.state.lock().unwrap().status();
@@ -758,7 +758,7 @@ fn ps_says_which_tags_are_paused() {
     assert!(!ps.out.contains("mixed"), "{ps:?}");
 }
 
-/// People take the name of the process for what is to be paused.
+/// Users confuse the name of a process with a tag.
 #[test]
 fn a_process_s_name_in_place_of_a_tag_is_recognised() {
     let place = Place::new();
@@ -785,7 +785,7 @@ fn a_message_in_json_has_no_table_in_it() {
     place.vramctl("pause").expect(2, "", "PID");
 }
 
-/// Who presses ^C wants to know whether the pause goes on.
+/// After ^C, users want to know whether the pause continues.
 #[test]
 fn an_interrupted_command_says_what_becomes_of_the_pause() {
     let interrupted = |place: &Place, engine: &Fake, line: &[&str]| {
@@ -823,7 +823,7 @@ fn an_interrupted_command_says_what_becomes_of_the_pause() {
     assert!(text.contains("the pause is done"), "{text}");
 }
 
-/// The bar, and what the terminal prints for ^C, make way for the message.
+/// The progress bar and the terminal's `^C` are cleared before the message.
 #[test]
 fn on_a_terminal_an_interrupted_command_leaves_a_clean_line() {
     let place = Place::new();
@@ -855,7 +855,7 @@ fn a_long_pause_is_waited_for() {
     let place = Place::new();
     let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
         if is_transition(request) {
-            // Longer than the client's own rounds.
+            // Longer than the client's own polling interval.
             thread::sleep(Duration::from_millis(2500));
         }
         None
@@ -873,11 +873,11 @@ fn a_process_that_ends_in_the_middle_is_an_error() {
     assert_eq!(answer.json()["processes"][0]["error"]["code"], "failed");
 }
 
-/// A child of the program can hold the socket open after the program's death, so the end of it is not seen there.
+/// A child of the program may hold the socket open after the program's death, so no end of file is seen.
 #[test]
 fn a_process_that_dies_with_its_socket_held_open_is_given_up() {
     let place = Place::new();
-    // Answers a status, is silent about all else, and has a child that keeps what it has open.
+    // Answers only a status, and has a child that keeps its descriptors open.
     let program = r#"
 import json, os, socket, sys, time
 listener = socket.socket(socket.AF_UNIX)
@@ -953,7 +953,7 @@ fn what_is_no_socket_is_left_alone() {
 fn an_unsafe_directory_is_refused() {
     let place = Place::new();
     let _engine = Fake::new(&place, "engine", &["weights"]);
-    // To the group alone, to all others alone, and to both.
+    // Open to the group only, to others only, and to both.
     for open in [0o750, 0o720, 0o710, 0o705, 0o755] {
         fs::set_permissions(&place.sockets, Permissions::from_mode(open)).unwrap();
         place.vramctl("ps").expect(1, "", "chmod 700");
@@ -1013,7 +1013,7 @@ fn help_and_completions_are_there() {
     place.vramctl("explode").expect(2, "", "explode");
 }
 
-/// A shell asks with the words so far, the last of which is to be completed.
+/// The shell passes the words typed so far; the last one is to be completed.
 #[test]
 fn shells_complete_tags_processes_and_gpus() {
     let place = Place::new();
@@ -1045,7 +1045,7 @@ fn the_doctor_says_what_would_fail() {
     let place = Place::new();
     let doctor = |change: &dyn Fn(&mut Command)| {
         let mut command = place.command(command_line(), &["doctor"]);
-        // No driver: what is said of GPUs is tested with the simulated one.
+        // No driver here: checks of GPUs are tested with the simulated one.
         change(command.env("LD_LIBRARY_PATH", "/nowhere").env("VRAMCTL_HOST_CAP", "64M"));
         Ran::new(&command.output().unwrap())
     };
@@ -1112,7 +1112,7 @@ fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
 
 // ---- run ----
 
-/// A library that can be preloaded and does nothing: the C library, which is there anyhow.
+/// A library that can be preloaded without effect: the C library.
 fn harmless_library() -> PathBuf {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let path = maps.split_whitespace().find(|word| word.contains("/libc.so") || word.contains("/libc-2")).expect("a libc");
@@ -1178,8 +1178,8 @@ fn a_command_that_cannot_start_ends_as_in_a_shell() {
     fs::write(&file, "").unwrap();
     run(&place, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");
     run(&place, &[], &[]).expect(2, "", "COMMAND");
-    run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk and discard");
-    run(&place, &["--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(2, "", "VRAMCTL_TAG: the tag 'a,b' has a comma");
+    run(&place, &["--backup", "kv=tape", "--", "true"], &[]).expect(2, "", "host, disk or discard");
+    run(&place, &["--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(2, "", "VRAMCTL_TAG: the tag 'a,b' contains a comma");
     run(&place, &["--tag", "a", "--", "true"], &[("VRAMCTL_TAG", "a,b")]).expect(0, "", "");
 }
 
@@ -1191,7 +1191,7 @@ fn a_missing_library_is_explained() {
     symlink(harmless_library(), &spaced).unwrap();
     run(&place, &["--", "true"], &[("VRAMCTL_LIB", spaced.to_str().unwrap())]).expect(1, "", "symbolic link");
 
-    // A copy of the binary finds the library in ../lib beside it.
+    // A copy of the binary finds the library in ../lib.
     let (bin, lib) = (place.folder.path().join("bin"), place.folder.path().join("lib"));
     fs::create_dir(&bin).unwrap();
     fs::copy(command_line(), bin.join("vramctl")).unwrap();
@@ -1202,7 +1202,7 @@ fn a_missing_library_is_explained() {
     run().expect(0, &format!("LD_PRELOAD={}", lib.join("libvramctl.so").display()), "");
 }
 
-/// A folder that looks like the Python package.
+/// A directory that looks like the Python package.
 fn package(place: &Place) -> PathBuf {
     let package = place.folder.path().join("vramctl");
     for folder in ["site", "dropin"] {
@@ -1237,7 +1237,7 @@ fn python_programs_find_the_package() {
     run(&place, &["env"], &[("VRAMCTL_PYTHON", "/nowhere")]).expect(1, "", "/nowhere");
 }
 
-/// As pip lays a wheel out: in a prefix of a Python, and in a directory of its own.
+/// As pip installs a wheel: into a Python prefix, or into a separate directory.
 #[test]
 fn what_pip_has_installed_is_found() {
     let place = Place::new();
@@ -1261,13 +1261,13 @@ fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts").join(name)
 }
 
-/// The first program of this name that the path leads to.
+/// The first program with this name in `PATH`.
 fn installed(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|folder| folder.join(name)).find(|program| program.is_file())
 }
 
-/// Folders for `PATH` with what the scripts need of a system, and one of the transports each; those that are installed.
+/// One directory for `PATH` per installed transport, with that transport and the system tools that the scripts need.
 fn transports(place: &Place) -> Vec<(&'static str, PathBuf)> {
     let folder_with = |transport: &'static str, program: &Path| {
         let folder = place.folder.path().join(transport);
@@ -1281,10 +1281,10 @@ fn transports(place: &Place) -> Vec<(&'static str, PathBuf)> {
     let nc = installed("nc").filter(|nc| {
         let help = Command::new(nc).arg("-h").output().unwrap();
         let help = String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).into_owned();
-        // One that cannot hang up first waits for the real server's patience to end, which the fake has without end.
+        // A transport that cannot half-close waits until a real server times out; the fake one never does.
         help.contains("Ncat") || (help.contains("UNIX") && help.contains("socket after EOF on stdin"))
     });
-    // The interpreter itself: what is called python3 may be a script that looks for one on the path.
+    // The interpreter itself, because python3 may be a script that searches `PATH`.
     let python = installed("python3").map(|python| {
         let output = Command::new(python).args(["-c", "import sys; print(sys.executable, end='')"]).output().unwrap();
         PathBuf::from(String::from_utf8(output.stdout).unwrap())
@@ -1311,7 +1311,7 @@ fn scripts_pause_and_resume_through_every_transport() {
         eprintln!("{transport}");
         let slow = |request: &Request| {
             if is_transition(request) {
-                // Longer than any of them waits unless it is told to.
+                // Longer than any transport waits by default.
                 thread::sleep(Duration::from_millis(800));
             }
             None
@@ -1335,7 +1335,7 @@ fn scripts_pause_and_resume_through_every_transport() {
     }
 }
 
-/// As administrators put them into a directory of `PATH`.
+/// Installed into a directory in `PATH`, as administrators do.
 #[test]
 fn a_script_works_through_a_link() {
     let place = Place::new();
@@ -1344,7 +1344,7 @@ fn a_script_works_through_a_link() {
     Ran::new(&place.command(&link, &["--help"]).output().unwrap()).expect(0, "usage: pause.sh", "");
 }
 
-/// Containers with process ids of their own may share the directory: a number says nothing of who listens.
+/// Containers with separate PID namespaces may share the directory, so a PID does not identify the listener.
 #[test]
 fn scripts_tell_a_process_by_whether_it_listens() {
     let place = Place::new();
@@ -1416,7 +1416,7 @@ fn a_script_sees_a_process_end_in_the_middle() {
 
 // ---- engines ----
 
-/// An HTTP server that answers as an engine would: `answers` has a status and a body by method and path; all else is 404.
+/// An HTTP server that acts as an engine: `answers` has a status and a body by method and path; anything else is 404.
 struct Http {
     address: String,
     asked: Arc<Mutex<Vec<String>>>,
@@ -1428,7 +1428,7 @@ impl Http {
         let address = format!("http://{}", listener.local_addr().unwrap());
         let asked = Arc::new(Mutex::new(Vec::new()));
         let log = Arc::clone(&asked);
-        // The thread ends with the test's process.
+        // The thread ends with the test process.
         thread::spawn(move || {
             for stream in listener.incoming() {
                 let mut stream = stream.unwrap();
@@ -1445,7 +1445,7 @@ impl Http {
         Self { address, asked }
     }
 
-    /// vLLM with so many requests at each look, the last count for ever.
+    /// A vLLM that reports these request counts, one per query; the last one repeats.
     fn vllm(running: &'static [u32], reset: (u16, &'static str)) -> Self {
         let looks = AtomicUsize::new(0);
         Self::new(move |request| match request {
@@ -1472,7 +1472,7 @@ impl Http {
     }
 }
 
-/// Pausing with the contents discarded, and the engine not told, would bring wrong answers later: silently.
+/// Discarding contents without telling the engine would silently produce wrong answers later.
 #[test]
 fn an_engine_s_cache_is_not_discarded_behind_its_back() {
     let place = Place::new();
@@ -1495,7 +1495,7 @@ fn an_engine_s_cache_is_not_discarded_behind_its_back() {
     assert!(matches!(engine.asked().last(), Some(Request::Pause(Transition { force: true, .. }))), "the process is told so");
 }
 
-/// A program that was started before `vramctl` was updated must still be paused.
+/// A new `vramctl` must still be able to pause a program started with the previous version.
 #[test]
 fn a_process_that_cannot_plan_is_paused_all_the_same() {
     let place = Place::new();
@@ -1526,7 +1526,7 @@ fn an_engine_forgets_its_prefix_cache_before_it_is_discarded() {
         ran.expect(0, "paused kv_cache", "");
         assert_eq!(http.asked(), *wanted);
         assert_eq!(engine.asked().len(), 2);
-        // All is paused: a second pause has nothing to ask about.
+        // Everything is paused: a second pause has nothing to ask about.
         place.vramctl(&format!("pause --engine {address}")).expect(0, "nothing to do", "");
         assert_eq!(http.asked(), *wanted);
     }
@@ -1548,7 +1548,7 @@ fn an_engine_with_requests_is_left_alone() {
     place.vramctl(&format!("pause --force --engine {}", busy.address)).expect(0, "paused kv_cache", "");
 }
 
-/// Where an engine does not do what it is told, nothing is taken, and the message says what to do.
+/// If the engine does not do as it is told, nothing is paused, and the message says what to do.
 #[test]
 fn an_engine_that_does_not_forget_keeps_its_memory() {
     let place = Place::new();
@@ -1586,7 +1586,7 @@ fn protocol_page() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/protocol.md")).unwrap()
 }
 
-/// The blocks of a page that are marked as this language.
+/// The code blocks of a page in one language.
 fn blocks<'a>(page: &'a str, language: &str) -> Vec<&'a str> {
     let fence = format!("```{language}\n");
     page.split(&fence).skip(1).map(|rest| rest.split("```").next().unwrap()).collect()
@@ -1610,7 +1610,7 @@ fn the_documented_client_runs() {
     Ran::new(&command.output().unwrap()).expect(0, "'reply': 'done'", "");
 }
 
-/// Every line in the page's examples is read by the code that speaks the protocol, and nothing in it is unknown to it.
+/// Every example line in the page parses, and contains no unknown field.
 #[test]
 fn the_documented_messages_are_the_code_s() {
     let page = protocol_page();
@@ -1629,7 +1629,7 @@ fn the_documented_messages_are_the_code_s() {
     assert!(seen >= 10, "only {seen} messages were found: is this test still looking?");
 }
 
-/// An engine that says it has requests and then nothing that makes sense is not an idle one.
+/// An engine that reports requests and then nonsense is not idle.
 #[test]
 fn an_engine_that_no_longer_answers_well_is_not_taken_for_idle() {
     let place = Place::new();
@@ -1645,7 +1645,7 @@ fn an_engine_that_no_longer_answers_well_is_not_taken_for_idle() {
     assert!(!engine.asked().iter().any(|request| matches!(request, Request::Pause(_))), "{:?}", engine.asked());
 }
 
-/// Each engine has a prefix cache of its own, and one that keeps it would answer from zeros.
+/// Each engine has its own prefix cache; one that is not reset would return wrong answers.
 #[test]
 fn one_address_does_not_stand_for_two_engines() {
     let place = Place::new();

@@ -1,4 +1,5 @@
-//! Contents that a kernel copies back, in place of the copy engines: the same bytes, whoever copies, and whatever of it fails.
+//! Restoring contents with a kernel instead of the copy engines. The result must be the same, whichever copies and whatever
+//! fails.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -8,7 +9,7 @@ use vramctl_backup::set_copy_by;
 use vramctl_config::CopyBy;
 use vramctl_model::Backup;
 
-/// Large enough that how long one took says something.
+/// Large enough that its copy time is meaningful.
 const LARGE: usize = 16 * MIB;
 
 struct Program(Vec<(u64, Vec<u8>)>);
@@ -35,7 +36,7 @@ impl Program {
     }
 }
 
-/// Launches of kernels and copies to the device by the engines in one resume.
+/// Kernel launches and engine copies to the device in one resume.
 fn resume_and_count(gpu: &Gpu) -> [u64; 2] {
     gpu.reset_counts();
     resume(&[]).unwrap();
@@ -60,7 +61,7 @@ fn the_contents_are_the_same_whoever_copies() {
     assert_eq!(who_copies(&gpu, Some(CopyBy::Kernel), &sizes), [3, 0]);
 }
 
-/// Both are tried where that tells something; small copies are left to the engines.
+/// Both are tried if their times are meaningful; small copies are left to the engines.
 #[test]
 fn where_all_is_paused_both_are_tried() {
     let gpu = Gpu::take();
@@ -70,8 +71,8 @@ fn where_all_is_paused_both_are_tried() {
     assert_eq!(who_copies(&gpu, None, &[MIB; 4]), [0, 4]);
 }
 
-/// A program with more than a little memory to run on may have kernels that take all processors; the engines need none. What is paused of
-/// another device's memory says nothing of this one's.
+/// A program with more than a little active memory may run kernels on all multiprocessors, which the copy engines do not need.
+/// Memory paused on another device does not count.
 #[test]
 fn beside_active_memory_only_the_engines_copy() {
     let gpu = Gpu::take();
@@ -113,7 +114,7 @@ fn each_device_has_its_own_kernel() {
     common::set_device(0);
 }
 
-/// Nobody needs the kernel: whatever of it cannot be had, the engines do the rest and the resume succeeds.
+/// The kernel is optional: if any of it fails, the engines copy the rest and the resume succeeds.
 #[test]
 fn without_the_kernel_the_engines_copy() {
     let gpu = Gpu::take();
@@ -137,7 +138,8 @@ fn without_the_kernel_the_engines_copy() {
     program.end();
 }
 
-/// The kernel goes with a context that is reset, and is loaded anew in the next; if it cannot be, the engines copy, and
+/// A reset destroys the kernel with its context, and it is loaded again in the next. If loading fails, the engines copy and
+/// nothing is leaked.
 /// nothing of the attempt is left.
 #[test]
 fn a_reset_takes_the_kernel_along() {
@@ -150,7 +152,7 @@ fn a_reset_takes_the_kernel_along() {
         set_copy_by(Some(CopyBy::Kernel), None);
         gpu.reset_counts();
         if let Some(call) = call {
-            // The launch that fails is the one that puts the code on the device. Waiting for the device allocates, too, and first.
+            // The first launch, which uploads the code to the device, fails. Waiting for the device allocates, too, and first.
             gpu.fail(call, if call == "cuMemAlloc_v2" { allocated } else { 1 }, 2, 1);
         }
         pause(&[]).unwrap();
@@ -165,11 +167,11 @@ fn a_reset_takes_the_kernel_along() {
         }
         program.end();
     }
-    // Where it has failed it is not tried again.
+    // After a failure it is not retried.
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
 }
 
-/// To load it takes device memory: none that the resume needs, now or the next time.
+/// Loading takes device memory, which must not be missing in a resume, now or later.
 #[test]
 fn a_device_without_memory_to_spare_gets_no_kernel() {
     let gpu = Gpu::take();
@@ -188,7 +190,8 @@ fn a_device_without_memory_to_spare_gets_no_kernel() {
     program.end();
 }
 
-/// As in a program: the first large pause loads the kernel beside its copies and does not wait for it; the resume has it.
+/// As in a program: the first large pause loads the kernel in the background without waiting for it, and the resume can use
+/// it.
 #[test]
 fn a_large_pause_loads_it_in_the_background() {
     let gpu = Gpu::take();
@@ -205,7 +208,7 @@ fn a_large_pause_loads_it_in_the_background() {
         assert_eq!(gpu.calls("cuModuleLoadData"), 0, "loaded twice");
         program.check("with the kernel");
     }
-    // Small ones are not worth it.
+    // Small ones do not load it.
     assert_eq!(unsafe { vramctl_intercept::hooks::cudaDeviceReset() }, 0);
     let small = Program::start(&[LARGE; 2]);
     set_copy_by(None, None);

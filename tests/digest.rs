@@ -1,5 +1,5 @@
-//! Digests by the simulated kernel, which works as the real one does, against the reference; and what becomes of a
-//! hasher when calls fail, memory goes away or its context ends.
+//! Digests by the simulated kernel, compared with the reference, and a hasher's behaviour when calls fail, memory is
+//! unmapped or its context is destroyed.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks, clippy::missing_transmute_annotations)]
 
 mod common;
@@ -33,7 +33,7 @@ fn symbol(name: &CStr) -> *mut c_void {
     symbol
 }
 
-/// What a hasher is made of: how many there are of each.
+/// Live driver objects that a hasher creates, by kind.
 fn parts() -> [u64; 3] {
     let live: unsafe extern "C" fn(*const c_char) -> u64 = unsafe { transmute(symbol(c"simgpu_live")) };
     [c"modules", c"plain", c"streams"].map(|kind| unsafe { live(kind.as_ptr()) })
@@ -47,7 +47,7 @@ fn the_kernel_agrees_with_the_reference() {
     let (one, mut contents) = allocate(1, 6 * MIB);
     let (two, other) = allocate(2, 4 * MIB);
     assert_eq!(hasher.digests(&current, &[]).unwrap(), []);
-    // In the order that is asked for, in one launch.
+    // In the requested order, in one launch.
     gpu.reset_counts();
     let found = hasher.digests(&current, &[(two, 4 * MIB), (one, 0), (one + 2 * MIB as u64, 4 * MIB), (one, PIECE)]).unwrap();
     let wanted = [&other, &contents[PIECE..], &contents[..PIECE]].map(reference).concat();
@@ -74,7 +74,7 @@ fn what_is_no_whole_piece_is_refused() {
     }
 }
 
-/// Each call fails at each of its uses, of a hasher's whole life: an error or the right digests, and nothing is left.
+/// Fails each call at each of its uses in a hasher's life. The result is an error or the right digests, without a leak.
 #[test]
 fn every_call_may_fail() {
     const CALLS: &[&str] = &[
@@ -114,7 +114,7 @@ fn every_call_may_fail() {
                 Ok(digests) => assert_eq!(digests, wanted, "{call} {nth}"),
                 Err(failure) => assert!([4242, code::CONTEXT_IS_DESTROYED].contains(&failure.code), "{call} {nth}: {failure}"),
             }
-            // What cannot be destroyed, or may be gone already, is left to its context.
+            // What cannot be destroyed, or may be destroyed already, is left to its context.
             let leaves = ["cuModuleUnload", "cuMemFree_v2", "cuPointerGetAttributes", "cuCtxPushCurrent_v2"].contains(call);
             let after = parts();
             assert!(after == before || (leaves && after.iter().zip(before).all(|(after, before)| after - before <= 1)), "{call} {nth}");
@@ -124,11 +124,11 @@ fn every_call_may_fail() {
     free(address);
 }
 
-/// An illegal address to the kernel is one to the context, for good, and no hasher hangs on it.
+/// An illegal address in the kernel breaks the context for good, but does not hang the hasher.
 #[test]
 fn memory_that_is_not_there_is_an_error() {
     let _gpu = Gpu::take();
-    // In a context of its own, which is lost by it.
+    // In a context of its own, because it will be lost.
     let create: unsafe extern "C" fn(*mut *mut c_void, u32, i32) -> u32 = unsafe { transmute(symbol(c"cuCtxCreate_v2")) };
     let mut context = std::ptr::null_mut();
     assert_eq!(unsafe { create(&raw mut context, 0, 0) }, 0);
@@ -142,7 +142,7 @@ fn memory_that_is_not_there_is_an_error() {
     drop(hasher);
 }
 
-/// All that a hasher has is gone with its context: it says so, and is dropped without a call about what is gone.
+/// A reset destroys everything a hasher owns. It reports that, and dropping it makes no call on the destroyed objects.
 #[test]
 fn a_reset_is_noticed() {
     let gpu = Gpu::take();
@@ -153,7 +153,7 @@ fn a_reset_is_noticed() {
     let mut context = std::ptr::null_mut();
     assert_eq!(unsafe { retain(&raw mut context, 0) }, 0);
     let (address, contents) = allocate(1, PIECE);
-    // Another has its memory by now, at the same address.
+    // A new hasher has its memory by now, at the same address.
     let mut next = Hasher::new(&current()).unwrap();
     assert_eq!(hasher.digests(&current(), &[(address, PIECE)]).unwrap_err().code, code::CONTEXT_IS_DESTROYED);
     gpu.reset_counts();

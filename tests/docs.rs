@@ -1,4 +1,4 @@
-//! The documentation's links lead somewhere, and what it says of the environment is what the code reads.
+//! The documentation's links resolve, and its environment variables are those that the code reads.
 #![allow(missing_docs)]
 
 use std::fs;
@@ -36,7 +36,7 @@ fn links_lead_somewhere() {
     assert!(links > 5, "only {links} links were found: is this test still looking?");
 }
 
-/// Every variable that the code reads is in the README's or a page's table, or users cannot find it.
+/// Every variable that the code reads is in a table in the README or a page.
 #[test]
 fn every_variable_is_documented() {
     let code = ["src/config/lib.rs", "src/cli/run.rs", "src/cli/places.rs", "src/cli/engine.rs"]
@@ -56,7 +56,7 @@ fn every_variable_is_documented() {
     }
 }
 
-/// Every exported function of the C ABI is in the header, and each name that the documentation uses exists.
+/// Every exported function of the C ABI is in the header, and each function that the documentation mentions exists.
 #[test]
 fn functions_that_the_documentation_names_exist() {
     let header = fs::read_to_string(root().join("include/vramctl.h")).unwrap();

@@ -1,5 +1,5 @@
-//! A program ends in the middle of a pause or resume, at each call of the driver that they make: none of ours is in the
-//! driver when it takes itself down, none comes later, whoever asked is told what happened, and nobody else is bothered.
+//! A program exits in the middle of a pause or resume, at each driver call in turn. No worker is in the driver when it shuts down
+//! or calls it later, the client is told what happened, and the program exits normally.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -14,19 +14,19 @@ use std::time::Duration;
 use vramctl_config::CopyBy;
 use vramctl_model::Backup;
 
-/// What is under way when the program ends, who has asked for it, and at which of its calls. In the program's environment.
+/// Environment variables of the program: the transition in progress when it exits and who requested it, and the driver call.
 const PATH: &str = "ENDING_PATH";
 const NTH: &str = "ENDING_NTH";
-/// What the program answers when it ended at the call, and when there was no such call.
+/// Exit codes of the program: it exited at the call, or there was no such call.
 const AT_THE_CALL: i32 = 42;
 const WITHOUT_IT: i32 = 43;
 
-/// Contents in host memory, in host memory that is retained and hashed, in a file, and nowhere.
+/// Allocates contents for host memory, for retained and hashed host memory, for a file, and to be discarded.
 fn start(path: &str) -> Gpu {
     let gpu = Gpu::take();
     let tags = [("weights", Backup::Host), (common::RETAINED_TAG, Backup::Host), ("cold", Backup::Disk), ("cache", Backup::Discard)];
     let addresses = tags.map(|(tag, backup)| malloc_tagged(tag, Some(backup), 2 * MIB).unwrap());
-    // A retained copy, of which a part has changed since.
+    // Makes a retained copy, part of which is then written to.
     pause(&[common::RETAINED_TAG]).and_then(|_| resume(&[common::RETAINED_TAG])).unwrap();
     for address in addresses {
         assert_eq!(write(address, &pattern(address, 4096)), 0);
@@ -43,7 +43,7 @@ fn start(path: &str) -> Gpu {
 
 static OVER: AtomicBool = AtomicBool::new(false);
 
-/// In a process of its own.
+/// Exits at a driver call. Runs in a process of its own.
 #[test]
 #[ignore = "run by the tests below"]
 fn ends_at_a_call() {
@@ -55,7 +55,7 @@ fn ends_at_a_call() {
     }
     let (path, nth) = (std::env::var(PATH).expect("a path"), std::env::var(NTH).unwrap().parse().unwrap());
     let gpu = start(&path);
-    // The first of all: the call is in the driver when the program begins to end.
+    // Registered last, so it runs first: the call is still in the driver when the exit handlers begin.
     assert_eq!(unsafe { libc::atexit(go_on) }, 0);
     gpu.reset_counts();
     gpu.hold(nth);
@@ -71,7 +71,7 @@ fn ends_at_a_call() {
     }
     println!("\nsocket {}/sockets/{}.sock", common::own_folder().display(), std::process::id());
     std::thread::spawn(|| {
-        // Until the test says that it is over.
+        // Until the test reports that the request has been answered.
         let _ = std::io::stdin().read(&mut [0]);
         OVER.store(true, Ordering::SeqCst);
     });
@@ -88,12 +88,12 @@ fn ends_at_a_call() {
             unsafe { libc::pthread_kill(thread.as_pthread_t(), libc::SIGUSR1) };
             std::thread::sleep(Duration::from_secs(600));
         }
-        // By the exit handlers, as a program ends that returns from main.
+        // Runs the exit handlers, as returning from main does.
         _ => std::process::exit(AT_THE_CALL),
     }
 }
 
-/// Has it end at a call, and says what the client was told, and how many calls there were if there was no such call.
+/// Makes the program exit at a call. Returns the client's reply and, if there was no such call, the number of calls.
 fn end_at(path: &str, nth: u64) -> (Option<Value>, Option<u64>) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--ignored", "--exact", "--nocapture", "ends_at_a_call"]);
@@ -117,7 +117,7 @@ fn end_at(path: &str, nth: u64) -> (Option<Value>, Option<u64>) {
 }
 
 fn over(input: &mut ChildStdin) {
-    // It may have ended.
+    // It may have exited.
     let _ = input.write_all(b"\n");
 }
 
@@ -129,7 +129,7 @@ fn ask(socket: &str, request: &str) -> Option<Value> {
     serde_json::from_str(&line).ok()
 }
 
-/// Each call of a path in turn, or one of so many where another path makes the same calls.
+/// Exits at each call of a path in turn, or at every `step`-th if another path makes the same calls.
 fn end_at_each(path: &str, step: u64) {
     common::artifacts();
     let (_, calls) = end_at(path, u64::MAX);
@@ -144,7 +144,7 @@ fn end_at_each(path: &str, step: u64) {
                     assert_eq!(told["code"], "ending", "{path}, call {nth}: {told}");
                     told_of_the_end.fetch_add(1, Ordering::Relaxed);
                 }
-                // It was as good as done.
+                // The transition was almost complete.
                 Some(told) => assert_eq!(told["reply"], "done", "{path}, call {nth}"),
                 None => (),
             }
@@ -171,14 +171,14 @@ fn in_a_resume_by_a_kernel() {
     end_at_each("resume by kernel", 3);
 }
 
-/// That a thread of the program has asked for: over the C ABI, from Python.
+/// Requested by a thread of the program, as through the C ABI or from Python.
 #[test]
 fn in_what_another_thread_of_the_program_has_asked_for() {
     end_at_each("pause in thread", 3);
     end_at_each("resume in thread", 3);
 }
 
-/// In a signal handler that has interrupted a call of ours.
+/// Exits in a signal handler that has interrupted the library.
 #[test]
 fn in_a_signal_handler() {
     end_at_each("pause in thread by signal", 3);

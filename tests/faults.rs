@@ -1,5 +1,5 @@
-//! Every driver call on the paths of allocate, free, pause and resume fails once at each of its uses, and then for good,
-//! and then two fail at a time. Whatever happens: no byte is lost, no address moves, nothing leaks, the next try works.
+//! Fails every driver call on the paths of allocate, free, pause and resume: each use once, each call permanently, and pairs
+//! of uses. Whatever fails, no byte is lost, no address moves, nothing leaks, and the next attempt works.
 #![allow(missing_docs)]
 
 mod common;
@@ -16,7 +16,7 @@ use vramctl_core::memory::{Memory, region};
 use vramctl_intercept::hooks as interpose;
 use vramctl_model::{Backup, Report};
 
-/// The driver's functions that the library calls; those that a path does not use are skipped there.
+/// The driver functions that the library calls. Each path skips those it does not use.
 const CALLS: &[&str] = &[
     "cuDeviceGetAttribute",
     "cuMemGetInfo_v2",
@@ -60,11 +60,10 @@ const CALLS: &[&str] = &[
     "cuPointerGetAttributes",
 ];
 
-/// What a call answers, and how often: out of memory, a code that no driver of today knows, and unknown for good.
+/// Codes, and how often they are returned: out of memory, a code unknown to today's drivers, and unknown permanently.
 const ANSWERS: [(u32, u64); 3] = [(2, 1), (4242, 1), (999, u64::MAX)];
 
-/// Allocations that are kept: in host memory, in host memory that is retained and hashed, and in a file. And some that are
-/// not.
+/// Allocations kept in host memory, retained and hashed in host memory, and kept in a file; and some that are discarded.
 struct Program {
     kept: Vec<(u64, Vec<u8>)>,
     dropped: Vec<(u64, Vec<u8>)>,
@@ -85,7 +84,7 @@ impl Program {
         ];
         let dropped = (4..7).map(|seed| allocate(seed, "cache", Backup::Discard, MIB)).collect();
         let program = Self { kept, dropped };
-        // So that there is a retained copy, and a piece of it that has changed since.
+        // Makes a retained copy, one piece of which has been written to since.
         pause(&[common::RETAINED_TAG]).unwrap();
         resume(&[common::RETAINED_TAG]).unwrap();
         let (address, contents) = &program.kept[1];
@@ -94,7 +93,7 @@ impl Program {
         program
     }
 
-    /// Everything is active at its address, with its contents; what was discarded in between reads as zero.
+    /// Checks that everything is active at its address with its contents. Discarded contents may read as zero after a pause.
     fn check(&self, was_paused: bool, case: &str) {
         for (address, contents) in &self.kept {
             let found = read(*address, contents.len()).unwrap_or_else(|code| panic!("{case}: reading {address:#x}: {code}"));
@@ -110,7 +109,7 @@ impl Program {
         }
     }
 
-    /// What the paths of a free free.
+    /// The allocations that the free paths free.
     fn doomed(&self) -> impl Iterator<Item = u64> {
         self.kept.iter().chain(&self.dropped).map(|(address, _)| *address)
     }
@@ -127,14 +126,14 @@ enum Path {
     Allocate,
     FreeActive,
     FreePaused,
-    /// In the order of a stream.
+    /// In stream order.
     AllocateAsync,
     FreeAsync,
     Pause,
-    /// All but what goes to a file, to host memory that is there: then memory is released before all of it is copied.
+    /// Pauses all but the disk tag, into host memory that is ready.
     PauseInMemory,
     Resume,
-    /// A kernel copies the contents back, as it does while the copy engines are slow.
+    /// A kernel copies the contents back, as while the copy engines are slow.
     ResumeByKernel,
 }
 
@@ -151,7 +150,7 @@ const PATHS: [Path; 9] = [
 ];
 
 impl Path {
-    /// What it pauses or resumes.
+    /// The tags that it pauses or resumes.
     fn tags(self) -> &'static [&'static str] {
         if self == Self::PauseInMemory { &["weights", common::RETAINED_TAG, "cache"] } else { &[] }
     }
@@ -180,18 +179,18 @@ struct Fault {
 fn malloc_async(tag: &str, bytes: usize, stream: &Stream) -> Option<u64> {
     region::begin(Some(tag), None).unwrap();
     let mut pointer = ptr::null_mut();
-    // SAFETY: `pointer` is writable, and the stream is there.
+    // SAFETY: `pointer` is writable, and the stream exists.
     let answer = unsafe { interpose::cudaMallocAsync(&raw mut pointer, bytes, stream.handle()) };
     region::end().unwrap();
     (answer == 0).then_some(pointer as u64)
 }
 
 fn free_async(address: u64, stream: &Stream) -> u32 {
-    // SAFETY: the address is not in use, and the stream is there.
+    // SAFETY: the address is not in use, and the stream exists.
     unsafe { interpose::cudaFreeAsync(address as *mut _, stream.handle()) }
 }
 
-/// How often each call is used on a path.
+/// Counts the uses of each call on a path.
 fn uses(gpu: &Gpu, path: Path) -> BTreeMap<&'static str, u64> {
     let mut counts = BTreeMap::new();
     run(gpu, path, &[], Some(&mut counts));
@@ -199,13 +198,13 @@ fn uses(gpu: &Gpu, path: Path) -> BTreeMap<&'static str, u64> {
     counts
 }
 
-/// Makes what is made once in a process.
+/// Creates everything that is created once per process.
 fn warm_up(gpu: &Gpu) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| [Path::Resume, Path::ResumeByKernel].into_iter().for_each(|path| run(gpu, path, &[], None)));
 }
 
-/// One program goes down one path with the faults planted, and then on to its end without them.
+/// Runs a program down one path with the faults injected, then to its end without them.
 fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'static str, u64>>) {
     let case = format!("{path:?} with {faults:?}");
     path.choose_who_copies();
@@ -214,7 +213,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         pause(&[]).unwrap();
     }
     let stream = Stream::create();
-    // The library's own background work is not on the path that is looked at.
+    // Background work is not part of the path.
     vramctl_backup::settle();
     gpu.reset_counts();
     for fault in faults {
@@ -244,17 +243,17 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         check_all_or_nothing(path, &answer, &case);
     }
 
-    // The next try works, whatever state the first one left.
+    // The next attempt works, whatever state the first one left.
     if path.is_free() {
         for address in program.doomed().filter(|address| !freed.contains(address)) {
             assert_eq!(free(address), 0, "{case}: the second free of what is still there");
         }
-        // What was freed in the order of the stream is given back by the next call.
+        // The next call releases what was freed in stream order.
         assert_eq!((stream.synchronize(), free(0)), (0, 0), "{case}");
         return;
     }
     if matches!(path, Path::Pause | Path::PauseInMemory) && Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0) {
-        // A pause that was refused has changed nothing.
+        // A refused pause has changed nothing.
         program.check(false, &case);
     }
     resume(&[]).unwrap_or_else(|error| panic!("{case}: resume: {error}"));
@@ -268,7 +267,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     program.end(&case);
 }
 
-/// A pause or resume that could not be carried out is a refusal, not a half. (Where undoing it fails too, it may be one.)
+/// A pause or resume that fails leaves everything as it was. (Unless undoing fails too.)
 fn check_all_or_nothing(path: Path, answer: &Result<Report, vramctl_model::Error>, case: &str) {
     let status = Memory::get().status();
     let chosen = status.tags.iter().filter(|tag| path.tags().is_empty() || path.tags().contains(&&*tag.tag));
@@ -277,16 +276,16 @@ fn check_all_or_nothing(path: Path, answer: &Result<Report, vramctl_model::Error
     assert_eq!(paused, if path.is_resume() == answer.is_ok() { 0 } else { all }, "{case}: {answer:?}");
 }
 
-/// Nothing is left after the program has freed everything, but for what the driver refused, which a sweep gets back.
+/// Once the program has freed everything, only what the driver refused to release is left, and a sweep gets that back.
 fn check_nothing_left(gpu: &Gpu, before: &Footprint, case: &str) {
     let left: u64 = gpu.footprint().used().iter().zip(before.used()).map(|(now, before)| now.saturating_sub(*before)).sum();
     assert!(left <= vramctl_driver::leftover_bytes(), "{case}: {left} bytes are in use, and nobody counts them");
     vramctl_driver::sweep();
-    // A stream that the driver refused to destroy is the one thing that is not tried again.
+    // A stream that the driver refused to destroy is not retried.
     assert_eq!(gpu.footprint().without_streams(), before.without_streams(), "{case}: something is left");
 }
 
-/// Which of several processes a case is for.
+/// Which of several processes runs a case.
 fn part_of(case: &str, parts: u64) -> u64 {
     let mut hasher = DefaultHasher::new();
     case.hash(&mut hasher);
@@ -320,7 +319,7 @@ fn each_call_of_a_part_fails() {
     println!("{cases} cases");
 }
 
-/// The simulated driver serves one test at a time, so that a process takes no more than one processor for this.
+/// The simulated driver serves one test at a time, so one process uses at most one processor.
 #[test]
 fn every_call_fails_at_each_of_its_uses() {
     common::artifacts();
@@ -345,7 +344,7 @@ fn every_call_fails_at_each_of_its_uses() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 120, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Undoing can fail as well. Then an allocation may stay paused against its will, but its contents are there.
+    /// Undoing may fail too. An allocation may then stay paused against its will, with its contents intact.
     #[test]
     fn two_calls_fail(path in 0..PATHS.len(), calls in (0..CALLS.len(), 0..CALLS.len()), nth in (1u64..8, 1u64..8), times in 1u64..4) {
         let gpu = Gpu::take();

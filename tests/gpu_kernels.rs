@@ -1,4 +1,5 @@
-//! The kernels on a real GPU: `scripts/gpu-check-kernels` runs these. On a simulated one they show no more than that they run.
+//! The kernels on a real GPU, run by `scripts/gpu-check-kernels`. On a simulated GPU these tests only show that the kernels
+//! run.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 use std::ffi::c_void;
@@ -25,7 +26,7 @@ fn symbol(name: &str) -> *mut c_void {
     symbol
 }
 
-/// The first device's primary context, made current.
+/// Makes the first device's primary context current.
 fn context() -> Current {
     let mut context: *mut c_void = std::ptr::null_mut();
     call!(cuInit(0) as unsafe extern "C" fn(u32) -> u32);
@@ -34,14 +35,14 @@ fn context() -> Current {
     Current::of_thread().unwrap().expect("a context")
 }
 
-/// Device memory with contents, freed with the process.
+/// Device memory with contents, freed when the process ends.
 struct Contents {
     address: CUdeviceptr,
     bytes: usize,
 }
 
 impl Contents {
-    /// Noise, the same again every 256 MiB.
+    /// Noise that repeats every 256 MiB.
     fn noise(random: &mut Random, bytes: usize) -> Self {
         let mut address = 0;
         unsafe { Driver::get().unwrap().cuMemAlloc_v2(&raw mut address, bytes).unwrap() };
@@ -79,7 +80,7 @@ impl Contents {
     }
 }
 
-/// xorshift64*, seeded by the clock or by `DIGEST_SEED`.
+/// xorshift64*, seeded from the clock or `DIGEST_SEED`.
 struct Random(u64);
 
 impl Random {
@@ -118,7 +119,7 @@ fn compare_with_reference(pieces: usize) {
     let contents = Contents::noise(&mut random, pieces * PIECE);
     contents.write(0, &vec![0; PIECE]);
     contents.write(PIECE, &vec![0xFF; PIECE]);
-    // The spans in an order that is not that of the addresses, and one of them twice.
+    // Spans out of address order, one of them twice.
     let (middle, half) = (contents.address + (pieces / 2 * PIECE) as u64, pieces / 2 * PIECE);
     let spans = [(middle, contents.bytes - half), (contents.address, half), (middle, PIECE)];
     let found = hasher.digests(&current, &spans).unwrap();
@@ -139,7 +140,7 @@ fn agrees_with_the_reference() {
     compare_with_reference(300);
 }
 
-/// For `compute-sanitizer`.
+/// Sized for `compute-sanitizer`.
 #[test]
 #[ignore = "needs a GPU"]
 fn small() {
@@ -147,7 +148,7 @@ fn small() {
     copy_and_compare(&context(), &[16, 4096, (1 << 20) + 48]);
 }
 
-/// Copies noise of each size by the kernel, and finds it on the device with nothing beside it touched.
+/// Copies noise of each size with the kernel. Checks that it arrived, and that nothing around it changed.
 fn copy_and_compare(current: &Current, sizes: &[usize]) {
     const MARGIN: usize = 4096;
     let mut random = Random::new();
@@ -168,14 +169,14 @@ fn copy_and_compare(current: &Current, sizes: &[usize]) {
         let mut found = vec![0; contents.bytes];
         contents.read(0, &mut found);
         assert!(found == expected, "{bytes} bytes");
-        // What is not registered is not for the kernel: it would end the context.
+        // The kernel must not take unregistered memory: the access would end the context.
         assert!(!unsafe { copier::queue(&mut lane, &part, wanted.as_ptr()) }.unwrap(), "unregistered memory is taken");
         contents.free();
     }
     println!("{} copies by the kernel are what they are to be", sizes.len());
 }
 
-/// Host memory that the driver knows.
+/// Registered host memory.
 struct Registered {
     address: usize,
     bytes: usize,
@@ -201,7 +202,7 @@ impl Drop for Registered {
     }
 }
 
-/// Sizes around those at which the kernel does something else: a vector, a round of all threads, four rounds.
+/// Sizes around those at which the kernel switches: a vector, one round of all threads, four rounds.
 #[test]
 #[ignore = "needs a GPU"]
 fn copies_all_and_nothing_else() {
@@ -267,7 +268,7 @@ fn is_as_fast_as_memory() {
     contents.free();
 }
 
-/// Everything that the hasher had is gone with the context, and the driver must not be asked to destroy it again.
+/// The reset destroyed everything the hasher owned, so it must not ask the driver to destroy it again.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_reset_is_noticed() {
@@ -279,7 +280,7 @@ fn a_reset_is_noticed() {
     let contents = Contents::noise(&mut random, 4 * PIECE);
     let failure = hasher.digests(&current, &[(contents.address, PIECE)]).unwrap_err();
     assert_eq!(failure.code, code::CONTEXT_IS_DESTROYED);
-    // Its memory is somebody else's by now, perhaps at the same address.
+    // Its memory may belong to the new hasher by now, at the same address.
     let mut next = Hasher::new(&current).unwrap();
     hasher.digests(&current, &[(contents.address, PIECE)]).unwrap_err();
     drop(hasher);
@@ -290,7 +291,7 @@ fn a_reset_is_noticed() {
     println!("a reset is noticed");
 }
 
-/// A program that captures in the global mode, which everything unsafe of any other thread would invalidate.
+/// A program that captures in global mode, which any unsafe call of another thread would invalidate.
 #[test]
 #[ignore = "needs a GPU"]
 fn leaves_captures_alone() {

@@ -1,4 +1,4 @@
-//! `include/vramctl.h` is what the code says: generated from `src/intercept/abi.rs`, and written with `UPDATE=1`.
+//! `include/vramctl.h` is generated from `src/intercept/abi.rs`; `UPDATE=1` writes it.
 #![allow(missing_docs)]
 
 use std::path::Path;
@@ -24,7 +24,7 @@ fn the_header_is_current() {
     assert!(found == wanted, "include/vramctl.h is not what src/intercept/abi.rs says; run `UPDATE=1 cargo test --test header`");
 }
 
-/// The header must be usable from C and from C++, on its own.
+/// The header must compile on its own, as C and as C++.
 #[test]
 fn the_header_compiles_as_c_and_cpp() {
     for (compiler, language, standard) in [("cc", "c", "c99"), ("c++", "c++", "c++11")] {

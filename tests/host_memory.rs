@@ -1,4 +1,4 @@
-//! Host memory that nobody uses stays ready for the next pause for a while, and goes as soon as somebody needs it.
+//! Unused host memory stays ready for the next pause for a while, and is freed as soon as somebody needs it.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -21,7 +21,7 @@ fn is_ready(bytes: usize) -> bool {
     host().ready_bytes == bytes as u64
 }
 
-/// Waits for something that another thread is to do.
+/// Waits for another thread to make a condition true.
 fn expect(what: &str, is_so: impl Fn() -> bool) {
     let started = Instant::now();
     while !is_so() {
@@ -36,7 +36,7 @@ fn no_thread_is_left() -> bool {
     !names.into_iter().any(|name| name.trim() == "vramctl-release")
 }
 
-/// What the tests of this file keep goes with them.
+/// Frees the kept memory and restores the defaults when a test ends.
 struct Kept;
 
 impl Kept {
@@ -68,7 +68,7 @@ fn it_is_kept_for_the_second_pause() {
     let address = allocation(40 * MIB);
     let pieces = (40 * MIB).div_ceil(HOST_PIECE);
     let _kept = Kept::for_long();
-    // What a pause registers besides is the same each time.
+    // Whatever else a pause registers is the same each time.
     let registered = || {
         gpu.reset_counts();
         pause(&[]).unwrap();
@@ -114,7 +114,7 @@ fn it_is_given_back_where_memory_is_short() {
     assert_eq!(free(address), 0);
 }
 
-/// What is kept only saves time: it must not keep contents from being saved.
+/// Memory kept ready only saves time. It must not prevent a backup.
 #[test]
 fn it_makes_room_for_a_pause_under_the_cap() {
     let _gpu = Gpu::take();
@@ -128,7 +128,7 @@ fn it_makes_room_for_a_pause_under_the_cap() {
     pause(&["between"]).unwrap();
     resume(&["first"]).unwrap();
     assert!(is_ready(96 * MIB));
-    // It is longer than what is kept, and has to lie behind what is used.
+    // Too long for the memory kept ready, so it must go behind the memory in use.
     const { assert!((96 + 128) * MIB as u64 > common::HOST_CAP && (32 + 128) * MIB as u64 <= common::HOST_CAP) };
     pause(&["large"]).unwrap();
     assert!(is_ready((32 + 128) * MIB));
@@ -136,7 +136,7 @@ fn it_makes_room_for_a_pause_under_the_cap() {
     assert_eq!([first, between, large].map(free), [0; 3]);
 }
 
-/// A lock as another process would have it, on a byte of the directory of the control sockets.
+/// A lock on a byte of the socket directory, as if held by another process.
 struct Lock(std::fs::File);
 
 impl Lock {
@@ -165,7 +165,7 @@ impl Lock {
 const KEEPS: i64 = 0;
 const NEEDS: i64 = 1;
 
-/// The control thread makes the directory.
+/// The control thread creates the directory.
 fn expect_directory() {
     expect("the sockets' directory", || vramctl_config::socket_directory().is_dir());
 }

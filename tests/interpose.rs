@@ -1,4 +1,4 @@
-//! What a program sees of the hooked functions: managed where they should be, and like the real ones in everything else.
+//! The hooked functions as a program sees them: managed where they should be, and otherwise like the real ones.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -88,7 +88,7 @@ fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
                 assert_eq!(common::synchronize(), 0, "{case}");
                 assert_eq!(free(0), 0, "{case}: what streams have come to is given back by the next call");
                 assert_eq!(gpu.footprint(), before, "{case}");
-                // Once only.
+                // Only once.
                 assert_eq!(release(address), 1, "{case}: a second free");
                 last_error();
             }
@@ -96,8 +96,8 @@ fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
     }
 }
 
-/// A program that registers its buffers with a network card must find managed memory no worse than `cudaMalloc`'s, also
-/// after a resume.
+/// A program that registers buffers with a network card must find managed memory equivalent to `cudaMalloc`'s, also after a
+/// resume.
 #[test]
 fn network_cards_reach_managed_memory_where_the_device_has_that() {
     let gpu = Gpu::take();
@@ -110,7 +110,7 @@ fn network_cards_reach_managed_memory_where_the_device_has_that() {
     assert_eq!(free(address), 0);
 }
 
-/// CUDA's managed memory moves between host and device by itself: it stays CUDA's, in a region too.
+/// CUDA's managed (unified) memory migrates by itself, so it is left to CUDA even in a region.
 #[test]
 fn memory_that_migrates_is_left_to_the_runtime() {
     let gpu = Gpu::take();
@@ -123,7 +123,7 @@ fn memory_that_migrates_is_left_to_the_runtime() {
     assert!(gpu.used(0) <= before);
     assert_ne!(unsafe { interpose::cudaFree(migrating) }, 0, "it was not freed");
     last_error();
-    // What the runtime refuses, it refuses here.
+    // What the runtime rejects is rejected here too.
     assert_ne!(pointer(|to| unsafe { interpose::cudaMallocManaged(to, 4 * MIB, 0) }).0, 0);
     last_error();
     region::end().unwrap();
@@ -167,7 +167,7 @@ fn rows_are_laid_out_as_the_runtime_does() {
         };
         assert_eq!(layout(Some("t")), layout(None), "width {width}, height {height}");
     }
-    // More than can be counted: the runtime's answer, not an overflow of ours.
+    // On overflow the runtime's error is returned.
     region::begin(Some("t"), None).unwrap();
     let mut pitch = 0;
     assert_ne!(pointer(|to| unsafe { interpose::cudaMallocPitch(to, &raw mut pitch, usize::MAX - 3, 7) }).0, 0);
@@ -187,11 +187,11 @@ fn out_of_memory_looks_like_the_runtimes() {
         assert_eq!(last_error(), 2, "cudaGetLastError says so, as after the real call");
         assert_eq!(last_error(), 0, "and it can be cleared");
     }
-    // What is one piece is for the driver to refuse.
+    // A request that fits into one piece is left for the driver to refuse.
     let asked = u64::from(common::DEVICE_BYTES < PHYSICAL_PIECE);
     assert_eq!(gpu.calls("cuMemCreate"), asked, "more than there is: no piece of it is taken first");
     assert_eq!(gpu.footprint(), before);
-    // torch frees its cache then, and tries again.
+    // torch then frees its cache and retries.
     let filling = malloc(common::DEVICE_BYTES - 4 * MIB).unwrap();
     assert_eq!(malloc(8 * MIB), Err(2));
     assert_eq!(free(filling), 0);
@@ -239,7 +239,7 @@ fn threads_without_a_context_and_several_devices() {
     assert_eq!(status.devices.iter().map(|device| (device.device, device.active_bytes)).collect::<Vec<_>>(), [(0, 6 << 20), (1, 4 << 20)]);
 }
 
-/// Somebody else's capture must come out whole, whatever we do meanwhile.
+/// A capture in progress must survive whatever the library does.
 #[test]
 fn another_threads_capture_is_not_disturbed() {
     let _gpu = Gpu::take();
@@ -361,7 +361,7 @@ fn freed_while_paused_and_allocated_while_paused() {
     assert_eq!(gpu.footprint(), before);
 }
 
-/// Memory must not be taken from under work that is queued, and what that work writes is a part of the contents.
+/// Memory must not be unmapped under queued work, and what that work writes is part of the contents.
 #[test]
 fn a_pause_waits_for_the_devices_work() {
     let gpu = Gpu::take();
@@ -376,7 +376,7 @@ fn a_pause_waits_for_the_devices_work() {
     gpu.set_op_delay_ms(0);
     resume(&["t"]).unwrap();
     assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
-    // A free waits, too.
+    // A free waits too.
     gpu.set_op_delay_ms(100);
     assert_eq!(stream.fill(address, 0x11, 2 * MIB), 0);
     assert_eq!(free(address), 0);
@@ -384,7 +384,7 @@ fn a_pause_waits_for_the_devices_work() {
     assert_eq!(common::synchronize(), 0, "nothing was taken from under the work");
 }
 
-/// Such a stream is as busy as one that computes, though the device does nothing.
+/// A stream that waits for a value is busy, although the device computes nothing.
 #[test]
 fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
     let gpu = Gpu::take();
@@ -396,7 +396,7 @@ fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
         if full {
             gpu.occupy(0, common::DEVICE_BYTES - gpu.used(0) as usize);
         } else {
-            // As if the driver did it without waiting: nobody promises that it does.
+            // Makes the driver seem not to wait here, which it does not guarantee.
             gpu.fail("cuMemHostUnregister", 1, 0, u64::MAX);
         }
         std::thread::scope(|scope| {
@@ -418,7 +418,7 @@ fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
     }
 }
 
-/// Work of any context of the device may use the memory, whichever it was allocated in.
+/// Any context on the device may use the memory, not only the one it was allocated in.
 #[test]
 fn a_pause_waits_for_every_context_of_the_device() {
     let gpu = Gpu::take();
@@ -428,7 +428,7 @@ fn a_pause_waits_for_every_context_of_the_device() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let _context = OwnContext::create(0);
-            // A hooked call, and not one that is managed.
+            // A hooked call that manages nothing.
             assert_eq!(free(0), 0);
             let (gate, stream) = (Gate::new(), Stream::create());
             stream.wait_for(&gate);
@@ -449,7 +449,7 @@ fn a_pause_waits_for_every_context_of_the_device() {
     assert_eq!(gpu.footprint(), before);
 }
 
-/// The primary context need not have been seen in a call: the runtime uses it wherever there is no other.
+/// The primary context counts even if no hooked call has seen it: the runtime uses it by default.
 #[test]
 fn a_pause_waits_for_the_primary_context_that_has_allocated_nothing() {
     let _gpu = Gpu::take();
@@ -474,12 +474,12 @@ fn a_pause_waits_for_the_primary_context_that_has_allocated_nothing() {
     });
 }
 
-/// What a program destroys by the driver's own calls is gone all the same, and a context that comes back under the same handle
-/// is another one.
+/// A context destroyed through the driver API takes its allocations with it, and a new context with the same handle is a
+/// different one.
 #[test]
 fn what_goes_with_its_context_goes_without_our_seeing_it() {
     let gpu = Gpu::take();
-    // What the library keeps in the primary context goes with it for good.
+    // The library's own objects in the primary context are destroyed for good.
     reset_unseen(0);
     use_again(0);
     let before = gpu.used(0);
@@ -518,8 +518,7 @@ fn what_goes_with_its_context_goes_without_our_seeing_it() {
     }
 }
 
-/// Whoever asked for a pause and left must not find the memory gone later, when the program's work has ended; nor may those who
-/// left keep others from asking.
+/// A pause must not happen after the client that requested it has left, nor may abandoned pauses block others.
 #[test]
 fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
     struct Leaves;
@@ -540,7 +539,7 @@ fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
     gpu.set_op_delay_ms(0);
     assert_eq!(stream.synchronize(), 0);
     assert_eq!(state("t"), Some(TagState::Active));
-    // Where there is nothing to wait for, it is paused.
+    // If the device is idle, the pause happens anyway.
     Memory::get().pause(&request(&["t"]), &mut Leaves).unwrap();
     resume(&["t"]).unwrap();
     assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
@@ -564,7 +563,7 @@ fn a_resume_without_memory_says_what_is_short_and_can_wait() {
         Memory::get().resume(&TransitionRequest { timeout: Some(Duration::from_secs(30)), ..request(&["t"]) }, &mut ())
     });
     std::thread::sleep(Duration::from_millis(100));
-    // While it waits, the program can allocate and free.
+    // During the wait, the program can allocate and free.
     let other = malloc_tagged("other", None, 2 * MIB).unwrap();
     assert_eq!(free(other), 0);
     gpu.occupy(0, 0);
@@ -596,7 +595,7 @@ fn a_device_reset_drops_what_it_destroys_and_nothing_else() {
     set_device(0);
     let again = malloc_tagged("t", None, 2 * MIB).unwrap();
     assert_eq!(write(again, &contents), 0, "the device works again after the reset");
-    // Digests, too, though a reset with nothing allocated was in between.
+    // Digests work too, despite an intermediate reset without allocations.
     assert_eq!(free(again), 0);
     assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
     let again = malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap();
@@ -628,7 +627,7 @@ fn the_process_wide_tag_can_be_set_and_taken_away() {
     }
 }
 
-/// What `cudaDeviceEnablePeerAccess` opens is open for managed memory too: before and after, and after a resume.
+/// `cudaDeviceEnablePeerAccess` applies to managed memory too: allocated before or after, and after a resume.
 #[test]
 fn peers_reach_each_others_memory() {
     let _gpu = Gpu::take();
@@ -649,7 +648,7 @@ fn peers_reach_each_others_memory() {
     assert!(read(here, 2 * MIB).unwrap().iter().all(|byte| *byte == 7));
 }
 
-/// The program must be able to allocate and free while a pause waits for its work: it may need to, to finish that work.
+/// The program must be able to allocate and free while a pause waits for its work, which may depend on it.
 #[test]
 fn a_waiting_pause_does_not_hold_the_program_up() {
     let gpu = Gpu::take();
@@ -665,7 +664,7 @@ fn a_waiting_pause_does_not_hold_the_program_up() {
         let started = Instant::now();
         let other = malloc_tagged("other", None, 2 * MIB).unwrap();
         slowest = slowest.max(started.elapsed());
-        // New work all the time, as from a program that is not idle.
+        // Keeps the device busy, as an active program does.
         if started.elapsed() < Duration::from_millis(300) {
             stream.synchronize();
         }
@@ -680,7 +679,7 @@ fn free_async(address: u64, stream: &Stream) -> u32 {
     unsafe { interpose::cudaFreeAsync(address as *mut c_void, stream.handle()) }
 }
 
-/// As CUDA has it: a correct program may have a stream wait for what it does after the call.
+/// CUDA does not wait here: a stream may wait for something that a correct program does after the call.
 #[test]
 fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
     let gpu = Gpu::take();
@@ -692,7 +691,7 @@ fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
         stream.wait_in_a_function_for(&gate);
         assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
         let opened = std::thread::scope(|scope| {
-            // So that a call that waits fails the test and does not hang it.
+            // Lets a call that waits fail the test instead of hanging it.
             let (freed, was_freed) = std::sync::mpsc::channel();
             let gate = &gate;
             let late = scope.spawn(move || {
@@ -718,7 +717,7 @@ fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
     }
 }
 
-/// What comes later in the stream gets other memory, until the stream has come to the free.
+/// Later allocations get other memory until the stream reaches the free.
 #[test]
 fn a_free_takes_its_place_in_its_stream() {
     let gpu = Gpu::take();
@@ -731,7 +730,7 @@ fn a_free_takes_its_place_in_its_stream() {
     region::end().unwrap();
     assert_eq!((code, stream.fill(third as u64, 3, 2 * MIB), stream.copy(second, third as u64, 2 * MIB)), (0, 0, 0));
     assert_eq!(free_async(third as u64, &stream), 0);
-    // An allocation that would not fit otherwise waits; on another device nothing waits.
+    // An allocation that would not fit otherwise waits; one on another device does not.
     set_device(1);
     assert_eq!(free(malloc(common::DEVICE_BYTES - 64 * MIB).unwrap()), 0);
     set_device(0);
@@ -749,7 +748,7 @@ fn a_free_takes_its_place_in_its_stream() {
     assert_eq!(free(second), 0);
 }
 
-/// A pause gives back what has been freed, and saves none of it; a reset and the end of a context do as well.
+/// A pause, a reset and the end of a context all release freed memory, and a pause does not save it.
 #[test]
 fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
     let gpu = Gpu::take();
@@ -762,7 +761,7 @@ fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
     let report = pause(&[]).unwrap();
     assert_eq!((report.allocations, report.kept_bytes, gpu.used(0)), (1, 2 << 20, used));
     resume(&[]).unwrap();
-    // Paused, nothing can use it: it goes at once.
+    // Paused memory cannot be in use, so it is released at once.
     pause(&[]).unwrap();
     assert_eq!((free_async(stays, &stream), Memory::get().addresses().len()), (0, 0));
     drop((stream, gate));
@@ -793,7 +792,7 @@ fn what_is_freed_while_a_pause_waits_is_free_at_once() {
     assert_eq!(stream.fill(stays, 1, 2 * MIB), 0);
     let pausing = std::thread::spawn(|| pause(&["t"]).unwrap());
     std::thread::sleep(Duration::from_millis(50));
-    // In the order of a stream that has nothing to do: this does not wait for the work that the pause waits for.
+    // In the order of an idle stream, so this does not wait for the work that the pause waits for.
     let idle = Stream::create();
     assert_eq!(unsafe { interpose::cudaFreeAsync(goes as *mut c_void, idle.handle()) }, 0);
     let again = malloc(200 * MIB).expect("the memory that was freed");
@@ -830,7 +829,7 @@ fn a_null_pointer_is_the_runtimes_to_refuse() {
     last_error();
 }
 
-/// Work of a device that may use another's memory is waited for, too.
+/// Work on a peer device that may use the memory is waited for too.
 #[test]
 fn a_pause_waits_for_the_work_of_peers() {
     let gpu = Gpu::take();
@@ -881,8 +880,8 @@ fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
     assert_eq!((host().used_bytes, host().ready_bytes), (0, 0), "what was retained goes with its allocation");
 }
 
-/// The driver takes as long for a small mapping as for a large one, so neighbours go together: where nothing has changed, all
-/// that was hashed together; where contents are copied, all that has landed in a piece of host memory.
+/// The driver takes as long to unmap a small mapping as a large one, so neighbours are unmapped together: unchanged ones that
+/// were hashed together, and copied ones that share a piece of host memory.
 #[test]
 fn what_is_saved_of_neighbours_is_unmapped_together() {
     const COUNT: usize = 60;
@@ -925,7 +924,7 @@ fn too_little_host_memory_is_an_error_before_anything_changed() {
     assert_eq!(gpu.footprint(), before);
 }
 
-/// What is retained is there to save time. It must not keep another tag from being paused.
+/// Retained backups only save time. They must not prevent a pause of another tag.
 #[test]
 fn retained_contents_make_room_for_a_pause_that_needs_it() {
     const RETAINED: usize = 64 * MIB;
@@ -946,7 +945,7 @@ fn retained_contents_make_room_for_a_pause_that_needs_it() {
         pause(&["t"]).unwrap();
         assert_eq!(host(), OTHERS as u64, "what was retained is given up");
         resume(&["t"]).unwrap();
-        // All is saved and comes back as if nothing had ever been retained.
+        // Everything is saved and restored as if nothing had been retained.
         pause(&[common::RETAINED_TAG]).unwrap();
         resume(&[common::RETAINED_TAG]).unwrap();
         assert_eq!(host(), RETAINED as u64);
@@ -956,7 +955,7 @@ fn retained_contents_make_room_for_a_pause_that_needs_it() {
     assert_eq!((free(retained), free(others)), (0, 0));
 }
 
-/// What is retained saves time; it is not to be lost for nothing.
+/// Retained backups are not dropped if that would not help.
 #[test]
 fn retained_contents_stay_where_giving_them_up_would_not_help() {
     const RETAINED: usize = 64 * MIB;
@@ -966,9 +965,9 @@ fn retained_contents_stay_where_giving_them_up_would_not_help() {
     pause(&[common::RETAINED_TAG]).unwrap();
     resume(&[common::RETAINED_TAG]).unwrap();
     for (tags, others) in [
-        // More than there could be without.
+        // More than would fit even without them.
         (&["t"][..], common::HOST_CAP as usize + 48 * MIB),
-        // A pause saves over it.
+        // The pause would reuse the retained backup anyway.
         (&[], common::HOST_CAP as usize - RETAINED + 8 * MIB),
     ] {
         set_device(1);
@@ -982,7 +981,7 @@ fn retained_contents_stay_where_giving_them_up_would_not_help() {
     assert_eq!(free(retained), 0);
 }
 
-/// A copy that shares its piece of host memory with contents that stay makes no room.
+/// Dropping a copy frees nothing if its piece of host memory is shared with contents that stay.
 #[test]
 fn what_makes_no_room_stays_retained() {
     let _gpu = Gpu::take();
@@ -990,18 +989,18 @@ fn what_makes_no_room_stays_retained() {
     let allocate = |(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap();
     let mut addresses = [("kept", 8 * MIB), ("shares", 24 * MIB), ("alone", 64 * MIB)].map(allocate).to_vec();
     while addresses[1] > addresses[2] {
-        // The one that makes no room is looked at first.
+        // The copy that would free nothing must be considered first.
         assert_eq!(free(addresses[1]), 0);
         addresses[1] = allocate(("shares", 24 * MIB));
     }
     const { assert!(HOST_PIECE == 32 * MIB && common::HOST_CAP == 6 * HOST_PIECE as u64) };
-    // The first two in one piece, the third in two of its own.
+    // The first two share a piece; the third has two of its own.
     for tag in ["kept", "shares", "alone"] {
         Memory::get().set_retain(Some(tag), Some(true)).unwrap();
         pause(&[tag]).unwrap();
     }
     resume(&["shares", "alone"]).unwrap();
-    // Four pieces, where there are three.
+    // Needs four pieces; three are free.
     addresses.push(allocate(("t", 120 * MIB)));
     pause(&["t"]).unwrap();
     assert_eq!(host(), (8 + 24 + 120) << 20, "the copy that takes two pieces is given up, and no other");
@@ -1014,7 +1013,7 @@ fn what_makes_no_room_stays_retained() {
     }
 }
 
-/// What was saved before its tag was to be retained may keep other parts, and nothing is saved over it.
+/// A copy saved before its tag was retained may hold other parts, so it cannot be reused.
 #[test]
 fn a_retained_copy_of_other_parts_makes_room_for_its_own_tag() {
     const BYTES: usize = 160 * MIB;
@@ -1034,7 +1033,7 @@ fn a_retained_copy_of_other_parts_makes_room_for_its_own_tag() {
     assert_eq!(free(address), 0);
 }
 
-/// Neighbours that have changed are copied together, and all of each of them.
+/// Changed neighbours are copied together, each in full.
 #[test]
 fn all_that_has_changed_of_a_retained_copy_is_saved() {
     const BYTES: usize = 16 * MIB;
@@ -1053,7 +1052,7 @@ fn all_that_has_changed_of_a_retained_copy_is_saved() {
     assert_eq!(free(address), 0);
 }
 
-/// A save that fails halfway has replaced a part of the copy. What is there is not what its digests say.
+/// A save that fails halfway has replaced part of the copy, which no longer matches its digests.
 #[test]
 fn a_retained_copy_that_was_replaced_in_part_is_not_believed() {
     const BYTES: usize = HOST_PIECE + 8 * MIB;
@@ -1075,7 +1074,7 @@ fn a_retained_copy_that_was_replaced_in_part_is_not_believed() {
     assert_eq!(free(address), 0);
 }
 
-/// The long wait comes before the lock. What the program has started meanwhile is waited for under it.
+/// The long wait comes before the lock. Work started meanwhile is waited for under the lock.
 #[test]
 fn work_that_is_started_during_the_first_wait_is_waited_for() {
     let gpu = Gpu::take();
@@ -1088,7 +1087,7 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
     while gpu.calls("cuMemHostUnregister") == 0 {
         std::thread::yield_now();
     }
-    // The driver has looked by then what it waits for.
+    // By then the driver has decided what to wait for.
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(other.fill(address, 2, MIB), 0);
     pausing.join().unwrap().unwrap();
@@ -1098,7 +1097,7 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
     assert_eq!(free(address), 0);
 }
 
-/// Refused once more, memory is late and not forgotten.
+/// Memory that a sweep fails to release stays on the list.
 #[test]
 fn what_a_sweep_is_refused_is_tried_again() {
     let gpu = Gpu::take();
@@ -1115,7 +1114,7 @@ fn what_a_sweep_is_refused_is_tried_again() {
     assert_eq!(free(address), 0);
 }
 
-/// Host memory that was registered in a context is registered no more when that is gone, and is registered again.
+/// Host memory registered in a context that is then destroyed is registered again.
 #[test]
 fn host_memory_does_not_outlive_the_context_it_was_registered_in() {
     let gpu = Gpu::take();
@@ -1129,7 +1128,7 @@ fn host_memory_does_not_outlive_the_context_it_was_registered_in() {
     set_device(0);
     let context = common::OwnContext::create(0);
     malloc_tagged("goes", None, 4 * MIB).unwrap();
-    // Both in one piece, registered for the first.
+    // Both in one piece, registered in the first's context.
     pause(&["goes"]).unwrap();
     pause(&["stays"]).unwrap();
     drop(context);
@@ -1144,7 +1143,7 @@ fn host_memory_does_not_outlive_the_context_it_was_registered_in() {
     assert_eq!(free(stays), 0);
 }
 
-/// Nothing is taken of a device that has not enough for all.
+/// A resume allocates nothing if the device has too little for all of it.
 #[test]
 fn a_resume_that_finds_too_little_takes_nothing() {
     let gpu = Gpu::take();
@@ -1160,7 +1159,7 @@ fn a_resume_that_finds_too_little_takes_nothing() {
     assert_eq!(addresses.map(free), [0; 2]);
 }
 
-/// Where host memory cannot be registered, backups go through a small buffer of the driver's, or without any.
+/// If host memory cannot be registered, backups go through a small buffer allocated by the driver, or through none.
 #[test]
 fn host_memory_that_cannot_be_registered_is_slower_and_right() {
     let gpu = Gpu::take();
@@ -1182,7 +1181,7 @@ fn host_memory_that_cannot_be_registered_is_slower_and_right() {
     }
 }
 
-/// Asked not to wait, a pause of an idle device has nothing to wait for.
+/// With a timeout of 0, a pause of an idle device succeeds.
 #[test]
 fn an_idle_device_is_paused_without_any_time() {
     let _gpu = Gpu::take();
@@ -1212,7 +1211,7 @@ fn a_pause_of_one_gpu_leaves_the_others_alone() {
     assert_eq!(Memory::get().pause(&only("GPU-of-nobody"), &mut ()).unwrap().allocations, 0);
 }
 
-/// Whoever looks in the middle of it sees neither `active` nor more host memory in use than there is.
+/// A status request during a pause sees neither `active` nor more host memory in use than there is.
 #[test]
 fn a_pause_and_a_resume_under_way_are_seen_as_such() {
     struct Looking {
@@ -1249,7 +1248,7 @@ fn a_pause_and_a_resume_under_way_are_seen_as_such() {
     }
 }
 
-/// What nobody wrote to since it was saved is not copied again; what somebody did, is, be it a single bit.
+/// Only pieces that were written to since the last backup are copied again, even if a single bit has changed.
 #[test]
 fn only_what_has_changed_is_copied_again() {
     const PIECE: u64 = 2 << 20;
@@ -1271,11 +1270,11 @@ fn only_what_has_changed_is_copied_again() {
         assert!(read(address, 20 * MIB).unwrap() == contents);
     }
     assert_eq!(cycle(), 10 * PIECE);
-    // Changed and changed back: the copy is right as it is.
+    // Changed and changed back: the copy is still valid.
     assert_eq!(write(address, &[!contents[0]]), 0);
     assert_eq!(write(address, &contents[..1]), 0);
     assert_eq!(cycle(), 10 * PIECE);
-    // A discarding pause forgets the copy.
+    // A discarding pause drops the copy.
     Memory::get().pause(&TransitionRequest { backup: Some(Backup::Discard), ..request(&[]) }, &mut ()).unwrap();
     resume(&[]).unwrap();
     assert!(read(address, 20 * MIB).unwrap().iter().all(|byte| *byte == 0));
@@ -1284,7 +1283,7 @@ fn only_what_has_changed_is_copied_again() {
     assert_eq!(free(address), 0);
 }
 
-/// A pause that fails after it began to replace a retained copy must not leave digests that vouch for the old one.
+/// A pause that fails while replacing a retained copy must not leave digests that vouch for the old one.
 #[test]
 fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
     let gpu = Gpu::take();
@@ -1294,10 +1293,10 @@ fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     assert_eq!(write(address, &second), 0);
-    // While the rest would still be copied, and once more at the end.
+    // Fails the unmap that overlaps the copies, and the last one.
     gpu.fail("cuMemUnmap", 1, 999, 2);
     pause(&[]).unwrap_err();
-    // Back to what the digests of before stand for, while the copy is of the second contents.
+    // Restores the contents that the old digests match, while the copy holds the second contents.
     assert_eq!(write(address, &first), 0);
     pause(&[]).unwrap();
     resume(&[]).unwrap();
@@ -1305,7 +1304,7 @@ fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
     assert_eq!(free(address), 0);
 }
 
-/// The compiler needs time and a large stack, and an allocation has neither to give; a pause that needs the kernel waits for it.
+/// Compiling takes time and a large stack, which an allocation cannot spare. A pause that needs the kernel waits for it.
 #[test]
 fn the_kernel_of_the_digests_is_loaded_once_and_not_by_the_program() {
     let gpu = Gpu::take();
@@ -1334,7 +1333,7 @@ fn the_kernel_of_the_digests_is_loaded_once_and_not_by_the_program() {
     for address in all {
         assert_eq!(free(address), 0);
     }
-    // As the other tests expect it.
+    // Restores the state that the other tests expect.
     assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
 }
 
@@ -1360,7 +1359,7 @@ fn contents_go_to_a_file_and_come_back() {
     let status = Memory::get().status();
     assert_eq!(status.host.used_bytes, 64 << 20, "no host memory beyond the staging buffers");
     assert_eq!(status.tags.iter().map(|tag| tag.disk_bytes).sum::<u64>(), 86 << 20);
-    // By tag: not all of a file at once, and out of order.
+    // By tag: parts of a file, out of order.
     resume(&["odd"]).unwrap();
     resume(&["even"]).unwrap();
     for (address, contents) in allocations {
@@ -1378,7 +1377,7 @@ impl Observer for Looks<'_> {
     }
 }
 
-/// Release is the last step: a pause that fails must find everything as it was.
+/// Release is the last step: a failed pause must leave everything as it was.
 #[test]
 fn nothing_is_released_before_everything_is_saved() {
     let gpu = Gpu::take();
@@ -1399,7 +1398,7 @@ fn nothing_is_released_before_everything_is_saved() {
     }
 }
 
-/// Undone work is work that another process may take the memory of.
+/// Memory released too early could be taken by another process before the pause is undone.
 #[test]
 fn nothing_is_released_once_a_copy_has_failed_and_all_of_it_comes_back() {
     let gpu = Gpu::take();
@@ -1427,7 +1426,7 @@ fn nothing_is_released_once_a_copy_has_failed_and_all_of_it_comes_back() {
     assert_eq!(gpu.calls("cuMemRelease"), 0);
     check(1000, 0);
 
-    // 66 are unmapped while the rest is hashed; then a copy fails.
+    // 66 are unmapped while the rest is hashed, then a copy fails.
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     fill(2000, 66);
@@ -1449,7 +1448,7 @@ fn one_allocation() {
     assert!(Memory::get().addresses().is_empty());
 }
 
-/// What is wrong with the environment may be the very reason that nothing is managed.
+/// An error in the environment may be the reason why nothing is managed.
 #[test]
 fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
     let said = |program: &Path, arguments: &[&str], (name, value)| {
@@ -1465,7 +1464,7 @@ fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
     for wrong in [("VRAMCTL_TAG", "a,b"), ("TMS_INIT_ENABLE", "maybe")] {
         let warning = allocating(wrong);
         assert!(warning.contains(&format!("warn: {}", wrong.0)) && warning.contains(wrong.1), "{warning:?}");
-        // A program without CUDA is not spoken into.
+        // A program without CUDA gets no message.
         let preload = |variable| said(Path::new("env"), &[&format!("LD_PRELOAD={}", library.display()), "true"], variable);
         assert_eq!(preload(wrong), "");
     }

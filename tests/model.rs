@@ -1,5 +1,5 @@
-//! Random sequences of allocate, free, write, pause, resume and regions, against a model that is simple enough to be
-//! believed; and many threads at once, each of which checks its own memory.
+//! Random sequences of allocate, free, write, pause, resume and regions, checked against a simple model; and many threads at
+//! once, each checking its own memory.
 #![allow(missing_docs)]
 
 mod common;
@@ -22,7 +22,7 @@ enum Step {
     Allocate(usize),
     Free(usize),
     Write(usize, u64),
-    /// Perhaps a part of an allocation is said to be unused: which one, from where and how long.
+    /// An optional unused range in an allocation: index, offset and length.
     Pause(Option<usize>, Option<Backup>, Option<(usize, usize, usize)>),
     Resume(Option<usize>),
 }
@@ -45,7 +45,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What an allocation ought to be. Contents are what was written last, or `None` for zeroes.
+/// An allocation's expected state. Contents are what was last written, or `None` for zeroes.
 struct Model {
     tag: Option<(usize, Backup)>,
     bytes: usize,
@@ -54,7 +54,7 @@ struct Model {
 }
 
 impl Model {
-    /// The whole pages in a range read as zero from now on.
+    /// Whole pages in a range read as zero from now on.
     fn forget(&mut self, from: usize, bytes: usize) {
         const PAGE: usize = 2 * MIB;
         let end = (from + bytes).min(self.bytes.next_multiple_of(PAGE)) / PAGE * PAGE;
@@ -104,7 +104,7 @@ impl World {
                         prop_assert_eq!(Memory::get().find(address).is_some(), tag.is_some());
                         let tag = tag.map(|(tag, backup)| (tag, backup.unwrap_or(Backup::Host)));
                         let model = Model { tag, bytes, contents: None, paused: false };
-                        // Plain memory is not promised to be zero; make it so.
+                        // Plain memory is not guaranteed to be zero, so clear it.
                         if model.tag.is_none() {
                             prop_assert_eq!(write(address, &vec![0; bytes]), 0);
                         }
@@ -196,8 +196,8 @@ proptest! {
     }
 }
 
-/// Threads that allocate, write, pause and resume under tags of their own, while one asks for the status and one pauses
-/// and resumes a bystander. Each finds its own contents, always.
+/// Threads allocate, write, pause and resume under their own tags while one thread queries the status and another pauses and
+/// resumes a bystander. Every thread must always find its own contents.
 #[test]
 fn many_threads_find_their_own_contents() {
     const THREADS: u64 = 6;
@@ -234,7 +234,7 @@ fn many_threads_find_their_own_contents() {
 
 fn work(number: u64, until: Instant) -> u64 {
     let tag = format!("thread-{number}");
-    // Half of them have contents that are dropped.
+    // Half of them discard their contents.
     let dropped = number % 4 >= 2;
     region::begin(Some(&tag), dropped.then_some(Backup::Discard)).unwrap();
     common::set_device((number % 2) as i32);

@@ -1,5 +1,5 @@
-//! Real programs under the preloaded library, on a simulated machine: paused and resumed from the shell, killed, forked,
-//! fighting over memory, and talked to by clients with no manners.
+//! Real programs under the preloaded library on a simulated machine: paused and resumed from the shell, killed, forked,
+//! competing for memory, and facing misbehaving clients.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -15,7 +15,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// One simulated machine with its own sockets, and how to start things on it.
+/// A simulated machine with its own socket directory.
 struct Machine {
     folder: tempfile::TempDir,
     memory: &'static str,
@@ -44,7 +44,7 @@ impl Machine {
         self.folder.path().join("sockets")
     }
 
-    /// Where a program's socket is.
+    /// The path of a program's socket.
     fn socket(&self, program: &Program) -> PathBuf {
         self.sockets().join(format!("{}.sock", program.pid()))
     }
@@ -71,7 +71,7 @@ impl Machine {
         self.vramctl(arguments).output().unwrap()
     }
 
-    /// Asks and expects it to be done.
+    /// Sends a request, which must succeed.
     fn done(&self, arguments: &[&str]) -> String {
         let output = self.ask(arguments);
         let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -91,7 +91,7 @@ impl Machine {
         Program::spawn(&mut command)
     }
 
-    /// Bytes in use on device 0, by everyone.
+    /// Bytes in use on device 0, by all processes.
     fn used(&self) -> u64 {
         let output = self.bare(artifacts().join("simgpu-smi")).arg("--json").output().unwrap();
         let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
@@ -250,7 +250,7 @@ fn the_doctor_finds_a_machine_well_or_says_what_it_lacks() {
     assert_eq!(machine.used(), 0);
 }
 
-/// The same GPU has the same name for the process, for the command line and for NVML.
+/// The process, the command line and NVML identify a GPU by the same UUID.
 #[test]
 fn gpus_are_chosen_by_index_and_by_uuid() {
     let machine = Machine::new("256M");
@@ -277,7 +277,7 @@ fn gpus_are_chosen_by_index_and_by_uuid() {
     program.ends_well();
 }
 
-/// Whoever asks, in whatever language: the process itself protects a cache that its engine's prefix cache describes.
+/// The process itself protects a cache that its engine's prefix cache describes, whichever client asks.
 #[test]
 fn a_cache_that_an_engine_relies_on_is_dropped_by_force_only() {
     let program = r#"
@@ -388,7 +388,7 @@ fn forking_all_the_time_while_paused_and_resumed() {
     program.ends_well();
 }
 
-/// The child holds nothing of the parent's socket, so a client does not wait for a server that is dead.
+/// The child must not inherit the socket, or a client would wait for a dead server.
 #[test]
 fn a_dead_programs_child_does_not_keep_its_socket_alive() {
     let machine = Machine::new("256M");
@@ -404,7 +404,7 @@ fn a_dead_programs_child_does_not_keep_its_socket_alive() {
     assert!(started.elapsed() < Duration::from_secs(20));
 }
 
-/// Whatever was in its way may be mended, and the program goes on for days.
+/// Programs run for days, and the cause of the failure may have been fixed since.
 #[test]
 fn a_socket_that_could_not_be_made_is_there_once_it_can() {
     let machine = Machine::new("256M");
@@ -431,7 +431,7 @@ fn a_program_that_closes_the_socket_keeps_its_files_and_gets_another() {
     let first = fs::metadata(&socket).unwrap().ino();
     program.tell("go on");
     program.expect("closed");
-    // The first client's connection shows the library what has happened.
+    // The first client's connection makes the library notice the loss.
     for request in ["pause", "resume"] {
         machine.done(&[request, "--name", "tidy"]);
     }
@@ -453,10 +453,10 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
         let socket = machine.socket(&program);
         let first = fs::metadata(&socket).unwrap().ino();
         program.tell("go on");
-        // Its end of the pipe is closed.
+        // It has closed its end of the pipe.
         let mut rest = String::new();
         program.output.read_to_string(&mut rest).unwrap();
-        // Several look for it at the same time: none of them may take the new socket away for the old one.
+        // Several clients at once: none may remove the new socket, mistaking it for the old one.
         std::thread::scope(|scope| {
             for _ in 0..6 {
                 scope.spawn(|| {
@@ -474,8 +474,8 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
     }
 }
 
-/// Two containers that share a directory may both have a process of this number. The one that has no socket for that must not
-/// take the other's away when it ends.
+/// Two containers that share a directory may have processes with the same PID. The one without a socket must not remove the
+/// other's when it exits.
 #[test]
 fn a_program_whose_place_is_taken_leaves_it_alone() {
     let machine = Machine::new("256M");
@@ -494,7 +494,7 @@ fn a_program_whose_place_is_taken_leaves_it_alone() {
     assert!(place.exists());
 }
 
-/// What the program prints must not go to our clients, nor into its backups.
+/// The program's output must not go to clients or into backups.
 #[test]
 fn no_file_of_ours_stands_in_for_a_closed_standard_stream() {
     let machine = Machine::new("256M");
@@ -502,7 +502,7 @@ fn no_file_of_ours_stands_in_for_a_closed_standard_stream() {
     program.expect("ready");
     machine.done(&["pause", "--backup", "disk"]);
     let _client = UnixStream::connect(machine.socket(&program)).unwrap();
-    // Answered, so the one before it has been accepted.
+    // This one was served, so the one before it has been accepted.
     machine.done(&["status"]);
     program.tell("go on");
     program.expect("free");
@@ -511,7 +511,7 @@ fn no_file_of_ours_stands_in_for_a_closed_standard_stream() {
     program.ends_well();
 }
 
-/// Asks until it is done.
+/// Retries until it succeeds.
 fn eventually(ask: impl Fn() -> Output) {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
@@ -538,7 +538,7 @@ fn signals_exit_handlers_and_large_thread_locals() {
     }
 }
 
-/// In the middle of a pause or a resume, or while one waits for work of the device that never ends.
+/// In the middle of a pause or resume, or while one waits for device work that never finishes.
 #[test]
 fn a_program_that_ends_in_a_pause_or_resume_ends_as_it_would_and_the_client_is_told() {
     let ends = |mode: &str, request: &str, thread: &str| {
@@ -565,7 +565,7 @@ fn a_program_that_ends_in_a_pause_or_resume_ends_as_it_would_and_the_client_is_t
         assert_eq!(said, "", "{mode}, {request}");
         let told = client.wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&told.stdout).into_owned() + &String::from_utf8_lossy(&told.stderr);
-        // Its one copy may have been all that was left of a resume.
+        // A resume may have had nothing left to do but this one copy.
         assert!(text.contains("\"ending\"") || (request == "resume" && text.contains("\"report\"")), "{mode}, {request}: {text}");
     };
     std::thread::scope(|scope| {
@@ -576,7 +576,7 @@ fn a_program_that_ends_in_a_pause_or_resume_ends_as_it_would_and_the_client_is_t
     });
 }
 
-/// Addresses for backups are not memory: they are not filled where all memory is locked, and the program may have its data.
+/// The arena only reserves addresses: `mlockall` must not fill them, and they must not count against the program's data limit.
 #[test]
 fn limits_of_the_program_are_for_the_program() {
     let machine = Machine::new("256M");
@@ -587,7 +587,7 @@ fn limits_of_the_program_are_for_the_program() {
         line.trim_end_matches(" kB").parse::<u64>().unwrap() << 10
     };
     for _ in 0..2 {
-        // Only a privileged user may lock so much.
+        // Only a privileged user may lock this much.
         if program.line() == "ready" {
             let before = resident(&program);
             machine.done(&["pause"]);
@@ -601,7 +601,7 @@ fn limits_of_the_program_are_for_the_program() {
     }
     program.ends_well();
 
-    // What was to be made ready and cannot be does not count against the program, either.
+    // A failed prewarm must not count against the program's limit either.
     for (name, prewarm) in [("little", "0"), ("cold", "384M")] {
         let mut program = machine.start_with(name, "odd", &["little-data"], |command| {
             command.env("VRAMCTL_PREWARM", prewarm).env("VRAMCTL_HOST_CAP", "32M").env("VRAMCTL_LOG", "error");
@@ -625,7 +625,7 @@ fn threads_of_ours_are_named_and_block_all_signals() {
     program.expect("ready");
     machine.done(&["pause"]);
     machine.done(&["resume"]);
-    // Those that give host memory back, or served a client, are over in a moment.
+    // The workers that free host memory or served a client end in a moment.
     let end = Instant::now() + Duration::from_secs(20);
     while program.threads().iter().filter(|name| name.starts_with("vramctl")).count() > 1 && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20));
@@ -637,14 +637,14 @@ fn threads_of_ours_are_named_and_block_all_signals() {
         if field("Name:").starts_with("vramctl") {
             ours += 1;
             let blocked = u64::from_str_radix(&field("SigBlk:"), 16).unwrap();
-            // All but SIGKILL and SIGSTOP, and the two that glibc keeps for itself.
+            // All but SIGKILL, SIGSTOP and the two that glibc reserves.
             assert_eq!(blocked | (1 << 8) | (1 << 18) | (3 << 31), u64::MAX, "{blocked:x}");
         }
     }
     assert_eq!(ours, 1, "one thread that listens, and none for connections that are over");
 }
 
-/// GPU work that uses paused memory is the program's fault: it is reported, and nothing is changed by asking again.
+/// GPU work that uses paused memory is the program's bug. It is reported, and asking again changes nothing.
 #[test]
 fn the_programs_own_failed_work_is_reported() {
     let machine = Machine::new("256M");
@@ -670,7 +670,7 @@ fn two_programs_wait_for_each_others_memory() {
     let mut second = machine.start("second", "engine", &sizes);
     second.expect("ready");
 
-    // Not enough for both: said with numbers and names.
+    // Not enough for both: the error has numbers and names.
     let refused = machine.ask(&["resume", "--name", "first"]);
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(4), "{text}");
@@ -692,7 +692,7 @@ fn two_programs_wait_for_each_others_memory() {
     }
 }
 
-/// Whatever arrives on the socket, the program neither ends nor forgets, and the next client is served.
+/// Whatever arrives on the socket, the program keeps running with its state intact and serves the next client.
 #[test]
 fn clients_without_manners() {
     let machine = Machine::new("256M");
@@ -724,17 +724,17 @@ fn clients_without_manners() {
         let line = answer(&stream);
         assert!(line.contains("\"error\""), "{line}");
     }
-    // Too long: refused before it is taken in whole.
+    // Too long: rejected before it is read completely.
     let mut endless = connect();
     let _ = endless.write_all(&vec![b'x'; 200 << 10]);
     assert!(answer(&endless).contains("65536"));
-    // Half a request, then gone.
+    // Half a request, then a hangup.
     connect().write_all(b"{\"version\":1,\"requ").unwrap();
     let mut half = connect();
     half.write_all(b"{\"version\":1,\"requ").unwrap();
     half.shutdown(std::net::Shutdown::Write).unwrap();
     assert!(answer(&half).contains("middle"));
-    // A crowd of clients that say nothing: the limit is said, and the others are served when they go.
+    // Many silent clients: the limit is reported, and others are served once they leave.
     let crowd: Vec<_> = (0..30).map(|_| connect()).collect();
     assert!(crowd.iter().any(|stream| {
         stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
@@ -742,7 +742,7 @@ fn clients_without_manners() {
         (&mut &*stream).read(&mut line).is_ok_and(|count| String::from_utf8_lossy(&line[..count]).contains("too many"))
     }));
     drop(crowd);
-    // One that asks for a pause with progress and never reads; many at the same time wait their turn.
+    // Requests a pause with progress and never reads; many others wait their turn.
     let mut deaf = connect();
     for _ in 0..50 {
         deaf.write_all(
@@ -761,7 +761,7 @@ fn clients_without_manners() {
         }
     });
     drop(deaf);
-    // What the deaf one has asked for is carried out or dropped, but some time it is over.
+    // The deaf client's request is carried out or dropped, but it ends eventually.
     let end = Instant::now() + Duration::from_secs(20);
     while program.threads().contains(&"vramctl-client".to_owned()) && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20));
@@ -772,7 +772,7 @@ fn clients_without_manners() {
     program.ends_well();
 }
 
-/// Even one that gets past the directory's mode.
+/// Other users are refused even if they get past the directory's mode.
 #[test]
 fn another_users_client_is_refused() {
     // SAFETY: cannot fail.
@@ -865,7 +865,7 @@ fn a_device_without_virtual_memory_is_left_to_cuda_and_said_so_once() {
     assert_eq!(text.matches("warn").count(), 1, "{text}");
 }
 
-/// CUDA IPC cannot share managed memory: the program gets CUDA's own answer, and the log says why, once, and what to do.
+/// CUDA IPC cannot share managed memory: the program gets CUDA's own error, and the log explains it once.
 #[test]
 fn memory_that_cannot_be_shared_is_explained_once() {
     let machine = Machine::new("256M");
@@ -913,7 +913,8 @@ fn host_memory_is_prepared_in_advance_and_unchanged_contents_are_verified() {
     assert_eq!(text, "");
 }
 
-/// A library that needs more could not be preloaded everywhere; one that exports more would answer calls it should not.
+/// With more dependencies the library could not be preloaded everywhere; with more exports it would intercept unrelated
+/// calls.
 #[test]
 fn the_library_needs_little_and_exports_what_it_says() {
     let tool = |program: &str, arguments: &[&str]| {
@@ -927,7 +928,7 @@ fn the_library_needs_little_and_exports_what_it_says() {
     for line in tool("readelf", &["-d"]).lines().filter(|line| line.contains("(NEEDED)")) {
         assert!(["libc.so", "libm.so", "libgcc_s.so", "ld-linux"].iter().any(|known| line.contains(known)), "{line}");
     }
-    // Those of torch_memory_saver have no header, because it has none either.
+    // torch_memory_saver's functions have no header, because it has none either.
     let promised = ["include/vramctl.h", "docs/torch_memory_saver.md"]
         .map(|file| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap())
         .concat();

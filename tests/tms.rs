@@ -1,4 +1,4 @@
-//! The C functions of `torch_memory_saver`, called as its users call them.
+//! The C functions of `torch_memory_saver`, called the way its users call them.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -40,7 +40,7 @@ fn resume(tag: Option<&str>) -> c_int {
     named(tag, tms_resume)
 }
 
-/// What the thread would hand to the next allocation: (tag, managed, in host memory, on disk).
+/// The calling thread's settings: (tag, managed, kept in host memory, kept on disk).
 fn settings() -> (String, bool, bool, bool) {
     (tag(), tms_get_interesting_region(), tms_get_enable_cpu_backup(), tms_get_enable_disk_backup())
 }
@@ -50,7 +50,7 @@ fn policy(address: u64) -> (String, Backup) {
     (allocation.tag.to_string(), allocation.backup)
 }
 
-/// In a thread of its own: what is said of a thread's ground stays with it.
+/// Runs `body` on a thread of its own, because settings outside regions belong to the thread.
 fn in_a_new_thread(body: impl FnOnce() + Send + 'static) {
     thread::spawn(body).join().unwrap();
 }
@@ -100,8 +100,8 @@ fn settings_are_the_threads_own_and_stay() {
     });
 }
 
-/// Frameworks turn management off and on again inside a region: a library's buffers in slime, chunks of weights with tags of
-/// their own. It must hold there, and end with the region.
+/// Frameworks turn management off and on inside a region: for a library's buffers in slime, for chunks of weights with their
+/// own tags. It must take effect there, and end with the region.
 #[test]
 fn inside_a_region_the_settings_are_the_regions() {
     let _gpu = Gpu::take();
@@ -157,7 +157,7 @@ fn pausing_and_resuming_twice_is_no_error_and_nor_is_a_tag_that_nothing_has() {
     assert!(backup(weights + 4096, 4 * MIB as u64).is_null(), "so much does not follow there");
     assert!(backup(cache, 1).is_null(), "what was discarded has none");
 
-    // Too little memory: said, and nothing has changed.
+    // Too little memory: reported, and nothing has changed.
     gpu.occupy(0, common::DEVICE_BYTES - 6 * MIB);
     let failed = resume(None);
     assert_eq!(failed, VramctlResult::DeviceMemory as c_int);
@@ -203,7 +203,7 @@ fn retaining_the_margin_and_the_directory_are_the_processes() {
     });
 }
 
-/// What is said of retaining counts at the next resume: what is kept then stays where it was, to be read, until the next one.
+/// A change of the retain setting takes effect at the next resume: contents kept then stay readable in place until the one after.
 #[test]
 fn a_retained_backup_stays_where_it_is_and_can_be_read() {
     let _gpu = Gpu::take();
@@ -232,7 +232,7 @@ fn a_retained_backup_stays_where_it_is_and_can_be_read() {
     });
 }
 
-/// What was allocated under `mmap` is out of host memory when the resume returns, however long the rest may stay.
+/// The host memory of allocations made under `mmap` is freed before the resume returns, even if the rest is kept.
 #[test]
 fn backups_of_mmap_are_gone_when_the_resume_returns() {
     let _gpu = Gpu::take();
@@ -271,14 +271,14 @@ fn backups_of_mmap_are_gone_when_the_resume_returns() {
     });
 }
 
-/// Those who set the directory by `torch_memory_saver`'s means look into it.
+/// Users of `torch_memory_saver`'s disk directory look for its files.
 #[test]
 fn its_directory_holds_a_file_for_each_paused_allocation() {
     let _gpu = Gpu::take();
     in_a_new_thread(|| {
         let folder = tempfile::tempdir().unwrap();
         let file = |name: &str| std::fs::File::create_new(folder.path().join(name)).unwrap();
-        // Left behind by a process that was killed; one that another process still has; and somebody else's.
+        // Left behind by a killed process; still in use by another process; and a foreign file.
         let (_stale, used, _others) = (file("vramctl-4711-99-7f0000000000"), file("vramctl-4711-99-7f0000200000"), file("vramctl-notes"));
         assert_eq!(unsafe { libc::flock(std::os::fd::AsRawFd::as_raw_fd(&used), libc::LOCK_EX) }, 0);
         let found = || {
@@ -313,7 +313,7 @@ fn its_directory_holds_a_file_for_each_paused_allocation() {
             assert_eq!((resume(None), found()), (0, others.clone()));
             (0..3).for_each(|at| assert!(read(addresses[at], sizes[at]).unwrap() == contents(at)));
         }
-        // Freed while it is paused.
+        // Freed while paused.
         assert_eq!((pause(None), free(addresses[1]), found().len()), (0, 0, 4));
         assert_eq!((resume(None), free(addresses[0]), free(addresses[2])), (0, 0, 0));
         assert_eq!(found(), others);
@@ -360,7 +360,7 @@ fn torchs_allocator_gets_managed_memory_on_the_device_that_it_names() {
         assert_eq!(Memory::get().find(here).unwrap().device, 0, "the thread's device is as it was");
         assert!(tms_torch_malloc(common::DEVICE_BYTES as isize, 0, stream).is_null());
         common::last_error();
-        // torch frees whenever it likes: outside the region, and while it is paused.
+        // torch frees at any time: outside the region, and while paused.
         tms_set_interesting_region(false);
         assert_eq!(pause(Some("pool")), 0);
         unsafe {
@@ -372,7 +372,7 @@ fn torchs_allocator_gets_managed_memory_on_the_device_that_it_names() {
     });
 }
 
-/// Runs Python with the simulated GPU, and with `preload` in `LD_PRELOAD`.
+/// Runs Python with the simulated GPU and with `preload` in `LD_PRELOAD`.
 fn python(script: &str, preload: &[&Path], sockets: &Path) {
     let preload: Vec<_> = preload.iter().map(|path| path.to_str().unwrap()).collect();
     let output = Command::new("python3")
@@ -380,7 +380,7 @@ fn python(script: &str, preload: &[&Path], sockets: &Path) {
         .arg(common::artifacts().join("libvramctl.so"))
         .env("LD_PRELOAD", preload.join(":"))
         .env("LD_LIBRARY_PATH", common::simulated_libraries())
-        // Made by the library: one that is there already would have to be closed to other users.
+        // The library creates it; an existing directory would have to be closed to other users.
         .env("VRAMCTL_DIR", sockets.join("sockets"))
         .env("VRAMCTL_TAG", "default")
         .output()
@@ -388,8 +388,8 @@ fn python(script: &str, preload: &[&Path], sockets: &Path) {
     assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
 }
 
-/// `vramctl run` preloads the library, and a framework the same one under another name. The memory that the first leaves to
-/// CUDA must not be taken by the second, and there is one control socket.
+/// `vramctl run` preloads the library, and a framework preloads it again under another name. The second copy must not manage
+/// what the first leaves to CUDA, and there must be one control socket.
 #[test]
 fn of_two_copies_the_first_answers_and_the_second_stands_aside() {
     let folder = tempfile::tempdir().unwrap();
@@ -436,8 +436,8 @@ assert not tags(first)
     }
 }
 
-/// torch's pluggable allocator opens the library without its being preloaded. Then nothing is hooked, and what torch asks
-/// for can be paused all the same.
+/// torch's pluggable allocator opens the library without preloading it. Nothing is hooked then, but what torch allocates can
+/// be paused.
 #[test]
 fn a_library_that_was_only_opened_manages_what_it_is_asked_for() {
     let sockets = tempfile::tempdir().unwrap();
@@ -484,7 +484,7 @@ assert runtime.cudaFree(plain) == 0
     );
 }
 
-/// What it answers must be what happens: contents that it says are kept were dropped where the process has a tag too.
+/// The reported policy must be the effective one, in a process with a tag of its own too.
 #[test]
 fn a_thread_of_a_tagged_process_keeps_what_it_says_it_keeps() {
     let _gpu = Gpu::take();

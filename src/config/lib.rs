@@ -1,36 +1,35 @@
-//! Every environment variable that the library reads, each read once, in one table.
+//! The environment variables. Each is read once.
 //!
 //! | variable | meaning | default |
 //! | --- | --- | --- |
-//! | `VRAMCTL_TAG` | the tag of every allocation outside a region; unset or empty: those are left to CUDA | unset; `vramctl run` sets `default` |
-//! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host`, `disk` and `discard`: what a pause does with the contents of a tag | every tag `host` |
-//! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: the tags whose saved contents stay in host memory after a resume, for the next pause | none |
-//! | `VRAMCTL_UNCHANGED` | `hash`: of retained contents, copy what has changed; `off`: copy everything | `hash` |
-//! | `VRAMCTL_COPY` | who copies contents back: `auto`: the copy engines, and a kernel while they are slower; `engines`; `kernel` | `auto` |
+//! | `VRAMCTL_TAG` | the tag of allocations outside regions; if unset or empty, those are left to CUDA | unset; `vramctl run` sets `default` |
+//! | `VRAMCTL_BACKUP` | `TAG=POLICY,…` with the policies `host`, `disk` and `discard`: what a pause does with a tag's contents | every tag `host` |
+//! | `VRAMCTL_RETAIN` | `TAG,…` or `*`: the tags whose backups stay in host memory after a resume, to speed up the next pause | none |
+//! | `VRAMCTL_UNCHANGED` | `hash`: copy only those retained contents that have changed; `off`: copy everything | `hash` |
+//! | `VRAMCTL_COPY` | what copies contents back: `engines`, `kernel`, or `auto` (the copy engines, or the kernel while they are slower) | `auto` |
 //! | `VRAMCTL_DISK_DIR` | where the policy `disk` keeps contents | `$TMPDIR`, else `/tmp` |
 //! | `VRAMCTL_HOST_CAP` | the most host memory for backups, in bytes, with `K`, `M` or `G` | what the host has |
-//! | `VRAMCTL_HOST_KEEP` | for so many seconds after a resume host memory stays ready for the next pause, while nobody else needs it | 60 |
-//! | `VRAMCTL_PREWARM` | so much host memory is prepared in the background when the program first allocates, and kept ready | 0 |
-//! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; a number of bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
-//! | `VRAMCTL_NAME` | the name by which the command line finds the process | the program's own |
-//! | `VRAMCTL_DIR` | where the control sockets are | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
-//! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what is written to stderr | `warn` |
+//! | `VRAMCTL_HOST_KEEP` | how many seconds host memory stays ready for the next pause after a resume, unless the host runs short | 60 |
+//! | `VRAMCTL_PREWARM` | how much host memory to prepare in the background at the first allocation, and to keep ready, in bytes | 0 |
+//! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; in bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
+//! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
+//! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
+//! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what goes to stderr | `warn` |
 //!
-//! Where none of these says anything of it, those of `torch_memory_saver` count (`docs/torch_memory_saver.md`):
+//! The variables of `torch_memory_saver` are fallbacks for these (`docs/torch_memory_saver.md`):
 //!
 //! | variable | meaning |
 //! | --- | --- |
 //! | `TMS_INIT_ENABLE` | `1`: as `VRAMCTL_TAG=default` |
-//! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: contents of allocations outside regions are kept in host memory |
-//! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: they are kept on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded |
-//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `mmap`: host memory has gone back to the system when a resume returns; `pinned`: as `VRAMCTL_HOST_KEEP` says |
+//! | `TMS_INIT_ENABLE_CPU_BACKUP` | `1`: keep contents of allocations outside regions in host memory |
+//! | `TMS_INIT_ENABLE_DISK_BACKUP` | `1`: keep them on disk. With neither, and `TMS_INIT_ENABLE=1`, they are discarded |
+//! | `TMS_INIT_CPU_BACKUP_BACKEND` | `mmap`: a resume frees host memory before it returns; `pinned`: it is kept as `VRAMCTL_HOST_KEEP` says |
 //! | `TMS_RETAIN_CPU_BACKUP` | `1`: as `VRAMCTL_RETAIN=*` |
-//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`; made if it is not there; with a file for each paused allocation |
-//! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the size of the pieces needs no tuning |
+//! | `TMS_DISK_BACKUP_DIR` | as `VRAMCTL_DISK_DIR`, but created if missing, and with one named file per paused allocation |
+//! | `TMS_DISK_BACKUP_CHUNK_MB` | no effect: the chunk size needs no tuning |
 //!
-//! `vramctl` itself also reads `VRAMCTL_LIB`, the path of the library that `vramctl run` preloads, `VRAMCTL_PYTHON`, that of
-//! the Python package that it makes findable, and `VRAMCTL_ENGINE` and `VRAMCTL_ENGINE_KEY`, the address of an engine that is
-//! asked before a pause and the key that it wants.
+//! The `vramctl` command also reads `VRAMCTL_LIB`, the path of the library to preload; `VRAMCTL_PYTHON`, the path of the Python
+//! package; and `VRAMCTL_ENGINE` and `VRAMCTL_ENGINE_KEY`, the URL and API key of an engine to ask before a pause.
 
 use std::ffi::{CStr, CString, OsString};
 use std::path::{Path, PathBuf};
@@ -42,35 +41,34 @@ use vramctl_model::{Backup, DEFAULT_TAG, checked_tag, parse_bytes};
 /// How a pause treats retained contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unchanged {
-    /// Hashes the device memory and copies the pieces that have changed.
+    /// Hashes device memory and copies the blocks that have changed.
     Hash,
     /// Copies everything.
     Off,
 }
 
-/// Who copies contents back to the device.
+/// What copies contents back to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyBy {
-    /// The copy engines, and the kernel while they are slower than it.
+    /// The copy engines, or the kernel while they are slower.
     Auto,
     /// The copy engines.
     Engines,
-    /// The kernel, where it can be had.
+    /// The kernel, if it can be loaded.
     Kernel,
 }
 
-/// What `torch_memory_saver` calls the kind of host memory. Ours is pinned as long as it is in use; the word says when it goes
-/// back to the system.
+/// `torch_memory_saver`'s kinds of host memory. Our host memory is always pinned while in use; the kind only says when it is freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CpuBackupBackend {
     /// `pinned`: some time after the resume.
     Pinned,
-    /// `mmap`: before it returns.
+    /// `mmap`: before the resume returns.
     Mmap,
 }
 
 impl CpuBackupBackend {
-    /// The word.
+    /// The name.
     pub fn name(self) -> &'static CStr {
         match self {
             Self::Pinned => c"pinned",
@@ -78,25 +76,24 @@ impl CpuBackupBackend {
         }
     }
 
-    /// The kind that a word stands for.
+    /// Looks a kind up by name.
     pub fn of_name(name: &CStr) -> Option<Self> {
         [Self::Pinned, Self::Mmap].into_iter().find(|kind| kind.name() == name)
     }
 }
 
-/// The variables, as read at the first use in this process.
+/// The variables, read at the first use in this process.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// `VRAMCTL_TAG`.
     pub tag: Option<Arc<str>>,
-    /// What becomes of the contents of allocations outside regions, where `VRAMCTL_BACKUP` does not mention their tag:
-    /// what the `TMS_INIT_` variables say.
+    /// The policy of allocations outside regions whose tag `VRAMCTL_BACKUP` does not mention, from the `TMS_INIT_` variables.
     pub ground_backup: Option<Backup>,
     /// `TMS_INIT_CPU_BACKUP_BACKEND`.
     pub cpu_backup_backend: CpuBackupBackend,
     /// `VRAMCTL_BACKUP`, in the order given.
     pub backup: Vec<(Arc<str>, Backup)>,
-    /// `VRAMCTL_RETAIN`; `*` stands for every tag.
+    /// `VRAMCTL_RETAIN`; `*` means every tag.
     pub retain: Vec<String>,
     /// `VRAMCTL_UNCHANGED`.
     pub unchanged: Unchanged,
@@ -112,21 +109,21 @@ pub struct Config {
     pub min_bytes: usize,
     /// `VRAMCTL_NAME`.
     pub name: Option<String>,
-    /// Where sockets and backups are.
+    /// The directories of sockets and backups.
     pub directories: Directories,
-    /// What was wrong with the variables, to be logged once.
+    /// Errors in the variables, to be logged once.
     pub complaints: Vec<String>,
 }
 
-/// Where the library has its files. Read once: the program may change its variables later, in another thread and while they are
-/// being read, which C has no protection against. And absolute, for it may change its working directory.
+/// The library's directories. They are read once, because another thread of the program may call `setenv` at any time, which
+/// races with `getenv`. They are absolute, because the program may change its working directory.
 #[derive(Debug, Clone)]
 pub struct Directories {
-    /// Of the control sockets: one place for the library and the command line.
+    /// For the control sockets; the library and the command line share it.
     sockets: PathBuf,
-    /// Of the contents that the policy `disk` keeps.
+    /// For the policy `disk`.
     disk: PathBuf,
-    /// Whether those who set the latter count on its being made.
+    /// Whether to create `disk`, as users of `TMS_DISK_BACKUP_DIR` expect.
     makes_disk: bool,
 }
 
@@ -139,17 +136,17 @@ impl Directories {
         let (ours, of_memory_saver) = (set("VRAMCTL_DISK_DIR"), set("TMS_DISK_BACKUP_DIR"));
         let makes_disk = ours.is_none() && of_memory_saver.is_some();
         let disk = ours.or(of_memory_saver).or_else(|| set("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"));
-        // Without a working directory a path stays as it is, and whoever uses it says what is wrong with it.
+        // Without a working directory the path stays relative, and its first use reports the error.
         let absolute = |path: PathBuf| std::path::absolute(&path).unwrap_or(path);
         Self { sockets: absolute(sockets), disk: absolute(disk), makes_disk }
     }
 }
 
-/// The least size of a managed allocation where `VRAMCTL_MIN_BYTES` does not say. Smaller requests would waste most of
-/// a 2 MiB page each, and torch's own small blocks come in segments of 2 MiB.
+/// The default of `VRAMCTL_MIN_BYTES`. A smaller request would waste most of a 2 MiB page, and torch puts its own small blocks
+/// into 2 MiB segments.
 const DEFAULT_MIN_BYTES: usize = 1 << 20;
 
-/// Seconds, where `VRAMCTL_HOST_KEEP` does not say: programs that share a GPU in turns come back sooner.
+/// The default of `VRAMCTL_HOST_KEEP`, in seconds. Programs that take turns on a GPU pause again sooner.
 const DEFAULT_HOST_KEEP: u32 = 60;
 
 static CONFIG: PerProcess<Config> = PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name)));
@@ -160,7 +157,7 @@ impl Config {
         CONFIG.get()
     }
 
-    /// Reads the table above through `variable`; what cannot be understood is left at its default and complained of.
+    /// Reads the variables through `variable`. An invalid value is replaced by its default and added to the complaints.
     pub fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let directories = Directories::from_variables(&variable);
         let variable = |name: &str| variable(name).map(|value| value.to_string_lossy().into_owned());
@@ -204,7 +201,7 @@ impl Config {
         let mut bytes = |name: &str, default: usize| {
             let Some(text) = set(name) else { return default };
             parse_bytes(&text).unwrap_or_else(|| {
-                complaints.push(format!("{name}={text} is not a number of bytes such as 1048576 or 1M; ignored"));
+                complaints.push(format!("{name}={text} is not a size such as 1048576 or 1M; ignored"));
                 default
             })
         };
@@ -238,23 +235,23 @@ impl Config {
         }
     }
 
-    /// Whether `VRAMCTL_RETAIN` names a tag.
+    /// Whether `VRAMCTL_RETAIN` covers a tag.
     pub fn retains(&self, tag: &str) -> bool {
         self.retains_every_tag() || self.retain.iter().any(|known| known == tag)
     }
 
-    /// Whether `VRAMCTL_RETAIN` names all of them.
+    /// Whether `VRAMCTL_RETAIN` covers every tag.
     pub fn retains_every_tag(&self) -> bool {
         self.retain.iter().any(|known| known == "*")
     }
 
-    /// The policy that `VRAMCTL_BACKUP` gives a tag. The last mention of a tag counts.
+    /// The policy that `VRAMCTL_BACKUP` gives a tag. The last mention wins.
     pub fn backup_of(&self, tag: &str) -> Option<Backup> {
         self.backup.iter().rev().find(|(known, _)| &**known == tag).map(|(_, policy)| *policy)
     }
 }
 
-/// A variable that is one of these words; the first is what counts where it is not set.
+/// Parses a variable that is one of `words`; the first is the default.
 fn one_of<T: Copy, const N: usize>(words: [(&str, T); N], name: &str, text: Option<String>, complaints: &mut Vec<String>) -> T {
     let default = words[0];
     let Some(text) = text else { return default.1 };
@@ -266,7 +263,7 @@ fn one_of<T: Copy, const N: usize>(words: [(&str, T); N], name: &str, text: Opti
     })
 }
 
-/// A variable that is on or off, in the words that `torch_memory_saver` takes.
+/// Parses a switch, with the spellings that `torch_memory_saver` accepts.
 fn switch(text: &str) -> Option<bool> {
     match text.to_ascii_lowercase().as_str() {
         "1" | "true" | "yes" => Some(true),
@@ -292,32 +289,32 @@ fn parse_backup(list: &str, complaints: &mut Vec<String>) -> Vec<(Arc<str>, Back
         .collect()
 }
 
-/// Where the control sockets are.
+/// The directory of the control sockets.
 pub fn socket_directory() -> &'static Path {
     &Config::get().directories.sockets
 }
 
-/// Where the policy `disk` keeps contents.
+/// The directory of the policy `disk`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskDirectory {
-    /// The directory.
+    /// Path of the directory.
     pub path: PathBuf,
-    /// Whether each paused allocation has a file there that others see: programs that were written for `torch_memory_saver`
-    /// look for them. Else files have no names.
+    /// Whether each paused allocation has a named file in it, which programs written for `torch_memory_saver` look for. Otherwise
+    /// files are unlinked.
     pub named: bool,
 }
 
-/// What `VRAMCTL_DISK_DIR` says, or what counts in its place.
+/// The directory from `VRAMCTL_DISK_DIR` or its fallbacks.
 pub fn disk_directory() -> DiskDirectory {
     let Directories { disk, makes_disk, .. } = &Config::get().directories;
     if *makes_disk {
-        // Where it cannot be made, the one who needs it says so.
+        // If this fails, the first use of the directory reports it.
         let _ = std::fs::create_dir_all(disk);
     }
     DiskDirectory { path: disk.clone(), named: *makes_disk }
 }
 
-/// Sets the logger up as `VRAMCTL_LOG` says, once, and says what was wrong with the environment.
+/// Sets up the logger from `VRAMCTL_LOG` and logs the errors in the environment. Only the first call has an effect.
 pub fn set_up_logger() {
     if logger::set_up(std::env::var("VRAMCTL_LOG").ok().as_deref()) {
         for complaint in &Config::get().complaints {

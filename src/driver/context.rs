@@ -1,4 +1,4 @@
-//! Contexts and streams: what is current on a thread, and waiting for a device.
+//! Contexts and streams: a thread's current context, and waiting for a context's work.
 
 use super::{CUcontext, CUdevice, CUstream, Driver, vmm};
 use cudarc::driver::sys::{CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
@@ -6,10 +6,10 @@ use std::ffi::c_void;
 use std::ptr;
 use vramctl_model::{Failure, code};
 
-/// What the driver calls a context. Never dereferenced here, and any thread may use it.
+/// The driver's opaque handle of a context.
 ///
-/// Handles come again: a primary context that was reset keeps its own, and a new context may get that of one that was
-/// destroyed. A [`Context`] does not.
+/// Handles are reused: a primary context keeps its own across resets, and a new context may get that of a destroyed one. A
+/// [`Context`] is unique.
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ContextHandle(CUcontext);
@@ -19,32 +19,32 @@ unsafe impl Send for ContextHandle {}
 unsafe impl Sync for ContextHandle {}
 
 impl ContextHandle {
-    /// That of the thread's current context, if it has one: the cheapest question about it.
+    /// The handle of the thread's current context, if it has one. Cheaper than [`Current::of_thread`].
     #[inline]
     pub fn of_thread() -> Result<Option<Self>, Failure> {
         let mut handle = ptr::null_mut();
         // SAFETY: `handle` is writable.
         match unsafe { Driver::get()?.cuCtxGetCurrent(&raw mut handle) } {
             Ok(()) => Ok((!handle.is_null()).then_some(Self(handle))),
-            // A driver that is not initialised yet.
+            // The driver is not initialised yet.
             Err(Failure { code: code::NOT_INITIALIZED, .. }) => Ok(None),
             Err(failure) => Err(failure),
         }
     }
 
-    /// The context that has it now; an error where none has.
+    /// The context that has this handle now; an error if none has.
     pub fn context(self) -> Result<Context, Failure> {
         let mut id = 0;
-        // SAFETY: `id` is writable. The driver answers for a handle whose context is gone (seen with driver 580).
+        // SAFETY: `id` is writable. The handle of a destroyed context is an error (observed with driver 580).
         match unsafe { Driver::get()?.cuCtxGetId(self.0, &raw mut id) } {
-            // A driver from before CUDA 12.0: there, the contexts that a handle has had cannot be told apart.
+            // Before CUDA 12.0, contexts that share a handle cannot be told apart.
             Ok(()) | Err(Failure { code: code::NOT_FOUND, .. }) => Ok(Context { handle: self, id }),
             Err(failure) => Err(failure),
         }
     }
 }
 
-/// A context, from its creation to its end: no other is ever equal to it.
+/// A context, unique from its creation to its destruction, even if its handle is reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Context {
     handle: ContextHandle,
@@ -53,15 +53,15 @@ pub struct Context {
 }
 
 impl Context {
-    /// What the driver calls it, as long as it is there.
+    /// The driver's handle, valid while the context exists.
     pub fn handle(self) -> ContextHandle {
         self.handle
     }
 
-    /// Whether the context is no more. What was allocated in it would be gone, had it been CUDA's own memory.
+    /// Whether the context has been destroyed or reset. Memory of CUDA's own would have been freed with it.
     pub fn is_gone(self) -> bool {
         match self.handle.context() {
-            // Without ids, only its use tells.
+            // Before CUDA 12.0 there are no ids; only using the context tells.
             Ok(now) if now == self => self.id == 0 && Current::push(self).is_err_and(Failure::is_of_gone_context),
             Ok(_) => true,
             Err(failure) => failure.is_of_gone_context(),
@@ -69,8 +69,7 @@ impl Context {
     }
 }
 
-/// A stream of the program, by its opaque handle, which is never dereferenced here. The layout is the handle's, so that
-/// hooked functions can take it as it comes.
+/// The opaque handle of a stream of the program. It has the handle's layout, so that hooked functions can take it as an argument.
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamHandle(CUstream);
@@ -80,27 +79,27 @@ unsafe impl Send for StreamHandle {}
 unsafe impl Sync for StreamHandle {}
 
 impl StreamHandle {
-    /// The null stream, `cudaStreamLegacy` or `cudaStreamPerThread`: handles that name another stream in each context, and
-    /// the last in each thread.
+    /// Whether this is the null stream, `cudaStreamLegacy` or `cudaStreamPerThread`. These handles mean a different stream in each
+    /// context, and the last one in each thread too.
     pub fn is_default(self) -> bool {
         self.0 as usize <= 2
     }
 
-    /// The stream that the handle means in a program built for per-thread default streams.
+    /// The meaning of the handle in a program built for per-thread default streams.
     #[must_use]
     pub fn of_per_thread_program(self) -> Self {
         const PER_THREAD: usize = 2; // CU_STREAM_PER_THREAD
         if self.0.is_null() { Self(PER_THREAD as CUstream) } else { self }
     }
 
-    /// Whether it is being captured into a graph.
+    /// Whether the stream is being captured into a graph.
     pub fn is_capturing(self) -> bool {
         let mut status = 0;
-        // SAFETY: a handle that the program gave to CUDA as a stream; `status` is writable.
+        // SAFETY: a handle that the program passed to CUDA as a stream; `status` is writable.
         let answer = Driver::get().and_then(|driver| unsafe { driver.cuStreamIsCapturing(self.0, &raw mut status) });
         match answer {
             Ok(()) => status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32,
-            // The legacy stream cannot be asked while another stream is being captured, and not be used then either.
+            // The legacy stream can be neither queried nor used while another stream is being captured.
             Err(failure) => failure.is_capture(),
         }
     }
@@ -110,8 +109,7 @@ impl StreamHandle {
     }
 }
 
-/// A context that is current on this thread, with its device. Made current for as long as it lives by [`Current::push`],
-/// or found there by [`Current::of_thread`].
+/// This thread's current context and its device: pushed by [`Current::push`] until dropped, or found by [`Current::of_thread`].
 #[derive(Debug)]
 pub struct Current {
     context: Context,
@@ -120,11 +118,11 @@ pub struct Current {
 }
 
 impl Current {
-    /// The primary context of a device, if it is in use: the one that the runtime uses, and resets.
+    /// A device's primary context, the one that the runtime uses and resets, if it is active.
     pub fn primary_of(device: CUdevice) -> Result<Option<Context>, Failure> {
         let driver = Driver::get()?;
         let (mut flags, mut active, mut context) = (0, 0, ptr::null_mut());
-        // SAFETY: all are writable. Retained for as long as it takes to learn the handle.
+        // SAFETY: all are writable. The context is retained only to learn its handle.
         unsafe {
             driver.cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active)?;
             if active == 0 {
@@ -137,28 +135,27 @@ impl Current {
         }
     }
 
-    /// The thread's current context, if it has one. A driver that is not initialised yet counts as none.
+    /// The thread's current context, if it has one; `None` also if the driver is not initialised yet.
     pub fn of_thread() -> Result<Option<Self>, Failure> {
         let Some(handle) = ContextHandle::of_thread()? else { return Ok(None) };
         Self::with_device(handle.context()?, false).map(Some)
     }
 
-    /// Makes `context` current on this thread until the value is dropped; what was current before is current again then.
+    /// Makes `context` current on this thread until the value is dropped, which restores the previous one.
     pub fn push(context: Context) -> Result<Self, Failure> {
-        // Asked first: the driver lets a thread have a context that is gone, and crashes in the next call.
+        // The driver accepts a destroyed context here and crashes in the next call.
         if context.handle.context()? != context {
             return Err(Failure { call: "cuCtxPushCurrent_v2", code: code::CONTEXT_IS_DESTROYED });
         }
-        // SAFETY: a context that is there.
+        // SAFETY: the context exists.
         unsafe { Driver::get()?.cuCtxPushCurrent_v2(context.handle.0)? };
         Self::with_device(context, true).inspect_err(|_| pop())
     }
 
-    /// The context of a stream, made current until the value is dropped. The default streams are those of the thread's
-    /// current context.
+    /// Makes a stream's context current until the value is dropped. Default streams belong to the thread's current context.
     pub fn push_of_stream(stream: StreamHandle) -> Result<Self, Failure> {
         let mut context = ptr::null_mut();
-        // SAFETY: `stream` is what the program handed to CUDA as a stream; `context` is writable.
+        // SAFETY: a handle that the program passed to CUDA as a stream; `context` is writable.
         unsafe { Driver::get()?.cuStreamGetCtx(stream.0, &raw mut context)? };
         Self::push(ContextHandle(context).context()?)
     }
@@ -180,19 +177,19 @@ impl Current {
         self.device
     }
 
-    /// Waits until the context's work has finished, on all streams. An error that the work left behind is returned.
+    /// Waits for the context's work, on all streams, and returns any error that the work left behind.
     ///
-    /// Not by `cuCtxSynchronize`, which makes any stream capture in the context invalid, whatever the thread's capture
-    /// mode. Giving device memory back waits for the same work: for kernels, copies, host functions and streams that wait
-    /// for a value, also where the block is a small one among others in use; and in the relaxed mode it leaves captures
-    /// alone. Taking and giving back 4 KiB takes 80 us on an idle H200 (driver 580). Where the device is full, a page of host
-    /// memory does the same, a little slower.
+    /// `cuCtxSynchronize` would invalidate every stream capture in the context, whatever the thread's capture mode. Freeing
+    /// device memory, even a small block among others in use, waits for the same work (kernels, copies, host functions and
+    /// streams that wait for a value) and in the relaxed mode leaves captures intact. Allocating and freeing 4 KiB takes 80 us
+    /// on an idle H200 (driver 580). On a full device, registering and unregistering a page of host memory does the same,
+    /// slightly slower.
     pub fn wait_for_work(&self) -> Result<(), Failure> {
         let _relaxed = RelaxedCapture::enter();
         let (driver, mut address) = (Driver::get()?, 0);
         // SAFETY: `address` is writable.
         match unsafe { driver.cuMemAlloc_v2(&raw mut address, PAGE) } {
-            // SAFETY: allocated just now, and used by nobody.
+            // SAFETY: just allocated, and not in use.
             Ok(()) => return unsafe { driver.cuMemFree_v2(address) }.inspect_err(|_| vmm::free_later(address, PAGE)),
             Err(failure) if failure.is_of_earlier_work() => return Err(failure),
             Err(_) => (),
@@ -217,35 +214,35 @@ impl Drop for Current {
 
 fn pop() {
     let mut context = ptr::null_mut();
-    // SAFETY: `context` is writable. A failure means the context is gone, and then nothing is left to restore.
+    // SAFETY: `context` is writable. If this fails, the context has been destroyed and there is nothing to restore.
     let _ = Driver::get().and_then(|driver| unsafe { driver.cuCtxPopCurrent_v2(&raw mut context) });
 }
 
 const PAGE: usize = 4096;
 
-/// A page of host memory that is registered with the driver.
+/// A page of host memory, registered with the driver.
 struct Page(*mut c_void);
 
 impl Page {
     fn register() -> Result<Self, Failure> {
-        // SAFETY: a new private mapping that touches no other memory.
+        // SAFETY: a new private mapping.
         let address = unsafe {
             libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
         };
         if address == libc::MAP_FAILED {
             return Err(Failure { call: "mmap", code: code::OUT_OF_MEMORY });
         }
-        // SAFETY: just mapped; it stays mapped for as long as it is registered.
+        // SAFETY: just mapped, and stays mapped while registered.
         let registered = Driver::get().and_then(|driver| unsafe { driver.cuMemHostRegister_v2(address, PAGE, 0) });
         registered.map(|()| Self(address)).inspect_err(|_| {
-            // SAFETY: our own mapping, which the driver did not take.
+            // SAFETY: our own mapping, which the driver did not register.
             unsafe { libc::munmap(address, PAGE) };
         })
     }
 
-    /// After an error the driver may still know the page, so it is not given back.
+    /// After an error the driver may still use the page, so it stays mapped.
     fn unregister(self) -> Result<(), Failure> {
-        // SAFETY: registered by `register`, and nothing of ours uses it.
+        // SAFETY: registered by `register` and not in use.
         unsafe {
             Driver::get()?.cuMemHostUnregister(self.0)?;
             libc::munmap(self.0, PAGE);
@@ -254,13 +251,13 @@ impl Page {
     }
 }
 
-/// Calls of this thread do not disturb a stream capture that another thread has under way, for as long as this lives.
+/// While this value lives, calls on this thread do not disturb stream captures in progress.
 ///
-/// Memory management calls are "potentially unsafe" to CUDA while somebody captures in the global mode, and would
-/// invalidate that capture; the memory managed here is not part of anybody's graph
-/// (`cuThreadExchangeStreamCaptureMode` in the driver API's reference).
+/// CUDA considers memory management calls "potentially unsafe" during a capture in global mode and invalidates the capture
+/// (`cuThreadExchangeStreamCaptureMode` in the driver API's reference). The library's memory is not part of any graph, so its
+/// calls are safe.
 pub struct RelaxedCapture {
-    /// `None`: the driver has no modes, or is not initialised yet. Then there is nothing to go back to.
+    /// The mode to restore; `None` if the driver has no modes or is not initialised yet.
     before: Option<u32>,
 }
 
@@ -285,14 +282,14 @@ fn exchange_capture_mode(mut mode: u32) -> Option<u32> {
     exchanged.ok().map(|()| mode)
 }
 
-/// A stream of our own, on which nothing waits for the program's work.
+/// A non-blocking stream of our own, which does not wait for the program's work.
 pub struct Stream(CUstream);
 
 // SAFETY: the handle names an object of the driver, which is thread-safe.
 unsafe impl Send for Stream {}
 
 impl Stream {
-    /// A stream of the current context.
+    /// Creates a stream in the current context.
     pub fn create() -> Result<Self, Failure> {
         let mut stream = ptr::null_mut();
         // SAFETY: `stream` is writable.
@@ -300,9 +297,9 @@ impl Stream {
         Ok(Self(stream))
     }
 
-    /// Waits for everything on the stream.
+    /// Waits for all work on the stream.
     pub fn synchronize(&self) -> Result<(), Failure> {
-        // SAFETY: a stream of ours.
+        // SAFETY: our stream.
         unsafe { Driver::get()?.cuStreamSynchronize(self.0) }
     }
 
@@ -313,8 +310,8 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: created by us and dropped once. Work still on it goes on until done; whoever queued it waited, or
-        // keeps the memory (see `Lane`).
+        // SAFETY: our stream, dropped once. Work still queued completes; its owner has waited for it or keeps its memory valid
+        // (see `Lane`).
         let _ = Driver::get().and_then(|driver| unsafe { driver.cuStreamDestroy_v2(self.0) });
     }
 }

@@ -1,7 +1,7 @@
-//! Code and small buffers on the device: a kernel of our own and the memory that it works on.
+//! The library's own kernels, and small device buffers for them.
 //!
-//! They belong to a context and go with it: what a reset of the device has destroyed must not be touched any more, not
-//! even to destroy it. [`Resident`] sees to that.
+//! Both are destroyed with their context. After a device reset they must not be used, or even destroyed; [`Resident`] ensures
+//! that.
 
 use super::{CUdeviceptr, Context, Current, Driver, RelaxedCapture, Stream, pointer_attribute};
 use cudarc::driver::sys::{CUfunction, CUmodule, CUpointer_attribute};
@@ -9,28 +9,27 @@ use std::ffi::{CStr, c_void};
 use std::{mem, ptr};
 use vramctl_model::Failure;
 
-/// A kernel in a context, ready to be launched, with a stream and memory of its own. Its user enters the relaxed capture
-/// mode, as for any memory management.
+/// A kernel loaded in a context, with a stream and a buffer of its own. Users must enter the relaxed capture mode, as for any
+/// memory management.
 pub struct Resident {
     context: Context,
-    /// There until the value is dropped.
+    /// `None` only during drop.
     parts: Option<Parts>,
 }
 
-/// What there is of a [`Resident`], in the order in which it is to be dropped.
+/// The parts of a [`Resident`], in drop order.
 pub struct Parts {
-    /// A stream.
+    /// The stream.
     pub stream: Stream,
     /// The kernel.
     pub kernel: Kernel,
-    /// The memory.
+    /// The buffer.
     pub buffer: DeviceBuffer,
 }
 
 impl Resident {
-    /// Loads the function `name` of a module of PTX into the current context and takes so many bytes of its device's
-    /// memory. `launch` is to run the kernel with nothing to do: a driver that loads lazily puts the code on the device at
-    /// the first launch, and it is to be there by then.
+    /// Loads the function `name` of a PTX module into the current context and allocates a buffer of `bytes`. `launch` must run
+    /// the kernel with nothing to do, because a driver that loads lazily uploads the code at the first launch.
     pub fn new(
         current: &Current,
         ptx: &CStr,
@@ -38,14 +37,14 @@ impl Resident {
         bytes: usize,
         launch: impl FnOnce(&Parts) -> Result<(), Failure>,
     ) -> Result<Self, Failure> {
-        // The compiler takes long enough for a program to fill the device.
+        // Allocates first: compiling takes long enough for the program to fill the device meanwhile.
         let buffer = DeviceBuffer::new(bytes)?;
         let parts = Parts { kernel: Kernel::load(ptx, name)?, buffer, stream: Stream::create()? };
         launch(&parts).and_then(|()| parts.stream.synchronize())?;
         Ok(Self { context: current.context(), parts: Some(parts) })
     }
 
-    /// What there is of it, in the current context. None where that is another, or was reset.
+    /// The parts; `None` if the current context is not theirs or has been reset.
     pub fn parts(&self, current: &Current) -> Option<&Parts> {
         self.parts.as_ref().filter(|parts| self.context == current.context() && parts.buffer.is_alive())
     }
@@ -57,14 +56,14 @@ impl Drop for Resident {
         if let Some(parts) = self.parts.take() {
             match Current::push(self.context) {
                 Ok(_current) if parts.buffer.is_alive() => drop(parts),
-                // Gone with its context: nothing is left to undo, and the driver would follow stale handles.
+                // Destroyed with its context. The driver would dereference stale handles.
                 _ => mem::forget(parts),
             }
         }
     }
 }
 
-/// One function of a module of PTX, compiled by the driver for the current context's device.
+/// A function of a PTX module, compiled by the driver for the current context's device.
 #[derive(Debug)]
 pub struct Kernel {
     module: CUmodule,
@@ -75,22 +74,22 @@ pub struct Kernel {
 unsafe impl Send for Kernel {}
 
 impl Kernel {
-    /// Compiles a module for the current context and looks its function `name` up.
+    /// Compiles a module for the current context and looks up its function `name`.
     pub fn load(ptx: &CStr, name: &CStr) -> Result<Self, Failure> {
         let driver = Driver::get()?;
         let mut kernel = Self { module: ptr::null_mut(), function: ptr::null_mut() };
-        // SAFETY: `module` is writable and the text is terminated.
+        // SAFETY: `module` is writable and the text is NUL-terminated.
         unsafe { driver.cuModuleLoadData(&raw mut kernel.module, ptx.as_ptr().cast())? };
-        // SAFETY: `function` is writable, the module was loaded just now, and the name is terminated.
+        // SAFETY: `function` is writable, the module is loaded, and the name is NUL-terminated.
         unsafe { driver.cuModuleGetFunction(&raw mut kernel.function, kernel.module, name.as_ptr())? };
         Ok(kernel)
     }
 
-    /// Queues `blocks` blocks of `threads` threads each in a stream of the kernel's context.
+    /// Launches `blocks` blocks of `threads` threads on a stream of the kernel's context.
     ///
     /// # Safety
-    /// Each argument must point to a value of the type of the kernel's parameter in its place. Memory that these values
-    /// name must be there until the stream has finished.
+    /// Each argument must point to a value of the corresponding parameter's type. Memory that these values point to must stay
+    /// valid until the stream has finished.
     pub unsafe fn launch<const N: usize>(
         &self,
         stream: &Stream,
@@ -105,21 +104,21 @@ impl Kernel {
 }
 
 impl Drop for Kernel {
-    /// The context must be current, and the one that the kernel was loaded in.
+    /// The context that the kernel was loaded in must be current.
     fn drop(&mut self) {
         if !self.module.is_null() {
-            // SAFETY: loaded by us, and dropped once.
+            // SAFETY: our module, dropped once.
             let _ = Driver::get().and_then(|driver| unsafe { driver.cuModuleUnload(self.module) });
         }
     }
 }
 
-/// A small allocation of device memory that stays where it is.
+/// A small, unmanaged allocation of device memory.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     address: CUdeviceptr,
     bytes: usize,
-    /// The driver's number for this allocation, "guaranteed to be unique within the process"
+    /// The driver's id for this allocation, "guaranteed to be unique within the process"
     /// (`CU_POINTER_ATTRIBUTE_BUFFER_ID` in the driver API's reference).
     id: u64,
 }
@@ -134,13 +133,12 @@ impl DeviceBuffer {
         Ok(buffer)
     }
 
-    /// The first address.
+    /// First address.
     pub fn address(&self) -> CUdeviceptr {
         self.address
     }
 
-    /// Whether the allocation is still there. It is gone once its context has been destroyed or reset, and so is all else
-    /// that was made in that context.
+    /// Whether the allocation still exists. It is freed, like everything in its context, when that is destroyed or reset.
     pub fn is_alive(&self) -> bool {
         self.id_now() == Ok(self.id)
     }
@@ -149,31 +147,31 @@ impl DeviceBuffer {
         pointer_attribute(self.address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)
     }
 
-    /// Queues a copy of host memory to `offset` bytes into the buffer.
+    /// Queues a copy from host memory to byte `offset` of the buffer.
     ///
     /// # Safety
-    /// `values` must stay and not change until the stream has finished.
+    /// `values` must stay valid and unchanged until the stream has finished.
     pub unsafe fn write<T: Copy>(&self, stream: &Stream, offset: usize, values: &[T]) -> Result<(), Failure> {
         let bytes = mem::size_of_val(values);
         assert!(offset + bytes <= self.bytes, "beyond the end of a device buffer");
-        // SAFETY: inside the buffer; the host's side is the caller's promise.
+        // SAFETY: inside the buffer; the caller's promise covers the host side.
         unsafe { Driver::get()?.cuMemcpyHtoDAsync_v2(self.address + offset as u64, values.as_ptr().cast(), bytes, stream.raw()) }
     }
 
-    /// Queues a copy from `offset` bytes into the buffer to host memory.
+    /// Queues a copy from byte `offset` of the buffer to host memory.
     ///
     /// # Safety
-    /// `values` must stay and not be used until the stream has finished, and be valid whatever bytes it holds.
+    /// `values` must stay valid and unused until the stream has finished, and every bit pattern must be a valid `T`.
     pub unsafe fn read<T: Copy>(&self, stream: &Stream, offset: usize, values: &mut [T]) -> Result<(), Failure> {
         let bytes = mem::size_of_val(values);
         assert!(offset + bytes <= self.bytes, "beyond the end of a device buffer");
-        // SAFETY: inside the buffer; the host's side is the caller's promise.
+        // SAFETY: inside the buffer; the caller's promise covers the host side.
         unsafe { Driver::get()?.cuMemcpyDtoHAsync_v2(values.as_mut_ptr().cast(), self.address + offset as u64, bytes, stream.raw()) }
     }
 }
 
 impl Drop for DeviceBuffer {
-    /// The driver waits for the work of the buffer's context first.
+    /// The driver first waits for the work of the buffer's context.
     fn drop(&mut self) {
         if self.address != 0 {
             // SAFETY: allocated by us, and dropped once.

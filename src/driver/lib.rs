@@ -1,6 +1,6 @@
-//! The only calls into CUDA's driver: the function table, raw status codes, and objects that undo themselves.
+//! All calls into the CUDA driver: the function table, raw status codes, and RAII wrappers.
 //!
-//! Nothing above this module calls the driver, and this module knows nothing of tags, backups or sockets.
+//! No other crate calls the driver, and this one knows nothing of tags, backups or sockets.
 
 mod context;
 mod copy;
@@ -22,20 +22,20 @@ pub use vmm::{Addresses, PHYSICAL_PIECE, Physical, granularity, leftover_bytes, 
 
 use vramctl_model::{Failure, code};
 
-/// Where an allocation is.
+/// An allocation's location.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// The context in which the program allocated.
+    /// The context that the program allocated in.
     pub context: Context,
     /// That context's device.
     pub device: CUdevice,
-    /// The first address.
+    /// First address.
     pub address: CUdeviceptr,
-    /// The length in bytes.
+    /// Length in bytes.
     pub bytes: usize,
 }
 
-/// Bytes of device memory that are free and that there are, on the device of the current context.
+/// Free and total bytes of memory on the current context's device.
 pub fn memory_info() -> Result<(u64, u64), Failure> {
     let (mut free, mut total) = (0usize, 0usize);
     // SAFETY: both are writable.
@@ -43,26 +43,25 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     Ok((free as u64, total as u64))
 }
 
-/// Whether so much of a context's device is free that the library may take a little for purposes of its own: nobody is to
-/// be short of memory for them.
+/// Whether a context's device has enough free memory for the library to use a little itself without causing a shortage.
 pub fn has_to_spare(context: Context) -> bool {
-    /// In bytes; far more than it takes.
+    /// In bytes; far more than the library uses.
     const SPARE: u64 = 64 << 20;
     Current::push(context).and_then(|_current| memory_info()).is_ok_and(|(free, _)| free >= SPARE)
 }
 
-/// An attribute of 64 bits of what is at an address, none of which is 0; an error where the driver does not know it.
+/// A 64-bit pointer attribute that is never 0 for a known address. Unknown addresses are an error.
 fn pointer_attribute(address: CUdeviceptr, attribute: CUpointer_attribute) -> Result<u64, Failure> {
     let (mut value, attribute) = (0u64, attribute as u32);
     let mut place = (&raw mut value).cast();
-    // SAFETY: one attribute and one place for it, which is large enough.
+    // SAFETY: one attribute, and room for its 64-bit value.
     unsafe { Driver::get()?.cuPointerGetAttributes(1, &raw const attribute, &raw mut place, address)? };
-    // An address that it does not know is no error to this function, and has attributes that are 0.
+    // The driver reports success for an unknown address, with attributes of 0.
     let known = if value == 0 { code::INVALID_VALUE } else { code::SUCCESS };
     Failure::check("cuPointerGetAttributes", known).map(|()| value)
 }
 
-/// A device attribute; 0 where the driver does not know it.
+/// A device attribute; 0 if the driver does not know it.
 fn attribute(device: CUdevice, attribute: u32) -> i32 {
     let mut value = 0;
     let answer = Driver::get().and_then(|driver| {

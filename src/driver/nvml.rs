@@ -1,11 +1,11 @@
-//! Who else holds a device's memory, as far as NVML tells, asked only when memory is short; and what everybody calls a device.
+//! Other processes that hold a device's memory, as reported by NVML (queried only when memory is short), and device UUIDs.
 
 use super::{CUdevice, Driver};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
 use std::{fs, mem, process, ptr};
 use vramctl_model::Holder;
 
-/// The other processes that hold memory of `device`, largest first. Empty where NVML is not there or does not tell.
+/// The other processes that hold memory of `device`, largest first. Empty if NVML is missing or does not report them.
 pub fn holders(device: CUdevice) -> Vec<Holder> {
     let mut holders = Nvml::load().map_or_else(Vec::new, |nvml| nvml.processes(device));
     holders.retain(|holder| holder.pid != process::id());
@@ -23,7 +23,7 @@ struct ProcessInfo {
     compute_instance: c_uint,
 }
 
-/// NVML's "the driver does not tell" (`NVML_VALUE_NOT_AVAILABLE`).
+/// `NVML_VALUE_NOT_AVAILABLE`.
 const NOT_AVAILABLE: u64 = u64::MAX;
 /// `NVML_SUCCESS`.
 const SUCCESS: c_uint = 0;
@@ -43,7 +43,7 @@ impl Nvml {
         if library.is_null() {
             return None;
         }
-        // SAFETY: the types are those of nvml.h for these symbols, and each is checked to be there.
+        // SAFETY: the types match nvml.h, and each symbol is checked for null.
         unsafe {
             let symbol = |name: &CStr| ptr::NonNull::new(libc::dlsym(library, name.as_ptr())).map(ptr::NonNull::as_ptr);
             let init = mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlInit_v2")?);
@@ -68,11 +68,11 @@ impl Nvml {
 
     fn uuid_of_index(&self, index: u32) -> Option<String> {
         let (mut handle, mut text) = (ptr::null_mut(), [0 as c_char; 96]);
-        // SAFETY: NVML is initialised; `handle` and `text` are writable, and the room in `text` is said.
+        // SAFETY: NVML is initialised; `handle` and `text` are writable, and NVML is told the size of `text`.
         let answered = unsafe {
             (self.by_index)(index, &raw mut handle) == SUCCESS && (self.uuid)(handle, text.as_mut_ptr(), text.len() as c_uint) == SUCCESS
         };
-        // SAFETY: NVML has ended the text with a NUL inside the room that it was given.
+        // SAFETY: NVML NUL-terminates the text within the given size.
         answered.then(|| unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
     }
 
@@ -81,7 +81,7 @@ impl Nvml {
         let mut handle = ptr::null_mut();
         let mut infos = [ProcessInfo { pid: 0, used_gpu_memory: 0, gpu_instance: 0, compute_instance: 0 }; 128];
         let mut count = infos.len() as c_uint;
-        // SAFETY: NVML is initialised; `handle`, `count` and `infos` are writable and `count` is the room in `infos`.
+        // SAFETY: NVML is initialised; `handle`, `count` and `infos` are writable, and `count` is the length of `infos`.
         let answered = unsafe {
             (self.by_uuid)(uuid.as_ptr(), &raw mut handle) == SUCCESS
                 && (self.processes)(handle, &raw mut count, infos.as_mut_ptr()) == SUCCESS
@@ -100,12 +100,12 @@ impl Nvml {
 
 impl Drop for Nvml {
     fn drop(&mut self) {
-        // SAFETY: initialised in `load`; NVML counts its users, so the program's own use goes on.
+        // SAFETY: initialised in `load`; NVML is reference-counted, so the program's own use is unaffected.
         unsafe { (self.shutdown)() };
     }
 }
 
-/// The device's UUID as NVML writes it, `GPU-…`: the same for everybody, where its ordinal is the process's own.
+/// The device's UUID as NVML writes it, `GPU-…`. Unlike the ordinal, it is the same in every process.
 pub fn uuid(device: CUdevice) -> Option<String> {
     // SAFETY: plain bytes.
     let mut uuid: cudarc::driver::sys::CUuuid = unsafe { mem::zeroed() };
@@ -115,7 +115,7 @@ pub fn uuid(device: CUdevice) -> Option<String> {
     Some(format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
 }
 
-/// The UUID of the GPU that `nvidia-smi` calls by this number; `None` where NVML is not there or has no such GPU.
+/// The UUID of the GPU with this index in `nvidia-smi`; `None` if NVML is missing or has no such GPU.
 pub fn uuid_of_index(index: u32) -> Option<String> {
     Nvml::load()?.uuid_of_index(index)
 }

@@ -1,8 +1,8 @@
-//! The driver's functions that this library calls, by the exact symbol, and nothing else.
+//! The driver functions that this library calls, each by its exact symbol.
 //!
-//! Every call returns the raw status code: a code that a newer driver adds is just a number. A symbol that the driver
-//! lacks answers [`code::NOT_FOUND`], so an old driver gives an error where a panic would end the host process. That
-//! is why the calls do not go through cudarc's own loader, whose types and constants are used all the same.
+//! Calls return raw status codes, so codes added by newer drivers are valid values. A symbol that the driver lacks returns
+//! [`code::NOT_FOUND`]. cudarc's loader would panic instead and take the host process down, so only its types and constants
+//! are used here.
 
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmodule,
@@ -13,21 +13,21 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use vramctl_host::{PerProcess, exit};
 use vramctl_model::{Failure, StatusCode, code};
 
-/// Declares the table: a field for each symbol, and a method of the same name that calls it.
+/// Declares the table: a field per symbol, and a method of the same name that calls it.
 macro_rules! driver_functions {
     ($($name:ident($($argument:ident: $type:ty),* $(,)?);)*) => {
-        /// The driver's functions. A missing one is `None` and its method answers [`code::NOT_FOUND`].
+        /// The driver's functions. A missing one is `None`, and its method returns [`code::NOT_FOUND`].
         #[allow(non_snake_case)]
         pub struct Driver { $($name: Option<unsafe extern "C" fn($($type),*) -> StatusCode>,)* }
 
         #[allow(non_snake_case, clippy::too_many_arguments)]
         impl Driver {
-            /// Looks every symbol up with `symbol`, which answers null for a missing one.
+            /// Looks up every symbol with `symbol`, which returns null for a missing one.
             fn from_symbols(symbol: impl Fn(&CStr) -> *mut c_void) -> Self {
                 const fn name(bytes: &'static str) -> &'static CStr {
                     match CStr::from_bytes_with_nul(bytes.as_bytes()) { Ok(name) => name, Err(_) => panic!("no NUL in a symbol") }
                 }
-                // SAFETY: the declarations below are those of cuda.h for these symbols, and a null pointer becomes `None`.
+                // SAFETY: the declarations below match cuda.h, and a null pointer becomes `None`.
                 Self { $($name: unsafe {
                     std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn($($type),*) -> StatusCode>>(
                         symbol(const { name(concat!(stringify!($name), "\0")) }))
@@ -35,14 +35,15 @@ macro_rules! driver_functions {
             }
 
             $(
-                /// The driver's function of this name; in a worker of a program that is ending, [`code::DEINITIALIZED`] and no call.
+                /// The driver's function of this name. On a worker, once the program is exiting, it returns [`code::DEINITIALIZED`]
+                /// without calling the driver.
                 ///
                 /// # Safety
-                /// The arguments must be what `cuda.h` asks of them.
+                /// The arguments must meet the requirements of `cuda.h`.
                 #[inline]
                 pub unsafe fn $name(&self $(, $argument: $type)*) -> Result<(), Failure> {
                     let status = match (self.$name, exit::enter_driver()) {
-                        // SAFETY: handed on to the caller.
+                        // SAFETY: the caller's promise.
                         (Some(function), Some(_inside)) => unsafe { function($($argument),*) },
                         (Some(_), None) => code::DEINITIALIZED,
                         (None, _) => code::NOT_FOUND,
@@ -55,7 +56,7 @@ macro_rules! driver_functions {
 }
 
 driver_functions! {
-    // What is there.
+    // Devices.
     cuInit(flags: c_uint);
     cuDriverGetVersion(version: *mut c_int);
     cuDeviceGetCount(count: *mut c_int);
@@ -99,7 +100,7 @@ driver_functions! {
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
     cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
 
-    // Code, and what it works on.
+    // Kernels and their memory.
     cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     cuModuleUnload(module: CUmodule);
     cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
@@ -121,7 +122,7 @@ driver_functions! {
 }
 
 impl Driver {
-    /// The table of this process's driver: the `libcuda.so.1` that is loaded, else the one that the loader finds.
+    /// This process's driver: the `libcuda.so.1` that is loaded already, else the one that the loader finds.
     pub fn get() -> Result<&'static Self, Failure> {
         static TABLE: PerProcess<OnceCell<Driver>> = PerProcess::new(OnceCell::new);
         // A failure is not remembered: the program may load its driver later.
@@ -130,8 +131,8 @@ impl Driver {
 
     fn load() -> Result<Self, Failure> {
         let open = |flags| {
-            // SAFETY: a NUL-terminated name. Opening the driver's library runs its initialisers, as it would for the
-            // program itself; the handle is kept for ever.
+            // SAFETY: a NUL-terminated name. Loading the library runs its initialisers, as it would for the program itself.
+            // The handle is never closed.
             unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), flags) }
         };
         let mut library = open(libc::RTLD_LAZY | libc::RTLD_LOCAL | libc::RTLD_NOLOAD);
@@ -150,7 +151,7 @@ impl Driver {
 mod tests {
     use super::*;
 
-    /// An old driver must give an error, not a jump to address zero.
+    /// With an old driver, a missing function must be an error, not a jump to address zero.
     #[test]
     fn a_missing_symbol_is_an_error_value() {
         let nothing = Driver::from_symbols(|_| std::ptr::null_mut());

@@ -1,7 +1,7 @@
 //! Virtual memory: reserved addresses and the physical memory behind them, as owned objects.
 //!
-//! An object that cannot undo itself when it is dropped (the driver refused to unmap, release or free) leaves what is
-//! left of it in one list, and [`sweep`] tries again: a refused release is late memory, not lost memory.
+//! If the driver refuses to unmap, release or free something when an object is dropped, the rest goes onto a list that
+//! [`sweep`] retries: the memory comes back late but is not leaked.
 
 use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
 use cudarc::driver::sys::{
@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vramctl_host::PerProcess;
 use vramctl_model::{Failure, Span};
 
-/// Whether the device can map physical memory at reserved addresses.
+/// Whether the device supports virtual memory management.
 pub fn supports_vmm(device: CUdevice) -> bool {
     attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED as u32) != 0
 }
 
-/// What sizes must be a multiple of on the device, in bytes.
+/// The device's allocation granularity in bytes: sizes must be multiples of it.
 pub fn granularity(device: CUdevice) -> Result<usize, Failure> {
     let mut bytes = 0;
     let wanted = properties(device);
@@ -33,11 +33,11 @@ fn location(device: CUdevice) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
 }
 
-/// Memory of the device, reachable by network cards and other devices where the device can do that: a program that
-/// registers its buffers for RDMA must find managed memory no worse than `cudaMalloc`'s.
+/// Requests device memory, with `GPUDirect` RDMA where supported: a program must be able to register managed memory for RDMA, as
+/// it can memory from the real `cudaMalloc`.
 fn properties(device: CUdevice) -> CUmemAllocationProp {
     let rdma = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as u32;
-    // SAFETY: a plain C structure for which all zeroes is valid (no handle type, no flags).
+    // SAFETY: a plain C structure for which all zeroes are valid (no handle type, no flags).
     let mut properties: CUmemAllocationProp = unsafe { mem::zeroed() };
     properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.requestedHandleTypes = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE;
@@ -46,38 +46,38 @@ fn properties(device: CUdevice) -> CUmemAllocationProp {
     properties
 }
 
-/// A range of virtual addresses that the driver keeps for us, given back when dropped.
+/// A reserved range of virtual addresses, freed when dropped.
 #[derive(Debug)]
 pub struct Addresses {
     base: CUdeviceptr,
     bytes: usize,
 }
 
-/// Where the last reservation ended.
+/// The end of the last reservation.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 impl Addresses {
-    /// Reserves `bytes` (a multiple of the granularity), behind the last reservation where the driver can: neighbours are
+    /// Reserves `bytes` (a multiple of the granularity), right behind the last reservation if possible: neighbours can be
     /// unmapped and made accessible in one call.
     pub fn reserve(bytes: usize) -> Result<Self, Failure> {
         let mut base = 0;
         let mut reserve = |wish| {
-            // SAFETY: `base` is writable. The address asked for is a wish: taken already, the driver chooses another.
+            // SAFETY: `base` is writable. The requested address is a hint: if it is taken, the driver chooses another.
             Driver::get().and_then(|driver| unsafe { driver.cuMemAddressReserve(&raw mut base, bytes, 0, wish, 0) })
         };
         let wish = NEXT.load(Ordering::Relaxed);
-        // At the end of the address space (2^47, after so many bytes in all) it does not choose but refuses.
+        // At the end of the address space (2^47) the driver fails instead of choosing another address.
         reserve(wish).or_else(|failure| if wish == 0 { Err(failure) } else { reserve(0) })?;
         NEXT.store(base + bytes as u64, Ordering::Relaxed);
         Ok(Self { base, bytes })
     }
 
-    /// The first address.
+    /// First address.
     pub fn base(&self) -> CUdeviceptr {
         self.base
     }
 
-    /// The length in bytes.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -89,22 +89,22 @@ impl Drop for Addresses {
     }
 }
 
-/// The largest piece of physical memory asked for at once. Right after much memory was released the driver has to clean
-/// it first, and one piece of 96 GiB takes twice as long as pieces of 8 GiB (`docs/performance.md`). The tests' own build,
-/// whose devices are small, has smaller ones.
+/// The largest physical allocation requested in one call. Right after a large release the driver must clear the memory first,
+/// and one request of 96 GiB then takes twice as long as twelve of 8 GiB (`docs/performance.md`). Debug builds use a smaller
+/// size, to match the small devices in tests.
 pub const PHYSICAL_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 8 << 30 };
 
-/// Physical memory of a device. Dropped, it is unmapped and given back to the driver.
+/// Physical device memory. Dropping it unmaps and releases it.
 #[derive(Debug)]
 pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
-    /// Where it is mapped, or was last: kept for as long as it may be mapped there.
+    /// Where it is, or was last, mapped. Held so that the addresses outlive the mapping.
     at: Option<Arc<Addresses>>,
     mapped: bool,
 }
 
 impl Physical {
-    /// Takes `bytes` (a multiple of the granularity) of the device's memory. It reads as zero once mapped.
+    /// Allocates `bytes` (a multiple of the granularity) on the device. The memory is zeroed.
     pub fn create(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
         let driver = Driver::get()?;
         let wanted = properties(device);
@@ -122,13 +122,12 @@ impl Physical {
         self.pieces.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Puts the memory at addresses that are as long as it is. Nothing can use it there until [`let_in`]. After an error it
-    /// is not mapped.
+    /// Maps the memory at a range of the same length. It is not accessible until [`let_in`]. After an error it is not mapped.
     pub fn map(&mut self, at: &Arc<Addresses>) -> Result<(), Failure> {
         let driver = Driver::get()?;
         let mut base = at.base;
         for (handle, bytes) in &self.pieces {
-            // SAFETY: the addresses are reserved for as long as the memory may be mapped there: it keeps them.
+            // SAFETY: the addresses are reserved, and `self.at` or the leftover keeps them reserved while anything is mapped.
             if let Err(failure) = unsafe { driver.cuMemMap(base, *bytes, 0, *handle, 0) } {
                 if base > at.base {
                     let mapping = Some((at.base, (base - at.base) as usize));
@@ -143,12 +142,12 @@ impl Physical {
         Ok(())
     }
 
-    /// Puts it back where it was before it was unmapped.
+    /// Maps it where it was last mapped.
     pub fn map_again(&mut self) -> Result<(), Failure> {
         self.at.clone().map_or(Ok(()), |at| self.map(&at))
     }
 
-    /// Whether it is at its addresses.
+    /// Whether it is mapped.
     pub fn is_mapped(&self) -> bool {
         self.mapped
     }
@@ -166,25 +165,25 @@ impl Drop for Physical {
     }
 }
 
-/// Lets a device read and write mapped memory, with as few calls as its addresses allow.
+/// Gives a device read and write access to mapped memory, with one call per contiguous range.
 pub fn let_in<'a>(device: CUdevice, memories: impl Iterator<Item = &'a Physical>) -> Result<(), Failure> {
     let access = CUmemAccessDesc { location: location(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
     for Span { address, bytes } in Span::contiguous(memories.filter_map(Physical::span)) {
-        // SAFETY: mappings of ours and nothing between them, and one complete descriptor.
+        // SAFETY: the range contains only our mappings, without gaps; the descriptor is complete.
         unsafe { Driver::get()?.cuMemSetAccess(address, bytes, &raw const access, 1)? };
     }
     Ok(())
 }
 
-/// Takes mapped memory away from its addresses, with as few calls as they allow; its contents stay in it. After an error,
-/// what is not unmapped yet is mapped as before.
+/// Unmaps memory, with one call per contiguous range; its contents stay intact. After an error, the memory not reached yet is
+/// still mapped.
 ///
-/// The caller has made sure that no work of the device uses the addresses: the driver does not wait.
+/// The caller must make sure that no device work uses the addresses: the driver does not wait.
 pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
     loop {
         let first = Span::contiguous(memories.iter().map_while(|memory| memory.span())).next();
         let Some(Span { address, bytes }) = first else { return Ok(()) };
-        // SAFETY: mappings of ours and nothing between them.
+        // SAFETY: the range contains only our mappings, without gaps.
         unsafe { Driver::get()?.cuMemUnmap(address, bytes)? };
         let (mut gone, mut neighbours) = (0, 0);
         while gone < bytes {
@@ -196,31 +195,31 @@ pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
     }
 }
 
-/// What is left to undo, in the order in which the driver wants it.
+/// The operations left to undo, in the order that the driver requires.
 #[derive(Debug, Default)]
 struct Leftover {
-    /// A small allocation: address, bytes, and the driver's number for it.
+    /// A block from `cuMemAlloc`: address, bytes and buffer id.
     block: Option<(CUdeviceptr, usize, u64)>,
     mapping: Option<(CUdeviceptr, usize)>,
-    /// What the mapping is at. Given back when all is undone.
+    /// The mapping's addresses, freed last.
     at: Option<Arc<Addresses>>,
     handles: Vec<(CUmemGenericAllocationHandle, usize)>,
     addresses: Option<(CUdeviceptr, usize)>,
 }
 
 impl Leftover {
-    /// Undoes what can be undone and keeps the rest.
+    /// Undoes as much as possible and keeps the rest.
     fn undo(&mut self) -> Result<(), Failure> {
         let driver = Driver::get()?;
-        // Where the number is another, it went with its context.
+        // If the id differs, the block was freed with its context. If earlier work failed, it will be.
         if let Some((address, _, id)) = self.block
             && number_of(address) == Ok(id)
         {
-            // SAFETY: allocated by us, and nothing else by its number.
+            // SAFETY: our allocation, as its id shows.
             unsafe { driver.cuMemFree_v2(address) }.or_else(|failure| if failure.is_of_earlier_work() { Ok(()) } else { Err(failure) })?;
         }
         self.block = None;
-        // SAFETY: each entry is one object of ours, taken out of its owner, and is cleared once it is undone.
+        // SAFETY: each entry is an object of ours, moved out of its owner, and is cleared once undone.
         unsafe {
             if let Some((base, bytes)) = self.mapping {
                 driver.cuMemUnmap(base, bytes)?;
@@ -242,24 +241,24 @@ static LEFTOVERS: PerProcess<Mutex<Vec<Leftover>>> = PerProcess::new(Mutex::defa
 
 fn undo(mut leftover: Leftover) {
     if let Err(failure) = leftover.undo() {
-        log::debug!("{failure}; will be tried again");
+        log::debug!("{failure}; will retry");
         LEFTOVERS.get().lock().unwrap_or_else(PoisonError::into_inner).push(leftover);
     }
 }
 
-/// Gives a small allocation back that the driver refused to take. One that failed work has spoilt goes with its context.
+/// Queues a block from `cuMemAlloc` that the driver has refused to free.
 pub(super) fn free_later(address: CUdeviceptr, bytes: usize) {
     if let Ok(id) = number_of(address) {
         undo(Leftover { block: Some((address, bytes, id)), ..Leftover::default() });
     }
 }
 
-/// The driver's number for an allocation, which no other has.
+/// The driver's buffer id of an allocation, unique within the process.
 fn number_of(address: CUdeviceptr) -> Result<u64, Failure> {
     pointer_attribute(address, CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)
 }
 
-/// Tries again to undo what the driver refused to undo before. Whether any of it was undone.
+/// Retries what the driver has refused to undo. Returns whether any of it was undone.
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
     let (mut undone, mut free) = (false, Vec::new());
@@ -272,7 +271,7 @@ pub fn sweep() -> bool {
         }
         !gone
     });
-    // Without the lock: the driver may refuse to take the addresses back, and then they are put on the list.
+    // Outside the lock: if the driver refuses to free the addresses, dropping them adds them to the list.
     drop(free);
     undone
 }

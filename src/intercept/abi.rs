@@ -1,7 +1,7 @@
 //! The C ABI. `include/vramctl.h` is generated from this file.
 //!
-//! Every function may be called from any thread at any time, never ends the process, and returns a
-//! [`VramctlResult`]; the text of the calling thread's last error is in [`vramctl_last_error`].
+//! All functions are thread-safe, may be called at any time and never end the process. Unless documented otherwise they return
+//! a [`VramctlResult`]; [`vramctl_last_error`] has the text of the calling thread's last error.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_void};
@@ -15,15 +15,15 @@ use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
 use vramctl_model::{Backup, Error, Kind, Report, Span, TransitionRequest};
 
-/// What the functions return. A code never changes its meaning; new ones may be added.
+/// A result code. Codes never change their meaning; new ones may be added.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VramctlResult {
-    /// Done.
+    /// Success.
     Ok = 0,
-    /// An argument makes no sense.
+    /// Invalid argument.
     Invalid = 1,
-    /// No allocation has such a tag.
+    /// No allocation has this tag.
     UnknownTag = 2,
     /// Too little device memory.
     DeviceMemory = 3,
@@ -35,21 +35,21 @@ pub enum VramctlResult {
     Work = 6,
     /// A stream is being captured into a graph.
     Capturing = 7,
-    /// The device's work had not finished in time.
+    /// The device did not finish its work in time.
     Busy = 8,
-    /// The device or driver lacks what is needed.
+    /// The device or driver lacks a required feature.
     Unsupported = 9,
-    /// A defect of the library.
+    /// A bug in the library.
     Internal = 10,
-    /// The address is not in a paused allocation whose contents were kept.
+    /// The address is not in a paused allocation whose contents are kept.
     NotPaused = 11,
-    /// The buffer is too small; the size needed was written.
+    /// The buffer is too small; `needed` has the required size.
     BufferTooSmall = 12,
-    /// A file for contents could not be made, written or read.
+    /// A backup file could not be created, written or read.
     Disk = 13,
-    /// Over the socket only: a KV cache would be dropped that the engine's prefix cache still describes.
+    /// Over the socket only: the pause would drop a KV cache that the engine's prefix cache still describes.
     PrefixCache = 14,
-    /// The program is ending.
+    /// The program is exiting.
     Ending = 15,
 }
 
@@ -75,33 +75,32 @@ impl From<Kind> for VramctlResult {
     }
 }
 
-/// What becomes of contents while their memory is paused. Passed as an `int32_t`, so that a wrong number is an error and
-/// not undefined behaviour.
+/// What a pause does with contents. Passed as an `int32_t`, so that an invalid value is an error and not undefined
+/// behaviour.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VramctlBackup {
-    /// As the environment variable `VRAMCTL_BACKUP` says for the tag, else kept in host memory.
+    /// The tag's policy in the environment variable `VRAMCTL_BACKUP`, else `Host`.
     Default = 0,
-    /// Dropped; after the resume the memory reads as zero.
+    /// Drop them; after the resume the memory reads as zero.
     Discard = 1,
-    /// Kept in host memory.
+    /// Keep them in host memory.
     Host = 2,
-    /// Kept in a file, in the directory of `vramctl_set_disk_directory`, else of `VRAMCTL_DISK_DIR`.
+    /// Keep them in a file, in the directory set by `vramctl_set_disk_directory` or `VRAMCTL_DISK_DIR`.
     Disk = 3,
 }
 
-/// The library's version, such as `0.1.0`. A string of the library's own, valid for ever.
+/// The library's version, such as `0.1.0`. The string is static.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// Begins a region of the calling thread: until the matching `vramctl_region_end`, its allocations get the tag `tag`.
-/// Regions nest; the innermost counts. With a null `tag`, allocations in the region are left to CUDA.
+/// Begins a region: until the matching `vramctl_region_end`, allocations of the calling thread get the tag `tag`.
+/// Regions nest; the innermost one applies. With a null `tag`, allocations in the region are left to CUDA.
 ///
-/// `tag` is UTF-8 of at most 128 bytes without commas, equals signs and control characters, and is copied. `backup` is a
-/// `VramctlBackup`. With `Discard`, neighbours share physical memory after a resume: what is freed of them goes back to the
-/// driver with the last of them, at the next pause at the latest.
+/// `tag` is UTF-8 of at most 128 bytes, without commas, equals signs and control characters. It is copied. `backup` is
+/// a `VramctlBackup`.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -114,17 +113,17 @@ pub unsafe extern "C" fn vramctl_region_begin(tag: *const c_char, backup: i32) -
     })
 }
 
-/// Ends the calling thread's innermost region. `Invalid`: it is in none.
+/// Ends the calling thread's innermost region. Returns `Invalid` if there is none.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_region_end() -> VramctlResult {
     answer(region::end)
 }
 
-/// The tag that an allocation of the calling thread would get now, as a NUL-terminated string in `buffer`; the empty
-/// string: it would be left to CUDA.
+/// Writes the tag that an allocation of the calling thread would get now to `buffer`, NUL-terminated. The string is
+/// empty if the allocation would be left to CUDA.
 ///
-/// `needed`, where not null, gets the string's size in bytes with its NUL. `BufferTooSmall`: `capacity` is less than
-/// that, and nothing was written to `buffer`.
+/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+/// returns `BufferTooSmall` and leaves `buffer` unchanged.
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes, and `needed` null or writable.
@@ -138,11 +137,10 @@ pub unsafe extern "C" fn vramctl_current_tag(buffer: *mut c_char, capacity: usiz
 }
 
 /// Pauses: waits for the device's work, keeps or discards contents, and gives the memory back to the driver. All or
-/// nothing; what is paused already is left alone. The addresses must not be used until `vramctl_resume`.
+/// nothing. Pausing paused memory is a no-op. The program must not use the addresses until `vramctl_resume`.
 ///
-/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; negative:
-/// without limit. `backup`: a `VramctlBackup` for all of it, in place of each allocation's own policy; `Default` keeps
-/// to the policies.
+/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for the device's work, in milliseconds; a negative
+/// value means no limit. `backup`: a `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -160,9 +158,9 @@ pub unsafe extern "C" fn vramctl_pause(tag: *const c_char, timeout_ms: i64, back
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct VramctlRange {
-    /// Its first address.
+    /// First address.
     pub address: *const c_void,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub bytes: usize,
 }
 
@@ -170,25 +168,25 @@ pub struct VramctlRange {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct VramctlTag {
-    /// The tag, NUL-terminated; null: every tag that is not named beside it.
+    /// The tag, NUL-terminated; null means all tags not listed.
     pub tag: *const c_char,
-    /// A `VramctlBackup` in place of each allocation's own policy; `Default` keeps to the policies.
+    /// A `VramctlBackup` that overrides the allocations' own policies; `Default` does not.
     pub backup: i32,
 }
 
-/// Pauses several tags at once, as `vramctl_pause` does one: all of them or, after an error, none.
+/// Pauses several tags at once, as `vramctl_pause` does one. After an error, none of them is paused.
 ///
-/// `tags`: `count` of them, at least one. Beside a null tag, a named one need not be there; else it is `UnknownTag`.
-/// `timeout_ms`: as for `vramctl_pause`.
+/// `tags`: `count` entries, at least one. A tag that no allocation has is `UnknownTag`, unless a null tag is listed
+/// too. `timeout_ms`: as for `vramctl_pause`.
 ///
-/// `unused`: `unused_count` ranges of memory that nobody needs, such as what an allocator of the program's own holds as
-/// free. Their contents are not kept: the whole pages of 2 MiB in them read as zero after the resume, unless they were kept
-/// all the same (on disk, and where a tag's contents are retained). They must stay unused until this returns, whoever
-/// waits for the device meanwhile. Ranges may overlap, and what of them is not managed is ignored.
+/// `unused`: `unused_count` ranges whose contents are not needed, such as the free blocks of the program's own
+/// allocator. Whole 2 MiB pages in them read as zero after the resume, unless their contents are kept anyway (on disk,
+/// or because the tag is retained). They must stay unused until this function returns. Ranges may overlap; unmanaged
+/// parts are ignored.
 ///
 /// # Safety
-/// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` readable for
-/// `unused_count` ranges (or null with an `unused_count` of 0).
+/// `tags` must be readable for `count` entries whose tags are null or NUL-terminated, and `unused` for `unused_count`
+/// ranges (or null if `unused_count` is 0).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_pause_tags(
     tags: *const VramctlTag,
@@ -201,7 +199,7 @@ pub unsafe extern "C" fn vramctl_pause_tags(
         // SAFETY: the caller's promise.
         let (tags, unused) = unsafe { (array(tags, count, "tags")?, array(unused, unused_count, "ranges")?) };
         if tags.is_empty() {
-            return Err(Error::Invalid("no tags; one that is null means all".into()));
+            return Err(Error::Invalid("no tags given; a null tag means all".into()));
         }
         let mut request = TransitionRequest {
             timeout: timeout(timeout_ms),
@@ -226,11 +224,11 @@ pub unsafe extern "C" fn vramctl_pause_tags(
     })
 }
 
-/// Resumes: puts new memory at the same addresses, and the kept contents into it; discarded contents read as zero. All
-/// or nothing; what is active already is left alone.
+/// Resumes: maps new memory at the same addresses and restores kept contents; discarded contents read as zero. All or
+/// nothing. Resuming active memory is a no-op.
 ///
-/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory that other processes hold, in
-/// milliseconds; 0: not at all; negative: without limit.
+/// `tag`: one tag, or null for all. `timeout_ms`: how long to wait for memory held by other processes, in milliseconds;
+/// 0 means not at all, a negative value no limit.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -245,19 +243,20 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
     })
 }
 
-/// Resumes several tags at once, as `vramctl_resume` does one: all of them or, after an error, none.
+/// Resumes several tags at once, as `vramctl_resume` does one. After an error, none of them is resumed.
 ///
-/// `tags`: `count` of them, at least one; null among them means all. `timeout_ms`: as for `vramctl_resume`, for all of it.
+/// `tags`: `count` tags, at least one; a null tag means all. `timeout_ms`: as for `vramctl_resume`, for all tags
+/// together.
 ///
 /// # Safety
-/// `tags` must be readable for `count` pointers that are null or to NUL-terminated strings.
+/// `tags` must be readable for `count` pointers, each null or to a NUL-terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: usize, timeout_ms: i64) -> VramctlResult {
     answer(|| {
         // SAFETY: the caller's promise.
         let names = unsafe { array(tags, count, "tags")?.iter().map(|tag| text(*tag)).collect::<Result<Vec<_>, _>>()? };
         if names.is_empty() {
-            return Err(Error::Invalid("no tags; null means all".into()));
+            return Err(Error::Invalid("no tags given; a null tag means all".into()));
         }
         let tags = names.into_iter().map(|name| name.map(str::to_owned)).collect::<Option<Vec<_>>>();
         let timeout = timeout(timeout_ms).or(Some(Duration::MAX));
@@ -269,14 +268,15 @@ pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: 
     })
 }
 
-/// What the calling thread's last successful pause or resume did, as a JSON object in `buffer`, NUL-terminated: the
-/// fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if there was none.
+/// Writes the report of the calling thread's last successful pause or resume to `buffer`, as a NUL-terminated JSON
+/// object: the fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if
+/// there was none.
 ///
-/// `needed`, where not null, gets the string's size in bytes with its NUL. `BufferTooSmall`: `capacity` is less than
-/// that, and nothing was written to `buffer`.
+/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+/// returns `BufferTooSmall` and leaves `buffer` unchanged.
 ///
 /// # Safety
-/// `buffer` must be writable for `capacity` bytes (or null with a `capacity` of 0), and `needed` null or writable.
+/// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_last_report_json(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
     answer(|| {
@@ -286,14 +286,14 @@ pub unsafe extern "C" fn vramctl_last_report_json(buffer: *mut c_char, capacity:
     })
 }
 
-/// What is under management, as a JSON object in `buffer`, NUL-terminated: the fields of the control protocol's
-/// `status` reply that concern memory (`docs/protocol.md`), sizes in bytes.
+/// Writes the state of the managed memory to `buffer`, as a NUL-terminated JSON object: the memory fields of the
+/// control protocol's `status` reply (`docs/protocol.md`), sizes in bytes.
 ///
-/// `needed`, where not null, gets the string's size in bytes with its NUL; it may differ at the next call.
-/// `BufferTooSmall`: `capacity` is less than that, and nothing was written to `buffer`.
+/// If `needed` is not null, it receives the string's size in bytes, including the NUL; the size may change between
+/// calls. If `capacity` is smaller, returns `BufferTooSmall` and leaves `buffer` unchanged.
 ///
 /// # Safety
-/// `buffer` must be writable for `capacity` bytes (or null with a `capacity` of 0), and `needed` null or writable.
+/// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_status_json(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
     answer(|| {
@@ -302,37 +302,38 @@ pub unsafe extern "C" fn vramctl_status_json(buffer: *mut c_char, capacity: usiz
     })
 }
 
-/// What the calling thread's last failed call of this library failed on, for a reader; the empty string if none has
-/// failed. Owned by the library and valid until the thread's next failed call.
+/// The error message of the calling thread's last failed call; empty if none has failed. Owned by the library and valid
+/// until the thread's next failed call.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_last_error() -> *const c_char {
     let text = LAST.try_with(|last| last.try_borrow().map_or(c"".as_ptr(), |last| last.error_text.as_ptr()));
     text.unwrap_or(c"".as_ptr())
 }
 
-/// The same with its numbers, as a JSON object in `buffer`, NUL-terminated: the fields of the control protocol's `error`
-/// reply (`docs/protocol.md`), such as `code`, `message` and, where memory was short, `shortage` in bytes; `{}` if none has
-/// failed.
+/// Writes the calling thread's last error to `buffer`, as a NUL-terminated JSON object: the fields of the control
+/// protocol's `error` reply (`docs/protocol.md`), such as `code`, `message` and, if memory was short, `shortage` in
+/// bytes; `{}` if none has failed.
 ///
-/// `needed`, where not null, gets the string's size in bytes with its NUL. `BufferTooSmall`: `capacity` is less than
-/// that, nothing was written to `buffer`, and the last error is still the one before.
+/// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
+/// returns `BufferTooSmall`, leaves `buffer` unchanged and keeps the last error.
 ///
 /// # Safety
-/// `buffer` must be writable for `capacity` bytes (or null with a `capacity` of 0), and `needed` null or writable.
+/// `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_last_error_json(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
     let error = LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.error.clone())).ok().flatten();
-    // Not through `answer`, which would remember this call's own failure in place of the one that is asked for.
+    // Not through `answer`, which would replace the last error by this call's own.
     // SAFETY: the caller's promise.
     let outcome = panic::catch_unwind(|| unsafe { put(&json(error.as_ref().map(Refusal::from).as_ref()), buffer, capacity, needed) });
     outcome.map_or(VramctlResult::Internal, |outcome| outcome.map_or_else(|error| error.kind().into(), |()| VramctlResult::Ok))
 }
 
-/// The kept contents of a paused allocation, to read: `*pointer` gets the host address that holds what `address` held,
-/// and `*bytes`, where not null, how many bytes follow there up to the allocation's end.
+/// Gives read access to the kept contents of a paused allocation: `*pointer` receives the host address of the byte that
+/// was at `address` and, if `bytes` is not null, `*bytes` the number of bytes from there to the end of the allocation.
 ///
-/// `address` may be anywhere in the allocation. The memory is the library's, and valid until the allocation is resumed or
-/// freed. `NotPaused`: the address is in no paused allocation whose contents were kept in host memory.
+/// `address` may be anywhere in the allocation. The memory belongs to the library and is valid until the allocation is
+/// resumed or freed. Returns `NotPaused` unless the address is in a paused allocation whose contents are in host
+/// memory.
 ///
 /// # Safety
 /// `pointer` must be writable, and `bytes` null or writable.
@@ -340,11 +341,11 @@ pub unsafe extern "C" fn vramctl_last_error_json(buffer: *mut c_char, capacity: 
 pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer: *mut *const c_void, bytes: *mut usize) -> VramctlResult {
     answer(|| {
         if pointer.is_null() {
-            return Err(Error::Invalid("no place for the pointer".into()));
+            return Err(Error::Invalid("`pointer` is null".into()));
         }
         let paused = Memory::get().find(address as u64).filter(|allocation| allocation.is_paused());
         let Some((kept, rest)) = paused.and_then(|allocation| kept_from(&allocation, address as u64)) else {
-            return Err(Error::NotPaused(format!("{address:p} is in no paused allocation whose contents are in host memory")));
+            return Err(Error::NotPaused(format!("{address:p} is not in a paused allocation whose contents are in host memory")));
         };
         // SAFETY: the caller's promise.
         unsafe {
@@ -357,15 +358,15 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
     })
 }
 
-/// What is kept in host memory of an allocation from an address in it on, and how many bytes.
+/// The contents of an allocation in host memory, from `address` on: host address and length in bytes.
 pub(crate) fn kept_from(allocation: &Allocation, address: u64) -> Option<(*const u8, usize)> {
     let contents = allocation.contents();
     let rest = contents.saved.as_ref()?.kept_from((address - allocation.address()) as usize)?;
     Some((rest.as_ptr(), rest.len()))
 }
 
-/// From now on, a managed allocation that would leave less than `bytes` of its device free is answered with out of
-/// memory. 0, as at first: no such margin.
+/// Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory.
+/// The default is 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
     answer(|| {
@@ -374,11 +375,11 @@ pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
     })
 }
 
-/// Says that an inference engine lives in this process, by its name (`vllm`, `sglang`): `vramctl status` shows it, and
-/// `vramctl pause` does not discard the engine's `kv_cache` unless the engine forgets what its prefix cache says of it.
-/// Null: none does any more.
+/// Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and
+/// `vramctl pause` refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws
+/// the declaration.
 ///
-/// `name` has 1 to 64 letters, digits, dots, dashes and underscores, and is copied.
+/// `name` has 1 to 64 letters, digits, dots, dashes and underscores. It is copied.
 ///
 /// # Safety
 /// `name` must be null or NUL-terminated.
@@ -397,11 +398,11 @@ pub unsafe extern "C" fn vramctl_set_engine(name: *const c_char) -> VramctlResul
     })
 }
 
-/// Says whether the contents that a pause saves of a tag in host memory stay there after the resume, so that the next
-/// pause copies only what has changed since. What is not to stay any more is given up at once.
+/// Sets whether a tag's backups in host memory are retained after a resume, so that the next pause copies only what has
+/// changed. Drops retained backups that are no longer wanted.
 ///
-/// `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 they stay, 0 they do not, -1 takes the
-/// setting back: what is said of every tag counts, and `VRAMCTL_RETAIN` where nothing is.
+/// `tag`: one tag, or null for every tag without a setting of its own. `retain`: 1 to retain, 0 not to, -1 to remove
+/// the setting. Without one, the setting for null applies, then `VRAMCTL_RETAIN`.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -412,7 +413,7 @@ pub unsafe extern "C" fn vramctl_set_retain(tag: *const c_char, retain: i32) -> 
             -1 => None,
             0 => Some(false),
             1 => Some(true),
-            other => return Err(Error::Invalid(format!("{other} is not 1 (retain), 0 (do not) or -1 (as the environment says)"))),
+            other => return Err(Error::Invalid(format!("`retain` is {other}, not 1 (retain), 0 (do not) or -1 (no setting)"))),
         };
         // SAFETY: the caller's promise.
         let tag = unsafe { text(tag)? };
@@ -420,8 +421,9 @@ pub unsafe extern "C" fn vramctl_set_retain(tag: *const c_char, retain: i32) -> 
     })
 }
 
-/// Where the pauses to come keep contents whose policy is `Disk`: an existing directory on a drive, not a `tmpfs`. Null:
-/// as `VRAMCTL_DISK_DIR` says. What is in files already stays where it is. `Disk`: it is no directory.
+/// Sets the directory in which future pauses keep contents with the policy `Disk`. It must exist and should be on a
+/// drive, not a `tmpfs`. Null restores `VRAMCTL_DISK_DIR`. Existing backups stay where they are. Returns `Disk` if it
+/// is not a directory.
 ///
 /// # Safety
 /// `directory` must be null or NUL-terminated.
@@ -438,26 +440,27 @@ thread_local! {
     static LAST: RefCell<Last> = RefCell::default();
 }
 
-/// What a thread may still ask for.
+/// A thread's last error and report.
 #[derive(Default)]
 struct Last {
     error: Option<Error>,
-    /// The error's text, as C wants it.
+    /// The error's message as a C string.
     error_text: CString,
     report: Option<Report>,
 }
 
-/// For `vramctl_last_report_json`.
+/// Stores a report for `vramctl_last_report_json`.
 fn keep_report(report: Report) {
     let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.report = Some(report)));
 }
 
 fn json(value: Option<&impl serde::Serialize>) -> String {
-    // Our own types cannot fail to be written.
+    // Serialising our own types cannot fail.
     value.and_then(|value| serde_json::to_string(value).ok()).unwrap_or_else(|| "{}".into())
 }
 
-/// Runs the body of a function: errors become codes and texts, and so does a panic, which must not cross into C.
+/// Runs the body of a function. Turns errors, and panics, which must not cross into C, into a result code and stores
+/// the error.
 fn answer(body: impl FnOnce() -> Result<(), Error>) -> VramctlResult {
     let outcome = panic::catch_unwind(AssertUnwindSafe(body));
     let Err(error) = outcome.unwrap_or_else(|_| Err(Error::Internal("a call panicked".into()))) else {
@@ -465,7 +468,7 @@ fn answer(body: impl FnOnce() -> Result<(), Error>) -> VramctlResult {
     };
     let result = error.kind().into();
     let error_text = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default();
-    // Without thread-locals the thread is ending, and the code has to do.
+    // On a thread whose thread-locals are already destroyed, the code has to suffice.
     let _ = LAST.try_with(|last| {
         last.try_borrow_mut().map(|mut last| {
             last.error_text = error_text;
@@ -495,16 +498,16 @@ unsafe fn request(tag: *const c_char, timeout_ms: i64) -> Result<TransitionReque
     })
 }
 
-/// Negative: without limit.
+/// `None` (no limit) if negative.
 fn timeout(ms: i64) -> Option<Duration> {
     u64::try_from(ms).ok().map(Duration::from_millis)
 }
 
-/// A C array; null is an empty one.
+/// A C array, which may be null if it is empty.
 unsafe fn array<'a, T>(first: *const T, count: usize, what: &str) -> Result<&'a [T], Error> {
     match (first.is_null(), count) {
         (_, 0) => Ok(&[]),
-        (true, _) => Err(Error::Invalid(format!("no {what} where {count} are said to be"))),
+        (true, _) => Err(Error::Invalid(format!("the array of {count} {what} is null"))),
         // SAFETY: readable for `count` values, by the caller's promise.
         (false, _) => Ok(unsafe { slice::from_raw_parts(first, count) }),
     }
@@ -516,11 +519,11 @@ fn policy(backup: i32) -> Result<Option<Backup>, Error> {
         1 => Ok(Some(Backup::Discard)),
         2 => Ok(Some(Backup::Host)),
         3 => Ok(Some(Backup::Disk)),
-        other => Err(Error::Invalid(format!("{other} is no VramctlBackup"))),
+        other => Err(Error::Invalid(format!("{other} is not a VramctlBackup"))),
     }
 }
 
-/// Writes a NUL-terminated string into a caller's buffer, and its size.
+/// Writes a NUL-terminated string to a caller's buffer, and its size to `needed`.
 unsafe fn put(text: &str, buffer: *mut c_char, capacity: usize, needed: *mut usize) -> Result<(), Error> {
     let size = text.len() + 1;
     // SAFETY: `needed` is null or writable, and `buffer` is writable for `capacity`, by the caller's promise.

@@ -1,16 +1,16 @@
-//! Several copies of the library in one process: `vramctl run` preloads one, and a framework puts a file of another name
-//! into `LD_PRELOAD`, or opens it.
+//! Several copies of the library in one process, such as one preloaded by `vramctl run` and another, under a different file name,
+//! by a framework.
 //!
-//! Each copy has its own regions and allocations, and to the first the next one's functions are the real ones. So the
-//! memory that the first leaves to CUDA would come to be managed by the second after all, and the process would have two
-//! control sockets. Therefore only the first in the loader's order answers; the others hand every call on.
+//! Each copy would have its own state and control socket, and the second would manage what the first leaves to CUDA, because to
+//! the first, the second's hooks are the real functions. So only the first copy in symbol lookup order is active; the others
+//! forward every call.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::{mem, ptr};
 use vramctl_config as config;
 
-/// Whether a copy that programs find before this one is loaded. Found out once: copies that are loaded later come later.
+/// Whether another copy precedes this one in symbol lookup order. Checked once: copies loaded later come later in the order.
 #[inline]
 pub fn another_is_first() -> bool {
     match KNOWN.load(Ordering::Relaxed) {
@@ -26,21 +26,20 @@ const OTHER: u8 = 2;
 
 #[cold]
 fn look() -> bool {
-    // SAFETY: a NUL-terminated name. Where programs cannot find it at all, this copy was opened for its handle alone, or is
-    // part of a program: it is the only one.
+    // SAFETY: a NUL-terminated name.
+    // If the symbol is not global at all, this copy was opened with `RTLD_LOCAL` or linked statically, and is the only one.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"vramctl_version".as_ptr()) };
     let mine = library_of(ptr::from_ref(&KNOWN).cast());
     let other = !found.is_null() && library_of(found) != mine;
     KNOWN.store(if other { OTHER } else { THIS }, Ordering::Relaxed);
     if !other {
-        // The program's first call to the library that answers it. What is wrong with the environment is said now: it may be
-        // the reason that nothing is ever managed.
+        // This is the program's first hooked call. Report errors in the environment now: they may be why nothing is managed.
         config::set_up_logger();
     }
     other
 }
 
-/// Where the library begins that an address lies in.
+/// The base address of the library that contains `address`.
 fn library_of(address: *const c_void) -> *mut c_void {
     // SAFETY: `info` is plain data and writable.
     unsafe {

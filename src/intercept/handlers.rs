@@ -1,5 +1,4 @@
-//! What each hooked function does. Arguments are the program's, and checked no further than the runtime would: where one
-//! makes no sense, the real function says so.
+//! The handlers of the hooked functions. Invalid arguments are left for the real function to reject.
 
 use crate::copies;
 use crate::real::{self, originals};
@@ -15,8 +14,8 @@ use vramctl_host::log_once;
 use vramctl_model::{Error, code};
 
 pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize) -> CudaError {
-    // SAFETY: here and below, a pointer that is not null is writable by the program's promise, and the real function
-    // gets the arguments as they came.
+    // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
+    // arguments unchanged.
     unsafe { provide(pointer, bytes, Place::Thread, || originals::cudaMalloc(pointer, bytes)) }
 }
 
@@ -80,25 +79,25 @@ pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent) -> Cud
     }
 }
 
-/// The distance between rows and the bytes of all of them, as the real function chooses them: rows begin at multiples of
-/// 512 bytes. `None`: more than can be counted, for the real function to refuse.
+/// The pitch and the total size, as the real function computes them: rows begin at multiples of 512 bytes. `None` on overflow,
+/// for the real function to reject.
 fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)> {
     let pitch = width.checked_next_multiple_of(512)?;
     Some((pitch, pitch.checked_mul(height)?.checked_mul(depth)?))
 }
 
 pub unsafe fn free(pointer: *mut c_void) -> CudaError {
-    // SAFETY: as it came.
+    // SAFETY: the arguments are passed on unchanged.
     release(pointer).unwrap_or_else(|| unsafe { originals::cudaFree(pointer) })
 }
 
 pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError {
-    // SAFETY: as it came.
+    // SAFETY: the arguments are passed on unchanged.
     release_async(pointer, stream).unwrap_or_else(|| unsafe { originals::cudaFreeAsync(pointer, stream) })
 }
 
 pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
-    // SAFETY: as it came.
+    // SAFETY: the arguments are passed on unchanged.
     release_async(pointer, stream.of_per_thread_program()).unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
 }
 
@@ -113,7 +112,7 @@ pub unsafe fn device_reset() -> CudaError {
 }
 
 pub unsafe fn enable_peer_access(peer: c_int, flags: c_uint) -> CudaError {
-    // SAFETY: as it came.
+    // SAFETY: the arguments are passed on unchanged.
     let answer = unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) };
     if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
         return answer;
@@ -121,7 +120,7 @@ pub unsafe fn enable_peer_access(peer: c_int, flags: c_uint) -> CudaError {
     let opened = real::current_context().map(|current| Memory::get().enable_peer(&current, peer));
     match opened {
         Ok(Err(error)) => {
-            log::warn!("managed memory of device {peer} cannot be opened to its peer: {error}");
+            log::warn!("cannot enable peer access to managed memory of device {peer}: {error}");
             error.cuda_code()
         }
         _ => answer,
@@ -132,34 +131,33 @@ pub unsafe fn disable_peer_access(peer: c_int) -> CudaError {
     if let (Some(memory), Some(device)) = (Memory::existing(), real::current_device()) {
         memory.disable_peer(device, peer);
     }
-    // SAFETY: as it came.
+    // SAFETY: the arguments are passed on unchanged.
     unsafe { originals::cudaDeviceDisablePeerAccess(peer) }
 }
 
 pub unsafe fn ipc_get_mem_handle(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
-    // SAFETY: as it came.
+    // SAFETY: the arguments are passed on unchanged.
     let answer = unsafe { originals::cudaIpcGetMemHandle(handle, pointer) };
     if answer != code::SUCCESS
         && let Some(allocation) = Memory::existing().and_then(|memory| memory.find(pointer as u64))
     {
         log_once!(
             log::Level::Warn,
-            "cudaIpcGetMemHandle cannot share the managed memory at {pointer:p} (tag {}): CUDA IPC takes memory of cudaMalloc only. \
-                 Allocate what is to be shared in a region without a tag (vramctl_region_begin(NULL, 0)), or start the program with \
-                 `vramctl run --no-tag` so that only regions are managed",
+            "cudaIpcGetMemHandle cannot share the managed memory at {pointer:p} (tag {}): CUDA IPC supports only memory from the real \
+                 cudaMalloc. Allocate shared memory in a region without a tag (vramctl_region_begin(NULL, 0)), or start the program \
+                 with `vramctl run --no-tag` so that only regions are managed",
             allocation.tag
         );
     }
     answer
 }
 
-/// Memory on a device for torch's pluggable allocator, managed as `cudaMalloc` here would; null: there is none.
-///
-/// torch answers a null by giving up what it holds in reserve and asking again.
+/// Allocates on a device for torch's pluggable allocator, as the hooked `cudaMalloc` does. Null if out of memory: torch then
+/// frees its cached blocks and retries.
 pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
     let before = real::current_device();
     if before != Some(device) && !real::set_device(device) {
-        log::error!("no memory of device {device} can be given: it is not there, or no CUDA runtime is loaded");
+        log::error!("cannot allocate on device {device}: it does not exist, or no CUDA runtime is loaded");
         return ptr::null_mut();
     }
     let mut pointer = ptr::null_mut();
@@ -176,28 +174,28 @@ pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
 /// Frees memory of [`torch_malloc`].
 ///
 /// # Safety
-/// `pointer` came from there and was not freed since.
+/// `pointer` must come from there and must not have been freed.
 pub unsafe fn torch_free(pointer: *mut c_void) {
     // SAFETY: the caller's promise.
     let answer = unsafe { if copies::another_is_first() { originals::cudaFree(pointer) } else { free(pointer) } };
-    // At the end of a process the runtime may be gone before torch's pools, and then everything is free anyway.
+    // At exit the runtime may shut down before torch's pools; everything is freed then anyway.
     if !matches!(answer, code::SUCCESS | code::DEINITIALIZED) {
-        log::error!("memory at {pointer:p} could not be freed (CUDA error {answer})");
+        log::error!("cannot free the memory at {pointer:p} (CUDA error {answer})");
     }
 }
 
-/// Where memory is asked for.
+/// Where to allocate.
 #[derive(Clone, Copy)]
 enum Place {
     /// On the calling thread's device.
     Thread,
     /// On a stream's device.
     Stream(CudaStream),
-    /// From a pool, in the order of a stream.
+    /// From a pool, in stream order.
     Pool(*mut c_void, CudaStream),
 }
 
-/// Answers a request with managed memory where it is to be managed, else by the real function.
+/// Allocates managed memory if the calling thread's allocations are managed, else calls the real function.
 unsafe fn provide(pointer: *mut *mut c_void, bytes: usize, place: Place, real: impl FnOnce() -> CudaError) -> CudaError {
     if pointer.is_null() || bytes < Config::get().min_bytes.max(1) {
         return real();
@@ -214,7 +212,7 @@ unsafe fn provide(pointer: *mut *mut c_void, bytes: usize, place: Place, real: i
         }
         Some(Err(error)) => {
             if error == code::OUT_OF_MEMORY {
-                // As the real function leaves things: no address, and an error to be asked for.
+                // Like the real function: a null pointer, and the error for `cudaGetLastError`.
                 // SAFETY: as above.
                 unsafe { pointer.write(ptr::null_mut()) };
                 real::leave_out_of_memory_as_last_error();
@@ -224,11 +222,11 @@ unsafe fn provide(pointer: *mut *mut c_void, bytes: usize, place: Place, real: i
     }
 }
 
-/// Managed memory; `None`: it is the real function's business.
+/// Allocates managed memory; `None` if the real function must allocate.
 fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>> {
     let policy = region::current()?;
     let current = match place {
-        // Memory allocated while capturing is a part of the graph, which only the driver can make.
+        // An allocation during capture becomes part of the graph, which only the driver can do.
         Place::Stream(stream) | Place::Pool(_, stream) if stream.is_capturing() => return None,
         Place::Stream(stream) | Place::Pool(_, stream) => context_of(stream),
         Place::Thread => real::current_context(),
@@ -237,7 +235,7 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
         Ok(current) => current,
         Err(error) => return Some(Err(error)),
     };
-    // Any other pool was made for a purpose: another device, the host, sharing with other processes.
+    // A pool of the program's own has a purpose: another device, host memory, sharing with other processes.
     if matches!(place, Place::Pool(pool, _) if real::default_pool(current.device()) != Some(pool)) {
         return None;
     }
@@ -253,13 +251,13 @@ fn allocate(bytes: usize, place: Place) -> Option<Result<*mut c_void, CudaError>
             None
         }
         Err(error) => {
-            log::debug!("an allocation of {bytes} bytes: {error}");
+            log::debug!("cannot allocate {bytes} bytes: {error}");
             Some(Err(error.cuda_code()))
         }
     }
 }
 
-/// What was freed in the order of a stream that has not come there yet may be what the real function needs.
+/// Makes room for the real function by releasing memory whose stream-ordered free is still pending.
 fn free_up(bytes: usize) {
     if let Some(memory) = Memory::existing()
         && let Ok(Some(current)) = Current::of_thread()
@@ -268,12 +266,12 @@ fn free_up(bytes: usize) {
     }
 }
 
-/// The context of a stream. A default stream is that of the context that the thread has, or would be given by the runtime.
+/// A stream's context. A default stream belongs to the thread's current context, or to the one that the runtime would create.
 fn context_of(stream: CudaStream) -> Result<Current, CudaError> {
     if stream.is_default() { real::current_context() } else { Current::push_of_stream(stream).map_err(|failure| failure.code) }
 }
 
-/// Frees managed memory; `None`: it is the real function's business.
+/// Frees managed memory; `None` if the real function must free it.
 fn release(pointer: *mut c_void) -> Option<CudaError> {
     let memory = Memory::existing()?;
     memory.release_freed();
@@ -287,10 +285,10 @@ fn release(pointer: *mut c_void) -> Option<CudaError> {
     ))
 }
 
-/// The same in the order of a stream.
+/// Frees managed memory in stream order; `None` if the real function must free it.
 fn release_async(pointer: *mut c_void, stream: CudaStream) -> Option<CudaError> {
     let memory = Memory::existing()?;
-    // While capturing, a free becomes a part of the graph, and the real function says what it thinks of that.
+    // A free during capture becomes part of the graph, which only the real function can do or reject.
     if !memory.manages(pointer as u64) || stream.is_capturing() {
         return None;
     }

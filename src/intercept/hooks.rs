@@ -1,11 +1,9 @@
-//! What the program calls in place of the CUDA runtime's functions of the same names.
+//! The functions that the program calls instead of the CUDA runtime's.
 //!
-//! One table (`hooked_functions!`) declares them; the functions here, those that the preloaded library exports, the lookups of
-//! the real functions and the list of names all come from it. Each handler is a few lines that forward to
-//! [`vramctl_core::memory`] or to the real function. Whatever is not
-//! known to be managed goes to the real function, and its result comes back unchanged.
+//! They are generated from one table, `hooked_functions!`. A handler forwards to [`vramctl_core::memory`] or, for anything that
+//! is not managed, to the real function, whose result is returned unchanged.
 //!
-//! Where several copies of the library are loaded, the first answers and the others only forward (`copies`).
+//! If several copies of the library are loaded, all but the first only forward (`copies`).
 
 use crate::real::originals;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
@@ -24,10 +22,10 @@ macro_rules! exports {
             /// As the CUDA runtime's function of this name.
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
-                // A panic must not cross into the program. It is a defect; the call is answered as failed.
+                // A panic must not unwind into the program: the call fails instead.
                 panic::catch_unwind(|| {
                     if copies::another_is_first() {
-                        // SAFETY: the arguments are handed on as they came.
+                        // SAFETY: the arguments are passed on unchanged.
                         return unsafe { originals::$name($($argument),*) };
                     }
                     // SAFETY: as above.
@@ -41,7 +39,7 @@ macro_rules! exports {
             }
         )*
 
-        /// The names of all hooked functions.
+        /// The names of the hooked functions.
         pub const HOOKED: &[&str] = &[$(stringify!($name)),*];
     };
 }

@@ -1,7 +1,7 @@
-//! What the program's calls find: the CUDA functions that are answered here ([`hooks`]), and the functions of the library's
-//! own: the C ABI ([`abi`]) and that of `torch_memory_saver` ([`tms`]).
+//! What the program calls: the hooked CUDA functions ([`hooks`]), the C ABI ([`abi`]) and the C functions of
+//! `torch_memory_saver` ([`tms`]).
 //!
-//! Nothing here has a name that the program's linker finds, except the C ABI's: the preloaded library exports the hooks.
+//! Of these, only the C ABI and `torch_memory_saver`'s functions are exported symbols; the preloaded library exports the hooks.
 
 pub mod abi;
 mod copies;

@@ -1,4 +1,4 @@
-//! The real functions behind the hooks, found lazily: a preloaded library is there long before the program's runtime.
+//! The real functions behind the hooks. They are looked up lazily, because a preloaded library is loaded before the runtime.
 
 use crate::hooked_functions;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
@@ -11,8 +11,7 @@ use vramctl_model::code;
 
 macro_rules! originals {
     ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => {
-        /// The runtime's own functions, by the names of the hooks. One that is missing answers
-        /// [`code::SHARED_OBJECT_SYMBOL_NOT_FOUND`].
+        /// The runtime's own functions. A missing one returns [`code::SHARED_OBJECT_SYMBOL_NOT_FOUND`].
         #[allow(non_snake_case, clippy::wildcard_imports)]
         pub mod originals {
             use super::*;
@@ -21,7 +20,7 @@ macro_rules! originals {
                 pub unsafe fn $name($($argument: $type),*) -> CudaError {
                     static SYMBOL: Symbol = Symbol::new(concat!(stringify!($name), "\0"));
                     let Some(address) = SYMBOL.address() else { return code::SHARED_OBJECT_SYMBOL_NOT_FOUND };
-                    // SAFETY: the runtime's function of this name has this type; the arguments are the caller's.
+                    // SAFETY: the type matches the runtime's function; the arguments are the caller's.
                     unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> CudaError>(address.as_ptr())($($argument),*) }
                 }
             )*
@@ -30,57 +29,56 @@ macro_rules! originals {
 }
 hooked_functions!(originals);
 
-/// The device that the runtime would use on this thread.
+/// The runtime's current device on this thread.
 pub fn current_device() -> Option<CUdevice> {
     static SYMBOL: Symbol = Symbol::new("cudaGetDevice\0");
     let address = SYMBOL.address()?;
     let mut device = 0;
-    // SAFETY: the runtime's function of this name has this type, and `device` is writable.
+    // SAFETY: the type matches the runtime's function, and `device` is writable.
     let answer = unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_int) -> CudaError>(address.as_ptr())(&raw mut device) };
     (answer == code::SUCCESS).then_some(device)
 }
 
-/// Has the runtime use another device on this thread. Says whether it does.
+/// Sets the runtime's current device on this thread. Returns whether that succeeded.
 pub fn set_device(device: CUdevice) -> bool {
     static SYMBOL: Symbol = Symbol::new("cudaSetDevice\0");
     let Some(address) = SYMBOL.address() else { return false };
-    // SAFETY: the runtime's function of this name has this type.
+    // SAFETY: the type matches the runtime's function.
     unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int) -> CudaError>(address.as_ptr())(device) == code::SUCCESS }
 }
 
-/// The memory pool that a device starts with.
+/// A device's default memory pool.
 pub fn default_pool(device: CUdevice) -> Option<*mut c_void> {
     static SYMBOL: Symbol = Symbol::new("cudaDeviceGetDefaultMemPool\0");
     type Function = unsafe extern "C" fn(*mut *mut c_void, c_int) -> CudaError;
     let address = SYMBOL.address()?;
     let mut pool = ptr::null_mut();
-    // SAFETY: the runtime's function of this name has this type, and `pool` is writable.
+    // SAFETY: the type matches the runtime's function, and `pool` is writable.
     let answer = unsafe { mem::transmute::<*mut c_void, Function>(address.as_ptr())(&raw mut pool, device) };
     (answer == code::SUCCESS).then_some(pool)
 }
 
-/// The context in which the runtime would allocate on this thread, made by the runtime if it is not there yet (or was
-/// reset), as the real allocation would have it made.
+/// The context in which the runtime would allocate on this thread. The runtime creates it if it does not exist yet or was reset,
+/// as it would for a real allocation.
 pub fn current_context() -> Result<Current, CudaError> {
     let _relaxed = RelaxedCapture::enter();
-    // SAFETY: freeing null initialises the context and frees nothing.
+    // SAFETY: freeing null only initialises the context.
     match unsafe { originals::cudaFree(ptr::null_mut()) } {
         code::SUCCESS => Current::of_thread().map_err(|failure| failure.code)?.ok_or(code::INVALID_CONTEXT),
         error => Err(error),
     }
 }
 
-/// Has the runtime remember that an allocation failed, as it does when it fails itself: `cudaGetLastError` then says so,
-/// and clears it. The only way to tell it is to ask for what it can never give.
+/// Makes `cudaGetLastError` report an out of memory, as after a failure of the runtime's own. Only the runtime can set its last
+/// error, so this requests an impossible size from it.
 pub fn leave_out_of_memory_as_last_error() {
     let _relaxed = RelaxedCapture::enter();
     let mut never = ptr::null_mut();
-    // SAFETY: `never` is writable. No device has so much memory.
+    // SAFETY: `never` is writable. No device has this much memory.
     unsafe { originals::cudaMalloc(&raw mut never, usize::MAX >> 2) };
 }
 
-/// A function of the CUDA runtime, looked up when it is first needed. A miss is not remembered: the runtime may be
-/// loaded later.
+/// A function of the CUDA runtime, looked up at first use. A miss is not cached: the runtime may be loaded later.
 struct Symbol {
     /// With its NUL.
     name: &'static str,
@@ -88,12 +86,12 @@ struct Symbol {
 }
 
 impl Symbol {
-    /// The function of this name, which ends with a NUL.
+    /// `name` must end with a NUL.
     const fn new(name: &'static str) -> Self {
         Self { name, found: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Where it is; `None`: no runtime is loaded, or it lacks the function.
+    /// The address; `None` if no runtime is loaded or it lacks the function.
     #[inline]
     fn address(&self) -> Option<NonNull<c_void>> {
         NonNull::new(self.found.load(Ordering::Relaxed)).or_else(|| self.look_up())
@@ -109,10 +107,10 @@ impl Symbol {
     }
 }
 
-/// A function that was found is called for ever after, so its library must not be unloaded.
+/// Pins the library that contains `address`, because the cached address must stay valid.
 fn keep_loaded(address: NonNull<c_void>) {
-    // SAFETY: `info` is plain data and writable; the name that comes back is null or NUL-terminated. The library is loaded
-    // already, so nothing is run.
+    // SAFETY: `info` is plain data and writable; the returned name is null or NUL-terminated. The library is loaded already, so
+    // no initialiser runs.
     unsafe {
         let mut info: libc::Dl_info = mem::zeroed();
         if libc::dladdr(address.as_ptr(), &raw mut info) != 0 && !info.dli_fname.is_null() {
@@ -121,7 +119,7 @@ fn keep_loaded(address: NonNull<c_void>) {
     }
 }
 
-/// The symbol in a libcudart that is loaded but not in the global scope, such as one that Python has opened.
+/// Looks the symbol up in a libcudart that is loaded outside the global scope, as Python's are.
 fn in_loaded_runtime(name: &str) -> Option<NonNull<c_void>> {
     let mut path = Path { bytes: [0; libc::PATH_MAX as usize] };
     // SAFETY: the callback copies into `path`, which outlives the call.
@@ -129,8 +127,8 @@ fn in_loaded_runtime(name: &str) -> Option<NonNull<c_void>> {
     if found == 0 {
         return None;
     }
-    // SAFETY: a NUL-terminated path. The library is loaded already, so nothing is run; the reference taken keeps it
-    // loaded for as long as the address is in use, which is for ever.
+    // SAFETY: a NUL-terminated path. The library is loaded already, so no initialiser runs, and `RTLD_NODELETE` keeps the
+    // address valid.
     unsafe {
         let library = libc::dlopen(path.bytes.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
         if library.is_null() { None } else { NonNull::new(libc::dlsym(library, name.as_ptr().cast())) }
@@ -141,9 +139,9 @@ struct Path {
     bytes: [c_char; libc::PATH_MAX as usize],
 }
 
-/// Notes the path of the first loaded libcudart. The loader's lock is held here, so nothing is allocated.
+/// Records the path of the first loaded libcudart. Must not allocate, because the loader's lock is held.
 unsafe extern "C" fn note_runtime(info: *mut libc::dl_phdr_info, _size: libc::size_t, path: *mut c_void) -> c_int {
-    // SAFETY: the loader hands over a complete entry whose name is null or NUL-terminated.
+    // SAFETY: the loader passes a complete entry whose name is null or NUL-terminated.
     let name = unsafe {
         let name = (*info).dlpi_name;
         if name.is_null() {
@@ -155,7 +153,7 @@ unsafe extern "C" fn note_runtime(info: *mut libc::dl_phdr_info, _size: libc::si
     // SAFETY: `path` is the `Path` that `in_loaded_runtime` passed.
     let bytes = unsafe { &mut (*path.cast::<Path>()).bytes };
     let name = name.to_bytes_with_nul();
-    // `libcudart.so.13`, and `libcudart-d0da41ae.so.11.0` as wheels bring it.
+    // `libcudart.so.13`, or `libcudart-d0da41ae.so.11.0` as bundled in wheels.
     if !(file.starts_with(b"libcudart.so") || file.starts_with(b"libcudart-")) || name.len() > bytes.len() {
         return 0;
     }

@@ -1,13 +1,13 @@
-//! The table of the CUDA runtime's functions that are answered here, and the types in it.
+//! The table of hooked CUDA runtime functions, and their argument types.
 //!
-//! One macro lists them; the functions of [`hooks`](crate::hooks), those that the preloaded library exports, the look-ups of the
-//! real functions and the list of names all come from it.
+//! One macro generates everything from it: the functions in [`hooks`](crate::hooks), the exported symbols, the lookups of the real
+//! functions and the list of names.
 
 use std::ffi::c_void;
 
-/// `cudaError_t` as a number: a code that a newer runtime adds must pass through unharmed.
+/// `cudaError_t` as a number, so that codes added by newer runtimes pass through unchanged.
 pub type CudaError = u32;
-/// `cudaStream_t`: the same handle as the driver's.
+/// `cudaStream_t`, which is the driver's handle.
 pub type CudaStream = vramctl_driver::StreamHandle;
 
 /// `cudaPitchedPtr` (`driver_types.h`).
@@ -20,23 +20,23 @@ pub struct CudaPitchedPtr {
     pub pitch: usize,
     /// Width of a row in bytes.
     pub xsize: usize,
-    /// Rows.
+    /// Number of rows.
     pub ysize: usize,
 }
 
-/// `cudaExtent` (`driver_types.h`), the width in bytes.
+/// `cudaExtent` (`driver_types.h`).
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct CudaExtent {
-    /// Bytes in a row.
+    /// Width of a row in bytes.
     pub width: usize,
-    /// Rows.
+    /// Number of rows.
     pub height: usize,
-    /// Slices.
+    /// Number of slices.
     pub depth: usize,
 }
 
-/// The table: every hooked function, its arguments, and its handler. Handed to each macro that makes something of it.
+/// The table: each hooked function, its arguments and its handler. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! hooked_functions {
     ($with:ident) => { $with! {
@@ -46,7 +46,7 @@ macro_rules! hooked_functions {
         fn cudaMallocPitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) => handlers::malloc_pitch;
         /// `cudaMalloc3D`.
         fn cudaMalloc3D(pitched: *mut CudaPitchedPtr, extent: CudaExtent) => handlers::malloc_3d;
-        /// `cudaMallocManaged`: always CUDA's own, for it migrates by itself.
+        /// `cudaMallocManaged`: always left to CUDA, because unified memory migrates by itself.
         fn cudaMallocManaged(pointer: *mut *mut c_void, bytes: usize, flags: c_uint) => originals::cudaMallocManaged;
         /// `cudaMallocAsync`.
         fn cudaMallocAsync(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) => handlers::malloc_async;
@@ -62,13 +62,13 @@ macro_rules! hooked_functions {
         fn cudaFreeAsync(pointer: *mut c_void, stream: CudaStream) => handlers::free_async;
         /// `cudaFreeAsync` in programs built for per-thread default streams.
         fn cudaFreeAsync_ptsz(pointer: *mut c_void, stream: CudaStream) => handlers::free_async_ptsz;
-        /// `cudaDeviceReset`: drops what it destroys.
+        /// `cudaDeviceReset`: forgets the managed memory that it destroys.
         fn cudaDeviceReset() => handlers::device_reset;
-        /// `cudaDeviceEnablePeerAccess`: managed memory is opened to the peer, too.
+        /// `cudaDeviceEnablePeerAccess`: also gives the peer access to managed memory.
         fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => handlers::enable_peer_access;
         /// `cudaDeviceDisablePeerAccess`.
         fn cudaDeviceDisablePeerAccess(peer: c_int) => handlers::disable_peer_access;
-        /// `cudaIpcGetMemHandle`: explained where it cannot work.
+        /// `cudaIpcGetMemHandle`: logs why it fails for managed memory.
         fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => handlers::ipc_get_mem_handle;
     } };
 }

@@ -1,11 +1,10 @@
-//! The C functions of `torch_memory_saver` 0.0.10, by the names and types that its users rely on (`docs/torch_memory_saver.md`).
+//! The C functions of `torch_memory_saver` 0.0.10, with the names and types that its users rely on (`docs/torch_memory_saver.md`).
 //!
-//! They are another way to say what [`crate::abi`] and [`region`] say: a setting changes the region that the calling thread
-//! is in, and outside of regions what the thread has as its own from then on. They are not in `include/vramctl.h`, because
-//! programs that are written now need none of them.
+//! They are a thin layer over [`crate::abi`] and [`region`]: a setting changes the calling thread's innermost region or, outside
+//! of regions, the thread's own default. They are not in `include/vramctl.h`, because new programs do not need them.
 //!
-//! Every function may be called from any thread at any time and never ends the process. What goes wrong is logged; of a
-//! pause and a resume, [`abi::vramctl_last_error`] has it too.
+//! All functions are thread-safe, may be called at any time and never end the process. Errors are logged; for a pause or resume,
+//! [`abi::vramctl_last_error`] has them too.
 
 use crate::abi::{self, VramctlResult};
 use crate::handlers;
@@ -21,12 +20,12 @@ use vramctl_core::memory::{Memory, region};
 use vramctl_model::{Backup, Error};
 
 thread_local! {
-    /// The string that the last call of [`tms_get_current_tag`] gave out.
+    /// The string that [`tms_get_current_tag`] last returned.
     static TAG: RefCell<CString> = RefCell::default();
 }
 
-/// Pauses a tag, or with null or an empty one all of them. 0: done, or there was nothing to do. Otherwise a [`VramctlResult`]; nothing was
-/// changed then.
+/// Pauses a tag, or all tags if it is null or empty. Returns 0 on success or if no allocation has the tag, else a
+/// [`VramctlResult`]; nothing has changed then.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -36,8 +35,8 @@ pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
     code("tms_pause", unsafe { abi::vramctl_pause(one_or_all(tag), -1, 0) })
 }
 
-/// Resumes a tag, or with null or an empty one all of them. 0: done, or there was nothing to do. Otherwise a [`VramctlResult`]; nothing was
-/// changed then.
+/// Resumes a tag, or all tags if it is null or empty. Returns 0 on success or if no allocation has the tag, else a
+/// [`VramctlResult`]; nothing has changed then.
 ///
 /// # Safety
 /// `tag` must be null or NUL-terminated.
@@ -47,8 +46,7 @@ pub unsafe extern "C" fn tms_resume(tag: *const c_char) -> c_int {
     code("tms_resume", unsafe { abi::vramctl_resume(one_or_all(tag), 0) })
 }
 
-/// The tag of the calling thread's managed allocations, whether or not they are managed now. Valid until the thread asks
-/// again.
+/// The tag that the calling thread's allocations get when they are managed. Valid until the thread's next call.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_current_tag() -> *const c_char {
     guarded(c"default".as_ptr(), || {
@@ -61,10 +59,10 @@ pub extern "C" fn tms_get_current_tag() -> *const c_char {
     })
 }
 
-/// From now on, the calling thread's managed allocations get this tag.
+/// Sets the tag of the calling thread's managed allocations.
 ///
 /// # Safety
-/// `tag` must be null (which is refused) or NUL-terminated.
+/// `tag` must be null (an error) or NUL-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_set_current_tag(tag: *const c_char) {
     said("tms_set_current_tag", || {
@@ -74,13 +72,13 @@ pub unsafe extern "C" fn tms_set_current_tag(tag: *const c_char) {
     });
 }
 
-/// Whether the calling thread's allocations are managed now, and not left to CUDA.
+/// Whether the calling thread's allocations are managed, and not left to CUDA.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_interesting_region() -> bool {
     guarded(false, || region::current().is_some())
 }
 
-/// From now on, the calling thread's allocations are managed, or left to CUDA.
+/// Sets whether the calling thread's allocations are managed or left to CUDA.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_interesting_region(managed: bool) {
     said("tms_set_interesting_region", || region::set_managed(managed));
@@ -92,7 +90,7 @@ pub extern "C" fn tms_get_enable_cpu_backup() -> bool {
     guarded(false, || region::prospective().backup == Backup::Host)
 }
 
-/// From now on, a pause keeps the contents of what the calling thread allocates in host memory; or no longer does.
+/// Sets whether a pause keeps the contents of the calling thread's future allocations in host memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_enable_cpu_backup(keep: bool) {
     said("tms_set_enable_cpu_backup", || set_backup(Backup::Host, keep));
@@ -104,23 +102,23 @@ pub extern "C" fn tms_get_enable_disk_backup() -> bool {
     guarded(false, || region::prospective().backup == Backup::Disk)
 }
 
-/// From now on, a pause keeps the contents of what the calling thread allocates on disk; or no longer does.
+/// Sets whether a pause keeps the contents of the calling thread's future allocations on disk.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_enable_disk_backup(keep: bool) {
     said("tms_set_enable_disk_backup", || set_backup(Backup::Disk, keep));
 }
 
-/// `pinned` or `mmap`: what the calling thread has set, or `TMS_INIT_CPU_BACKUP_BACKEND`. Valid for ever.
+/// `pinned` or `mmap`, as set by the calling thread or by `TMS_INIT_CPU_BACKUP_BACKEND`. The string is static.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_backend() -> *const c_char {
     guarded(CpuBackupBackend::Pinned.name().as_ptr(), || region::backend().name().as_ptr())
 }
 
-/// `mmap`: host memory for what the calling thread allocates from now on has gone back to the system when a resume returns.
-/// `pinned`: it may stay for a while, for the next pause (`VRAMCTL_HOST_KEEP`). It is pinned while it is in use either way.
+/// Sets when the host memory for the calling thread's future allocations is freed. `mmap`: before a resume returns. `pinned`:
+/// later, to speed up the next pause (`VRAMCTL_HOST_KEEP`). Either way it is pinned while in use.
 ///
 /// # Safety
-/// `backend` must be null (which is refused) or NUL-terminated.
+/// `backend` must be null (an error) or NUL-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_set_cpu_backup_backend(backend: *const c_char) {
     said("tms_set_cpu_backup_backend", || {
@@ -131,38 +129,38 @@ pub unsafe extern "C" fn tms_set_cpu_backup_backend(backend: *const c_char) {
     });
 }
 
-/// Whether saved contents stay in host memory after a resume, for every tag of which nothing else was said.
+/// Whether backups in host memory are retained after a resume, for tags without a setting of their own.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_retain_cpu_backup() -> bool {
     guarded(false, backup::retains_by_default)
 }
 
-/// From the next resume on, saved contents stay in host memory, or do not: in the whole process, for every tag of which nothing
-/// else was said. Unlike [`abi::vramctl_set_retain`], it leaves what is retained now until the next resume.
+/// Sets whether future resumes retain backups in host memory, in the whole process, for tags without a setting of their own.
+/// Unlike [`abi::vramctl_set_retain`], it drops retained backups only at the next resume.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
     said("tms_set_retain_cpu_backup", || Memory::get().set_retain_in_resumes(None, Some(retain)));
 }
 
-/// Where contents are kept that are kept on disk, from the next pause on; made if it is not there. Each paused allocation has a
-/// file in it, as large as itself. Those that killed processes have left there are removed.
+/// Sets the directory in which future pauses keep contents on disk. Creates it if missing. Each paused allocation has a file of its
+/// own size in it. Files left behind by killed processes are removed.
 ///
 /// # Safety
-/// `directory` must be null (which is refused) or NUL-terminated.
+/// `directory` must be null (an error) or NUL-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_set_disk_backup_dir(directory: *const c_char) {
     said("tms_set_disk_backup_dir", || {
         // SAFETY: the caller's promise.
         let path = Path::new(OsStr::from_bytes(unsafe { text(directory, "the directory")? }.to_bytes()));
-        // Where it cannot be made, the next call says so.
+        // If this fails, the next call reports it.
         let _ = std::fs::create_dir_all(path);
         Memory::get().set_disk_directory(Some(path), true)
     });
 }
 
-/// The kept contents of `bytes` bytes at `address`, to read; null if they are not in an allocation whose contents are in host
-/// memory, paused or retained. Valid until the allocation is resumed and not retained, or freed, or another pause is short of
-/// host memory; a pause writes over what is retained.
+/// Gives read access to the contents of `bytes` bytes at `address` in host memory. Null unless all of them are in one allocation
+/// that is paused or retained. Valid until the allocation is freed, resumed without being retained, or its retained backup is
+/// dropped because a pause needs the memory. The next pause overwrites a retained backup.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, bytes: u64) -> *const u8 {
     guarded(ptr::null(), || {
@@ -171,16 +169,16 @@ pub extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, bytes: u64) -> 
     })
 }
 
-/// From now on, a managed allocation that would leave less than `bytes` of its device free is answered with out of memory.
+/// Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn set_memory_margin_bytes(bytes: u64) {
     code("set_memory_margin_bytes", abi::vramctl_set_memory_margin(bytes));
 }
 
-/// Memory on a device for torch's pluggable allocator: managed where the calling thread is in a region, CUDA's own
-/// elsewhere. Null: there is none.
+/// Allocates on a device for torch's pluggable allocator: managed memory if the calling thread's allocations are managed, else
+/// CUDA's own. Null if out of memory.
 ///
-/// Works in a library that was opened and not preloaded, too.
+/// Also works if the library was opened instead of preloaded.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_torch_malloc(bytes: isize, device: c_int, _stream: *mut c_void) -> *mut c_void {
     let none = ptr::null_mut();
@@ -190,15 +188,15 @@ pub extern "C" fn tms_torch_malloc(bytes: isize, device: c_int, _stream: *mut c_
 /// Frees memory of [`tms_torch_malloc`].
 ///
 /// # Safety
-/// `pointer` must be null or from there, and not freed yet.
+/// `pointer` must be null or come from there, and must not have been freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_torch_free(pointer: *mut c_void, _bytes: isize, _device: c_int, _stream: *mut c_void) {
     // SAFETY: the caller's promise.
     guarded((), || unsafe { handlers::torch_free(pointer) });
 }
 
-/// Of the three things that can become of contents, one is said at a time: keeping them here is no longer keeping them
-/// there.
+/// Switches a policy on or off. The policies exclude each other: switching one on switches the other off, and switching the
+/// current one off leaves `Discard`.
 fn set_backup(backup: Backup, keep: bool) -> Result<(), Error> {
     if keep {
         region::set_backup(backup)
@@ -209,13 +207,13 @@ fn set_backup(backup: Backup, keep: bool) -> Result<(), Error> {
     }
 }
 
-/// A tag as [`abi`] takes it: null for all.
+/// Converts an empty tag to null, [`abi`]'s way to say all tags.
 unsafe fn one_or_all(tag: *const c_char) -> *const c_char {
-    // SAFETY: a string that is not null has at least its NUL, by the caller's promise.
+    // SAFETY: the caller promises a NUL, so the first byte is readable.
     if !tag.is_null() && unsafe { *tag } == 0 { ptr::null() } else { tag }
 }
 
-/// A C string that must be there.
+/// A C string that must not be null.
 unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Result<&'a CStr, Error> {
     if pointer.is_null() {
         return Err(Error::Invalid(format!("{what} is null")));
@@ -224,7 +222,7 @@ unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Result<&'a CStr, Error
     Ok(unsafe { CStr::from_ptr(pointer) })
 }
 
-/// The code of what was done. A tag that nothing has is nothing to do: engines ask for every tag that they know.
+/// Converts and logs a result. An unknown tag is a success: engines pause every tag they know, used or not.
 fn code(function: &str, result: VramctlResult) -> c_int {
     if matches!(result, VramctlResult::Ok | VramctlResult::UnknownTag) {
         return 0;
@@ -236,7 +234,7 @@ fn code(function: &str, result: VramctlResult) -> c_int {
     result as c_int
 }
 
-/// Runs the body of a function that cannot say what went wrong.
+/// Runs the body of a function that cannot return an error, and logs it.
 fn said(function: &str, body: impl FnOnce() -> Result<(), Error>) {
     guarded((), || {
         if let Err(error) = body() {
@@ -246,7 +244,7 @@ fn said(function: &str, body: impl FnOnce() -> Result<(), Error>) {
     });
 }
 
-/// A panic must not cross into C. It is a defect; the call answers `otherwise`.
+/// Returns `otherwise` if `body` panics: a panic must not cross into C.
 fn guarded<R>(otherwise: R, body: impl FnOnce() -> R) -> R {
     panic::catch_unwind(AssertUnwindSafe(body)).unwrap_or(otherwise)
 }

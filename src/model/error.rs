@@ -1,59 +1,59 @@
-//! One error type, and how it becomes a CUDA code, a C code and a protocol code.
+//! The error type, and its CUDA, C and protocol codes.
 
 use crate::{Bytes, Failure, Holder, code};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
 
-/// Why something was not done. Nothing was changed, unless the text says what was: undoing can fail, too.
+/// Why a call failed. Nothing has changed unless the message says otherwise: undoing can fail, too.
 #[derive(Debug, Clone)]
 pub enum Error {
     /// The driver refused a call.
     Driver(Failure),
-    /// The program's own GPU work had left an error behind (an illegal address, say). It is sticky: the context is lost.
+    /// The program's own GPU work failed (an illegal address, say). The error is sticky: the context is lost.
     Work(Failure),
     /// The device has too little free memory.
     DeviceMemory(Shortage),
-    /// The host has too little memory for the contents.
+    /// The host has too little memory for the backup.
     HostMemory {
         /// Bytes of contents to keep.
         needed: u64,
-        /// Bytes that the host could give.
+        /// Bytes available on the host.
         available: u64,
-        /// Whether `VRAMCTL_HOST_CAP` is what keeps it from giving more.
+        /// Whether the limit is `VRAMCTL_HOST_CAP`.
         capped: bool,
     },
-    /// A file for contents could not be made, written or read; the text says which and why.
+    /// A backup file could not be created, written or read; the text says which and why.
     Disk(String),
     /// Tags that no allocation has.
     UnknownTag {
-        /// Those asked for and not known.
+        /// The requested tags that do not exist.
         unknown: Vec<String>,
-        /// Those that there are.
+        /// The tags that do.
         known: Vec<String>,
     },
-    /// A stream is being captured into a graph; memory cannot be taken away then.
+    /// A stream is being captured into a graph, so memory cannot be taken away.
     Capturing,
-    /// The device's work had not finished in time.
+    /// The device did not finish its work in time.
     Busy(Duration),
     /// The device has no virtual memory management.
     Unsupported,
-    /// A pause would drop a KV cache that the prefix cache of this inference engine still describes.
+    /// The pause would drop a KV cache that this inference engine's prefix cache still describes.
     PrefixCache(String),
-    /// What was asked for makes no sense; the text says why.
+    /// The request is invalid; the text says why.
     Invalid(String),
-    /// An address is not where it would have to be, in a paused allocation whose contents were kept; the text says why.
+    /// The address is not in a paused allocation whose contents are kept; the text says why.
     NotPaused(String),
     /// A caller's buffer is too small.
     BufferTooSmall {
         /// Bytes needed.
         needed: usize,
-        /// Bytes that it has.
+        /// The buffer's size in bytes.
         capacity: usize,
     },
-    /// The program is ending. What was under way is given up, and nothing is begun.
+    /// The program is exiting. Transitions in progress are abandoned, and none is started.
     Ending,
-    /// Something that the library did not expect of itself. Nothing to be done but to report it.
+    /// A bug in the library.
     Internal(String),
 }
 
@@ -62,25 +62,25 @@ pub enum Error {
 pub struct Shortage {
     /// The device's ordinal in the process.
     pub device: i32,
-    /// Its UUID, by which others know it; absent where the driver does not tell.
+    /// Its UUID, the same in every process; absent if the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
     /// Bytes needed.
     pub needed: u64,
     /// Bytes free.
     pub free: u64,
-    /// The other processes on the device, as far as the driver tells.
+    /// The other processes on the device that the driver reports.
     pub holders: Vec<Holder>,
 }
 
-/// The kinds of error, as a C code (the discriminant) and a protocol code (the name). Neither ever changes its meaning.
+/// The kind of error, as a C code (the discriminant) and a protocol code (the name). Both are stable.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// An argument or a request makes no sense.
+    /// Invalid argument or request.
     Invalid = 1,
-    /// No allocation has such a tag.
+    /// No allocation has this tag.
     UnknownTag = 2,
     /// Too little device memory.
     DeviceMemory = 3,
@@ -92,26 +92,26 @@ pub enum Kind {
     Work = 6,
     /// A stream is being captured.
     Capturing = 7,
-    /// The device's work had not finished in time.
+    /// The device did not finish its work in time.
     Busy = 8,
-    /// The device or driver lacks what is needed.
+    /// The device or driver lacks a required feature.
     Unsupported = 9,
-    /// A defect of the library.
+    /// A bug in the library.
     Internal = 10,
-    /// The address is not one of a paused, kept allocation.
+    /// The address is not in a paused allocation whose contents are kept.
     NotPaused = 11,
     /// The caller's buffer is too small.
     BufferTooSmall = 12,
-    /// A file for contents could not be made, written or read.
+    /// A backup file could not be created, written or read.
     Disk = 13,
-    /// A KV cache would be dropped that an inference engine still relies on.
+    /// The pause would drop a KV cache that an inference engine still relies on.
     PrefixCache = 14,
-    /// The program is ending.
+    /// The program is exiting.
     Ending = 15,
 }
 
 impl Error {
-    /// Whether it is that the device has too little memory.
+    /// Whether the device has too little memory.
     pub fn is_device_memory(&self) -> bool {
         matches!(self, Self::DeviceMemory(_) | Self::Driver(Failure { code: code::OUT_OF_MEMORY, .. }))
     }
@@ -137,8 +137,8 @@ impl Error {
         }
     }
 
-    /// What the runtime's function would have returned in our place. Runtime and driver codes are the same numbers for
-    /// all that can come here (`driver_types.h`).
+    /// The code that the real runtime function would have returned. Runtime and driver use the same numbers for every code
+    /// that can occur here (`driver_types.h`).
     pub fn cuda_code(&self) -> u32 {
         match self {
             Self::Driver(failure) | Self::Work(failure) => failure.code,
@@ -170,13 +170,13 @@ impl fmt::Display for Error {
             Self::Driver(failure) => failure.fmt(out),
             Self::Work(failure) => write!(
                 out,
-                "the program's own GPU work has failed ({failure}); its context is lost, so the memory is left as it is. \
+                "the program's own GPU work has failed ({failure}) and its context is lost; its memory is left as it was. \
                  Restart the program"
             ),
             Self::DeviceMemory(shortage) => shortage.fmt(out),
             Self::HostMemory { needed, available, capped } => write!(
                 out,
-                "too little host memory to keep the contents: {} needed, {} available{}, or discard tags whose contents can be made again",
+                "too little host memory to keep the contents: {} needed, {} available{}, or discard tags whose contents can be rebuilt",
                 Bytes(*needed),
                 Bytes(*available),
                 if *capped { " under VRAMCTL_HOST_CAP. Raise it" } else { ". Free some" },
@@ -185,18 +185,18 @@ impl fmt::Display for Error {
                 write!(out, "no allocation has the tag {}; ", unknown.join(", "))?;
                 if known.is_empty() { write!(out, "there are no tags yet") } else { write!(out, "the tags are {}", known.join(", ")) }
             }
-            Self::Capturing => write!(out, "a CUDA stream is being captured into a graph; try again when the capture is over"),
-            Self::Busy(waited) => write!(out, "the device's work had not finished after {} ms; nothing was changed", waited.as_millis()),
+            Self::Capturing => write!(out, "a CUDA stream is being captured into a graph; try again when the capture has ended"),
+            Self::Busy(waited) => write!(out, "the device's work had not finished after {} ms; nothing has changed", waited.as_millis()),
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
             Self::PrefixCache(engine) => write!(
                 out,
-                "the contents of the KV cache would be discarded, but the prefix cache of the {engine} in this process still refers to them, \
-                 so it would answer from zeros. Have it forget them (give its address with --engine URL or VRAMCTL_ENGINE), keep them \
-                 (--backup host), or, if you have reset the prefix cache yourself, use --force"
+                "the contents of the KV cache would be discarded, but the prefix cache of {engine} in this process still refers to them, \
+                 so cached prefixes would read as zeros. Let vramctl reset the prefix cache (--engine URL or VRAMCTL_ENGINE), keep the \
+                 contents (--backup host), or use --force if you have reset it yourself"
             ),
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
-            Self::Ending => write!(out, "the program is ending, and its memory goes with it"),
+            Self::Ending => write!(out, "the program is exiting, which frees its memory"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
         }
     }
@@ -207,13 +207,13 @@ impl std::error::Error for Error {}
 impl fmt::Display for Shortage {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "too little memory on device {}: {} needed, {} free", self.device, Bytes(self.needed), Bytes(self.free))?;
-        // The driver keeps a little of what it calls free to itself.
+        // The driver reserves a little of what it reports as free.
         match self.needed.saturating_sub(self.free) {
-            0 => write!(out, ", which the driver would not give")?,
+            0 => write!(out, ", which the driver refused to allocate")?,
             short => write!(out, ", {} short", Bytes(short))?,
         }
         if self.holders.is_empty() {
-            return write!(out, "; the driver names no other process on it");
+            return write!(out, "; the driver reports no other process on it");
         }
         let holders: Vec<_> = self.holders.iter().map(ToString::to_string).collect();
         write!(out, "; held by {}", holders.join(", "))
@@ -224,7 +224,7 @@ impl fmt::Display for Shortage {
 mod tests {
     use super::*;
 
-    /// Scripts and other languages compare these; a changed one breaks them silently.
+    /// Scripts and other languages compare these codes; changing one breaks them silently.
     #[test]
     fn the_codes_never_change() {
         let known = [

@@ -1,11 +1,11 @@
-//! A driver call that did not succeed, and the numbers that say why.
+//! Failed driver calls and their status codes.
 
 use std::fmt;
 
-/// `CUresult` as a number. A code that a newer driver adds is just another number.
+/// `CUresult` as a number, so codes added by newer drivers are valid values.
 pub type StatusCode = u32;
 
-/// A driver call that did not succeed.
+/// A failed driver call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Failure {
     /// The function's name.
@@ -15,13 +15,13 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// The outcome of a call.
+    /// Turns a call's status code into a result.
     pub fn check(call: &'static str, code: StatusCode) -> Result<(), Self> {
         if code == code::SUCCESS { Ok(()) } else { Err(Self { call, code }) }
     }
 
-    /// Whether it is the trace of GPU work that failed: such an error stays, and everything that needs the context answers
-    /// with it from then on (`cuda.h`: "the process must be terminated").
+    /// Whether the error was left behind by failed GPU work. It is sticky: every later call that needs the context returns it
+    /// (`cuda.h`: "the process must be terminated").
     pub fn is_of_earlier_work(self) -> bool {
         matches!(
             self.code,
@@ -40,12 +40,12 @@ impl Failure {
         )
     }
 
-    /// Whether a stream capture is what the call failed on.
+    /// Whether the call failed because of a stream capture.
     pub fn is_capture(self) -> bool {
         (code::STREAM_CAPTURE_UNSUPPORTED..=code::STREAM_CAPTURE_WRONG_THREAD).contains(&self.code)
     }
 
-    /// Whether the context that it needs is no more.
+    /// Whether the call failed because its context has been destroyed.
     pub fn is_of_gone_context(self) -> bool {
         matches!(self.code, code::INVALID_CONTEXT | code::CONTEXT_IS_DESTROYED)
     }
@@ -53,7 +53,7 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{} answered {}", self.call, self.code)?;
+        write!(out, "{} returned {}", self.call, self.code)?;
         code::name(self.code).map_or(Ok(()), |name| write!(out, " ({name})"))
     }
 }
@@ -71,7 +71,7 @@ pub mod code {
                 pub const $name: StatusCode = $number;
             )*
 
-            /// The name of a code in `cuda.h`; `None`: it is newer than CUDA 13.
+            /// The name of a code in `cuda.h`; `None` if it is newer than CUDA 13.
             pub fn name(code: StatusCode) -> Option<&'static str> {
                 match code {
                     SUCCESS => Some("CUDA_SUCCESS"),
@@ -209,6 +209,6 @@ mod tests {
         assert_eq!(kind(code::STREAM_CAPTURE_WRONG_THREAD), [false, true, false]);
         assert_eq!(kind(code::CONTEXT_IS_DESTROYED), [false, false, true]);
         assert_eq!(kind(code::OUT_OF_MEMORY), [false; 3]);
-        assert_eq!(Failure { call: "cuMemMap", code: 2 }.to_string(), "cuMemMap answered 2 (CUDA_ERROR_OUT_OF_MEMORY)");
+        assert_eq!(Failure { call: "cuMemMap", code: 2 }.to_string(), "cuMemMap returned 2 (CUDA_ERROR_OUT_OF_MEMORY)");
     }
 }

@@ -1,18 +1,18 @@
-//! Who else has memory of a device.
+//! Other processes that hold device memory.
 
 use crate::Bytes;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A process that holds memory of a device.
+/// A process that holds device memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// Process id, as the driver sees it: in a container it may be a number of the host.
+    /// Process id as the driver sees it; in a container it may be the host's.
     pub pid: u32,
-    /// Bytes of device memory; absent where the driver does not tell.
+    /// Bytes of device memory, if the driver reports them.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub bytes: Option<u64>,
-    /// The program's name, where `/proc` knows the process.
+    /// The program's name, if `/proc` has the process.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub program: Option<String>,
 }

@@ -1,7 +1,7 @@
-//! The words that all layers share: what is said of memory ([`Backup`], tags), what can be asked for ([`TransitionRequest`]) and what
-//! came of it ([`Report`], [`Error`]), what there is ([`Status`]).
+//! The vocabulary that all layers share: policies ([`Backup`], tags), requests ([`TransitionRequest`]), their results
+//! ([`Report`], [`Error`]) and the current state ([`Status`]).
 //!
-//! This crate knows no other crate of the project, calls nobody and holds no state.
+//! This crate depends on no other crate of the project and holds no state.
 
 mod error;
 mod failure;

@@ -1,4 +1,4 @@
-//! What a pause would do, without doing it.
+//! Dry runs.
 
 use crate::Backup;
 use serde::{Deserialize, Serialize};
@@ -7,33 +7,33 @@ use std::collections::BTreeMap;
 /// What a pause would do now.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
-    /// What would be paused, by tag, in alphabetical order; not what is paused already.
+    /// The allocations it would pause, by tag, in alphabetical order. Those already paused are left out.
     pub tags: Vec<TagPlan>,
-    /// The host memory that it would take.
+    /// The host memory it would take.
     pub host: HostRoom,
-    /// The inference engine whose prefix cache describes contents that would be dropped: without `force` the pause is refused.
+    /// The inference engine whose prefix cache describes contents that would be dropped; without `force` the pause is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix_cache: Option<String>,
 }
 
-/// What would be paused of one tag.
+/// What a pause would do to one tag.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TagPlan {
     /// Its name.
     pub tag: String,
-    /// How many allocations.
+    /// Number of allocations.
     pub allocations: u64,
     /// Their bytes of device memory.
     pub bytes: u64,
-    /// Of those, bytes by what would become of their contents.
+    /// Those bytes by policy.
     pub backup: BTreeMap<Backup, u64>,
 }
 
-/// Host memory for contents.
+/// Host memory for backups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostRoom {
-    /// Bytes that the contents need, besides what is retained of them already.
+    /// Bytes needed beyond the copies already retained.
     pub needed_bytes: u64,
-    /// Bytes that there are for them.
+    /// Bytes available.
     pub available_bytes: u64,
 }

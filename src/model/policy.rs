@@ -1,4 +1,4 @@
-//! What is said of memory: its tag, and what becomes of its contents.
+//! Tags and backup policies.
 
 use crate::Error;
 use serde::{Deserialize, Serialize};
@@ -10,16 +10,16 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backup {
-    /// They are dropped; after the resume the memory reads as zero.
+    /// Dropped; after the resume the memory reads as zero.
     Discard,
-    /// They are kept in host memory.
+    /// Kept in host memory.
     Host,
-    /// They are kept in a file.
+    /// Kept in a file.
     Disk,
 }
 
 impl Backup {
-    /// As written in `VRAMCTL_BACKUP`, on the command line and in the protocol.
+    /// The name used in `VRAMCTL_BACKUP`, on the command line and in the protocol.
     pub fn name(self) -> &'static str {
         match self {
             Self::Discard => "discard",
@@ -42,24 +42,24 @@ impl FromStr for Backup {
         [Self::Discard, Self::Host, Self::Disk]
             .into_iter()
             .find(|policy| policy.name() == text)
-            .ok_or_else(|| Error::Invalid(format!("'{text}' is not a backup policy; they are host, disk and discard")))
+            .ok_or_else(|| Error::Invalid(format!("'{text}' is not a backup policy; use host, disk or discard")))
     }
 }
 
-/// The tag where nobody has said any.
+/// The tag if none is given.
 pub const DEFAULT_TAG: &str = "default";
 
 /// The longest tag, in bytes.
 pub const LONGEST_TAG: usize = 128;
 
-/// A tag that can be written on a command line and in `VRAMCTL_BACKUP`.
+/// Checks that a tag can be written on a command line and in `VRAMCTL_BACKUP`.
 pub fn checked_tag(tag: &str) -> Result<Arc<str>, Error> {
     let wrong = if tag.is_empty() {
         "is empty"
     } else if tag.len() > LONGEST_TAG {
         "is longer than 128 bytes"
     } else if tag.contains(|c: char| c.is_control() || c == ',' || c == '=') {
-        "has a comma, an equals sign or a control character in it"
+        "contains a comma, an equals sign or a control character"
     } else {
         return Ok(tag.into());
     };

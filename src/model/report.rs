@@ -1,4 +1,4 @@
-//! A pause or a resume: what is asked for, how far it has come, and what it did.
+//! A pause or resume: request, progress and report.
 
 use crate::{Backup, Bytes, Span};
 use serde::{Deserialize, Serialize};
@@ -9,43 +9,43 @@ use std::time::Duration;
 /// What to pause or resume, and how.
 #[derive(Debug, Clone, Default)]
 pub struct TransitionRequest {
-    /// The tags; none means all.
+    /// The tags; empty means all.
     pub tags: Vec<String>,
-    /// The GPUs, by their UUIDs; none means all.
+    /// The UUIDs of the GPUs; empty means all.
     pub gpus: Vec<String>,
-    /// What becomes of the contents, in place of the allocations' own policies. For a pause only.
+    /// Overrides the allocations' own policies. Pause only.
     pub backup: Option<Backup>,
-    /// The same for single tags, in place of `backup`; `None`: the allocations' own policies.
+    /// Overrides `backup` for single tags; `None` means the allocations' own policies.
     pub backups: BTreeMap<String, Option<Backup>>,
-    /// How long to wait: a pause for the device's work, a resume for memory that others hold. `None`: a pause waits for
-    /// as long as it takes, a resume not at all.
+    /// How long to wait: a pause for the device's work, a resume for memory held by others. With `None`, a pause waits
+    /// without limit and a resume does not wait.
     pub timeout: Option<Duration>,
-    /// Device memory whose contents nobody needs, wherever a policy says that they are kept. For a pause only.
+    /// Device memory whose contents need not be kept, whatever the policy. Pause only.
     pub unused: Vec<Span>,
-    /// The inference engine whose KV cache must not be dropped, because its prefix cache describes it. For a pause only.
+    /// The inference engine whose KV cache must not be dropped because its prefix cache describes it. Pause only.
     pub engine: Option<String>,
 }
 
-/// A part of a pause or resume.
+/// A stage of a pause or resume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Stage {
-    /// For the device's work, or for memory.
+    /// Wait for the device's work, or for free memory.
     Wait,
-    /// Contents are copied to where they are kept.
+    /// Copy contents to the backup.
     Save,
-    /// Memory is taken away from its addresses.
+    /// Unmap physical memory from its addresses.
     Unmap,
-    /// Memory is given back to the driver.
+    /// Give physical memory back to the driver.
     Release,
-    /// New memory is put at the addresses.
+    /// Map new physical memory at the addresses.
     Map,
-    /// Contents are copied back.
+    /// Copy contents back.
     Restore,
 }
 
 impl Stage {
-    /// As in the protocol.
+    /// The name used in the protocol.
     pub fn name(self) -> &'static str {
         match self {
             Self::Wait => "wait",
@@ -72,25 +72,24 @@ pub struct Progress {
 /// What a pause or resume did.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// Allocations that changed their state.
+    /// Allocations that changed state.
     pub allocations: u64,
-    /// Their bytes of device memory, now given back or taken again.
+    /// Their bytes of device memory, released or taken again.
     pub bytes: u64,
     /// Of those, bytes whose contents were saved or restored.
     pub kept_bytes: u64,
-    /// Of the bytes saved, those that were not copied, because the backup had them already.
+    /// Of the bytes saved, those that a retained backup already held, so they were not copied.
     #[serde(default)]
     pub unchanged_bytes: u64,
-    /// Of those, bytes whose contents were discarded: they read as zero after the resume.
+    /// Of `bytes`, those whose contents were discarded: they read as zero after the resume.
     pub discarded_bytes: u64,
-    /// Allocations that were already so.
+    /// Allocations that were in the requested state already.
     pub unchanged: u64,
-    /// Bytes that the driver has refused to take back so far. They are not lost: it is tried again at every pause,
-    /// resume and shortage.
+    /// Bytes that the driver has refused to take back so far. Every pause, resume and shortage retries them.
     pub late_bytes: u64,
     /// Milliseconds in each stage.
     pub stages: BTreeMap<Stage, f64>,
-    /// Milliseconds in all.
+    /// Milliseconds in total.
     pub ms: f64,
 }
 
@@ -104,17 +103,17 @@ impl fmt::Display for Report {
     }
 }
 
-/// Who asked for a pause or resume, and wants to know how it goes.
+/// Follows a pause or resume for the caller that requested it.
 pub trait Observer {
-    /// A stage has come so far. Must not block.
+    /// Reports progress. Must not block.
     fn progress(&mut self, _: Progress) {}
 
-    /// Whether nobody is interested any more; `None`: that is never so. A pause that still waits for the device's work, and a
-    /// resume that has not found its memory yet, are given up then.
+    /// Whether the caller has hung up; `None` if it cannot. A pause that is still waiting for the device and a resume that is
+    /// still waiting for memory are then abandoned.
     fn is_gone(&mut self) -> Option<bool> {
         None
     }
 }
 
-/// Nobody in particular.
+/// A caller that does not follow along.
 impl Observer for () {}

@@ -3,14 +3,14 @@
 /// A range of device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// Its first address.
+    /// First address.
     pub address: u64,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub bytes: usize,
 }
 
 impl Span {
-    /// Joins spans that follow each other.
+    /// Joins each run of adjacent spans into one.
     pub fn contiguous(spans: impl Iterator<Item = Self>) -> impl Iterator<Item = Self> {
         let mut spans = spans.peekable();
         std::iter::from_fn(move || {

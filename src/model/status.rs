@@ -1,19 +1,19 @@
-//! What there is: by tag and by device.
+//! The state of a process, by tag and by device.
 
 use crate::{Backup, Progress};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// All that a process has under management. Taken while other threads go on.
+/// Everything a process has under management. Other threads keep running while it is taken, so it is no atomic snapshot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// The tag of allocations outside regions; absent: those are left to CUDA.
+    /// The tag of allocations outside regions; absent if those are left to CUDA.
     pub process_tag: Option<String>,
     /// By tag, in alphabetical order.
     pub tags: Vec<TagStatus>,
-    /// The devices that have managed allocations.
+    /// The devices with managed allocations.
     pub devices: Vec<DeviceStatus>,
-    /// The host memory for backups.
+    /// Host memory for backups.
     pub host: HostStatus,
     /// Bytes that the driver has refused to take back so far.
     pub late_bytes: u64,
@@ -24,25 +24,25 @@ pub struct Status {
 pub struct TagStatus {
     /// Its name.
     pub tag: String,
-    /// Its state, over all its allocations.
+    /// The combined state of its allocations.
     pub state: TagState,
-    /// How many allocations it has.
+    /// Number of allocations.
     pub allocations: u64,
-    /// Bytes of device memory of all its allocations when active.
+    /// Bytes of device memory that its allocations take when active.
     pub bytes: u64,
-    /// Of those, bytes that are paused.
+    /// Of those, paused bytes.
     pub paused_bytes: u64,
-    /// Bytes of contents that are kept in host memory now: of what is paused, and what is retained of what is active.
+    /// Bytes of contents in host memory: backups of paused allocations and retained copies of active ones.
     pub host_bytes: u64,
-    /// Bytes of contents that are kept in files now.
+    /// Bytes of contents in files.
     pub disk_bytes: u64,
-    /// Bytes by the policy that a pause follows unless it is told otherwise.
+    /// Bytes by the policy that a pause follows by default.
     pub backup: BTreeMap<Backup, u64>,
-    /// Whether what is saved in host memory stays there after a resume.
+    /// Whether backups in host memory are retained after a resume.
     #[serde(default)]
     pub retained: bool,
-    /// While it is `pausing` or `resuming`: how far the stage that copies contents has come, over all tags of that pause or
-    /// resume. Absent before and after, and where nothing is copied.
+    /// Progress of the stage that copies contents, over all tags of the pause or resume in progress. Absent if nothing is
+    /// being copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
 }
@@ -51,21 +51,21 @@ pub struct TagStatus {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TagState {
-    /// Every allocation has its memory.
+    /// Every allocation has physical memory.
     #[default]
     Active,
     /// None has.
     Paused,
-    /// Some have: others were made after the pause.
+    /// Some have: they were allocated after the pause.
     Mixed,
-    /// A pause is under way.
+    /// A pause is in progress.
     Pausing,
-    /// A resume is under way.
+    /// A resume is in progress.
     Resuming,
 }
 
 impl TagState {
-    /// As in the protocol.
+    /// The name used in the protocol.
     pub fn name(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -82,26 +82,26 @@ impl TagState {
 pub struct DeviceStatus {
     /// Its ordinal in the process.
     pub device: i32,
-    /// Its UUID, by which others know it; absent where the driver does not tell.
+    /// Its UUID, the same in every process; absent if the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
-    /// Bytes under management that are active.
+    /// Active managed bytes.
     pub active_bytes: u64,
-    /// Bytes under management that are paused.
+    /// Paused managed bytes.
     pub paused_bytes: u64,
-    /// Bytes free on the device, whoever uses the rest; absent where the driver does not answer.
+    /// Bytes free on the device; absent if the driver does not answer.
     pub free_bytes: Option<u64>,
-    /// Bytes that the device has.
+    /// The device's total memory in bytes; absent if the driver does not answer.
     pub total_bytes: Option<u64>,
 }
 
-/// How much host memory there is.
+/// Host memory used for backups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostStatus {
     /// Bytes that hold contents, of paused and of retained allocations.
     pub used_bytes: u64,
-    /// Bytes of memory that the arena has, used or ready to be used.
+    /// Bytes of memory in the arena, whether in use or not.
     pub ready_bytes: u64,
-    /// Of those, bytes that the copy engines reach directly.
+    /// Of those, pinned bytes.
     pub pinned_bytes: u64,
 }

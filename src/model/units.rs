@@ -1,8 +1,8 @@
-//! Numbers as people read and write them.
+//! Human-readable sizes.
 
 use std::fmt;
 
-/// `4096`, `64K`, `1M`, `2G`, in bytes.
+/// Parses `4096`, `64K`, `1M` or `2G` into bytes.
 pub fn parse_bytes(text: &str) -> Option<usize> {
     let text = text.trim();
     let (digits, shift) = match text.char_indices().last()? {
@@ -14,7 +14,7 @@ pub fn parse_bytes(text: &str) -> Option<usize> {
     digits.parse::<usize>().ok()?.checked_mul(1 << shift)
 }
 
-/// Bytes for a reader: exact below one KiB, else with two decimals and a binary unit.
+/// Displays bytes: exact below 1 KiB, else with two decimals and a binary unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bytes(pub u64);
 

@@ -1,11 +1,11 @@
 //! `libvramctl.so`: takes the GPU memory of a running, unmodified program away and gives it back at the same addresses.
 //!
-//! The library is preloaded into the program (`LD_PRELOAD`), answers its CUDA allocation calls with virtual memory that
-//! it tracks by tag, and listens on a Unix socket. To *pause* a tag is to keep its contents elsewhere (or discard them)
-//! and give the physical memory back to the driver; to *resume* it is to put new physical memory at the same addresses
-//! and bring the contents back. CUDA graphs and captured pointers stay valid, because no address changes.
+//! The library is preloaded into the program (`LD_PRELOAD`), serves its CUDA allocation calls with virtual memory that it
+//! tracks by tag, and listens on a Unix socket. *Pausing* a tag saves (or discards) its contents and releases its physical memory
+//! to the driver. *Resuming* it maps new physical memory at the same addresses and restores the contents. No address changes, so
+//! CUDA graphs and captured pointers stay valid.
 //!
-//! This crate is no more than the exported names; `docs/design.md` says where what they call lives.
+//! This crate only exports the symbols; `docs/design.md` describes the code behind them.
 
 use std::ffi::{c_int, c_uint, c_void};
 use vramctl_intercept::hooks;
@@ -19,7 +19,7 @@ macro_rules! exports {
         /// As the CUDA runtime's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
-            // SAFETY: the arguments are handed on as they came.
+            // SAFETY: the arguments are passed on unchanged.
             unsafe { hooks::$name($($argument),*) }
         }
     )* };

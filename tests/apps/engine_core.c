@@ -18,8 +18,8 @@
 
 #define MIB ((size_t)1 << 20)
 #define MAX_LAYERS 256
-/* What one request brings, what a token leaves in the cache, and what is read of
- * each tensor to answer it. */
+/* Bytes per request, per token in the cache, and read from each tensor per
+ * answer. */
 #define TOKEN_BYTES ((size_t)8 << 10)
 #define SLICE_BYTES ((size_t)64 << 10)
 /* Each layer's cache begins with a ring of tokens and, behind it, the one that
@@ -74,8 +74,8 @@ struct engine {
 	bool over;
 };
 
-/* A failed call ends the function it is in, with its error. `doing` says what it
- * was part of. */
+/* Returns from the calling function with a failed call's error. `doing` says
+ * what the call was part of. */
 #define TRY(call) \
 	do { \
 		cudaError_t try_error = (call); \
@@ -105,8 +105,8 @@ static cudaError_t add_weights(struct engine *e, const char *role, int layer, si
 	return cudaSuccess;
 }
 
-/* An embedding of an eighth, the rest shared out over the layers: attention,
- * a larger MLP, and a norm so small that a managed allocation would not pay. */
+/* The embedding gets an eighth, the layers share the rest: attention, a larger
+ * MLP, and a norm too small to be managed. */
 static cudaError_t allocate_weights(struct engine *e)
 {
 	size_t embedding = e->weights_bytes / 8;
@@ -114,7 +114,7 @@ static cudaError_t allocate_weights(struct engine *e)
 	size_t norm = SLICE_BYTES + 512;
 	TRY(add_weights(e, "embedding", -1, embedding));
 	for (int i = 0; i < e->layers; i++) {
-		/* Sizes that are no multiple of anything large, as real ones are not. */
+		/* Like real sizes, not multiples of anything large. */
 		size_t attention = (layer / 8 * 3) & ~(size_t)255;
 		TRY(add_weights(e, "attention", i, attention));
 		TRY(add_weights(e, "mlp", i, (layer - attention - norm) & ~(size_t)15));
@@ -178,8 +178,8 @@ static cudaError_t graph_steps(struct engine *e, int *nodes)
 	TRY(copy(e, e->workspace, e->input, TOKEN_BYTES));
 	*nodes = 2;
 	for (int i = 0; i < e->layers; i++) {
-		/* Of attention the beginning, of the MLP the end, of the cache what lies
-		 * behind the tokens: where memory moves, one of them shows it. */
+		/* The beginning of attention, the end of the MLP, the cache behind the
+		 * tokens: if memory moves, one of them shows it. */
 		const struct tensor *attention = &e->weights[1 + 3 * i], *mlp = attention + 1;
 		TRY(copy(e, at, attention->device, SLICE_BYTES));
 		TRY(copy(e, at + SLICE_BYTES,
@@ -303,7 +303,7 @@ static uint64_t hash(const void *bytes, size_t length)
 	return sum;
 }
 
-/* The answer to token N hangs on N, on weights (some of them chosen by N), on the
+/* The answer to token N depends on N, on weights (some chosen by N), on the
  * cache, and on what answering N - 1 left there. */
 static cudaError_t generate(struct engine *e, uint64_t token, uint64_t *answer)
 {
@@ -402,7 +402,7 @@ static void print_error(const struct engine *e, FILE *out, cudaError_t error)
 {
 	fprintf(out, "error %s (%s) while %s\n", cudaGetErrorName(error),
 	        cudaGetErrorString(error), e->doing);
-	cudaGetLastError(); /* told; an error that is not sticky should not be found again */
+	cudaGetLastError(); /* reported; clear the error unless it is sticky */
 }
 
 static const char requests_help[] =
@@ -414,7 +414,7 @@ static const char requests_help[] =
 	"  help         these lines\n"
 	"  quit         frees everything and ends\n";
 
-/* Answers one request; false: it was the last. */
+/* Answers one request; false if it was the last. */
 static bool answer(struct engine *e, const char *line, FILE *out)
 {
 	cudaError_t error = cudaSuccess;
@@ -468,7 +468,7 @@ static void end(struct engine *e)
 	pthread_mutex_unlock(&e->ending);
 }
 
-/* The line without its end; NULL at the end of the input. */
+/* A line without its newline; NULL at end of file. */
 static char *read_line(FILE *in, char **line, size_t *capacity)
 {
 	ssize_t length = getline(line, capacity, in);
@@ -479,9 +479,9 @@ static char *read_line(FILE *in, char **line, size_t *capacity)
 	return *line;
 }
 
-/* Serves requests until the input ends or one says so; false: it said so.
- * Several threads may serve one input: they take lines in turn, answers keep
- * their order. */
+/* Serves requests until end of file, or until one asks to quit, which returns
+ * false. Several threads may serve one input: they take turns, and answers stay
+ * in order. */
 static bool serve(struct engine *e, FILE *in, FILE *out, pthread_mutex_t *reading)
 {
 	char *line = NULL;
@@ -659,7 +659,7 @@ static bool read_options(struct engine *e, int argc, char **argv)
 		        e->variant->name, argv[optind]);
 		return false;
 	}
-	/* A layer's tensors must be larger than the slices that are read of them. */
+	/* A layer's tensors must be larger than the slices read from them. */
 	if (e->weights_bytes / (size_t)e->layers < MIB || e->kv_bytes / (size_t)e->layers < MIB) {
 		fprintf(stderr, "%s: give at least 1 MiB of weights and of KV cache a layer\n",
 		        e->variant->name);
@@ -680,7 +680,7 @@ int engine_main(const struct engine_variant *variant, int argc, char **argv)
 	};
 	if (!read_options(e, argc, argv))
 		return 2;
-	/* A client that goes away in the middle of an answer is its own affair. */
+	/* A client may hang up in the middle of an answer. */
 	signal(SIGPIPE, SIG_IGN);
 
 	bool staged = true;
@@ -720,7 +720,7 @@ int engine_main(const struct engine_variant *variant, int argc, char **argv)
 		pthread_mutex_unlock(&e->ending);
 	}
 
-	/* Held for good: no worker starts another request, and the process ends. */
+	/* Never unlocked: no thread starts another request, and the process exits. */
 	pthread_mutex_lock(&e->busy);
 	if (e->socket_path != NULL)
 		unlink(e->socket_path);

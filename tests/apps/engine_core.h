@@ -11,16 +11,16 @@
 #include <stdbool.h>
 #include <stdio.h>
 
-/* What the two programs do differently. */
+/* The differences between the two programs. */
 struct engine_variant {
 	const char *name;
 	const char *about;
-	/* Around the allocations of "weights" and of "kv_cache". A failure is told
-	 * on stderr and ends the start. */
+	/* Called around the allocations of "weights" and "kv_cache". A failure is
+	 * reported on stderr and aborts the start. */
 	bool (*stage_begin)(const char *stage);
 	bool (*stage_end)(void);
-	/* A request that the engine does not know: answers it (one line) and returns
-	 * true, or returns false. */
+	/* Handles a request unknown to the engine: prints one line and returns true,
+	 * or returns false. */
 	bool (*request)(const char *line, FILE *out);
 	/* More lines for the `help` answer, each with its end of line. */
 	const char *requests_help;

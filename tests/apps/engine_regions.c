@@ -1,11 +1,11 @@
 /*
  * The engine, with its weights and its KV cache marked as regions through
- * vramctl's C ABI: weights keep their contents in host memory while they are
- * paused, the cache throws them away. It can pause and resume itself too.
+ * vramctl's C ABI: a pause keeps the weights in host memory and discards the
+ * cache. It can also pause and resume itself.
  *
- * The functions are looked up when the program runs, so it needs nothing to
- * build, and works as the plain engine does where the library is not loaded.
- * See include/vramctl.h for what they promise.
+ * The functions are looked up at run time, so it needs nothing to build and
+ * works like the plain engine if the library is not loaded.
+ * See include/vramctl.h.
  */
 #define _GNU_SOURCE
 #include "engine_core.h"
@@ -28,7 +28,7 @@ static struct {
 	const char *(*last_error)(void);
 } abi;
 
-/* POSIX lets dlsym's answer be a function; C has no cast for it. */
+/* POSIX lets dlsym return a function; C has no cast for it. */
 static bool look_up(void *slot, const char *name)
 {
 	void *symbol = dlsym(RTLD_DEFAULT, name);
@@ -113,7 +113,7 @@ static void answer_status(FILE *out)
 	size_t needed = 0;
 	char *buffer = NULL;
 	int32_t code = abi.status_json(NULL, 0, &needed);
-	/* It may have grown by the time of the second call, so again until it fits. */
+	/* It may grow between two calls, so retry until it fits. */
 	for (int attempt = 0; attempt < 8; attempt++) {
 		size_t capacity = needed + 64;
 		char *larger = realloc(buffer, capacity);

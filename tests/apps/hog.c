@@ -1,4 +1,4 @@
-/* The other program: takes device memory, writes to all of it, checks it, holds it. */
+/* A competing program: allocates device memory, writes to all of it, checks it and holds it. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <getopt.h>
@@ -42,7 +42,7 @@ static bool number(const char *text, unsigned long long *value)
 	return errno == 0 && rest != text && *rest == '\0' && *text != '-';
 }
 
-/* Until stdin ends, or so many seconds have passed. */
+/* Waits for end of file on stdin, or for the given number of seconds. */
 static void hold(double seconds)
 {
 	struct timespec start, now;

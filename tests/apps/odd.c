@@ -1,7 +1,7 @@
 /*
- * A program with the habits that preloaded libraries forget about, a mode each.
- * Linked to libcudart as a stranger would; contains no word of vramctl.
- * Prints "ok" last, or what went wrong.
+ * Things programs do that preloaded libraries tend to overlook, one per mode.
+ * Linked to libcudart like any program; knows nothing of vramctl.
+ * Prints "ok" at the end, or what went wrong.
  */
 #define _GNU_SOURCE
 #include "cudart.h"
@@ -65,7 +65,7 @@ static void verify(const void *device, unsigned seed)
 	check(memcmp(wanted, found, BYTES) == 0, "the contents are not what they were");
 }
 
-/* Tells the test that it is its turn, and waits until it is ours again. */
+/* Hands over to the test and waits until it hands back. */
 static void turn(const char *line)
 {
 	char answer[64];
@@ -81,8 +81,8 @@ static void wait_for(pid_t child)
 	check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child did not end well");
 }
 
-/* CUDA first, then fork: the child can't use CUDA, and must not harm the parent's state. It leaves by exit, so that
- * exit handlers run in it. */
+/* CUDA first, then fork: the child cannot use CUDA and must not harm the parent's state. It calls exit, so exit handlers
+ * run in it. */
 static void fork_after_cuda(void)
 {
 	void *device = allocate(1);
@@ -102,7 +102,7 @@ static void fork_after_cuda(void)
 	check(cudaFree(device) == cudaSuccess, "cudaFree");
 }
 
-/* A parent that dies while a child of it lives on. */
+/* The parent dies while its child lives on. */
 static void orphan(void)
 {
 	void *device = allocate(1);
@@ -142,7 +142,7 @@ static void fork_before_cuda(void)
 	verify(device, 1);
 }
 
-/* Forks all the time while it is paused and resumed. */
+/* Forks continuously while being paused and resumed. */
 static void forking_all_the_time(void)
 {
 	void *device = allocate(1);
@@ -162,7 +162,7 @@ static void forking_all_the_time(void)
 	verify(device, 1);
 }
 
-/* Signals: a handler of the program runs on a thread of the program, always. */
+/* The program's signal handlers must always run on the program's threads. */
 static pthread_t own_thread;
 static volatile sig_atomic_t handled, elsewhere;
 
@@ -187,7 +187,7 @@ static void signals(void)
 	verify(device, 1);
 }
 
-/* Leaves with memory allocated, and frees in an exit handler that was there before CUDA was. */
+/* Exits with memory allocated, and frees it in an exit handler registered before CUDA's. */
 static void *left;
 
 static void late_free(void)
@@ -209,18 +209,18 @@ static void limit(int resource, rlim_t bytes)
 	check(setrlimit(resource, &limit) == 0, "setrlimit");
 }
 
-/* Has all its memory locked, what comes and then what is there, as programs do that must never wait for a page. */
+/* Locks all its memory, future and then current, like programs that must never take a page fault. */
 static void locked(void)
 {
 	void *device = allocate(1);
-	/* So that addresses that are filled by mistake do not fill the machine. */
+	/* Keeps addresses that are populated by mistake from filling the machine. */
 	limit(RLIMIT_AS, (rlim_t)6 << 30);
 	turn(mlockall(MCL_FUTURE) == 0 ? "ready" : "not allowed");
 	turn(mlockall(MCL_CURRENT) == 0 ? "ready" : "not allowed");
 	verify(device, 1);
 }
 
-/* May have little data, and needs most of it while it is paused and after. */
+/* Has a low data limit and needs most of it, while paused and after. */
 static void little_data(void)
 {
 	enum { NEEDED = 384 << 20 };
@@ -236,7 +236,7 @@ static void little_data(void)
 	turn("ready");
 	for (int paused = 1; paused >= 0; paused--) {
 		void *memory = NULL;
-		/* What was there for the contents is given back in the background. */
+		/* The library frees its host memory in the background. */
 		for (int i = 0; i < 1000 && (memory = malloc(NEEDED)) == NULL; i++)
 			usleep(10000);
 		check(memory != NULL, paused ? "malloc while paused" : "malloc after the resume");
@@ -247,7 +247,7 @@ static void little_data(void)
 	verify(device, 1);
 }
 
-/* Replays a graph on memory that is paused: its own fault, and to be reported. */
+/* Replays a graph on paused memory: a bug of the program, which must be reported. */
 static void use_while_paused(void)
 {
 	void *from = allocate(1), *to = allocate(2);
@@ -265,8 +265,7 @@ static void use_while_paused(void)
 	turn("failed");
 }
 
-/* Closes sockets that it does not know, as programs do that go into the background, and has sockets of its own under the
- * numbers: with a client that waits there. */
+/* Closes unknown sockets, as daemons do, and opens its own under the same numbers, with a client waiting. */
 static void close_sockets(void)
 {
 	enum { MANY = 256 };
@@ -308,8 +307,8 @@ static void close_sockets(void)
 	verify(device, 1);
 }
 
-/* Goes into the background: closes what it does not know, all but what the driver has open, and opens files of its own under
- * the numbers; with the standard streams closed, or on files. Goes on until the test has removed the file of that name. */
+/* Becomes a daemon: closes all descriptors but the driver's and opens files of its own under the same numbers, with the
+ * standard streams closed or on files. Runs until the test removes the named file. */
 static void into_the_background(bool closed_streams)
 {
 	enum { MANY = 256 };
@@ -326,7 +325,7 @@ static void into_the_background(bool closed_streams)
 		close(i);
 		if (i < 3 && closed_streams)
 			continue;
-		/* The number that is free now, or it was not closed here. */
+		/* memfd_create takes the lowest free number, usually i. */
 		int mine = memfd_create("mine", 0);
 		if ((mine != i && (dup2(mine, i) != i || close(mine) != 0)) || fstat(i, &file) != 0 || write(i, "mine", 4) != 4)
 			_exit(2);
@@ -335,7 +334,7 @@ static void into_the_background(bool closed_streams)
 	while (access(stop, F_OK) == 0)
 		usleep(10000);
 	for (int i = 0; i < MANY; i++) {
-		/* What is under the number of standard error is for messages. */
+		/* Whatever is on standard error gets messages. */
 		if (files[i] != 0 && (fstat(i, &file) != 0 || file.st_ino != files[i] || (i != 2 && file.st_size != 4)))
 			_exit(3);
 		if (i < 3 && closed_streams && fcntl(i, F_GETFD) != -1)
@@ -354,13 +353,13 @@ static void daemon_without_streams(void)
 	into_the_background(true);
 }
 
-/* Has no standard input when the library opens its files. */
+/* Has standard input closed when the library opens its files. */
 static void closed_input(void)
 {
 	void *before = NULL;
 	int input = dup(0);
 	char byte = 0;
-	/* What the driver opens is its own affair. */
+	/* Descriptors opened by the driver do not count. */
 	check(cudaMalloc(&before, 4096) == cudaSuccess, "cudaMalloc");
 	close(0);
 	void *device = allocate(1);
@@ -374,7 +373,7 @@ static void closed_input(void)
 	verify(device, 1);
 }
 
-/* Ends when told to, whatever is being done to its memory. */
+/* Exits on request, even during a pause or resume. */
 static void ends_by_exit(void)
 {
 	allocate(1);
@@ -420,7 +419,7 @@ static void ends(void)
 	turn("ready");
 }
 
-/* Is there, with memory, until told to go. */
+/* Holds memory until told to exit. */
 static void plain(void)
 {
 	void *device = allocate(7);

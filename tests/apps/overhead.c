@@ -1,4 +1,4 @@
-/* What one cudaMalloc and cudaFree of a small size cost. */
+/* Measures a small cudaMalloc and cudaFree. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -47,7 +47,7 @@ static int by_size(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-/* Runs so many pairs and tells what one took. */
+/* Runs the given number of pairs; returns the time of one. */
 static cudaError_t pairs(malloc_function allocate, free_function release,
                          unsigned long long count, size_t bytes, double *ns)
 {
@@ -66,7 +66,7 @@ static cudaError_t pairs(malloc_function allocate, free_function release,
 	return error;
 }
 
-/* The functions as the runtime itself has them, whatever stands before them. */
+/* The runtime's own functions, not interposed ones. */
 static bool runtimes_own(malloc_function *allocate, free_function *release)
 {
 	static const char *const names[] = {
@@ -119,8 +119,8 @@ int main(int argc, char **argv)
 	}
 
 	cudaError_t error = cudaSetDevice((int)device);
-	/* One small allocation stays: without it the runtime would give its block of
-	 * small allocations back to the driver with every single cudaFree. */
+	/* Keep one small allocation: without it, every cudaFree would give the
+	 * runtime's block of small allocations back to the driver. */
 	void *kept = NULL;
 	if (error == cudaSuccess)
 		error = cudaMalloc(&kept, bytes);
@@ -148,7 +148,7 @@ int main(int argc, char **argv)
 	}
 	for (unsigned long long i = 0; i < batches; i++) {
 		double own = 0;
-		/* Now the one first, now the other. */
+		/* Alternates which comes first. */
 		if (i % 2 == 0)
 			error = pairs(own_malloc, own_free, batch, bytes, &own);
 		if (error == cudaSuccess)

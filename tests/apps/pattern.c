@@ -7,15 +7,15 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Large enough that a copy runs at the full speed of the bus. */
+/* Large enough for copies to run at the link's full speed. */
 #define BLOCK ((size_t)4 << 20)
 /* Where in the strip a block's piece may start: any eighth byte of so many. */
 #define WINDOW ((size_t)1 << 20)
-/* The grain in which zero memory is told from corrupt memory. */
+/* The granularity at which zeroed memory is distinguished from corrupt memory. */
 #define GRAIN ((size_t)4096)
 #define MAX_LANES 8
 
-/* What one thread checks with: it copies into one half while it looks at the other. */
+/* One checking thread's buffers: it copies into one half while it checks the other. */
 struct lane {
 	cudaStream_t stream;
 	unsigned char *half[2];
@@ -106,7 +106,7 @@ cudaError_t pattern_fill(struct pattern *p, void *device, size_t bytes, uint64_t
 		                        strip + start_of(p, number, at / BLOCK), length,
 		                        cudaMemcpyDeviceToDevice, stream);
 	}
-	/* The copies read the strip: it may go only after them, whatever happened. */
+	/* The copies read the strip, so it may be freed only after them, even on error. */
 	cudaError_t finished = cudaStreamSynchronize(stream);
 	cudaError_t freed = cudaFree(strip);
 	if (error == cudaSuccess)
@@ -221,7 +221,7 @@ cudaError_t pattern_check(struct pattern *p, const void *device, size_t bytes, u
 			.pattern = p, .lane = &p->lane[i], .device = device, .bytes = bytes,
 			.skip = skip, .number = number, .first = (size_t)i, .step = (size_t)p->lanes,
 		};
-		/* The last part, and any that finds no thread, is done here. */
+		/* This thread does the last part, and any for which no thread could start. */
 		if (i + 1 < p->lanes)
 			started[i] = pthread_create(&thread[i], NULL, check_part, &part[i]) == 0;
 	}

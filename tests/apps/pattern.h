@@ -3,10 +3,9 @@
  *
  * Without a compiler for GPU code a program can only copy. So the pattern is
  * one pseudo-random strip of host memory, and every block of device memory
- * holds a piece of it that starts at a place of its own: filling is a copy
- * within the device for each block, checking is a copy to the host and memcmp.
- * Blocks that change places, move by a few bytes, turn to zero or keep
- * somebody else's contents are all noticed.
+ * holds a piece of it with its own offset: filling is one copy within the
+ * device per block, checking is a copy to the host and memcmp. This detects
+ * blocks that are swapped, shifted by a few bytes, zeroed or overwritten.
  */
 #ifndef APPS_PATTERN_H
 #define APPS_PATTERN_H
@@ -18,35 +17,35 @@
 
 struct pattern;
 
-/* What a check found. The three add up to the bytes that were looked at. */
+/* The result of a check. The three add up to the bytes checked. */
 struct pattern_counts {
 	uint64_t ok;      /* as they were written */
-	uint64_t zero;    /* in pieces of 4 KiB that are zero throughout, and should not be */
+	uint64_t zero;    /* in 4 KiB blocks that are all zero and should not be */
 	uint64_t corrupt; /* neither */
 };
 
 /* A well mixed 64-bit number from two. */
 uint64_t pattern_mix(uint64_t a, uint64_t b);
 
-/* `threads` check at the same time; 0 stands for one each core, 8 at most.
- * Uses pinned host memory of 8 MiB a thread, and a stream each. */
+/* `threads` threads check in parallel; 0 means one per core, 8 at most. Each
+ * uses 8 MiB of pinned host memory and a stream. */
 cudaError_t pattern_create(struct pattern **pattern, int device, uint64_t seed, int threads);
 void pattern_destroy(struct pattern *pattern);
 
-/* `bytes` of the pattern numbered `number`, from its byte 0, put at `device`.
- * Returns when they are there. Takes 5 MiB of device memory meanwhile. */
+/* Writes the first `bytes` bytes of pattern `number` to `device` and waits for
+ * them. Uses 5 MiB of device memory meanwhile. */
 cudaError_t pattern_fill(struct pattern *pattern, void *device, size_t bytes, uint64_t number);
 
-/* Counts are added to, not set. `device` must be where the fill began; only the
- * bytes from `skip` on are looked at. */
+/* Adds to the counts. `device` must be the address that was filled; only the
+ * bytes from `skip` on are checked. */
 cudaError_t pattern_check(struct pattern *pattern, const void *device, size_t bytes,
                           uint64_t number, size_t skip, struct pattern_counts *counts);
 
-/* The bytes [offset, offset + length) of pattern `number`, into host memory. */
+/* Writes bytes [offset, offset + length) of pattern `number` to host memory. */
 void pattern_expect(const struct pattern *pattern, uint64_t number, size_t offset,
                     void *out, size_t length);
 
-/* Compares host memory with what it should be. */
+/* Compares host memory with the pattern. */
 void pattern_compare(const void *found, const void *expected, size_t bytes,
                      struct pattern_counts *counts);
 

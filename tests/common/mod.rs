@@ -1,7 +1,7 @@
-//! What the tests share: the simulated GPU inside the test's own process, and the CUDA calls that a program would make.
+//! Shared by the tests: the simulated GPU inside the test process, and the CUDA calls that a program would make.
 //!
-//! The test binary plays both parts: it is the program (it calls the hooked functions and copies data about), and it is
-//! the one who breaks the driver (`fail`). One test at a time holds the [`Gpu`], because there is one driver a process.
+//! The test binary plays both parts: it is the program that calls the hooked functions, and it makes the driver fail
+//! (`fail`). One test at a time holds the [`Gpu`], because a process has only one driver.
 #![allow(
     dead_code,
     missing_docs,
@@ -25,22 +25,22 @@ use vramctl_model::{Report, TagState, TransitionRequest};
 
 pub const MIB: usize = 1 << 20;
 pub const DEVICES: i32 = 2;
-/// Device memory of the simulated machine in the tests' own process: small enough that running out is quick.
+/// Device memory of the simulated machine in the test process: small, so that running out is quick.
 pub const DEVICE_BYTES: usize = 256 * MIB;
 
-/// The tag that `VRAMCTL_BACKUP` discards in the tests' own process.
+/// The tag that `VRAMCTL_BACKUP` discards in the test process.
 pub const DISCARDED_TAG: &str = "cache-by-environment";
-/// The tag whose saved contents `VRAMCTL_RETAIN` keeps in the tests' own process.
+/// The tag that `VRAMCTL_RETAIN` names in the test process.
 pub const RETAINED_TAG: &str = "retained-by-environment";
-/// What the library logs in the tests' own process, if that is not `off`.
+/// Sets the library's log level in the test process; `off` by default.
 pub const LOG_LEVEL: &str = "TESTS_LOG_LEVEL";
-/// `VRAMCTL_HOST_CAP` in the tests' own process.
+/// `VRAMCTL_HOST_CAP` in the test process.
 pub const HOST_CAP: u64 = 192 << 20;
 
-/// In the environment of a test that starts itself many times: everything is built.
+/// Set for a test that starts itself many times: everything is built already.
 pub const BUILT: &str = "TESTS_ARE_BUILT";
 
-/// The folder with the built test libraries and programs, built now if need be.
+/// The directory with the test libraries and programs, built if needed.
 pub fn artifacts() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -49,7 +49,7 @@ pub fn artifacts() -> &'static Path {
             return target;
         }
         let mut build = Command::new(env!("CARGO"));
-        // The library too: the tests' own build of it is not put where programs can load it.
+        // Builds the library too: the test profile's build is not placed where programs can load it.
         build
             .args(["build", "--quiet", "-p", "vramctl", "-p", "vramctl-cli", "-p", "simgpu", "-p", "simcudart"])
             .current_dir(env!("CARGO_MANIFEST_DIR"));
@@ -67,26 +67,27 @@ pub fn command_line() -> &'static str {
     PATH.get_or_init(|| artifacts().join("vramctl").to_str().expect("UTF-8").to_owned())
 }
 
-/// A folder of this process's own, which goes when it ends.
+/// A directory of this process, removed when it exits.
 pub fn own_folder() -> &'static Path {
     static FOLDER: OnceLock<(PathBuf, u32)> = OnceLock::new();
     extern "C" fn remove() {
         let (folder, owner) = FOLDER.get().expect("it is there");
-        // A forked child ends as well.
+        // A forked child runs this too.
         if *owner == std::process::id() {
             let _ = std::fs::remove_dir_all(folder);
         }
     }
     let (folder, _) = FOLDER.get_or_init(|| {
         let folder = tempfile::tempdir().expect("a temporary folder").keep();
-        // SAFETY: the function needs nothing that may be gone by then. A static is never dropped, so no value would do it.
+        // SAFETY: the function needs nothing that may be destroyed by then. A static is never dropped, so a destructor would
+        // not run.
         assert_eq!(unsafe { libc::atexit(remove) }, 0);
         (folder, std::process::id())
     });
     folder
 }
 
-/// A folder with the simulated libraries under the names that programs load, for `LD_LIBRARY_PATH`.
+/// A directory for `LD_LIBRARY_PATH`, with the simulated libraries under the names that programs load.
 pub fn simulated_libraries() -> &'static Path {
     static LINKED: OnceLock<PathBuf> = OnceLock::new();
     LINKED.get_or_init(|| {
@@ -213,7 +214,7 @@ impl Simulated {
     }
 }
 
-/// What is there besides the memory in use: to be the same before and after whatever a test does.
+/// Everything allocated: tests compare it before and after.
 #[derive(Debug, PartialEq, Eq, Clone)]
 pub struct Footprint {
     used: Vec<u64>,
@@ -240,19 +241,19 @@ fn simulated() -> &'static Simulated {
     SIMULATED.get_or_init(Simulated::load)
 }
 
-/// Lets the call of the driver that is held go on.
+/// Releases the driver call being held.
 pub fn release() {
     unsafe { (simulated().simgpu_release)() };
 }
 
-/// How often a function of the driver was called, also after its end.
+/// Number of calls of a driver function; works after the driver's shutdown too.
 pub fn calls(function: &str) -> u64 {
     let name = CString::new(function).unwrap();
     unsafe { (simulated().simgpu_calls)(name.as_ptr()) }
 }
 
 impl Gpu {
-    /// Waits for this test's turn, and starts with nothing allocated and no fault planned.
+    /// Waits for this test's turn and starts with nothing allocated and no faults pending.
     pub fn take() -> Self {
         static TURN: Mutex<()> = Mutex::new(());
         static SET_UP: Once = Once::new();
@@ -266,18 +267,18 @@ impl Gpu {
                 ("VRAMCTL_LOG", std::env::var(LOG_LEVEL).unwrap_or_else(|_| "off".to_owned())),
                 ("VRAMCTL_RETAIN", RETAINED_TAG.to_owned()),
                 ("VRAMCTL_HOST_CAP", HOST_CAP.to_string()),
-                // What a test has used is not to be there for the next one.
+                // Host memory kept by one test must not be there for the next.
                 ("VRAMCTL_HOST_KEEP", "0".to_owned()),
                 ("VRAMCTL_BACKUP", format!("{DISCARDED_TAG}=discard")),
             ] {
-                // SAFETY: the only thread that reads or writes the environment now: the others wait for their turn.
+                // SAFETY: only this thread accesses the environment now; the others wait for their turn.
                 unsafe { std::env::set_var(name, value) };
             }
         });
         let gpu = Self { _turn: turn };
         gpu.clear_faults();
         gpu.free_everything();
-        // What the library makes once in each context, and keeps, is not to be taken for a leak.
+        // Creates what the library creates once per context and keeps, so that it does not look like a leak.
         vramctl_backup::set_copy_by(Some(CopyBy::Kernel), None);
         for device in (0..DEVICES).rev() {
             set_device(device);
@@ -295,13 +296,13 @@ impl Gpu {
         unsafe { (simulated().simgpu_fail)(name.as_ptr(), nth, code, times) };
     }
 
-    /// Each call of a function takes so much longer from now on; a process that ends during one is aborted.
+    /// Makes every call of a function take this much longer. A process that ends during one is aborted.
     pub fn slow_down(&self, function: &str, milliseconds: u64) {
         let name = CString::new(function).unwrap();
         assert_eq!(unsafe { (simulated().simgpu_slow_down)(name.as_ptr(), milliseconds) }, 0, "{function}");
     }
 
-    /// The nth call of the driver from now on is held until [`release`].
+    /// Holds the `nth` driver call (1 is the next) until [`release`].
     pub fn hold(&self, nth: u64) {
         unsafe { (simulated().simgpu_hold)(nth) };
     }
@@ -330,12 +331,12 @@ impl Gpu {
         unsafe { (simulated().simgpu_set_op_delay_ms)(ms) };
     }
 
-    /// Has another program hold so much of the device.
+    /// Makes another program hold this much of the device.
     pub fn occupy(&self, device: i32, bytes: usize) {
         unsafe { (simulated().simgpu_occupy)(device, bytes as u64) };
     }
 
-    /// What the physical memory at an address was created as; `None`: it is not virtual memory.
+    /// The properties that the physical memory at an address was created with; `None` if it is not virtual memory.
     pub fn properties(&self, address: u64) -> Option<CUmemAllocationProp> {
         let (mut handle, mut properties) = (0, unsafe { std::mem::zeroed() });
         unsafe {
@@ -348,7 +349,7 @@ impl Gpu {
         Some(properties)
     }
 
-    /// How many there are of what the driver calls so.
+    /// Number of live driver objects of a kind.
     pub fn live(&self, kind: &str) -> u64 {
         let name = CString::new(kind).unwrap();
         unsafe { (simulated().simgpu_live)(name.as_ptr()) }
@@ -412,7 +413,7 @@ pub fn set_device(device: i32) {
     assert_eq!(unsafe { (simulated().cuda_set_device)(device) }, 0);
 }
 
-/// A context beside the device's primary one, current to the thread that made it until it is dropped there.
+/// A context besides the device's primary one, current on the thread that created it until dropped there.
 pub struct OwnContext(*mut c_void);
 
 impl OwnContext {
@@ -429,22 +430,22 @@ impl Drop for OwnContext {
     }
 }
 
-/// Resets the primary context by a call that the library does not see.
+/// Resets the primary context through a call that the library does not see.
 pub fn reset_unseen(device: i32) {
     assert_eq!(unsafe { (simulated().cu_device_primary_ctx_reset)(device) }, 0);
 }
 
-/// Has it be there again, and current to this thread.
+/// Recreates it and makes it current on this thread.
 pub fn use_again(device: i32) {
     let mut context = std::ptr::null_mut();
     assert_eq!(unsafe { (simulated().cu_device_primary_ctx_retain)(&raw mut context, device) }, 0);
     assert_eq!(unsafe { (simulated().cu_ctx_set_current)(context) }, 0);
 }
 
-/// What streams of the program wait for, until it is opened.
+/// A gate that streams of the program wait for until it is opened.
 pub struct Gate(*mut c_void);
 
-// SAFETY: an address of memory that all threads may use.
+// SAFETY: an address that all threads may use.
 unsafe impl Sync for Gate {}
 
 impl Gate {
@@ -491,7 +492,7 @@ pub fn read(address: u64, length: usize) -> Result<Vec<u8>, u32> {
     }
 }
 
-/// Bytes that no other seed or place shares.
+/// Bytes that are distinct for every seed and position.
 pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -501,7 +502,7 @@ pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
         state
     };
     let words: Vec<u64> = (0..length.div_ceil(8)).map(|_| next()).collect();
-    // SAFETY: so many bytes at least, all of them initialised.
+    // SAFETY: at least this many bytes, all initialised.
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<u8>(), length) }.to_vec()
 }
 
@@ -511,7 +512,7 @@ pub fn default_pool() -> *mut c_void {
     pool
 }
 
-/// A stream of the program that does not wait for others.
+/// A non-blocking stream of the program.
 pub struct Stream(pub *mut c_void);
 
 impl Stream {
@@ -533,12 +534,12 @@ impl Stream {
         unsafe { (simulated().cuda_stream_synchronize)(self.0) }
     }
 
-    /// What comes after it in the stream waits for the gate.
+    /// Makes later work on the stream wait for the gate.
     pub fn wait_for(&self, gate: &Gate) {
         assert_eq!(unsafe { (simulated().cu_stream_wait_value)(self.0, gate.word(), 1, 0) }, 0);
     }
 
-    /// The same, by a function of the program that the stream calls.
+    /// The same, with a host function.
     pub fn wait_in_a_function_for(&self, gate: &Gate) {
         extern "C" fn wait(word: *mut c_void) {
             let word = unsafe { AtomicU32::from_ptr(word.cast()) };
@@ -553,7 +554,7 @@ impl Stream {
         unsafe { transmute(self.0) }
     }
 
-    /// Modes: 0 global, 1 thread-local, 2 relaxed.
+    /// Capture mode: 0 global, 1 thread-local, 2 relaxed.
     pub fn begin_capture(&self, mode: u32) {
         assert_eq!(unsafe { (simulated().cuda_stream_begin_capture)(self.0, mode) }, 0);
     }

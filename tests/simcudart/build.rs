@@ -1,10 +1,10 @@
-//! Gives the library the name under which programs look for the runtime.
+//! Sets the SONAME under which programs look for the runtime.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     for argument in [
         "-soname,libcudart.so.13",
-        // As the real runtime: it calls its own functions, not those of a preloaded library.
+        // Like the real runtime, it calls its own functions, not a preloaded library's.
         "-Bsymbolic",
         "-z,nodelete",
     ] {

@@ -1,4 +1,4 @@
-//! Devices and their primary contexts: which device a thread works on, and that its context is there.
+//! Devices and primary contexts: a thread's current device, and creating its context.
 
 use crate::done;
 use crate::driver::{self, Driver, Handle};
@@ -7,14 +7,14 @@ use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Mutex;
 
-/// The primary contexts that the runtime retains, by device.
+/// The primary contexts retained by the runtime, by device.
 static RETAINED: Mutex<Vec<Handle>> = Mutex::new(Vec::new());
 
 thread_local! {
     static DEVICE: Cell<c_int> = const { Cell::new(0) };
 }
 
-/// A device's primary context, retained once for the process.
+/// A device's primary context, retained once per process.
 fn primary(driver: &Driver, ordinal: c_int) -> Outcome<Handle> {
     let mut retained = RETAINED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let index = usize::try_from(ordinal).map_err(|_| INVALID_DEVICE)?;
@@ -24,7 +24,7 @@ fn primary(driver: &Driver, ordinal: c_int) -> Outcome<Handle> {
         return Ok(context);
     }
     let mut context = 0;
-    // SAFETY: a pointer to this frame.
+    // SAFETY: a pointer into this frame.
     done(unsafe { (driver.cuDevicePrimaryCtxRetain)(&raw mut context, ordinal) })?;
     if retained.len() <= index {
         retained.resize(index + 1, 0);
@@ -33,15 +33,15 @@ fn primary(driver: &Driver, ordinal: c_int) -> Outcome<Handle> {
     Ok(context)
 }
 
-/// The device of the context that is current, if that is fit for use.
+/// The current context's device, if the context is usable.
 fn current(driver: &Driver) -> Option<c_int> {
     let (mut id, mut ordinal) = (0, 0);
-    // SAFETY: pointers to this frame. One that is gone must not be asked for its device.
+    // SAFETY: pointers into this frame. A destroyed context must not be asked for its device.
     unsafe { (driver.cuCtxGetId)(0, &raw mut id) == 0 && (driver.cuCtxGetDevice)(&raw mut ordinal) == 0 }.then_some(ordinal)
 }
 
-/// The driver, with a context current in the calling thread: whichever the program made current, or
-/// else the primary one of the thread's device.
+/// The driver, with a context current on the calling thread: the program's own if it set one, else the primary context of
+/// the thread's device.
 pub fn ready() -> Outcome<&'static Driver> {
     let driver = driver::get()?;
     if current(driver).is_none() {
@@ -52,11 +52,11 @@ pub fn ready() -> Outcome<&'static Driver> {
     Ok(driver)
 }
 
-/// `cudaSetDevice`: since CUDA 12 it initialises the device's context, too.
+/// `cudaSetDevice`: since CUDA 12 it also initialises the device's context.
 pub fn set(ordinal: c_int) -> Outcome {
     let driver = driver::get()?;
     let mut count = 0;
-    // SAFETY: a pointer to this frame.
+    // SAFETY: a pointer into this frame.
     done(unsafe { (driver.cuDeviceGetCount)(&raw mut count) })?;
     if !(0..count).contains(&ordinal) {
         return Err(INVALID_DEVICE);
@@ -74,7 +74,7 @@ pub fn get() -> Outcome<c_int> {
     Ok(current(driver).unwrap_or_else(|| DEVICE.get()))
 }
 
-/// `cudaDeviceReset`: of the thread's device; the next call makes everything anew.
+/// `cudaDeviceReset`: for the thread's device. The next call recreates everything.
 pub fn reset() -> Outcome {
     let driver = driver::get()?;
     let ordinal = get()?;
@@ -93,10 +93,10 @@ pub fn enable_peer(peer: c_int, flags: u32) -> Outcome {
     done(unsafe { (driver.cuCtxEnablePeerAccess)(peer, flags) })
 }
 
-/// `cudaGetDriverEntryPoint`: a driver function that is not there is no error, the status says it.
+/// `cudaGetDriverEntryPoint`: for a missing driver function it succeeds, and the status says so.
 ///
 /// # Safety
-/// The name is null or terminated, the other pointers null or valid.
+/// The name must be null or NUL-terminated, the other pointers null or valid.
 pub unsafe fn entry_point(name: *const c_char, pointer: *mut *mut c_void, version: c_int, flags: u64, status: *mut u32) -> Outcome {
     if name.is_null() || pointer.is_null() {
         return Err(INVALID_VALUE);

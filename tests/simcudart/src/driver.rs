@@ -1,18 +1,18 @@
-//! The way to the driver: one look-up of `cuGetProcAddress_v2` in `libcuda.so.1`, and everything else
-//! from it, by name, version and flags, as the real runtime does.
+//! Access to the driver. Like the real runtime, it looks up `cuGetProcAddress_v2` in `libcuda.so.1` and gets everything else
+//! from that, by name, version and flags.
 
 use crate::errors::{INITIALIZATION_ERROR, INSUFFICIENT_DRIVER, Outcome};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-/// The CUDA version that this runtime says it is.
+/// The CUDA version of this runtime.
 pub const VERSION: c_int = 13000;
 
 type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut u32) -> u32;
 
 macro_rules! driver {
     ($($field:ident = $name:literal, $flags:literal: ($($kind:ty),* $(,)?);)*) => {
-        /// The driver's functions that the runtime uses.
+        /// The driver functions that the runtime uses.
         #[allow(non_snake_case, missing_docs)]
         pub struct Driver {
             get: GetProcAddress,
@@ -23,7 +23,7 @@ macro_rules! driver {
             fn load(get: GetProcAddress) -> Option<Self> {
                 Some(Self {
                     get,
-                    // SAFETY: the function of this name has these arguments, in this version.
+                    // SAFETY: this version of the function has these arguments.
                     $($field: unsafe {
                         std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($kind),*) -> u32>(
                             find(get, $name, VERSION, $flags).ok()?,
@@ -35,9 +35,9 @@ macro_rules! driver {
     };
 }
 
-/// A device address, or a host address in its place.
+/// A device address, or a host address used as one.
 pub type Address = u64;
-/// A handle of the driver's.
+/// A driver handle.
 pub type Handle = u64;
 
 driver! {
@@ -117,25 +117,25 @@ driver! {
 fn find(get: GetProcAddress, name: &CStr, version: c_int, flags: u64) -> Result<*mut c_void, u32> {
     let mut found = std::ptr::null_mut();
     let mut status = 0;
-    // SAFETY: all pointers are to this frame, the name is terminated.
+    // SAFETY: all pointers are into this frame, and the name is NUL-terminated.
     let code = unsafe { get(name.as_ptr(), &raw mut found, version, flags, &raw mut status) };
     if code == 0 && !found.is_null() { Ok(found) } else { Err(status.max(1)) }
 }
 
 impl Driver {
-    /// A driver function for the program itself.
+    /// A driver function for the program.
     pub fn entry_point(&self, name: &CStr, version: c_int, flags: u64) -> Result<*mut c_void, u32> {
         find(self.get, name, version, flags)
     }
 }
 
-/// The driver, loaded at the first use and initialised.
+/// The driver, loaded and initialised at first use.
 pub fn get() -> Outcome<&'static Driver> {
     static DRIVER: OnceLock<Option<Driver>> = OnceLock::new();
     static INITIALISED: OnceLock<u32> = OnceLock::new();
     let driver = DRIVER
         .get_or_init(|| {
-            // SAFETY: the name is terminated; the library stays loaded for good.
+            // SAFETY: the name is NUL-terminated; the library is never unloaded.
             let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
             if library.is_null() {
                 return None;
@@ -145,7 +145,7 @@ pub fn get() -> Outcome<&'static Driver> {
             if symbol.is_null() {
                 return None;
             }
-            // SAFETY: the driver's function of this name is of this type.
+            // SAFETY: the driver's function of this name has this type.
             Driver::load(unsafe { std::mem::transmute::<*mut c_void, GetProcAddress>(symbol) })
         })
         .as_ref()

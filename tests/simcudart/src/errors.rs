@@ -1,11 +1,11 @@
-//! `cudaError_t`: since CUDA 10.1 its numbers are the driver's, so codes pass through as they are.
+//! `cudaError_t`: since CUDA 10.1 its codes are the driver's, so they pass through unchanged.
 
 use std::cell::Cell;
 use std::ffi::CStr;
 
 /// A `cudaError_t`.
 pub type Code = u32;
-/// What a runtime call comes to.
+/// The outcome of a runtime call.
 pub type Outcome<T = ()> = Result<T, Code>;
 
 /// `cudaErrorInvalidValue`.
@@ -23,7 +23,7 @@ thread_local! {
     static LAST: Cell<Code> = const { Cell::new(0) };
 }
 
-/// Makes a call, and keeps its failure for `cudaGetLastError` of the same thread.
+/// Makes a call and records a failure for the thread's `cudaGetLastError`.
 pub fn keep(call: impl FnOnce() -> Outcome) -> Code {
     match call() {
         Ok(()) => 0,
@@ -34,7 +34,7 @@ pub fn keep(call: impl FnOnce() -> Outcome) -> Code {
     }
 }
 
-/// The last failure, forgotten at that.
+/// Returns and clears the last failure.
 pub fn take() -> Code {
     LAST.replace(0)
 }
@@ -91,7 +91,7 @@ pub fn name(code: Code) -> &'static CStr {
     }
 }
 
-/// The description of the codes that only the runtime has.
+/// Descriptions of codes that only the runtime has.
 pub fn own_description(code: Code) -> Option<&'static CStr> {
     Some(match code {
         21 => c"invalid copy direction for memcpy",

@@ -1,9 +1,8 @@
 //! A stand-in for `libcudart` over the simulated driver, with the runtime's ABI of CUDA 13.
 //!
-//! Like the real runtime it is a thin layer: it finds the driver at the first use (`driver`), makes
-//! a device's primary context current in a thread that has none (`device`), keeps each thread's
-//! last error (`errors`), and hands everything on (`memory`, and the table below). It knows
-//! nothing of simulation: over a real `libcuda.so.1` it would do the same.
+//! Like the real runtime it is a thin layer. It finds the driver at first use (`driver`), makes a device's primary context
+//! current on threads that have none (`device`), keeps each thread's last error (`errors`), and forwards everything
+//! (`memory`, and the table below). It contains nothing specific to simulation and would work on a real `libcuda.so.1`.
 
 #![allow(non_snake_case)]
 
@@ -18,21 +17,21 @@ use device::ready;
 use memory::{Extent, Order, PitchedPointer, PointerAttributes};
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-/// A driver call's code as an outcome.
+/// Converts a driver call's code to an outcome.
 fn done(code: Code) -> Outcome {
     if code == 0 { Ok(()) } else { Err(code) }
 }
 
 macro_rules! runtime {
     ($($name:ident($($argument:ident: $kind:ty),* $(,)?) => $body:expr;)*) => {$(
-        /// As the CUDA runtime API documents it.
+        /// See the documentation of the CUDA runtime API.
         ///
         /// # Safety
-        /// Pointers are null or point to what the API says.
+        /// Pointers must be null or point to what the API requires.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $kind),*) -> Code {
             #[allow(unused_unsafe)]
-            // SAFETY: the caller's promise, handed on.
+            // SAFETY: the caller's promise.
             errors::keep(|| unsafe { $body })
         }
     )*};
@@ -116,7 +115,7 @@ runtime! {
     cudaGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) => done((ready()?.cuGraphGetNodes)(graph, nodes, count));
 }
 
-/// The calling thread's last failure, forgotten at that.
+/// Returns and clears the calling thread's last failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetLastError() -> Code {
     errors::take()
@@ -134,7 +133,7 @@ pub extern "C" fn cudaGetErrorName(code: Code) -> *const c_char {
     errors::name(code).as_ptr()
 }
 
-/// A code's description, the driver's where it has one.
+/// A code's description, from the driver if it has one.
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaGetErrorString(code: Code) -> *const c_char {
     let mut text: *const c_char = std::ptr::null();

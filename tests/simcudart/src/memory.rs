@@ -1,4 +1,4 @@
-//! Allocation and copying, where the runtime's calls differ from the driver's.
+//! Allocation and copying, where the runtime differs from the driver.
 
 use crate::device::ready;
 use crate::done;
@@ -24,7 +24,7 @@ pub struct Extent {
     depth: usize,
 }
 
-/// `cudaPointerAttributes`, the part that all versions have.
+/// `cudaPointerAttributes`, the part common to all versions.
 #[repr(C)]
 pub struct PointerAttributes {
     kind: c_int,
@@ -36,7 +36,7 @@ pub struct PointerAttributes {
 /// Stores a result.
 ///
 /// # Safety
-/// The pointer is null or valid.
+/// The pointer must be null or valid.
 pub unsafe fn store<T>(pointer: *mut T, value: T) -> Outcome {
     if pointer.is_null() {
         return Err(INVALID_VALUE);
@@ -46,10 +46,10 @@ pub unsafe fn store<T>(pointer: *mut T, value: T) -> Outcome {
     Ok(())
 }
 
-/// Allocates with a driver call; nothing is a null pointer and no error, as the runtime has it.
+/// Allocates with a driver call. As in the real runtime, zero bytes give a null pointer without an error.
 ///
 /// # Safety
-/// The pointer is null or valid.
+/// The pointer must be null or valid.
 pub unsafe fn unless_empty(pointer: *mut Address, bytes: usize, allocate: impl FnOnce(&Driver) -> u32) -> Outcome {
     let driver = ready()?;
     if bytes == 0 {
@@ -59,12 +59,12 @@ pub unsafe fn unless_empty(pointer: *mut Address, bytes: usize, allocate: impl F
     done(allocate(driver))
 }
 
-/// `cudaMalloc`: a failure leaves a null pointer.
+/// `cudaMalloc`: on failure it stores a null pointer.
 ///
 /// # Safety
-/// The pointer is null or valid.
+/// The pointer must be null or valid.
 pub unsafe fn allocate(pointer: *mut Address, bytes: usize) -> Outcome {
-    // SAFETY: the caller's promise, handed on.
+    // SAFETY: the caller's promise.
     unsafe {
         let outcome = unless_empty(pointer, bytes, |driver| (driver.cuMemAlloc)(pointer, bytes));
         if outcome.is_err() && !pointer.is_null() {
@@ -74,10 +74,10 @@ pub unsafe fn allocate(pointer: *mut Address, bytes: usize) -> Outcome {
     }
 }
 
-/// `cudaFree`: of nothing it initialises the context, and is still no call for a capture.
+/// `cudaFree`: of null, it only initialises the context, which is still illegal during a capture.
 ///
 /// # Safety
-/// Any address will do.
+/// None: any address is allowed.
 pub unsafe fn free(pointer: Address) -> Outcome {
     let driver = ready()?;
     // SAFETY: the driver checks the address.
@@ -87,10 +87,10 @@ pub unsafe fn free(pointer: Address) -> Outcome {
 /// `cudaMallocPitch`.
 ///
 /// # Safety
-/// The pointers are null or valid.
+/// The pointers must be null or valid.
 pub unsafe fn allocate_pitch(pointer: *mut Address, pitch: *mut usize, width: usize, height: usize) -> Outcome {
     let driver = ready()?;
-    // SAFETY: the caller's promise, handed on.
+    // SAFETY: the caller's promise.
     unsafe {
         if width == 0 || height == 0 {
             store(pitch, 0)?;
@@ -103,35 +103,35 @@ pub unsafe fn allocate_pitch(pointer: *mut Address, pitch: *mut usize, width: us
 /// `cudaMalloc3D`.
 ///
 /// # Safety
-/// The pointer is null or valid.
+/// The pointer must be null or valid.
 pub unsafe fn allocate_3d(result: *mut PitchedPointer, extent: Extent) -> Outcome {
     if result.is_null() {
         return Err(INVALID_VALUE);
     }
     let (mut pointer, mut pitch) = (0, 0);
     let rows = extent.height.checked_mul(extent.depth).ok_or(INVALID_VALUE)?;
-    // SAFETY: pointers to this frame, and the caller's promise.
+    // SAFETY: pointers into this frame, and the caller's promise.
     unsafe {
         allocate_pitch(&raw mut pointer, &raw mut pitch, extent.width, rows)?;
         store(result, PitchedPointer { pointer, pitch, width: extent.width, height: extent.height })
     }
 }
 
-/// When a copy happens.
+/// How a copy is ordered.
 #[derive(Clone, Copy)]
 pub enum Order {
-    /// In the legacy stream, and the call waits.
+    /// On the legacy stream; the call waits.
     Now,
-    /// In a stream.
+    /// On a stream.
     Stream(Handle),
-    /// In a stream, where the default one is the thread's.
+    /// On a stream; the default one is per thread.
     ThreadStream(Handle),
 }
 
-/// `cudaMemcpy` and its kin, `kind` being a `cudaMemcpyKind`.
+/// `cudaMemcpy` and its variants; `kind` is a `cudaMemcpyKind`.
 ///
 /// # Safety
-/// Addresses are as the kind says.
+/// The addresses must match the kind.
 pub unsafe fn copy(to: Address, from: Address, bytes: usize, kind: c_int, order: Order) -> Outcome {
     const UPLOAD: c_int = 1;
     const DOWNLOAD: c_int = 2;
@@ -140,7 +140,7 @@ pub unsafe fn copy(to: Address, from: Address, bytes: usize, kind: c_int, order:
     if !(0..=4).contains(&kind) {
         return Err(INVALID_MEMCPY_DIRECTION);
     }
-    // SAFETY: the caller's promise, handed on.
+    // SAFETY: the caller's promise.
     done(unsafe {
         match order {
             Order::Now => match kind {
@@ -165,10 +165,10 @@ pub unsafe fn copy(to: Address, from: Address, bytes: usize, kind: c_int, order:
     })
 }
 
-/// `cudaPointerGetAttributes`: a pointer that CUDA does not know is "unregistered", and no error.
+/// `cudaPointerGetAttributes`: an unknown pointer is "unregistered", not an error.
 ///
 /// # Safety
-/// The pointer to the attributes is null or valid.
+/// The pointer to the attributes must be null or valid.
 pub unsafe fn attributes(attributes: *mut PointerAttributes, pointer: Address) -> Outcome {
     // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER
     const WHICH: [c_int; 4] = [2, 8, 9, 3];
@@ -176,7 +176,7 @@ pub unsafe fn attributes(attributes: *mut PointerAttributes, pointer: Address) -
     let data: [*mut c_void; 4] =
         [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut device).cast(), (&raw mut device_pointer).cast()];
     let driver = ready()?;
-    // SAFETY: pointers to this frame, and the caller's promise.
+    // SAFETY: pointers into this frame, and the caller's promise.
     unsafe {
         done((driver.cuPointerGetAttributes)(4, WHICH.as_ptr(), data.as_ptr(), pointer))?;
         let on_host = kind != 2 || managed != 0;

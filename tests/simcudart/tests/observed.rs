@@ -1,7 +1,7 @@
-//! What the runtime did with driver 580 on an H200 where its documentation leaves it open: each test
-//! in a process of its own.
+//! What the runtime did with driver 580 on an H200 where its documentation is silent. Each test runs in a process of its
+//! own.
 
-// Every call here is a foreign one, with pointers to the test's own variables.
+// Every call here is a foreign function, with pointers to the test's own variables.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
 #[macro_use]
@@ -10,7 +10,7 @@ mod common;
 use common::{Gpu, MIB2, isolated, library};
 use std::ffi::{CString, c_int, c_void};
 
-/// The runtime's function of this name, called.
+/// Calls the runtime's function of this name.
 macro_rules! call {
     ($name:ident($($argument:expr => $kind:ty),* $(,)?)) => {
         unsafe {
@@ -19,7 +19,7 @@ macro_rules! call {
     };
 }
 
-/// The driver must be loaded before: its SONAME makes it the one that the runtime asks for.
+/// The driver must be loaded first: its SONAME makes it the one that the runtime finds.
 fn symbol(name: &str) -> *mut c_void {
     let (path, name) = (library().with_file_name("libsimcudart.so"), CString::new(name).unwrap());
     let path = CString::new(path.to_str().unwrap()).unwrap();
@@ -100,7 +100,7 @@ fn pitches_are_multiples_of_512() {
 
 #[test]
 fn unmapped_memory_is_an_unregistered_pointer() {
-    /// Type, device, device's and host's pointer.
+    /// Type, device, device pointer and host pointer.
     #[repr(C)]
     #[derive(Debug, PartialEq)]
     struct Attributes(c_int, c_int, u64, u64);

@@ -1,5 +1,5 @@
-//! The runtime over the simulated driver, loaded as a program loads it. One test function for each
-//! subject; they share the process, as the threads of a program do.
+//! The runtime over the simulated driver, loaded as a program loads it. One test per subject; they share the process, like
+//! the threads of a program.
 
 #![allow(clippy::undocumented_unsafe_blocks)]
 
@@ -23,7 +23,7 @@ struct Libraries {
     runtime: usize,
 }
 
-/// Loads the driver by its file; its SONAME makes it the libcuda.so.1 that the runtime asks for.
+/// Loads the driver from its file; its SONAME makes it the libcuda.so.1 that the runtime finds.
 fn libraries() -> &'static Libraries {
     static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
     LIBRARIES.get_or_init(|| {
@@ -72,7 +72,7 @@ fn allocation_and_the_last_error() {
     let pointer = malloc(4096).unwrap();
     assert_eq!(malloc(1 << 60), Err(2));
     assert_eq!(call!(cudaPeekAtLastError()), 2);
-    // Each thread has its own.
+    // Each thread has its own last error.
     assert_eq!(std::thread::spawn(|| call!(cudaGetLastError())).join().unwrap(), 0);
     assert_eq!(call!(cudaGetLastError()), 2);
     assert_eq!(call!(cudaGetLastError()), 0);
@@ -101,7 +101,7 @@ fn copies_and_pitched_memory() {
     let (text, mut back) = (*b"in every thread", [0u8; 15]);
     let pointer = malloc(4096).unwrap();
     assert_eq!(copy(pointer, text.as_ptr() as u64, 15, 1), 0);
-    // A thread that never called CUDA gets the device's context by its first call.
+    // A thread that has never called CUDA gets the device's context with its first call.
     let copied = std::thread::spawn(move || {
         let code = copy(back.as_mut_ptr() as u64, pointer, 15, 4);
         (code, back)

@@ -1,7 +1,7 @@
-//! The C border: pointers that a caller gave, and the structures of `cuda.h` and `nvml.h`.
+//! The C boundary: caller-provided pointers, and the structures of `cuda.h` and `nvml.h`.
 //!
-//! CUDA's contract is that a pointer argument is null or points to what the header says. [`In`]
-//! and [`Out`] carry that contract, so that the code behind them needs no `unsafe` of its own.
+//! CUDA requires a pointer argument to be null or to point to what the header says. [`In`] and [`Out`] carry that contract,
+//! so that the code behind them needs no `unsafe` of its own.
 
 use crate::codes::{INVALID_VALUE, Outcome};
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -11,11 +11,10 @@ pub type Address = u64;
 
 /// An opaque handle (`CUcontext`, `CUstream`, `CUevent`, `CUgraph` …).
 ///
-/// The simulated GPU's handles are numbers that are looked up, never followed: a wrong one is
-/// answered with an error code.
+/// Handles are looked up, never dereferenced, so an invalid one returns an error code.
 pub type Handle = u64;
 
-/// A pointer through which the caller receives a value.
+/// An output pointer.
 #[repr(transparent)]
 pub struct Out<T>(*mut T);
 
@@ -36,20 +35,20 @@ impl<T> Out<T> {
         Ok(())
     }
 
-    /// Stores the value where the caller wants it; null says that it does not.
+    /// Stores the value, unless the pointer is null.
     pub fn put_if_given(self, value: T) {
         if !self.0.is_null() {
-            // SAFETY: CUDA's contract, see the module's text.
+            // SAFETY: CUDA's contract, see the module documentation.
             unsafe { self.0.write_unaligned(value) }
         }
     }
 
-    /// Fails, before anything is done, where there is nowhere to put the result.
+    /// Fails if the pointer is null; called before the operation has any effect.
     pub fn required(self) -> Outcome {
         if self.0.is_null() { Err(INVALID_VALUE) } else { Ok(()) }
     }
 
-    /// What the caller put there: some calls pass a capacity in and a count out.
+    /// Reads the value: some calls take a capacity and return a count here.
     pub fn get(self) -> Outcome<T>
     where
         T: Copy,
@@ -57,21 +56,21 @@ impl<T> Out<T> {
         In(self.0.cast_const()).get()
     }
 
-    /// Nowhere.
+    /// A null pointer.
     pub const fn none() -> Self {
         Self(std::ptr::null_mut())
     }
 
-    /// Whether the caller gave nothing.
+    /// Whether the pointer is null.
     pub fn is_null(self) -> bool {
         self.0.is_null()
     }
 
-    /// Stores several values one after another.
+    /// Stores consecutive values.
     pub fn put_all(self, values: impl IntoIterator<Item = T>) {
         if !self.0.is_null() {
             for (index, value) in values.into_iter().enumerate() {
-                // SAFETY: CUDA's contract: the caller named how many it has room for.
+                // SAFETY: CUDA's contract: the caller said how many values fit.
                 unsafe { self.0.add(index).write_unaligned(value) }
             }
         }
@@ -79,7 +78,7 @@ impl<T> Out<T> {
 }
 
 impl Out<c_char> {
-    /// Stores a string, cut to the caller's room, always terminated.
+    /// Stores a NUL-terminated string, truncated to the caller's buffer.
     pub fn put_text(self, text: &str, room: c_int) -> Outcome {
         if self.0.is_null() || room <= 0 {
             return Err(INVALID_VALUE);
@@ -90,7 +89,7 @@ impl Out<c_char> {
     }
 }
 
-/// A pointer to what the caller passes in.
+/// An input pointer.
 #[repr(transparent)]
 pub struct In<T>(*const T);
 
@@ -107,7 +106,7 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: CUDA's contract, see the module's text.
+        // SAFETY: CUDA's contract, see the module documentation.
         Ok(unsafe { self.0.read_unaligned() })
     }
 
@@ -116,18 +115,18 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: CUDA's contract: the caller named how many there are.
+        // SAFETY: CUDA's contract: the caller said how many values there are.
         Ok((0..count).map(|index| unsafe { self.0.add(index).read_unaligned() }).collect())
     }
 }
 
 impl In<c_char> {
-    /// The string; null and what is not UTF-8 are invalid arguments.
+    /// The string; null and invalid UTF-8 are invalid arguments.
     pub fn text<'a>(self) -> Outcome<&'a str> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: CUDA's contract: a terminated string that outlives the call.
+        // SAFETY: CUDA's contract: a NUL-terminated string that outlives the call.
         unsafe { CStr::from_ptr(self.0) }.to_str().map_err(|_| INVALID_VALUE)
     }
 }
@@ -149,19 +148,19 @@ pub const LOCATION_DEVICE: u32 = 1;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AllocationProp {
-    /// `CUmemAllocationType`; 1 is pinned, the only one that the driver knows.
+    /// `CUmemAllocationType`; the driver supports only 1, pinned.
     pub kind: u32,
     /// Bits of `CUmemAllocationHandleType`.
     pub handle_types: u32,
-    /// Where the memory lies.
+    /// Where the memory is.
     pub location: Location,
     /// Windows only.
     pub win32: *mut c_void,
-    /// Compression, `GPUDirect` RDMA and use, eight bytes.
+    /// Compression, `GPUDirect` RDMA and usage flags, eight bytes.
     pub flags: [u8; 8],
 }
 
-// SAFETY: the pointer is kept only to be given back as it came.
+// SAFETY: the pointer is stored only to be returned to the caller.
 unsafe impl Send for AllocationProp {}
 // SAFETY: as above.
 unsafe impl Sync for AllocationProp {}
@@ -170,7 +169,7 @@ unsafe impl Sync for AllocationProp {}
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AccessDesc {
-    /// Who may access.
+    /// The device that gets access.
     pub location: Location,
     /// `CUmemAccess_flags`: 0 nothing, 1 read, 3 read and write.
     pub flags: u32,
@@ -196,11 +195,11 @@ pub struct Uuid {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NvmlMemory {
-    /// Bytes in all.
+    /// Total bytes.
     pub total: u64,
-    /// Bytes free.
+    /// Free bytes.
     pub free: u64,
-    /// Bytes in use.
+    /// Used bytes.
     pub used: u64,
 }
 
@@ -208,17 +207,17 @@ pub struct NvmlMemory {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NvmlProcess {
-    /// The process.
+    /// Process id.
     pub pid: u32,
     /// Bytes of device memory.
     pub used: u64,
-    /// No MIG here: all ones.
+    /// Always all ones: MIG is not simulated.
     pub gpu_instance: u32,
-    /// No MIG here: all ones.
+    /// Always all ones: MIG is not simulated.
     pub compute_instance: u32,
 }
 
-/// A function that a stream calls (`CUhostFn`).
+/// A host function queued on a stream (`CUhostFn`).
 pub type HostFunction = Option<unsafe extern "C" fn(*mut c_void)>;
 
 const _: () = {

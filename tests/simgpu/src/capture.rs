@@ -1,9 +1,7 @@
-//! Stream capture: operations that go into a graph instead of running, and which calls a running
-//! capture forbids.
+//! Stream capture: operations that go into a graph instead of running, and calls that are illegal during a capture.
 //!
-//! Which calls count as potentially unsafe is said beside each function in the table of
-//! [`crate::exports`] (`CaptureUnsafe`); what a refused call answers, and whether it ends the
-//! capture, is the table [`rules`].
+//! The table in [`crate::exports`] marks the potentially unsafe calls (`CaptureUnsafe`). [`rules`] defines what an illegal
+//! call returns and whether it invalidates the capture.
 
 use crate::abi::{Handle, Out};
 use crate::codes::{
@@ -16,34 +14,34 @@ use crate::stream::{self, Stream, Streams};
 use std::cell::Cell;
 use std::collections::HashMap;
 
-/// What a capture makes of calls that do not go with it.
+/// How a capture responds to illegal calls.
 pub mod rules {
     use crate::codes::{CAPTURE_IMPLICIT, CAPTURE_ISOLATION, CAPTURE_MERGE, CAPTURE_UNSUPPORTED, Code};
 
-    /// The answer to a call, and what becomes of the capture.
+    /// What an illegal call returns, and whether it invalidates the capture.
     #[derive(Clone, Copy, Debug)]
     pub struct Rule {
-        /// The code that the call answers.
+        /// The code that the call returns.
         pub code: Code,
-        /// Whether the capture is invalid from then on.
+        /// Whether the capture is invalidated.
         pub invalidates: bool,
     }
 
-    /// A potentially unsafe call, by a thread whose mode does not allow it.
+    /// A potentially unsafe call on a thread whose mode forbids it.
     pub const UNSAFE_CALL: Rule = Rule { code: CAPTURE_UNSUPPORTED, invalidates: true };
-    /// Waiting for a context in which a stream is being captured.
+    /// Synchronising a context that has a capturing stream.
     pub const CONTEXT_WAIT: Rule = Rule { code: CAPTURE_UNSUPPORTED, invalidates: true };
-    /// Waiting for or asking a stream that is being captured, and work in it that cannot be a node.
+    /// Synchronising or querying a capturing stream, and work on it that cannot be a graph node.
     pub const STREAM_WAIT: Rule = Rule { code: CAPTURE_UNSUPPORTED, invalidates: true };
-    /// Work in the legacy stream, which would wait for a blocking stream that is being captured.
+    /// Work on the legacy stream, which would wait for a capturing blocking stream.
     pub const LEGACY_WORK: Rule = Rule { code: CAPTURE_IMPLICIT, invalidates: true };
-    /// A captured stream is to wait for an event outside of the capture.
+    /// A capturing stream waits for an event that was recorded outside the capture.
     pub const OUTSIDE_EVENT: Rule = Rule { code: CAPTURE_ISOLATION, invalidates: true };
-    /// A captured stream is to wait for an event of another capture.
+    /// A capturing stream waits for an event of another capture.
     pub const OTHER_CAPTURE: Rule = Rule { code: CAPTURE_MERGE, invalidates: true };
 }
 
-/// `CUstreamCaptureMode`, of a capture and of a thread.
+/// `CUstreamCaptureMode` of a capture or a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 enum Mode {
@@ -63,7 +61,7 @@ impl Mode {
     }
 }
 
-/// An event's place in a capture.
+/// The capture and stream in which an event was recorded.
 #[derive(Clone, Copy, Debug)]
 pub struct Recorded {
     capture: u64,
@@ -73,18 +71,18 @@ pub struct Recorded {
 #[derive(Debug)]
 struct Capture {
     mode: Mode,
-    /// Who began it.
+    /// The thread that began it.
     thread: u64,
     context: Handle,
-    /// The stream in which it began, and must end.
+    /// The stream on which it began and must end.
     origin: Handle,
-    /// The streams that joined by an event, and whether the origin has waited for all of theirs.
+    /// The streams that joined through an event, and whether the origin has waited for all of their work.
     joined: HashMap<Handle, bool>,
     invalid: bool,
     nodes: Vec<Work>,
 }
 
-/// The captures that are running.
+/// The captures in progress.
 #[derive(Debug, Default)]
 pub struct Captures {
     running: HashMap<u64, Capture>,
@@ -96,12 +94,12 @@ thread_local! {
 }
 
 impl Captures {
-    /// Whether a stream's work goes into a graph.
+    /// Whether a stream is being captured.
     pub fn is_capturing(&self, stream: Handle) -> bool {
         self.by_stream.contains_key(&stream)
     }
 
-    /// Whether the capture that an event was recorded in is still running.
+    /// Whether the capture in which an event was recorded is still in progress.
     pub fn is_running(&self, event: Recorded) -> bool {
         self.running.contains_key(&event.capture)
     }
@@ -111,7 +109,7 @@ impl Captures {
         Some((id, self.running.get_mut(&id)?))
     }
 
-    /// Refuses what a rule forbids while the stream is being captured.
+    /// Applies a rule if the stream is being captured.
     fn apply(&mut self, stream: Handle, rule: rules::Rule) -> Outcome {
         match self.of(stream) {
             None => Ok(()),
@@ -120,17 +118,17 @@ impl Captures {
         }
     }
 
-    /// Refuses a call that waits for the stream, or cannot be a node, while it is being captured.
+    /// Rejects a call that waits for a capturing stream or cannot be a graph node.
     pub fn refuse(&mut self, stream: Handle) -> Outcome {
         self.apply(stream, rules::STREAM_WAIT)
     }
 
-    /// Refuses an event from outside in a stream that is being captured.
+    /// Rejects an event from outside the capture on a capturing stream.
     pub fn refuse_outside_event(&mut self, stream: Handle) -> Outcome {
         self.apply(stream, rules::OUTSIDE_EVENT)
     }
 
-    /// Refuses work in the legacy stream while a blocking stream of the context is captured.
+    /// Rejects work on the legacy stream while a blocking stream of the context is being captured.
     pub fn refuse_legacy(&mut self, streams: &Streams, context: Handle) -> Outcome {
         let by_stream = &self.by_stream;
         let mut refused = None;
@@ -143,9 +141,9 @@ impl Captures {
         refused.map_or(Ok(()), Err)
     }
 
-    /// Refuses a potentially unsafe call as `cuThreadExchangeStreamCaptureMode` documents: with mode
-    /// global, while the thread has a capture that is not relaxed or any other thread has a global
-    /// one; with mode thread-local, only the former; with mode relaxed, never.
+    /// Rejects a potentially unsafe call as documented for `cuThreadExchangeStreamCaptureMode`. In global mode: if the
+    /// thread has a capture that is not relaxed, or any other thread has a global one. In thread-local mode: only in the
+    /// first case. In relaxed mode: never.
     pub fn refuse_unsafe_call(&mut self) -> Outcome {
         let mode = MODE.get();
         if mode == Mode::Relaxed {
@@ -162,8 +160,8 @@ impl Captures {
         refused.map_or(Ok(()), Err)
     }
 
-    /// Refuses to wait for a stream or to ask it: always while it is being captured, the legacy
-    /// stream while a blocking one is, and any other as a potentially unsafe call.
+    /// Rejects synchronising or querying a stream: always if it is being captured, for the legacy stream also if a blocking
+    /// stream is, and for any other stream as a potentially unsafe call.
     pub fn refuse_wait(&mut self, streams: &Streams, stream: &Stream) -> Outcome {
         self.refuse(stream.handle)?;
         if stream.is_legacy() {
@@ -172,7 +170,7 @@ impl Captures {
         self.refuse_unsafe_call()
     }
 
-    /// Makes work a node of the stream's capture.
+    /// Adds work to the stream's capture as a graph node.
     pub fn add(&mut self, stream: Handle, work: Work) -> Outcome {
         let Some((_, capture)) = self.of(stream) else { return Err(ILLEGAL_STATE) };
         if capture.invalid {
@@ -183,14 +181,14 @@ impl Captures {
         }
         match work {
             Work::Marker => {}
-            // A graph launched into a capture becomes a child, whose nodes run in its place.
+            // A graph launched into a capture becomes a child graph; here its nodes are inlined.
             Work::Graph { nodes } => capture.nodes.extend(nodes.iter().cloned()),
             node => capture.nodes.push(node),
         }
         Ok(())
     }
 
-    /// An event is recorded: its place, where the stream is being captured.
+    /// Records an event; returns its place in the capture if the stream is being captured.
     pub fn record(&mut self, stream: Handle) -> Outcome<Option<Recorded>> {
         match self.of(stream) {
             None => Ok(None),
@@ -199,8 +197,8 @@ impl Captures {
         }
     }
 
-    /// A stream waits for an event of a capture: it becomes part of it, or its origin takes another
-    /// stream's work in again.
+    /// Makes a stream wait for an event of a capture: the stream joins the capture, or the origin rejoins another stream's
+    /// work.
     pub fn join(&mut self, stream: Handle, event: Recorded) -> Outcome {
         if !self.running.contains_key(&event.capture) {
             return Err(INVALID_VALUE);
@@ -233,7 +231,7 @@ impl Captures {
         self.running.remove(&id)
     }
 
-    /// A stream is destroyed: its capture ends with it.
+    /// Ends the capture of a destroyed stream.
     pub fn forget_stream(&mut self, stream: Handle) {
         if let Some((id, capture)) = self.of(stream) {
             if capture.origin == stream {
@@ -245,7 +243,7 @@ impl Captures {
         }
     }
 
-    /// A context ends, and the captures in it.
+    /// Ends the captures of a destroyed context.
     pub fn forget_context(&mut self, context: Handle) {
         let ended: Vec<u64> = self.running.iter().filter(|(_, capture)| capture.context == context).map(|(&id, _)| id).collect();
         for id in ended {
@@ -259,7 +257,7 @@ fn refusal(capture: &mut Capture, rule: rules::Rule) -> Code {
     rule.code
 }
 
-/// Refuses to wait for a context in which anything is being captured.
+/// Rejects synchronising a context with a capture in progress.
 pub fn refuse_context_wait(context: &Context) -> Outcome {
     let mut refused = None;
     for capture in state().captures.running.values_mut() {
@@ -270,7 +268,7 @@ pub fn refuse_context_wait(context: &Context) -> Outcome {
     refused.map_or(Ok(()), Err)
 }
 
-/// `cuStreamBeginCapture`: not in the legacy stream.
+/// `cuStreamBeginCapture`: not allowed on the legacy stream.
 pub fn begin(handle: Handle, mode: u32) -> Outcome {
     let mode = Mode::of(mode)?;
     let mut state = state();
@@ -299,7 +297,7 @@ pub fn begin(handle: Handle, mode: u32) -> Outcome {
     Ok(())
 }
 
-/// `cuStreamEndCapture`: the graph, or null where the capture came to nothing.
+/// `cuStreamEndCapture`: returns a null graph if the capture was invalidated.
 pub fn end(handle: Handle, graph: Out<Handle>) -> Outcome {
     graph.required()?;
     let mut state = state();
@@ -324,15 +322,15 @@ pub fn end(handle: Handle, graph: Out<Handle>) -> Outcome {
     graph.put(graphs.add(capture.nodes))
 }
 
-/// `CUstreamCaptureStatus` and the capture's id.
+/// The stream's `CUstreamCaptureStatus` and the capture's id.
 fn status(handle: Handle) -> Outcome<(u32, u64)> {
     let mut state = state();
     let stream = stream::find(&mut state, handle)?;
     if stream.is_legacy() {
         let State { captures, streams, .. } = &mut *state;
         let captured = |stream| captures.is_capturing(stream);
-        // "If this is called on the legacy stream while a blocking stream in the same context is
-        // capturing, it will return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", and harm nothing.
+        // "If this is called on the legacy stream while a blocking stream in the same context is capturing, it will return
+        // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT". The capture survives.
         if streams.any_blocking(stream.context.handle, captured) {
             return Err(crate::codes::CAPTURE_IMPLICIT);
         }
@@ -349,7 +347,7 @@ pub fn is_capturing(handle: Handle, answer: Out<u32>) -> Outcome {
     answer.put(status(handle)?.0)
 }
 
-/// `cuStreamGetCaptureInfo`. The graph under construction and its nodes are not shown.
+/// `cuStreamGetCaptureInfo`, without the graph under construction and its nodes.
 pub fn info(
     handle: Handle,
     answer: Out<u32>,

@@ -1,16 +1,16 @@
-//! CUDA's result codes, and how a call's outcome is written in this crate.
+//! CUDA's result codes, and the `Result` type for calls.
 
-/// A `CUresult`, as the number that crosses the C border.
+/// A `CUresult`, as the number that crosses the C boundary.
 pub type Code = u32;
 
-/// What a driver call comes to: nothing to report, or the code that it answers.
+/// The outcome of a driver call; the error is the code that it returns.
 pub type Outcome<T = ()> = Result<T, Code>;
 
 macro_rules! codes {
     ($($constant:ident = $value:literal, $name:literal, $text:literal;)*) => {
         $(#[doc = concat!("`", $name, "`: ", $text, ".")] pub const $constant: Code = $value;)*
 
-        /// Name and description of a code, both ready for C.
+        /// A code's name and description, as C strings.
         pub fn describe(code: Code) -> Option<(&'static std::ffi::CStr, &'static std::ffi::CStr)> {
             const fn c(text: &'static str) -> &'static std::ffi::CStr {
                 match std::ffi::CStr::from_bytes_with_nul(text.as_bytes()) {

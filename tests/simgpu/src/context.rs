@@ -1,5 +1,4 @@
-//! Devices' contexts: the primary one of each device, others that a program creates, and which one
-//! is current in each thread.
+//! Contexts: each device's primary context, contexts created by the program, and each thread's context stack.
 
 use crate::abi::{Handle, Out};
 use crate::capture;
@@ -18,15 +17,15 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 /// One context.
 #[derive(Debug)]
 pub struct Context {
-    /// What programs call it. A reset primary context comes back under its handle, and another may get a destroyed one's.
+    /// The handle that programs see. A reset primary context keeps its handle, and handles of destroyed contexts are reused.
     pub handle: Handle,
-    /// What no other context has had: a new one each time that a primary context comes back.
+    /// A unique id, renewed whenever a primary context is recreated.
     id: AtomicU64,
     /// Its device.
     pub device: usize,
     /// Whether it is the device's primary context.
     pub primary: bool,
-    /// The sticky error, 0 while all is well.
+    /// The sticky error; 0 if none.
     ///
     /// "The context cannot be used, so it must be destroyed. All existing device memory
     /// allocations from this context are invalid and must be reconstructed." (illegal address)
@@ -36,12 +35,12 @@ pub struct Context {
 }
 
 impl Context {
-    /// Makes the context answer this code from now on; the first error stays.
+    /// Sets the sticky error. The first one stays.
     pub fn poison(&self, code: Code) {
         let _ = self.sticky.compare_exchange(0, code, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// The sticky error, if there is one.
+    /// The sticky error as a result.
     pub fn check(&self) -> Outcome {
         match self.sticky.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -54,19 +53,19 @@ impl Context {
 #[derive(Debug, Default)]
 pub struct Contexts {
     known: HashMap<Handle, Arc<Context>>,
-    /// Handles of destroyed contexts, which the next ones get.
+    /// Handles of destroyed contexts, to be reused.
     destroyed: Vec<Handle>,
-    /// Of each device that had one: the primary context, and how often it is retained. The context
-    /// keeps its handle over a reset, as the real one does.
+    /// Per device, the primary context and its retain count. As on a real driver, the context keeps its handle across
+    /// resets.
     primary: HashMap<usize, (Arc<Context>, u32)>,
     peers: HashSet<(Handle, Handle)>,
-    /// The devices on which a context ended with a sticky error: this process gets no other there.
+    /// The devices on which a context ended with a sticky error: the process cannot create another there.
     lost: HashSet<usize>,
 }
 
 thread_local! {
-    /// The thread's context stack; the last is current. Null is a context that can be current.
-    /// Never dropped, since exit handlers still have a current context.
+    /// The thread's context stack; the last entry is current, and an entry may be null. Never dropped, because exit handlers
+    /// still have a current context.
     static STACK: ManuallyDrop<RefCell<Vec<Handle>>> = const { ManuallyDrop::new(RefCell::new(Vec::new())) };
 }
 
@@ -75,23 +74,23 @@ fn stack<R>(use_it: impl FnOnce(&mut Vec<Handle>) -> R) -> R {
 }
 
 impl Contexts {
-    /// A context by its handle.
+    /// Looks up a context by handle.
     pub fn get(&self, handle: Handle) -> Outcome<Arc<Context>> {
         let context = self.known.get(&handle).ok_or(INVALID_CONTEXT)?;
         if context.active.load(Ordering::Acquire) { Ok(Arc::clone(context)) } else { Err(CONTEXT_IS_DESTROYED) }
     }
 
-    /// Whether a thread may have it as its current one: a destroyed one, too, as long as nothing is done with it.
+    /// Whether a handle may be made current. A destroyed context may, as long as nothing uses it.
     fn can_be_current(&self, handle: Handle) -> Outcome {
         if self.known.contains_key(&handle) || self.destroyed.contains(&handle) { Ok(()) } else { Err(INVALID_CONTEXT) }
     }
 
-    /// Whether the process may still have a context on a device.
+    /// Fails if the process can no longer have a context on a device.
     fn admit(&self, device: usize) -> Outcome {
         if self.lost.contains(&device) { Err(DEVICE_UNAVAILABLE) } else { Ok(()) }
     }
 
-    /// How many contexts are alive.
+    /// Number of live contexts.
     pub fn live(&self) -> usize {
         self.known.values().filter(|context| context.active.load(Ordering::Relaxed)).count()
     }
@@ -101,20 +100,19 @@ fn top() -> Handle {
     stack(|stack| stack.last().copied().unwrap_or(0))
 }
 
-/// The calling thread's context, fit for use: an error where there is none, it is destroyed, or
-/// it answers a sticky error.
+/// The calling thread's context. An error if there is none, if it has been destroyed, or if it has a sticky error.
 pub fn current() -> Outcome<Arc<Context>> {
     current_in(&state().contexts)
 }
 
-/// [`current`], for who holds the lock on the state already.
+/// [`current`], for callers that hold the state lock.
 pub fn current_in(contexts: &Contexts) -> Outcome<Arc<Context>> {
     let context = contexts.get(top())?;
     context.check()?;
     Ok(context)
 }
 
-/// That the calling thread's context is fit for use, if it has one.
+/// Fails if the calling thread has a current context that is unusable.
 pub fn healthy() -> Outcome {
     if top() == 0 { Ok(()) } else { current().map(drop) }
 }
@@ -152,7 +150,7 @@ pub fn pop(context: Out<Handle>) -> Outcome {
     Ok(())
 }
 
-/// `cuCtxGetDevice`: a reset primary context still has its device. The real driver crashes where a destroyed context is current.
+/// `cuCtxGetDevice`: works for a reset primary context. The real driver crashes if a destroyed context is current.
 pub fn get_device(device: Out<i32>) -> Outcome {
     let state = state();
     if state.contexts.destroyed.contains(&top()) {
@@ -209,7 +207,7 @@ fn new(handle: Handle, device: usize, primary: bool, flags: u32) -> Arc<Context>
     })
 }
 
-/// `cuCtxCreate`: the new context is current.
+/// `cuCtxCreate`: makes the new context current.
 pub fn create(handle: Out<Handle>, flags: u32, device: i32) -> Outcome {
     handle.required()?;
     let device = driver::device(device)?;
@@ -267,7 +265,7 @@ pub fn retain_primary(handle: Out<Handle>, device: i32) -> Outcome {
     handle.put(context.handle)
 }
 
-/// `cuDevicePrimaryCtxRelease`: the last release destroys what is in the context.
+/// `cuDevicePrimaryCtxRelease`: the last release destroys the context's contents.
 pub fn release_primary(device: i32) -> Outcome {
     let device = driver::device(device)?;
     let last = {
@@ -284,7 +282,7 @@ pub fn release_primary(device: i32) -> Outcome {
     last.map_or(Ok(()), |context| end_primary(&context))
 }
 
-/// `cuDevicePrimaryCtxReset`: destroys what is in the context, whoever retains it.
+/// `cuDevicePrimaryCtxReset`: destroys the context's contents, however often it is retained.
 pub fn reset_primary(device: i32) -> Outcome {
     let device = driver::device(device)?;
     let context = {
@@ -303,7 +301,7 @@ pub fn reset_primary(device: i32) -> Outcome {
 fn end_primary(context: &Arc<Context>) -> Outcome {
     empty(context);
     context.active.store(false, Ordering::Release);
-    // A reset is no way out of a sticky error: only another process gets a context.
+    // A reset does not clear a sticky error: only another process can get a new context.
     if context.sticky.swap(0, Ordering::AcqRel) != 0 {
         state().contexts.lost.insert(context.device);
     }
@@ -311,8 +309,8 @@ fn end_primary(context: &Arc<Context>) -> Outcome {
     Ok(())
 }
 
-/// Destroys a context's streams, events, modules and plain allocations, once their work is done. Virtual
-/// memory belongs to the process, not to a context: it stays.
+/// Destroys a context's streams, events, modules and plain allocations, once their work has finished. Virtual memory belongs
+/// to the process, so it stays.
 fn empty(context: &Context) {
     let pending = state().streams.pending(context.handle);
     Ticket::wait_all(&pending);
@@ -345,7 +343,7 @@ pub fn primary_set_flags(device: i32, flags: u32) -> Outcome {
     Ok(())
 }
 
-/// `cuCtxSynchronize`: waits for all work of the context and reports what it came to.
+/// `cuCtxSynchronize`: waits for the context's work and returns its error.
 pub fn synchronize() -> Outcome {
     let context = current()?;
     capture::refuse_context_wait(&context)?;
@@ -354,7 +352,7 @@ pub fn synchronize() -> Outcome {
     context.check()
 }
 
-/// `cuDeviceCanAccessPeer`: every two of the simulated devices can.
+/// `cuDeviceCanAccessPeer`: all simulated devices can access each other.
 pub fn can_access_peer(answer: Out<i32>, device: i32, peer: i32) -> Outcome {
     let (device, peer) = (driver::device(device)?, driver::device(peer)?);
     answer.put(i32::from(device != peer))

@@ -1,5 +1,5 @@
-//! What a test asks of the simulated GPU from inside the process: the `simgpu_*` functions. They
-//! are found with `dlsym` in the library that stands in for the driver; none of them needs `cuInit`.
+//! The `simgpu_*` functions, through which tests control the simulated GPU from inside the process. Look them up with
+//! `dlsym` in this library. None of them needs `cuInit`.
 
 use crate::driver::{is_initialised, machine, state};
 use crate::machine::MAX_DEVICES;
@@ -7,7 +7,7 @@ use crate::{copy, faults};
 use std::ffi::{CStr, c_char, c_int};
 
 /// # Safety
-/// Null or a terminated string.
+/// `name` must be null or NUL-terminated.
 unsafe fn text<'a>(pointer: *const c_char) -> &'a str {
     if pointer.is_null() {
         return "";
@@ -16,29 +16,29 @@ unsafe fn text<'a>(pointer: *const c_char) -> &'a str {
     unsafe { CStr::from_ptr(pointer) }.to_str().unwrap_or("")
 }
 
-/// Lets a function fail with a code, from its `nth_from_now` use on (1 is the next), `count` times in
-/// a row (all ones: for ever). Answers 0, or 1 where there is no such function.
+/// Makes a function fail with `code`, starting at its `nth_from_now` call (1 is the next), `count` times in a row (all ones:
+/// always). Returns 0, or 1 if there is no such function.
 ///
 /// # Safety
-/// `function` is a terminated string.
+/// `function` must be NUL-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn simgpu_fail(function: *const c_char, nth_from_now: u64, code: u32, count: u64) -> c_int {
     // SAFETY: the caller's promise.
     c_int::from(!faults::inject(unsafe { text(function) }, nth_from_now, code, count))
 }
 
-/// Has each use of a function take so much longer, from now on. Should the process end during one, it is aborted: a real
-/// driver might crash then. Answers 0, or 1 where there is no such function.
+/// Makes every call of a function take this much longer. If the process ends during such a call it is aborted, as a real
+/// driver might crash then. Returns 0, or 1 if there is no such function.
 ///
 /// # Safety
-/// `function` is a terminated string.
+/// `function` must be NUL-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn simgpu_slow_down(function: *const c_char, milliseconds: u64) -> c_int {
     // SAFETY: the caller's promise.
     c_int::from(!faults::slow_down(unsafe { text(function) }, milliseconds))
 }
 
-/// Holds the `nth` call of any function from now on (1 is the next) until [`simgpu_release`]; 0: none.
+/// Holds the `nth` call of any function (1 is the next) until [`simgpu_release`]; 0 holds none.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_hold(nth: u64) {
     faults::hold(nth);
@@ -50,29 +50,29 @@ pub extern "C" fn simgpu_is_holding() -> c_int {
     c_int::from(faults::is_holding())
 }
 
-/// Lets the call that is held go on, a moment later.
+/// Releases the call being held, after a moment.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_release() {
     faults::release();
 }
 
-/// Forgets all faults that have not happened yet.
+/// Removes all faults that have not triggered yet.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_clear_faults() {
     faults::clear();
 }
 
-/// How often a function was called since the start or the last [`simgpu_reset_counts`]; null: all functions.
+/// Number of calls of a function, or of all functions if null, since the start or the last [`simgpu_reset_counts`].
 ///
 /// # Safety
-/// `function` is a terminated string.
+/// `function` must be NUL-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn simgpu_calls(function: *const c_char) -> u64 {
     // SAFETY: the caller's promise.
     faults::calls(unsafe { text(function) })
 }
 
-/// Sets all call counts to zero.
+/// Resets all call counts.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_reset_counts() {
     faults::reset_counts();
@@ -82,7 +82,7 @@ fn device(ordinal: c_int) -> Option<usize> {
     usize::try_from(ordinal).ok().filter(|&device| device < MAX_DEVICES)
 }
 
-/// Bytes of a device that this process uses.
+/// Bytes of a device in use by this process.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_used(ordinal: c_int) -> u64 {
     match (machine(), device(ordinal)) {
@@ -91,12 +91,11 @@ pub extern "C" fn simgpu_used(ordinal: c_int) -> u64 {
     }
 }
 
-/// How many of a kind of thing this process has: `reservations`, `handles`, `mappings`, `plain`
-/// (allocations), `registered` (host ranges), `streams`, `events`, `contexts`, `graphs`, `modules`. All
-/// ones for an unknown kind.
+/// Number of live objects of a kind in this process: `reservations`, `handles`, `mappings`, `plain` (allocations),
+/// `registered` (host ranges), `streams`, `events`, `contexts`, `graphs`, `modules`. All ones for an unknown kind.
 ///
 /// # Safety
-/// `kind` is a terminated string.
+/// `kind` must be NUL-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn simgpu_live(kind: *const c_char) -> u64 {
     // SAFETY: the caller's promise.
@@ -122,14 +121,13 @@ pub unsafe extern "C" fn simgpu_live(kind: *const c_char) -> u64 {
     counted.map_or(u64::MAX, |count| count as u64)
 }
 
-/// How long each stream operation takes at least, from now on.
+/// Sets the minimum duration of every stream operation.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_set_op_delay_ms(milliseconds: u64) {
     copy::set_delay(milliseconds);
 }
 
-/// Pretends that somebody else uses so many bytes of a device, until it is said otherwise or this
-/// process ends.
+/// Pretends that another process uses this many bytes of a device, until the next call or the end of this process.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_occupy(ordinal: c_int, bytes: u64) {
     if let (Ok(machine), Some(device)) = (machine(), device(ordinal)) {

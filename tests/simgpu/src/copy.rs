@@ -1,6 +1,6 @@
-//! What streams do: copies, memsets, kernels, calls into the program. Device memory that is not mapped with
-//! access when a call is made is an invalid value, and nothing comes of the call. Where it is there
-//! then, and not any more when the operation runs, the operation ends the context.
+//! Stream operations: copies, memsets, kernels and host functions. Device memory that is not mapped and accessible when a
+//! call is made is an invalid value, and the call has no effect. If it disappears before the operation runs, the context
+//! gets a sticky error.
 
 use crate::abi::{Address, Handle, HostFunction};
 use crate::codes::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, LAUNCH_FAILED, Outcome};
@@ -15,83 +15,83 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// One operation of a stream, or one node of a graph.
+/// An operation on a stream, or a graph node.
 #[derive(Clone, Debug)]
 pub enum Work {
-    /// Nothing: something to wait for.
+    /// Does nothing; something to wait for.
     Marker,
-    /// Bytes from one place to another, each on a device or on the host.
+    /// Copies bytes; each side is on a device or on the host.
     Copy {
-        /// Where to.
+        /// Destination.
         to: Address,
-        /// Where from.
+        /// Source.
         from: Address,
-        /// How many.
+        /// Number of bytes.
         bytes: usize,
     },
-    /// Bytes that were taken from pageable host memory when the call was made.
+    /// Copies bytes that were read from pageable host memory when the call was made.
     Upload {
-        /// Where to.
+        /// Destination.
         to: Address,
         /// The bytes.
         bytes: Arc<[u8]>,
     },
-    /// A value, over and over.
+    /// Repeats a value.
     Fill {
-        /// Where to.
+        /// Destination.
         to: Address,
         /// The value, in the lowest `width` bytes.
         value: u32,
-        /// Bytes of one value: 1, 2 or 4.
+        /// Bytes per value: 1, 2 or 4.
         width: usize,
-        /// How many values.
+        /// Number of values.
         count: usize,
     },
-    /// A function of the program.
+    /// Calls a host function.
     Call {
         /// The function.
         function: HostFunction,
-        /// What it is given, a pointer of the program's.
+        /// Its argument, a pointer owned by the program.
         data: usize,
     },
-    /// Until memory has a value.
+    /// Waits until memory has a value.
     Wait {
-        /// Where.
+        /// Address of the value.
         address: Address,
         /// Bytes of the value: 4 or 8.
         width: usize,
-        /// Which values end it.
+        /// The condition that ends the wait.
         until: Until,
     },
-    /// A kernel that is known here.
+    /// Launches a known kernel.
     Kernel(kernel::Launch),
-    /// The end of an allocation.
+    /// Frees an allocation.
     Free {
-        /// Which.
+        /// Its address.
         address: Address,
     },
-    /// The nodes of a graph, one after the other.
+    /// Runs the nodes of a graph in order.
     Graph {
         /// The nodes.
         nodes: Arc<[Work]>,
     },
 }
 
-/// `CUstreamWaitValue_flags`: which values end a wait.
+/// `CUstreamWaitValue_flags`: the condition that ends a wait.
 #[derive(Clone, Copy, Debug)]
 pub enum Until {
-    /// So many or more, counted cyclically.
+    /// The value or greater, in cyclic order.
     AtLeast(u64),
-    /// This one.
+    /// Exactly the value.
     Equal(u64),
-    /// One that has any of these bits.
+    /// Any of the value's bits is set.
     AnyOf(u64),
-    /// One that lacks a bit that this one lacks, too.
+    /// Some bit is set in neither.
     Nor(u64),
 }
 
 impl Until {
-    /// By its number; `None`: there is no such condition.
+    /// Decodes the flags; `None` if they are invalid.
     pub fn of(condition: u32, value: u64) -> Option<Self> {
         Some(match condition {
             0 => Self::AtLeast(value),
@@ -113,10 +113,10 @@ impl Until {
     }
 }
 
-/// -1: as the environment says.
+/// -1 if only the environment sets the delay.
 static DELAY: AtomicU64 = AtomicU64::new(u64::MAX);
 
-/// Sets how long each operation takes at least, from now on.
+/// Sets the minimum duration of every operation.
 pub fn set_delay(milliseconds: u64) {
     DELAY.store(milliseconds, Ordering::Relaxed);
 }
@@ -128,7 +128,7 @@ fn delay() -> Duration {
     })
 }
 
-/// One side of an operation, as it is found when the operation runs.
+/// One side of an operation, looked up when it runs.
 #[derive(Debug)]
 enum Side {
     Device(Vec<Piece>),
@@ -144,7 +144,7 @@ impl Side {
         }
     }
 
-    /// The mappings that it went through; a later mapping at the same address is another.
+    /// The mappings that the operation goes through. A later mapping at the same address is a different one.
     fn mappings(&self) -> Vec<u64> {
         match self {
             Self::Device(pieces) => pieces.iter().map(|piece| piece.mapping).collect(),
@@ -153,14 +153,14 @@ impl Side {
     }
 }
 
-/// What an operation reads and writes.
+/// The memory that an operation reads and writes.
 struct Touched {
     read: Option<(Address, usize)>,
     written: Option<(Address, usize)>,
 }
 
 impl Work {
-    /// What an illegal address is called where the work is a node of a graph.
+    /// The code for an illegal address in a graph node.
     fn fault_in_graph(&self, code: Code) -> Code {
         let between_devices = match *self {
             Self::Copy { to, from, .. } => {
@@ -172,7 +172,7 @@ impl Work {
         if code == ILLEGAL_ADDRESS && !between_devices { LAUNCH_FAILED } else { code }
     }
 
-    /// Whether a memset finds its memory now; other work is not asked.
+    /// Whether a memset's target is accessible now; always true for other work.
     pub fn finds_its_target(&self, state: &State, device: usize) -> bool {
         match *self {
             Self::Fill { to, width, count, .. } => is_reachable(state, to, width * count, device, READ_WRITE),
@@ -207,10 +207,10 @@ impl Touched {
     }
 }
 
-/// Does the work of one operation. In a context with a sticky error nothing runs any more.
+/// Runs an operation. In a context with a sticky error, nothing runs.
 pub fn execute(context: &Context, work: Work) {
     if context.check().is_err() {
-        // Memory must not leak because of it.
+        // The memory must still be freed.
         if let Work::Free { address } = work {
             state().space.release_plain(address);
         }
@@ -229,9 +229,8 @@ pub fn execute(context: &Context, work: Work) {
     }
 }
 
-/// One operation. The addresses must be mapped at its beginning, stay so while it takes its time,
-/// and still be so at its end, by the same mappings: memory that is taken away under it, even if
-/// other memory is put there, is a fault on a real device too, or worse, a silent corruption.
+/// Runs one operation. Its addresses must stay mapped, by the same mappings, from start to end: memory that is unmapped or
+/// replaced in flight is a fault on a real device, or worse, silent corruption.
 fn execute_one(context: &Context, work: &Work) -> Outcome {
     if let Work::Kernel(launch) = work {
         return launch.run(context, delay());
@@ -253,7 +252,7 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
             fill(&to, *value, *width, *count)?;
         }
         (Work::Call { function, data }, ..) => {
-            // SAFETY: the node is what the program gave to cuLaunchHostFunc.
+            // SAFETY: the program passed this function and argument to cuLaunchHostFunc.
             unsafe { stream::call_host_function(*function, *data as *mut c_void) };
         }
         (Work::Free { address }, ..) => {
@@ -264,13 +263,13 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
     if touched.mappings(context)? == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
 }
 
-/// Looks at the memory again and again. The device gives up in a context that has ended otherwise.
+/// Polls the memory until the condition holds or the context has a sticky error.
 fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> Outcome {
     let mut bytes = [0; 8];
     loop {
         let found = Side::find(&state(), context, address, width, READ)?;
         match found {
-            // SAFETY: a part of a backing that the piece keeps alive. It is aligned, so it lies in one piece.
+            // SAFETY: part of a backing that the piece keeps alive. The value is aligned, so it does not span pieces.
             Side::Device(pieces) => unsafe {
                 let from = pieces.first().ok_or(ILLEGAL_ADDRESS)?;
                 std::ptr::copy_nonoverlapping(from.physical.backing.at(from.offset), bytes.as_mut_ptr(), width);
@@ -284,7 +283,7 @@ fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> 
     }
 }
 
-/// Bytes that go through memory of this library where both sides are the host's.
+/// The size of the bounce buffer for host-to-host copies, in bytes.
 const BOUNCE: usize = 1 << 20;
 
 fn copy(from: &Side, to: &Side, bytes: usize) -> Outcome {
@@ -325,7 +324,7 @@ fn copy(from: &Side, to: &Side, bytes: usize) -> Outcome {
     }
 }
 
-/// Copies between two lists of pieces of the same length in all.
+/// Copies between two lists of pieces of equal total length.
 fn copy_pieces(from: &[Piece], to: &[Piece]) {
     let mut sources = from.iter().map(|piece| (piece.physical.backing.at(piece.offset), piece.bytes));
     let (mut source, mut left) = sources.next().unwrap_or((std::ptr::null_mut(), 0));
@@ -356,7 +355,7 @@ fn upload(bytes: &[u8], to: &Side) -> Outcome {
         Side::Device(pieces) => {
             let mut done = 0;
             for piece in pieces {
-                // SAFETY: from our own bytes into a backing that the piece keeps alive.
+                // SAFETY: the source is our own buffer, the destination a backing that the piece keeps alive.
                 unsafe {
                     std::ptr::copy_nonoverlapping(from.add(done), piece.physical.backing.at(piece.offset), piece.bytes);
                 }
@@ -370,9 +369,9 @@ fn upload(bytes: &[u8], to: &Side) -> Outcome {
 
 fn fill(to: &Side, value: u32, width: usize, count: usize) -> Outcome {
     let pattern = value.to_le_bytes();
-    // The pieces' borders are multiples of every width, since addresses are aligned to it.
+    // Addresses are aligned to the width, so no value spans two pieces.
     let write = |start: *mut u8, bytes: usize| {
-        // SAFETY: a part of a backing or of our own buffer, of at least so many bytes.
+        // SAFETY: part of a backing or of our own buffer, and at least this long.
         let bytes = unsafe { std::slice::from_raw_parts_mut(start, bytes) };
         if pattern[..width].iter().all(|&byte| byte == pattern[0]) {
             bytes.fill(pattern[0]);
@@ -401,10 +400,10 @@ fn fill(to: &Side, value: u32, width: usize, count: usize) -> Outcome {
     }
 }
 
-/// What a copy call's name says about its sides.
+/// What a copy function's name says about its two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sides {
-    /// Nothing: each address says it itself.
+    /// Nothing: each address determines its side.
     Any,
     /// From host to device.
     Upload,
@@ -414,17 +413,17 @@ pub enum Sides {
     Device,
 }
 
-/// Whether an address can be what the call's name says that it is.
+/// Whether an address may be passed as a device address.
 fn is_device_address(state: &State, address: Address) -> bool {
     state.space.is_device(address) || state.host.find(address).is_some()
 }
 
-/// Whether a device has access to all of a range now. Host memory shows when it is used.
+/// Whether a device has access to the whole range now. Host memory is checked when it is used.
 pub fn is_reachable(state: &State, address: Address, bytes: usize, device: usize, access: u32) -> bool {
     !state.space.is_device(address) || state.space.touch(address, bytes, device, access).is_ok()
 }
 
-/// What a copy call checks before anything is queued, or captured.
+/// The checks of a copy call before anything is queued or captured.
 fn check_sides(state: &State, sides: Sides, to: Address, from: Address, bytes: usize, device: usize) -> Outcome {
     let written = matches!(sides, Sides::Upload | Sides::Device);
     let read = matches!(sides, Sides::Download | Sides::Device);
@@ -433,9 +432,8 @@ fn check_sides(state: &State, sides: Sides, to: Address, from: Address, bytes: u
     if wrong || !reachable { Err(INVALID_VALUE) } else { Ok(()) }
 }
 
-/// A copy call that waits, as far as the driver's do: between two places on devices it does not
-/// ("for transfers from device memory to device memory, no host-side synchronization is
-/// performed").
+/// A synchronous copy. Like the driver's, it does not wait if both sides are on devices ("for transfers from device memory
+/// to device memory, no host-side synchronization is performed").
 pub fn copy_and_wait(sides: Sides, to: Address, from: Address, bytes: usize, stream: Handle) -> Outcome {
     if bytes == 0 {
         return Ok(());
@@ -457,8 +455,8 @@ pub fn copy_and_wait(sides: Sides, to: Address, from: Address, bytes: usize, str
     Ok(())
 }
 
-/// A copy call that does not wait, except as CUDA says that it may: pageable host memory is read
-/// before the call returns, and written before it returns.
+/// An asynchronous copy. As CUDA permits, it waits for pageable host memory, which is read or written before the call
+/// returns.
 pub fn copy_async(sides: Sides, to: Address, from: Address, bytes: usize, stream: Handle) -> Outcome {
     let mut state = state();
     let stream = stream::find(&mut state, stream)?;
@@ -469,11 +467,10 @@ pub fn copy_async(sides: Sides, to: Address, from: Address, bytes: usize, stream
     let pageable = |address| !is_device_address(&state, address);
     let (to_pageable, from_pageable) = (pageable(to), pageable(from));
     let mut work = Work::Copy { to, from, bytes };
-    // A captured copy finds its memory when the graph runs.
+    // A captured copy looks up its memory when the graph runs.
     if from_pageable && !state.captures.is_capturing(stream.handle) {
-        // "If pageable memory must first be staged to pinned memory, the driver may synchronize
-        // with the stream and stage the copy": what the program does with its buffer after the
-        // call must not matter. Large buffers are not staged but waited for.
+        // "If pageable memory must first be staged to pinned memory, the driver may synchronize with the stream and stage
+        // the copy": the program may change its buffer after the call. Large buffers are not staged but waited for.
         if bytes <= 64 << 10 || to_pageable {
             let mut staged = vec![0u8; bytes];
             transfer(Direction::FromHost, staged.as_mut_ptr(), from, bytes).map_err(|_| INVALID_VALUE)?;
@@ -490,8 +487,8 @@ pub fn copy_async(sides: Sides, to: Address, from: Address, bytes: usize, stream
     Ok(())
 }
 
-/// A memset call; none of them waits ("memset functions are asynchronous with respect to the host
-/// except when the target is pinned host memory or a Unified Memory region").
+/// A memset. None of them waits ("memset functions are asynchronous with respect to the host except when the target is
+/// pinned host memory or a Unified Memory region").
 pub fn set(to: Address, value: u32, width: usize, count: usize, stream: Handle) -> Outcome {
     let mut state = state();
     let stream = stream::find(&mut state, stream)?;
@@ -507,7 +504,7 @@ pub fn set(to: Address, value: u32, width: usize, count: usize, stream: Handle) 
     }
     let waits = state.host.find(to).is_some();
     let work = Work::Fill { to, value, width, count };
-    // A captured one is checked when its graph is instantiated.
+    // A captured memset is checked when its graph is instantiated.
     if !state.captures.is_capturing(stream.handle) && !work.finds_its_target(&state, stream.context.device) {
         return Err(INVALID_VALUE);
     }
@@ -520,7 +517,7 @@ pub fn set(to: Address, value: u32, width: usize, count: usize, stream: Handle) 
     Ok(())
 }
 
-/// A memset call of the kind without a stream argument: it cannot be captured.
+/// A memset without a stream argument. It cannot be captured.
 pub fn set_now(to: Address, value: u32, width: usize, count: usize, stream: Handle) -> Outcome {
     {
         let mut state = state();

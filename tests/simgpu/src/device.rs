@@ -1,4 +1,4 @@
-//! The devices: how many, what they are called and what they can do.
+//! The devices: count, names and attributes.
 
 use crate::abi::{In, Out, Uuid};
 use crate::codes::{INVALID_VALUE, OUT_OF_MEMORY, Outcome};
@@ -7,7 +7,7 @@ use crate::driver::{self, machine, settings};
 use std::ffi::{c_char, c_int};
 use std::fmt::Write as _;
 
-/// What `cuDriverGetVersion` answers: CUDA 13.0.
+/// The version that `cuDriverGetVersion` returns: CUDA 13.0.
 pub const VERSION: i32 = 13000;
 
 /// `cuDeviceGetCount`.
@@ -32,14 +32,14 @@ pub fn uuid(uuid: Out<Uuid>, device: i32) -> Outcome {
     uuid.put(Uuid { bytes: uuid_bytes(driver::device(device)?) })
 }
 
-/// The sixteen bytes that tell a device from the others.
+/// A device's UUID.
 pub fn uuid_bytes(device: usize) -> [u8; 16] {
     let mut bytes = *b"simulated-gpu-00";
     bytes[15] += device as u8;
     bytes
 }
 
-/// A device's UUID as NVML and nvidia-smi write it.
+/// A device's UUID as NVML and nvidia-smi print it.
 pub fn uuid_text(device: usize) -> String {
     let mut text = String::from("GPU-");
     for (index, byte) in uuid_bytes(device).iter().enumerate() {
@@ -51,7 +51,7 @@ pub fn uuid_text(device: usize) -> String {
     text
 }
 
-/// The bus that a device pretends to sit on.
+/// The simulated PCI bus number of a device.
 pub fn bus(device: usize) -> u32 {
     0x10 + device as u32
 }
@@ -62,7 +62,7 @@ pub fn pci_bus_id(text: Out<c_char>, room: c_int, device: i32) -> Outcome {
     text.put_text(&format!("0000:{:02X}:00.0", bus(device)), room)
 }
 
-/// Which device a PCI bus id names, with or without the domain.
+/// Parses a PCI bus id, with or without the domain, into a device ordinal.
 pub fn by_pci_bus_id(text: &str) -> Option<usize> {
     let bus_text = text.rsplit(':').nth(1)?;
     let number = u32::from_str_radix(bus_text, 16).ok()?;
@@ -81,7 +81,7 @@ pub fn total_memory(bytes: Out<usize>, device: i32) -> Outcome {
     bytes.put(machine()?.memory() as usize)
 }
 
-/// `cuMemGetInfo`: of the current context's device.
+/// `cuMemGetInfo`, for the current context's device.
 pub fn memory_info(free: Out<usize>, total: Out<usize>) -> Outcome {
     let device = context::current()?.device;
     let machine = machine()?;
@@ -90,7 +90,7 @@ pub fn memory_info(free: Out<usize>, total: Out<usize>) -> Outcome {
     Ok(())
 }
 
-/// What the devices answer, by `CUdevice_attribute`; those that depend on something are not here.
+/// Constant device attributes, by `CUdevice_attribute`. The others are computed.
 const ATTRIBUTES: &[(i32, i32)] = &[
     (1, 1024),       // MAX_THREADS_PER_BLOCK
     (2, 1024),       // MAX_BLOCK_DIM_X
@@ -121,7 +121,7 @@ const ATTRIBUTES: &[(i32, i32)] = &[
     (134, -1),       // HOST_NUMA_ID: none
 ];
 
-/// `cuDeviceGetAttribute`. What is not listed is a feature that the simulated device lacks.
+/// `cuDeviceGetAttribute`. Attributes not listed are 0: the simulated device lacks the feature.
 pub fn attribute(value: Out<i32>, attribute: i32, device: i32) -> Outcome {
     const PCI_BUS_ID: i32 = 33;
     const VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: i32 = 102;
@@ -135,7 +135,7 @@ pub fn attribute(value: Out<i32>, attribute: i32, device: i32) -> Outcome {
     })
 }
 
-/// Takes capacity of a device, as the code that the driver answers when there is none left.
+/// Takes capacity of a device, or fails with the driver's out-of-memory code.
 pub fn take(device: usize, bytes: u64) -> Outcome {
     if machine()?.take(device, bytes) { Ok(()) } else { Err(OUT_OF_MEMORY) }
 }

@@ -1,4 +1,4 @@
-//! The driver's state in this process, and what every call is checked for before it does anything.
+//! The driver's per-process state, and the checks before every call.
 
 use crate::capture::Captures;
 use crate::codes::{
@@ -20,21 +20,19 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Everything that the driver keeps for this process, under one lock.
-///
-/// One lock keeps the rules simple and the answers consistent. Nothing waits while holding it:
-/// copies, delays and synchronisation happen outside.
+/// All of the driver's per-process state, under one lock, which keeps the rules simple and the answers consistent. Nothing
+/// blocks while holding it: copies, delays and synchronisation happen outside.
 #[derive(Debug, Default)]
 pub struct State {
-    /// Addresses, physical memory and what is mapped where.
+    /// Addresses, physical memory and mappings.
     pub space: Space,
-    /// Host memory that the driver knows.
+    /// Host memory known to the driver.
     pub host: HostMemory,
     /// Contexts.
     pub contexts: Contexts,
     /// Streams and events.
     pub streams: Streams,
-    /// Running stream captures.
+    /// Stream captures in progress.
     pub captures: Captures,
     /// Graphs and executable graphs.
     pub graphs: Graphs,
@@ -45,20 +43,19 @@ pub struct State {
 }
 
 static STATE: OnceLock<Mutex<State>> = OnceLock::new();
-/// The process that called `cuInit`; 0 before.
+/// The process that called `cuInit`; 0 if none has.
 static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
-/// The process is ending, and has come to the exit handler that `cuInit` registered.
+/// Whether the process is exiting and has reached the exit handler that `cuInit` registered.
 static ENDED: AtomicBool = AtomicBool::new(false);
-/// The thread in which it has.
+/// The thread that runs the exit handlers.
 static ENDER: AtomicI32 = AtomicI32::new(0);
 
-/// Takes the lock on the state.
+/// Locks the state.
 pub fn state() -> MutexGuard<'static, State> {
     STATE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The simulated machine, opened at the first use. A machine that cannot be opened is explained
-/// once on stderr.
+/// The simulated machine, opened at first use. A failure to open it is explained on stderr, once.
 pub fn machine() -> Outcome<&'static Machine> {
     static MACHINE: OnceLock<Option<Machine>> = OnceLock::new();
     MACHINE
@@ -74,19 +71,19 @@ pub fn machine() -> Outcome<&'static Machine> {
         .ok_or(OPERATING_SYSTEM)
 }
 
-/// The settings of this process.
+/// This process's settings.
 pub fn settings() -> &'static Settings {
     settings::get()
 }
 
-/// A number that no other object of this process has. Handles look like addresses in a range that
-/// programs' own memory does not use, so that one taken for a pointer is found out at once.
+/// Returns a handle that no other object of this process has. Handles look like addresses in a range that programs do not
+/// use, so that dereferencing one fails at once.
 pub fn new_handle() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0x5147_0000_0000_0100);
     NEXT.fetch_add(0x10, Ordering::Relaxed)
 }
 
-/// A device's ordinal, checked.
+/// Checks a device ordinal.
 pub fn device(ordinal: i32) -> Outcome<usize> {
     let known = machine()?.devices();
     usize::try_from(ordinal).ok().filter(|&device| device < known).ok_or(INVALID_DEVICE)
@@ -105,10 +102,10 @@ pub fn init(flags: u32) -> Outcome {
     if !machine.join() {
         return Err(OPERATING_SYSTEM);
     }
-    // Exit handlers run in the reverse order of their registration: those that the program registers
-    // after this still have a driver, those from before it, and destructors, have none.
+    // Exit handlers run in reverse order of registration. Those that the program registers after this still have a driver;
+    // earlier ones, and destructors, do not.
     REGISTERED.call_once(|| {
-        // SAFETY: the handler is a function of this library, which stays loaded.
+        // SAFETY: the handler is a function of this library, which is never unloaded.
         unsafe { libc::atexit(end) };
     });
     INITIALISED_BY.store(std::process::id(), Ordering::Release);
@@ -118,19 +115,19 @@ pub fn init(flags: u32) -> Outcome {
 extern "C" fn end() {
     ENDER.store(thread(), Ordering::Relaxed);
     ENDED.store(true, Ordering::Release);
-    // A real driver frees what the call is using. Here it is certain, and seen.
+    // A real driver would free memory that the call is using, and crash now and then. Here it crashes always.
     if faults::is_delaying_elsewhere() {
-        eprintln!("simgpu: the driver ends while a thread is in a call that takes long");
+        eprintln!("simgpu: the driver shut down while another thread was in a delayed call");
         std::process::abort();
     }
     std::thread::sleep(Duration::from_millis(settings().end_ms.unwrap_or(0)));
 }
 
-/// A call after the end: an error, as the real driver answers if nothing worse happens. Where that is looked for, it does; not
-/// to the thread that ends the process, which may well find out that the driver is gone.
+/// A call after shutdown fails, as it does on the real driver if nothing worse happens. With `SIMGPU_END_MS` it aborts the
+/// process, except on the exiting thread, which may find out that the driver has shut down.
 fn call_after_the_end(function: &Function) -> Code {
     if settings().end_ms.is_some() && ENDER.load(Ordering::Relaxed) != thread() {
-        eprintln!("simgpu: {} is called after the driver's end", function.name);
+        eprintln!("simgpu: {} was called after the driver shut down", function.name);
         std::process::abort();
     }
     DEINITIALIZED
@@ -146,18 +143,17 @@ pub fn is_initialised() -> bool {
     INITIALISED_BY.load(Ordering::Acquire) == std::process::id()
 }
 
-/// One call from outside: counts it, lets an injected fault happen, checks what the function
-/// needs, and turns the outcome into the code for C. Nothing unwinds into the caller.
+/// Runs one external call: counts it, applies injected faults, checks the function's requirements, and converts the outcome
+/// to a C result code. Panics do not reach the caller.
 pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -> Code {
     let initialised_by = INITIALISED_BY.load(Ordering::Acquire);
-    // CUDA does not survive fork: the child of an initialised process has the parent's state in
-    // memory but nothing behind it. No lock is touched on this way, since another thread of the
-    // parent may have held it at the fork.
+    // CUDA does not survive fork: the child of an initialised process has inherited the state but not the driver behind it.
+    // Takes no lock, because another thread of the parent may have held it at the fork.
     if initialised_by != 0 && initialised_by != std::process::id() && function.needs != Needs::Nothing {
         return NOT_INITIALIZED;
     }
     let fault = faults::use_of(index);
-    // Even the names of codes are gone by then. NVML is another library.
+    // After shutdown even names of codes are unavailable. NVML is another library.
     if ENDED.load(Ordering::Acquire) && function.name.starts_with("cu") {
         return call_after_the_end(function);
     }
@@ -176,12 +172,12 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     }
 }
 
-/// The checks that come before a call.
+/// Checks a function's requirements.
 fn admit(function: &Function) -> Outcome {
     if matches!(function.needs, Needs::Nothing | Needs::Start) {
         return Ok(());
     }
-    // "The callback must not make any CUDA API call"; the driver answers those with this code.
+    // "The callback must not make any CUDA API call"; the driver returns this code.
     if stream::in_host_function() {
         return Err(NOT_PERMITTED);
     }

@@ -1,5 +1,5 @@
-//! The one table of exported functions: the exports themselves, what `cuGetProcAddress` answers,
-//! fault injection, call counts and the checks before each call are all made from it.
+//! The table of exported functions. The exports themselves, `cuGetProcAddress`, fault injection, call counts and the checks
+//! before each call are all generated from it.
 
 use crate::abi::{AccessDesc, Address, AllocationProp, Handle, HostFunction, In, IpcHandle, Location, NvmlMemory, NvmlProcess, Out, Uuid};
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, Outcome};
@@ -9,58 +9,56 @@ use crate::stream::{LEGACY, PER_THREAD, per_thread};
 use crate::{capture, context, device, driver, graph, host, kernel, memory, nvml, pool, stream, vmm};
 use std::ffi::{c_char, c_int, c_void};
 
-/// What must be there before a call does anything.
+/// What a function requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Needs {
     /// Nothing: works before `cuInit` and in a forked child.
     Nothing,
-    /// Nothing, but a forked child of an initialised process has no CUDA: `cuInit` itself.
+    /// Like `Nothing`, but fails in a forked child of an initialised process: `cuInit` itself.
     Start,
     /// `cuInit`.
     Init,
-    /// `cuInit` and devices with virtual memory management; no context, and whatever became of the
-    /// contexts that there are.
+    /// `cuInit` and devices with virtual memory management. No context is needed, and broken contexts do not matter.
     Vmm,
-    /// `cuInit`, since what the call is about names its context. But if a context is current in the
-    /// calling thread, then one that is not destroyed and without a sticky error.
+    /// `cuInit`. The call's arguments determine the context, but if the calling thread has a current context, it must not be
+    /// destroyed or have a sticky error.
     Healthy,
-    /// A context that is current in the calling thread, and without a sticky error.
+    /// A current context in the calling thread, without a sticky error.
     Context,
 }
 
-/// What a call means to stream captures that are running. Calls about a stream find out by
-/// themselves, since it matters which stream.
+/// How a call affects captures in progress. Calls on a stream check that themselves, because it depends on the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hazard {
     /// Nothing.
     Safe,
-    /// Potentially unsafe: refused as [`capture::Captures::refuse_unsafe_call`] says.
+    /// Potentially unsafe: rejected by [`capture::Captures::refuse_unsafe_call`].
     CaptureUnsafe,
 }
 
 /// One exported function.
 #[derive(Debug)]
 pub struct Function {
-    /// The symbol.
+    /// Symbol name.
     pub name: &'static str,
-    /// Where it starts.
+    /// Entry point.
     pub address: *const c_void,
-    /// What it needs.
+    /// Requirements.
     pub needs: Needs,
-    /// What it means to captures.
+    /// Effect on captures.
     pub hazard: Hazard,
 }
 
-// SAFETY: the address of a function, the same for all threads.
+// SAFETY: a function's address is the same for all threads.
 unsafe impl Sync for Function {}
 
 macro_rules! functions {
     ($($name:ident($($argument:ident: $kind:ty),* $(,)?) $needs:ident $hazard:ident => $body:expr;)*) => {
         $(
-            /// As the CUDA driver API and NVML document it.
+            /// See the documentation of the CUDA driver API and NVML.
             ///
             /// # Safety
-            /// Pointers are null or point to what the API says.
+            /// Pointers must be null or point to what the API requires.
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($argument: $kind),*) -> Code {
                 const INDEX: usize = Index::$name as usize;
@@ -72,10 +70,10 @@ macro_rules! functions {
         #[repr(usize)]
         enum Index { $($name),* }
 
-        /// How many functions there are.
+        /// Number of functions.
         pub const FUNCTIONS: usize = [$(stringify!($name)),*].len();
 
-        /// All of them, in the order of the indices.
+        /// All functions, by index.
         pub static TABLE: [Function; FUNCTIONS] = [$(Function {
             name: stringify!($name),
             address: $name as *const c_void,
@@ -86,7 +84,7 @@ macro_rules! functions {
 }
 
 functions! {
-    // Start, devices and contexts.
+    // Initialisation, devices and contexts.
     cuInit(flags: u32) Start Safe => driver::init(flags);
     cuDriverGetVersion(version: Out<i32>) Nothing Safe => version.put(device::VERSION);
     cuDeviceGet(device: Out<i32>, ordinal: i32) Init Safe => device::get(device, ordinal);
@@ -259,14 +257,14 @@ functions! {
     cuGraphUpload(executable: Handle, stream: Handle) Context Safe => graph::upload(executable, stream);
     cuGraphUpload_ptsz(executable: Handle, stream: Handle) Context Safe => graph::upload(executable, per_thread(stream));
 
-    // Modules and launches. Loading is taken to be unsafe to captures, as allocating is; that is not observed.
+    // Modules and launches. Loading is assumed to be unsafe during captures, like allocating; this has not been observed.
     cuModuleLoadData(module: Out<Handle>, image: In<c_char>) Context CaptureUnsafe => kernel::load(module, image);
     cuModuleUnload(module: Handle) Context CaptureUnsafe => kernel::unload(module);
     cuModuleGetFunction(function: Out<Handle>, module: Handle, name: In<c_char>) Context Safe => kernel::get_function(function, module, name);
     cuLaunchKernel(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], stream, arguments, extra);
     cuLaunchKernel_ptsz(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], per_thread(stream), arguments, extra);
 
-    // Names of things.
+    // Error names.
     cuGetErrorName(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(name, _)| name);
     cuGetErrorString(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(_, description)| description);
     cuGetProcAddress(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64) Nothing Safe => proc_address(name, pointer, version, flags, nothing());
@@ -286,13 +284,13 @@ functions! {
     nvmlDeviceGetComputeRunningProcesses_v3(device: nvml::Device, count: Out<u32>, processes: Out<NvmlProcess>) Nothing Safe => nvml::processes(device, count, processes);
 }
 
-/// NVML's own names for its codes: the one function here that answers no code.
+/// NVML's names for its codes. The only function that does not return a code.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
     nvml::describe(code).as_ptr()
 }
 
-/// An output that the caller of an older version of a call has no room for.
+/// Stands in for an output that an older version of a call lacks.
 fn nothing<T>() -> Out<T> {
     Out::none()
 }
@@ -310,7 +308,7 @@ fn error_text(
     }
 }
 
-/// A function's place in the table, by its exact name or, failing that, by its name without version.
+/// A function's index in the table, by its exact name or else by its name without a version suffix.
 pub fn index_of(name: &str) -> Option<usize> {
     exact(name).or_else(|| newest(name, i32::MAX, false))
 }
@@ -319,8 +317,8 @@ fn exact(name: &str) -> Option<usize> {
     TABLE.iter().position(|function| function.name == name)
 }
 
-/// Versions of a call whose arguments changed, and the CUDA version that made each the current one:
-/// a program that was built for an older CUDA must get the older one.
+/// Versions of calls whose signature changed, with the first CUDA version that uses them: a program built for an older CUDA
+/// must get the older signature.
 const SINCE: &[(&str, i32)] = &[
     ("cuGetProcAddress_v2", 12000),
     ("cuCtxCreate_v4", 12050),
@@ -329,9 +327,9 @@ const SINCE: &[(&str, i32)] = &[
     ("cuGraphInstantiateWithFlags", 12000),
 ];
 
-/// The newest version of a call that a program of this CUDA version knows.
+/// The newest version of a call for a program built with this CUDA version.
 fn newest(name: &str, version: i32, per_thread: bool) -> Option<usize> {
-    // From CUDA 12 on, the plain name stands for what was called "WithFlags" before.
+    // Since CUDA 12 the plain name refers to what was called "WithFlags" before.
     let renamed = ["cuGraphInstantiateWithFlags"];
     let renamed = renamed.iter().filter(|_| name == "cuGraphInstantiate").map(ToString::to_string);
     let versions = renamed.chain(["_v4", "_v3", "_v2", ""].iter().map(|suffix| format!("{name}{suffix}")));
@@ -344,7 +342,7 @@ fn newest(name: &str, version: i32, per_thread: bool) -> Option<usize> {
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
-/// `cuGetProcAddress`: names are given without version.
+/// `cuGetProcAddress`: takes names without a version suffix.
 fn proc_address(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) -> Outcome {
     let name = name.text()?;
     pointer.required()?;

@@ -1,44 +1,44 @@
-//! Fault injection and call counting: any exported function can be told to fail, with any code, at
-//! any of its uses, and says how often it was called.
+//! Fault injection and call counting: any exported function can be made to fail with any code at any call, and its calls are
+//! counted.
 
 use crate::codes::Code;
 use crate::exports::{self, FUNCTIONS};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 
-/// A function that is going to fail.
+/// A pending fault.
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     function: usize,
-    /// Which use is the first to fail: 1 is the next one.
+    /// The first call to fail; 1 is the next one.
     nth: u64,
     code: Code,
-    /// How many uses in a row fail.
+    /// Number of consecutive calls that fail.
     count: u64,
 }
 
 static CALLS: [AtomicU64; FUNCTIONS] = [const { AtomicU64::new(0) }; FUNCTIONS];
 static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
-/// Spares the calls the lock while there is no fault.
+/// Lets calls skip the lock while there are no faults.
 static ARMED: AtomicBool = AtomicBool::new(false);
 
-/// What a use of each function takes in addition, in milliseconds.
+/// Extra milliseconds per call, by function.
 static DELAYS: [AtomicU64; FUNCTIONS] = [const { AtomicU64::new(0) }; FUNCTIONS];
-/// How many uses are being delayed.
+/// Number of calls being delayed now.
 static DELAYED: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     static DELAYED_HERE: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// From now on each use of a function takes so much longer. `false` where there is no such function.
+/// Adds a delay to each call of a function. `false` if there is no such function.
 pub fn slow_down(name: &str, milliseconds: u64) -> bool {
     let Some(function) = exports::index_of(name) else { return false };
     DELAYS[function].store(milliseconds, Ordering::Relaxed);
     true
 }
 
-/// Takes as long as the function is to take.
+/// Sleeps for the function's delay.
 pub fn delay(function: usize) {
     wait_if_held();
     let milliseconds = DELAYS[function].load(Ordering::Relaxed);
@@ -47,26 +47,26 @@ pub fn delay(function: usize) {
     }
 }
 
-/// Whether another thread's use is being delayed right now. (One in this thread cannot go on while it does something else.)
+/// Whether a call on another thread is being delayed now. (One on this thread cannot proceed meanwhile.)
 pub fn is_delaying_elsewhere() -> bool {
     DELAYED.load(Ordering::SeqCst) > DELAYED_HERE.get()
 }
 
-/// How many uses of any function there are until one is held; 0: none will be.
+/// Number of calls until one is held; 0 if none will be.
 static UNTIL_HELD: AtomicU64 = AtomicU64::new(0);
 static HOLDING: AtomicBool = AtomicBool::new(false);
 
-/// The `nth` use of any function from now on (1 is the next) does not begin until [`release`].
+/// Holds the `nth` call of any function (1 is the next) until [`release`].
 pub fn hold(nth: u64) {
     UNTIL_HELD.store(nth, Ordering::SeqCst);
 }
 
-/// Whether a use is being held.
+/// Whether a call is being held.
 pub fn is_holding() -> bool {
     HOLDING.load(Ordering::SeqCst)
 }
 
-/// Lets the one that is held go on, a moment later.
+/// Releases the call being held, after a moment.
 pub fn release() {
     HOLDING.store(false, Ordering::SeqCst);
 }
@@ -92,7 +92,7 @@ fn delayed(wait: impl FnOnce()) {
     DELAYED.fetch_sub(1, Ordering::SeqCst);
 }
 
-/// Counts a use of a function and answers the code that it is to fail with, if any.
+/// Counts a call of a function; returns the code of an injected fault, if any.
 pub fn use_of(function: usize) -> Option<Code> {
     read_environment();
     CALLS[function].fetch_add(1, Ordering::Relaxed);
@@ -116,8 +116,8 @@ pub fn use_of(function: usize) -> Option<Code> {
     answer
 }
 
-/// Lets a function fail from its `nth` use from now on (1 is the next), `count` times in a row
-/// (`u64::MAX`: for ever). `false` where there is no such function.
+/// Makes a function fail from its `nth` call (1 is the next), `count` times in a row (`u64::MAX`: always). `false` if there
+/// is no such function.
 pub fn inject(name: &str, nth: u64, code: Code, count: u64) -> bool {
     let Some(function) = exports::index_of(name) else { return false };
     let mut faults = FAULTS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -126,14 +126,14 @@ pub fn inject(name: &str, nth: u64, code: Code, count: u64) -> bool {
     true
 }
 
-/// Forgets all faults that have not happened yet.
+/// Removes all faults that have not triggered yet.
 pub fn clear() {
     read_environment();
     FAULTS.lock().unwrap_or_else(PoisonError::into_inner).clear();
     ARMED.store(false, Ordering::Relaxed);
 }
 
-/// How often a function was called, failures included; any function where there is no name.
+/// Number of calls of a function, including failed ones; of all functions if the name is empty.
 pub fn calls(name: &str) -> u64 {
     if name.is_empty() {
         return CALLS.iter().map(|count| count.load(Ordering::Relaxed)).sum();
@@ -141,14 +141,14 @@ pub fn calls(name: &str) -> u64 {
     exports::index_of(name).map_or(0, |function| CALLS[function].load(Ordering::Relaxed))
 }
 
-/// Starts counting afresh.
+/// Resets all call counts.
 pub fn reset_counts() {
     for count in &CALLS {
         count.store(0, Ordering::Relaxed);
     }
 }
 
-/// `SIMGPU_FAIL`, taken apart at the first call of anything.
+/// Parses `SIMGPU_FAIL` at the first call of any function.
 fn read_environment() {
     static READ: Once = Once::new();
     READ.call_once(|| {

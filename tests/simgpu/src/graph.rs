@@ -1,4 +1,4 @@
-//! Graphs: the nodes that a capture collected, replayed in the order in which they were captured.
+//! Graphs: the nodes collected by a capture, replayed in capture order.
 
 use crate::abi::{Handle, Out};
 use crate::codes::{INVALID_HANDLE, INVALID_VALUE, Outcome};
@@ -12,11 +12,11 @@ use std::sync::Arc;
 #[derive(Debug)]
 struct Graph {
     nodes: Arc<[Work]>,
-    /// What programs call the nodes.
+    /// The nodes' handles, as programs see them.
     handles: Vec<Handle>,
 }
 
-/// The graphs of this process. They hold addresses, not memory.
+/// This process's graphs. They hold addresses, not memory.
 #[derive(Debug, Default)]
 pub struct Graphs {
     graphs: HashMap<Handle, Graph>,
@@ -24,7 +24,7 @@ pub struct Graphs {
 }
 
 impl Graphs {
-    /// Keeps a new graph.
+    /// Stores a new graph.
     pub fn add(&mut self, nodes: Vec<Work>) -> Handle {
         let handle = driver::new_handle();
         let handles = nodes.iter().map(|_| driver::new_handle()).collect();
@@ -32,7 +32,7 @@ impl Graphs {
         handle
     }
 
-    /// How many graphs and executable graphs there are.
+    /// Number of graphs and executable graphs.
     pub fn live(&self) -> usize {
         self.graphs.len() + self.executables.len()
     }
@@ -52,7 +52,7 @@ pub fn destroy(graph: Handle) -> Outcome {
     state().graphs.graphs.remove(&graph).map(drop).ok_or(INVALID_VALUE)
 }
 
-/// `cuGraphInstantiate`: memsets must find their memory.
+/// `cuGraphInstantiate`: the targets of memsets must be accessible.
 pub fn instantiate(executable: Out<Handle>, graph: Handle) -> Outcome {
     executable.required()?;
     let mut state = state();
@@ -66,7 +66,7 @@ pub fn instantiate(executable: Out<Handle>, graph: Handle) -> Outcome {
     executable.put(handle)
 }
 
-/// `cuGraphExecDestroy`: what was launched runs to its end.
+/// `cuGraphExecDestroy`: launched work still completes.
 pub fn destroy_executable(executable: Handle) -> Outcome {
     state().graphs.executables.remove(&executable).map(drop).ok_or(INVALID_VALUE)
 }
@@ -81,14 +81,14 @@ pub fn launch(executable: Handle, handle: Handle) -> Outcome {
     Ok(())
 }
 
-/// `cuGraphUpload`: there is nothing to prepare.
+/// `cuGraphUpload`: a no-op.
 pub fn upload(executable: Handle, handle: Handle) -> Outcome {
     let mut state = state();
     stream::find(&mut state, handle)?;
     if state.graphs.executables.contains_key(&executable) { Ok(()) } else { Err(INVALID_HANDLE) }
 }
 
-/// `cuGraphGetNodes`: without room it says how many there are.
+/// `cuGraphGetNodes`: without a buffer it returns only the count.
 pub fn nodes(graph: Handle, nodes: Out<Handle>, count: Out<usize>) -> Outcome {
     let state = state();
     let handles = &state.graphs.graphs.get(&graph).ok_or(INVALID_VALUE)?.handles;

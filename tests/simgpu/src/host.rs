@@ -1,5 +1,5 @@
-//! Host memory that the driver knows: pinned memory that it allocated and memory that the program
-//! registered. Also how the simulated device reads and writes host memory without crashing.
+//! Host memory known to the driver: memory that it allocated, and memory that the program registered. Also accesses to
+//! program memory that must not crash the process.
 
 use crate::abi::{Address, Handle, Out};
 use crate::codes::{HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Outcome};
@@ -16,11 +16,11 @@ struct Range {
     bytes: usize,
     flags: u32,
     context: Handle,
-    /// Allocated by the driver, in this many bytes of address space; 0: registered.
+    /// Bytes of address space if the driver allocated it; 0 if registered.
     allocated: usize,
 }
 
-/// The ranges of host memory that are page-locked.
+/// The pinned ranges of host memory.
 #[derive(Debug, Default)]
 pub struct HostMemory {
     ranges: BTreeMap<Address, Range>,
@@ -32,7 +32,7 @@ impl HostMemory {
         (address - base < range.bytes as u64).then_some((base, range))
     }
 
-    /// Start and size of the page-locked range that an address lies in.
+    /// Start and size of the pinned range that contains an address.
     pub fn find(&self, address: Address) -> Option<(Address, usize)> {
         self.containing(address).map(|(base, range)| (base, range.bytes))
     }
@@ -41,12 +41,12 @@ impl HostMemory {
         self.ranges.range(..address + bytes as u64).next_back().is_some_and(|(&base, range)| base + range.bytes as u64 > address)
     }
 
-    /// How many ranges are registered, and not allocated, by the driver.
+    /// Number of registered ranges.
     pub fn registered(&self) -> usize {
         self.ranges.values().filter(|range| range.allocated == 0).count()
     }
 
-    /// Frees and unregisters what belongs to a context that ends.
+    /// Frees and unregisters what belongs to a destroyed context.
     pub fn forget_context(&mut self, context: Handle) {
         self.ranges.retain(|&base, range| {
             if range.context == context {
@@ -60,7 +60,7 @@ impl HostMemory {
     }
 }
 
-/// `cuMemHostAlloc`: pinned memory, zero at first, at the same address for host and device.
+/// `cuMemHostAlloc`: zeroed pinned memory, at the same address for host and device.
 pub fn allocate(pointer: Out<Address>, bytes: usize, flags: u32) -> Outcome {
     pointer.required()?;
     if bytes == 0 || flags & !7 != 0 {
@@ -68,7 +68,7 @@ pub fn allocate(pointer: Out<Address>, bytes: usize, flags: u32) -> Outcome {
     }
     let context = context::current()?.handle;
     let space = bytes.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
-    // SAFETY: a new mapping at an address that the kernel chooses.
+    // SAFETY: a new mapping at an address chosen by the kernel.
     let address = unsafe {
         libc::mmap(std::ptr::null_mut(), space, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
     };
@@ -80,7 +80,7 @@ pub fn allocate(pointer: Out<Address>, bytes: usize, flags: u32) -> Outcome {
     pointer.put(address)
 }
 
-/// `cuMemFreeHost`: waits for work that may still use the memory.
+/// `cuMemFreeHost`: waits for work that may use the memory.
 pub fn free(address: Address) -> Outcome {
     let context = context::current()?;
     let owned = |state: &crate::driver::State| state.host.ranges.get(&address).is_some_and(|range| range.allocated > 0);
@@ -110,7 +110,7 @@ pub fn register(address: Address, bytes: usize, flags: u32) -> Outcome {
         return Err(INVALID_VALUE);
     }
     let mut state = state();
-    // Memory that the driver allocated is not registered, and cannot be.
+    // Memory that the driver allocated does not count as registered and cannot be registered.
     if state.host.containing(address).is_some_and(|(_, range)| range.allocated > 0) {
         return Err(INVALID_VALUE);
     }
@@ -124,8 +124,7 @@ pub fn register(address: Address, bytes: usize, flags: u32) -> Outcome {
     Ok(())
 }
 
-/// `cuMemHostUnregister`: only by the address that was registered; waits for work that may still use
-/// the memory.
+/// `cuMemHostUnregister`: takes only the registered address; waits for work that may use the memory.
 pub fn unregister(address: Address) -> Outcome {
     let (context, pending) = {
         let state = state();
@@ -163,25 +162,25 @@ pub fn get_flags(flags: Out<u32>, address: Address) -> Outcome {
 }
 
 fn unmap(address: Address, bytes: usize) {
-    // SAFETY: a mapping of this module, taken off its list by the caller.
+    // SAFETY: a mapping of this module that the caller has removed from its list.
     unsafe { libc::munmap(address as *mut _, bytes) };
 }
 
-/// Whether the program has memory there at all.
+/// Whether the whole range is mapped in the program.
 fn is_mapped(address: Address, bytes: usize) -> bool {
-    // A piece at a time, so that a large range needs no large vector.
+    // In chunks, so that a large range needs no large vector.
     const PIECE: usize = 64 << 20;
     let start = address as usize & !(PAGE - 1);
     let end = (address as usize + bytes).next_multiple_of(PAGE);
     let mut resident = vec![0u8; PIECE / PAGE];
     (start..end).step_by(PIECE).all(|piece| {
         let bytes = PIECE.min(end - piece);
-        // SAFETY: mincore only fills the vector, and answers ENOMEM where nothing is mapped.
+        // SAFETY: mincore only fills the vector, and returns ENOMEM for unmapped memory.
         unsafe { libc::mincore(piece as *mut _, bytes, resident.as_mut_ptr()) == 0 }
     })
 }
 
-/// Which way [`transfer`] copies.
+/// The direction of [`transfer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the program's memory.
@@ -190,16 +189,16 @@ pub enum Direction {
     ToHost,
 }
 
-/// Copies between memory of this library and memory of the program, whose address may be wrong.
+/// Copies between this library's memory and the program's, whose address may be invalid.
 ///
-/// The kernel copies, and answers an error where a plain access would end the process: the
-/// simulated device must not crash the program, as a real one does not.
+/// The kernel does the copy and returns an error where a plain access would crash the process: a real device does not crash
+/// it either.
 pub fn transfer(direction: Direction, ours: *mut u8, theirs: Address, bytes: usize) -> Outcome {
     let mut done = 0;
     while done < bytes {
         let local = libc::iovec { iov_base: ours.wrapping_add(done).cast(), iov_len: bytes - done };
         let remote = libc::iovec { iov_base: (theirs as usize + done) as *mut _, iov_len: bytes - done };
-        // SAFETY: our side is memory that the caller owns; the kernel checks the other.
+        // SAFETY: our side is owned by the caller; the kernel checks the other.
         let moved = unsafe {
             let process = libc::getpid();
             match direction {
@@ -215,10 +214,10 @@ pub fn transfer(direction: Direction, ours: *mut u8, theirs: Address, bytes: usi
                 if !matches!(reason, Some(libc::EPERM | libc::ENOSYS)) {
                     return Err(ILLEGAL_ADDRESS);
                 }
-                // Some sandboxes forbid the call even on oneself: then unchecked, as a last resort.
+                // Some sandboxes forbid this call even on oneself. Fall back to an unchecked copy.
                 let theirs = (theirs as usize + done) as *mut u8;
                 let ours = ours.wrapping_add(done);
-                // SAFETY: as good as the program's own copy of these bytes would be.
+                // SAFETY: as safe as the program's own access to these bytes.
                 unsafe {
                     match direction {
                         Direction::FromHost => std::ptr::copy(theirs, ours, bytes - done),

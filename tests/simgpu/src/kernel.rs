@@ -1,6 +1,6 @@
-//! Modules, functions and launches, for the kernels that are known here by name: the digest of
-//! `src/backup/digest/kernel.cu` and the copy of `src/backup/copier/kernel.cu`. A program gives its PTX,
-//! as to a driver; what runs in its place is written here once more, step by step as the kernel does it.
+//! Modules, functions and launches of known kernels: the digest of `src/backup/digest/kernel.cu` and the copy of
+//! `src/backup/copier/kernel.cu`. Programs load their PTX, as with a real driver; what runs is a reimplementation here that
+//! follows the kernel step by step.
 
 use crate::abi::{Address, Handle, In, Out};
 use crate::codes::{ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, MISALIGNED_ADDRESS, NOT_FOUND, NOT_SUPPORTED, Outcome};
@@ -16,7 +16,7 @@ use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A kernel that is known.
+/// A known kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kernel {
     Digest,
@@ -32,7 +32,7 @@ impl Kernel {
         }
     }
 
-    /// Of a block: what the kernel is written for; the driver itself would take fewer.
+    /// Threads per block: what the kernel is written for, although the driver itself would accept fewer.
     fn threads(self) -> u32 {
         match self {
             Self::Digest => THREADS as u32,
@@ -47,33 +47,33 @@ struct Module {
     text: String,
 }
 
-/// The modules and functions of this process.
+/// This process's modules and functions.
 #[derive(Debug, Default)]
 pub struct Modules {
     modules: HashMap<Handle, Module>,
-    /// Functions: which kernel each is, and the module that it is in.
+    /// By function handle, the kernel and its module.
     functions: HashMap<Handle, (Kernel, Handle)>,
 }
 
 impl Modules {
-    /// Drops the modules of a context that ends.
+    /// Drops the modules of a destroyed context.
     pub fn forget_context(&mut self, context: Handle) {
         self.modules.retain(|_, module| module.context != context);
     }
 
-    /// How many modules are loaded.
+    /// Number of loaded modules.
     pub fn live(&self) -> usize {
         self.modules.len()
     }
 
-    /// Which kernel a function is, and in which context.
+    /// A function's kernel and context.
     fn function(&self, function: Handle) -> Option<(Kernel, Handle)> {
         let (kernel, home) = self.functions.get(&function)?;
         Some((*kernel, self.modules.get(home)?.context))
     }
 }
 
-/// `cuModuleLoadData`, of PTX only.
+/// `cuModuleLoadData`, for PTX only.
 pub fn load(module: Out<Handle>, image: In<c_char>) -> Outcome {
     module.required()?;
     let text = image.text().map_err(|_| INVALID_IMAGE)?;
@@ -93,7 +93,7 @@ pub fn unload(module: Handle) -> Outcome {
     modules.modules.remove(&module).map(drop).ok_or(INVALID_HANDLE)
 }
 
-/// `cuModuleGetFunction`: an entry that the module has but that is not known here is "not supported".
+/// `cuModuleGetFunction`: an entry point that exists in the module but is not a known kernel is "not supported".
 pub fn get_function(function: Out<Handle>, module: Handle, name: In<c_char>) -> Outcome {
     function.required()?;
     let name = name.text()?;
@@ -108,7 +108,7 @@ pub fn get_function(function: Out<Handle>, module: Handle, name: In<c_char>) -> 
     function.put(handle)
 }
 
-/// `cuLaunchKernel`: reads the arguments before it returns. Addresses are the launched work's business.
+/// `cuLaunchKernel`: reads the arguments before it returns. Addresses are checked when the kernel runs.
 pub fn launch(
     function: Handle,
     blocks: [u32; 3],
@@ -146,14 +146,14 @@ fn arguments_of(arguments: In<*const c_void>, count: usize) -> Outcome<Vec<*cons
 /// A launch of a known kernel.
 #[derive(Clone, Debug)]
 pub enum Launch {
-    /// Of the digest.
+    /// The digest.
     Digest(Digests),
-    /// Of the copy.
+    /// The copy.
     Copy(Copy),
 }
 
 impl Launch {
-    /// Runs it. As for copies: the memory must stay where it is from the beginning to the end.
+    /// Runs the kernel. As for copies, the memory must stay mapped from start to end.
     pub fn run(&self, context: &Context, delay: Duration) -> Outcome {
         match self {
             Self::Digest(launch) => launch.run(context, delay),
@@ -162,7 +162,7 @@ impl Launch {
     }
 }
 
-/// One launch of the copy.
+/// A launch of the copy.
 #[derive(Clone, Debug)]
 pub struct Copy {
     from: Address,
@@ -188,7 +188,7 @@ impl Copy {
             return Err(MISALIGNED_ADDRESS);
         }
         let state = state();
-        // Kernels reach no host memory but what the driver knows.
+        // Kernels can access only pinned host memory.
         let (base, bytes) = state.host.find(self.from).ok_or(ILLEGAL_ADDRESS)?;
         if self.from + self.bytes as u64 > base + bytes as u64 {
             return Err(ILLEGAL_ADDRESS);
@@ -215,7 +215,7 @@ impl Copy {
     }
 }
 
-/// One launch of the digest.
+/// A launch of the digest.
 #[derive(Clone, Debug)]
 pub struct Digests {
     key: Arc<Key>,
@@ -224,7 +224,7 @@ pub struct Digests {
     count: usize,
 }
 
-/// The memory that a launch works on, as it is found at some moment.
+/// The memory of a launch, looked up at one moment.
 struct Found {
     addresses: Vec<Piece>,
     contents: Vec<Vec<Piece>>,
@@ -287,11 +287,11 @@ impl Digests {
     }
 }
 
-/// The bytes of pieces, one after another.
+/// Reads consecutive pieces.
 fn gather(pieces: &[Piece]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for piece in pieces {
-        // SAFETY: a part of a backing that the piece keeps alive.
+        // SAFETY: part of a backing that the piece keeps alive.
         bytes.extend_from_slice(unsafe { slice::from_raw_parts(piece.physical.backing.at(piece.offset), piece.bytes) });
     }
     bytes
@@ -300,7 +300,7 @@ fn gather(pieces: &[Piece]) -> Vec<u8> {
 fn scatter(mut bytes: &[u8], pieces: &[Piece]) {
     for piece in pieces {
         let (part, rest) = bytes.split_at(piece.bytes);
-        // SAFETY: into a part of a backing that the piece keeps alive.
+        // SAFETY: writes to part of a backing that the piece keeps alive.
         unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), piece.physical.backing.at(piece.offset), part.len()) };
         bytes = rest;
     }
@@ -313,7 +313,7 @@ const SUMS: usize = 2;
 const PIECE: usize = 16 * VECTORS * GROUPS * THREADS;
 const PRIME: u64 = (1 << 61) - 1;
 
-/// As in the kernel's parameters.
+/// The kernel's parameters.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Key {
@@ -327,7 +327,7 @@ struct Half {
     point: u64,
 }
 
-/// The kernel's arithmetic, without its last reduction: results are up to 2^61 + 2.
+/// The kernel's arithmetic, without the final reduction: results are up to 2^61 + 2.
 fn step(value: u64, point: u64, next: u64) -> u64 {
     let product = u128::from(value) * u128::from(point);
     let sum = (product as u64 & PRIME) + (product >> 61) as u64 + (next & PRIME) + (next >> 61);
@@ -335,7 +335,7 @@ fn step(value: u64, point: u64, next: u64) -> u64 {
 }
 
 impl Half {
-    /// One thread's part of a piece.
+    /// One thread's share of a piece.
     fn thread(&self, piece: &[u8], thread: usize) -> u64 {
         let mut value = 0;
         for group in 0..GROUPS {
@@ -374,7 +374,7 @@ impl Half {
 mod tests {
     use super::*;
 
-    /// What the kernel relies on, at the borders of what it meets.
+    /// The bounds that the kernel relies on, at its extreme inputs.
     #[test]
     fn steps_are_right_and_stay_small() {
         let small = [0, 1, 2, PRIME - 1, PRIME, PRIME + 1, PRIME + 3];

@@ -1,30 +1,29 @@
-//! A simulated GPU: this library stands in for `libcuda.so.1`, and for the part of
-//! `libnvidia-ml.so.1` that tells who uses a device's memory. Programs that allocate, copy, capture
-//! and replay run on it unchanged on a machine without a GPU, and it enforces what the driver
-//! enforces.
+//! A simulated GPU. This library stands in for `libcuda.so.1` and for the part of `libnvidia-ml.so.1` that reports memory
+//! use. It runs programs that allocate, copy, capture and replay, unchanged, on a machine without a GPU, and enforces the
+//! driver's rules.
 //!
-//! # The way of a call
-//! Every exported function is an entry of the table in [`exports`]: its name, its arguments, what it
-//! needs and where it goes. [`driver::call`] counts it ([`faults`]), lets an injected fault happen,
-//! checks what it needs (`cuInit`, a context, no capture in the way) and hands it on:
+//! # The path of a call
+//! Every exported function is an entry in the table in [`exports`]: its name, its arguments, its requirements and its
+//! implementation. [`driver::call`] counts the call, applies injected faults ([`faults`]), checks the requirements
+//! (`cuInit`, a context, no conflicting capture) and calls the implementation:
 //!
-//! - [`device`]: what the devices are and can do;
+//! - [`device`]: devices and their attributes;
 //! - [`context`]: primary and other contexts, one current per thread, sticky errors;
-//! - [`vmm`]: reservations, physical memory, mappings and access; also the ground of plain memory;
-//! - [`memory`]: `cuMemAlloc` and its kin, pointer attributes; [`pool`]: memory pools;
+//! - [`vmm`]: reservations, physical memory, mappings and access; plain memory builds on it;
+//! - [`memory`]: the `cuMemAlloc` family, pointer attributes; [`pool`]: memory pools;
 //! - [`host`]: pinned and registered host memory;
-//! - [`kernel`]: modules and launches, of the kernels that are known here;
-//! - [`stream`]: streams, events, and what waits for what; [`mod@copy`]: what streams do;
-//! - [`capture`] and [`graph`]: operations that are kept, and run again;
+//! - [`kernel`]: modules and launches of known kernels;
+//! - [`stream`]: streams, events and synchronisation; [`mod@copy`]: stream operations;
+//! - [`capture`] and [`graph`]: operations that are recorded and replayed;
 //! - [`nvml`]: the monitoring functions.
 //!
-//! What the process has is one [`driver::State`] under one lock. What all processes of a simulated
-//! machine share is how much of each device's capacity is taken, and by whom: [`machine`].
+//! All per-process state is one [`driver::State`] under one lock. The processes on a simulated machine share only the use of
+//! each device's capacity: [`machine`].
 //!
-//! Outside of CUDA's interface there are the environment ([`settings`]) and, for tests, the
-//! functions of [`control`].
+//! Outside of CUDA's interface there are only environment variables ([`settings`]) and, for tests, the functions in
+//! [`control`].
 
-// Functions are called, and take what they take, as CUDA has it.
+// Names and signatures are CUDA's.
 #![allow(non_snake_case, clippy::too_many_arguments, clippy::needless_pass_by_value, clippy::cast_lossless)]
 
 pub mod abi;

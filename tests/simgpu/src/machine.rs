@@ -1,14 +1,12 @@
 //! The simulated machine: the devices' capacity, shared by all processes that use its directory.
 //!
-//! The state is one file, mapped by every process, with a slot per process: who it is and how many
-//! bytes it uses on each device. A slot belongs to a living process as long as that process holds
-//! the POSIX record lock on the slot's byte. The kernel drops the lock when the process dies, by
-//! whatever signal, so a killed process gives its memory back as it does on a real GPU; and a
-//! forked child does not inherit the lock, so it owns nothing of its parent's.
+//! The state is one file that every process maps, with a slot per process: its identity and the bytes that it uses on each
+//! device. A slot belongs to a live process while that process holds the POSIX record lock on the slot's byte. The kernel
+//! drops the lock when the process dies, however it dies, so a killed process releases its memory as on a real GPU. A forked
+//! child does not inherit the lock, so it owns nothing of its parent's.
 //!
-//! POSIX locks are per process, and closing any descriptor of the file drops them all. So a process
-//! opens the file once and never closes it, and threads of one process exclude each other with a
-//! mutex in addition.
+//! POSIX locks are per process, and closing any descriptor of the file drops them all. So a process opens the file once and
+//! never closes it, and its threads also exclude each other with a mutex.
 
 use crate::settings::Settings;
 use std::fs::File;
@@ -18,14 +16,14 @@ use std::path::Path;
 use std::sync::atomic::{AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// How many devices a machine has at most.
+/// The most devices a machine can have.
 pub const MAX_DEVICES: usize = 8;
 const SLOTS: usize = 512;
 const COMMAND: usize = 64;
-/// Changes with the layout of [`Shared`], so that two versions do not share a machine.
+/// Changes with the layout of [`Shared`], so that different versions do not share a machine.
 const MAGIC: u64 = 0x7369_6d67_7075_0001;
-/// The byte whose lock is held while capacity is handed out; the slots' bytes follow it. Record
-/// locks are on positions, not on contents: nothing needs to lie there.
+/// The byte that is locked while capacity is handed out; the slots' bytes follow it. Record locks apply to offsets, so the
+/// file need not have a byte there.
 const DOOR: i64 = 1 << 40;
 
 #[repr(C)]
@@ -33,7 +31,7 @@ struct Slot {
     pid: AtomicU32,
     reserved: AtomicU32,
     used: [AtomicU64; MAX_DEVICES],
-    /// What a test pretends that somebody else uses.
+    /// Bytes that a test pretends another process uses.
     occupied: [AtomicU64; MAX_DEVICES],
     command: [AtomicU8; COMMAND],
 }
@@ -46,27 +44,27 @@ struct Shared {
     slots: [Slot; SLOTS],
 }
 
-/// One process's share of a device, as the monitoring calls show it.
+/// A process's use of the devices, as NVML reports it.
 #[derive(Clone, Debug)]
 pub struct Tenant {
-    /// The process.
+    /// Process id.
     pub pid: u32,
-    /// The program's name.
+    /// Program name.
     pub command: String,
-    /// Bytes used on each device.
+    /// Bytes used, by device.
     pub used: [u64; MAX_DEVICES],
 }
 
-/// A simulated machine that this process has opened.
+/// A simulated machine, opened by this process.
 #[derive(Debug)]
 pub struct Machine {
     file: File,
     shared: &'static Shared,
-    /// Excludes the threads of this process; the record lock excludes the others.
+    /// Excludes other threads of this process; the record lock excludes other processes.
     door: Mutex<()>,
-    /// This process's slot, or -1 while it has none.
+    /// This process's slot, or -1 if it has none.
     slot: AtomicI64,
-    /// Whose slot that is: not a forked child's.
+    /// The process that owns that slot: a forked child does not.
     owner: AtomicU32,
 }
 
@@ -88,8 +86,8 @@ impl Drop for Door<'_> {
 }
 
 impl Machine {
-    /// Opens the machine that the settings name, creating it where it does not exist yet. The one
-    /// who creates it decides how many devices it has and how large they are.
+    /// Opens the machine named by the settings, or creates it. Whoever creates it decides the number and size of its
+    /// devices.
     pub fn open(settings: &Settings) -> io::Result<Self> {
         let file = match &settings.directory {
             Some(directory) => {
@@ -97,7 +95,7 @@ impl Machine {
                 File::options().read(true).write(true).create(true).truncate(false).open(directory.join("machine"))?
             }
             None => {
-                // SAFETY: the name is a C string; the descriptor is new and becomes the file's.
+                // SAFETY: the name is a C string; the new descriptor is owned by the `File`.
                 unsafe {
                     let descriptor = libc::memfd_create(c"simgpu-machine".as_ptr(), libc::MFD_CLOEXEC);
                     if descriptor < 0 {
@@ -107,7 +105,7 @@ impl Machine {
                 }
             }
         };
-        // Growing an existing file to the size that it has changes nothing; it must not shrink.
+        // Setting an existing file's size to the same value changes nothing; the file must not shrink.
         if file.metadata()?.len() < size_of::<Shared>() as u64 {
             file.set_len(size_of::<Shared>() as u64)?;
         }
@@ -122,7 +120,7 @@ impl Machine {
         machine.checked()
     }
 
-    /// Opens an existing machine to look at it, without taking part in it.
+    /// Opens an existing machine read-only for inspection, without joining it.
     pub fn look(directory: &Path) -> io::Result<Self> {
         let file = File::options().read(true).write(true).open(directory.join("machine"))?;
         if file.metadata()?.len() < size_of::<Shared>() as u64 {
@@ -132,7 +130,8 @@ impl Machine {
     }
 
     fn map(file: File) -> io::Result<Self> {
-        // SAFETY: a fresh shared mapping of a file that is at least this long; it is never
+        // SAFETY: a new shared mapping of a file that is at least this long. It is never unmapped, and everything in it is
+        // atomic.
         // unmapped, and everything in it is atomic.
         let shared = unsafe {
             let address = libc::mmap(
@@ -159,7 +158,7 @@ impl Machine {
         }
     }
 
-    /// How many devices there are.
+    /// Number of devices.
     pub fn devices(&self) -> usize {
         (self.shared.devices.load(Ordering::Relaxed) as usize).min(MAX_DEVICES)
     }
@@ -169,7 +168,7 @@ impl Machine {
         self.shared.memory.load(Ordering::Relaxed)
     }
 
-    /// Bytes of a device in use, by whomever.
+    /// Bytes of a device in use by all processes.
     pub fn used(&self, device: usize) -> u64 {
         self.living()
             .map(|(_, slot)| slot.used[device].load(Ordering::Relaxed) + slot.occupied[device].load(Ordering::Relaxed))
@@ -177,12 +176,12 @@ impl Machine {
             .min(self.memory())
     }
 
-    /// Bytes of a device that this process uses.
+    /// Bytes of a device in use by this process.
     pub fn used_here(&self, device: usize) -> u64 {
         self.own().map_or(0, |slot| slot.used[device].load(Ordering::Relaxed))
     }
 
-    /// The living processes that use, or could use, a device.
+    /// The live processes that have joined the machine.
     pub fn tenants(&self) -> Vec<Tenant> {
         self.living()
             .map(|(_, slot)| Tenant {
@@ -198,13 +197,13 @@ impl Machine {
             .collect()
     }
 
-    /// Makes this process one of the machine's; `false` where the machine has no slot left.
+    /// Joins the machine; `false` if it has no free slot.
     pub fn join(&self) -> bool {
         let _door = self.enter();
         self.claim().is_some()
     }
 
-    /// Takes capacity of a device; `false` where there is not so much left.
+    /// Takes capacity of a device; `false` if too little is left.
     pub fn take(&self, device: usize, bytes: u64) -> bool {
         let _door = self.enter();
         let Some(slot) = self.claim() else { return false };
@@ -215,14 +214,14 @@ impl Machine {
         true
     }
 
-    /// Gives capacity back.
+    /// Releases capacity.
     pub fn give(&self, device: usize, bytes: u64) {
         if let Some(slot) = self.own() {
             slot.used[device].fetch_sub(bytes, Ordering::Relaxed);
         }
     }
 
-    /// Pretends that somebody else uses so many bytes of a device, as long as this process lives.
+    /// Pretends that another process uses this many bytes of a device, while this process lives.
     pub fn occupy(&self, device: usize, bytes: u64) {
         let _door = self.enter();
         if let Some(slot) = self.claim() {
@@ -236,7 +235,7 @@ impl Machine {
         Door { machine: self, _threads: threads }
     }
 
-    /// This process's slot, claimed at the first call. Behind the door only.
+    /// This process's slot, claimed at the first call. The caller must hold the lock.
     fn claim(&self) -> Option<&Slot> {
         if let Some(slot) = self.own() {
             return Some(slot);
@@ -268,7 +267,7 @@ impl Machine {
         let own = self.own().map(std::ptr::from_ref);
         self.shared.slots.iter().enumerate().filter(move |&(index, slot)| {
             slot.pid.load(Ordering::Acquire) != 0
-                // A process does not see its own locks, it knows its slot.
+                // A process cannot see its own locks, but it knows its slot.
                 && (own == Some(std::ptr::from_ref(slot)) || self.is_locked(index))
         })
     }

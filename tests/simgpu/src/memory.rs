@@ -1,4 +1,4 @@
-//! Plain device memory: `cuMemAlloc` and its kin, and what pointers say about themselves.
+//! Plain device memory: the `cuMemAlloc` family, and pointer attributes.
 
 use crate::abi::{Address, Handle, In, IpcHandle, Out};
 use crate::codes::{INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
@@ -35,7 +35,7 @@ pub fn allocate_pitch(pointer: Out<Address>, pitch: Out<usize>, width: usize, he
     pitch.put(row)
 }
 
-/// `cuMemAllocManaged`. The simulated device has no page migration: the memory counts in full.
+/// `cuMemAllocManaged`. Page migration is not simulated: all of the memory counts as device memory.
 pub fn allocate_managed(pointer: Out<Address>, bytes: usize, flags: u32) -> Outcome {
     pointer.required()?;
     if bytes == 0 || !matches!(flags, 1 | 2) {
@@ -47,7 +47,7 @@ pub fn allocate_managed(pointer: Out<Address>, bytes: usize, flags: u32) -> Outc
     pointer.put(address)
 }
 
-/// `cuMemFree`: waits for the work of the allocation's context first, and leaves captures alone.
+/// `cuMemFree`: first waits for the work of the allocation's context, without disturbing captures.
 pub fn free(address: Address) -> Outcome {
     if address == 0 {
         return context::current().map(drop);
@@ -64,7 +64,7 @@ pub fn free(address: Address) -> Outcome {
     if state().space.release_plain(address) { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
-/// `cuMemAllocAsync`: the memory is there at once, which a stream cannot tell from "in order".
+/// `cuMemAllocAsync`: allocates at once, which a stream cannot distinguish from stream order.
 pub fn allocate_async(pointer: Out<Address>, bytes: usize, stream: Handle) -> Outcome {
     pointer.required()?;
     if bytes == 0 {
@@ -72,7 +72,7 @@ pub fn allocate_async(pointer: Out<Address>, bytes: usize, stream: Handle) -> Ou
     }
     let mut state = state();
     let stream = stream::find(&mut state, stream)?;
-    // Allocation nodes of graphs are not simulated.
+    // Allocation nodes are not simulated.
     state.captures.refuse(stream.handle)?;
     let purpose = Purpose::Plain { context: stream.context.handle, pooled: true };
     let address = state.space.allocate(bytes, stream.context.device, purpose)?;
@@ -85,7 +85,7 @@ pub fn allocate_from_pool(pointer: Out<Address>, bytes: usize, pool: Handle, str
     allocate_async(pointer, bytes, stream)
 }
 
-/// `cuMemFreeAsync`: the memory goes when the stream comes to it.
+/// `cuMemFreeAsync`: frees in stream order.
 pub fn free_async(address: Address, stream: Handle) -> Outcome {
     let mut state = state();
     let stream = stream::find(&mut state, stream)?;
@@ -110,7 +110,7 @@ pub fn address_range(base: Out<Address>, bytes: Out<usize>, address: Address) ->
     Ok(())
 }
 
-/// `cuIpcGetMemHandle`: for memory of `cuMemAlloc` only, as the driver has it.
+/// `cuIpcGetMemHandle`: only for `cuMemAlloc` memory, like the driver.
 pub fn ipc_get(handle: Out<IpcHandle>, address: Address) -> Outcome {
     let state = state();
     match state.space.find(address) {
@@ -125,12 +125,12 @@ pub fn ipc_get(handle: Out<IpcHandle>, address: Address) -> Outcome {
     }
 }
 
-/// Calls that share memory between processes, which is not simulated.
+/// Interprocess sharing is not simulated.
 pub fn sharing() -> Outcome {
     Err(NOT_SUPPORTED)
 }
 
-/// `CUpointer_attribute`, those that are answered.
+/// The supported values of `CUpointer_attribute`.
 mod attribute {
     pub const CONTEXT: i32 = 1;
     pub const MEMORY_TYPE: i32 = 2;
@@ -149,13 +149,13 @@ mod attribute {
     pub const MAPPING_BASE_ADDR: i32 = 19;
 }
 
-/// What an attribute's value is as C sees it: some are 4 bytes, some 8.
+/// An attribute's value in C: 4 bytes or 8.
 enum Value {
     Wide(u64),
     Narrow(u32),
 }
 
-/// An attribute of a pointer; `None` where the driver does not know the pointer.
+/// A pointer attribute; `None` if the driver does not know the pointer.
 fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>> {
     use Value::{Narrow, Wide};
     let device = state.space.find(address);
@@ -178,7 +178,7 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
         attribute::HOST_POINTER if host.is_some() || managed => Wide(address),
         attribute::HOST_POINTER => return Ok(None),
         attribute::SYNC_MEMOPS => Narrow(0),
-        // Of virtual memory: the whole reservation.
+        // For virtual memory, the whole reservation.
         attribute::BUFFER_ID => Wide(id),
         attribute::RANGE_START => Wide(start),
         attribute::MAPPING_BASE_ADDR => Wide(base),
@@ -194,7 +194,7 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
 }
 
 fn store(data: *mut c_void, value: Value) -> Outcome {
-    // SAFETY: CUDA's contract: the caller's room fits the attribute.
+    // SAFETY: CUDA's contract: the caller's buffer fits the attribute.
     unsafe {
         match value {
             _ if data.is_null() => return Err(INVALID_VALUE),
@@ -210,8 +210,8 @@ pub fn pointer_attribute(data: *mut c_void, which: i32, address: Address) -> Out
     store(data, look_up(&state(), which, address)?.ok_or(INVALID_VALUE)?)
 }
 
-/// `cuPointerGetAttributes`: "will not return `CUDA_ERROR_INVALID_VALUE` for an unknown pointer", the
-/// attributes are zero then.
+/// `cuPointerGetAttributes`: "will not return `CUDA_ERROR_INVALID_VALUE` for an unknown pointer"; the attributes are zero
+/// then.
 pub fn pointer_attributes(count: u32, which: In<i32>, data: In<*mut c_void>, address: Address) -> Outcome {
     let which = which.get_all(count as usize)?;
     let data = data.get_all(count as usize)?;

@@ -1,6 +1,6 @@
-//! The few NVML functions with which programs ask who uses the memory of a device.
+//! The NVML functions that report the memory use of processes.
 //!
-//! They look at the machine alone and work without `cuInit`, as the real library's do.
+//! Like the real library, they work without `cuInit`: they need only the machine.
 
 use crate::abi::{In, NvmlMemory, NvmlProcess, Out};
 use crate::device;
@@ -9,7 +9,7 @@ use crate::machine::Machine;
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::{AtomicI64, Ordering};
 
-/// `nvmlReturn_t`, the ones that are answered.
+/// The `nvmlReturn_t` values in use.
 pub mod returns {
     /// `NVML_ERROR_UNINITIALIZED`.
     pub const UNINITIALIZED: u32 = 1;
@@ -24,7 +24,7 @@ pub mod returns {
 }
 use returns::{DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, UNINITIALIZED};
 
-/// A device's handle: recognisable, never followed.
+/// A device handle: recognisable, never dereferenced.
 pub type Device = u64;
 const FIRST: Device = 0x4e56_4d4c_0000_0000;
 
@@ -49,7 +49,7 @@ fn put<T>(out: Out<T>, value: T) -> Result<(), u32> {
 
 /// `nvmlInit_v2`.
 pub fn init() -> Result<(), u32> {
-    // Looks like a machine without a driver where there is none to open.
+    // If the machine cannot be opened, report that no driver is loaded.
     machine().map_err(|_| DRIVER_NOT_LOADED)?;
     let _ = settings();
     USERS.fetch_add(1, Ordering::Relaxed);
@@ -84,7 +84,7 @@ pub fn by_pci_bus_id(text: In<c_char>, device: Out<Device>) -> Result<(), u32> {
     put(device, FIRST + found as u64)
 }
 
-/// `nvmlDeviceGetHandleByUUID`: with or without "GPU-" before it.
+/// `nvmlDeviceGetHandleByUUID`, with or without the prefix "GPU-".
 pub fn by_uuid(text: In<c_char>, device: Out<Device>) -> Result<(), u32> {
     let devices = opened()?.devices();
     let text = text.text().map_err(|_| INVALID_ARGUMENT)?;

@@ -1,4 +1,4 @@
-//! Memory pools: names to allocate under. The simulated pool keeps nothing back.
+//! Memory pools. The simulated pools cache nothing.
 
 use crate::abi::{Handle, In, LOCATION_DEVICE, Location, Out};
 use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
@@ -6,7 +6,7 @@ use crate::driver::{self, state};
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-/// The beginning of `CUmemPoolProps`, all that is read of it.
+/// The beginning of `CUmemPoolProps`, the part that is used.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PoolProps {
@@ -15,7 +15,7 @@ pub struct PoolProps {
     location: Location,
 }
 
-/// The pools of this process.
+/// This process's pools.
 #[derive(Debug, Default)]
 pub struct Pools {
     created: HashMap<Handle, usize>,
@@ -23,7 +23,7 @@ pub struct Pools {
 }
 
 impl Pools {
-    /// The device that a pool's memory lies on.
+    /// A pool's device.
     pub fn device(&self, pool: Handle) -> Outcome<usize> {
         self.created
             .get(&pool)
@@ -49,23 +49,23 @@ pub fn create(pool: Out<Handle>, props: In<PoolProps>) -> Outcome {
     pool.put(handle)
 }
 
-/// `cuMemPoolDestroy`: not of a default pool.
+/// `cuMemPoolDestroy`: fails for a default pool.
 pub fn destroy(pool: Handle) -> Outcome {
     state().pools.created.remove(&pool).map(drop).ok_or(INVALID_VALUE)
 }
 
-/// `cuDeviceGetDefaultMemPool`, and `cuDeviceGetMemPool`: it cannot be replaced here.
+/// `cuDeviceGetDefaultMemPool` and `cuDeviceGetMemPool`: the current pool is always the default one.
 pub fn default(pool: Out<Handle>, device: i32) -> Outcome {
     let device = driver::device(device)?;
     pool.put(*state().pools.default.entry(device).or_insert_with(driver::new_handle))
 }
 
-/// `cuMemPoolTrimTo`: there is never anything to trim.
+/// `cuMemPoolTrimTo`: a no-op.
 pub fn trim(pool: Handle) -> Outcome {
     state().pools.device(pool).map(drop)
 }
 
-/// `cuMemPoolSetAttribute`: accepted, without effect.
+/// `cuMemPoolSetAttribute`: accepted without effect.
 pub fn set_attribute(pool: Handle, _attribute: u32, value: *mut c_void) -> Outcome {
     state().pools.device(pool)?;
     if value.is_null() { Err(INVALID_VALUE) } else { Ok(()) }

@@ -1,30 +1,30 @@
-//! Every environment variable, read once. The table for users is in this crate's README.
+//! The environment variables, read once. This crate's README documents them.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// What the environment says about the simulated machine and this process on it.
+/// The settings of the simulated machine and of this process.
 #[derive(Debug)]
 pub struct Settings {
-    /// `SIMGPU_DIR`: where the machine's shared state lies; none: a machine of this process alone.
+    /// `SIMGPU_DIR`: the directory of the machine's shared state; if unset, the machine is private to this process.
     pub directory: Option<PathBuf>,
     /// `SIMGPU_DEVICES`.
     pub devices: usize,
     /// `SIMGPU_MEMORY`: bytes of each device.
     pub memory: u64,
-    /// `SIMGPU_OP_DELAY_MS`: how long each stream operation takes at least.
+    /// `SIMGPU_OP_DELAY_MS`: the minimum duration of every stream operation.
     pub delay_ms: u64,
-    /// `SIMGPU_FAIL`: the faults to inject, not yet taken apart.
+    /// `SIMGPU_FAIL`: the faults to inject, unparsed.
     pub faults: String,
-    /// `SIMGPU_NO_VMM`: the devices know no virtual memory management.
+    /// `SIMGPU_NO_VMM`: the devices lack virtual memory management.
     pub no_vmm: bool,
-    /// `SIMGPU_CONTEXT_BYTES`: device memory that a primary context takes.
+    /// `SIMGPU_CONTEXT_BYTES`: device memory taken by a primary context.
     pub context_bytes: u64,
-    /// `SIMGPU_END_MS`: how long the driver takes to end with the process, and abort it if it is called meanwhile or later.
+    /// `SIMGPU_END_MS`: how long the driver's shutdown takes at exit. If set, calls during or after it abort the process.
     pub end_ms: Option<u64>,
 }
 
-/// The settings, read from the environment at the first use.
+/// The settings, read from the environment at first use.
 pub fn get() -> &'static Settings {
     static SETTINGS: OnceLock<Settings> = OnceLock::new();
     SETTINGS.get_or_init(|| {
@@ -52,7 +52,7 @@ pub fn get() -> &'static Settings {
     })
 }
 
-/// A number of bytes with an optional K, M, G or T (powers of 1024).
+/// Parses bytes with an optional K, M, G or T (powers of 1024).
 pub fn bytes(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());

@@ -1,9 +1,8 @@
 //! Streams and events.
 //!
-//! Every operation has a ticket that is done when the operation is, and names the tickets that it
-//! waits for. The order within a stream, the legacy stream's order with the blocking streams, events
-//! and synchronisation are all the same thing: waiting for tickets that were issued earlier, so
-//! nothing can wait in a circle.
+//! Every operation has a ticket that is punched when it finishes, and lists the tickets that it waits for. The order within
+//! a stream, the legacy stream's order with blocking streams, events and synchronisation are all the same mechanism: waiting
+//! for tickets issued earlier, which rules out cycles.
 
 use crate::abi::{Address, Handle, HostFunction, Out};
 use crate::capture::{self, Captures};
@@ -19,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// `CU_STREAM_LEGACY`, and 0 where a call's name does not say otherwise.
+/// `CU_STREAM_LEGACY`; handle 0 means the same unless the function's name says otherwise.
 pub const LEGACY: Handle = 1;
 /// `CU_STREAM_PER_THREAD`.
 pub const PER_THREAD: Handle = 2;
@@ -27,15 +26,15 @@ pub const PER_THREAD: Handle = 2;
 const NON_BLOCKING: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: u32 = 2;
-/// How long a stream's thread waits for more work before it ends.
+/// How long an idle stream's thread waits for more work before it ends.
 const IDLE: Duration = Duration::from_millis(500);
 
-/// Turns the default stream of the calls whose names end in `_ptsz` or `_ptds`.
+/// Maps the default stream for calls whose names end in `_ptsz` or `_ptds`.
 pub fn per_thread(stream: Handle) -> Handle {
     if stream == 0 { PER_THREAD } else { stream }
 }
 
-/// Done once, for ever.
+/// Becomes done once and stays done.
 #[derive(Debug, Default)]
 pub struct Ticket {
     done: Mutex<Option<Instant>>,
@@ -47,7 +46,7 @@ impl Ticket {
         self.done.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// When it was done.
+    /// When it was done, if it is.
     pub fn done(&self) -> Option<Instant> {
         *self.lock()
     }
@@ -89,9 +88,9 @@ struct Queue {
 /// One stream.
 #[derive(Debug)]
 pub struct Stream {
-    /// What it is called here: default streams have handles of their own, too.
+    /// The handle used internally: default streams have one of their own, too.
     pub handle: Handle,
-    /// Where it belongs.
+    /// The context that it belongs to.
     pub context: Arc<Context>,
     kind: Kind,
     flags: u32,
@@ -122,17 +121,17 @@ impl Stream {
         })
     }
 
-    /// Whether it is the legacy default stream.
+    /// Whether this is the legacy default stream.
     pub fn is_legacy(&self) -> bool {
         self.kind == Kind::Legacy
     }
 
-    /// Whether the legacy stream and this one wait for each other.
+    /// Whether this stream and the legacy stream wait for each other.
     pub fn is_blocking(&self) -> bool {
         self.kind == Kind::Blocking
     }
 
-    /// The ticket of the last operation, while it is not done.
+    /// The ticket of the last operation, if unfinished.
     fn unfinished(&self) -> Option<Arc<Ticket>> {
         let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
         tail.as_ref().filter(|ticket| ticket.done().is_none()).map(Arc::clone)
@@ -174,9 +173,9 @@ impl Stream {
     }
 }
 
-/// Starts a stream's thread. The program's signals are none of its business.
+/// Starts a stream's thread, with all signals blocked.
 fn start_worker(stream: Arc<Stream>) -> Outcome {
-    // SAFETY: signal sets of zeros are valid, and the calls fill them.
+    // SAFETY: zeroed signal sets are valid, and the calls fill them.
     let before = unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         let mut before: libc::sigset_t = std::mem::zeroed();
@@ -185,7 +184,7 @@ fn start_worker(stream: Arc<Stream>) -> Outcome {
         before
     };
     let started = std::thread::Builder::new().name("simgpu-stream".to_owned()).spawn(move || stream.work());
-    // SAFETY: the set is the one that the thread had.
+    // SAFETY: the set is this thread's previous mask.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
     started.map(drop).map_err(|_| OPERATING_SYSTEM)
 }
@@ -198,13 +197,13 @@ struct Event {
     captured: Option<capture::Recorded>,
 }
 
-/// The streams and events of this process.
+/// This process's streams and events.
 #[derive(Debug, Default)]
 pub struct Streams {
     created: HashMap<Handle, Arc<Stream>>,
-    /// Default streams by context and thread; thread 0 has the legacy stream.
+    /// Default streams by context and thread; the legacy stream is under thread 0.
     defaults: HashMap<(Handle, u64), Arc<Stream>>,
-    /// What destroyed streams still have to do.
+    /// Unfinished work of destroyed streams.
     left_over: Vec<(Handle, Arc<Ticket>)>,
     events: HashMap<Handle, Event>,
 }
@@ -214,7 +213,7 @@ impl Streams {
         self.created.values().chain(self.defaults.values())
     }
 
-    /// The tickets to wait for until a context has nothing left to do.
+    /// The tickets to wait for until a context is idle.
     pub fn pending(&self, context: Handle) -> Vec<Arc<Ticket>> {
         self.all()
             .filter(|stream| stream.context.handle == context)
@@ -223,8 +222,8 @@ impl Streams {
             .collect()
     }
 
-    /// What is still to be done before a stream counts as done: for the legacy stream also what the
-    /// blocking streams have, which comes before what it would get now.
+    /// The unfinished work that synchronising a stream waits for. For the legacy stream this includes the work on blocking
+    /// streams, which its next operation would also wait for.
     fn before(&self, stream: &Stream) -> Vec<Arc<Ticket>> {
         if !stream.is_legacy() {
             return Vec::from_iter(stream.unfinished());
@@ -235,7 +234,7 @@ impl Streams {
             .collect()
     }
 
-    /// Drops the streams and events of a context that ends.
+    /// Drops the streams and events of a destroyed context.
     pub fn forget_context(&mut self, context: Handle) {
         self.created.retain(|_, stream| stream.context.handle != context);
         self.defaults.retain(|&(owner, _), _| owner != context);
@@ -243,17 +242,17 @@ impl Streams {
         self.events.retain(|_, event| event.context != context);
     }
 
-    /// Whether a blocking stream of the context is in this set of streams.
+    /// Whether a blocking stream of the context is in this set.
     pub fn any_blocking(&self, context: Handle, among: impl Fn(Handle) -> bool) -> bool {
         self.all().any(|stream| stream.context.handle == context && stream.is_blocking() && among(stream.handle))
     }
 
-    /// How many created streams are not destroyed.
+    /// Number of live created streams.
     pub fn live(&self) -> usize {
         self.created.len()
     }
 
-    /// How many events are not destroyed.
+    /// Number of live events.
     pub fn live_events(&self) -> usize {
         self.events.len()
     }
@@ -264,7 +263,7 @@ thread_local! {
     static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A number for the calling thread that no other thread had.
+/// A unique, never reused number for the calling thread.
 pub fn thread() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     THREAD.with(|thread| {
@@ -275,15 +274,15 @@ pub fn thread() -> u64 {
     })
 }
 
-/// Whether the calling thread is in a function that `cuLaunchHostFunc` calls.
+/// Whether the calling thread is inside a host function of `cuLaunchHostFunc`.
 pub fn in_host_function() -> bool {
     IN_HOST_FUNCTION.get()
 }
 
-/// Calls a program's function on behalf of a stream.
+/// Calls a host function on behalf of a stream.
 ///
 /// # Safety
-/// The program gave the function, and what it expects, to `cuLaunchHostFunc`.
+/// The program must have passed the function and its argument to `cuLaunchHostFunc`.
 pub unsafe fn call_host_function(function: HostFunction, data: *mut c_void) {
     if let Some(function) = function {
         IN_HOST_FUNCTION.set(true);
@@ -293,22 +292,21 @@ pub unsafe fn call_host_function(function: HostFunction, data: *mut c_void) {
     }
 }
 
-/// The stream that a handle names to the calling thread.
+/// Resolves a stream handle for the calling thread.
 pub fn find(state: &mut State, handle: Handle) -> Outcome<Arc<Stream>> {
     if handle > PER_THREAD {
         let stream = state.streams.created.get(&handle).ok_or(INVALID_HANDLE)?;
         stream.context.check()?;
         return Ok(Arc::clone(stream));
     }
-    // The state is locked here, so the current context is looked up in it directly.
+    // The state is locked already, so look the current context up in it directly.
     let context = context::current_in(&state.contexts)?;
     let (owner, kind) = if handle == PER_THREAD { (thread(), Kind::Blocking) } else { (0, Kind::Legacy) };
     let stream = state.streams.defaults.entry((context.handle, owner)).or_insert_with(|| Stream::new(context, kind, 0, 0));
     Ok(Arc::clone(stream))
 }
 
-/// Gives a stream work: into its queue, or into the graph where it is being captured (then there is
-/// no ticket to wait for).
+/// Queues work on a stream or, if it is being captured, adds it to the graph (then there is no ticket).
 pub fn submit(state: &mut State, stream: &Arc<Stream>, work: Work) -> Outcome<Option<Arc<Ticket>>> {
     submit_after(state, stream, work, None)
 }
@@ -339,12 +337,12 @@ fn submit_after(state: &mut State, stream: &Arc<Stream>, work: Work, extra: Opti
     stream.push(work, after).map(Some)
 }
 
-/// Gives a stream work and waits for it.
+/// Queues work on a stream and waits for it.
 pub fn run(handle: Handle, work: Work) -> Outcome {
     let (stream, ticket) = {
         let mut state = state();
         let stream = find(&mut state, handle)?;
-        // A call that waits cannot become part of a graph.
+        // A call that waits cannot be captured.
         state.captures.refuse(stream.handle)?;
         let ticket = submit(&mut state, &stream, work)?;
         (stream, ticket)
@@ -373,7 +371,7 @@ pub fn create_with_priority(handle: Out<Handle>, flags: u32, priority: i32) -> O
     handle.put(new)
 }
 
-/// `cuStreamDestroy`: returns at once; what the stream still has to do is done.
+/// `cuStreamDestroy`: returns at once; queued work still completes.
 pub fn destroy(handle: Handle) -> Outcome {
     let mut state = state();
     let State { streams, captures, .. } = &mut *state;
@@ -410,7 +408,7 @@ pub fn query(handle: Handle) -> Outcome {
     if streams.before(&stream).is_empty() { stream.context.check() } else { Err(NOT_READY) }
 }
 
-/// `cuStreamGetCtx`: of the legacy stream it counts as work in it.
+/// `cuStreamGetCtx`: on the legacy stream it counts as work.
 pub fn get_context(handle: Handle, context: Out<Handle>) -> Outcome {
     let mut state = state();
     let stream = find(&mut state, handle)?;
@@ -436,7 +434,7 @@ pub fn get_device(handle: Handle, device: Out<i32>) -> Outcome {
     device.put(find(&mut state(), handle)?.context.device as i32)
 }
 
-/// `cuStreamWaitEvent`: an event that was never recorded is nothing to wait for.
+/// `cuStreamWaitEvent`: waiting for an event that was never recorded is a no-op.
 pub fn wait_event(handle: Handle, event: Handle, _flags: u32) -> Outcome {
     let mut state = state();
     let stream = find(&mut state, handle)?;
@@ -454,7 +452,7 @@ pub fn wait_event(handle: Handle, event: Handle, _flags: u32) -> Outcome {
     Ok(())
 }
 
-/// `cuStreamWaitValue32` and `64`: what comes after it in the stream waits until the memory has a value like this one.
+/// `cuStreamWaitValue32` and `64`: later work on the stream waits until the memory meets the condition.
 pub fn wait_value(handle: Handle, address: Address, value: u64, width: usize, flags: u32) -> Outcome {
     /// `CU_STREAM_WAIT_VALUE_FLUSH`.
     const FLUSH: u32 = 1 << 30;
@@ -527,7 +525,7 @@ fn recorded(captures: &Captures, event: &Event) -> Outcome<Option<Arc<Ticket>>> 
     }
 }
 
-/// `cuEventQuery`: an event that was never recorded is done.
+/// `cuEventQuery`: an event that was never recorded counts as done.
 pub fn query_event(event: Handle) -> Outcome {
     let state = state();
     let event = state.streams.events.get(&event).ok_or(INVALID_HANDLE)?;

@@ -1,10 +1,9 @@
-//! The device's address space and physical memory, and the virtual memory management calls on them.
+//! The device address space, physical memory, and the virtual memory management calls.
 //!
-//! An address range is a real mapping of this process without any access, so that nobody else gets
-//! the addresses and that the host cannot read device memory, as on a real machine. Physical memory
-//! is a mapping elsewhere, which only copies and memsets of this library touch. It is anonymous and
-//! takes host memory only where it was written to, and it is not inherited by children, so its
-//! release really gives host memory back.
+//! An address range is a real mapping of this process without access rights, so that nobody else gets the addresses and the
+//! host cannot read device memory, as on a real machine. Physical memory is another mapping, which only this library's
+//! copies and memsets touch. It is anonymous, takes host memory only where it was written to, and is not inherited by
+//! children, so releasing it really frees host memory.
 
 use crate::abi::{AccessDesc, Address, AllocationProp, Handle, In, LOCATION_DEVICE, Location, Out};
 use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Outcome};
@@ -14,25 +13,25 @@ use crate::machine::MAX_DEVICES;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// The granularity of physical memory and of mappings, minimum and recommended: 2 MiB.
+/// The minimum and recommended granularity of physical memory and mappings: 2 MiB.
 pub const GRANULARITY: usize = 2 << 20;
 const PAGE: usize = 4096;
-/// How many addresses a process has.
+/// Size of a process's address space.
 const ADDRESSES: u64 = 1 << 47;
 
-/// Access as `CUmemAccess_flags` has it.
+/// `CUmemAccess_flags`.
 pub const READ: u32 = 1;
-/// Read and write, as above.
+/// As above.
 pub const READ_WRITE: u32 = 3;
 
-/// Host memory that stands for device memory.
+/// Host memory that backs simulated device memory.
 #[derive(Debug)]
 pub struct Backing {
     start: *mut u8,
     space: usize,
 }
 
-// SAFETY: a plain mapping; who copies from and to it is ordered by streams, as on a device.
+// SAFETY: a plain mapping; streams order the accesses, as on a device.
 unsafe impl Send for Backing {}
 // SAFETY: as above.
 unsafe impl Sync for Backing {}
@@ -40,7 +39,7 @@ unsafe impl Sync for Backing {}
 impl Backing {
     fn new(bytes: usize, for_children: bool) -> Option<Self> {
         let space = bytes.checked_next_multiple_of(PAGE)?;
-        // SAFETY: a new mapping at an address that the kernel chooses.
+        // SAFETY: a new mapping at an address chosen by the kernel.
         let start = unsafe {
             let start = libc::mmap(
                 std::ptr::null_mut(),
@@ -61,7 +60,7 @@ impl Backing {
         Some(Self { start, space })
     }
 
-    /// Where the memory lies for this library.
+    /// This library's pointer to the memory.
     pub fn at(&self, offset: usize) -> *mut u8 {
         self.start.wrapping_add(offset)
     }
@@ -69,24 +68,24 @@ impl Backing {
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, and nothing refers to it any more.
+        // SAFETY: our own mapping, with no remaining references.
         unsafe { libc::munmap(self.start.cast(), self.space) };
     }
 }
 
-/// Physical memory of one device: exists while a handle, a mapping or a running copy refers to it,
-/// as the driver does. Its capacity goes back to the machine when it ends.
+/// Physical memory of one device. As in the driver, it lives while a handle, a mapping or a running copy refers to it; then
+/// its capacity returns to the machine.
 #[derive(Debug)]
 pub struct Physical {
-    /// The handle under which it was created; 0 for plain memory.
+    /// The handle that it was created with; 0 for plain memory.
     pub handle: Handle,
-    /// Whose memory.
+    /// Its device.
     pub device: usize,
     /// Its size.
     pub bytes: usize,
     charged: u64,
     prop: Option<AllocationProp>,
-    /// What stands for it.
+    /// Its backing.
     pub backing: Backing,
 }
 
@@ -110,41 +109,41 @@ impl Drop for Physical {
     }
 }
 
-/// What a reserved range is for.
+/// The purpose of a reserved range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Reserved by `cuMemAddressReserve`.
     Virtual,
-    /// An allocation of `cuMemAlloc` and its kin, in this context.
+    /// An allocation of the `cuMemAlloc` family.
     Plain {
-        /// The context that it dies with.
+        /// The context that it is freed with.
         context: Handle,
-        /// From a memory pool, so that only the asynchronous kinds of calls took it.
+        /// Whether it came from a memory pool, in which case only the asynchronous calls could allocate it.
         pooled: bool,
     },
-    /// An allocation of `cuMemAllocManaged`: the host may access it too.
+    /// An allocation of `cuMemAllocManaged`: the host may also access it.
     Managed {
-        /// The context that it dies with.
+        /// The context that it is freed with.
         context: Handle,
     },
 }
 
 #[derive(Debug)]
 struct Reservation {
-    /// As asked for.
+    /// The requested size.
     bytes: usize,
-    /// Address space behind it; 0 where the backing itself lies at the address.
+    /// Bytes of reserved address space; 0 if the backing itself is at the address.
     space: usize,
     purpose: Purpose,
-    /// Tells this range from a later one at the same address.
+    /// Distinguishes this range from a later one at the same address.
     id: u64,
-    /// A stream is going to free it: no other call may.
+    /// A stream will free it, so no other call may.
     given_up: bool,
 }
 
 #[derive(Debug)]
 struct Mapping {
-    /// Tells this mapping from a later one at the same address.
+    /// Distinguishes this mapping from a later one at the same address.
     id: u64,
     bytes: usize,
     physical: Arc<Physical>,
@@ -157,7 +156,7 @@ struct Created {
     references: u32,
 }
 
-/// The address space of this process's devices.
+/// The device address space of this process.
 #[derive(Debug, Default)]
 pub struct Space {
     reservations: BTreeMap<Address, Reservation>,
@@ -166,33 +165,33 @@ pub struct Space {
     next_mapping: u64,
 }
 
-/// A stretch of device memory that an operation touches.
+/// A piece of physical memory that an operation touches.
 #[derive(Clone, Debug)]
 pub struct Piece {
     /// The memory.
     pub physical: Arc<Physical>,
-    /// From where in it.
+    /// Offset in it.
     pub offset: usize,
-    /// How much of it.
+    /// Length in bytes.
     pub bytes: usize,
-    /// By which mapping.
+    /// The id of the mapping.
     pub mapping: u64,
 }
 
-/// What is known about the range that an address lies in.
+/// The range that contains an address.
 #[derive(Clone, Copy, Debug)]
 pub struct Range {
-    /// Where it starts.
+    /// First address.
     pub base: Address,
-    /// Its size.
+    /// Length in bytes.
     pub bytes: usize,
-    /// Whose memory.
+    /// Its device.
     pub device: usize,
     /// What the reservation is for.
     pub purpose: Purpose,
     /// Start and size of the whole reservation.
     pub reservation: (Address, usize),
-    /// What no other reservation of this process is called, before or after.
+    /// An id that no other reservation of this process ever has.
     pub id: u64,
     /// Whether any device has access.
     pub accessible: bool,
@@ -209,7 +208,7 @@ impl Space {
         (address - base < mapping.bytes as u64).then_some((base, mapping))
     }
 
-    /// Whether an address lies in a range that belongs to the devices, mapped or not.
+    /// Whether an address is in device address space, mapped or not.
     pub fn is_device(&self, address: Address) -> bool {
         self.reservation(address).is_some()
     }
@@ -229,8 +228,8 @@ impl Space {
         })
     }
 
-    /// The physical memory behind a range, as a device sees it; an illegal address where any byte
-    /// of it is not mapped, or not with the access that the operation needs.
+    /// The physical memory behind a range, as a device sees it. An illegal address if any byte is unmapped or lacks the
+    /// required access.
     pub fn touch(&self, address: Address, bytes: usize, device: usize, access: u32) -> Outcome<Vec<Piece>> {
         let mut pieces = Vec::new();
         let mut at = address;
@@ -248,30 +247,30 @@ impl Space {
         Ok(pieces)
     }
 
-    /// How many ranges are reserved by `cuMemAddressReserve`.
+    /// Number of ranges reserved by `cuMemAddressReserve`.
     pub fn reserved(&self) -> usize {
         self.reservations.values().filter(|range| range.purpose == Purpose::Virtual).count()
     }
 
-    /// How many handles are not released.
+    /// Number of live handles.
     pub fn created(&self) -> usize {
         self.handles.len()
     }
 
-    /// How many mappings `cuMemMap` made that are not undone.
+    /// Number of live mappings made by `cuMemMap`.
     pub fn mapped(&self) -> usize {
         self.mappings.values().filter(|mapping| mapping.physical.handle != 0).count()
     }
 
-    /// How many allocations of `cuMemAlloc` and its kin there are.
+    /// Number of live allocations of the `cuMemAlloc` family.
     pub fn plain(&self) -> usize {
         self.reservations.len() - self.reserved()
     }
 
-    /// A plain allocation: addresses, memory and mapping at once.
+    /// Makes a plain allocation: addresses, memory and mapping at once.
     pub fn allocate(&mut self, bytes: usize, device: usize, purpose: Purpose) -> Outcome<Address> {
         let managed = matches!(purpose, Purpose::Managed { .. });
-        // The address returned "is suitably aligned for any kind of variable": 512 on devices.
+        // The returned address "is suitably aligned for any kind of variable": 512 bytes on devices.
         let rounded = bytes.checked_next_multiple_of(512).ok_or(OUT_OF_MEMORY)?;
         let physical = Physical::new(0, device, rounded, None, managed)?;
         let (address, space) = if managed {
@@ -286,7 +285,7 @@ impl Space {
         Ok(address)
     }
 
-    /// Ends a plain allocation; `false` where there is none at this address.
+    /// Frees a plain allocation; `false` if there is none at this address.
     pub fn release_plain(&mut self, address: Address) -> bool {
         match self.reservations.get(&address) {
             Some(range) if range.purpose != Purpose::Virtual => {}
@@ -299,7 +298,7 @@ impl Space {
         true
     }
 
-    /// The context of the plain allocation that starts here, if it is not being freed already.
+    /// The context of the plain allocation at this address, unless it is already being freed.
     pub fn owner(&self, address: Address) -> Option<Handle> {
         match self.reservations.get(&address).filter(|range| !range.given_up)?.purpose {
             Purpose::Virtual => None,
@@ -307,14 +306,14 @@ impl Space {
         }
     }
 
-    /// A stream is going to free a plain allocation.
+    /// Marks a plain allocation as being freed by a stream.
     pub fn give_up(&mut self, address: Address) {
         if let Some(range) = self.reservations.get_mut(&address) {
             range.given_up = true;
         }
     }
 
-    /// Ends the plain allocations of a context.
+    /// Frees the plain allocations of a context.
     pub fn forget_context(&mut self, ended: Handle) {
         let addresses: Vec<Address> = self
             .reservations
@@ -336,7 +335,7 @@ impl Space {
         self.mappings.insert(at, Mapping { id, bytes, physical, access: [access; MAX_DEVICES] });
     }
 
-    /// The mappings in a range of reserved addresses, none of them cut. There may be none.
+    /// The mappings in a range of reserved addresses, possibly none. The range must not cut any.
     fn mappings_within(&self, address: Address, bytes: usize) -> Outcome<Vec<Address>> {
         let end = address.checked_add(bytes as u64).filter(|&end| end > address).ok_or(INVALID_VALUE)?;
         let mut at = address;
@@ -353,8 +352,8 @@ impl Space {
             .collect()
     }
 
-    /// The mappings from the start of a range to its first hole. The range begins with a mapping, ends
-    /// with one, and cuts none.
+    /// The mappings from the start of a range to its first hole. The range must begin and end with a mapping and must not
+    /// cut any.
     fn leading_mappings(&self, address: Address, bytes: usize) -> Outcome<Vec<Address>> {
         let end = address.checked_add(bytes as u64).filter(|&end| end > address).ok_or(INVALID_VALUE)?;
         let (last, mapping) = self.mapping(end - 1).ok_or(INVALID_VALUE)?;
@@ -363,7 +362,7 @@ impl Space {
         }
         let mut at = address;
         let mut found = Vec::new();
-        // Plain memory is no business of these calls.
+        // These calls do not apply to plain memory.
         while at < end
             && let Some(mapping) = self.mappings.get(&at).filter(|mapping| mapping.physical.handle != 0)
         {
@@ -374,7 +373,7 @@ impl Space {
     }
 }
 
-/// Address space without access, aligned, at `hint` where that is free.
+/// Reserves aligned address space without access rights, at `hint` if that is free.
 fn reserve_addresses(bytes: usize, alignment: usize, hint: Address) -> Option<Address> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let reserve = |at: Address, bytes: usize, flags: i32| {
@@ -402,7 +401,7 @@ fn reserve_addresses(bytes: usize, alignment: usize, hint: Address) -> Option<Ad
 
 fn release_addresses(start: Address, bytes: usize) {
     if bytes > 0 {
-        // SAFETY: address space of this module that is no longer on its lists.
+        // SAFETY: address space of this module, already removed from its lists.
         unsafe { libc::munmap(start as *mut _, bytes) };
     }
 }
@@ -420,7 +419,7 @@ fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
         return Err(if prop.location.kind == 0 { INVALID_VALUE } else { NOT_SUPPORTED });
     }
     let device = driver::device(prop.location.id)?;
-    // Sharing between processes is not simulated; the devices' attributes say so.
+    // Interprocess sharing is not simulated; the device attributes say so.
     if prop.handle_types != 0 {
         return Err(NOT_SUPPORTED);
     }
@@ -449,11 +448,12 @@ pub fn reserve(pointer: Out<Address>, bytes: usize, alignment: usize, hint: Addr
     if !is_granular(bytes) || flags != 0 || (alignment != 0 && !alignment.is_power_of_two()) {
         return Err(INVALID_VALUE);
     }
-    // A hint that is no address at all is wrong; one that is taken is not.
+    // An invalid address as a hint is an error; one in use is not.
     if !hint.is_multiple_of(GRANULARITY as u64) {
         return Err(INVALID_VALUE);
     }
-    // Nor does a hint help that leaves too little room to the end: no other address is chosen then (driver 580).
+    // A hint too close to the end of the address space is an error too: the driver does not choose another address (driver
+    // 580).
     if hint.checked_add(bytes as u64).is_none_or(|end| end > ADDRESSES) {
         return Err(OUT_OF_MEMORY);
     }
@@ -464,7 +464,7 @@ pub fn reserve(pointer: Out<Address>, bytes: usize, alignment: usize, hint: Addr
     pointer.put(address)
 }
 
-/// `cuMemAddressFree`: the whole reservation, and nothing may be mapped in it.
+/// `cuMemAddressFree`: only a whole reservation without mappings.
 pub fn address_free(address: Address, bytes: usize) -> Outcome {
     let mut state = state();
     let space = &mut state.space;
@@ -528,8 +528,8 @@ pub fn properties(prop: Out<AllocationProp>, handle: Handle) -> Outcome {
     prop.put(created.physical.prop.ok_or(INVALID_VALUE)?)
 }
 
-/// `cuMemMap`: into one reservation, over nothing that is mapped. Only all of a handle can be mapped;
-/// a part of it is "not supported". The mapping has no access yet.
+/// `cuMemMap`: into one reservation, where nothing is mapped. Only a whole handle can be mapped; a part is "not supported".
+/// The mapping has no access yet.
 pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags: u64) -> Outcome {
     if bytes == 0 || flags != 0 {
         return Err(INVALID_VALUE);
@@ -553,8 +553,8 @@ pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags:
     Ok(())
 }
 
-/// `cuMemUnmap`: whole mappings, as many as the range has, holes or not. It does not wait for the device's work:
-/// that it is done is the caller's business, and work that is not meets an illegal address.
+/// `cuMemUnmap`: all mappings in the range, which may have holes but must not cut any. It does not wait for device work:
+/// that is the caller's responsibility, and work still running meets an illegal address.
 pub fn unmap(address: Address, bytes: usize) -> Outcome {
     let mut state = state();
     for base in state.space.mappings_within(address, bytes)? {
@@ -563,8 +563,8 @@ pub fn unmap(address: Address, bytes: usize) -> Outcome {
     Ok(())
 }
 
-/// `cuMemSetAccess`: of whole mappings, for each location named. Where the range has a hole it does
-/// what comes before the hole, and says that all is well.
+/// `cuMemSetAccess`: for whole mappings and each given location. If the range has a hole, it applies to what comes before
+/// the hole and still returns success.
 pub fn set_access(address: Address, bytes: usize, access: In<AccessDesc>, count: usize) -> Outcome {
     if count == 0 || count > 4096 {
         return Err(INVALID_VALUE);

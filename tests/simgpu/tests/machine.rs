@@ -1,6 +1,6 @@
 //! Several processes on one simulated machine.
 
-// Every call here is a foreign one, with pointers to the test's own variables.
+// Every call here is a foreign function, with pointers to the test's own variables.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
 #[macro_use]
@@ -10,7 +10,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Not a test: takes 6 MiB and waits for the end of its stdin.
+/// Not a test: takes 6 MiB and waits for end of file on stdin.
 #[test]
 #[ignore = "part of another test"]
 fn holds_six_mebibytes() {
@@ -44,7 +44,7 @@ fn takes_turns(directory: &str) {
     fails!(2, gpu.cuMemCreate(&raw mut handle, 2 * MIB2, &prop(0), 0));
     ok!(gpu.cuMemCreate(&raw mut handle, MIB2, &prop(0), 0));
 
-    // NVML names both.
+    // NVML reports both.
     let (mut device, mut memory, mut count) = (0, [0; 3], 1);
     let mut processes = [Process::default(); 4];
     fails!(1, gpu.nvmlDeviceGetHandleByIndex_v2(0, &raw mut device));
@@ -58,7 +58,7 @@ fn takes_turns(directory: &str) {
     let held = processes[..2].iter().find(|process| process.pid == first.id());
     assert_eq!(held.map(|process| process.used), Some(6 << 20));
 
-    // Killed: its memory is free at once.
+    // After a kill its memory is free at once.
     first.kill().unwrap();
     first.wait().unwrap();
     let mut more = 0;
@@ -90,7 +90,7 @@ fn many_processes_never_take_more_than_there_is() {
     });
 }
 
-/// Not a test: takes and gives memory for a while.
+/// Not a test: allocates and frees memory for a while.
 #[test]
 #[ignore = "part of another test"]
 fn grabs_for_a_while() {
@@ -108,7 +108,7 @@ fn grabs_for_a_while() {
             2 => refused += 1,
             other => panic!("{other}"),
         }
-        // A total above the capacity would wrap here.
+        // A total above the capacity would wrap around here.
         ok!(gpu.cuMemGetInfo_v2(&raw mut free, &raw mut total));
         assert!(free <= total && total == 8 << 20);
         if taken.len() > 2 || refused % 3 == 2 {
@@ -129,7 +129,7 @@ fn settings_that_make_no_sense_are_said_and_survived() {
     assert!(said.contains("SIMGPU_MEMORY=lots") && said.contains("nonsense"), "{said}");
 }
 
-/// Not a test: starts CUDA.
+/// Not a test: initialises CUDA.
 #[test]
 #[ignore = "part of another test"]
 fn starts() {

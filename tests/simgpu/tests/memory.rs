@@ -1,6 +1,6 @@
-//! Virtual and plain memory, host memory, and the errors that stay.
+//! Virtual and plain memory, host memory, and sticky errors.
 
-// Every call here is a foreign one, with pointers to the test's own variables.
+// Every call here is a foreign function, with pointers to the test's own variables.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
 #[macro_use]
@@ -53,7 +53,7 @@ fn mapping_rules() {
         ok!(gpu.cuMemRelease(large));
         fails!(1, gpu.cuMemRelease(large));
         assert_eq!(gpu.used(), 3 * MIB2 as u64);
-        // One unmap may span several mappings.
+        // One unmap can span several mappings.
         ok!(gpu.cuMemUnmap(base, 3 * MIB2));
         assert_eq!(gpu.used(), 0);
         fails!(1, gpu.cuMemAddressFree(base, MIB2));
@@ -104,7 +104,7 @@ fn memory_lives_while_anything_refers_to_it() {
         assert_eq!(gpu.used(), MIB2 as u64);
         ok!(gpu.cuMemUnmap(other, 2 * MIB2));
         assert_eq!(gpu.used(), 0);
-        // New memory at the old addresses is zero.
+        // New memory at the old addresses reads as zero.
         gpu.put_new(pointer, MIB2);
         assert_eq!(gpu.download(pointer, 4), [0; 4]);
     });
@@ -182,7 +182,7 @@ fn memory_taken_from_under_running_work_is_a_fault() {
         ok!(gpu.cuMemsetD8Async(pointer, 1, MIB2, stream));
         std::thread::sleep(std::time::Duration::from_millis(20));
         ok!(gpu.cuMemUnmap(pointer, MIB2));
-        // Other memory at the same addresses does not hide it.
+        // Mapping other memory at the same addresses does not hide the fault.
         gpu.put_new(pointer, MIB2);
         fails!(700, gpu.cuStreamSynchronize(stream));
     });
@@ -197,7 +197,7 @@ fn copies_between_all_kinds_of_memory() {
         let mapped = gpu.reserve(2 * MIB2);
         gpu.put_new(mapped, MIB2);
         gpu.put_new(mapped + MIB2 as u64, MIB2);
-        // Across the border of two mappings.
+        // Across the boundary between two mappings.
         let across = mapped + MIB2 as u64 - 1000;
         let (mut pinned, mut managed) = (0, 0);
         ok!(gpu.cuMemHostAlloc(&raw mut pinned, pattern.len(), 0));
@@ -213,7 +213,7 @@ fn copies_between_all_kinds_of_memory() {
         ok!(gpu.cuMemsetD32_v2(across, 0x0403_0201, 1000));
         assert_eq!(gpu.download(across, 4000), [1, 2, 3, 4].repeat(1000));
         fails!(1, gpu.cuMemcpyHtoD_v2(pattern.as_ptr() as u64, plain, 10));
-        // A host address that is none ends the context, not the process.
+        // An invalid host address ends the context, not the process.
         fails!(700, gpu.cuMemcpyDtoH_v2(4096, plain, 10));
     });
 }
@@ -286,7 +286,7 @@ fn several_devices() {
         gpu.upload(first, b"across");
         ok!(gpu.cuMemcpyDtoD_v2(second, first, 6));
         assert_eq!(gpu.download(second, 6), b"across");
-        // Device 1 has no access to what only device 0 was granted.
+        // Device 1 has no access to memory that only device 0 was granted.
         let mut byte = 0u8;
         fails!(1, gpu.cuMemcpyDtoH_v2(&raw mut byte as u64, mapped, 1));
         ok!(gpu.cuDevicePrimaryCtxReset_v2(1));
@@ -331,7 +331,7 @@ fn a_forked_child_has_no_cuda() {
             unsafe { libc::waitpid(child, &raw mut status, 0) };
             libc::WEXITSTATUS(status)
         };
-        // Before the first use a child may use CUDA.
+        // Before the parent initialises CUDA, a child may use it.
         assert_eq!(in_child(&|| unsafe { (gpu.cuInit)(0) }), 0);
         ok!(gpu.cuInit(0));
         gpu.use_device(0);

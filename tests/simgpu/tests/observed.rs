@@ -1,7 +1,6 @@
-//! What driver 580 did on an H200 where its documentation leaves it open, or says otherwise: the
-//! names of the tests say what was seen.
+//! What driver 580 did on an H200 where its documentation is silent or wrong. The test names state the observations.
 
-// Every call here is a foreign one, with pointers to the test's own variables.
+// Every call here is a foreign function, with pointers to the test's own variables.
 #![allow(clippy::undocumented_unsafe_blocks, clippy::large_types_passed_by_value)]
 
 #[macro_use]
@@ -15,7 +14,7 @@ const THREAD_LOCAL: u32 = 1;
 const RELAXED: u32 = 2;
 const MODES: [u32; 3] = [GLOBAL, THREAD_LOCAL, RELAXED];
 
-/// A call to make during a capture, by its name.
+/// A named call to make during a capture.
 type Call<'a> = (&'a str, Box<dyn Fn() -> u32 + Send + Sync + 'a>);
 
 macro_rules! call {
@@ -27,7 +26,7 @@ macro_rules! call {
     };
 }
 
-/// Makes a call in a mode of the thread.
+/// Makes a call with a thread capture mode set.
 fn in_mode(gpu: Gpu, mut mode: u32, call: impl FnOnce() -> u32) -> u32 {
     ok!(gpu.cuThreadExchangeStreamCaptureMode(&raw mut mode));
     let code = call();
@@ -35,7 +34,7 @@ fn in_mode(gpu: Gpu, mut mode: u32, call: impl FnOnce() -> u32) -> u32 {
     code
 }
 
-/// Makes a call in another thread.
+/// Makes a call on another thread.
 fn elsewhere(gpu: Gpu, context: u64, mode: u32, call: &(impl Fn() -> u32 + Sync + ?Sized)) -> u32 {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -46,7 +45,7 @@ fn elsewhere(gpu: Gpu, context: u64, mode: u32, call: &(impl Fn() -> u32 + Sync 
     })
 }
 
-/// What a call answers during a capture in `stream`, and whether the capture survives it.
+/// A call's result during a capture on `stream`, and whether the capture survives.
 fn during_capture(gpu: Gpu, stream: u64, capture: u32, call: impl FnOnce() -> u32) -> (u32, bool) {
     let mut graph = 0;
     ok!(gpu.cuStreamBeginCapture_v2(stream, capture));
@@ -59,7 +58,7 @@ fn during_capture(gpu: Gpu, stream: u64, capture: u32, call: impl FnOnce() -> u3
     (code, ended == 0)
 }
 
-/// All combinations of a capture's mode, who calls, and the caller's mode.
+/// All combinations of the capture's mode, the calling thread and its mode.
 fn combinations() -> impl Iterator<Item = (u32, bool, u32)> {
     MODES
         .into_iter()
@@ -75,7 +74,7 @@ fn is_unsafe((capture, same_thread, mode): (u32, bool, u32)) -> bool {
     if same_thread { capture != RELAXED && mode != RELAXED } else { capture == GLOBAL && mode == GLOBAL }
 }
 
-/// Where calls put what nobody looks at.
+/// A place for results that nobody reads.
 static NOWHERE: [std::sync::atomic::AtomicU64; 2] = [const { std::sync::atomic::AtomicU64::new(0) }; 2];
 
 fn out() -> *mut u64 {
@@ -96,7 +95,7 @@ fn waiting_for_the_context_ends_its_captures_in_every_mode() {
             let code = call_during_capture(gpu, context, stream, how, &call!(gpu.cuCtxSynchronize()));
             assert_eq!(code, (900, false), "{how:?}");
         }
-        // Captures of another context are no matter.
+        // Captures in another context do not matter.
         let mut second = 0;
         ok!(gpu.cuCtxCreate_v2(&raw mut second, 0, 0));
         ok!(gpu.cuCtxSetCurrent(context));
@@ -143,7 +142,7 @@ fn unsafe_calls_are_refused_in_exactly_two_situations() {
             for call in &calls {
                 assert_eq!(call_during_capture(gpu, context, stream, how, call), expected, "{} {how:?}", call.0);
             }
-            // Those that need something to undo.
+            // Calls that need something to undo.
             ok!(gpu.cuMemHostRegister_v2(page, 4096, 0));
             let mut pinned = 0;
             ok!(gpu.cuMemHostAlloc(&raw mut pinned, 64, 0));
@@ -158,7 +157,7 @@ fn unsafe_calls_are_refused_in_exactly_two_situations() {
     });
 }
 
-/// An allocation from the pool, made in a mode in which that is always allowed.
+/// Allocates from the pool, in a mode in which that is always allowed.
 fn from_the_pool(gpu: Gpu, stream: u64) -> u64 {
     let mut pointer = 0;
     in_mode(gpu, RELAXED, || unsafe { (gpu.cuMemAllocAsync)(&raw mut pointer, 512, stream) });
@@ -319,8 +318,8 @@ impl Gate {
     }
 }
 
-/// What gives memory back waits for a stream that waits for a value; what only takes some does not, and neither waits for
-/// another context of the device.
+/// Freeing memory waits for a stream that waits for a value. Allocating does not, and neither waits for another context on
+/// the device.
 #[test]
 fn frees_wait_for_a_stream_that_waits_for_a_value() {
     isolated("frees_wait_for_a_stream_that_waits_for_a_value", &[], || {
@@ -370,8 +369,8 @@ fn frees_wait_for_a_stream_that_waits_for_a_value() {
     });
 }
 
-/// As documented: at least, cyclically; equal; and; nor. Which of it a captured stream may wait for was not observed: it becomes
-/// a node.
+/// As documented: at least (cyclically), equal, and, nor. Which waits a capture allows was not observed; here they become
+/// nodes.
 #[test]
 fn a_stream_waits_for_the_values_that_it_was_told() {
     isolated("a_stream_waits_for_the_values_that_it_was_told", &[], || {
@@ -404,7 +403,7 @@ fn a_stream_waits_for_the_values_that_it_was_told() {
     });
 }
 
-/// The one thing that tells contexts apart: handles come again.
+/// Only ids distinguish contexts: handles are reused.
 #[test]
 fn a_context_has_an_id_that_no_other_had() {
     isolated("a_context_has_an_id_that_no_other_had", &[], || {
@@ -420,7 +419,7 @@ fn a_context_has_an_id_that_no_other_had() {
         let first = id(primary).unwrap();
         assert_eq!(id(0), Ok(first), "of the current one");
         ok!(gpu.cuDevicePrimaryCtxReset_v2(0));
-        // A reset one still can be made current, and has its device, but no id.
+        // A reset context can still be made current and has its device, but no id.
         let mut device = -1;
         ok!(gpu.cuCtxPushCurrent_v2(primary));
         ok!(gpu.cuCtxGetDevice(&raw mut device));
@@ -434,7 +433,7 @@ fn a_context_has_an_id_that_no_other_had() {
         let third = id(one).unwrap();
         ok!(gpu.cuCtxDestroy_v2(one));
         assert_eq!(id(one), Err(709));
-        // So can a destroyed one; to ask for its device then ends the process.
+        // So can a destroyed one; asking for its device then crashes the process.
         ok!(gpu.cuCtxPushCurrent_v2(one));
         assert_eq!(id(0), Err(709));
         ok!(gpu.cuCtxPopCurrent_v2(&raw mut one));
@@ -474,7 +473,7 @@ fn frees_report() {
     fails!(700, gpu.cuCtxSynchronize());
 }
 
-/// Ends the current context by work whose memory is taken away.
+/// Breaks the current context with work whose memory is unmapped.
 fn break_context(gpu: Gpu) {
     let stream = gpu.stream(NON_BLOCKING);
     let mapped = gpu.map_new(MIB2);
@@ -522,13 +521,13 @@ fn after_a_sticky_error_virtual_memory_can_still_be_managed() {
         fails!(700, gpu.cuMemFreeHost(pinned));
         fails!(700, gpu.cuStreamDestroy_v2(stream));
         fails!(700, gpu.cuCtxSynchronize());
-        // Who knows the context may still name it, and retain it.
+        // The context's handle still works, and it can be retained.
         let context = gpu.use_device(0);
         ok!(gpu.cuCtxGetCurrent(&raw mut none));
         assert_eq!(none, context);
         ok!(gpu.cuPointerGetAttribute((&raw mut none).cast(), 2, plain));
 
-        // All of this works, and the memory really goes.
+        // All of this works, and the memory is really freed.
         let other = gpu.map_new(MIB2);
         ok!(gpu.cuMemUnmap(other, MIB2));
         ok!(gpu.cuMemAddressFree(other, MIB2));
@@ -537,7 +536,7 @@ fn after_a_sticky_error_virtual_memory_can_still_be_managed() {
         ok!(gpu.cuMemAddressFree(mapped, 4 * MIB2));
         assert_eq!(gpu.used(), before - 3 * MIB2 as u64);
 
-        // A reset succeeds, and is no way back: not to this and not to another context.
+        // A reset succeeds but does not help: neither this nor another context works.
         ok!(gpu.cuDevicePrimaryCtxReset_v2(0));
         fails!(709, gpu.cuMemsetD8_v2(reserved, 1, 64));
         fails!(709, gpu.cuCtxSynchronize());
@@ -559,7 +558,7 @@ fn virtual_memory_survives_a_reset() {
         let plain = gpu.alloc(4096);
         gpu.upload(mapped, b"kept");
         ok!(gpu.cuDevicePrimaryCtxReset_v2(0));
-        // The destroyed context stays current, under the same name.
+        // The destroyed context stays current, under the same handle.
         let (mut current, mut active, mut size) = (0, 9, 0);
         ok!(gpu.cuCtxGetCurrent(&raw mut current));
         assert_eq!(current, context);
@@ -574,7 +573,7 @@ fn virtual_memory_survives_a_reset() {
         assert_eq!(gpu.download(mapped, 4), b"kept");
         fails!(1, gpu.cuMemFree_v2(plain));
         ok!(gpu.cuDevicePrimaryCtxReset_v2(0));
-        // No context at all is needed to clear up.
+        // Cleaning up needs no context at all.
         ok!(gpu.cuMemUnmap(mapped, MIB2));
         ok!(gpu.cuMemAddressFree(mapped, MIB2));
         ok!(gpu.cuMemRelease(created));
@@ -642,16 +641,16 @@ fn unmapped_memory_at_the_call_is_an_invalid_value_and_harms_nothing() {
             fails!(1, gpu.cuMemsetD8_v2(bad, 1, 64));
             fails!(1, gpu.cuMemsetD8Async(bad, 1, 64, stream));
         }
-        // The real process crashes at the second.
+        // At the second one, the real process crashes.
         fails!(1, gpu.cuMemcpyAsync(pinned, no_access, 64, stream));
         fails!(1, gpu.cuMemcpyAsync(pinned, unmapped, 64, stream));
         ok!(gpu.cuMemcpyDtoH_v2(host, read_only, 64));
-        // Beyond an allocation.
+        // Beyond the end of an allocation.
         ok!(gpu.cuMemsetD8_v2(plain, 1, 1024));
         fails!(1, gpu.cuMemsetD8_v2(plain, 1, 1025));
         ok!(gpu.cuCtxSynchronize());
 
-        // In a capture, copies are checked at once, memsets when the graph is instantiated.
+        // During a capture, copies are checked at once, memsets when the graph is instantiated.
         let (mut graph, mut executable) = (0, 0);
         ok!(gpu.cuStreamBeginCapture_v2(stream, RELAXED));
         fails!(1, gpu.cuMemcpyDtoHAsync_v2(pinned, unmapped, 64, stream));
@@ -802,7 +801,7 @@ fn only_all_of_a_handle_is_mapped() {
         fails!(1, gpu.cuMemMap(next, 2 * MIB2, 0, handle, 0));
         gpu.access(base, 2 * MIB2, 3);
         gpu.upload(base, b"kept");
-        // Mapped again it has its contents, and no access.
+        // Mapped again, it has its contents but no access.
         ok!(gpu.cuMemUnmap(base, 2 * MIB2));
         ok!(gpu.cuMemMap(base, 2 * MIB2, 0, handle, 0));
         assert_eq!(access_at(gpu, base), Some(0));
@@ -861,7 +860,7 @@ fn frees_take_only_what_their_kind_allocated() {
             fails!(1, gpu.cuMemFreeAsync(wrong, stream));
         }
         ok!(gpu.cuMemFreeAsync(0, stream));
-        // Each kind of free takes what each kind of allocation gave, once.
+        // Each kind of free accepts each kind of allocation, once.
         ok!(gpu.cuMemFreeAsync(plain, stream));
         fails!(1, gpu.cuMemFreeAsync(plain, stream));
         ok!(gpu.cuStreamSynchronize(stream));
@@ -900,11 +899,11 @@ fn pointers_of_virtual_memory() {
         let (mut start, mut size) = (0, 0);
         ok!(gpu.cuMemGetAddressRange_v2(&raw mut start, &raw mut size, second + 5));
         assert_eq!((start, size), (second, MIB2));
-        // Without access: device memory, but no pointer for a device.
+        // Without access: known as device memory, but not as a device pointer.
         gpu.access(second, MIB2, 0);
         assert_eq!([2, 3].map(|which| attribute(which, second)), [Ok(2), Err(1)]);
         fails!(500, gpu.cuMemGetAddressRange_v2(&raw mut start, &raw mut size, second));
-        // Unmapped: not known.
+        // Unmapped: unknown.
         ok!(gpu.cuMemUnmap(base, 4 * MIB2));
         for which in [1, 2, 3, 9, 11, 12, 13] {
             assert_eq!(attribute(which, base), Err(1));

@@ -1,6 +1,6 @@
 //! Streams, events, capture and graphs.
 
-// Every call here is a foreign one, with pointers to the test's own variables.
+// Every call here is a foreign function, with pointers to the test's own variables.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
 #[macro_use]
@@ -63,7 +63,7 @@ fn the_legacy_stream_waits_for_blocking_streams() {
         fails!(600, gpu.cuStreamQuery(other));
         ok!(gpu.cuCtxSynchronize());
         ok!(gpu.cuStreamQuery(other));
-        // And a blocking stream waits for the legacy one.
+        // And a blocking stream waits for the legacy stream.
         ok!(gpu.cuMemsetD8Async(pointer, 9, 4096, 0));
         ok!(gpu.cuMemsetD8Async(pointer, 10, 4096, blocking));
         ok!(gpu.cuStreamSynchronize(blocking));
@@ -87,7 +87,7 @@ fn events_order_streams() {
         fails!(600, gpu.cuEventQuery(end));
         ok!(gpu.cuStreamWaitEvent(second, end, 0));
         ok!(gpu.cuMemsetD8Async(pointer, 2, 4096, second));
-        // A destroyed stream still does its work.
+        // A destroyed stream still completes its work.
         ok!(gpu.cuStreamDestroy_v2(second));
         fails!(400, gpu.cuStreamSynchronize(second));
         ok!(gpu.cuCtxSynchronize());
@@ -163,7 +163,7 @@ fn a_graph_replays_what_was_captured() {
         let mut nodes = 0;
         ok!(gpu.cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes));
         assert_eq!(nodes, 3);
-        // Nothing has run yet.
+        // Nothing has run so far.
         assert_eq!(gpu.download(to, 1), [0]);
 
         let mut executable = 0;
@@ -177,7 +177,7 @@ fn a_graph_replays_what_was_captured() {
             assert_eq!(gpu.download(from, 1), [value]);
         }
         assert_eq!(unsafe { *word.add(2048) }, 9);
-        // Other memory at the same addresses is as good; no memory is a fault.
+        // Other memory at the same addresses works; no memory is a fault.
         ok!(gpu.cuMemUnmap(from, MIB2));
         gpu.put_new(from, MIB2);
         ok!(gpu.cuGraphLaunch(executable, stream));
@@ -211,7 +211,7 @@ fn what_a_capture_forbids() {
         fails!(901, gpu.cuMemsetD8Async(gpu.reserve(MIB2), 0, 1, stream));
         fails!(901, gpu.cuStreamEndCapture(stream, &raw mut graph));
 
-        // A potentially unsafe call, by this and by another thread, against each mode.
+        // A potentially unsafe call, on this and on another thread, in each mode.
         let allocate = move || {
             let mut pointer = 0;
             unsafe {
@@ -229,25 +229,25 @@ fn what_a_capture_forbids() {
             let ended = if there == 0 { 0 } else { 901 };
             fails!(ended, gpu.cuStreamEndCapture(stream, &raw mut graph));
         }
-        // A thread that says it knows what it does.
+        // A thread in relaxed mode.
         begin(0);
         let mut mode = 2;
         ok!(gpu.cuThreadExchangeStreamCaptureMode(&raw mut mode));
         assert_eq!((mode, allocate()), (0, 0));
         ok!(gpu.cuThreadExchangeStreamCaptureMode(&raw mut mode));
         assert_eq!(mode, 2);
-        // Virtual memory is not among the unsafe calls.
+        // Virtual memory calls are not unsafe.
         gpu.map_new(MIB2);
         ok!(gpu.cuStreamEndCapture(stream, &raw mut graph));
 
-        // The legacy stream would have to wait for a blocking stream that is captured.
+        // The legacy stream would have to wait for a blocking stream that is being captured.
         let blocking = gpu.stream(0);
         ok!(gpu.cuStreamBeginCapture_v2(blocking, 2));
         let pointer = gpu.map_new(MIB2);
         fails!(906, gpu.cuMemsetD8Async(pointer, 0, 1, 0));
         fails!(901, gpu.cuStreamEndCapture(blocking, &raw mut graph));
 
-        // A stream that joined must be waited for.
+        // The origin must wait for a stream that joined.
         let mut event = 0;
         ok!(gpu.cuEventCreate(&raw mut event, 2));
         begin(2);

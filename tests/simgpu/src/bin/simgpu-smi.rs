@@ -1,5 +1,4 @@
-//! Shows who uses how much of a simulated machine's device memory, as `nvidia-smi` does of a real
-//! one.
+//! Shows the device memory use of a simulated machine, like `nvidia-smi` for a real one.
 
 use simgpu::machine::Machine;
 use std::fmt::Write as _;
@@ -35,7 +34,7 @@ fn main() -> ExitCode {
         eprintln!("simgpu-smi: SIMGPU_DIR is not set: start it under scripts/simgpu");
         return ExitCode::FAILURE;
     };
-    // A machine exists from the first program on that uses it.
+    // A machine is created by the first program that uses it.
     let machine = if directory.join("machine").exists() { Machine::look(&directory) } else { Machine::open(simgpu::settings::get()) };
     match machine {
         Ok(machine) => {

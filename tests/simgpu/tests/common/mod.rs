@@ -1,7 +1,6 @@
-//! What the tests share: each test in a process of its own, with the library loaded as a program
-//! would load it.
+//! Shared by the tests, each of which runs in a process of its own that loads the library as a program would.
 
-// Every call here is a foreign one, with pointers to the test's own variables.
+// Every call here is a foreign function, with pointers to the test's own variables.
 #![allow(
     dead_code,
     unused_macros,
@@ -16,11 +15,10 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-/// Marks the process in which a test's body runs.
+/// Marks the process that runs a test's body.
 const INSIDE: &str = "SIMGPU_TEST_INSIDE";
 
-/// Runs a test's body in a process of its own: the driver's state is the process's, and the
-/// environment is read once.
+/// Runs a test's body in a process of its own, because the driver's state is per process and the environment is read once.
 pub fn isolated(test: &str, environment: &[(&str, &str)], body: fn()) {
     if std::env::var_os(INSIDE).is_some() {
         body();
@@ -36,7 +34,7 @@ pub fn isolated(test: &str, environment: &[(&str, &str)], body: fn()) {
     );
 }
 
-/// A process that runs another test's body, or a part of this one: see [`part`].
+/// A process that runs another test's body, or a part of this one (see [`part`]).
 pub fn command(test: &str, environment: &[(&str, &str)]) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("the test's path"));
     command.args([test, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"]);
@@ -47,7 +45,7 @@ pub fn command(test: &str, environment: &[(&str, &str)]) -> Command {
     command
 }
 
-/// Starts a process and waits until it says `line` on its stdout.
+/// Starts a process and waits until it prints `line`.
 pub fn start_until(command: &mut Command, line: &str) -> Child {
     use std::io::{BufRead, BufReader};
     let mut child = command.stdout(Stdio::piped()).spawn().expect("a helper");
@@ -60,7 +58,7 @@ pub fn start_until(command: &mut Command, line: &str) -> Child {
     panic!("the helper ended without saying {line}: {:?}", child.wait());
 }
 
-/// A directory that is removed in the end.
+/// A temporary directory, removed on drop.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
@@ -81,7 +79,7 @@ impl Drop for Scratch {
     }
 }
 
-/// The library, as Cargo built it for this run.
+/// The library that Cargo built for this run.
 pub fn library() -> PathBuf {
     let test = std::env::current_exe().expect("the test's path");
     let dependencies = test.parent().expect("its directory");
@@ -252,14 +250,14 @@ library! {
 /// 2 MiB, the granularity.
 pub const MIB2: usize = 2 << 20;
 
-/// A call that is to succeed.
+/// A call that must succeed.
 macro_rules! ok {
     ($gpu:ident . $name:ident($($argument:expr),* $(,)?)) => {
         assert_eq!(unsafe { ($gpu.$name)($($argument),*) }, 0, stringify!($name))
     };
 }
 
-/// A call that is to answer a code.
+/// A call that must return a code.
 macro_rules! fails {
     ($code:expr, $gpu:ident . $name:ident($($argument:expr),* $(,)?)) => {
         assert_eq!(unsafe { ($gpu.$name)($($argument),*) }, $code, stringify!($name))
@@ -328,14 +326,14 @@ impl Gpu {
         ok!(gpu.cuMemSetAccess(pointer, bytes, &Access { location: [1, 0], flags }, 1));
     }
 
-    /// Reserved, created, mapped, accessible, and its handle released.
+    /// Reserves, creates, maps and makes accessible, and releases the handle.
     pub fn map_new(&self, bytes: usize) -> u64 {
         let pointer = self.reserve(bytes);
         self.put_new(pointer, bytes);
         pointer
     }
 
-    /// New memory at reserved addresses.
+    /// Maps new memory at reserved addresses.
     pub fn put_new(&self, pointer: u64, bytes: usize) {
         let gpu = self;
         let handle = self.create(bytes);
