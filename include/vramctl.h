@@ -50,6 +50,8 @@ enum VramctlResult
   VRAMCTL_RESULT_BUFFER_TOO_SMALL = 12,
   // A file for contents could not be made, written or read.
   VRAMCTL_RESULT_DISK = 13,
+  // Over the socket only: a KV cache would be dropped that the engine's prefix cache still describes.
+  VRAMCTL_RESULT_PREFIX_CACHE = 14,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,10 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 #: Where the package is in a wheel, and where its stand-in for torch_memory_saver.
 PACKAGE = "vramctl"
 HOOKS = [f"{PACKAGE}/dropin/torch_memory_saver_hook_mode_preload{suffix}.abi3.so" for suffix in ("", "_cu12", "_cu13")]
+
+
+class Readme(MetadataHookInterface):
+    """The README as the wheel's description. Its links are relative to the repository, so here they are to the project's."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = (Path(self.root) / "README.md").read_text()
+        repository = metadata["urls"]["Homepage"] + "/blob/HEAD/"
+        text = re.sub(r"\]\((?!https?:|#)", f"]({repository}", text)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 class BuildHook(BuildHookInterface):

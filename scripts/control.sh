@@ -7,7 +7,7 @@ set -u
 
 usage() {
 	cat <<HELP
-usage: $1.sh [TAG…] [--pid PID | --all]$([ "$1" = resume ] || printf ' [--discard]') [--timeout SECONDS]
+usage: $1.sh [TAG…] [--pid PID | --all]$([ "$1" = resume ] || printf ' [--discard] [--force]') [--timeout SECONDS]
 
 Does what \`vramctl $1\` does, with a shell and one of socat, nc (with -U) or python3.
 Left out: processes have no names here$([ "$1" = resume ] || printf ', no inference engine is asked first, and of --backup there is --discard alone').
@@ -75,6 +75,10 @@ read_arguments() {
 		--timeout)
 			options="$options,\"timeout_ms\":$(milliseconds "${2:-}")" || die 2 "--timeout needs a number of seconds, such as 30 or 2.5"
 			shift
+			;;
+		--force)
+			[ "$request" = pause ] || die 2 "--force is for a pause"
+			options="$options,\"force\":true"
 			;;
 		--discard)
 			[ "$request" = pause ] || die 2 "--discard is for a pause"

@@ -21,11 +21,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use vramctl_control::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
-use vramctl_model::Holder;
-use vramctl_model::{Backup, DeviceStatus, Progress, Report, Stage, Status, TagState, TagStatus};
-use vramctl_model::{Error, Shortage};
+use vramctl_model::{
+    Backup, DeviceStatus, Error, Holder, HostRoom, Plan, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
+};
 
 const GIB: u64 = 1 << 30;
+const GPU: &str = "GPU-11111111-2222-3333-4444-555555555555";
 
 /// A place for sockets of one test.
 struct Place {
@@ -115,6 +116,10 @@ struct State {
     engine: Option<String>,
     /// The pauses and resumes that it was asked for.
     asked: Vec<Request>,
+    /// How many of them have arrived, carried out or not.
+    transitions: usize,
+    /// The UUID of its GPU.
+    gpu: String,
 }
 
 impl Fake {
@@ -128,8 +133,16 @@ impl Fake {
         let socket = place.socket(child.id());
         let listener = UnixListener::bind(&socket).unwrap();
         let tags = tags.iter().map(|tag| ((*tag).to_owned(), TagState::Active)).collect();
-        let state =
-            State { name: name.into(), pid: child.id(), tags, process_tag: Some("default".into()), engine: None, asked: Vec::new() };
+        let state = State {
+            name: name.into(),
+            pid: child.id(),
+            tags,
+            process_tag: Some("default".into()),
+            engine: None,
+            asked: Vec::new(),
+            transitions: 0,
+            gpu: GPU.into(),
+        };
         let fake = Self { child, socket, state: Arc::new(Mutex::new(state)) };
         let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
         // The thread ends with the test's process.
@@ -144,6 +157,12 @@ impl Fake {
 
     fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// From now on it says that its memory is on this GPU.
+    fn on_gpu(self, uuid: &str) -> Self {
+        self.state.lock().unwrap().gpu = uuid.into();
+        self
     }
 
     /// From now on it says that this engine is in it.
@@ -168,11 +187,15 @@ impl Drop for Fake {
 }
 
 fn converse(mut stream: &UnixStream, state: &Mutex<State>, react: &dyn Fn(&Request) -> Option<Reaction>) {
+    let note = |request: &Request| {
+        state.lock().unwrap().transitions += usize::from(is_transition(request));
+        react(request)
+    };
     for line in BufReader::new(stream).lines() {
         let Ok(line) = line else { return };
         let reply = match protocol::parse(line.as_bytes()) {
             Err(error) => Reply::Error(Refusal::from(&error)),
-            Ok(request) => match react(&request) {
+            Ok(request) => match note(&request) {
                 Some(Reaction::Answer(reply)) => reply,
                 Some(Reaction::HangUp) => return,
                 Some(Reaction::BeSilent) => loop {
@@ -204,13 +227,29 @@ impl State {
             }
             Request::Pause(wanted) => {
                 self.asked.push(request.clone());
-                self.transition(wanted, TagState::Paused)
+                match self.plan(wanted).prefix_cache {
+                    Some(engine) if !wanted.force => Reply::Error(Refusal::from(&Error::PrefixCache(engine))),
+                    _ => self.transition(wanted, TagState::Paused),
+                }
             }
+            Request::Plan(wanted) => Reply::Plan(self.plan(wanted)),
             Request::Resume(wanted) => {
                 self.asked.push(request.clone());
                 self.transition(wanted, TagState::Active)
             }
         }
+    }
+
+    fn plan(&self, wanted: &Transition) -> Plan {
+        let policy = wanted.backup.unwrap_or(Backup::Host);
+        let meant =
+            |(tag, state): &&(String, TagState)| *state != TagState::Paused && (wanted.tags.is_empty() || wanted.tags.contains(tag));
+        let tag = |(tag, _): &(String, TagState)| TagPlan { tag: tag.clone(), allocations: 1, bytes: GIB, backup: [(policy, GIB)].into() };
+        let tags: Vec<_> = self.tags.iter().filter(meant).map(tag).collect();
+        let lost = policy == Backup::Discard && tags.iter().any(|tag| tag.tag == "kv_cache");
+        let needed_bytes = if policy == Backup::Host { GIB * tags.len() as u64 } else { 0 };
+        let host = HostRoom { needed_bytes, available_bytes: 3 * GIB / 2 };
+        Plan { tags, host, prefix_cache: self.engine.clone().filter(|_| lost) }
     }
 
     fn transition(&mut self, wanted: &Transition, end: TagState) -> Reply {
@@ -247,9 +286,16 @@ impl State {
             disk_bytes: 0,
             backup: [(Backup::Host, GIB)].into(),
             retained: false,
+            progress: None,
         };
-        let device =
-            DeviceStatus { device: 0, active_bytes: 2 * GIB, paused_bytes: 0, free_bytes: Some(7 * GIB), total_bytes: Some(80 * GIB) };
+        let device = DeviceStatus {
+            device: 0,
+            uuid: Some(self.gpu.clone()),
+            active_bytes: 2 * GIB,
+            paused_bytes: 0,
+            free_bytes: Some(7 * GIB),
+            total_bytes: Some(80 * GIB),
+        };
         let memory = Status {
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
@@ -301,12 +347,75 @@ fn ps_and_status_show_what_there_is() {
     assert_eq!(process["tags"][1]["tag"], "weights");
     assert_eq!(process["tags"][1]["backup"], json!({"host": GIB}));
     assert_eq!(process["devices"][0]["free_bytes"], json!(7 * GIB));
+    assert_eq!(process["devices"][0]["uuid"], GPU);
+}
+
+/// An ordinal says nothing outside of its process.
+#[test]
+fn gpus_are_named_so_that_everybody_knows_them() {
+    let place = Place::new();
+    let (first, second) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-aaaabbbb-0000-0000-0000-000000000000");
+    let engine = Fake::new(&place, "engine", &["weights"]).on_gpu(first);
+    let trainer = Fake::new(&place, "trainer", &["weights"]).on_gpu(second);
+    place.vramctl("status").expect(0, first, "");
+    place.vramctl("ps").expect(0, "GPU-aaaaaaaa", "");
+    let shown = |line: &str| {
+        let ran = place.vramctl(line);
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        (ran.out.contains("engine --serve"), ran.out.contains("trainer --serve"))
+    };
+    for gpu in [second, "gpu-aaaab", "aaaab"] {
+        assert_eq!(shown(&format!("ps --gpu {gpu}")), (false, true));
+        assert_eq!(shown(&format!("status --gpu {gpu}")), (false, true));
+    }
+    assert_eq!(shown(&format!("ps --gpu {first} --gpu {second}")), (true, true));
+    place.vramctl("ps --gpu aaaa").expect(2, "", "GPU-aaaaaaaa-0000-0000-0000-000000000000, GPU-aaaabbbb");
+    place.vramctl("pause --gpu GPU-cccc").expect(3, "", "no managed process has memory on GPU-cccc");
+    place.vramctl("pause --gpu 7").expect(2, "", "nvidia-smi -L");
+
+    place.vramctl("pause --gpu aaaab").expect(0, "paused weights of trainer", "");
+    assert_eq!(trainer.asked(), [Request::Pause(Transition { gpus: vec![second.into()], ..Transition::default() })]);
+    place.vramctl("pause --gpu aaaab").expect(0, &format!("trainer (pid {}) has nothing there to pause", trainer.pid()), "");
+    place.vramctl("resume --all --gpu aaaab").expect(0, "resumed weights of trainer", "");
+    assert!(engine.asked().is_empty());
+
+    // Whether a stopped one has memory there is not known.
+    let stopped = Stopped::new(&place, None, 100);
+    place.vramctl("pause --all --gpu aaaab").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
+}
+
+#[test]
+fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
+    let run = place.vramctl("pause weights --dry-run");
+    run.expect(0, &format!("engine (pid {}): a pause would give back 1.00 GiB", engine.pid()), "");
+    run.expect(0, "Host memory for the contents: 1.00 GiB needed, 1.50 GiB available.", "");
+    let row: Vec<_> = run.out.lines().find(|line| line.starts_with("weights")).unwrap().split_whitespace().collect();
+    assert_eq!(row, ["weights", "1.00", "GiB", "1", "1.00", "GiB", "host"]);
+    assert!(!run.out.contains("kv_cache"), "{run:?}");
+
+    place.vramctl("pause --dry-run").expect(4, "", "too little host memory to keep the contents: 2.00 GiB needed, 1.50 GiB available");
+    let refused = place.vramctl("pause --discard --dry-run");
+    refused.expect(1, "1.00 GiB discard", "the prefix cache of the vllm");
+    place.vramctl("pause --discard --dry-run --force").expect(0, "0 B needed", "");
+    let json = place.vramctl("pause --discard --dry-run --json");
+    assert_eq!(json.code, Some(1));
+    let process = &json.json()["processes"][0];
+    assert_eq!(process["plan"]["tags"][1], json!({"tag": "weights", "allocations": 1, "bytes": GIB, "backup": {"discard": GIB}}));
+    assert_eq!(process["error"]["code"], "prefix_cache");
+    place.vramctl("pause lost --dry-run").expect(6, "", "the tag lost");
+    assert!(engine.asked().is_empty(), "{:?}", engine.asked());
+    place.vramctl("pause").expect(0, "", "");
+    place.vramctl("pause --dry-run").expect(0, "there is nothing to pause", "");
 }
 
 #[test]
 fn without_processes_the_way_out_is_said() {
     let place = Place::new();
-    place.vramctl("ps").expect(0, "vramctl run", "");
+    let ps = place.vramctl("ps");
+    ps.expect(0, "", "vramctl run");
+    assert_eq!(ps.out, "", "a script that reads a table reads none");
     assert_eq!(place.vramctl("ps --json").json(), json!({"processes": []}));
     for command in ["status", "pause", "resume --all", "pause --name engine", "set-tag x", "status engine"] {
         place.vramctl(command).expect(3, "", "no process is managed");
@@ -317,7 +426,7 @@ fn without_processes_the_way_out_is_said() {
     assert_eq!(answer.json()["processes"], json!([]));
 
     fs::remove_dir(&place.sockets).unwrap();
-    place.vramctl("ps").expect(0, place.sockets.to_str().unwrap(), "");
+    place.vramctl("ps").expect(0, "", place.sockets.to_str().unwrap());
     place.vramctl("pause").expect(3, "", "no process is managed");
 }
 
@@ -329,9 +438,91 @@ fn a_silent_process_does_not_keep_the_others_from_being_seen() {
     let ps = place.vramctl("ps");
     ps.expect(0, "engine --serve", "");
     let row = ps.out.lines().find(|line| line.starts_with(&stopped.pid().to_string())).unwrap();
-    assert!(row.contains("no answer within 5 s"), "{row}");
-    let pause = place.vramctl("pause --all");
-    pause.expect(5, "paused weights of engine", &format!("error: process {}: no answer", stopped.pid()));
+    assert!(row.contains("no answer within 2 s"), "{row}");
+    place.vramctl("status").expect(5, "engine --serve", &format!("error: process {}: no answer", stopped.pid()));
+}
+
+/// A process that listens and is stopped, as by a debugger or a frozen control group.
+struct Stopped {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Stopped {
+    /// `name`: its `VRAMCTL_NAME`, if it has one. `queue`: how many connections may wait for it.
+    fn new(place: &Place, name: Option<&str>, queue: u32) -> Self {
+        let program = format!(
+            "import os, signal, socket\n\
+             listener = socket.socket(socket.AF_UNIX)\n\
+             listener.bind(os.environ['VRAMCTL_DIR'] + '/%d.sock' % os.getpid())\n\
+             listener.listen({queue})\n\
+             print('ready', flush=True)\n\
+             signal.pause()"
+        );
+        let mut command = place.command("python3", &["-c", &program]);
+        command.envs(name.map(|name| ("VRAMCTL_NAME", name))).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert_eq!(said.next().unwrap().unwrap(), "ready");
+        // SAFETY: touches no memory; the child is ours.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGSTOP) }, 0);
+        Self { socket: place.socket(child.id()), child }
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_file(&self.socket);
+    }
+}
+
+/// Half of an engine paused is the worst that can happen to it.
+#[test]
+fn nothing_is_done_while_one_that_is_meant_does_not_answer() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    let who_knows = [Stopped::new(&place, None, 100), Stopped::new(&place, Some("engine"), 100)];
+    for line in ["pause --name engine", "resume --name engine", "pause --all", "pause --name engine --quiet", "set-tag x --name engine"] {
+        let ran = place.vramctl(line);
+        ran.expect(5, "", "kill -CONT");
+        assert!(who_knows.iter().all(|stopped| ran.err.contains(&stopped.pid().to_string())), "{ran:?}");
+        assert_eq!(ran.out, "", "{line}");
+    }
+    let json = place.vramctl("pause --name engine --json");
+    assert_eq!((json.code, &json.json()["error"]["code"], &json.json()["processes"]), (Some(5), &json!("busy"), &json!([])));
+    assert!(engine.asked().is_empty(), "{:?}", engine.asked());
+    assert_eq!(engine.state.lock().unwrap().process_tag.as_deref(), Some("default"));
+
+    place.vramctl("status --name engine").expect(5, "engine --serve", &format!("error: engine (pid {}): no answer", who_knows[1].pid()));
+    place.vramctl(&format!("pause --pid {}", engine.pid())).expect(0, "paused weights", "");
+}
+
+#[test]
+fn a_stopped_process_of_another_name_is_in_nobody_s_way() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    let trainer = Stopped::new(&place, Some("trainer"), 100);
+    place.vramctl("pause --name engine").expect(0, "paused weights of engine", "");
+    place.vramctl("status --name engine").expect(0, "weights", "");
+    place.vramctl("pause --name trainer").expect(5, "", &format!("trainer (pid {})", trainer.pid()));
+    assert_eq!(engine.asked().len(), 1);
+}
+
+/// What a stopped process does not accept piles up, and then a connection waits until it goes on.
+#[test]
+fn a_stopped_process_whose_queue_is_full_keeps_nobody_waiting() {
+    let place = Place::new();
+    let stopped = Stopped::new(&place, None, 0);
+    let _waiting = UnixStream::connect(place.socket(stopped.pid())).unwrap();
+    let row = place.vramctl("ps");
+    row.expect(0, &stopped.pid().to_string(), "");
+    place.vramctl("pause").expect(5, "", &format!("kill -CONT {}", stopped.pid()));
 }
 
 // ---- pausing and resuming ----
@@ -346,7 +537,8 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB given back in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
     pause.expect(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
-    let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), progress: false };
+    let wanted =
+        Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
     place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB given back"), "");
@@ -489,6 +681,109 @@ fn status_says_what_is_not_back_yet_and_why() {
     status.expect(0, "Host memory for backups: 1.00 GiB used of 4.00 GiB. 1.00 GiB could not be registered with the driver", "");
 }
 
+/// A process that is in the middle of a pause or resume of its `weights`.
+fn in_the_middle(place: &Place, state: TagState, copying: Stage) -> Fake {
+    let engine = Fake::new(place, "engine", &["kv_cache", "weights"]);
+    let mut status = engine.state.lock().unwrap().status();
+    drop(engine);
+    status.memory.tags[1].state = state;
+    status.memory.tags[1].progress = Some(Progress { stage: copying, done: GIB / 4, total: GIB });
+    Fake::reacting(place, "engine", &["kv_cache", "weights"], move |request| match request {
+        Request::Status => Some(Reaction::Answer(Reply::Status(ProcessStatus { memory: status.memory.clone(), ..status.clone() }))),
+        Request::Pause(_) | Request::Resume(_) => Some(Reaction::BeSilent),
+        _ => None,
+    })
+}
+
+#[test]
+fn how_far_a_long_pause_has_come_is_shown() {
+    let place = Place::new();
+    let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
+    place.vramctl("status").expect(0, "pausing (save 256.00 MiB of 1.00 GiB)", "");
+    let tag = place.vramctl("status --json").json()["processes"][0]["tags"][1].clone();
+    assert_eq!((&tag["state"], &tag["progress"]), (&json!("pausing"), &json!({"stage": "save", "done": GIB / 4, "total": GIB})));
+    place.vramctl("ps").expect(0, "weights pausing", "");
+    drop(engine);
+    let _engine = in_the_middle(&place, TagState::Resuming, Stage::Restore);
+    place.vramctl("status").expect(0, "resuming (restore 256.00 MiB of 1.00 GiB)", "");
+    place.vramctl("ps").expect(0, "weights resuming", "");
+}
+
+#[test]
+fn ps_says_which_tags_are_paused() {
+    let place = Place::new();
+    let _engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    place.vramctl("pause kv_cache").expect(0, "", "");
+    let ps = place.vramctl("ps");
+    ps.expect(0, "kv_cache paused", "");
+    assert!(!ps.out.contains("mixed"), "{ps:?}");
+}
+
+/// People take the name of the process for what is to be paused.
+#[test]
+fn a_process_s_name_in_place_of_a_tag_is_recognised() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["weights"]);
+    place.vramctl("pause engine").expect(6, "", "the tags are weights; engine is a process: vramctl pause --name engine");
+    let resume = place.vramctl(&format!("resume {}", engine.pid()));
+    resume.expect(6, "", &format!("{0} is a process: vramctl resume --pid {0}", engine.pid()));
+    let _trainer = Fake::new(&place, "trainer", &["weights"]);
+    place.vramctl("pause engine").expect(2, "", "engine is a process: vramctl pause --name engine");
+    let pause = place.vramctl("pause weights");
+    assert!(!pause.err.contains("is a process"), "{pause:?}");
+    assert!(engine.asked().is_empty());
+}
+
+#[test]
+fn a_message_in_json_has_no_table_in_it() {
+    let place = Place::new();
+    let _processes = [Fake::new(&place, "engine", &["weights"]), Fake::new(&place, "trainer", &["weights"])];
+    for line in ["pause --json", "pause --name nobody --json", "status --name nobody --json"] {
+        let answer = place.vramctl(line).json();
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(!message.contains('\n') && !message.contains("PID") && !message.ends_with(':'), "{line}: {message}");
+    }
+    place.vramctl("pause").expect(2, "", "PID");
+}
+
+/// Who presses ^C wants to know whether the pause goes on.
+#[test]
+fn an_interrupted_command_says_what_becomes_of_the_pause() {
+    let interrupted = |place: &Place, engine: &Fake, line: &[&str]| {
+        let mut command = place.command(command_line(), line);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        while engine.state.lock().unwrap().transitions == 0 {
+            thread::sleep(Duration::from_millis(5));
+        }
+        // SAFETY: touches no memory; the child is ours and has not been waited for.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGINT), "{output:?}");
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let place = Place::new();
+    let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
+    let text = interrupted(&place, &engine, &["pause"]);
+    assert!(text.contains(&format!("engine (pid {}): the pause goes on (save 256.00 MiB of 1.00 GiB)", engine.pid())), "{text}");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    drop(engine);
+
+    let silent = |request: &Request| is_transition(request).then_some(Reaction::BeSilent);
+    let engine = Fake::reacting(&place, "engine", &["weights"], silent);
+    let text = interrupted(&place, &engine, &["pause"]);
+    assert!(text.contains("the pause was given up; nothing has changed"), "{text}");
+    drop(engine);
+
+    let engine = Fake::reacting(&place, "engine", &["weights"], silent);
+    engine.state.lock().unwrap().tags[0].1 = TagState::Paused;
+    let text = interrupted(&place, &engine, &["resume"]);
+    assert!(text.contains("the resume was given up; nothing has changed"), "{text}");
+    engine.state.lock().unwrap().transitions = 0;
+    let text = interrupted(&place, &engine, &["pause"]);
+    assert!(text.contains("the pause is done"), "{text}");
+}
+
 #[test]
 fn a_long_pause_is_waited_for() {
     let place = Place::new();
@@ -574,7 +869,7 @@ fn stale_sockets_are_removed() {
     let stale = place.socket(999_999_999);
     drop(UnixListener::bind(&stale).unwrap());
     assert!(stale.exists());
-    place.vramctl("ps").expect(0, "no process is managed", "");
+    place.vramctl("ps").expect(0, "", "no process is managed");
     assert!(!stale.exists());
 }
 
@@ -584,7 +879,7 @@ fn what_is_no_socket_is_left_alone() {
     for name in ["notes.txt", "x.sock", "-1.sock"] {
         fs::write(place.sockets.join(name), "mine").unwrap();
     }
-    place.vramctl("ps").expect(0, "no process is managed", "");
+    place.vramctl("ps").expect(0, "", "no process is managed");
     assert_eq!(fs::read_dir(&place.sockets).unwrap().count(), 3);
 }
 
@@ -639,14 +934,111 @@ fn a_reader_that_goes_away_is_no_accident() {
 fn help_and_completions_are_there() {
     let place = Place::new();
     place.vramctl("--help").expect(0, "Exit codes:", "");
-    for command in ["run", "ps", "status", "pause", "resume", "set-tag", "python-path", "completions"] {
+    for command in ["run", "ps", "status", "pause", "resume", "set-tag", "doctor", "python-path", "completions"] {
         place.vramctl(&format!("{command} --help")).expect(0, "Examples:", "");
     }
     for shell in ["bash", "zsh", "fish"] {
-        place.vramctl(&format!("completions {shell}")).expect(0, "set-tag", "");
+        place.vramctl(&format!("completions {shell}")).expect(0, "VRAMCTL_COMPLETE", "");
     }
     place.vramctl("").expect(2, "", "Usage");
     place.vramctl("explode").expect(2, "", "explode");
+}
+
+/// A shell asks with the words so far, the last of which is to be completed.
+#[test]
+fn shells_complete_tags_processes_and_gpus() {
+    let place = Place::new();
+    let complete = |words: &[&str]| {
+        let arguments: Vec<_> = ["--", "vramctl"].iter().chain(words).copied().collect();
+        let output = place.command(command_line(), &arguments).env("VRAMCTL_COMPLETE", "fish").output().unwrap();
+        let ran = Ran::new(&output);
+        assert_eq!((ran.code, ran.err.as_str()), (Some(0), ""), "{ran:?}");
+        let first = |line: &str| line.split('\t').next().unwrap().to_owned();
+        ran.out.lines().map(first).collect::<Vec<_>>()
+    };
+    assert_eq!(complete(&["set-t"]), ["set-tag"]);
+    assert!(complete(&["pause", "w"]).is_empty(), "nobody is there, and nobody complains");
+    let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
+    let _trainer = Fake::new(&place, "trainer", &["optimizer", "weights"]);
+    assert_eq!(complete(&["pause", "w"]), ["weights"]);
+    assert_eq!(complete(&["resume", "weights", "o"]), ["optimizer"]);
+    assert_eq!(complete(&["set-tag", "k"]), ["kv_cache"]);
+    assert_eq!(complete(&["pause", "--name", ""]), ["engine", "trainer"]);
+    assert_eq!(complete(&["status", "tr"]), ["trainer"]);
+    assert_eq!(complete(&["pause", "--pid", &engine.pid().to_string()]), [engine.pid().to_string()]);
+    assert_eq!(complete(&["ps", "--gpu", "GPU"]), [GPU]);
+}
+
+// ---- doctor ----
+
+#[test]
+fn the_doctor_says_what_would_fail() {
+    let place = Place::new();
+    let doctor = |change: &dyn Fn(&mut Command)| {
+        let mut command = place.command(command_line(), &["doctor"]);
+        // No driver: what is said of GPUs is tested with the simulated one.
+        change(command.env("LD_LIBRARY_PATH", "/nowhere"));
+        Ran::new(&command.output().unwrap())
+    };
+    let line = |ran: &Ran, check: &str| {
+        let line = ran.out.lines().find(|line| line[9..].starts_with(check));
+        line.unwrap_or_else(|| panic!("{check} is not in {ran:?}")).to_owned()
+    };
+    let missing = doctor(&|command| _ = command.env("VRAMCTL_LIB", "/nowhere/libvramctl.so"));
+    assert_eq!(missing.code, Some(1), "{missing:?}");
+    assert!(line(&missing, "library").starts_with("failed") && line(&missing, "library").contains("/nowhere/libvramctl.so"));
+
+    let foreign = doctor(&|command| _ = command.env("VRAMCTL_LIB", harmless_library()));
+    assert!(line(&foreign, "library").contains("it has no vramctl_version"), "{foreign:?}");
+    let damaged = place.folder.path().join("damaged.so");
+    fs::write(&damaged, "\x7fELF and then nothing").unwrap();
+    let damaged = doctor(&|command| _ = command.env("VRAMCTL_LIB", &damaged));
+    assert!(line(&damaged, "library").starts_with("failed") && line(&damaged, "library").contains("damaged.so: "), "{damaged:?}");
+
+    fs::set_permissions(&place.sockets, Permissions::from_mode(0o755)).unwrap();
+    let open = doctor(&|_| ());
+    assert!(line(&open, "sockets").starts_with("failed") && line(&open, "sockets").contains("chmod 700"), "{open:?}");
+    fs::set_permissions(&place.sockets, Permissions::from_mode(0o700)).unwrap();
+    let sockets = line(&doctor(&|_| ()), "sockets");
+    assert!(sockets.starts_with("ok") && sockets.contains(place.sockets.to_str().unwrap()), "{sockets}");
+    let sockets = line(&doctor(&|command| _ = command.env("VRAMCTL_DIR", "/nowhere/sockets")), "sockets");
+    assert!(sockets.starts_with("failed") && sockets.contains("VRAMCTL_DIR"), "{sockets}");
+
+    let host = line(&doctor(&|command| _ = command.env("VRAMCTL_HOST_CAP", "3G")), "host memory");
+    assert!(host.contains("3.00 GiB for contents") && host.contains(" GB/s "), "{host}");
+}
+
+#[test]
+fn the_doctor_knows_the_limits_that_matter() {
+    let place = Place::new();
+    let doctor = |limits: &str| {
+        let script = format!("{limits}; exec \"$0\" doctor --json");
+        let command = place.command("sh", &["-c", &script, command_line()]).output().unwrap();
+        let checks = Ran::new(&command).json()["checks"].as_array().unwrap().clone();
+        checks.into_iter().find(|check| check["check"] == "limits").unwrap()
+    };
+    let free = doctor("true");
+    assert_eq!((&free["verdict"], &free["data"]["address_bytes"]), (&json!("ok"), &Value::Null));
+    let tight = doctor("ulimit -v 8388608; ulimit -l 64");
+    assert_eq!(tight["verdict"], "warning");
+    assert_eq!((&tight["data"]["address_bytes"], &tight["data"]["locked_bytes"]), (&json!(8 * GIB), &json!(64 << 10)));
+    assert!(tight["message"].as_str().unwrap().contains("8.00 GiB (ulimit -v)"), "{tight}");
+}
+
+#[test]
+fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
+    let place = Place::new();
+    let Some(_) = installed("python3") else { return eprintln!("skipped: no python3 here") };
+    let site = place.folder.path().join("site");
+    for (engine, version) in [("vllm", "0.26.0"), ("sglang", "0.1.2")] {
+        let folder = site.join(format!("{engine}-{version}.dist-info"));
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("METADATA"), format!("Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")).unwrap();
+    }
+    let mut command = place.command(command_line(), &["doctor"]);
+    let ran = Ran::new(&command.env("PYTHONPATH", &site).output().unwrap());
+    assert!(ran.out.lines().any(|line| line.starts_with("ok ") && line.ends_with(" vllm 0.26.0")), "{ran:?}");
+    assert!(ran.out.lines().any(|line| line.starts_with("warning ") && line.contains("sglang 0.1.2 is not a version")), "{ran:?}");
 }
 
 // ---- run ----
@@ -862,11 +1254,13 @@ fn scripts_pause_and_resume_through_every_transport() {
         pause.expect(0, "\"reply\":\"done\"", "");
         assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
         let tags = vec!["it's \"odd\" \\ ü".to_owned()];
-        let wanted = Transition { tags, backup: Some(Backup::Discard), timeout_ms: Some(2500), progress: false };
+        let wanted = Transition { tags, backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
         assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
         run("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");
         assert_eq!(engine.asked()[1], Request::Resume(Transition::default()));
+        run("pause.sh", &["kv_cache", "--force"]).expect(0, "\"reply\":\"done\"", "");
+        assert_eq!(engine.asked()[2], Request::Pause(Transition { tags: vec!["kv_cache".into()], force: true, ..Transition::default() }));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
         drop(engine);
     }
@@ -916,6 +1310,7 @@ fn scripts_refuse_as_the_command_line_does() {
     run("pause.sh", &["--timeout", "soon"]).expect(2, "", "number of seconds");
     run("pause.sh", &["--pid", "x"]).expect(2, "", "process id");
     run("resume.sh", &["--discard"]).expect(2, "", "for a pause");
+    run("resume.sh", &["--force"]).expect(2, "", "for a pause");
 
     let engine = Fake::new(&place, "engine", &["weights"]);
     let trainer = Fake::reacting(&place, "trainer", &["optimizer"], |request| match request {
@@ -1016,6 +1411,10 @@ fn an_engine_s_cache_is_not_discarded_behind_its_back() {
     for line in ["pause --discard", "pause kv_cache --discard", "pause kv_cache --backup discard"] {
         place.vramctl(line).expect(1, "", "--engine URL");
     }
+    let trainer = Fake::new(&place, "trainer", &["weights"]);
+    place.vramctl("pause --all --discard").expect(1, "", &format!("engine (pid {}): the contents of the KV cache", engine.pid()));
+    assert!(trainer.asked().is_empty());
+    drop(trainer);
     let json = place.vramctl("pause --discard --json").json();
     assert_eq!((&json["error"]["code"], &json["processes"]), (&json!("failed"), &json!([])));
     assert!(engine.asked().is_empty(), "a refusal comes before anything is done");
@@ -1024,6 +1423,18 @@ fn an_engine_s_cache_is_not_discarded_behind_its_back() {
     place.vramctl("pause kv_cache").expect(0, "1.00 GiB kept", "");
     place.vramctl("resume").expect(0, "resumed", "");
     place.vramctl("pause --discard --force").expect(0, "discarded", "");
+    assert!(matches!(engine.asked().last(), Some(Request::Pause(Transition { force: true, .. }))), "the process is told so");
+}
+
+/// A program that was started before `vramctl` was updated must still be paused.
+#[test]
+fn a_process_that_cannot_plan_is_paused_all_the_same() {
+    let place = Place::new();
+    let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
+        let unknown = Error::Invalid("not a request: unknown variant `plan`".into());
+        matches!(request, Request::Plan(_)).then(|| Reaction::Answer(Reply::Error(Refusal::from(&unknown))))
+    });
+    place.vramctl("pause").expect(0, "paused weights", "");
 }
 
 #[test]

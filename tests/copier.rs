@@ -6,7 +6,6 @@ mod common;
 use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, write};
 use vramctl_backup::set_copy_by;
 use vramctl_config::CopyBy;
-use vramctl_model::Backup;
 
 /// Large enough that how long one took says something.
 const LARGE: usize = 16 * MIB;

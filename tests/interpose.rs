@@ -741,6 +741,64 @@ fn an_idle_device_is_paused_without_any_time() {
     assert_eq!(free(address), 0);
 }
 
+#[test]
+fn a_pause_of_one_gpu_leaves_the_others_alone() {
+    let gpu = Gpu::take();
+    for device in [1, 0] {
+        set_device(device);
+        malloc_tagged("weights", None, MIB).unwrap();
+    }
+    let uuids: Vec<_> = Memory::get().status().devices.iter().map(|device| device.uuid.clone().unwrap()).collect();
+    assert!(uuids[0] != uuids[1] && uuids.iter().all(|uuid| uuid.starts_with("GPU-") && uuid.len() == 40), "{uuids:?}");
+    let before = (gpu.used(0), gpu.used(1));
+    let only = |gpu: &str| TransitionRequest { gpus: vec![gpu.to_owned()], ..TransitionRequest::default() };
+    assert_eq!(Memory::get().plan(&only(&uuids[1])).unwrap().tags[0].allocations, 1);
+    assert_eq!(Memory::get().pause(&only(&uuids[1]), &mut ()).unwrap().allocations, 1);
+    assert_eq!(gpu.used(0), before.0);
+    assert!(gpu.used(1) < before.1);
+    assert_eq!(Memory::get().resume(&only(&uuids[0]), &mut ()).unwrap().allocations, 0);
+    assert_eq!(Memory::get().resume(&only(&uuids[1]), &mut ()).unwrap().allocations, 1);
+    assert_eq!((gpu.used(0), gpu.used(1)), before);
+    assert_eq!(Memory::get().pause(&only("GPU-of-nobody"), &mut ()).unwrap().allocations, 0);
+}
+
+/// Whoever looks in the middle of it sees neither `active` nor more host memory in use than there is.
+#[test]
+fn a_pause_and_a_resume_under_way_are_seen_as_such() {
+    struct Looking {
+        tag: TagState,
+        seen: Vec<Progress>,
+    }
+    impl Observer for Looking {
+        fn progress(&mut self, now: Progress) {
+            let status = Memory::get().status();
+            let tags: Vec<_> = status.tags.iter().map(|tag| (tag.tag.as_str(), tag.state, tag.progress)).collect();
+            assert_eq!(tags, [("other", TagState::Active, None), ("weights", self.tag, Some(now))]);
+            assert!(status.host.used_bytes <= status.host.ready_bytes, "{:?}", status.host);
+            self.seen.push(now);
+        }
+    }
+    let _gpu = Gpu::take();
+    malloc_tagged("weights", None, 6 * HOST_PIECE).unwrap();
+    malloc_tagged("other", None, MIB).unwrap();
+    let bytes = 6 * HOST_PIECE as u64;
+    for tag in [TagState::Pausing, TagState::Resuming] {
+        let mut looking = Looking { tag, seen: Vec::new() };
+        let request = request(&["weights"]);
+        let done = if tag == TagState::Pausing {
+            Memory::get().pause(&request, &mut looking)
+        } else {
+            Memory::get().resume(&request, &mut looking)
+        };
+        assert_eq!(done.unwrap().kept_bytes, bytes);
+        assert!(looking.seen.len() > 1, "{:?}", looking.seen);
+        assert_eq!(looking.seen.last().map(|last| (last.done, last.total)), Some((bytes, bytes)));
+        let after = if tag == TagState::Pausing { TagState::Paused } else { TagState::Active };
+        let now = Memory::get().status().tags.into_iter().find(|tag| tag.tag == "weights").unwrap();
+        assert_eq!((now.state, now.progress), (after, None));
+    }
+}
+
 /// What nobody wrote to since it was saved is not copied again; what somebody did, is, be it a single bit.
 #[test]
 fn only_what_has_changed_is_copied_again() {

@@ -221,6 +221,116 @@ fn the_python_program_marks_regions_and_pauses_itself() {
 }
 
 #[test]
+fn the_doctor_finds_a_machine_well_or_says_what_it_lacks() {
+    let machine = Machine::new("256M");
+    let doctor = |change: &dyn Fn(&mut Command)| {
+        let mut command = machine.vramctl(&["doctor", "--json"]);
+        change(&mut command);
+        let output = command.output().unwrap();
+        let checks = serde_json::from_slice::<Value>(&output.stdout).unwrap()["checks"].as_array().unwrap().clone();
+        (output.status.code(), checks)
+    };
+    let found = |checks: &[Value], name: &str| checks.iter().find(|check| check["check"] == name).cloned().unwrap_or_default();
+    let (code, checks) = doctor(&|_| ());
+    assert_eq!(code, Some(0), "{checks:?}");
+    for name in ["library", "driver", "GPU"] {
+        assert_eq!(found(&checks, name)["verdict"], "ok", "{checks:?}");
+    }
+    assert!(found(&checks, "library")["message"].as_str().unwrap().contains(env!("CARGO_PKG_VERSION")));
+    let gpu = &found(&checks, "GPU")["data"];
+    assert_eq!((&gpu["total_bytes"], &gpu["virtual_memory"]), (&(256 * MIB).into(), &true.into()));
+    assert!(gpu["uuid"].as_str().unwrap().starts_with("GPU-"), "{gpu}");
+
+    let (code, checks) = doctor(&|command| _ = command.env("SIMGPU_NO_VMM", "1"));
+    assert_eq!((code, &found(&checks, "GPU")["verdict"]), (Some(1), &"failed".into()), "{checks:?}");
+    let (code, checks) = doctor(&|command| _ = command.env("LD_LIBRARY_PATH", "/nowhere"));
+    assert_eq!((code, &found(&checks, "driver")["verdict"]), (Some(1), &"failed".into()), "{checks:?}");
+    let (_, checks) = doctor(&|command| _ = command.env("VRAMCTL_HOST_CAP", "64M"));
+    assert_eq!(found(&checks, "host memory")["verdict"], "warning", "less than the GPU has: {checks:?}");
+    assert_eq!(machine.used(), 0);
+}
+
+/// The same GPU has the same name for the process, for the command line and for NVML.
+#[test]
+fn gpus_are_chosen_by_index_and_by_uuid() {
+    let machine = Machine::new("256M");
+    let ask = |arguments: &[&str]| {
+        let output = machine.vramctl(arguments).env("SIMGPU_DEVICES", "2").output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
+    };
+    let mut program = machine.start_with("engine", "odd", &["plain"], |command| _ = command.env("SIMGPU_DEVICES", "2"));
+    program.expect("ready");
+    let status: Value = serde_json::from_str(&ask(&["status", "--json"]).1).unwrap();
+    let uuid = status["processes"][0]["devices"][0]["uuid"].as_str().unwrap();
+    for gpu in ["0", uuid] {
+        let (code, text) = ask(&["ps", "--gpu", gpu]);
+        assert!(code == Some(0) && text.contains("engine"), "{text}");
+    }
+    let (code, text) = ask(&["pause", "--gpu", "1"]);
+    assert!(code == Some(3) && text.contains("no managed process has memory on GPU-"), "{text}");
+    assert_eq!(ask(&["pause", "--gpu", "9"]).0, Some(2));
+    for request in ["pause", "resume"] {
+        let (code, text) = ask(&[request, "--gpu", "0"]);
+        assert!(code == Some(0) && text.contains("engine"), "{text}");
+    }
+    program.tell("go on");
+    program.ends_well();
+}
+
+/// Whoever asks, in whatever language: the process itself protects a cache that its engine's prefix cache describes.
+#[test]
+fn a_cache_that_an_engine_relies_on_is_dropped_by_force_only() {
+    let program = r#"
+import ctypes
+vramctl, pointer = ctypes.CDLL(None), ctypes.c_void_p()
+runtime = ctypes.CDLL("libcudart.so.13")
+for tag in TAGS:
+    assert vramctl.vramctl_region_begin(tag, 0) == 0
+    assert vramctl.cudaMalloc(ctypes.byref(pointer), 8 << 20) == 0
+    assert vramctl.vramctl_region_end() == 0
+assert vramctl.vramctl_set_engine(b"vllm") == 0
+print("ready", flush=True)
+input()
+print(vramctl.vramctl_pause(None, ctypes.c_int64(-1), 1), flush=True)
+"#;
+    for (tags, cache) in [("[b'kv_cache', b'weights', b'default']", "kv_cache"), ("[b'weights', b'default']", "default")] {
+        let machine = Machine::new("256M");
+        let mut command = machine.vramctl(&["run", "--name", "engine", "--", "python3", "-c", &program.replace("TAGS", tags)]);
+        let mut engine = Program::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()));
+        engine.expect("ready");
+        let stream = UnixStream::connect(machine.socket(&engine)).unwrap();
+        let mut lines = BufReader::new(&stream).lines();
+        let mut ask = |request: &str| {
+            (&stream).write_all(format!("{{\"version\":1,{request}}}\n").as_bytes()).unwrap();
+            serde_json::from_str::<Value>(&lines.next().unwrap().unwrap()).unwrap()
+        };
+        let used = machine.used();
+        let refused = ask(r#""request":"pause","backup":"discard""#);
+        assert_eq!((&refused["reply"], &refused["code"]), (&"error".into(), &"prefix_cache".into()), "{refused}");
+        assert!(refused["message"].as_str().unwrap().contains("vllm"), "{refused}");
+        assert_eq!(machine.used(), used, "nothing is paused");
+        let of_cache = format!(r#""request":"pause","backup":"discard","tags":["{cache}"]"#);
+        assert_eq!(ask(&of_cache)["code"], "prefix_cache");
+        assert_eq!(ask(r#""request":"plan","backup":"discard""#)["prefix_cache"], "vllm");
+
+        let plan = ask(r#""request":"plan""#);
+        assert_eq!((&plan["reply"], &plan["prefix_cache"]), (&"plan".into(), &Value::Null), "what is kept is not lost: {plan}");
+        let tags = plan["tags"].as_array().unwrap();
+        assert!(tags.iter().all(|tag| tag["backup"]["host"] == 8 * MIB && tag["bytes"] == 8 * MIB), "{plan}");
+        assert_eq!(plan["host"]["needed_bytes"], 8 * MIB * tags.len() as u64);
+        assert!(plan["host"]["available_bytes"].as_u64().unwrap() > 0);
+        assert_eq!(machine.used(), used, "a plan changes nothing");
+
+        assert_eq!(ask(r#""request":"pause","backup":"discard","tags":["weights"]"#)["reply"], "done", "weights are no cache");
+        assert_eq!(ask(r#""request":"pause","backup":"discard","force":true"#)["reply"], "done");
+        assert_eq!(ask(r#""request":"pause","backup":"discard""#)["reply"], "done", "what is paused already is not touched");
+        assert_eq!(ask(r#""request":"plan""#)["tags"], Value::Array(Vec::new()));
+        assert_eq!(ask(r#""request":"resume""#)["reply"], "done");
+        assert_eq!(engine.ask("go on"), "0", "the program knows what it does");
+    }
+}
+
+#[test]
 fn a_killed_program_gives_everything_back_and_leaves_no_socket_for_long() {
     let machine = Machine::new("256M");
     let mut program = machine.start("victim", "odd", &["plain"]);

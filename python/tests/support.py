@@ -56,10 +56,14 @@ class Cuda:
         self.call("cudaMemcpy", buffer, ctypes.c_void_p(address), ctypes.c_size_t(size), _DEVICE_TO_HOST)
         return buffer.raw
 
-    def free_memory(self) -> int:
+    def memory_info(self) -> tuple[int, int]:
+        """What of the device's memory is free, and all of it."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
-        return free.value
+        return free.value, total.value
+
+    def free_memory(self) -> int:
+        return self.memory_info()[0]
 
 
 def freed(bytes: int) -> int:
@@ -100,9 +104,9 @@ for line in sys.stdin:
 class Program:
     """A Python program under `vramctl run`."""
 
-    def __init__(self, name: str, source: str = HOLDER, python: str = sys.executable, **environment: str) -> None:
+    def __init__(self, name: str | None, source: str = HOLDER, python: str = sys.executable, **environment: str) -> None:
         self.child = subprocess.Popen(
-            [VRAMCTL, "run", "--name", name, "--", python, "-c", source],
+            [VRAMCTL, "run", *(["--name", name] if name else []), "--", python, "-c", source],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

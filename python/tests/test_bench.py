@@ -41,7 +41,9 @@ class SmokeTest(unittest.TestCase):
 
     def test_discarded_contents_alone(self):
         data, _ = self.bench("--sets", "64x1g", "--discarded", "--repeat", "3")
-        self.assertEqual(set(data["samples"]["64x1g"]["vramctl"]), {row for row, *_ in report.ROWS if row.startswith("discard")})
+        self.assertEqual(
+            set(data["samples"]["64x1g"]["vramctl"]), {row for row, *_ in report.ROWS if row.startswith("discard")}
+        )
 
 
 class Medians(unittest.TestCase):

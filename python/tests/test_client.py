@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -56,8 +57,6 @@ class Real(unittest.TestCase):
             with self.assertRaises(errors.UnknownTag) as unknown:
                 client.pause(["weights", "wieghts"])
             self.assertEqual(unknown.exception.known_tags, ["kv_cache", "weights"])
-            with self.assertRaises(errors.Invalid):
-                client.pause("weights", backup="tape")  # type: ignore[arg-type]
             client.pause()
             with vramctl.unmanaged():
                 hog = cuda.malloc(cuda.free_memory() - 6 * MIB)
@@ -72,6 +71,41 @@ class Real(unittest.TestCase):
                 cuda.free(hog)
             client.resume()
             self.assertEqual(engine.ask("check"), "weights ok, cache zero")
+
+    def test_a_progress_callback_may_ask_for_anything(self) -> None:
+        with Program("engine") as engine, vramctl.Client("engine") as client:
+            states: list[list[str]] = []
+            reports: list[vramctl.Report] = []
+
+            def look(_: vramctl.Progress) -> None:
+                client.status()
+                if not reports:
+                    # Waits in the process until the pause of which this is the progress has ended.
+                    reports.append(client.pause("weights"))
+                states.append([tag.state for tag in client.status().tags])
+
+            client.pause("weights", progress=look)
+            self.assertEqual(states[-1], ["active", "paused"])
+            self.assertEqual(reports[0].unchanged, 1)
+            client.resume()
+            self.assertEqual(engine.ask("check"), "weights ok, cache there")
+
+    def test_tags_have_policies_of_their_own(self) -> None:
+        with Program("engine") as engine, vramctl.Client("engine") as client:
+            report = client.pause({"kv_cache": "host", "weights": "default"})
+            self.assertEqual((report.kept_bytes, report.discarded_bytes), (12 * MIB, 0))
+            client.resume()
+            self.assertEqual(engine.ask("check"), "weights ok, cache there")
+            report = client.pause({"weights": "host", None: "discard"})
+            self.assertEqual((report.kept_bytes, report.discarded_bytes), (8 * MIB, 4 * MIB))
+            client.resume()
+            self.assertEqual(engine.ask("check"), "weights ok, cache zero")
+            with self.assertRaises(errors.UnknownTag):
+                client.pause({"wieghts": "host"})
+            with self.assertRaises(errors.Invalid):
+                client._question("resume", "done", backups={"weights": "host"})
+            # Beside all others, a tag need not be there.
+            self.assertEqual(client.pause({"lora": "host", None: "default"}).allocations, 2)
 
     def test_the_process_tag_is_set(self) -> None:
         with Program("engine"), vramctl.Client("engine") as client:
@@ -128,6 +162,34 @@ class Real(unittest.TestCase):
             finally:
                 os.kill(asleep.pid, signal.SIGCONT)
 
+    def test_a_name_is_not_looked_for_past_a_process_that_does_not_answer(self) -> None:
+        """Of an engine in several processes, the half that answers would be taken for the whole."""
+        with Program("engine") as awake, Program("engine") as asleep:
+            os.kill(asleep.pid, signal.SIGSTOP)
+            try:
+                with self.assertRaises(errors.Busy) as silent:
+                    vramctl.Client("engine", patience=2)
+                self.assertIn(f"process {asleep.pid} ", str(silent.exception))
+                self.assertEqual(silent.exception.numbers, {"pids": [asleep.pid]})
+                # It can be told that it is called otherwise.
+                with self.assertRaises(errors.NoProcess):
+                    vramctl.Client("other", patience=0.3)
+                # An id leaves nothing to doubt.
+                vramctl.Client(awake.pid).close()
+            finally:
+                os.kill(asleep.pid, signal.SIGCONT)
+
+    def test_a_process_whose_name_cannot_be_known_may_be_the_one_that_is_meant(self) -> None:
+        # Its name is its program's, which its environment does not say.
+        with Program("engine"), Program(None) as unnamed:
+            os.kill(unnamed.pid, signal.SIGSTOP)
+            try:
+                with self.assertRaises(errors.Busy) as silent:
+                    vramctl.Client("engine", patience=0.3)
+                self.assertIn(f"process {unnamed.pid} ", str(silent.exception))
+            finally:
+                os.kill(unnamed.pid, signal.SIGCONT)
+
     def test_threads_may_share_a_client(self) -> None:
         with Program("engine"), vramctl.Client("engine") as client:
             answers: list[str] = []
@@ -139,6 +201,10 @@ class Real(unittest.TestCase):
             for thread in threads:
                 thread.join()
             self.assertEqual(answers, ["engine"] * 80)
+
+
+#: What a process says of itself.
+HELLO = {"protocol": 1, "library": "0", "pid": 1, "name": "pretended"}
 
 
 class Pretended(unittest.TestCase):
@@ -155,12 +221,18 @@ class Pretended(unittest.TestCase):
         server.listen()
         self.addCleanup(server.close)
 
-        def work() -> None:
-            with server.accept()[0] as connection:
-                answer(connection, connection.makefile("rb").readline())
+        def talk(connection: socket.socket) -> None:
+            with connection, connection.makefile("rb") as lines:
+                # A client looks whether somebody listens before it asks.
+                if line := lines.readline():
+                    answer(connection, line)
 
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=talk, args=[server.accept()[0]], daemon=True).start()
+
+        threading.Thread(target=work, daemon=True).start()
         return path
 
     def test_what_it_asks_is_the_protocol(self) -> None:
@@ -171,18 +243,52 @@ class Pretended(unittest.TestCase):
             connection.sendall(b'{"reply":"done","bytes":5,"later":"unknown fields are ignored"}\n')
 
         with vramctl.Client(self.serve(answer)) as client:
-            self.assertEqual(client.pause("kv_cache", backup="discard", timeout=2.4999).bytes, 5)
-        wanted = {
-            "version": 1,
-            "request": "pause",
-            "tags": ["kv_cache"],
-            "backup": "discard",
-            "timeout_ms": 2500,
-            "progress": False,
-        }
-        self.assertEqual(asked, [wanted])
+            for pause, wanted in [
+                (lambda: client.pause(), {}),
+                (
+                    lambda: client.pause("kv_cache", backup="discard", timeout=2.4999),
+                    {"tags": ["kv_cache"], "backup": "discard", "timeout_ms": 2500},
+                ),
+                (lambda: client.pause(tag for tag in "ab"), {"tags": ["a", "b"]}),
+                (lambda: client.pause("kv_cache", force=True), {"tags": ["kv_cache"], "force": True}),
+                (
+                    lambda: client.pause({"a": "host", "b": "default"}),
+                    {"tags": ["a", "b"], "backups": {"a": "host", "b": None}},
+                ),
+                (lambda: client.pause({"a": "disk", None: "discard"}), {"backup": "discard", "backups": {"a": "disk"}}),
+                (lambda: client.pause(progress=lambda _: None), {"progress": True}),
+            ]:
+                asked.clear()
+                self.assertEqual(pause().bytes, 5)
+                self.assertEqual(asked, [{"version": 1, "request": "pause", **wanted}])
 
-    def test_nonsense_is_an_error_and_ends_the_connection(self) -> None:
+    def test_the_refusal_to_drop_a_described_cache_is_an_error_of_its_own(self) -> None:
+        refusal = b'{"reply":"error","code":"prefix_cache","message":"vllm still describes it"}\n'
+        with vramctl.Client(self.serve(lambda connection, _: connection.sendall(refusal))) as client:
+            with self.assertRaises(errors.PrefixCache) as refused:
+                client.pause("kv_cache", backup="discard")
+            self.assertEqual((refused.exception.number, str(refused.exception)), (14, "vllm still describes it"))
+
+    def test_a_status_says_how_far_a_pause_is(self) -> None:
+        saving = {"tag": "weights", "state": "pausing", "progress": {"stage": "save", "done": 1, "total": 2}}
+        tags = [saving, {"tag": "kv_cache", "state": "active"}]
+        reply = {"reply": "status", **HELLO, "tags": tags, "devices": [{"device": 0, "uuid": "GPU-1"}]}
+        with vramctl.Client(self.serve(lambda it, _: it.sendall(json.dumps(reply).encode() + b"\n"))) as client:
+            status = client.status()
+        self.assertEqual([tag.progress for tag in status.tags], [vramctl.Progress("save", 1, 2), None])
+        self.assertEqual([device.uuid for device in status.devices], ["GPU-1"])
+
+    def test_a_process_that_takes_no_connections_is_busy(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as waiting:
+            path = Path(folder) / "1.sock"
+            server = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(str(path))
+            server.listen(0)
+            waiting.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+            with self.assertRaises(errors.Busy):
+                vramctl.Client(path)
+
+    def test_nonsense_is_an_error(self) -> None:
         for reply, kind in [
             (b"[1]\n", errors.Internal),
             (b"\xff\n", errors.Internal),
@@ -201,35 +307,100 @@ class Pretended(unittest.TestCase):
                     self.assertEqual((caught.exception.code, str(caught.exception)), ("of_the_future", "later"))
 
     def test_a_late_answer_is_not_taken_for_the_next_one(self) -> None:
-        done = threading.Event()
-        self.addCleanup(done.set)
-        with vramctl.Client(self.serve(lambda *_: done.wait(10) and None), patience=0.2) as client:
-            with self.assertRaises(errors.Busy):
-                client.hello()
-            with self.assertRaises(errors.Disconnected):
-                client.hello()
+        late = threading.Event()
+        self.addCleanup(late.set)
 
-    def test_an_exception_in_the_progress_callback_ends_the_connection(self) -> None:
-        progress = b'{"reply":"progress","stage":"save","done":1,"total":2}\n'
+        def answer(connection: socket.socket, line: bytes) -> None:
+            if b"status" in line:
+                late.wait(10)
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps({"reply": json.loads(line)["request"], **HELLO}).encode() + b"\n")
+
+        with vramctl.Client(self.serve(answer), patience=1) as client:
+            with self.assertRaises(errors.Busy):
+                client.status()
+            late.set()
+            self.assertEqual(client.hello().name, "pretended")
+
+    def test_a_process_may_hang_up_between_two_requests(self) -> None:
+        """As it does with a client that is silent for 30 seconds."""
+
+        def answer(connection: socket.socket, _: bytes) -> None:
+            connection.sendall(json.dumps({"reply": "hello", **HELLO}).encode() + b"\n")
+
+        with vramctl.Client(self.serve(answer)) as client:
+            self.assertEqual([client.hello().name for _ in range(3)], ["pretended"] * 3)
+
+    def test_an_exception_in_the_progress_callback_ends_its_connection_alone(self) -> None:
+        hung_up = threading.Event()
+
+        def answer(connection: socket.socket, line: bytes) -> None:
+            if b"pause" in line:
+                connection.sendall(b'{"reply":"progress","stage":"save","done":1,"total":2}\n')
+                if connection.recv(1) == b"":
+                    hung_up.set()
+            else:
+                connection.sendall(json.dumps({"reply": "status", **HELLO}).encode() + b"\n")
 
         def fail(now: vramctl.Progress) -> None:
             raise KeyError(now.stage)
 
-        with vramctl.Client(self.serve(lambda connection, _: connection.sendall(progress))) as client:
+        with vramctl.Client(self.serve(answer)) as client:
             with self.assertRaises(KeyError):
                 client.pause(progress=fail)
-            with self.assertRaises(errors.Disconnected):
-                client.status()
+            self.assertTrue(hung_up.wait(60))
+            self.assertEqual(client.status().tags, ())
+
+    def test_close_ends_what_is_under_way_and_what_comes_after(self) -> None:
+        asked, end = threading.Event(), threading.Event()
+        self.addCleanup(end.set)
+
+        def answer(connection: socket.socket, _: bytes) -> None:
+            asked.set()
+            end.wait(60)
+
+        client = vramctl.Client(self.serve(answer))
+        ended: list[errors.Error] = []
+
+        def resume() -> None:
+            try:
+                client.resume(timeout=None)
+            except errors.Disconnected as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=resume)
+        thread.start()
+        self.assertTrue(asked.wait(60))
+        client.close()
+        thread.join(60)
+        self.assertEqual(len(ended), 1)
+        with self.assertRaises(errors.Disconnected):
+            client.hello()
+
+    def test_another_process_that_got_the_id_is_not_taken_for_the_one_that_had_it(self) -> None:
+        with vramctl.Client(self.serve(lambda *_: None)) as client:
+            with mock.patch("vramctl.client._started", return_value="later"), self.assertRaises(errors.Disconnected):
+                client.hello()
 
     def test_what_makes_no_sense_is_not_asked(self) -> None:
         with vramctl.Client(self.serve(lambda *_: None)) as client:
             for call in (
                 lambda: client.pause([]),
+                lambda: client.pause({}),
+                lambda: client.pause({"weights": "host"}, backup="discard"),
                 lambda: client.pause(timeout=-1),
                 lambda: client.resume(timeout=float("nan")),
             ):
                 with self.assertRaises(errors.Invalid):
                     call()
+            for call in (
+                lambda: client.pause(backup="tape"),  # type: ignore[arg-type]
+                lambda: client.pause({"weights": "tape"}),  # type: ignore[dict-item]
+            ):
+                with self.assertRaises(errors.Invalid) as wrong:
+                    call()
+                for policy in ("tape", "host", "disk", "discard"):
+                    self.assertIn(repr(policy), str(wrong.exception))
 
 
 class Places(unittest.TestCase):

@@ -1,15 +1,13 @@
 """What is wrapped in the engines, and vLLM's sleep mode: against small packages with the functions of the real ones.
 
-The stand-ins have the names and signatures that the known versions have (vLLM 0.26.0 and 0.33.0, SGLang 0.5.16) and next
+The stand-ins have the names and signatures that the known versions have (vLLM 0.26.0 and 0.33.0, SGLang 0.5.16 and 0.5.23) and next
 to no bodies. Torch and the library are simulated: every allocation is noted with the region and the pool it came from.
 """
 
+from __future__ import annotations
+
 import contextlib
-import copy
-import dataclasses
-import enum
 import importlib
-import json
 import os
 import pathlib
 import pickle
@@ -18,6 +16,7 @@ import tempfile
 import textwrap
 import types
 import unittest
+from typing import Any
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -87,7 +86,7 @@ class Gpu:
         self.torch.cuda, self.torch.__version__ = cuda, "2.11.0"
         self.torch.zeros = self.allocate
 
-    def allocate(self, what, bytes=GIB, **settings):
+    def allocate(self, what: str, bytes: int = GIB, **settings: Any) -> str:
         # Torch takes the pool that was entered first. While a graph is captured, that is the graph's, `settings` says, unless
         # a region around the capture has entered another: no engine does that.
         pool = settings["pool"] if "pool" in settings else self.pools[0].id if self.pools else None
@@ -95,13 +94,13 @@ class Gpu:
         self.allocations.append({"what": what, "tag": tag, "pool": pool, "bytes": bytes, "state": "active", "contents": "here"})
         return what
 
-    def tags(self):
+    def tags(self) -> dict[str, str | None]:
         return {one["what"]: one["tag"] for one in self.allocations}
 
     def pools_of(self, tag):
         return {one["pool"] for one in self.allocations if one["tag"] == tag}
 
-    def contents(self):
+    def contents(self) -> dict[str, tuple[str, str]]:
         return {one["what"]: (one["state"], one["contents"]) for one in self.allocations}
 
     # The functions of the package that are put in place of the real ones.
@@ -189,6 +188,26 @@ VLLM = {
             def release_pools(self): ...
             def close(self): ...
         """,
+    "vllm/device_allocator/sleep_mode_backend.py": """
+        import importlib
+        class SleepModeBackend:
+            def __init__(self): self._state = "RUNNING"
+            def state(self): return self._state
+            @classmethod
+            def is_supported(cls): return True
+        class SleepModeBackendFactory:
+            registry = {"cumem": ("vllm.device_allocator.sleep_mode_backend", "SleepModeBackend")}
+            @classmethod
+            def register_backend(cls, name, module_path, class_name):
+                if name in cls.registry: raise ValueError(f"{name} is already registered")
+                cls.registry[name] = (module_path, class_name)
+            @classmethod
+            def create_backend(cls, model_config):
+                module, name = cls.registry[model_config.sleep_mode_backend]
+                backend = getattr(importlib.import_module(module), name)
+                if not backend.is_supported(): raise ValueError("not supported on this platform")
+                return backend()
+        """,
     "vllm/v1/worker/gpu/attn_utils.py": """
         import torch
         def _allocate_kv_cache(kv_cache_config, shared_layers, device):
@@ -248,8 +267,122 @@ VLLM_33 = {
     "vllm/v1/worker/gpu_model_runner.py": "class GPUModelRunner: ...",
 }
 
+#: SGLang's plugins: hooks are registered while they are loaded, and applied afterwards.
+SGLANG_PLUGINS = {
+    "sglang/srt/plugins/__init__.py": """
+        from .hook_registry import HookRegistry
+        plugins = []
+        def load_plugins():
+            for plugin in plugins: plugin()
+            HookRegistry.apply_hooks()
+        """,
+    "sglang/srt/plugins/hook_registry.py": """
+        import enum, functools, pkgutil
+        from typing import NamedTuple
+        class HookSource(NamedTuple):
+            plugin_name: str
+            dist_name: str
+        class HookType(enum.Enum):
+            AFTER = "after"
+            AROUND = "around"
+        def around(original, hook):
+            return functools.wraps(original)(lambda *arguments, **keywords: hook(original, *arguments, **keywords))
+        class HookRegistry:
+            hooks, applied = {}, set()
+            @classmethod
+            def register(cls, target, hook, hook_type=HookType.AFTER, *, source=None):
+                assert hook_type is HookType.AROUND and source.plugin_name == "vramctl"
+                cls.hooks.setdefault(target, []).append(hook)
+            @classmethod
+            def apply_hooks(cls):
+                for target in set(cls.hooks) - cls.applied:
+                    cls.applied.add(target)
+                    owner, _, name = target.rpartition(".")
+                    owner = pkgutil.resolve_name(owner)
+                    function = vars(owner)[name]
+                    static = isinstance(function, staticmethod)
+                    function = function.__func__ if static else function
+                    for hook in cls.hooks[target]: function = around(function, hook)
+                    setattr(owner, name, staticmethod(function) if static else function)
+        """,
+}
+
+SGLANG_ADAPTER = """
+    from abc import ABC
+    from contextlib import contextmanager
+    class TorchMemorySaverAdapter(ABC):
+        @staticmethod
+        def create(enable: bool):
+            return "the installed memory saver" if enable else Noop()
+    class Noop(TorchMemorySaverAdapter):
+        enabled = False
+        @contextmanager
+        def region(self, tag: str, enable_cpu_backup: bool = False):
+            yield
+    """
+
+#: Where its images are in every version here.
+SGLANG_IMAGES = """
+    import torch
+    class MmItemMemoryPool:
+        def __init__(self, memory_size, recycle_interval, base_gpu_id):
+            self.memory_pool = torch.zeros("images")
+    """
+
+#: SGLang 0.5.16.
 SGLANG = {
+    **SGLANG_PLUGINS,
     "sglang/__init__.py": "__version__ = '0.5.16'",
+    "sglang/srt/server_args.py": """
+        import dataclasses
+        from . import runtime_context
+        @dataclasses.dataclass
+        class ServerArgs:
+            tp_size: int = 1
+            disable_custom_all_reduce: bool = False
+            enable_memory_saver: bool = False
+            enable_weights_cpu_backup: bool = False
+        def set_global_server_args_for_scheduler(settings):
+            runtime_context.published = settings
+        def get_global_server_args():
+            return runtime_context.get_server_args()
+        """,
+    "sglang/srt/runtime_context.py": """
+        published = None
+        def get_server_args():
+            if published is None: raise ValueError("Global server args is not set yet!")
+            return published
+        """,
+    "sglang/srt/utils/torch_memory_saver_adapter.py": SGLANG_ADAPTER,
+    "sglang/srt/utils/cuda_ipc_transport_utils.py": SGLANG_IMAGES,
+}
+
+#: What 0.5.23 has otherwise: settings that are no dataclass and cannot be changed, and a function that only raises.
+SGLANG_23 = {
+    **SGLANG,
+    "sglang/__init__.py": "__version__ = '0.5.23'",
+    "sglang/srt/server_args.py": """
+        from . import runtime_context
+        class ServerArgs:
+            def __init__(self, tp_size=1, disable_custom_all_reduce=False, enable_memory_saver=False):
+                vars(self).update({name: value for name, value in locals().items() if name != "self"})
+                self.__post_init__()
+            def __post_init__(self): ...
+            def __setattr__(self, name, value):
+                raise AttributeError(f"server_args.{name} assigned after resolution")
+        def set_global_server_args_for_scheduler(settings):
+            runtime_context.published = settings
+        def get_global_server_args():
+            raise RuntimeError("get_global_server_args() is retired")
+        """,
+    "sglang/srt/utils/cuda_ipc_transport_utils.py": "from sglang.srt.multimodal.transport.cuda_ipc import MmItemMemoryPool",
+    "sglang/srt/multimodal/transport/cuda_ipc.py": SGLANG_IMAGES,
+}
+
+#: A version before there were plugins.
+SGLANG_OLD = {
+    **{name: text for name, text in SGLANG.items() if "plugins" not in name and "runtime_context" not in name},
+    "sglang/__init__.py": "__version__ = '0.5.9'",
     "sglang/srt/server_args.py": """
         import dataclasses
         @dataclasses.dataclass
@@ -257,9 +390,6 @@ SGLANG = {
             tp_size: int = 1
             disable_custom_all_reduce: bool = False
             enable_memory_saver: bool = False
-            enable_weights_cpu_backup: bool = False
-            def __post_init__(self):
-                self.resolved = self.enable_memory_saver
         published = None
         def set_global_server_args_for_scheduler(settings):
             global published
@@ -267,16 +397,6 @@ SGLANG = {
         def get_global_server_args():
             if published is None: raise ValueError("Global server args is not set yet!")
             return published
-        """,
-    "sglang/srt/utils/torch_memory_saver_adapter.py": """
-        from abc import ABC
-        class TorchMemorySaverAdapter(ABC):
-            @staticmethod
-            def create(enable):
-                return "the installed memory saver" if enable else "none"
-            def check_validity(self, caller_name):
-                if not self.enabled: raise RuntimeError(caller_name)
-            def region(self, tag, enable_cpu_backup=False): raise NotImplementedError
         """,
 }
 
@@ -291,14 +411,13 @@ DEEP_EP = {
         """,
 }
 
-IMAGES = {
-    "sglang/srt/utils/cuda_ipc_transport_utils.py": """
-        import torch
-        class MmItemMemoryPool:
-            def __init__(self, memory_size, recycle_interval, base_gpu_id):
-                self.memory_pool = torch.zeros("images")
-        """,
-}
+
+def write(folder, files):
+    for path, text in files.items():
+        path = folder / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    importlib.invalidate_caches()
 
 
 class Engine(unittest.TestCase):
@@ -346,13 +465,9 @@ class Engine(unittest.TestCase):
         }.items():
             stack.enter_context(mock.patch.object(vramctl._torch, name, function))
 
-    def engine(self, files, name):
+    def engine(self, files: dict[str, str], name: str) -> Any:
         """Writes an engine and has ours installed, as `sitecustomize` or the engine's plugins do."""
-        for path, text in files.items():
-            path = self.folder / path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(textwrap.dedent(text))
-        importlib.invalidate_caches()
+        write(self.folder, files)
         importlib.import_module(name)
         ours = importlib.import_module(f"vramctl.engines.{name}")
         mock.patch.object(ours.engines, "thread_region", lambda tag: vramctl.region(tag, pool=False)).start()
@@ -374,7 +489,7 @@ class Engine(unittest.TestCase):
         return self.assertNoLogs("vramctl", "WARNING") if sys.version_info >= (3, 10) else contextlib.nullcontext()
 
 
-def vllm_config(sleep=False, tp=1, disable=False, **more):
+def vllm_config(sleep: bool = False, tp: int = 1, disable: bool = False, **more: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         model_config=types.SimpleNamespace(enable_sleep_mode=sleep, enable_cumem_allocator=sleep),
         parallel_config=types.SimpleNamespace(tensor_parallel_size=tp, disable_custom_all_reduce=disable),
@@ -443,23 +558,12 @@ class VllmFromOutside(Engine):
             with self.subTest(files[next(iter(files))]):
                 self.doCleanups()
                 self.setUp()
-                for path, text in files.items():
-                    path = self.folder / path
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(textwrap.dedent(text))
-                importlib.invalidate_caches()
+                write(self.folder, files)
                 for name in ("gpu_worker", "gpu.attn_utils", "gpu_model_runner"):
                     importlib.import_module(f"vllm.v1.worker.{name}")
                 self.engine(files, "vllm")
                 run_vllm(vllm_config())
                 self.assertEqual((self.gpu.tags()["weights"], self.gpu.tags()["KV cache"]), ("weights", "kv_cache"))
-
-    def test_the_package_says_that_it_is_a_plugin(self):
-        project = ROOT.parent / "pyproject.toml"
-        if not project.is_file():
-            self.skipTest("not run: there is no pyproject.toml here")
-        table = project.read_text().partition('[project.entry-points."vllm.general_plugins"]')[2].partition("\n[")[0]
-        self.assertIn('vramctl = "vramctl.engines.vllm:install"', table)
 
     def test_installed_twice_it_wraps_once(self):
         """By `vramctl run` and as vLLM's plugin."""
@@ -509,8 +613,8 @@ class VllmFromOutside(Engine):
 
     def test_a_version_that_makes_those_buffers_otherwise_says_so(self):
         name = "vllm/distributed/device_communicators/custom_all_reduce.py"
-        self.engine({**VLLM, name: "class CustomAllreduce: ..."}, "vllm")
-        with self.warned("has no CustomAllreduce.create_shared_buffer"):
+        with self.warned("vllm 0.26.0 lacks CustomAllreduce.create_shared_buffer"):
+            self.engine({**VLLM, name: "class CustomAllreduce: ..."}, "vllm").install()
             importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
 
     def test_expert_buffers_are_left_to_cuda(self):
@@ -541,16 +645,31 @@ class VllmFromOutside(Engine):
             "vllm/v1/worker/gpu/attn_utils.py": "import torch\ndef init_kv_cache(config, device): return torch.zeros('KV cache')",
             "vllm/v1/worker/gpu_model_runner.py": "class GPUModelRunner: ...",
         }
-        self.engine(files, "vllm")
-        with self.warned("vLLM 9.9 has no function that allocates the KV cache"):
-            run_vllm(vllm_config())
+        with self.warned("vllm 9.9 lacks allocate_kv_cache"):
+            self.engine(files, "vllm").install()
             run_vllm(vllm_config())
         self.assertEqual((self.gpu.tags()["weights"], self.gpu.tags()["KV cache"]), ("weights", "default"))
 
     def test_a_version_without_the_worker_says_so_once(self):
         files = {name: text for name, text in VLLM.items() if "gpu_worker" not in name}
-        with self.warned("has no vllm.v1.worker.gpu_worker"):
+        with self.warned("lacks Worker.load_model"):
             self.engine(files, "vllm").install()
+
+    def test_whatever_fails_in_our_code_vllm_starts(self):
+        ours = self.engine(VLLM, "vllm")
+        with mock.patch.object(ours, "_shares_graphs", side_effect=KeyError("ours")), self.warned("Worker.load_model"):
+            run_vllm(vllm_config())
+            run_vllm(vllm_config())
+        self.assertEqual(self.gpu.tags()["weights"], "default")
+        self.assertEqual(len([one for one in self.gpu.allocations if one["what"] == "weights"]), 2)
+
+    def test_whatever_it_raises_itself_is_raised(self):
+        self.engine(VLLM, "vllm")
+        from vllm.v1.worker.gpu_worker import Worker
+
+        with self.silent(), mock.patch.object(self.gpu.torch, "zeros", side_effect=MemoryError), self.assertRaises(MemoryError):
+            Worker(vllm_config()).load_model()
+        self.assertEqual((self.gpu.regions, self.gpu.pools), ([], []))
 
 
 class VllmUnmanaged(Engine):
@@ -746,6 +865,70 @@ class VllmSleepMode33(Engine):
         self.assertEqual(self.gpu.live_pools, 0)
 
 
+class VllmSleepBackend(Engine):
+    """The backend `vramctl`, as vLLM resolves it by name."""
+
+    def setUp(self):
+        super().setUp()
+        self.ours = self.engine(VLLM_33, "vllm")
+        self.addCleanup(setattr, self.ours.Allocator, "instance", None)
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+        self.factory = SleepModeBackendFactory
+
+    def config(self, **more):
+        config = vllm_config(sleep=True, **more)
+        config.model_config.sleep_mode_backend = "vramctl"
+        return config
+
+    def started(self, **more):
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        with CuMemAllocator.get_instance().use_memory_pool("kv_cache"):
+            self.gpu.allocate("cache in vLLM's pool")
+        run_vllm(self.config(**more))
+        return self.factory.create_backend(self.config().model_config)
+
+    def test_levels_and_tags(self):
+        backend = self.started()
+        backend.suspend(1)
+        self.assertEqual(backend.state(), "SUSPENDED")
+        self.assertEqual(self.gpu.contents()["cache in vLLM's pool"], ("paused", "discarded"))
+        self.assertEqual(self.gpu.contents()["output"], ("paused", "kept"), "graphs have no other copy")
+        self.assertEqual(self.gpu.contents()["activations"], ("active", "here"))
+        backend.resume(["weights"])
+        self.assertEqual(self.gpu.contents()["output"], ("active", "here"))
+        self.assertEqual(self.gpu.contents()["cache in vLLM's pool"][0], "paused")
+        backend.resume()
+        self.assertEqual((backend.state(), self.gpu.contents()["cache in vLLM's pool"]), ("RUNNING", ("active", "zero")))
+        backend.discard(("kv_cache",))
+        self.assertEqual(self.gpu.contents()["cache in vLLM's pool"], ("paused", "discarded"))
+        self.assertEqual(self.gpu.contents()["output"], ("active", "here"))
+
+    def test_graphs_that_workers_share_stay(self):
+        backend = self.started(tp=2)
+        self.assertIsNone(self.gpu.tags()["output"])
+        backend.suspend(1)
+        self.assertEqual(self.gpu.contents()["output"], ("active", "here"))
+
+    def test_a_sleep_that_fails_leaves_it_running(self):
+        backend = self.started()
+        self.gpu.host_memory = False
+        with self.assertRaises(vramctl.errors.HostMemory):
+            backend.suspend(1)
+        self.assertEqual((backend.state(), self.gpu.contents()["output"]), ("RUNNING", ("active", "here")))
+
+    def test_without_our_allocator_it_says_so(self):
+        importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator = object
+        with self.assertRaisesRegex(ValueError, "not supported"):
+            self.factory.create_backend(self.config().model_config)
+
+    def test_it_is_registered_once(self):
+        self.ours.install()
+        importlib.reload(importlib.import_module("vllm"))
+        self.assertEqual(list(self.factory.registry), ["cumem", "vramctl"])
+
+
 class VllmUnknownSleepMode(Engine):
     def test_a_method_that_is_not_known_keeps_vllm_s_own(self):
         text = VLLM["vllm/device_allocator/cumem.py"]
@@ -760,6 +943,18 @@ class VllmUnknownSleepMode(Engine):
 
 
 class Sglang(Engine):
+    files = SGLANG
+
+    def engine(self, files, name):
+        ours = super().engine(files, name)
+        self.load_plugins()
+        return ours
+
+    def load_plugins(self):
+        """As SGLang does in each process, before it makes settings or an engine."""
+        if "sglang/srt/plugins/__init__.py" in self.files:
+            importlib.import_module("sglang.srt.plugins").load_plugins()
+
     def start(self, **settings):
         """The settings as the first process makes them, and as its children get and publish them."""
         from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -768,37 +963,60 @@ class Sglang(Engine):
         set_global_server_args_for_scheduler(settings)
         return settings
 
-    def saver(self, settings):
+    def create(self, enable):
         from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-        return TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver)
+        return TorchMemorySaverAdapter.create(enable=enable)
+
+    def saver(self, settings):
+        return self.create(settings.enable_memory_saver)
 
     def capture(self):
         torch = self.gpu.torch
         with torch.cuda.graph(torch.cuda.CUDAGraph(), pool="SGLang's graphs"):
             torch.zeros("output", pool="SGLang's graphs")
 
-    def test_as_if_the_memory_saver_were_on(self):
-        self.engine(SGLANG, "sglang")
+    def test_where_the_memory_saver_is_off_memory_gets_tags(self):
+        self.engine(self.files, "sglang")
         with self.silent():
-            settings = self.start()
-            saver = self.saver(settings)
-        self.assertTrue(settings.enable_memory_saver and settings.resolved and settings.enable_weights_cpu_backup)
-        saver.check_validity("somebody")
-        with saver.region("weights", enable_cpu_backup=True):
-            self.gpu.allocate("weights")
-        with saver.region("kv_cache"):
-            self.gpu.allocate("KV cache")
-        self.gpu.allocate("activations")
-        self.capture()
+            saver = self.saver(self.start())
+            with saver.region("weights", enable_cpu_backup=True):
+                self.gpu.allocate("weights")
+            with saver.region(tag="kv_cache"):
+                self.gpu.allocate("KV cache")
+            self.gpu.allocate("activations")
+            self.capture()
         wanted = {"weights": "weights", "KV cache": "kv_cache", "activations": "default", "output": "cuda_graph"}
         self.assertEqual({what: self.gpu.tags()[what] for what in wanted}, wanted)
         self.assertFalse(self.gpu.pools_of("weights") & self.gpu.pools_of("kv_cache"))
         self.assertEqual(self.gpu.live_pools, 0)
         self.assertEqual(self.gpu.engine, "sglang")
 
+    def test_each_part_of_sglang_asks_for_a_saver_and_graphs_are_wrapped_once(self):
+        ours, entered = self.engine(self.files, "sglang"), []
+        with mock.patch.object(ours.engines, "thread_region", lambda tag: contextlib.nullcontext(entered.append(tag))):
+            for _ in range(3):
+                self.saver(self.start())
+            self.capture()
+        self.assertEqual(entered, ["cuda_graph"])
+
+    def test_the_settings_stay_as_they_were(self):
+        """SGLang tells them to those who ask, and frameworks compare them with what they want."""
+        self.engine(self.files, "sglang")
+        for asked in (False, True):
+            settings = self.start(enable_memory_saver=asked)
+            before = dict(vars(settings))
+            self.saver(settings)
+            self.assertEqual(vars(settings), before)
+            self.assertIs(settings.enable_memory_saver, asked)
+
+    def test_to_sglang_its_memory_saver_is_off(self):
+        """Else it would capture other graphs, and release memory by itself."""
+        self.engine(self.files, "sglang")
+        self.assertFalse(self.saver(self.start()).enabled)
+
     def test_what_it_hands_over_is_left_to_cuda(self):
-        self.engine({**SGLANG, **DEEP_EP, **IMAGES}, "sglang")
+        self.engine({**self.files, **DEEP_EP}, "sglang")
         with self.silent():
             importlib.import_module("deep_ep").Buffer("group", 1 << 30)
             importlib.import_module("sglang.srt.utils.cuda_ipc_transport_utils").MmItemMemoryPool(1 << 30, 0.1, 0)
@@ -806,7 +1024,7 @@ class Sglang(Engine):
 
     def test_a_cache_that_mooncake_moves_by_nvlink_is_left_to_it(self):
         """Torch takes the pool that was entered first: one of ours around SGLang's would take its place."""
-        self.engine(SGLANG, "sglang")
+        self.engine(self.files, "sglang")
         saver = self.saver(self.start())
         for value, tag in (("NVLINK", None), ("True", None), ("INTRA_NODE_NVLINK", None), ("", "kv_cache"), ("no", "kv_cache")):
             with mock.patch.dict(os.environ, SGLANG_MOONCAKE_CUSTOM_MEM_POOL=value), saver.region("kv_cache"):
@@ -816,74 +1034,19 @@ class Sglang(Engine):
                 self.gpu.allocate(f"weights, {value}")
             self.assertEqual((self.gpu.tags()[value], self.gpu.tags()[f"weights, {value}"]), (tag, "weights"))
 
-    def test_contents_are_kept_whatever_sglang_would_do(self):
-        """SGLang drops its KV cache and forgets it; a pause from outside does not tell SGLang."""
-        self.engine(SGLANG, "sglang")
-        saver = self.saver(self.start())
-        with saver.region("kv_cache", enable_cpu_backup=False):
-            self.gpu.allocate("KV cache")
-        for tag in ("kv_cache", "weights", "cuda_graph"):
-            saver.pause(tag)
-        self.assertEqual(self.gpu.contents()["KV cache"], ("paused", "kept"))
-        saver.resume("weights")
-        saver.resume("kv_cache")
-        self.assertEqual(self.gpu.contents()["KV cache"], ("active", "here"))
-
     def test_its_own_memory_saver_rules(self):
-        self.engine(SGLANG, "sglang")
+        self.engine(self.files, "sglang")
         settings = self.start(enable_memory_saver=True)
-        self.assertFalse(settings.enable_weights_cpu_backup)
         self.assertEqual(self.saver(settings), "the installed memory saver")
+        # Graphs, for which `setting and get_bool_env_var(…)` is asked.
+        with self.create(False).region("kv_cache"):
+            self.gpu.allocate("not to be paused")
         self.capture()
-        self.assertEqual(self.gpu.tags()["output"], "default")
+        self.assertEqual((self.gpu.tags()["not to be paused"], self.gpu.tags()["output"]), ("default", "default"))
         self.assertEqual(self.gpu.engine, "sglang")
 
-    def test_a_copy_of_the_settings_is_no_other_decision(self):
-        self.engine(SGLANG, "sglang")
-        for copied in (lambda settings: dataclasses.replace(settings, tp_size=1), copy.deepcopy):
-            self.assertNotIsInstance(self.saver(copied(self.start())), str)
-            self.assertEqual(self.saver(copied(self.start(enable_memory_saver=True))), "the installed memory saver")
-
-    def test_engines_of_one_program_are_decided_on_each_by_itself(self):
-        """One that has its own memory saver would lose it: its KV cache would be kept where it is to be dropped."""
-        self.engine(SGLANG, "sglang")
-        environment = dict(os.environ)
-        for _ in range(2):
-            self.assertNotIsInstance(self.saver(self.start()), str)
-            self.assertEqual(self.saver(self.start(enable_memory_saver=True)), "the installed memory saver")
-        self.assertEqual(dict(os.environ), environment, "nor does a program that it starts hear of it")
-
-    def test_those_who_capture_graphs_ask_for_less(self):
-        """`enable_memory_saver and get_bool_env_var(…)`."""
-        self.engine(SGLANG, "sglang")
-        from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
-
-        for asked, ours in ((False, True), (True, False)):
-            settings = self.start(enable_memory_saver=asked)
-            self.saver(settings)
-            graphs = TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver and True)
-            self.assertEqual(not isinstance(graphs, str), ours)
-            self.assertEqual(TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver and False), "none")
-
-    def test_the_setting_can_be_told(self):
-        """SGLang answers questions for its settings with them, in JSON and by msgspec, which knows enums and plain numbers."""
-        self.engine(SGLANG, "sglang")
-        value = self.start().enable_memory_saver
-        self.assertIsInstance(value, enum.Enum)
-        for more in ({}, {"tp_size": 2}):
-            asked = self.start(enable_memory_saver=True, **more).enable_memory_saver
-            self.assertEqual(json.loads(json.dumps(asked)), True, "frameworks compare it with what they asked for")
-        self.assertIsInstance(json.loads(json.dumps(dataclasses.asdict(self.start())))["enable_memory_saver"], int)
-
-    def test_what_asks_for_no_memory_saver_gets_none(self):
-        self.engine(SGLANG, "sglang")
-        self.start()
-        from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
-
-        self.assertEqual(TorchMemorySaverAdapter.create(False), "none")
-
     def test_graphs_that_workers_share_are_left_to_cuda(self):
-        self.engine(SGLANG, "sglang")
+        self.engine(self.files, "sglang")
         cases = [
             ({"tp_size": 2}, None, None),
             ({"tp_size": 2, "enable_memory_saver": True}, None, None),
@@ -898,29 +1061,168 @@ class Sglang(Engine):
                 self.capture()
                 self.assertEqual(self.gpu.tags()["output"], tag)
 
-    def test_a_process_that_has_no_engine_yet_leaves_graphs_alone(self):
-        """SGLang's first process asks for a memory saver too, and never knows the engine's settings as published."""
-        self.engine(SGLANG, "sglang")
-        settings = self.start(tp_size=2)
-        sys.modules["sglang.srt.server_args"].published = None
-        self.assertNotIsInstance(self.saver(settings), str)
+    def test_a_process_that_has_no_engine_is_left_alone(self):
+        """SGLang's first process asks for a memory saver too, and in some versions never publishes the settings."""
+        self.engine(self.files, "sglang")
+        with self.silent(), self.create(False).region("weights"):
+            self.gpu.allocate("weights")
         self.capture()
-        self.assertEqual(self.gpu.tags()["output"], "default")
+        self.assertEqual(set(self.gpu.tags().values()), {"default"})
+        self.assertIsNone(self.gpu.engine)
 
-    def test_sglang_s_own_way_to_capture(self):
-        self.engine(SGLANG, "sglang")
+    def test_as_a_plugin_and_at_the_import_it_hooks_once(self):
+        write(self.folder, self.files)
+        importlib.import_module("sglang")
+        ours = importlib.import_module("vramctl.engines.sglang")
+        regions = []
+        with mock.patch.object(ours.engines, "tagged", lambda tag: contextlib.nullcontext(regions.append(tag))):
+            ours.install()
+            if "sglang/srt/plugins/__init__.py" in self.files:
+                importlib.import_module("sglang.srt.plugins").plugins.append(ours.install)
+                self.load_plugins()
+            ours.install()
+            self.load_plugins()
+            created = []
+            with mock.patch.object(ours.engines, "announce", created.append), self.saver(self.start()).region("weights"):
+                pass
+        self.assertEqual((created, regions), (["sglang"], ["weights"]))
+
+    def test_whatever_fails_in_our_code_sglang_starts(self):
+        ours = self.engine(self.files, "sglang")
+        settings = self.start()
+        for broken in ("_settings", "_hands_over_graphs"):
+            with self.subTest(broken):
+                ours.engines._said.clear()
+                with (
+                    mock.patch.object(ours, broken, side_effect=KeyError("ours")),
+                    self.warned("TorchMemorySaverAdapter.create"),
+                ):
+                    for _ in range(2):
+                        with self.saver(settings).region("weights"):
+                            self.gpu.allocate("weights")
+                self.assertEqual(self.gpu.tags()["weights"], "default")
+
+    def test_a_region_that_cannot_be_had_does_not_stop_it(self):
+        self.engine(self.files, "sglang")
         saver = self.saver(self.start())
-        graph = self.gpu.torch.cuda.CUDAGraph()
-        with saver.cuda_graph(tag="cuda_graph", cuda_graph=graph, pool="p", stream=None):
-            self.gpu.allocate("output")
-        self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
+        refuse = mock.Mock(side_effect=vramctl.errors.Unsupported("torch cannot"))
+        with mock.patch.object(vramctl, "region", refuse), self.warned("torch cannot"):
+            for tag in ("weights", "kv_cache"):
+                with saver.region(tag):
+                    self.gpu.allocate(tag)
+        self.assertEqual(set(self.gpu.tags().values()), {"default"})
 
     def test_an_unknown_version_says_so_once(self):
-        files = {**SGLANG, "sglang/srt/server_args.py": "class ServerArgs: ...", "sglang/__init__.py": "__version__ = '9.9'"}
+        files = {**self.files, "sglang/__init__.py": "__version__ = '9.9'"}
         del files["sglang/srt/utils/torch_memory_saver_adapter.py"]
-        with self.warned("SGLang 9.9 has no sglang.srt.utils.torch_memory_saver_adapter"):
+        with self.warned("sglang 9.9 lacks TorchMemorySaverAdapter.create"):
             self.engine(files, "sglang").install()
-            importlib.import_module("sglang.srt.server_args")
+
+
+class Sglang23(Sglang):
+    files = SGLANG_23
+
+
+class SglangWithoutPlugins(Sglang):
+    files = SGLANG_OLD
+
+
+class SglangUnreadable(Engine):
+    def test_where_its_settings_cannot_be_read_sglang_starts(self):
+        """Versions in which the only known way to the settings raises what we do not expect."""
+        settings = "def get_global_server_args(): raise RuntimeError('get_global_server_args() is retired')"
+        self.engine({**SGLANG_OLD, "sglang/srt/server_args.py": settings}, "sglang")
+        from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+        with self.warned("get_global_server_args() is retired"):
+            for _ in range(2):
+                self.assertFalse(TorchMemorySaverAdapter.create(enable=False).enabled)
+                self.assertEqual(TorchMemorySaverAdapter.create(enable=True), "the installed memory saver")
+
+
+class EntryPoints(unittest.TestCase):
+    def test_the_package_says_that_it_is_a_plugin_of_both(self):
+        project = ROOT.parent / "pyproject.toml"
+        if not project.is_file():
+            self.skipTest("not run: there is no pyproject.toml here")
+        for group, engine in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+            table = project.read_text().partition(f'[project.entry-points."{group}"]')[2].partition("\n[")[0]
+            self.assertIn(f'vramctl = "vramctl.engines.{engine}:install"', table)
+            self.assertTrue(callable(importlib.import_module(f"vramctl.engines.{engine}").install))
+
+
+class Documentation(unittest.TestCase):
+    def test_it_has_the_tables_of_the_code(self):
+        """`scripts/test-engines-contract --write` puts them there."""
+        page = ROOT.parent / "docs" / "engines.md"
+        if not page.is_file():
+            self.skipTest("not run: there is no docs/engines.md here")
+        engines = importlib.import_module("vramctl.engines")
+        for name in ("sglang", "vllm"):
+            for hook in importlib.import_module(f"vramctl.engines.{name}").HOOKS:
+                row = [line for line in page.read_text().splitlines() if line.startswith(f"| {hook.what} | ")]
+                self.assertEqual(len(row), int(hook.through != engines.READ), hook.what)
+                for place in hook.places if row else ():
+                    self.assertIn(f"`{place.path}`", row[0])
+                self.assertTrue(not row or row[0].endswith(f" | {hook.without} |"), hook.what)
+
+
+class Guard(unittest.TestCase):
+    """What fails in our code does not fail the engine's."""
+
+    def setUp(self):
+        self.engines = importlib.import_module("vramctl.engines")
+        self.addCleanup(self.engines._said.clear)
+        self.calls = []
+
+    def original(self, value):
+        self.calls.append(value)
+        return value * 2
+
+    def run_with(self, around, original=None):
+        return self.engines.guarded(around)(original or self.original, 21)
+
+    def test_before_the_original(self):
+        def around(original, value):
+            raise KeyError("ours")
+
+        with self.assertLogs("vramctl", "WARNING") as logs:
+            self.assertEqual([self.run_with(around) for _ in range(3)], [42, 42, 42])
+        self.assertEqual(self.calls, [21, 21, 21])
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("original runs as if vramctl were not there", logs.output[0])
+        self.assertIn("KeyError: 'ours'", logs.output[0])
+
+    def test_behind_the_original(self):
+        def around(original, value):
+            original(value)
+            raise KeyError("ours")
+
+        with self.assertLogs("vramctl", "WARNING"):
+            self.assertEqual(self.run_with(around), 42)
+        self.assertEqual(self.calls, [21], "it is not called again")
+
+    def test_what_the_original_raises_is_its_own(self):
+        def fails(value):
+            self.calls.append(value)
+            raise error
+
+        def plain(original, value):
+            return original(value)
+
+        def failing_too(original, value):
+            try:
+                return original(value)
+            finally:
+                raise KeyError("ours")
+
+        for error in (ValueError("theirs"), KeyboardInterrupt()):
+            for around in (plain, failing_too):
+                self.calls.clear()
+                with self.assertRaises(type(error)) as raised:
+                    self.run_with(around, fails)
+                self.assertIs(raised.exception, error)
+                self.assertEqual(self.calls, [21])
 
 
 class Announcing(unittest.TestCase):

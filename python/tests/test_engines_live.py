@@ -14,8 +14,8 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import support  # noqa: E402
-
 import vramctl  # noqa: E402
+from test_engines import SGLANG_PLUGINS  # noqa: E402
 
 FILES = {
     "vllm/__init__.py": "__version__ = '0.26.0'",
@@ -33,6 +33,11 @@ FILES = {
             return torch.empty(64 << 20)
         def init_kv_cache():
             return _allocate_kv_cache(None, {}, "cuda"), torch.empty(2 << 20)
+        """,
+    "vllm/distributed/device_communicators/custom_all_reduce.py": """
+        class CustomAllreduce:
+            @staticmethod
+            def create_shared_buffer(size_in_bytes, group=None): ...
         """,
     "vllm/v1/worker/gpu_worker.py": """
         import torch
@@ -96,15 +101,21 @@ def work(sleep):
 """
 
 SGLANG_FILES = {
-    "sglang/__init__.py": "__version__ = '0.5.16'",
+    **SGLANG_PLUGINS,
+    "sglang/__init__.py": "__version__ = '0.5.23'",
     "sglang/srt/server_args.py": """
-        import dataclasses
-        @dataclasses.dataclass
         class ServerArgs:
-            enable_memory_saver: bool = False
-            enable_weights_cpu_backup: bool = False
-            def __post_init__(self): pass
+            tp_size = 1
+            disable_custom_all_reduce = False
+            def __init__(self, saver): self.enable_memory_saver = saver
         """,
+    "sglang/srt/runtime_context.py": """
+        published = None
+        def get_server_args():
+            if published is None: raise ValueError("Global server args is not set yet!")
+            return published
+        """,
+    "sglang/srt/multimodal/transport/cuda_ipc.py": "class MmItemMemoryPool:\n    def __init__(self): ...",
     "sglang/srt/utils/torch_memory_saver_adapter.py": """
         import contextlib
         import torch_memory_saver
@@ -123,13 +134,16 @@ SGLANG_FILES = {
 SGLANG_ENGINE = """
 def settings(saver):
     from sglang.srt.server_args import ServerArgs
-    return ServerArgs(enable_memory_saver=saver)
+    return ServerArgs(saver)
 def work(settings):
     import torch
     torch.cuda.init()
+    from sglang.srt import plugins, runtime_context
+    plugins.load_plugins()
+    runtime_context.published = settings
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
     saver = TorchMemorySaverAdapter.create(enable=settings.enable_memory_saver)
-    with saver.region("weights", enable_cpu_backup=settings.enable_weights_cpu_backup):
+    with saver.region("weights", enable_cpu_backup=True):
         weights = torch.empty(32 << 20)
     with saver.region("kv_cache"):
         cache = torch.empty(64 << 20)

@@ -338,7 +338,7 @@ for number, line in enumerate({text!r}.splitlines()):
         done = self.gpu_engines(*self.places(), *arguments, GPUS="2")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual((self.folder / "others").read_text().split(), ["cuda:0"] * 3 + ["cuda:1"] * 3)
-        self.assertIn(f"| 1 | 0.12 s | 0.12 s | 2.00 GiB | 3 GiB | yes |", done.stdout)
+        self.assertIn("| 1 | 0.12 s | 0.12 s | 2.00 GiB | 3 GiB | yes |", done.stdout)
         self.assertIn("2 x pretended", done.stdout)
 
     def test_what_the_engines_are_started_with(self):

@@ -4,13 +4,47 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
+import tempfile
 import threading
 import unittest
+from pathlib import Path
 
 import vramctl
-from support import MIB, PACKAGE, Cuda, bare, pattern, run
+from support import MIB, PACKAGE, ROOT, VRAMCTL, Cuda, bare, pattern, run
 from vramctl import errors
+
+
+class Package(unittest.TestCase):
+    def test_its_version_is_the_library_s_and_the_command_line_s(self) -> None:
+        self.assertEqual(vramctl.__version__, vramctl.library_version())
+        self.assertEqual(run([VRAMCTL, "--version"]).stdout, f"vramctl {vramctl.__version__}\n")
+
+    def test_the_module_is_the_command_line(self) -> None:
+        """Found by way of `vramctl run`, and in the package itself."""
+        built = [ROOT / "target" / profile / "vramctl" for profile in ("release", "debug")]
+        command = next((str(path) for path in built if path.exists()), None)
+        if command is None:
+            self.skipTest("not run: the command line was built somewhere else")
+        for arguments in (["--version"], ["status", "nobody"], ["pause", "--nonsense"], ["run", "--", "sh", "-c", "exit 7"]):
+            direct = bare([command, *arguments])
+            for ran in (
+                run([sys.executable, "-m", "vramctl", *arguments]),
+                bare([sys.executable, "-m", "vramctl", *arguments], PYTHONPATH=str(PACKAGE.parent)),
+            ):
+                self.assertEqual(
+                    (ran.returncode, ran.stdout, ran.stderr), (direct.returncode, direct.stdout, direct.stderr), arguments
+                )
+
+    def test_without_the_command_line_the_module_says_where_it_looked(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            package = Path(folder) / "lib/python3.9/site-packages/vramctl"
+            package.mkdir(parents=True)
+            shutil.copy(PACKAGE / "__main__.py", package)
+            ran = bare([sys.executable, str(package), "ps"])
+            self.assertEqual(ran.returncode, 1)
+            self.assertIn(f"{folder}/bin", ran.stderr)
 
 
 class Process(unittest.TestCase):

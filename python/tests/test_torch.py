@@ -14,9 +14,10 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent / "fake_torch"))
 
 import torch  # noqa: E402
+from torch_memory_saver import torch_memory_saver as saver  # noqa: E402
+
 import vramctl  # noqa: E402
 from support import MIB, pattern, run  # noqa: E402
-from torch_memory_saver import torch_memory_saver as saver  # noqa: E402
 from vramctl import _library, _torch, engines, errors  # noqa: E402
 
 

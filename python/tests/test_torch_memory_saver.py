@@ -19,9 +19,10 @@ import unittest
 from pathlib import Path
 
 import torch_memory_saver as package
+from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver
+
 import vramctl
 from support import MIB, Cuda, freed
-from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver
 from vramctl import errors
 
 try:
@@ -293,6 +294,89 @@ class Memory(unittest.TestCase):
         torch_memory_saver.pause("at_the_pointer")
         self.assertEqual(cdll().tms_get_cpu_backup_pointer(pointer, 16)[:16], [9] * 16)
 
+    def backup_at(self, address: int) -> int | None:
+        """Where the allocation's contents are kept; None: nowhere."""
+        pointer = ctypes.cast(ctypes.c_void_p(address), ctypes.POINTER(ctypes.c_uint8))
+        kept = cdll().tms_get_cpu_backup_pointer(pointer, 4 * MIB)
+        return ctypes.addressof(kept.contents) if kept else None
+
+    # Missing: a resume retains what was kept by a pause from before; and what is retained of active memory has a pointer.
+    @unittest.expectedFailure
+    def test_a_backup_retained_after_its_pause_stays_where_it_is(self) -> None:
+        self.addCleanup(vramctl.retain, None, None)
+        with torch_memory_saver.region("retained_late", enable_cpu_backup=True):
+            address = self.malloc(byte=5)
+        torch_memory_saver.pause("retained_late")
+        before = self.backup_at(address)
+        torch_memory_saver.retain_cpu_backup = True
+        torch_memory_saver.resume("retained_late")
+        self.assertIsNotNone(before)
+        self.assertEqual(self.backup_at(address), before)
+
+    # Missing: the same, and that what is retained is given up at the next resume, not as soon as that is said. It replaces
+    # the end of test_a_backup_can_be_retained_and_given_up.
+    @unittest.expectedFailure
+    def test_what_was_retained_can_be_read_until_the_next_resume(self) -> None:
+        self.addCleanup(vramctl.retain, None, None)
+        with torch_memory_saver.region("given_up_late", enable_cpu_backup=True):
+            address = self.malloc(byte=6)
+        torch_memory_saver.retain_cpu_backup = True
+        torch_memory_saver.pause("given_up_late")
+        torch_memory_saver.resume("given_up_late")
+        before = self.backup_at(address)
+        torch_memory_saver.retain_cpu_backup = False
+        self.assertIsNotNone(before)
+        self.assertEqual(self.backup_at(address), before)
+        self.assertEqual(ctypes.string_at(before or 0, 4 * MIB), b"\6" * (4 * MIB))
+        torch_memory_saver.pause("given_up_late")
+        torch_memory_saver.resume("given_up_late")
+        self.assertIsNone(self.backup_at(address))
+
+    @unittest.skip("not run: with cpu_backup_backend='mmap', host memory is given back in the background, as ever")
+    def test_with_mmap_the_host_has_its_memory_back_when_resume_returns(self) -> None:
+        with torch_memory_saver.region("mapped", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+            self.malloc(128 * MIB)
+        torch_memory_saver.pause("mapped")
+        torch_memory_saver.resume("mapped")
+        self.assertEqual(vramctl.status().host.ready_bytes, 0)
+
+    # Missing: files have names while their allocations are paused, one for each, and are as large as what they hold.
+    @unittest.expectedFailure
+    def test_a_directory_for_backups_has_a_file_for_each_paused_allocation(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            torch_memory_saver.set_disk_backup_dir(folder)
+            self.addCleanup(vramctl.set_disk_directory, None)
+            with torch_memory_saver.region("in_files", enable_disk_backup=True):
+                self.malloc(4 * MIB)
+                self.malloc(8 * MIB)
+            torch_memory_saver.pause("in_files")
+            sizes = sorted(file.stat().st_size for file in Path(folder).iterdir())
+            torch_memory_saver.resume("in_files")
+            self.assertEqual(sizes, [4 * MIB, 8 * MIB])
+            self.assertEqual(list(Path(folder).iterdir()), [])
+
+    # Missing: the next process that keeps contents in the directory removes what a killed one left.
+    @unittest.expectedFailure
+    def test_what_a_killed_process_left_in_the_directory_is_removed(self) -> None:
+        source = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from torch_memory_saver import torch_memory_saver
+from support import Cuda
+with torch_memory_saver.region("in_files", enable_disk_backup=True):
+    Cuda().malloc(4 << 20)
+torch_memory_saver.pause()
+print(len(os.listdir(os.environ["TMS_DISK_BACKUP_DIR"])), flush=True)
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            with self.assertRaises(AssertionError) as killed:
+                python(source, preload=str(HOOKS[0]), arguments=(str(TESTS), "killed"), TMS_DISK_BACKUP_DIR=folder)
+            self.assertIn("exit code -9:\n1\n", str(killed.exception))
+            again = python(source, preload=str(HOOKS[0]), arguments=(str(TESTS), "alive"), TMS_DISK_BACKUP_DIR=folder)
+            self.assertEqual((again, os.listdir(folder)), ("1\n", []))
+
 
 class Environment(unittest.TestCase):
     """The variables and files by which frameworks set it up for the processes that they start."""
@@ -461,6 +545,27 @@ class FakeTorch(unittest.TestCase):
 
     def test_hook_mode_torch_needs_no_preloaded_library(self) -> None:
         self.check("torch")
+
+    def test_programs_measure_with_what_its_tests_measure_with(self) -> None:
+        source = """
+import sys, types
+from torch_memory_saver.testing_utils import empty_cache, get_and_print_gpu_memory, get_device
+from torch_memory_saver.utils import is_xpu
+import torch
+assert (is_xpu(), get_device()) == (False, "cuda")
+before = get_and_print_gpu_memory("before", gpu_id=1)
+with torch.cuda.device(1):
+    tensor = torch.empty(64 << 20)
+assert get_and_print_gpu_memory("with a tensor", gpu_id=1) >= before + (64 << 20)
+del tensor
+empty_cache()
+assert get_and_print_gpu_memory("without it", 1) == before
+torch.xpu = types.SimpleNamespace(is_available=lambda: True)
+assert (is_xpu(), get_device()) == (True, "xpu")
+"""
+        path = os.pathsep.join([str(DROPIN), str(TESTS / "fake_torch"), str(TESTS)])
+        printed = python(source, preload=str(HOOKS[0]), PYTHONPATH=path).splitlines()
+        self.assertEqual([line.partition(":")[0] for line in printed], ["before", "with a tensor", "without it"])
 
     def test_expandable_segments_are_no_obstacle(self) -> None:
         for hook_mode in ("preload", "torch"):

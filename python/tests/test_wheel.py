@@ -16,7 +16,10 @@ import unittest
 import zipfile
 from pathlib import Path
 
+import vramctl
 from support import HOLDER, ROOT
+
+HOME = "https://github.com/vramctl/vramctl"
 
 #: What a user of the wheel does not have.
 _OURS = (
@@ -29,6 +32,12 @@ _OURS = (
     "PYTHONWARNINGS",
 )
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OURS}
+
+
+#: What is looked at is the same without the optimiser, which takes longer than all the rest.
+QUICK = {
+    f"CARGO_PROFILE_RELEASE_{name}": value for name, value in (("LTO", "off"), ("OPT_LEVEL", "0"), ("CODEGEN_UNITS", "64"))
+}
 
 
 def done(arguments: list[str], **environment: str) -> str:
@@ -78,6 +87,26 @@ def reachable() -> bool:
         return subprocess.run(command, env=ENVIRONMENT, capture_output=True).returncode == 0
 
 
+#: How an ELF file says which machine it is for.
+MACHINES = {"x86_64": 62, "aarch64": 183}
+
+
+def machines(wheel: Path) -> set[int]:
+    """The machines that the library and the command line are for."""
+    with zipfile.ZipFile(wheel) as archive:
+        binaries = [name for name in archive.namelist() if name.endswith((".so", "/scripts/vramctl"))]
+        assert len(binaries) >= 2, binaries
+        return {int.from_bytes(archive.read(name)[18:20], "little") for name in binaries}
+
+
+def exported(wheel: Path) -> set[str]:
+    """What the library answers to."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        symbols = done(["readelf", "--dyn-syms", "--wide", archive.extract("vramctl/libvramctl.so", folder)])
+    rows = [line.split() for line in symbols.splitlines()]
+    return {row[7] for row in rows if len(row) > 7 and row[4] in ("GLOBAL", "WEAK") and row[6] != "UND"}
+
+
 class Wheel(unittest.TestCase):
     wheel: Path
 
@@ -89,15 +118,10 @@ class Wheel(unittest.TestCase):
         given = os.environ.get("VRAMCTL_TEST_WHEEL")
         if given is None and not reachable():
             raise unittest.SkipTest("not run: pip cannot get what builds the wheel; is there a network?")
-        # What is looked at is the same without the optimiser, which takes longer than all the rest.
-        quick = {
-            f"CARGO_PROFILE_RELEASE_{name}": value
-            for name, value in (("LTO", "off"), ("OPT_LEVEL", "0"), ("CODEGEN_UNITS", "64"))
-        }
-        cls.wheel = Path(given or done([str(ROOT / "scripts/wheel"), str(cls.folder)], **quick).splitlines()[-1])
+        cls.wheel = Path(given or done([str(ROOT / "scripts/wheel"), str(cls.folder)], **QUICK).splitlines()[-1])
 
     def test_it_is_one_for_all_and_has_everything_in_it(self) -> None:
-        self.assertRegex(self.wheel.name, r"^vramctl-[\d.]+-py3-none-manylinux_2_28_x86_64\.whl$")
+        self.assertRegex(self.wheel.name, rf"^vramctl-[\d.]+-py3-none-manylinux_2_28_{os.uname().machine}\.whl$")
         with zipfile.ZipFile(self.wheel) as archive:
             names = archive.namelist()
             for wanted in ("__init__.py", "py.typed", "libvramctl.so", "client.py", "site/vramctl.py"):
@@ -115,6 +139,32 @@ class Wheel(unittest.TestCase):
             ).decode()
         self.assertIn("Requires-Python: >=3.9", metadata)
         self.assertNotIn("Requires-Dist", metadata, "nothing is needed at run time")
+        self.assertIn(f"Version: {vramctl.__version__}", metadata)
+        self.assertIn(f"Project-URL: Homepage, {HOME}", metadata)
+        self.assertIn("Description-Content-Type: text/markdown", metadata)
+        links = re.findall(r"\]\(([^)]*)\)", metadata)
+        self.assertGreater(len(links), 10)
+        for link in links:
+            self.assertRegex(link, "^https://")
+            if link.startswith(f"{HOME}/blob/HEAD/"):
+                file = link[len(f"{HOME}/blob/HEAD/") :].partition("#")[0]
+                self.assertTrue((ROOT / file).exists(), link)
+
+    def test_it_is_built_for_another_machine(self) -> None:
+        target = "aarch64-unknown-linux-gnu" if os.uname().machine == "x86_64" else "x86_64-unknown-linux-gnu"
+        command = [str(ROOT / "scripts/wheel"), "--target", target, str(self.folder)]
+        sysroot = subprocess.run(["rustc", "--print", "sysroot"], capture_output=True, text=True).stdout.strip()
+        if not Path(sysroot, "lib/rustlib", target).is_dir():
+            with self.assertRaises(AssertionError) as missing:
+                done(command)
+            self.assertIn(f"rustup target add {target}", str(missing.exception))
+            self.skipTest(f"not run: Rust's {target} is missing here")
+        wheel = Path(done(command, **QUICK).splitlines()[-1])
+        machine = target.partition("-")[0]
+        self.assertTrue(wheel.name.endswith(f"-py3-none-manylinux_2_28_{machine}.whl"), wheel.name)
+        self.assertEqual(machines(wheel), {MACHINES[machine]})
+        self.assertEqual(machines(self.wheel), {MACHINES[os.uname().machine]})
+        self.assertEqual(exported(wheel), exported(self.wheel))
 
     def test_it_works_where_it_is_installed_in_the_oldest_python(self) -> None:
         self.in_environment(interpreters().get((3, 9)), "Python 3.9")
@@ -152,8 +202,12 @@ class Wheel(unittest.TestCase):
     def works(self, command: str, python: str, place: Path) -> None:
         """Pauses and resumes, from Python and from the shell, with what was installed at `place`."""
         where = [command, "run", "--", python, "-c", "import vramctl; print(vramctl.__file__, vramctl.library_path())"]
-        for path in done(where).split():
+        package, library = done(where).split()
+        for path in (package, library):
             self.assertTrue(path.startswith(str(place)), path)
+        said = done([command, "--version"])
+        self.assertEqual(done([python, "-m", "vramctl", "--version"], PYTHONPATH=str(Path(library).parents[1])), said)
+        self.assertEqual(done([command, "run", "--", python, "-m", "vramctl", "--version"]), said)
         for folder in done([command, "python-path"]).strip().split(":"):
             self.assertTrue(folder.startswith(str(place)) and Path(folder).is_dir(), folder)
         stand_in = "import importlib.metadata, os, torch_memory_saver; print(os.path.dirname(torch_memory_saver.__file__)); "

@@ -30,19 +30,13 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import _library, _torch, errors
+from . import _library, _request, _torch, errors
+from ._request import Backup, Tags
 from ._types import Device, Hello, Host, Progress, Report, Status, Tag
 from .client import Client, Process, processes
 from .errors import Error
-
-if TYPE_CHECKING:
-    from typing import Literal
-
-    #: What becomes of contents while their memory is paused: `host` keeps them in host memory, `disk` in a file, `discard`
-    #: drops them (the memory reads as zero after the resume); `default` is as ``VRAMCTL_BACKUP`` says, else `host`.
-    Backup = Literal["default", "discard", "host", "disk"]
 
 __all__ = [
     "Client",
@@ -55,6 +49,7 @@ __all__ = [
     "Report",
     "Status",
     "Tag",
+    "__version__",
     "backup_of",
     "cuda_graph",
     "current_tag",
@@ -72,6 +67,10 @@ __all__ = [
     "status",
     "unmanaged",
 ]
+
+
+#: The version of this package, and of the library and the command line that are installed with it.
+__version__ = "0.1.0"
 
 
 def is_preloaded() -> bool:
@@ -174,7 +173,7 @@ def current_tag() -> str | None:
 
 
 def pause(
-    tag: str | Iterable[str] | Mapping[str | None, Backup] | None = None,
+    tag: Tags = None,
     *,
     timeout: float | None = None,
     backup: Backup = "default",
@@ -199,12 +198,7 @@ def pause(
     `errors.Capturing` while a CUDA graph is being captured, `errors.Driver`, `errors.Work`.
     """
     library = _library.get()
-    if isinstance(tag, Mapping):
-        if backup != "default":
-            raise errors.Invalid("a mapping of tags to policies says what becomes of each: backup is not for it")
-        policies = dict(tag)
-    else:
-        policies = dict.fromkeys(_names(tag), backup)
+    policies = _request.policies(tag, backup)
     entries = _library.tags(policies)
     timeout_ms = _library.milliseconds(timeout)
     free = _torch.Free([], 0)
@@ -235,17 +229,9 @@ def resume(tag: str | Iterable[str] | None = None, *, timeout: float | None = 0.
     the rest), `errors.Disk`, `errors.Driver`.
     """
     library = _library.get()
-    names = (ctypes.c_char_p * len(chosen))(*map(_library.tag, chosen)) if (chosen := _names(tag)) else None
+    names = (ctypes.c_char_p * len(chosen))(*map(_library.tag, chosen)) if (chosen := _request.names(tag)) else None
     library.call("resume_tags", names, len(chosen), _library.milliseconds(timeout))
     return Report._from(library.json("last_report_json"))
-
-
-def _names(tag: str | Iterable[str] | None) -> list[str | None]:
-    """The tags, each once; None stands for all."""
-    names = [tag] if tag is None or isinstance(tag, str) else list(dict.fromkeys(tag))
-    if not names:
-        raise errors.Invalid("no tags: None means all of them")
-    return names
 
 
 def _free_of(policies: Mapping[str | None, str]) -> _torch.Free:

@@ -3,14 +3,23 @@
 Nothing but the interpreter's own modules is needed, so that a program can have this from its start at no cost.
 """
 
+from __future__ import annotations
+
 import sys
 import threading
 
-_waiting = {}
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+_waiting: dict[str, list[Callable[[Any], object]]] = {}
 _searching = threading.local()
 
 
-def when_imported(name, function):
+def when_imported(name: str, function: Callable[[Any], object]) -> None:
     """Calls `function(module)` when the module `name` has been executed: now, if it has been, and after each reload.
 
     What `function` raises is logged and does not reach the program. The same function is not registered twice.
@@ -27,7 +36,7 @@ def when_imported(name, function):
         _call(function, module)
 
 
-def _call(function, module):
+def _call(function: Callable[[Any], object], module: ModuleType) -> None:
     try:
         function(module)
     except Exception:
@@ -41,7 +50,7 @@ def _call(function, module):
 class _Finder:
     """Finds what the other finders find, and has the module's loader say when it has executed it."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         # Another tool's finder may ask all finders in turn, this one again among them.
         busy = _searching.__dict__.setdefault("names", set())
         if name not in _waiting or name in busy:
@@ -50,7 +59,7 @@ class _Finder:
         try:
             for finder in list(sys.meta_path):
                 search = None if finder is self else getattr(finder, "find_spec", None)
-                spec = search and search(name, path, target)
+                spec: ModuleSpec | None = search and search(name, path, target)
                 if spec is not None:
                     _watch(spec)
                     return spec
@@ -59,14 +68,14 @@ class _Finder:
         return None
 
 
-def _watch(spec):
+def _watch(spec: ModuleSpec) -> None:
     """Has the loader of `spec` execute its module and then call who waits for it. The loader is afterwards as before."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if execute is None or isinstance(loader, type):
         return  # the interpreter's own loaders are classes, shared by all their modules
 
-    def exec_module(module):
+    def exec_module(module: ModuleType) -> None:
         # Loaders of archives serve several modules.
         if module.__name__ == spec.name:
             vars(loader).pop("exec_module", None)
@@ -76,6 +85,6 @@ def _watch(spec):
                 _call(function, module)
 
     try:
-        loader.exec_module = exec_module
+        loader.exec_module = exec_module  # type: ignore[union-attr,method-assign]
     except AttributeError:
         pass  # a loader that takes no attributes: its module is imported as ever, and nobody is told

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
-from . import errors
+from . import _request, errors
 
 _text, _size, _code = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int32
 _pointer = ctypes.POINTER
@@ -182,25 +182,17 @@ def tag(name: str | None) -> bytes | None:
 
 def backup(name: str) -> int:
     """A backup policy as the library takes it."""
-    number = BACKUPS.get(name)
-    if number is None:
-        raise errors.Invalid(f"{name!r} is no backup policy: there are {', '.join(map(repr, BACKUPS))}")
-    return number
+    return BACKUPS[_request.checked(name)]
 
 
 def milliseconds(seconds: float | None) -> int:
-    """A timeout as the library takes it: rounded up, so that a short one is not none at all; None: without limit."""
-    if seconds is None:
-        return -1
-    if not seconds >= 0:
-        raise errors.Invalid(f"a timeout is a number of seconds from 0 on, or None: not {seconds!r}")
-    return -1 if seconds > 1e12 else -int(-seconds * 1000 // 1)
+    """A timeout as the library takes it."""
+    limit = _request.milliseconds(seconds)
+    return -1 if limit is None else limit
 
 
 def tags(policies: Mapping[str | None, str]) -> Any:
     """Tags and their policies as an array of `VramctlTag`."""
-    if not policies:
-        raise errors.Invalid("no tags: None means all of them")
     return (Tag * len(policies))(*(Tag(tag(name), backup(policy)) for name, policy in policies.items()))
 
 

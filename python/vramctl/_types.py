@@ -50,7 +50,8 @@ class Tag:
     """What there is under one tag, in bytes of device memory unless it says otherwise."""
 
     tag: str
-    #: ``active``, ``paused``, or ``mixed``: some of its allocations are paused.
+    #: ``active``, ``paused``, or ``mixed``: some of its allocations are paused. While a pause or resume works on it,
+    #: ``pausing`` or ``resuming``.
     state: str
     allocations: int = 0
     bytes: int = 0
@@ -63,6 +64,13 @@ class Tag:
     backup: Mapping[str, int] = field(default_factory=dict)
     #: Whether what is saved in host memory stays there after a resume.
     retained: bool = False
+    #: How far a pause or resume of it has come, as soon as contents are copied.
+    progress: Progress | None = None
+
+    @classmethod
+    def _from(cls, reply: Mapping[str, Any]) -> Tag:
+        progress = reply.get("progress")
+        return _read(cls, reply, progress=progress and Progress._from(progress))
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,8 @@ class Device:
     #: Free on the device, whoever has the rest; None where the driver does not answer.
     free_bytes: int | None = None
     total_bytes: int | None = None
+    #: The one that ``nvidia-smi -L`` shows; None where the driver does not answer.
+    uuid: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ class Status:
         return _read(
             cls,
             reply,
-            tags=tuple(_read(Tag, tag) for tag in reply.get("tags", ())),
+            tags=tuple(Tag._from(tag) for tag in reply.get("tags", ())),
             devices=tuple(_read(Device, device) for device in reply.get("devices", ())),
             host=_read(Host, reply.get("host") or {}),
         )

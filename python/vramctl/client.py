@@ -15,19 +15,17 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from . import errors
+from . import _request, errors
+from ._request import Backup, Tags
 from ._types import Hello, Progress, Report, Status
 
 if TYPE_CHECKING:
     from types import TracebackType
-    from typing import Literal
-
-    Policy = Literal["default", "discard", "host", "disk"]
 
 __all__ = ["Client", "Process", "processes"]
 
@@ -37,8 +35,8 @@ _VERSION = 1
 _LOOK_AFTER = 1.0
 #: How long, in seconds, a process may take to answer a question that needs no work.
 _PATIENCE = 5.0
-#: In seconds.
-_FOR_EVER = 1e9
+#: In milliseconds: a time that does not come.
+_FOR_EVER = 10**12
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -117,10 +115,10 @@ def _directory_path() -> str:
 
 
 @contextlib.contextmanager
-def _directory(path: str | None = None) -> Iterator[_Directory | None]:
+def _directory(path: str) -> Iterator[_Directory | None]:
     """The directory of the sockets; None: there is none yet, so no process has managed memory."""
     try:
-        directory = _Directory(path if path is not None else _directory_path())
+        directory = _Directory(path)
     except FileNotFoundError:
         yield None
         return
@@ -130,8 +128,46 @@ def _directory(path: str | None = None) -> Iterator[_Directory | None]:
         directory.close()
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a process listens."""
+
+    folder: str
+    file: str
+    #: The process, where it was chosen by its id.
+    pid: int | None = None
+
+    @classmethod
+    def of(cls, pid: int) -> _Place:
+        return cls(_directory_path(), f"{pid}.sock", pid)
+
+    def __str__(self) -> str:
+        return f"process {self.pid}" if self.pid is not None else f"the process at {self.folder}/{self.file}"
+
+    def connect(self) -> tuple[socket.socket, int]:
+        """As `_Directory.connect`; what goes wrong says what to do about it."""
+        with _directory(self.folder) as directory:
+            try:
+                if directory is None:
+                    raise FileNotFoundError
+                return directory.connect(self.file)
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                raise errors.NoProcess(self._nobody()) from error
+            except (socket.timeout, BlockingIOError) as error:
+                raise errors.Busy(f"{self} does not take the connection; is it stopped?") from error
+            except OSError as error:
+                raise errors.Disconnected(f"{self} does not answer: {error}") from error
+
+    def _nobody(self) -> str:
+        if self.pid is None:
+            return f"nobody listens at {self.folder}/{self.file}: the process has ended, or another directory is meant"
+        if os.path.exists(f"/proc/{self.pid}"):
+            return f"{self} is not managed: it was not started under `vramctl run`, or has not allocated GPU memory yet"
+        return f"there is no process {self.pid}"
+
+
 class Client:
-    """A connection to one managed process.
+    """Another managed process.
 
     `target`: a process id; the name of a process (``vramctl run --name``, else the program's), which must be the only one
     of that name; the path of a socket (a `Path`, or a text with a slash in it); or None for the only managed process that
@@ -141,18 +177,24 @@ class Client:
     None: as long as it lives.
 
     Raises `errors.NoProcess`, `errors.SeveralProcesses`, `errors.Invalid` where the directory of the sockets is not safe
-    to use or belongs to somebody else, and `errors.Busy` where the process does not answer in time.
+    to use or belongs to somebody else, and `errors.Busy` where the process does not answer in time, or another one that may
+    have the name does not.
 
-    Threads may share a client; their requests wait for each other. Requests of two clients do as the protocol says: a
-    `status` is answered during a pause. Use it in a ``with`` statement, or `close` it.
+    Threads may share a client, and a `progress` callback may use it: each request has a connection of its own. Pauses and
+    resumes of one process wait for each other; the other requests do not wait for them.
     """
 
     def __init__(self, target: int | str | os.PathLike[str] | None = None, *, patience: float | None = _PATIENCE) -> None:
         self._patience = patience
-        self._lock = threading.Lock()
-        self._control: socket.socket | None = None
-        self._unread = b""
-        self._control, self._seen_as, self._name = _connect(target, patience)
+        self._place = _find(target, patience)
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        #: A process takes few connections at a time, so what is answered at once is asked one after the other.
+        self._asking = threading.Lock()
+        control, seen_as = self._place.connect()
+        control.close()
+        #: The process, and when it started: another one may have its id some day.
+        self._process = (seen_as, _started(seen_as))
 
     def __enter__(self) -> Client:
         return self
@@ -161,44 +203,67 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection. A pause or resume under way goes on to its end."""
-        control, self._control = self._control, None
-        if control is not None:
-            control.close()
+        """Ends this client, and its requests in other threads: they raise `errors.Disconnected`. The process carries on with
+        a pause or resume, but no longer waits for the device's work or for memory.
+        """
+        self._closed = True
+        for control in list(self._open):
+            with contextlib.suppress(OSError):
+                control.shutdown(socket.SHUT_RDWR)
 
     def hello(self) -> Hello:
         """Who the process is."""
-        return Hello._from(self._ask({"request": "hello"}, "hello", self._patience))
+        return Hello._from(self._question("hello", "hello"))
 
     def status(self) -> Status:
-        """What it has under management. Answered during a pause or resume of another client, too."""
-        return Status._from(self._ask({"request": "status"}, "status", self._patience))
+        """What it has under management. Answered during a pause or resume, too."""
+        return Status._from(self._question("status", "status"))
 
     def pause(
         self,
-        tags: str | Sequence[str] | None = None,
+        tags: Tags = None,
         *,
-        backup: Policy = "default",
+        backup: Backup = "default",
+        force: bool = False,
         timeout: float | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
-        """Gives the GPU memory of the tags (None: all) back to the driver: all of it or, after an error, nothing.
+        """Gives the GPU memory of the tags back to the driver: all of it or, after an error, nothing.
 
-        `backup`: ``host``, ``disk`` or ``discard``, in place of each allocation's own policy. `timeout`: how long to wait for
-        the device's work, in seconds; None: as long as it takes. Copying is not limited by it. `progress` is called, in
-        this thread, with how far it has come, every 50 ms at most.
+        `tags`: one; several; None for all; or a mapping of tags to policies, in which the key None stands for all others.
+
+        `backup`: ``host``, ``disk`` or ``discard``, in place of each allocation's own policy. Not with a mapping, which has
+        its own.
+
+        `force`: discard an inference engine's KV cache even if its prefix cache still describes it. Have the engine reset its
+        prefix cache first, or it answers with what is no longer there. Without `force` that is `errors.PrefixCache`.
+
+        `timeout`: how long to wait for the device's work, in seconds; None: as long as it takes. Copying is not limited by it.
+
+        `progress` is called, in this thread, with how far it has come, every 50 ms at most. If it raises, nobody waits for
+        the pause any more, and it goes on to its end.
 
         What is paused already is left alone. Raises `errors.UnknownTag`, `errors.HostMemory`, `errors.Disk`, `errors.Busy`,
         `errors.Capturing`, `errors.Driver`, `errors.Work`, and `errors.Disconnected` where the process goes away.
         """
-        request = self._transition("pause", tags, timeout, progress)
-        if backup != "default":
-            request["backup"] = backup
-        return Report._from(self._ask(request, "done", None, progress))
+        policies = _request.policies(tags, backup)
+        request: dict[str, Any] = {"request": "pause"}
+        if None not in policies:
+            request["tags"] = list(policies)
+        others: str = backup
+        if isinstance(tags, Mapping):
+            others = policies.pop(None, "default")
+            # In the protocol, an allocation's own policy is what null stands for, or what is left out.
+            request["backups"] = {tag: None if policy == "default" else policy for tag, policy in policies.items()}
+        if others != "default":
+            request["backup"] = others
+        if force:
+            request["force"] = True
+        return self._transition(request, _request.milliseconds(timeout), progress)
 
     def resume(
         self,
-        tags: str | Sequence[str] | None = None,
+        tags: str | Iterable[str] | None = None,
         *,
         timeout: float | None = 0.0,
         progress: Callable[[Progress], None] | None = None,
@@ -209,101 +274,112 @@ class Client:
         `progress` is as in `pause`. Raises `errors.UnknownTag`, `errors.DeviceMemory` (with what is needed, what is free and
         who has the rest), `errors.Disk`, `errors.Driver`, and `errors.Disconnected` where the process goes away.
         """
-        # Left out, a resume does not wait; so without limit is a time that does not come.
-        request = self._transition("resume", tags, _FOR_EVER if timeout is None else timeout, progress)
-        return Report._from(self._ask(request, "done", None, progress))
+        request: dict[str, Any] = {"request": "resume"}
+        chosen = _request.names(tags)
+        if None not in chosen:
+            request["tags"] = chosen
+        timeout_ms = _request.milliseconds(timeout)
+        # Left out, a resume does not wait.
+        return self._transition(request, _FOR_EVER if timeout_ms is None else timeout_ms, progress)
 
     def set_tag(self, tag: str | None) -> str | None:
         """Sets the tag of allocations outside regions from now on; None: those are left to CUDA. What there is keeps its
         tag. Raises `errors.Invalid` for what is no tag.
         """
-        answer: str | None = self._ask({"request": "set-tag", "tag": tag}, "tag", self._patience).get("tag")
+        answer: str | None = self._question("set-tag", "tag", tag=tag).get("tag")
         return answer
 
-    @staticmethod
+    def _question(self, name: str, wanted: str, **fields: Any) -> dict[str, Any]:
+        """What the process answers at once."""
+        with self._asking:
+            return self._ask({"request": name, **fields}, wanted, self._patience, None)
+
     def _transition(
-        name: str, tags: str | Sequence[str] | None, timeout: float | None, progress: Callable[..., None] | None
-    ) -> dict[str, Any]:
-        request: dict[str, Any] = {"request": name, "progress": progress is not None}
-        if tags is not None:
-            request["tags"] = [tags] if isinstance(tags, str) else list(tags)
-            if not request["tags"]:
-                raise errors.Invalid(f"no tag to {name}; None means all")
-        if timeout is not None:
-            if not timeout >= 0:
-                raise errors.Invalid(f"a timeout is a number of seconds from 0 on, or None: not {timeout!r}")
-            request["timeout_ms"] = -int(-min(timeout, _FOR_EVER) * 1000 // 1)
-        return request
+        self, request: dict[str, Any], timeout_ms: int | None, progress: Callable[[Progress], None] | None
+    ) -> Report:
+        if timeout_ms is not None:
+            request["timeout_ms"] = timeout_ms
+        if progress is not None:
+            request["progress"] = True
+        return Report._from(self._ask(request, "done", None, progress))
 
     def _ask(
         self,
         request: dict[str, Any],
         wanted: str,
         patience: float | None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[Progress], None] | None,
     ) -> dict[str, Any]:
         """Sends a request and waits for its answer, at most `patience` seconds."""
         line = json.dumps({"version": _VERSION, **request}).encode() + b"\n"
-        with self._lock:
-            if self._control is None:
-                raise errors.Disconnected(f"the connection to {self._name} is closed")
-            deadline = None if patience is None else time.monotonic() + patience
-            finished = False
+        deadline = None if patience is None else time.monotonic() + patience
+        with self._connection() as control:
+            unsent = None
             try:
-                unsent = None
-                try:
-                    self._control.settimeout(patience)
-                    self._control.sendall(line)
-                except OSError as error:
-                    # A process that refuses the connection says why and hangs up, perhaps before the request is out.
-                    # So the answer counts, and that the request did not get through only where there is none.
-                    unsent = error
-                while True:
-                    reply = self._read(deadline, unsent)
-                    kind = reply.get("reply")
-                    if kind == "progress":
-                        if progress is not None:
-                            progress(Progress._from(reply))
-                        continue
-                    finished = True
-                    if kind == "error":
-                        raise errors._from_reply(reply)
-                    if kind != wanted:
-                        raise errors.Internal(f"{self._name} gave an answer that does not fit the question: {kind!r}")
+                control.settimeout(patience)
+                control.sendall(line)
+            except OSError as error:
+                # A process that refuses the connection says why and hangs up, perhaps before the request is out.
+                # So the answer counts, and that the request did not get through only where there is none.
+                unsent = error
+            for reply in self._replies(control, deadline, unsent):
+                kind = reply.get("reply")
+                if kind == "error":
+                    raise errors._from_reply(reply)
+                if kind == wanted:
                     return reply
-            finally:
-                if not finished:
-                    # The answer may still come, and must not be taken for that of the next request.
-                    self.close()
+                if kind != "progress":
+                    raise errors.Internal(f"{self._place} gave an answer that does not fit the question: {kind!r}")
+                if progress is not None:
+                    progress(Progress._from(reply))
+        raise errors.Disconnected(f"{self._place} {f'does not answer: {unsent}' if unsent else 'ended before it answered'}")
 
-    def _read(self, deadline: float | None, unsent: OSError | None) -> dict[str, Any]:
-        """The next line of the process."""
-        control = self._control
-        while b"\n" not in self._unread:
-            if control is None or self._control is None:
-                raise errors.Disconnected(f"the connection to {self._name} was closed")
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[socket.socket]:
+        """A connection to the process, if it is still there."""
+        try:
+            control, seen_as = self._place.connect()
+        except errors.NoProcess as error:
+            raise errors.Disconnected(f"{self._place} has ended") from error
+        with control:
+            if (seen_as, _started(seen_as)) != self._process:
+                raise errors.Disconnected(f"{self._place} has ended, and another process has its id")
+            self._open.add(control)
+            try:
+                self._check_open()
+                yield control
+            finally:
+                self._open.discard(control)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.Disconnected(f"the client of {self._place} was closed")
+
+    def _replies(self, control: socket.socket, deadline: float | None, unsent: OSError | None) -> Iterator[dict[str, Any]]:
+        """What the process says, line by line, until it hangs up."""
+        unread = b""
+        while True:
             left = _LOOK_AFTER if deadline is None else min(_LOOK_AFTER, deadline - time.monotonic())
             if left <= 0:
-                raise errors.Busy(f"{self._name} gave no answer in time; is it stopped?")
+                raise errors.Busy(f"{self._place} gave no answer in time; is it stopped?")
             try:
                 control.settimeout(left)
                 part = control.recv(1 << 16)
             except socket.timeout:
-                if self._seen_as and not os.path.exists(f"/proc/{self._seen_as}"):
-                    raise errors.Disconnected(f"{self._name} ended before it answered") from None
+                if self._process[0] and not os.path.exists(f"/proc/{self._process[0]}"):
+                    return
                 continue
             except OSError as error:
-                raise errors.Disconnected(f"{self._name} does not answer: {unsent or error}") from error
+                raise errors.Disconnected(f"{self._place} does not answer: {unsent or error}") from error
             if not part:
-                why = f"does not answer: {unsent}" if unsent else "ended before it answered"
-                raise errors.Disconnected(f"{self._name} {why}")
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        try:
-            reply = json.loads(line)
-            return dict(reply)
-        except (ValueError, TypeError) as error:
-            raise errors.Internal(f"{self._name} gave an answer that is not understood: {error}") from error
+                self._check_open()
+                return
+            *lines, unread = (unread + part).split(b"\n")
+            for line in lines:
+                try:
+                    yield dict(json.loads(line))
+                except (ValueError, TypeError) as error:
+                    raise errors.Internal(f"{self._place} gave an answer that is not understood: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -331,7 +407,7 @@ def processes(*, patience: float = _PATIENCE) -> list[Process]:
 
     Raises `errors.Invalid` where the directory of the sockets is not safe to use.
     """
-    with _directory() as directory:
+    with _directory(_directory_path()) as directory:
         pids = directory.pids() if directory is not None else []
     if not pids:
         return []
@@ -343,27 +419,34 @@ def _look(pid: int, patience: float | None) -> Process:
     try:
         with Client(pid, patience=patience) as client:
             # A status says also who the process is.
-            reply = client._ask({"request": "status"}, "status", patience)
+            reply = client._question("status", "status")
         return Process(pid, Hello._from(reply), Status._from(reply), None)
     except errors.Error as error:
         return Process(pid, None, None, error)
 
 
-def _connect(target: int | str | os.PathLike[str] | None, patience: float | None) -> tuple[socket.socket, int, str]:
-    """A connection, the process's id as seen from here, and what to call it in messages."""
+def _find(target: int | str | os.PathLike[str] | None, patience: float | None) -> _Place:
     if isinstance(target, str) and target.isascii() and target.isdigit():
         target = int(target)
     if isinstance(target, int):
-        return _connect_to(None, f"{target}.sock", target)
+        return _Place.of(target)
     if isinstance(target, os.PathLike) or (isinstance(target, str) and "/" in target):
-        path = Path(os.fspath(target))
-        return _connect_to(str(path.parent), path.name, None)
+        path = Path(os.path.abspath(target))
+        return _Place(str(path.parent), path.name)
     found = processes(patience=_PATIENCE if patience is None else patience)
     meant = found if target is None else [process for process in found if process.name == target]
     there = "; there are " + ", ".join(f"{process.name or '?'} (pid {process.pid})" for process in found) if found else ""
+    if target is not None:
+        silent = [process.pid for process in found if process.error is not None and _may_be_called(target, process.pid)]
+        if silent:
+            raise errors.Busy(
+                f"process {', '.join(map(str, silent))} does not answer, and may be one that is called {target}: continue it if "
+                f"it is stopped (kill -CONT), or give the id of the one that is meant{there}",
+                {"pids": silent},
+            )
     pids = {"pids": [process.pid for process in meant]}
     if len(meant) == 1:
-        return _connect_to(None, f"{meant[0].pid}.sock", meant[0].pid)
+        return _Place.of(meant[0].pid)
     if meant:
         what = "several processes are managed" if target is None else f"several processes are called {target}"
         raise errors.SeveralProcesses(f"{what}; give the id of one{there}", pids)
@@ -376,24 +459,29 @@ def _connect(target: int | str | os.PathLike[str] | None, patience: float | None
     )
 
 
-def _connect_to(folder: str | None, name: str, pid: int | None) -> tuple[socket.socket, int, str]:
-    called = f"process {pid}" if pid is not None else f"the process at {folder}/{name}"
-    with _directory(folder) as directory:
-        try:
-            if directory is None:
-                raise FileNotFoundError
-            return (*directory.connect(name), called)
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            if pid is None:
-                why = f"nobody listens at {folder}/{name}: the process has ended, or another directory is meant"
-            elif os.path.exists(f"/proc/{pid}"):
-                why = (
-                    f"process {pid} is not managed: it was not started under `vramctl run`, or has not allocated GPU memory yet"
-                )
-            else:
-                why = f"there is no process {pid}"
-            raise errors.NoProcess(why) from error
-        except socket.timeout as error:
-            raise errors.Busy(f"{called} does not take the connection; is it stopped?") from error
-        except OSError as error:
-            raise errors.Disconnected(f"{called} does not answer: {error}") from error
+def _may_be_called(name: str, pid: int) -> bool:
+    """Whether a process that does not say its name may have this one: unless it has ended, or was started with another."""
+    try:
+        control, seen_as = _Place.of(pid).connect()
+        control.close()
+    except errors.NoProcess:
+        return False
+    except errors.Error:
+        return True
+    if seen_as and not os.path.exists(f"/proc/{seen_as}"):
+        return False
+    try:
+        variables = Path(f"/proc/{seen_as}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return True
+    given = next((variable for variable in variables if variable.startswith(b"VRAMCTL_NAME=")), b"").partition(b"=")[2]
+    return given in (b"", os.fsencode(name))
+
+
+def _started(pid: int) -> str | None:
+    """When a process started; None: it cannot be seen."""
+    try:
+        # Behind its name, which may have anything in it.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None

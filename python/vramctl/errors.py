@@ -24,6 +24,7 @@ __all__ = [
     "NoProcess",
     "NotPaused",
     "NotPreloaded",
+    "PrefixCache",
     "SeveralProcesses",
     "UnknownTag",
     "Unsupported",
@@ -188,6 +189,15 @@ class Disk(Error, OSError):
     number = 13
 
 
+class PrefixCache(Error):
+    """A pause would drop a KV cache that the prefix cache of an inference engine in the process still describes. Have the
+    engine reset its prefix cache, then pass ``force=True``.
+    """
+
+    code = "prefix_cache"
+    number = 14
+
+
 class NotPreloaded(Error):
     """The library is not preloaded in this process, so none of its memory is managed."""
 
@@ -231,6 +241,7 @@ _CLASSES: tuple[type[Error], ...] = (
     NotPaused,
     BufferTooSmall,
     Disk,
+    PrefixCache,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

@@ -5,7 +5,6 @@ from html import escape
 
 from sets import GIB, MIB, gib
 
-
 # Row, its name, what limits it, and torch_memory_saver's row that does the same.
 ROWS = [
     ("first", "first pause", "out", "first"),

@@ -10,6 +10,7 @@ import threading
 import time
 
 import torch
+
 import vramctl
 from vramctl import _torch
 

@@ -10,7 +10,6 @@
 //! Addresses that may be written to count against the limits of the program's data (`ulimit -d`, a system without
 //! overcommitment), and `mlockall` has them filled. So only the beginning of the arena is writable, as far as it is in use.
 
-use super::limits;
 use super::numa::Near;
 use super::ranges::FreeRanges;
 use std::io;
@@ -21,7 +20,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vramctl_config::Config;
 use vramctl_driver::{Context, Current, Pinned};
-use vramctl_host::{PerProcess, exit, log_once, worker};
+use vramctl_host::{PerProcess, exit, limits, log_once, worker};
 use vramctl_model::{Bytes, Error, HostStatus};
 
 /// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
@@ -377,11 +376,21 @@ impl Arena {
     pub fn status(&self) -> HostStatus {
         let state = self.lock();
         let count = |wanted: fn(&Piece) -> bool| (state.pieces.iter().filter(|piece| wanted(piece)).count() * HOST_PIECE) as u64;
+        let ready_bytes = count(|piece| piece.readiness.is_ready());
         HostStatus {
-            used_bytes: (self.bytes - state.free.bytes()) as u64,
-            ready_bytes: count(|piece| piece.readiness.is_ready()),
+            // What is being saved has its place before there is memory for it.
+            used_bytes: ((self.bytes - state.free.bytes()) as u64).min(ready_bytes),
+            ready_bytes,
             pinned_bytes: count(|piece| matches!(piece.readiness, Readiness::Ready(Some(_)))),
         }
+    }
+
+    /// Bytes of contents that there is room for: in what is there, and in what the host and `VRAMCTL_HOST_CAP` would still give.
+    pub fn available_to_process() -> u64 {
+        let ready = Self::status_of_process();
+        let free = ready.ready_bytes.saturating_sub(ready.used_bytes);
+        let cap = Config::get().host_cap.saturating_sub(ready.ready_bytes);
+        limits::available_bytes().min(cap).saturating_add(free)
     }
 
     /// How much host memory there is now; nothing, if no arena was needed yet.

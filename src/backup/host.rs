@@ -154,13 +154,19 @@ fn expect_restore(wanted: &[Wanted]) {
     }
 }
 
+/// Where the contents were saved before, if they can be saved over that.
+fn retained(wanted: &Wanted) -> Option<Arc<Saved>> {
+    // It keeps the same parts, unless it was saved before it was to be retained.
+    wanted.before.clone().filter(|saved| matches!(&**saved, Saved::Host(saved) if saved.live == wanted.live))
+}
+
+/// Bytes of new host memory that saving these contents would take.
+pub fn fresh_bytes(wanted: &Wanted) -> u64 {
+    if retained(wanted).is_some() { 0 } else { wanted.live.iter().map(|bytes| bytes.len() as u64).sum() }
+}
+
 /// Where the contents go: where they were, or ranges of their own.
 fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
-    let retained = |wanted: &Wanted| {
-        let saved = wanted.before.clone();
-        // It keeps the same parts, unless it was saved before it was to be retained.
-        saved.filter(|saved| matches!(&**saved, Saved::Host(saved) if saved.live == wanted.live))
-    };
     let retained: Vec<_> = wanted.iter().map(retained).collect();
     let missing: Vec<_> = wanted
         .iter()

@@ -9,7 +9,6 @@ pub mod copier;
 pub mod digest;
 pub mod disk;
 mod host;
-mod limits;
 mod numa;
 mod ranges;
 mod settings;
@@ -125,6 +124,16 @@ pub fn forget_context(context: Context) {
     Arena::forget_context(context);
     copier::forget_context(context);
     host::forget_digests(context);
+}
+
+/// Bytes of host memory that it would take to save these contents, besides what is retained of them.
+pub fn fresh_host_bytes(wanted: &Wanted) -> u64 {
+    if wanted.policy == Backup::Host { host::fresh_bytes(wanted) } else { 0 }
+}
+
+/// Bytes of contents that there is host memory for now.
+pub fn available_host_bytes() -> u64 {
+    Arena::available_to_process()
 }
 
 /// How much host memory there is for backups now.

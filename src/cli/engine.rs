@@ -1,13 +1,11 @@
 //! What an inference engine is asked, over its own HTTP interface, before its memory is taken.
 
-use crate::failure::{Exit, Failure};
-use crate::target::Process;
+use crate::failure::{CommandError, Exit};
+use crate::processes::Process;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use std::{env, thread};
-use vramctl_control::protocol::ProcessStatus;
-use vramctl_model::{Backup, TagState};
 
 /// The options of a pause that concern engines.
 #[derive(clap::Args)]
@@ -15,76 +13,54 @@ pub struct EngineArgs {
     /// Ask the inference engine at this address first (docs/engines.md); may be repeated
     #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", value_delimiter = ',', value_parser = checked_address)]
     engine: Vec<String>,
-    /// Ask no engine, and refuse nothing on account of one
+    /// Ask no engine, and discard a KV cache even if the engine's prefix cache still describes it
     #[arg(long)]
     force: bool,
 }
 
 impl EngineArgs {
-    /// Has the engines agree that memory of `processes` is taken: they must have no requests, within `patience`, and where
-    /// one's KV cache is discarded, it must forget what it knows of it. An error says what to do.
-    pub fn agree(&self, discarding: &[&Process], patience: Duration) -> Result<(), Failure> {
-        if self.force {
-            return Ok(());
-        }
-        // An empty variable is as good as none.
-        let addresses: Vec<_> = self.engine.iter().filter(|address| !address.is_empty()).collect();
+    /// Whether a pause is to be asked of the processes with force: nobody else is asked then.
+    pub fn force(&self) -> bool {
+        self.force
+    }
+
+    /// Whether an engine is to be asked first.
+    pub fn asks(&self) -> bool {
+        self.addresses().next().is_some()
+    }
+
+    /// An empty variable is as good as none.
+    fn addresses(&self) -> impl Iterator<Item = &str> {
+        self.engine.iter().map(String::as_str).filter(|address| !address.is_empty())
+    }
+
+    /// Has the engines agree that memory is taken: they must have no requests, within `patience`, and where the KV caches of
+    /// the processes `losing` are discarded, they must forget what they know of them. An error says what to do.
+    pub fn agree(&self, losing: &[&Process], patience: Duration) -> Result<(), CommandError> {
         // The processes of one engine share its name.
-        let engines: BTreeSet<_> = discarding.iter().filter_map(|process| process.name()).collect();
-        if !addresses.is_empty() && engines.len() > addresses.len() {
-            let names: Vec<_> = engines.into_iter().collect();
+        let names: BTreeSet<_> = losing.iter().filter_map(|process| process.name()).collect();
+        if names.len() > self.addresses().count() {
+            let names: Vec<_> = names.into_iter().collect();
             let text = format!(
                 "the KV caches of {} would be discarded, and each engine has to forget its own: give the address of every one, or pause \
                  them one at a time",
                 names.join(", ")
             );
-            return Err(Failure::new(Exit::Failed, text));
-        }
-        if let (Some(process), []) = (discarding.first(), &addresses[..]) {
-            let name = engine_of(process).unwrap_or("engine");
-            return Err(Failure::new(
-                Exit::Failed,
-                format!(
-                    "the contents of {process}'s KV cache would be discarded, and the {name} in it would still answer from them, because its \
-                     prefix cache says that they are there; give the engine's address (--engine URL or VRAMCTL_ENGINE) so that it \
-                     forgets them, keep them (--backup host), or see to that yourself and use --force"
-                ),
-            ));
+            return Err(CommandError::new(Exit::Failed, text));
         }
         // Not an option of the command line, which every user of the machine can read.
         let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
-        let engines = addresses.into_iter().map(|address| Engine::find(address, key.as_deref()));
+        let engines = self.addresses().map(|address| Engine::find(address, key.as_deref()));
         // All are asked before any is told to forget.
         let engines = engines.collect::<Result<Vec<_>, _>>()?;
         for engine in &engines {
             engine.wait_for_requests(patience)?;
         }
-        if !discarding.is_empty() {
+        if !losing.is_empty() {
             engines.iter().try_for_each(Engine::forget)?;
         }
         Ok(())
     }
-}
-
-/// Whether a pause of the tags `due` of a process, with this policy in place of its own, loses contents that an engine in
-/// it relies on.
-pub fn loses_cache(process: &Process, due: &[String], backup: Option<Backup>) -> bool {
-    let Ok(ProcessStatus { process: hello, memory }) = &process.status else { return false };
-    // Where nothing has the tag (a version of the engine that is not known), the cache is in what is left.
-    let tagged = memory.tags.iter().any(|tag| tag.tag == KV_CACHE);
-    let holds = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
-    let lost = |policies: &std::collections::BTreeMap<Backup, u64>| match backup {
-        Some(policy) => policy == Backup::Discard,
-        None => policies.get(&Backup::Discard).is_some_and(|bytes| *bytes > 0),
-    };
-    hello.engine.is_some()
-        && memory.tags.iter().any(|tag| tag.state != TagState::Paused && due.contains(&tag.tag) && holds(&tag.tag) && lost(&tag.backup))
-}
-
-const KV_CACHE: &str = "kv_cache";
-
-fn engine_of(process: &Process) -> Option<&str> {
-    process.status.as_ref().ok()?.process.engine.as_deref()
 }
 
 /// How long one answer may take.
@@ -92,7 +68,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The engines that can be asked, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum EngineKind {
     Vllm,
     Sglang,
 }
@@ -102,17 +78,17 @@ struct Engine<'a> {
     address: &'a str,
     key: Option<&'a str>,
     agent: ureq::Agent,
-    kind: Kind,
+    kind: EngineKind,
 }
 
 impl<'a> Engine<'a> {
     /// Finds out which engine it is: each has a list of its requests where the other has none.
-    fn find(address: &'a str, key: Option<&'a str>) -> Result<Self, Failure> {
+    fn find(address: &'a str, key: Option<&'a str>) -> Result<Self, CommandError> {
         // An engine's own address is not reached through a proxy.
         let settings = ureq::Agent::config_builder().http_status_as_error(false).proxy(None).timeout_global(Some(PATIENCE)).build();
-        let mut engine = Self { address, key, agent: settings.into(), kind: Kind::Vllm };
+        let mut engine = Self { address, key, agent: settings.into(), kind: EngineKind::Vllm };
         if engine.running()?.is_none() {
-            engine.kind = Kind::Sglang;
+            engine.kind = EngineKind::Sglang;
             if engine.running()?.is_none() {
                 return Err(engine.failure(
                     Exit::Failed,
@@ -125,21 +101,21 @@ impl<'a> Engine<'a> {
     }
 
     /// The requests that it has; `None`: this engine does not say so in this way.
-    fn running(&self) -> Result<Option<u64>, Failure> {
+    fn running(&self) -> Result<Option<u64>, CommandError> {
         let path = match self.kind {
-            Kind::Vllm => "/metrics",
-            Kind::Sglang => "/v1/loads?include=core",
+            EngineKind::Vllm => "/metrics",
+            EngineKind::Sglang => "/v1/loads?include=core",
         };
         let (status, body) = self.ask(path, false)?;
         Ok(match (status, self.kind) {
-            (200, Kind::Vllm) => gauges(&body),
-            (200, Kind::Sglang) => loads(&body),
-            (401 | 403, Kind::Sglang) => return Err(self.unauthorized()),
+            (200, EngineKind::Vllm) => gauges(&body),
+            (200, EngineKind::Sglang) => loads(&body),
+            (401 | 403, EngineKind::Sglang) => return Err(self.unauthorized()),
             _ => None,
         })
     }
 
-    fn wait_for_requests(&self, patience: Duration) -> Result<(), Failure> {
+    fn wait_for_requests(&self, patience: Duration) -> Result<(), CommandError> {
         let deadline = Instant::now() + patience;
         loop {
             let running = match self.running()? {
@@ -158,10 +134,10 @@ impl<'a> Engine<'a> {
     }
 
     /// Has it forget its prefix cache.
-    fn forget(&self) -> Result<(), Failure> {
+    fn forget(&self) -> Result<(), CommandError> {
         let path = match self.kind {
-            Kind::Vllm => "/reset_prefix_cache",
-            Kind::Sglang => "/flush_cache",
+            EngineKind::Vllm => "/reset_prefix_cache",
+            EngineKind::Sglang => "/flush_cache",
         };
         let (status, body) = self.ask(path, true)?;
         match status {
@@ -172,7 +148,7 @@ impl<'a> Engine<'a> {
             )),
             200 => Ok(()),
             401 | 403 => Err(self.unauthorized()),
-            404 if self.kind == Kind::Vllm => Err(self.failure(
+            404 if self.kind == EngineKind::Vllm => Err(self.failure(
                 Exit::Failed,
                 "it has no /reset_prefix_cache, so it would go on using what is discarded; start vLLM with VLLM_SERVER_DEV_MODE=1, or keep the \
                  contents",
@@ -182,7 +158,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn ask(&self, path: &str, post: bool) -> Result<(u16, String), Failure> {
+    fn ask(&self, path: &str, post: bool) -> Result<(u16, String), CommandError> {
         let url = format!("{}{path}", self.address);
         let key = self.key.map(|key| format!("Bearer {key}"));
         let answer = match (post, key) {
@@ -197,12 +173,12 @@ impl<'a> Engine<'a> {
         })
     }
 
-    fn unauthorized(&self) -> Failure {
+    fn unauthorized(&self) -> CommandError {
         self.failure(Exit::Failed, "it wants a key; set VRAMCTL_ENGINE_KEY to its API key (SGLang: the admin key, where it has one)")
     }
 
-    fn failure(&self, exit: Exit, text: &str) -> Failure {
-        Failure::new(exit, format!("the engine at {}: {text}", self.address))
+    fn failure(&self, exit: Exit, text: &str) -> CommandError {
+        CommandError::new(exit, format!("the engine at {}: {text}", self.address))
     }
 }
 
@@ -238,35 +214,6 @@ fn checked_address(text: &str) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::target::tests::process;
-
-    /// An engine process with a KV cache that a pause treats so.
-    fn engine(name: Option<&str>, tag: &str, policy: Backup) -> Process {
-        let mut process = process(1, "engine", &[(tag, TagState::Active), ("weights", TagState::Active)]);
-        let status = process.status.as_mut().unwrap();
-        status.process.engine = name.map(str::to_owned);
-        status.memory.tags[0].backup = [(policy, 1 << 30)].into();
-        process
-    }
-
-    #[test]
-    fn a_cache_is_lost_by_request_and_by_policy() {
-        let due = |tags: &[&str]| tags.iter().map(ToString::to_string).collect::<Vec<_>>();
-        let all = due(&["kv_cache", "weights"]);
-        let keeping = engine(Some("vllm"), "kv_cache", Backup::Host);
-        assert!(loses_cache(&keeping, &all, Some(Backup::Discard)));
-        assert!(!loses_cache(&keeping, &all, None));
-        assert!(!loses_cache(&keeping, &due(&["weights"]), Some(Backup::Discard)), "its weights are not its cache");
-        let dropping = engine(Some("sglang"), "kv_cache", Backup::Discard);
-        assert!(loses_cache(&dropping, &all, None));
-        assert!(!loses_cache(&dropping, &all, Some(Backup::Host)));
-        assert!(!loses_cache(&engine(None, "kv_cache", Backup::Host), &all, Some(Backup::Discard)), "no engine, no prefix cache");
-        let unknown = engine(Some("vllm"), "default", Backup::Host);
-        assert!(loses_cache(&unknown, &due(&["default"]), Some(Backup::Discard)), "a KV cache without its tag");
-        let mut paused = keeping;
-        paused.status.as_mut().unwrap().memory.tags[0].state = TagState::Paused;
-        assert!(!loses_cache(&paused, &all, Some(Backup::Discard)), "what is paused already is not touched");
-    }
 
     #[test]
     fn requests_are_counted_over_all_ranks() {

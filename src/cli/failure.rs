@@ -71,7 +71,7 @@ impl From<Exit> for ExitCode {
 /// Why something was not done; as JSON an object with `code` and `message`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
-pub enum Failure {
+pub enum CommandError {
     /// A process refused, with the protocol's code.
     Refused(Box<Refusal>),
     /// Found out on this side; the exit code's name is the code.
@@ -79,12 +79,32 @@ pub enum Failure {
         #[serde(rename = "code")]
         exit: Exit,
         message: String,
+        /// A table of what there is, for people.
+        #[serde(skip)]
+        table: Option<String>,
     },
 }
 
-impl Failure {
+impl CommandError {
     pub fn new(exit: Exit, message: impl Into<String>) -> Self {
-        Self::Here { exit, message: message.into() }
+        Self::Here { exit, message: message.into(), table: None }
+    }
+
+    /// The same with a table below it, which the message does not need to make sense.
+    pub fn with_table(self, rows: String) -> Self {
+        match self {
+            Self::Here { exit, message, .. } => Self::Here { exit, message, table: Some(rows) },
+            refused @ Self::Refused(_) => refused,
+        }
+    }
+
+    /// The same with more to say.
+    pub fn adding(mut self, more: &str) -> Self {
+        match &mut self {
+            Self::Refused(refusal) => refusal.message += more,
+            Self::Here { message, .. } => *message += more,
+        }
+        self
     }
 
     pub fn exit(&self) -> Exit {
@@ -95,20 +115,25 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CommandError {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(refusal) => out.write_str(&refusal.message),
-            Self::Here { message, .. } => out.write_str(message),
+            Self::Here { message, table: None, .. } => out.write_str(message),
+            Self::Here { message, table: Some(table), .. } => write!(out, "{message}:\n{table}"),
         }
     }
 }
 
-impl From<ClientError> for Failure {
+impl From<ClientError> for CommandError {
     fn from(error: ClientError) -> Self {
         let gone = |kind| matches!(kind, ErrorKind::NotFound | ErrorKind::ConnectionRefused);
         match error {
             ClientError::Refused(refusal) => Self::Refused(refusal),
+            // The answer is waited for; only the connection is not.
+            ClientError::Io { error, .. } if error.kind() == ErrorKind::WouldBlock => {
+                Self::new(Exit::Busy, "no answer: it takes no connections; is it stopped?")
+            }
             ClientError::Io { pid, error } if gone(error.kind()) => {
                 Self::new(Exit::NoProcess, format!("process {pid} does not listen any more: it has ended"))
             }
@@ -117,7 +142,7 @@ impl From<ClientError> for Failure {
     }
 }
 
-impl From<&Error> for Failure {
+impl From<&Error> for CommandError {
     fn from(error: &Error) -> Self {
         Self::Refused(Box::new(Refusal::from(error)))
     }
@@ -131,16 +156,16 @@ mod tests {
     #[test]
     fn the_exit_codes_never_change() {
         assert_eq!(Exit::ALL.map(|exit| exit as u8), [0, 1, 2, 3, 4, 5, 6, 126, 127]);
-        assert_eq!(Failure::from(&Error::Capturing).exit(), Exit::Busy);
-        assert_eq!(Failure::from(&Error::HostMemory { needed: 2, available: 1, capped: false }).exit(), Exit::NoMemory);
-        assert_eq!(Failure::from(&Error::Unsupported).exit(), Exit::Failed);
+        assert_eq!(CommandError::from(&Error::Capturing).exit(), Exit::Busy);
+        assert_eq!(CommandError::from(&Error::HostMemory { needed: 2, available: 1, capped: false }).exit(), Exit::NoMemory);
+        assert_eq!(CommandError::from(&Error::Unsupported).exit(), Exit::Failed);
     }
 
     #[test]
     fn as_json_every_failure_has_a_code_and_a_message() {
-        let here = serde_json::to_value(Failure::new(Exit::NoProcess, "gone")).unwrap();
+        let here = serde_json::to_value(CommandError::new(Exit::NoProcess, "gone")).unwrap();
         assert_eq!(here, serde_json::json!({"code": "no_process", "message": "gone"}));
-        let refused = serde_json::to_value(Failure::from(&Error::Capturing)).unwrap();
+        let refused = serde_json::to_value(CommandError::from(&Error::Capturing)).unwrap();
         assert_eq!(refused["code"], "capturing");
     }
 }

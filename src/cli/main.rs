@@ -1,10 +1,13 @@
 //! `vramctl`: starts programs under the library, shows what they have, pauses and resumes them.
 
 mod completions;
+mod doctor;
 mod engine;
 mod failure;
+mod interrupt;
 mod output;
 mod places;
+mod processes;
 mod progress;
 mod ps;
 mod python_path;
@@ -15,7 +18,7 @@ mod target;
 mod transition;
 
 use clap::{Parser, Subcommand};
-use failure::{Exit, Failure};
+use failure::{CommandError, Exit};
 use std::fmt::Write;
 use std::process::ExitCode;
 
@@ -41,6 +44,8 @@ enum Command {
     Resume(transition::ResumeArgs),
     /// Set the tag of a process's allocations from now on
     SetTag(tag::Args),
+    /// Look whether this machine has what it takes, and say what would fail
+    Doctor(doctor::Args),
     /// Print the directories that `run` puts on PYTHONPATH
     PythonPath(python_path::Args),
     /// Print a completion script for a shell
@@ -48,6 +53,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    completions::answer_shell();
     let command = Cli::parse().command;
     let json = command.wants_json();
     let exit = command.carry_out().unwrap_or_else(|failure| {
@@ -58,7 +64,7 @@ fn main() -> ExitCode {
 }
 
 impl Command {
-    fn carry_out(self) -> Result<Exit, Failure> {
+    fn carry_out(self) -> Result<Exit, CommandError> {
         match self {
             Self::Run(args) => run::run(&args),
             Self::Ps(args) => ps::ps(&args),
@@ -66,6 +72,7 @@ impl Command {
             Self::Pause(args) => transition::pause(args),
             Self::Resume(args) => transition::resume(args),
             Self::SetTag(args) => tag::set_tag(args),
+            Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
             Self::Completions(args) => completions::completions(&args),
         }
@@ -78,6 +85,7 @@ impl Command {
             Self::Pause(args) => args.transition.json,
             Self::Resume(args) => args.transition.json,
             Self::SetTag(args) => args.json,
+            Self::Doctor(args) => args.json,
             Self::Run(_) | Self::PythonPath(_) | Self::Completions(_) => false,
         }
     }
@@ -90,6 +98,7 @@ fn after_help() -> String {
   vramctl status engine                            what it has
   vramctl pause kv_cache --discard                 give memory back; the contents may go
   vramctl pause && vramctl resume                  all tags of the one managed process
+  vramctl doctor                                   what this machine has, and what would fail
 
 Environment:
   VRAMCTL_DIR      where the control sockets are; $XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>

@@ -1,31 +1,31 @@
 //! What reaches the terminal: results on stdout, complaints on stderr, JSON as one line.
 
-use crate::failure::{Exit, Failure};
+use crate::failure::{CommandError, Exit};
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use std::io::{self, ErrorKind, Write};
 
 /// Writes a text to stdout. That the reader has gone (`vramctl ps | head -1`) is no failure.
-pub fn print(text: &str) -> Result<(), Failure> {
+pub fn print(text: &str) -> Result<(), CommandError> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Failure::new(Exit::Failed, format!("stdout: {error}"))),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(CommandError::new(Exit::Failed, format!("stdout: {error}"))),
         _ => Ok(()),
     }
 }
 
 /// Writes lines for a reader to stdout.
-pub fn say(text: &str) -> Result<(), Failure> {
+pub fn say(text: &str) -> Result<(), CommandError> {
     print(&format!("{}\n", plain(text)))
 }
 
 /// The answer of every command with `--json`: an object with the processes that it is about.
-pub fn json(processes: &[impl Serialize]) -> Result<(), Failure> {
+pub fn json(processes: &[impl Serialize]) -> Result<(), CommandError> {
     print(&format!("{}\n", serde_json::json!({ "processes": processes })))
 }
 
 /// The end of a command that failed as a whole.
-pub fn fail(failure: &Failure, json: bool) {
+pub fn fail(failure: &CommandError, json: bool) {
     if json {
         // There is no other place left to complain to.
         let _ = print(&format!("{}\n", serde_json::json!({ "processes": [], "error": failure })));

@@ -1,6 +1,6 @@
 //! Where the library and the Python package are: in a checkout, where an archive was unpacked, and where pip puts a wheel.
 
-use crate::failure::{Exit, Failure};
+use crate::failure::{CommandError, Exit};
 use std::env;
 use std::fs;
 use std::path::{self, Path, PathBuf};
@@ -8,18 +8,18 @@ use std::path::{self, Path, PathBuf};
 pub const LIBRARY: &str = "libvramctl.so";
 
 /// `$VRAMCTL_LIB`, else beside this binary, else in `../lib`, else in the Python package that this binary came with.
-pub fn library() -> Result<PathBuf, Failure> {
+pub fn library() -> Result<PathBuf, CommandError> {
     let candidates = chosen("VRAMCTL_LIB").map_or_else(|| with_binary(libraries), |path| vec![path]);
     find(&candidates, Path::is_file).ok_or_else(|| {
         let way_out = "build it with `cargo build --release`, or set VRAMCTL_LIB to its path";
-        Failure::new(Exit::Failed, format!("{LIBRARY} is not there (looked for {}); {way_out}", list(&candidates)))
+        CommandError::new(Exit::Failed, format!("{LIBRARY} is not there (looked for {}); {way_out}", list(&candidates)))
     })
 }
 
 /// The directories of the Python package that belong on `PYTHONPATH`: `$VRAMCTL_PYTHON`'s, else those of the package that
 /// this binary came with, else those of the checkout that it was built in. None where there is no package, which is an
 /// error only where it was chosen.
-pub fn python_path() -> Result<Vec<PathBuf>, Failure> {
+pub fn python_path() -> Result<Vec<PathBuf>, CommandError> {
     let is_package = |path: &Path| path.join("__init__.py").is_file();
     let package = match chosen("VRAMCTL_PYTHON") {
         Some(path) => Some(find(&[path], is_package).ok_or_else(no_package)?),
@@ -30,10 +30,10 @@ pub fn python_path() -> Result<Vec<PathBuf>, Failure> {
 }
 
 /// That there is no package, for those who need it.
-pub fn no_package() -> Failure {
+pub fn no_package() -> CommandError {
     let looked = list(&chosen("VRAMCTL_PYTHON").map_or_else(|| with_binary(packages), |path| vec![path]));
     let way_out = "install the wheel, or set VRAMCTL_PYTHON to the directory python/vramctl of a checkout";
-    Failure::new(Exit::Failed, format!("the Python package is not there (looked for {looked}); {way_out}"))
+    CommandError::new(Exit::Failed, format!("the Python package is not there (looked for {looked}); {way_out}"))
 }
 
 /// What a variable of the environment names, unless it is empty.

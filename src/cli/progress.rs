@@ -1,10 +1,11 @@
 //! Progress bars on a terminal: one for each process, in bytes, with the rate.
 
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-use std::io::{IsTerminal, stderr};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::{IsTerminal, Write, stderr};
 use vramctl_model::{Progress, Stage};
 
 /// The bars of one command; none where nobody would see them.
+#[derive(Clone)]
 pub struct Bars(Option<MultiProgress>);
 
 impl Bars {
@@ -16,6 +17,17 @@ impl Bars {
     /// Whether there is anything to tell progress for.
     pub fn shown(&self) -> bool {
         self.0.is_some()
+    }
+
+    /// Takes them away, and what the terminal has printed for ^C.
+    pub fn wipe(&self) {
+        if let Some(bars) = &self.0 {
+            let _ = bars.clear();
+            bars.set_draw_target(ProgressDrawTarget::hidden());
+        }
+        if stderr().is_terminal() {
+            let _ = write!(stderr(), "\r\x1b[2K");
+        }
     }
 
     /// The bar of one process.

@@ -1,8 +1,9 @@
 //! `vramctl ps`.
 
-use crate::failure::{Exit, Failure};
+use crate::failure::{CommandError, Exit};
 use crate::output;
-use crate::target::{Found, Process, Target};
+use crate::processes::{Found, Process, Target};
+use crate::target::GpuArgs;
 use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
@@ -11,21 +12,25 @@ A process is listed from its first managed allocation on. One that does not answ
 
 Examples:
   vramctl ps
+  vramctl ps --gpu 0
   vramctl ps --json | jq -r '.processes[].pid'")]
 pub struct Args {
+    #[command(flatten)]
+    gpu: GpuArgs,
     /// Print JSON: {"processes": […]}, each as in `vramctl status --json`
     #[arg(long)]
     pub json: bool,
 }
 
-pub fn ps(args: &Args) -> Result<Exit, Failure> {
-    let found = Found::look(&Target::All)?;
+pub fn ps(args: &Args) -> Result<Exit, CommandError> {
+    let mut found = Found::look(&Target::All)?;
+    found.keep_on(&args.gpu.gpu)?;
     if args.json {
         output::json(&found.processes)?;
     } else if found.processes.is_empty() {
-        output::say(&found.nothing())?;
+        output::complain("note", &found.nothing());
     } else {
-        output::say(&output::table(&["PID", "NAME", "STATE", "BYTES", "TAGS", "PROGRAM"], found.processes.iter().map(row)))?;
+        output::say(&output::table(&["PID", "NAME", "STATE", "BYTES", "GPU", "TAGS", "PROGRAM"], found.processes.iter().map(row)))?;
     }
     Ok(Exit::Done)
 }
@@ -36,10 +41,21 @@ fn row(process: &Process) -> Vec<String> {
         Ok(status) => {
             let memory = &status.memory;
             let tags: Vec<_> = memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
+            // As much of a UUID as tells GPUs apart.
+            let gpus: Vec<_> = process.gpus().map(|uuid| uuid.get(..12).unwrap_or(uuid)).collect();
             let bytes = memory.tags.iter().map(|tag| tag.bytes).sum();
-            let state = process.state().map_or("empty", |state| state.name());
-            vec![pid, status.process.name.clone(), state.into(), Bytes(bytes).to_string(), tags.join(", "), status.process.program.clone()]
+            vec![
+                pid,
+                status.process.name.clone(),
+                process.state(),
+                Bytes(bytes).to_string(),
+                gpus.join(", "),
+                tags.join(", "),
+                status.process.program.clone(),
+            ]
         }
-        Err(failure) => vec![pid, "?".into(), "?".into(), "?".into(), String::new(), failure.to_string()],
+        Err(failure) => {
+            vec![pid, process.name().unwrap_or("?").into(), "?".into(), "?".into(), "?".into(), String::new(), failure.to_string()]
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! `vramctl python-path`.
 
-use crate::failure::{Exit, Failure};
+use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::places;
 use std::env;
@@ -16,12 +16,12 @@ Examples:
   vramctl python-path | tr : '\\n'     one a line")]
 pub struct Args {}
 
-pub fn python_path(_: &Args) -> Result<Exit, Failure> {
+pub fn python_path(_: &Args) -> Result<Exit, CommandError> {
     let folders = places::python_path()?;
     if folders.is_empty() {
         return Err(places::no_package());
     }
-    let joined = env::join_paths(&folders).map_err(|error| Failure::new(Exit::Failed, error.to_string()))?;
+    let joined = env::join_paths(&folders).map_err(|error| CommandError::new(Exit::Failed, error.to_string()))?;
     output::say(&joined.to_string_lossy())?;
     Ok(Exit::Done)
 }

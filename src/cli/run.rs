@@ -1,6 +1,6 @@
 //! `vramctl run`.
 
-use crate::failure::{Exit, Failure};
+use crate::failure::{CommandError, Exit};
 use crate::places::{self, LIBRARY};
 use crate::target::checked_tag;
 use clap::ValueEnum;
@@ -73,10 +73,10 @@ impl Level {
     }
 }
 
-pub fn run(args: &Args) -> Result<Exit, Failure> {
+pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let python = if args.no_python { Vec::new() } else { places::python_path()? };
     let variables = environment(args, &places::library()?, &python, |name| env::var_os(name))?;
-    let (program, arguments) = args.command.split_first().ok_or_else(|| Failure::new(Exit::Usage, "no command"))?;
+    let (program, arguments) = args.command.split_first().ok_or_else(|| CommandError::new(Exit::Usage, "no command"))?;
     let mut command = Command::new(program);
     command.args(arguments);
     for (name, value) in variables {
@@ -87,7 +87,7 @@ pub fn run(args: &Args) -> Result<Exit, Failure> {
     }
     let error = command.exec();
     let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
-    Err(Failure::new(exit, format!("{}: {error}", Path::new(program).display())))
+    Err(CommandError::new(exit, format!("{}: {error}", Path::new(program).display())))
 }
 
 /// The variables to set, or without a value to remove. `present` tells what there is now.
@@ -96,7 +96,7 @@ fn environment(
     library: &Path,
     python: &[PathBuf],
     present: impl Fn(&str) -> Option<OsString>,
-) -> Result<Vec<(&'static str, Option<OsString>)>, Failure> {
+) -> Result<Vec<(&'static str, Option<OsString>)>, CommandError> {
     let filled = |name| present(name).filter(|value| !value.is_empty());
     let mut variables = vec![("LD_PRELOAD", Some(preload(library, filled("LD_PRELOAD").as_deref())?))];
     if !python.is_empty() {
@@ -109,7 +109,7 @@ fn environment(
     } else if let Some(tag) = present("VRAMCTL_TAG") {
         // It stays. An empty one says the same as --no-tag.
         if !tag.is_empty() {
-            checked_tag(&tag.to_string_lossy()).map_err(|error| Failure::new(Exit::Usage, format!("VRAMCTL_TAG: {error}")))?;
+            checked_tag(&tag.to_string_lossy()).map_err(|error| CommandError::new(Exit::Usage, format!("VRAMCTL_TAG: {error}")))?;
         }
     } else {
         variables.push(("VRAMCTL_TAG", Some("default".into())));
@@ -130,13 +130,13 @@ fn environment(
 }
 
 /// The library first, then what else is preloaded, except another copy of this library.
-fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
+pub fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, CommandError> {
     // The loader's separators; it knows no way to quote them.
     let separator = |byte: &u8| matches!(byte, b' ' | b':');
     if library.as_os_str().as_bytes().iter().any(separator) {
         let why = "LD_PRELOAD takes no path with a space or colon in it";
         let way_out = "put the library elsewhere, or set VRAMCTL_LIB to a symbolic link to it";
-        return Err(Failure::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
+        return Err(CommandError::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
     }
     let ours = |path: &[u8]| {
         let path = Path::new(OsStr::from_bytes(path));
@@ -154,14 +154,14 @@ fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, Failure>
 }
 
 /// The package's directories first, then what else is there, except those of another installation of the package.
-fn python_path(folders: &[PathBuf], present: Option<&OsStr>) -> Result<OsString, Failure> {
+fn python_path(folders: &[PathBuf], present: Option<&OsStr>) -> Result<OsString, CommandError> {
     let ours = |path: &Path| {
         folders.iter().any(|folder| folder == path) || ["vramctl/site", "vramctl/dropin"].iter().any(|end| path.ends_with(end))
     };
     let others = present.into_iter().flat_map(env::split_paths).filter(|path| !ours(path));
     env::join_paths(folders.iter().cloned().chain(others)).map_err(|error| {
         let way_out = "put the package elsewhere, or leave PYTHONPATH alone with --no-python";
-        Failure::new(Exit::Failed, format!("PYTHONPATH: {error}; {way_out}"))
+        CommandError::new(Exit::Failed, format!("PYTHONPATH: {error}; {way_out}"))
     })
 }
 

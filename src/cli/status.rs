@@ -1,12 +1,15 @@
 //! `vramctl status`.
 
-use crate::failure::{Exit, Failure};
+use crate::completions;
+use crate::failure::{CommandError, Exit};
 use crate::output;
-use crate::target::{Found, Target, TargetArgs};
+use crate::processes::{Found, Target};
+use crate::target::{GpuArgs, TargetArgs};
+use clap_complete::ArgValueCandidates;
 use std::fmt::Write;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, DeviceStatus, TagState, TagStatus};
+use vramctl_model::{Backup, DeviceStatus, Progress, TagState, TagStatus};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -15,26 +18,31 @@ Without a target: all managed processes.
 Examples:
   vramctl status
   vramctl status engine
+  vramctl status --gpu 0        who has memory on this GPU
   vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
 pub struct Args {
     /// A process id or a name
-    #[arg(value_name = "TARGET", conflicts_with = "target")]
+    #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,
+    #[command(flatten)]
+    gpu: GpuArgs,
     /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md)
     #[arg(long)]
     pub json: bool,
 }
 
-pub fn status(args: Args) -> Result<Exit, Failure> {
+pub fn status(args: Args) -> Result<Exit, CommandError> {
     let target = match (args.process, Target::from(args.target)) {
         (Some(text), _) => Target::parse(text),
         // To look harms nothing, so nobody has to choose.
         (None, Target::Only) => Target::All,
         (None, target) => target,
     };
-    let chosen = Found::look(&target)?.choose(&target)?;
+    let mut found = Found::look(&target)?;
+    found.keep_on(&args.gpu.gpu)?;
+    let chosen = found.choose(&target)?;
     if args.json {
         output::json(&chosen)?;
     } else {
@@ -74,7 +82,7 @@ fn describe(status: &ProcessStatus) -> String {
             memory.tags.iter().map(tag_row),
         );
         text += "\n\n";
-        text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL"], memory.devices.iter().map(device_row));
+        text += &output::table(&["DEVICE", "ACTIVE", "PAUSED", "FREE", "TOTAL", "GPU"], memory.devices.iter().map(device_row));
     }
     if memory.host.ready_bytes > 0 {
         let (used, ready) = (Bytes(memory.host.used_bytes), Bytes(memory.host.ready_bytes));
@@ -93,9 +101,16 @@ fn describe(status: &ProcessStatus) -> String {
     text
 }
 
+/// How far the copies have come, in brackets.
+pub fn come_so_far(tag: &TagStatus) -> String {
+    let text = |now: Progress| format!(" ({} {} of {})", now.stage.name(), Bytes(now.done), Bytes(now.total));
+    tag.progress.map_or_else(String::new, text)
+}
+
 fn tag_row(tag: &TagStatus) -> Vec<String> {
     let state = match tag.state {
         TagState::Mixed => format!("mixed ({} paused)", Bytes(tag.paused_bytes)),
+        TagState::Pausing | TagState::Resuming => tag.state.name().to_owned() + &come_so_far(tag),
         state => state.name().to_owned(),
     };
     let backup = match tag.backup.iter().collect::<Vec<_>>()[..] {
@@ -116,6 +131,7 @@ fn device_row(device: &DeviceStatus) -> Vec<String> {
         Bytes(device.paused_bytes).to_string(),
         told(device.free_bytes),
         told(device.total_bytes),
+        device.uuid.clone().unwrap_or_default(),
     ]
 }
 
@@ -135,6 +151,7 @@ mod tests {
             disk_bytes: 0,
             backup: [(Backup::Discard, 1 << 30), (Backup::Host, 2 << 30)].into(),
             retained: false,
+            progress: None,
         };
         let wanted = ["kv", "mixed (1.00 GiB paused)", "3.00 GiB", "2", "discard 1.00 GiB, host 2.00 GiB", "0 B", "0 B"];
         assert_eq!(tag_row(&tag), wanted);
@@ -143,7 +160,7 @@ mod tests {
 
     #[test]
     fn a_silent_driver_is_shown_as_such() {
-        let device = DeviceStatus { device: 1, active_bytes: 5, paused_bytes: 0, free_bytes: None, total_bytes: Some(1 << 20) };
-        assert_eq!(device_row(&device), ["1", "5 B", "0 B", "?", "1.00 MiB"]);
+        let device = DeviceStatus { device: 1, active_bytes: 5, total_bytes: Some(1 << 20), ..DeviceStatus::default() };
+        assert_eq!(device_row(&device), ["1", "5 B", "0 B", "?", "1.00 MiB", ""]);
     }
 }

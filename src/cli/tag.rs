@@ -1,10 +1,12 @@
 //! `vramctl set-tag`.
 
-use crate::failure::{Exit, Failure};
+use crate::completions;
+use crate::failure::{CommandError, Exit};
 use crate::output;
-use crate::target::{Found, Target, TargetArgs, checked_tag};
+use crate::processes::{Found, Target};
+use crate::target::{TargetArgs, checked_tag};
+use clap_complete::ArgValueCandidates;
 use serde_json::json;
-use vramctl_control::client::ClientError;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -17,7 +19,7 @@ Examples:
   vramctl set-tag --none --name engine                   leave further allocations to CUDA")]
 pub struct Args {
     /// The tag
-    #[arg(value_parser = checked_tag, required_unless_present = "none")]
+    #[arg(value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags), required_unless_present = "none")]
     tag: Option<String>,
     /// No tag: further allocations outside regions are left to CUDA
     #[arg(long, conflicts_with = "tag")]
@@ -29,16 +31,13 @@ pub struct Args {
     pub json: bool,
 }
 
-pub fn set_tag(args: Args) -> Result<Exit, Failure> {
+pub fn set_tag(args: Args) -> Result<Exit, CommandError> {
     let target = Target::from(args.target);
     let found = Found::look(&target)?;
     let mut exit = Exit::Done;
     let mut answers = Vec::new();
-    for process in found.choose(&target)? {
-        let done = match &process.status {
-            Ok(_) => found.connect(process.pid).and_then(|mut client| client.set_tag(args.tag.clone())).map_err(ClientError::into),
-            Err(failure) => Err(failure.clone()),
-        };
+    for process in found.choose_answering(&target)? {
+        let done = found.connect(process.pid).and_then(|mut client| client.set_tag(args.tag.clone())).map_err(CommandError::from);
         if let (Err(failure), Exit::Done) = (&done, exit) {
             exit = failure.exit();
         }

@@ -1,26 +1,36 @@
 //! `vramctl pause` and `vramctl resume`.
 
+use crate::completions;
 use crate::engine;
-use crate::failure::{Exit, Failure};
+use crate::failure::{CommandError, Exit};
+use crate::interrupt;
 use crate::output;
+use crate::processes::{Found, Process, Target};
 use crate::progress::Bars;
-use crate::target::{Found, Process, Target, TargetArgs, checked_tag};
+use crate::status::come_so_far;
+use crate::target::{GpuArgs, TargetArgs, checked_tag};
+use clap_complete::ArgValueCandidates;
 use serde::Serialize;
+use serde_json::json;
 use std::collections::BTreeSet;
-use std::fmt::Write;
+use std::fmt::{self, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use vramctl_control::client::ClientError;
 use vramctl_control::protocol;
 use vramctl_model::Bytes;
-use vramctl_model::Error;
-use vramctl_model::{Backup, Report, TagState};
+use vramctl_model::{Backup, HostRoom, Plan, Report, TagPlan, TagState};
+use vramctl_model::{Error, Kind};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
 Without tags: all. The process lives on and keeps its addresses, but GPU work that it starts before the resume fails \
 if it touches paused memory: have it stop first. A pause waits for the GPU work under way, with --timeout no longer \
 than that. Contents are kept in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: \
-after an error everything is as it was. Interrupting this command ends its wait for GPU work, but not a pause under way.
+after an error everything is as it was. ^C ends the wait for GPU work; a pause that is saving goes on, and the command says so.
 
 An inference engine must have no requests. With --engine it is asked: the pause is refused while it has some (with \
 --timeout: if they do not end by then), and where its KV cache is discarded it is told to forget its prefix cache. VRAMCTL_ENGINE_KEY is \
@@ -31,10 +41,15 @@ Examples:
   vramctl pause kv_cache --discard --all     this tag in every process; its contents are not needed
   vramctl pause weights --backup disk        kept in a file in $VRAMCTL_DISK_DIR
   vramctl pause --name engine --timeout 2.5
+  vramctl pause --gpu 0 --all                what all processes have on this GPU, and no other
+  vramctl pause --dry-run                    say what would be paused, and do nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
+    /// Only say what would be paused, what would become of the contents, and how much host memory that takes
+    #[arg(long, conflicts_with = "quiet")]
+    dry_run: bool,
     /// Do not keep the contents: the memory reads as zero after the resume. The same as --backup discard
     #[arg(long, conflicts_with = "backup")]
     discard: bool,
@@ -62,10 +77,12 @@ pub struct ResumeArgs {
 #[derive(clap::Args)]
 pub struct Args {
     /// Tags (all if none is given)
-    #[arg(value_name = "TAG", value_parser = checked_tag)]
+    #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
     tags: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
+    #[command(flatten)]
+    gpu: GpuArgs,
     /// Wait at most so many seconds; fractions are fine
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
@@ -84,12 +101,20 @@ fn seconds(text: &str) -> Result<Duration, String> {
 
 /// The two directions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Direction {
+enum Verb {
     Pause,
     Resume,
 }
 
-impl Direction {
+impl Verb {
+    /// As the command is called.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Pause => "pause",
+            Self::Resume => "resume",
+        }
+    }
+
     /// The state that it leads to.
     fn end(self) -> TagState {
         match self {
@@ -125,68 +150,60 @@ struct Outcome {
 #[serde(rename_all = "lowercase")]
 enum Answer {
     Report(Report),
-    Error(Failure),
+    Error(CommandError),
 }
 
-pub fn pause(args: PauseArgs) -> Result<Exit, Failure> {
+pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     let backup = args.discard.then_some(Backup::Discard).or(args.backup);
     let patience = args.transition.timeout.unwrap_or_default();
-    transition(Direction::Pause, args.transition, backup, |tasks| {
-        let due: Vec<_> = tasks.iter().filter(|task| !task.due.is_empty()).collect();
-        if due.is_empty() {
-            // Paused already: what an engine has now waits for the resume.
-            return Ok(());
-        }
-        let losing = due.iter().filter(|task| engine::loses_cache(&task.process, &task.due, backup));
-        args.engine.agree(&losing.map(|task| &task.process).collect::<Vec<_>>(), patience)
-    })
+    let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
+    asking.request.backup = backup;
+    asking.request.force = args.engine.force();
+    if args.dry_run {
+        return asking.foretell(args.engine.asks());
+    }
+    if !args.engine.force() {
+        asking.request.force = asking.may_discard(&args.engine, patience)?;
+    }
+    asking.run()
 }
 
-pub fn resume(args: ResumeArgs) -> Result<Exit, Failure> {
-    transition(Direction::Resume, args.transition, None, |_| Ok(()))
+pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
+    Asking::prepare(Verb::Resume, args.transition)?.run()
 }
 
-fn transition(
-    direction: Direction,
-    args: Args,
-    backup: Option<Backup>,
-    agree: impl FnOnce(&[Task]) -> Result<(), Failure>,
-) -> Result<Exit, Failure> {
-    let target = Target::from(args.target);
-    let found = Found::look(&target)?;
-    let tasks = plan(direction, found.choose(&target)?, &args.tags)?;
-    agree(&tasks)?;
-    let bars = Bars::on_terminal(!args.quiet && !args.json);
-    let request = protocol::Transition {
-        tags: Vec::new(),
-        backup,
-        timeout_ms: args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
-        progress: bars.shown(),
-    };
-    let outcomes = carry_out(direction, &found, &tasks, &request, &bars);
+impl Task {
+    /// What the process is asked for.
+    fn request(&self, request: &protocol::Transition) -> protocol::Transition {
+        protocol::Transition { tags: self.tags.clone(), ..request.clone() }
+    }
 
-    if args.json {
-        output::json(&outcomes)?;
-    } else {
-        for (task, outcome) in tasks.iter().zip(&outcomes) {
-            tell(direction, &found, task, &outcome.result, args.quiet)?;
+    /// How its process has been left.
+    fn left(&self, direction: Verb, now: Option<&Process>) -> Left {
+        let status = match now.map(|process| &process.status) {
+            Some(Ok(status)) => status,
+            Some(Err(failure)) => return Left::Unknown(failure.to_string()),
+            None => return Left::Unknown("the process has ended".into()),
+        };
+        let meant: Vec<_> = status.memory.tags.iter().filter(|tag| self.meant.contains(&tag.tag)).collect();
+        match meant.iter().find(|tag| matches!(tag.state, TagState::Pausing | TagState::Resuming)) {
+            Some(tag) => Left::GoingOn(come_so_far(tag)),
+            None if meant.iter().all(|tag| tag.state == direction.end()) => Left::Done,
+            None => Left::AsItWas,
         }
     }
-    Ok(outcomes.iter().find_map(|outcome| outcome.result.failure()).map_or(Exit::Done, Failure::exit))
 }
 
 /// What to ask of each process. A tag that one process lacks is nothing to do there; one that all lack is a mistake.
-fn plan(direction: Direction, processes: Vec<Process>, tags: &[String]) -> Result<Vec<Task>, Failure> {
+fn plan(direction: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec<Task>, CommandError> {
     let known: BTreeSet<_> = processes
         .iter()
         .filter_map(|process| process.status.as_ref().ok())
         .flat_map(|status| status.memory.tags.iter().map(|tag| tag.tag.clone()))
         .collect();
-    let silent = processes.iter().any(|process| process.status.is_err());
     let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
-    // A process that does not answer might know it; that it does not answer is then the error.
-    if !unknown.is_empty() && !silent {
-        return Err(Failure::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
+    if !unknown.is_empty() {
+        return Err(CommandError::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
     }
     let task = |process: Process| {
         let there = process.status.as_ref().map_or(&[][..], |status| &status.memory.tags);
@@ -201,41 +218,241 @@ fn plan(direction: Direction, processes: Vec<Process>, tags: &[String]) -> Resul
     Ok(processes.into_iter().map(task).collect())
 }
 
-/// All processes at once: each is busy with its own memory.
-fn carry_out(direction: Direction, found: &Found, tasks: &[Task], request: &protocol::Transition, bars: &Bars) -> Vec<Outcome> {
-    let ask = |task: &Task| -> Result<Report, Failure> {
-        if let Err(failure) = &task.process.status {
-            return Err(failure.clone());
+/// A pause or resume of several processes.
+struct Asking {
+    direction: Verb,
+    found: Found,
+    tasks: Vec<Task>,
+    /// Without the tags, which each process has its own of.
+    request: protocol::Transition,
+    json: bool,
+    quiet: bool,
+    bars: Bars,
+    connections: Mutex<Connections>,
+}
+
+#[derive(Default)]
+struct Connections {
+    open: Vec<UnixStream>,
+    /// ^C has come: all are being hung up.
+    interrupted: bool,
+}
+
+impl Asking {
+    /// Finds the processes, and what of them is meant. Nothing is changed yet.
+    fn prepare(direction: Verb, args: Args) -> Result<Self, CommandError> {
+        let target = Target::from(args.target);
+        let mut found = Found::look(&target)?;
+        let gpus = found.keep_on(&args.gpu.gpu)?;
+        let tasks = found.choose_answering(&target).and_then(|chosen| plan(direction, chosen, &args.tags)).map_err(|failure| {
+            let is_choice = matches!(failure.exit(), Exit::Usage | Exit::UnknownTag);
+            let meant = found.taken_for_tag(direction.name(), &args.tags).filter(|_| is_choice);
+            failure.adding(&meant.unwrap_or_default())
+        })?;
+        let bars = Bars::on_terminal(!args.quiet && !args.json);
+        let timeout_ms = args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
+        let request = protocol::Transition { gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
+        Ok(Self { direction, found, tasks, request, json: args.json, quiet: args.quiet, bars, connections: Mutex::default() })
+    }
+
+    /// Those that have something to do.
+    fn due(&self) -> impl Iterator<Item = &Task> {
+        self.tasks.iter().filter(|task| !task.due.is_empty())
+    }
+
+    /// Has the inference engines agree to a pause, before anything is done. Whether what their prefix caches describe may be
+    /// dropped.
+    fn may_discard(&self, engine: &engine::EngineArgs, patience: Duration) -> Result<bool, CommandError> {
+        // What is paused already is not touched: what an engine has now waits for the resume.
+        if self.due().next().is_none() {
+            return Ok(false);
         }
-        if task.meant.is_empty() {
-            return Ok(Report::default());
+        let mut losing = Vec::new();
+        for task in self.due() {
+            if let Some(name) = self.ask_plan(task)?.and_then(|plan| plan.prefix_cache) {
+                if !engine.asks() {
+                    let refusal = CommandError::from(&Error::PrefixCache(name));
+                    return Err(CommandError::new(refusal.exit(), format!("{}: {refusal}", task.process)));
+                }
+                losing.push(&task.process);
+            }
         }
-        let mut bar = bars.bar(&task.process.to_string());
-        let mut client = found.connect(task.process.pid)?;
-        let request = protocol::Transition { tags: task.tags.clone(), ..request.clone() };
-        Ok(match direction {
-            Direction::Pause => client.pause(request, &mut |now| bar.show(now)),
-            Direction::Resume => client.resume(request, &mut |now| bar.show(now)),
-        }?)
-    };
-    thread::scope(|scope| {
-        let threads: Vec<_> = tasks.iter().map(|task| (task, scope.spawn(|| ask(task)))).collect();
-        let outcome = |(task, thread): (&Task, thread::ScopedJoinHandle<'_, _>)| Outcome {
-            pid: task.process.pid,
-            name: task.process.name().map(str::to_owned),
-            tags: task.meant.clone(),
-            result: match thread.join() {
-                Ok(Ok(report)) => Answer::Report(report),
-                Ok(Err(failure)) => Answer::Error(failure),
-                Err(_) => Answer::Error(Failure::new(Exit::Failed, "vramctl itself failed here; please report it")),
-            },
+        if engine.asks() {
+            engine.agree(&losing, patience)?;
+        }
+        Ok(!losing.is_empty())
+    }
+
+    /// What a process says that a pause would do; `None`: it is too old to know.
+    fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, CommandError> {
+        match self.found.connect(task.process.pid)?.plan(task.request(&self.request)) {
+            Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
+            answer => Ok(Some(answer?)),
+        }
+    }
+
+    /// Says what a pause would do, and ends as it would, as far as that can be known. An engine that would be asked is not.
+    fn foretell(&self, asks_engine: bool) -> Result<Exit, CommandError> {
+        let (mut exit, mut answers) = (Exit::Done, Vec::new());
+        for task in self.tasks.iter().filter(|task| !task.meant.is_empty()) {
+            let old = || CommandError::new(Exit::Failed, format!("{}: its library is too old to say; start it again", task.process));
+            let plan = self.ask_plan(task)?.ok_or_else(old)?;
+            let refused = plan.prefix_cache.clone().filter(|_| !self.request.force && !asks_engine).map(Error::PrefixCache);
+            let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
+            let short = (needed > available).then_some(Error::HostMemory { needed, available, capped: false });
+            let in_the_way = refused.or(short).map(|error| CommandError::from(&error));
+            if let Some(failure) = in_the_way.as_ref().filter(|_| exit == Exit::Done) {
+                exit = failure.exit();
+            }
+            if self.json {
+                let process = &task.process;
+                answers.push(json!({ "pid": process.pid, "name": process.name(), "plan": plan, "error": in_the_way }));
+            } else {
+                output::say(&foretold(&task.process, &plan))?;
+                if let Some(failure) = &in_the_way {
+                    output::complain("error", &format!("{}: {failure}", task.process));
+                }
+            }
+        }
+        if self.json {
+            output::json(&answers)?;
+        }
+        Ok(exit)
+    }
+
+    /// Asks, and tells what came of it.
+    fn run(self) -> Result<Exit, CommandError> {
+        let asking = Arc::new(self);
+        interrupt::hold();
+        let interrupted = Arc::clone(&asking);
+        interrupt::watch(move || interrupted.give_up());
+        let outcomes = asking.carry_out();
+        if asking.json {
+            output::json(&outcomes)?;
+        } else {
+            for (task, outcome) in asking.tasks.iter().zip(&outcomes) {
+                asking.tell(task, &outcome.result)?;
+            }
+        }
+        Ok(outcomes.iter().find_map(|outcome| outcome.result.failure()).map_or(Exit::Done, CommandError::exit))
+    }
+
+    /// All processes at once: each is busy with its own memory.
+    fn carry_out(&self) -> Vec<Outcome> {
+        let ask = |task: &Task| -> Result<Report, CommandError> {
+            if task.meant.is_empty() {
+                return Ok(Report::default());
+            }
+            let mut bar = self.bars.bar(&task.process.to_string());
+            let mut client = self.found.connect(task.process.pid)?;
+            self.connections().open.extend(client.connection());
+            let request = task.request(&self.request);
+            let answer = match self.direction {
+                Verb::Pause => client.pause(request, &mut |now| bar.show(now)),
+                Verb::Resume => client.resume(request, &mut |now| bar.show(now)),
+            };
+            while self.connections().interrupted {
+                // The last word is said elsewhere.
+                thread::park();
+            }
+            Ok(answer?)
         };
-        threads.into_iter().map(outcome).collect()
-    })
+        thread::scope(|scope| {
+            let threads: Vec<_> = self.tasks.iter().map(|task| (task, scope.spawn(|| ask(task)))).collect();
+            let outcome = |(task, thread): (&Task, thread::ScopedJoinHandle<'_, _>)| Outcome {
+                pid: task.process.pid,
+                name: task.process.name().map(str::to_owned),
+                tags: task.meant.clone(),
+                result: match thread.join() {
+                    Ok(Ok(report)) => Answer::Report(report),
+                    Ok(Err(failure)) => Answer::Error(failure),
+                    Err(_) => Answer::Error(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it")),
+                },
+            };
+            threads.into_iter().map(outcome).collect()
+        })
+    }
+
+    fn tell(&self, task: &Task, answer: &Answer) -> Result<(), CommandError> {
+        match answer {
+            Answer::Report(report) => {
+                if !self.quiet {
+                    output::say(&success(self.direction, task, report, !self.request.gpus.is_empty()))?;
+                }
+                if report.late_bytes > 0 {
+                    let late = Bytes(report.late_bytes);
+                    let text =
+                        format!("{}: the driver has not taken {late} back yet; it is tried again at every pause and resume", task.process);
+                    output::complain("warning", &text);
+                }
+            }
+            Answer::Error(failure) => {
+                output::complain("error", &format!("{}: {failure}", task.process));
+                for hint in hints(&self.found.look_again(&holders(failure))) {
+                    output::complain("hint", &hint);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn connections(&self) -> MutexGuard<'_, Connections> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hangs up, which ends what only waits, and says what became of it.
+    fn give_up(&self) {
+        /// Processes look for a client that has gone twice as often.
+        const NOTICED_WITHIN: Duration = Duration::from_secs(1);
+        let mut connections = self.connections();
+        connections.interrupted = true;
+        for connection in connections.open.drain(..) {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+        drop(connections);
+        self.bars.wipe();
+        let asked: Vec<_> = self.tasks.iter().filter(|task| !task.meant.is_empty()).collect();
+        let pids: Vec<_> = asked.iter().map(|task| task.process.pid).collect();
+        let deadline = Instant::now() + NOTICED_WITHIN;
+        loop {
+            let now = self.found.look_again(&pids);
+            let found = |task: &Task| now.iter().find(|process| process.pid == task.process.pid);
+            let left: Vec<_> = asked.iter().map(|task| task.left(self.direction, found(task))).collect();
+            // It may still be about to begin.
+            if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
+                for (task, left) in asked.iter().zip(left) {
+                    output::complain("interrupted", &format!("{}: the {} {left}", task.process, self.direction.name()));
+                }
+                return;
+            }
+            thread::sleep(NOTICED_WITHIN / 10);
+        }
+    }
+}
+
+/// How an interrupted command leaves a process.
+#[derive(Debug, PartialEq, Eq)]
+enum Left {
+    /// With how far it has come.
+    GoingOn(String),
+    Done,
+    AsItWas,
+    Unknown(String),
+}
+
+impl fmt::Display for Left {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::GoingOn(so_far) => write!(out, "goes on{so_far}; `vramctl status` shows how far it is"),
+            Self::Done => write!(out, "is done"),
+            Self::AsItWas => write!(out, "was given up; nothing has changed"),
+            Self::Unknown(why) => write!(out, "was not seen to its end: {why}"),
+        }
+    }
 }
 
 impl Answer {
-    fn failure(&self) -> Option<&Failure> {
+    fn failure(&self) -> Option<&CommandError> {
         match self {
             Self::Report(_) => None,
             Self::Error(failure) => Some(failure),
@@ -243,35 +460,33 @@ impl Answer {
     }
 }
 
-fn tell(direction: Direction, found: &Found, task: &Task, answer: &Answer, quiet: bool) -> Result<(), Failure> {
-    match answer {
-        Answer::Report(report) => {
-            if !quiet {
-                output::say(&success(direction, task, report))?;
-            }
-            if report.late_bytes > 0 {
-                let late = Bytes(report.late_bytes);
-                let text =
-                    format!("{}: the driver has not taken {late} back yet; it is tried again at every pause and resume", task.process);
-                output::complain("warning", &text);
-            }
-        }
-        Answer::Error(failure) => {
-            output::complain("error", &format!("{}: {failure}", task.process));
-            for hint in hints(&found.look_again(&holders(failure))) {
-                output::complain("hint", &hint);
-            }
-        }
+/// A plan for a reader.
+fn foretold(process: &Process, plan: &Plan) -> String {
+    if plan.tags.is_empty() {
+        return format!("{process}: there is nothing to pause");
     }
-    Ok(())
+    let contents = |(policy, bytes): (&Backup, &u64)| format!("{} {policy}", Bytes(*bytes));
+    let row = |tag: &TagPlan| {
+        let contents: Vec<_> = tag.backup.iter().map(contents).collect();
+        vec![tag.tag.clone(), Bytes(tag.bytes).to_string(), tag.allocations.to_string(), contents.join(", ")]
+    };
+    let bytes = plan.tags.iter().map(|tag| tag.bytes).sum();
+    let (needed, available) = (Bytes(plan.host.needed_bytes), Bytes(plan.host.available_bytes));
+    format!(
+        "{process}: a pause would give back {}\n{}\nHost memory for the contents: {needed} needed, {available} available.",
+        Bytes(bytes),
+        output::table(&["TAG", "BYTES", "ALLOCATIONS", "CONTENTS"], plan.tags.iter().map(row))
+    )
 }
 
-fn success(direction: Direction, task: &Task, report: &Report) -> String {
+fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) -> String {
     let process = &task.process;
     if report.allocations == 0 {
         let state = direction.end().name();
         return match &task.meant[..] {
-            [] if task.tags.is_empty() && process.state().is_some() => format!("nothing to do: {process} has none of these tags"),
+            // The tags' states are those on all GPUs.
+            [_, ..] if on_some_gpus => format!("nothing to do: {process} has nothing there to {}", direction.name()),
+            [] if task.tags.is_empty() && process.has_memory() => format!("nothing to do: {process} has none of these tags"),
             [] => format!("nothing to do: {process} has no memory under management"),
             [tag] => format!("nothing to do: {tag} of {process} is {state} already"),
             tags => format!("nothing to do: {} of {process} are {state} already", tags.join(", ")),
@@ -280,8 +495,8 @@ fn success(direction: Direction, task: &Task, report: &Report) -> String {
     // What has changed since it was looked at belongs to one of the tags that were meant.
     let tags = if task.due.is_empty() { &task.meant } else { &task.due }.join(", ");
     let (did, moved, kept, discarded) = match direction {
-        Direction::Pause => ("paused", "given back", "kept", "discarded"),
-        Direction::Resume => ("resumed", "taken again", "restored", "now zero"),
+        Verb::Pause => ("paused", "given back", "kept", "discarded"),
+        Verb::Resume => ("resumed", "taken again", "restored", "now zero"),
     };
     let mut text = format!("{did} {tags} of {process}: {} {moved} in {} ms", Bytes(report.bytes), whole(report.ms));
     let stages: Vec<_> = report.stages.iter().map(|(stage, ms)| format!("{} {}", stage.name(), whole(*ms))).collect();
@@ -304,8 +519,8 @@ fn whole(ms: f64) -> String {
 }
 
 /// Who holds the memory that is missing.
-fn holders(failure: &Failure) -> Vec<u32> {
-    let Failure::Refused(refusal) = failure else { return Vec::new() };
+fn holders(failure: &CommandError) -> Vec<u32> {
+    let CommandError::Refused(refusal) = failure else { return Vec::new() };
     refusal.shortage.iter().flat_map(|shortage| &shortage.holders).map(|holder| holder.pid).collect()
 }
 
@@ -321,7 +536,7 @@ fn hints(holders: &[Process]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::target::tests::process;
+    use crate::processes::tests::process;
     use vramctl_control::protocol::Refusal;
     use vramctl_model::Holder;
     use vramctl_model::Shortage;
@@ -337,7 +552,7 @@ mod tests {
 
     #[test]
     fn a_success_tells_bytes_and_milliseconds() {
-        let tasks = plan(Direction::Pause, vec![engine(TagState::Active)], &[]).unwrap();
+        let tasks = plan(Verb::Pause, vec![engine(TagState::Active)], &[]).unwrap();
         let report = Report {
             allocations: 3,
             bytes: 40 << 30,
@@ -350,14 +565,14 @@ mod tests {
             ms: 912.3,
         };
         assert_eq!(
-            success(Direction::Pause, &tasks[0], &report),
+            success(Verb::Pause, &tasks[0], &report, false),
             "paused kv_cache, weights of engine (pid 4711): 40.00 GiB given back in 912 ms (wait 3, save 850, unmap 20, release 39); \
              38.00 GiB kept, 2.00 GiB discarded"
         );
-        let tasks = plan(Direction::Resume, vec![engine(TagState::Paused)], &names(&["weights"])).unwrap();
+        let tasks = plan(Verb::Resume, vec![engine(TagState::Paused)], &names(&["weights"])).unwrap();
         let report = Report { stages: [(Stage::Map, 1.0)].into(), discarded_bytes: 0, ..report };
         assert_eq!(
-            success(Direction::Resume, &tasks[0], &report),
+            success(Verb::Resume, &tasks[0], &report, false),
             "resumed weights of engine (pid 4711): 40.00 GiB taken again in 912 ms (map 1); 38.00 GiB restored"
         );
     }
@@ -366,8 +581,8 @@ mod tests {
     fn nothing_to_do_is_said() {
         let text = |process: Process, tags: &[&str]| {
             let other = self::process(1, "other", &[("x", TagState::Active)]);
-            let tasks = plan(Direction::Pause, vec![process, other], &names(tags)).unwrap();
-            success(Direction::Pause, &tasks[0], &Report::default())
+            let tasks = plan(Verb::Pause, vec![process, other], &names(tags)).unwrap();
+            success(Verb::Pause, &tasks[0], &Report::default(), false)
         };
         assert_eq!(text(engine(TagState::Paused), &[]), "nothing to do: kv_cache, weights of engine (pid 4711) are paused already");
         assert_eq!(text(engine(TagState::Paused), &["weights"]), "nothing to do: weights of engine (pid 4711) is paused already");
@@ -378,9 +593,9 @@ mod tests {
     #[test]
     fn a_tag_must_be_known_somewhere() {
         let two = || vec![process(1, "a", &[("x", TagState::Active)]), process(2, "b", &[("y", TagState::Active)])];
-        let tasks = plan(Direction::Pause, two(), &names(&["y"])).unwrap();
+        let tasks = plan(Verb::Pause, two(), &names(&["y"])).unwrap();
         assert_eq!((&tasks[0].meant, &tasks[1].tags), (&names(&[]), &names(&["y"])));
-        let failure = plan(Direction::Pause, two(), &names(&["y", "z"])).unwrap_err();
+        let failure = plan(Verb::Pause, two(), &names(&["y", "z"])).unwrap_err();
         assert_eq!(failure.exit(), Exit::UnknownTag);
         assert_eq!(failure.to_string(), "no allocation has the tag z; the tags are x, y");
     }
@@ -388,7 +603,7 @@ mod tests {
     #[test]
     fn only_what_is_not_so_yet_is_named() {
         let half = process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]);
-        let tasks = plan(Direction::Pause, vec![half], &[]).unwrap();
+        let tasks = plan(Verb::Pause, vec![half], &[]).unwrap();
         assert_eq!((&tasks[0].meant, &tasks[0].due), (&names(&["x", "y"]), &names(&["y"])));
         assert!(tasks[0].tags.is_empty(), "all is asked for as all");
     }
@@ -397,7 +612,7 @@ mod tests {
     fn a_holder_under_vramctl_can_be_paused() {
         let holder = |pid| Holder { pid, bytes: None, program: None };
         let shortage = Shortage { device: 0, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
-        let failure = Failure::Refused(Box::new(Refusal::from(&Error::DeviceMemory(shortage))));
+        let failure = CommandError::Refused(Box::new(Refusal::from(&Error::DeviceMemory(shortage))));
         assert_eq!(failure.exit(), Exit::NoMemory);
         assert_eq!(holders(&failure), [7, 8]);
         let paused = process(7, "paused", &[("x", TagState::Paused)]);

@@ -6,7 +6,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 use std::{fmt, fs};
-use vramctl_model::{Progress, Report};
+use vramctl_model::{Plan, Progress, Report};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -58,6 +58,11 @@ impl Client {
         connect().map_err(|error| ClientError::Io { pid, error })
     }
 
+    /// The connection once more, to hang up while an answer is being waited for.
+    pub fn connection(&self) -> io::Result<UnixStream> {
+        self.stream.get_ref().try_clone()
+    }
+
     /// Who it is.
     pub fn hello(&mut self) -> Result<Hello, ClientError> {
         match self.ask(Request::Hello, &mut |_| ())? {
@@ -77,6 +82,14 @@ impl Client {
     /// Pauses.
     pub fn pause(&mut self, transition: Transition, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
         self.transition(Request::Pause(transition), progress)
+    }
+
+    /// What such a pause would do.
+    pub fn plan(&mut self, transition: Transition) -> Result<Plan, ClientError> {
+        match self.ask(Request::Plan(transition), &mut |_| ())? {
+            Reply::Plan(plan) => Ok(plan),
+            other => Err(self.unexpected(&other)),
+        }
     }
 
     /// Resumes.

@@ -4,7 +4,8 @@
 //! and the length of the directory's path does not matter to `sockaddr_un`.
 
 use std::fs::{self, File, OpenOptions};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -74,7 +75,8 @@ impl Directory {
     pub fn bind(&self) -> io::Result<UnixListener> {
         let place = self.within(process::id());
         // Two containers that share a directory may both have a process of this number.
-        if self.connect(process::id()).is_ok() {
+        let connected = self.connect(process::id());
+        if connected.is_ok() || connected.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
             let why = format!(
                 "{}: another process {} listens there; give each container a VRAMCTL_DIR of its own",
                 self.path.display(),
@@ -94,9 +96,10 @@ impl Directory {
         let _ = fs::remove_file(self.within(pid));
     }
 
-    /// Connects to the socket of a process, if it is one of the directory's owner.
+    /// Connects to the socket of a process, if it is one of the directory's owner. `WouldBlock`: it has accepted nothing for
+    /// so long that no more connections may wait for it.
     pub fn connect(&self, pid: u32) -> io::Result<UnixStream> {
-        let stream = UnixStream::connect(self.within(pid))?;
+        let stream = connect_without_waiting(&self.within(pid))?;
         let peer = peer(&stream)?;
         if peer.uid == self.owner || peer.uid == 0 {
             return Ok(stream);
@@ -122,6 +125,33 @@ impl Directory {
         pids.sort_unstable();
         Ok(pids)
     }
+}
+
+/// As [`UnixStream::connect`], which waits for a place in the queue of a stopped process until that goes on.
+fn connect_without_waiting(path: &Path) -> io::Result<UnixStream> {
+    // SAFETY: plain bytes, for which all zeroes is a value.
+    let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
+    let path = path.as_os_str().as_bytes();
+    // The last byte stays zero.
+    if path.len() >= address.sun_path.len() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    address.sun_path.iter_mut().zip(path).for_each(|(place, byte)| *place = *byte as libc::c_char);
+    // SAFETY: touches no memory.
+    let socket = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, 0) };
+    if socket < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just opened, and nobody else's.
+    let stream = unsafe { UnixStream::from_raw_fd(socket) };
+    let length = mem::size_of_val(&address) as libc::socklen_t;
+    // SAFETY: `address` is readable for `length` bytes.
+    if unsafe { libc::connect(socket, (&raw const address).cast(), length) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// Who is at the other end of a socket. The process id is as this process sees it, and 0 where it cannot.

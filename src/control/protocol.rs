@@ -1,8 +1,9 @@
 //! The messages on the control socket: one JSON object a line. `docs/protocol.md` describes them for other programs.
 
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::time::Duration;
-use vramctl_model::{Backup, Error, Kind, Progress, Report, Shortage, Status, TransitionRequest};
+use vramctl_model::{Backup, Error, Kind, Plan, Progress, Report, Shortage, Status, TransitionRequest};
 
 /// The version of the protocol. It changes when an old client would misunderstand a new server, or the other way round;
 /// new fields and requests do not change it.
@@ -31,6 +32,8 @@ pub enum Request {
     Status,
     /// Take memory away.
     Pause(Transition),
+    /// What would such a pause do?
+    Plan(Transition),
     /// Give memory back.
     Resume(Transition),
     /// The tag of allocations outside regions, from now on.
@@ -47,9 +50,15 @@ pub struct Transition {
     /// The tags; none means all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tags: Vec<String>,
+    /// The GPUs, by their UUIDs; none means all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<String>,
     /// For a pause: what becomes of the contents, whatever the allocations' own policies say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<Backup>,
+    /// For a pause: the same for single tags, in place of `backup`; null: the allocations' own policies.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub backups: BTreeMap<String, Option<Backup>>,
     /// How long to wait, in milliseconds: a pause for the device's work (absent: as long as it takes), a resume for
     /// memory that others hold (absent: not at all).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -57,12 +66,22 @@ pub struct Transition {
     /// Whether lines about the progress are wanted before the answer.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub progress: bool,
+    /// For a pause: drop a KV cache, too, that an engine's prefix cache still describes. The client has seen to that.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 impl From<Transition> for TransitionRequest {
     fn from(transition: Transition) -> Self {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
-        Self { tags: transition.tags, backup: transition.backup, timeout, ..Self::default() }
+        Self {
+            tags: transition.tags,
+            gpus: transition.gpus,
+            backup: transition.backup,
+            backups: transition.backups,
+            timeout,
+            ..Self::default()
+        }
     }
 }
 
@@ -76,6 +95,8 @@ pub enum Reply {
     Status(ProcessStatus),
     /// To `pause` and `resume`.
     Done(Report),
+    /// To `plan`.
+    Plan(Plan),
     /// To `set-tag`.
     Tag {
         /// The tag from now on.
@@ -205,8 +226,12 @@ mod tests {
     #[test]
     fn requests_read_as_documented() {
         let pause = parse(br#"{"version":1,"request":"pause","tags":["kv_cache"],"backup":"discard","timeout_ms":5}"#).unwrap();
-        let wanted = Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), progress: false };
+        let wanted =
+            Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(5), ..Transition::default() };
         assert_eq!(pause, Request::Pause(wanted));
+        let pause = parse(br#"{"version":1,"request":"pause","backup":"discard","backups":{"weights":"host","lora":null}}"#).unwrap();
+        let backups = [("weights".into(), Some(Backup::Host)), ("lora".into(), None)].into();
+        assert_eq!(pause, Request::Pause(Transition { backup: Some(Backup::Discard), backups, ..Transition::default() }));
         assert_eq!(parse(br#"{"version":1,"request":"resume"}"#).unwrap(), Request::Resume(Transition::default()));
         assert_eq!(parse(br#"{"version":1,"request":"set-tag","tag":"x"}"#).unwrap(), Request::SetTag { tag: Some("x".into()) });
         assert_eq!(parse(br#"{"version":1,"request":"set-tag"}"#).unwrap(), Request::SetTag { tag: None });
@@ -239,8 +264,13 @@ mod tests {
         }
 
         #[test]
-        fn what_is_written_is_read_back(tags in proptest::collection::vec(".{0,20}", 0..4), timeout in any::<Option<u64>>(), progress: bool) {
-            let request = Request::Pause(Transition { tags, backup: None, timeout_ms: timeout, progress });
+        fn what_is_written_is_read_back(
+            tags in proptest::collection::vec(".{0,20}", 0..4),
+            timeout in any::<Option<u64>>(),
+            progress: bool,
+            force: bool,
+        ) {
+            let request = Request::Pause(Transition { tags, timeout_ms: timeout, progress, force, ..Transition::default() });
             let line = line(&Message { version: VERSION, request: request.clone() });
             prop_assert_eq!(parse(&line).unwrap(), request);
         }

@@ -213,11 +213,15 @@ fn carry_out(request: Request, connection: &Connection) -> Result<Reply, Error> 
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
-        Request::Pause(wanted) => transition(wanted, connection, |request, client| memory.pause(request, client)),
-        Request::Resume(Transition { backup: Some(_), .. }) => {
+        Request::Pause(wanted) => {
+            let engine = if wanted.force { None } else { engine::name() };
+            transition(wanted, connection, |request, client| memory.pause(&TransitionRequest { engine, ..request }, client))
+        }
+        Request::Plan(wanted) => memory.plan(&TransitionRequest { engine: engine::name(), ..wanted.into() }).map(Reply::Plan),
+        Request::Resume(Transition { backup, backups, .. }) if backup.is_some() || !backups.is_empty() => {
             Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
         }
-        Request::Resume(wanted) => transition(wanted, connection, |request, client| memory.resume(request, client)),
+        Request::Resume(wanted) => transition(wanted, connection, |request, client| memory.resume(&request, client)),
         Request::SetTag { tag } => {
             memory.set_process_tag(tag.as_deref())?;
             Ok(Reply::Tag { tag })
@@ -228,10 +232,10 @@ fn carry_out(request: Request, connection: &Connection) -> Result<Reply, Error> 
 fn transition(
     wanted: Transition,
     connection: &Connection,
-    work: impl FnOnce(&TransitionRequest, &mut dyn Observer) -> Result<Report, Error>,
+    work: impl FnOnce(TransitionRequest, &mut dyn Observer) -> Result<Report, Error>,
 ) -> Result<Reply, Error> {
     let mut asker = Asker { connection, wants_progress: wanted.progress, told: None };
-    work(&wanted.into(), &mut asker).map(Reply::Done)
+    work(wanted.into(), &mut asker).map(Reply::Done)
 }
 
 /// The client that has asked for a pause or resume.

@@ -6,6 +6,7 @@ mod context;
 mod copy;
 mod kernel;
 mod nvml;
+mod survey;
 mod table;
 mod vmm;
 
@@ -14,7 +15,8 @@ pub use copy::{Direction, Lane, Mark, Pinned, PinnedBuffer, device_address};
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
-pub use nvml::holders;
+pub use nvml::{holders, uuid, uuid_of_index};
+pub use survey::{Gpu, Survey, survey};
 pub use table::Driver;
 pub use vmm::{Addresses, PHYSICAL_PIECE, Physical, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
 

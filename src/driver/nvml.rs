@@ -1,4 +1,4 @@
-//! Who else holds a device's memory, as far as NVML tells. Asked only when memory is short.
+//! Who else holds a device's memory, as far as NVML tells, asked only when memory is short; and what everybody calls a device.
 
 use super::{CUdevice, Driver};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
@@ -30,6 +30,8 @@ const SUCCESS: c_uint = 0;
 
 struct Nvml {
     shutdown: unsafe extern "C" fn() -> c_uint,
+    by_index: unsafe extern "C" fn(c_uint, *mut *mut c_void) -> c_uint,
+    uuid: unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint,
     by_uuid: unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_uint,
     processes: unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_uint,
 }
@@ -47,6 +49,12 @@ impl Nvml {
             let init = mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlInit_v2")?);
             let nvml = Self {
                 shutdown: mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlShutdown")?),
+                by_index: mem::transmute::<*mut c_void, unsafe extern "C" fn(c_uint, *mut *mut c_void) -> c_uint>(symbol(
+                    c"nvmlDeviceGetHandleByIndex_v2",
+                )?),
+                uuid: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint>(symbol(
+                    c"nvmlDeviceGetUUID",
+                )?),
                 by_uuid: mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_uint>(symbol(
                     c"nvmlDeviceGetHandleByUUID",
                 )?),
@@ -58,8 +66,18 @@ impl Nvml {
         }
     }
 
+    fn uuid_of_index(&self, index: u32) -> Option<String> {
+        let (mut handle, mut text) = (ptr::null_mut(), [0 as c_char; 96]);
+        // SAFETY: NVML is initialised; `handle` and `text` are writable, and the room in `text` is said.
+        let answered = unsafe {
+            (self.by_index)(index, &raw mut handle) == SUCCESS && (self.uuid)(handle, text.as_mut_ptr(), text.len() as c_uint) == SUCCESS
+        };
+        // SAFETY: NVML has ended the text with a NUL inside the room that it was given.
+        answered.then(|| unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
+    }
+
     fn processes(&self, device: CUdevice) -> Vec<Holder> {
-        let Some(uuid) = uuid(device) else { return Vec::new() };
+        let Some(uuid) = uuid(device).and_then(|uuid| CString::new(uuid).ok()) else { return Vec::new() };
         let mut handle = ptr::null_mut();
         let mut infos = [ProcessInfo { pid: 0, used_gpu_memory: 0, gpu_instance: 0, compute_instance: 0 }; 128];
         let mut count = infos.len() as c_uint;
@@ -87,13 +105,17 @@ impl Drop for Nvml {
     }
 }
 
-/// The device's UUID in the form that NVML takes.
-fn uuid(device: CUdevice) -> Option<CString> {
+/// The device's UUID as NVML writes it, `GPU-…`: the same for everybody, where its ordinal is the process's own.
+pub fn uuid(device: CUdevice) -> Option<String> {
     // SAFETY: plain bytes.
     let mut uuid: cudarc::driver::sys::CUuuid = unsafe { mem::zeroed() };
     // SAFETY: `uuid` is writable.
     unsafe { Driver::get().ok()?.cuDeviceGetUuid(&raw mut uuid, device).ok()? };
     let hex = format!("{:032x}", u128::from_be_bytes(uuid.bytes.map(|byte| byte as u8)));
-    let text = format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
-    CString::new(text).ok()
+    Some(format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
+}
+
+/// The UUID of the GPU that `nvidia-smi` calls by this number; `None` where NVML is not there or has no such GPU.
+pub fn uuid_of_index(index: u32) -> Option<String> {
+    Nvml::load()?.uuid_of_index(index)
 }

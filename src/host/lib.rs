@@ -8,6 +8,7 @@
 mod descriptor;
 pub mod exit;
 mod fork;
+pub mod limits;
 pub mod logger;
 pub mod worker;
 

@@ -47,6 +47,8 @@ pub enum VramctlResult {
     BufferTooSmall = 12,
     /// A file for contents could not be made, written or read.
     Disk = 13,
+    /// Over the socket only: a KV cache would be dropped that the engine's prefix cache still describes.
+    PrefixCache = 14,
 }
 
 impl From<Kind> for VramctlResult {
@@ -65,6 +67,7 @@ impl From<Kind> for VramctlResult {
             Kind::NotPaused => Self::NotPaused,
             Kind::BufferTooSmall => Self::BufferTooSmall,
             Kind::Disk => Self::Disk,
+            Kind::PrefixCache => Self::PrefixCache,
         }
     }
 }

@@ -38,6 +38,8 @@ pub enum Error {
     Busy(Duration),
     /// The device has no virtual memory management.
     Unsupported,
+    /// A pause would drop a KV cache that the prefix cache of this inference engine still describes.
+    PrefixCache(String),
     /// What was asked for makes no sense; the text says why.
     Invalid(String),
     /// An address is not where it would have to be, in a paused allocation whose contents were kept; the text says why.
@@ -97,6 +99,8 @@ pub enum Kind {
     BufferTooSmall = 12,
     /// A file for contents could not be made, written or read.
     Disk = 13,
+    /// A KV cache would be dropped that an inference engine still relies on.
+    PrefixCache = 14,
 }
 
 impl Error {
@@ -117,6 +121,7 @@ impl Error {
             Self::Capturing => Kind::Capturing,
             Self::Busy(_) => Kind::Busy,
             Self::Unsupported => Kind::Unsupported,
+            Self::PrefixCache(_) => Kind::PrefixCache,
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
@@ -133,7 +138,7 @@ impl Error {
             Self::UnknownTag { .. } | Self::Invalid(_) | Self::NotPaused(_) | Self::BufferTooSmall { .. } => code::INVALID_VALUE,
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
-            Self::Busy(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
+            Self::Busy(_) | Self::PrefixCache(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
         }
     }
 }
@@ -174,6 +179,12 @@ impl fmt::Display for Error {
             Self::Capturing => write!(out, "a CUDA stream is being captured into a graph; try again when the capture is over"),
             Self::Busy(waited) => write!(out, "the device's work had not finished after {} ms; nothing was changed", waited.as_millis()),
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
+            Self::PrefixCache(engine) => write!(
+                out,
+                "the contents of the KV cache would be discarded, but the prefix cache of the {engine} in this process still refers to them, \
+                 so it would answer from zeros. Have it forget them (give its address with --engine URL or VRAMCTL_ENGINE), keep them \
+                 (--backup host), or, if you have reset the prefix cache yourself, use --force"
+            ),
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
@@ -220,6 +231,7 @@ mod tests {
             (Kind::NotPaused, 11, "not_paused"),
             (Kind::BufferTooSmall, 12, "buffer_too_small"),
             (Kind::Disk, 13, "disk"),
+            (Kind::PrefixCache, 14, "prefix_cache"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);

@@ -6,6 +6,7 @@
 mod error;
 mod failure;
 mod holder;
+mod plan;
 mod policy;
 mod report;
 mod span;
@@ -15,6 +16,7 @@ mod units;
 pub use error::{Error, Kind, Shortage};
 pub use failure::{Failure, StatusCode, code};
 pub use holder::Holder;
+pub use plan::{HostRoom, Plan, TagPlan};
 pub use policy::{Backup, DEFAULT_TAG, LONGEST_TAG, checked_tag};
 pub use report::{Observer, Progress, Report, Stage, TransitionRequest};
 pub use span::Span;

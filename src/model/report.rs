@@ -11,6 +11,8 @@ use std::time::Duration;
 pub struct TransitionRequest {
     /// The tags; none means all.
     pub tags: Vec<String>,
+    /// The GPUs, by their UUIDs; none means all.
+    pub gpus: Vec<String>,
     /// What becomes of the contents, in place of the allocations' own policies. For a pause only.
     pub backup: Option<Backup>,
     /// The same for single tags, in place of `backup`; `None`: the allocations' own policies.
@@ -20,6 +22,8 @@ pub struct TransitionRequest {
     pub timeout: Option<Duration>,
     /// Device memory whose contents nobody needs, wherever a policy says that they are kept. For a pause only.
     pub unused: Vec<Span>,
+    /// The inference engine whose KV cache must not be dropped, because its prefix cache describes it. For a pause only.
+    pub engine: Option<String>,
 }
 
 /// A part of a pause or resume.

@@ -1,10 +1,10 @@
 //! What there is: by tag and by device.
 
-use crate::Backup;
+use crate::{Backup, Progress};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// All that a process has under management. Taken while other threads go on: a pause under way shows half done.
+/// All that a process has under management. Taken while other threads go on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The tag of allocations outside regions; absent: those are left to CUDA.
@@ -41,6 +41,10 @@ pub struct TagStatus {
     /// Whether what is saved in host memory stays there after a resume.
     #[serde(default)]
     pub retained: bool,
+    /// While it is `pausing` or `resuming`: how far the stage that copies contents has come, over all tags of that pause or
+    /// resume. Absent before and after, and where nothing is copied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<Progress>,
 }
 
 /// The state of a tag.
@@ -52,8 +56,12 @@ pub enum TagState {
     Active,
     /// None has.
     Paused,
-    /// Some have: made after the pause, or looked at while it is under way.
+    /// Some have: others were made after the pause.
     Mixed,
+    /// A pause is under way.
+    Pausing,
+    /// A resume is under way.
+    Resuming,
 }
 
 impl TagState {
@@ -63,15 +71,20 @@ impl TagState {
             Self::Active => "active",
             Self::Paused => "paused",
             Self::Mixed => "mixed",
+            Self::Pausing => "pausing",
+            Self::Resuming => "resuming",
         }
     }
 }
 
 /// One device.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStatus {
     /// Its ordinal in the process.
     pub device: i32,
+    /// Its UUID, by which others know it; absent where the driver does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
     /// Bytes under management that are active.
     pub active_bytes: u64,
     /// Bytes under management that are paused.

@@ -212,9 +212,7 @@ def cycle(engine, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights-mib", type=int, default=64)
     parser.add_argument("--kv-mib", type=int, default=32)
     parser.add_argument("--device", type=int, default=0)

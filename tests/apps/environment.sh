@@ -99,5 +99,8 @@ release_folder() { # project root
 
 build_vramctl() { # project root
 	need_command cargo "Install Rust from https://rustup.rs (curl https://sh.rustup.rs -sSf | sh)."
-	(cd "$1" && cargo build --release --locked --quiet)
+	local quiet=(--quiet)
+	# On a terminal cargo shows its progress: the first build takes a minute.
+	if [[ -t 2 ]]; then quiet=(); fi
+	(cd "$1" && cargo build --release --locked ${quiet[@]+"${quiet[@]}"}) >&2
 }

@@ -1,8 +1,4 @@
-"""vLLM: its sleep mode on this library, and tags for its memory where that mode is off.
-
-Known versions: 0.26 and 0.33. `install` is vLLM's plugin (entry point `vllm.general_plugins`), which it calls in every
-process before it makes a worker, and what `vramctl run` has called when vLLM is imported; the second call does nothing.
-"""
+"""vLLM: its sleep mode on this library, and tags for its memory where that mode is off."""
 
 from __future__ import annotations
 
@@ -10,98 +6,115 @@ import contextlib
 import gc
 import importlib
 import logging
-import os
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from collections.abc import Iterator
+from typing import Any
 
 import vramctl
 from vramctl import engines
 from vramctl._imports import when_imported
+from vramctl.engines import Hook, Place
+
+BACKENDS = "vllm.device_allocator.sleep_mode_backend"
+CUMEM = "vllm.device_allocator.cumem"
+
+PLUGIN = Hook(
+    what="installs what is below",
+    through="entry point `vllm.general_plugins`, or vLLM's import under `vramctl run`",
+    places=(Place("vllm.plugins:load_general_plugins", "0.26"),),
+    without="works under `vramctl run` only",
+)
+BACKEND = Hook(
+    what="offers the sleep-mode backend `vramctl`, for `--sleep-mode-backend` (an option from 0.33 on)",
+    through="sleep-mode backend registry",
+    places=(Place(f"{BACKENDS}:SleepModeBackendFactory.register_backend", "0.26"),),
+    without="sleep mode works through the default backend alone",
+)
+ALLOCATOR = Hook(
+    what="replaces sleep mode's allocator, whichever backend is chosen",
+    through=engines.BY_NAME,
+    places=(Place(f"{CUMEM}:CuMemAllocator", "0.26"),),
+    without="vLLM's own allocator stays, as it does if it has methods not known here",
+)
+WEIGHTS = Hook(
+    what="tags weights where sleep mode is off",
+    through=engines.BY_NAME,
+    places=(Place("vllm.v1.worker.gpu_worker:Worker.load_model", "0.26"),),
+    without="all memory keeps the process's own tag, and can be paused by that",
+)
+#: Where the cache is allocated, and nothing else with it: the block tables must stay when it is discarded.
+KV_CACHE = Hook(
+    what="tags the KV cache where sleep mode is off",
+    through=engines.BY_NAME,
+    places=(
+        Place("vllm.v1.worker.utils:allocate_kv_cache", "0.29"),
+        Place("vllm.v1.worker.gpu.attn_utils:_allocate_kv_cache", "0.26", "0.28"),  # the second model runner
+        Place("vllm.v1.worker.gpu_model_runner:GPUModelRunner._allocate_kv_cache_tensors", "0.26", "0.28"),  # the first
+    ),
+    without="it keeps the process's own tag",
+)
+SHARED_BUFFERS = Hook(
+    what="leaves the buffers of custom all-reduce to CUDA, which shares them by CUDA IPC",
+    through=engines.BY_NAME,
+    places=(Place("vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.create_shared_buffer", "0.26"),),
+    without="with tensor parallelism, start with `vramctl run --no-tag` or `--disable-custom-all-reduce`",
+    around=engines.leave_to_cuda,
+)
+SETTINGS = Hook(
+    what="reads the engine's settings",
+    through=engines.READ,
+    places=(
+        Place("vllm.config.model:ModelConfig.enable_sleep_mode", "0.26"),
+        Place("vllm.config.model:ModelConfig.enable_cumem_allocator", "0.26"),
+        Place("vllm.config.model:ModelConfig.sleep_mode_backend", "0.26"),
+        Place("vllm.config.parallel:ParallelConfig.tensor_parallel_size", "0.26"),
+        Place("vllm.config.parallel:ParallelConfig.disable_custom_all_reduce", "0.26"),
+        Place("vllm.config.vllm:VllmConfig.use_cumem_cudagraph_pool", "0.32"),
+    ),
+    without="all memory keeps the process's own tag",
+)
+HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, SHARED_BUFFERS, SETTINGS)
 
 #: Below vLLM's own logger, so that its handlers and level apply.
 logger = logging.getLogger("vllm.vramctl")
 
-#: Where the KV cache is allocated, and nothing else with it: the block tables must stay when it is discarded.
-_KV_CACHE = (
-    ("vllm.v1.worker.utils", None, "allocate_kv_cache"),  # 0.33, and where it is imported from there before we are
-    ("vllm.v1.worker.gpu.attn_utils", None, "allocate_kv_cache"),
-    ("vllm.v1.worker.gpu_model_runner", None, "allocate_kv_cache"),
-    ("vllm.v1.worker.gpu.attn_utils", None, "_allocate_kv_cache"),  # 0.26, the second model runner
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_allocate_kv_cache_tensors"),  # 0.26, the first
-)
-
-#: Where workers make the buffers that they hand each other (custom all-reduce).
-_SHARED_BUFFERS = "vllm.distributed.device_communicators.custom_all_reduce"
-
 
 def install() -> None:
-    """Has vLLM use this library in this process. Does nothing where the library is not preloaded."""
+    """Has vLLM use this library in this process. Does nothing where the library is not preloaded, or when called again.
+
+    vLLM calls this as its plugin, and `vramctl run` when vLLM is imported.
+    """
     if not vramctl.is_preloaded():
         return
-    when_imported("vllm.device_allocator.cumem", _replace_allocator)
-    when_imported("vllm.v1.worker.gpu_worker", _wrap_worker)
-    when_imported(_SHARED_BUFFERS, _wrap_shared_buffers)
+    when_imported(BACKENDS, _register_backend)
+    when_imported(CUMEM, _replace_allocator)
+    for hook, place in engines.present(importlib.import_module("vllm"), HOOKS):
+        engines.wrap_when_imported(hook, place)
     engines.share_expert_buffers()
-    for name, _, _ in _KV_CACHE:
-        when_imported(name, _wrap_kv_cache)
-    folders = getattr(importlib.import_module("vllm"), "__path__", ())
-    if not any(os.path.exists(os.path.join(folder, "v1", "worker", "gpu_worker.py")) for folder in folders):
-        _unknown("vllm.v1.worker.gpu_worker")
-
-
-def _unknown(what: str) -> None:
-    engines.say_once(
-        "vLLM %s has no %s as the versions that are known (0.26, 0.33); what it allocates stays under the process's own tag, and "
-        "can be paused with that",
-        engines.version_of("vllm"),
-        what,
-    )
-
-
-def _wrap_shared_buffers(module: Any) -> None:
-    reducer = getattr(module, "CustomAllreduce", None)
-    if reducer is None or not engines.wrap(reducer, "create_shared_buffer", engines.leave_to_cuda):
-        _unknown("CustomAllreduce.create_shared_buffer")
 
 
 # ---- tags where sleep mode is off ----
 
 #: Whether this process's engine has its own sleep mode, which then decides on tags. Known when its weights are loaded.
 _own_mode = False
-#: The functions of `_KV_CACHE` that this version has.
-_wrapped: List[str] = []
 
 
-def _wrap_worker(module: Any) -> None:
-    worker = getattr(module, "Worker", None)
-    if worker is None or not engines.wrap(worker, "load_model", _load_model):
-        _unknown("Worker.load_model")
-
-
-def _wrap_kv_cache(module: Any) -> None:
-    for name, owner, function in _KV_CACHE:
-        if module.__name__ == name:
-            place = getattr(module, owner, None) if owner else module
-            if place is not None and engines.wrap(place, function, _allocate_kv_cache):
-                _wrapped.append(name)
-
-
-def _load_model(original: Callable[..., Any], worker: Any, *arguments: Any, **keywords: Any) -> Any:
+@engines.around(WEIGHTS)
+def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keywords: Any) -> Any:
     global _own_mode
     engines.announce("vllm")
     config = worker.vllm_config
-    _own_mode = bool(
-        getattr(config.model_config, "enable_sleep_mode", False)
-        or getattr(config.model_config, "enable_cumem_allocator", False)
-    )
+    model = config.model_config
+    _own_mode = bool(getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False))
     if _shares_graphs(config):
         engines.tag_graphs(None)
     elif not _own_mode:
         engines.tag_graphs("cuda_graph")
+    elif getattr(model, "sleep_mode_backend", None) == _OURS:
+        engines.tag_graphs("cuda_graph")
+        Allocator.get_instance().add_graphs()
     if _own_mode:
         return original(worker, *arguments, **keywords)
-    if not _wrapped:
-        _unknown("function that allocates the KV cache")
-    with engines.tagged_if_possible("weights"):
+    with engines.if_possible(engines.tagged("weights")):
         return original(worker, *arguments, **keywords)
 
 
@@ -115,14 +128,56 @@ def _shares_graphs(config: Any) -> bool:
     )
 
 
-def _allocate_kv_cache(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+@engines.around(KV_CACHE)
+def _allocate_kv_cache(original: engines.Function, *arguments: Any, **keywords: Any) -> Any:
     if _own_mode:
         return original(*arguments, **keywords)
-    with engines.tagged_if_possible("kv_cache"):
+    with engines.if_possible(engines.tagged("kv_cache")):
         return original(*arguments, **keywords)
 
 
 # ---- sleep mode ----
+
+#: The name of our backend.
+_OURS = "vramctl"
+
+
+def _register_backend(module: Any) -> None:
+    """For `--sleep-mode-backend vramctl`, which fails where this library is not there. The default backend, `cumem`, finds our
+    allocator as well, and is what frameworks use that start vLLM themselves.
+    """
+
+    class Backend(module.SleepModeBackend):  # type: ignore[misc]
+        """Sleeps and wakes by tag. CUDA graphs sleep too, with their contents, unless workers share them."""
+
+        def suspend(self, level: int = 1) -> None:
+            kept = ("runtime", "cudagraph")
+            Allocator.get_instance().sleep(("weights", *kept) if level == 1 else kept)
+            self._state = "SUSPENDED"
+
+        def resume(self, tags: list[str] | None = None) -> None:
+            Allocator.get_instance().wake_up(tags)
+            self._state = "RUNNING"
+
+        def discard(self, tags: tuple[str, ...]) -> None:
+            Allocator.get_instance().discard(tags)
+            self._state = "SUSPENDED"
+
+        @classmethod
+        def is_supported(cls) -> bool:
+            return importlib.import_module(CUMEM).CuMemAllocator is Allocator
+
+        @classmethod
+        def preserves_communicators(cls) -> bool:
+            return True
+
+        @classmethod
+        def preserves_compiled_artifacts(cls) -> bool:
+            return True
+
+    # The registry takes the name of a class, and imports it when it is asked for.
+    globals()["Backend"] = Backend
+    module.SleepModeBackendFactory.register_backend(_OURS, __name__, "Backend")
 
 
 def _replace_allocator(module: Any) -> None:
@@ -132,10 +187,9 @@ def _replace_allocator(module: Any) -> None:
         return
     missing = [name for name in vars(theirs) if not name.startswith("_") and not hasattr(Allocator, name)]
     if missing:
+        version = getattr(importlib.import_module("vllm"), "__version__", "of unknown version")
         engines.say_once(
-            "vLLM %s asks its sleep mode for %s, which is not known here; its own allocator stays in use",
-            engines.version_of("vllm"),
-            ", ".join(missing),
+            f"vLLM {version} asks its sleep mode for {', '.join(missing)}, which is not known here; its own allocator stays in use"
         )
         return
     module.CuMemAllocator = Allocator
@@ -156,7 +210,7 @@ class Allocator:
     `VRAMCTL_BACKUP` says (host memory, if it says nothing) and drops those of all others: they read as zero afterwards.
     """
 
-    instance: Optional[Allocator] = None
+    instance: Allocator | None = None
     default_tag: str = "default"
 
     @staticmethod
@@ -169,22 +223,26 @@ class Allocator:
     def __init__(self) -> None:
         self.current_tag = self.default_tag
         #: Our names of the tags that there have been, by vLLM's.
-        self._names: Dict[str, str] = {}
+        self._names: dict[str, str] = {}
         self._graph_pool: Any = None
 
     @contextlib.contextmanager
-    def use_memory_pool(self, tag: Optional[str] = None) -> Iterator[None]:
+    def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """What torch allocates inside gets the tag (`default` if None), whatever the settings of its allocator."""
         with self._tagged(self.default_tag if tag is None else tag) as name, engines.tagged(name):
             yield
 
     @contextlib.contextmanager
-    def cudagraph_pool(self) -> Iterator[Tuple[int, int]]:
+    def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
         """The id of a pool for CUDA graphs, whose memory gets the tag `cudagraph` when it is captured into inside."""
         with self._tagged("cudagraph") as name, vramctl.region(name, pool=False):
             if self._graph_pool is None:
                 self._graph_pool = vramctl._torch.required().cuda.MemPool()
             yield self._graph_pool.id
+
+    def add_graphs(self) -> None:
+        """Has CUDA graphs that are captured outside of our pools sleep and wake, too, by vLLM's tag for them."""
+        self._names["cudagraph"] = _OUR_NAMES["cudagraph"]
 
     @contextlib.contextmanager
     def _tagged(self, tag: str) -> Iterator[str]:
@@ -196,7 +254,7 @@ class Allocator:
         finally:
             self.current_tag = before
 
-    def sleep(self, offload_tags: Union[Tuple[str, ...], str, None] = None) -> None:
+    def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
         """Gives back all memory of all tags; keeps the contents of these tags (of `default` if None), drops the others.
 
         All of it or, after an error, nothing: where host memory is too little for what is kept, nothing is dropped either.
@@ -220,13 +278,13 @@ class Allocator:
         )
         self._tidy()
 
-    def discard(self, tags: Union[Tuple[str, ...], str]) -> None:
+    def discard(self, tags: tuple[str, ...] | str) -> None:
         """Gives back the memory of these tags and drops its contents."""
         tags = (tags,) if isinstance(tags, str) else tags
         report = self._pause({name: "discard" for tag, name in self._names.items() if tag in tags})
         logger.info("Gave back %.2f GiB of %s, contents dropped.", report.bytes / 2**30, ", ".join(tags))
 
-    def wake_up(self, tags: Optional[List[str]] = None) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> None:
         """Brings back the memory of these tags (None: of all) and the contents that were kept.
 
         vLLM from 0.33 on: tags that it does not let sleep longer than others are brought back in any case. Raises
@@ -259,12 +317,12 @@ class Allocator:
         """The same as `release_pools`."""
         self.release_pools()
 
-    def _there(self, tags: List[str]) -> List[Any]:
+    def _there(self, tags: list[str]) -> list[Any]:
         """What there is under these tags of vLLM's."""
         names = {self._names[tag] for tag in tags}
         return [there for there in vramctl.status().tags if there.tag in names] if names else []
 
-    def _pause(self, policies: Dict[str, str]) -> Any:
+    def _pause(self, policies: dict[str, str]) -> Any:
         """Pauses what there is of these tags of ours, each by its policy."""
         there = [tag for tag in vramctl.status().tags if tag.tag in policies]
         for tag in there:

@@ -4,13 +4,19 @@ It asks to be told when an inference engine is imported, if the library is prelo
 else. Then it runs the `sitecustomize` that would have run in its place.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+
+TYPE_CHECKING = False  # the module `typing` is of no use to a short program
+if TYPE_CHECKING:
+    from types import ModuleType
 
 _here = os.path.dirname(os.path.abspath(__file__))
 
 
-def _watch_for_engines():
+def _watch_for_engines() -> None:
     # Where nothing was preloaded, nothing is imported. Whether it was the library is looked at when an engine is there:
     # it may have any name, and looking for its functions takes modules that a short program does without.
     if not os.environ.get("LD_PRELOAD"):
@@ -20,20 +26,21 @@ def _watch_for_engines():
     # By its path: the package itself is imported when it is needed.
     path = os.path.join(os.path.dirname(_here), "_imports.py")
     spec = importlib.util.spec_from_file_location("vramctl._imports", path)
+    assert spec is not None and spec.loader is not None  # of a file there is always one
     imports = sys.modules.get(spec.name)
     if imports is None:
         imports = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = imports
         spec.loader.exec_module(imports)
 
-    def install(module):
+    def install(module: ModuleType) -> None:
         importlib.import_module("vramctl.engines." + module.__name__).install()
 
     for engine in ("vllm", "sglang"):
         imports.when_imported(engine, install)
 
 
-def _run_the_next():
+def _run_the_next() -> None:
     """Runs the `sitecustomize` that comes behind this directory on the path, under that name."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, RelaxedCapture, StreamHandle};
@@ -36,6 +36,8 @@ pub enum After {
 pub struct Memory {
     allocations: DashMap<CUdeviceptr, Arc<Allocation>>,
     pub(crate) transition: RwLock<()>,
+    /// What is being paused or resumed, for those who look. Held for moments.
+    under_way: Mutex<Option<status::UnderWay>>,
     /// The tag of allocations outside regions.
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes that an allocation must leave free on its device.
@@ -47,6 +49,7 @@ pub struct Memory {
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     allocations: DashMap::new(),
     transition: RwLock::default(),
+    under_way: Mutex::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),
     margin: AtomicU64::new(0),
     peers: RwLock::default(),

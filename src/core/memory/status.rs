@@ -1,12 +1,49 @@
 //! What there is: by tag and by device.
 
-use super::Memory;
-use std::collections::BTreeMap;
+use super::{Allocation, Memory};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical};
-use vramctl_model::{DeviceStatus, Status, TagState, TagStatus};
+use vramctl_model::{DeviceStatus, Progress, Status, TagState, TagStatus};
+
+/// The pause or resume that is under way.
+#[derive(Debug)]
+pub struct UnderWay {
+    state: TagState,
+    tags: BTreeSet<Arc<str>>,
+    progress: Option<Progress>,
+}
+
+/// Says that it is under way until it is dropped.
+pub(crate) struct Shown<'a>(&'a Memory);
+
+impl Shown<'_> {
+    pub fn progress(&self, now: Progress) {
+        if let Some(under_way) = &mut *self.0.under_way() {
+            under_way.progress = Some(now);
+        }
+    }
+}
+
+impl Drop for Shown<'_> {
+    fn drop(&mut self) {
+        *self.0.under_way() = None;
+    }
+}
 
 impl Memory {
+    fn under_way(&self) -> MutexGuard<'_, Option<UnderWay>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a status say that these are on their way. One at a time: the transition lock is held.
+    pub(crate) fn show<'a>(&self, state: TagState, allocations: impl IntoIterator<Item = &'a Arc<Allocation>>) -> Shown<'_> {
+        let tags = allocations.into_iter().map(|allocation| Arc::clone(&allocation.tag)).collect();
+        *self.under_way() = Some(UnderWay { state, tags, progress: None });
+        Shown(self)
+    }
+
     /// What there is now.
     pub fn status(&self) -> Status {
         let mut tags = BTreeMap::<String, TagStatus>::new();
@@ -30,29 +67,32 @@ impl Memory {
             tag.host_bytes += host_bytes;
             tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;
-            let (device, _) = devices.entry(allocation.device).or_insert_with(|| {
-                let device =
-                    DeviceStatus { device: allocation.device, active_bytes: 0, paused_bytes: 0, free_bytes: None, total_bytes: None };
-                (device, allocation.context())
-            });
+            let (device, _) = devices
+                .entry(allocation.device)
+                .or_insert_with(|| (DeviceStatus { device: allocation.device, ..DeviceStatus::default() }, allocation.context()));
             device.active_bytes += bytes - paused_bytes;
             device.paused_bytes += paused_bytes;
         }
+        let under_way = self.under_way();
         let finish = |(name, tag): (String, TagStatus)| {
-            let state = match tag.paused_bytes {
-                0 => TagState::Active,
-                paused if paused == tag.bytes => TagState::Paused,
-                _ => TagState::Mixed,
+            let (state, progress) = match (under_way.as_ref().filter(|it| it.tags.contains(&*name)), tag.paused_bytes) {
+                (Some(it), _) => (it.state, it.progress),
+                (None, 0) => (TagState::Active, None),
+                (None, paused) if paused == tag.bytes => (TagState::Paused, None),
+                (None, _) => (TagState::Mixed, None),
             };
-            TagStatus { retained: backup::retains(&name), tag: name, state, ..tag }
+            TagStatus { retained: backup::retains(&name), tag: name, state, progress, ..tag }
         };
+        let tags = tags.into_iter().map(finish).collect();
+        drop(under_way);
         let ask = |(device, context): (DeviceStatus, Context)| {
             let info = Current::push(context).and_then(|_current| driver::memory_info()).ok();
-            DeviceStatus { free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
+            let uuid = driver::uuid(device.device);
+            DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
         };
         Status {
             process_tag: self.process_tag().map(|tag| tag.to_string()),
-            tags: tags.into_iter().map(finish).collect(),
+            tags,
             devices: devices.into_values().map(ask).collect(),
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),

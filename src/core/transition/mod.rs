@@ -11,13 +11,14 @@
 
 pub mod cleaning;
 mod pause;
+mod plan;
 mod resume;
 
 use crate::memory::{Allocation, Memory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vramctl_driver::CUdevice;
+use vramctl_driver::{self as driver, CUdevice};
 use vramctl_model::{Error, Stage, TransitionRequest};
 
 /// For a reader.
@@ -37,25 +38,26 @@ struct Chosen {
 
 impl Memory {
     /// Finds what a request is about. A tag that no allocation has is an error.
-    fn choose(&self, tags: &[String]) -> Result<Chosen, Error> {
+    fn choose(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
         let all = self.snapshot();
         let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
-        let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
+        let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
         if !unknown.is_empty() {
             return Err(Error::UnknownTag {
                 unknown: unknown.into_iter().collect(),
                 known: known.into_iter().map(str::to_owned).collect(),
             });
         }
-        let meant = all.iter().filter(|allocation| is_meant(tags, allocation)).cloned();
+        let meant = all.iter().filter(|allocation| is_meant(request, allocation)).cloned();
         let (paused, active) = meant.partition(|allocation| allocation.is_paused());
         Ok(Chosen { all, active, paused })
     }
 }
 
-/// Whether the tags mean this one. None of them: all.
-fn is_meant(tags: &[String], allocation: &Allocation) -> bool {
-    tags.is_empty() || tags.iter().any(|tag| **tag == *allocation.tag)
+/// Whether a request means this one.
+fn is_meant(request: &TransitionRequest, allocation: &Allocation) -> bool {
+    let on_gpu = || driver::uuid(allocation.device).is_some_and(|uuid| request.gpus.contains(&uuid));
+    (request.tags.is_empty() || request.tags.iter().any(|tag| **tag == *allocation.tag)) && (request.gpus.is_empty() || on_gpu())
 }
 
 /// How many bytes they have on each device.

@@ -1,5 +1,6 @@
 //! A pause: wait, save, unmap, release.
 
+use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text};
 use crate::drain;
 use crate::memory::{Allocation, Contents, Memory};
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept, Saved};
 use vramctl_driver::{self as driver, RelaxedCapture};
-use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Report, Span, Stage, TransitionRequest};
+use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
 
 /// How long a pause waits under the lock, for work that was started since it last waited. Short: the program may need to
 /// allocate in order to finish that work.
@@ -45,7 +46,9 @@ impl Memory {
         clock: &mut Clock,
         observer: &mut dyn Observer,
     ) -> Result<(), Error> {
-        let Chosen { all, active, .. } = self.choose(&request.tags)?;
+        let chosen = self.choose(request)?;
+        spare_prefix_cache(request, &chosen)?;
+        let Chosen { all, active, .. } = chosen;
         // Where there is nothing to pause, nothing needs to be waited for.
         if active.is_empty() {
             return Ok(());
@@ -69,12 +72,23 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
         self.drop_gone();
-        let Chosen { all, active: victims, paused: already } = self.choose(&request.tags)?;
+        let chosen = self.choose(request)?;
+        spare_prefix_cache(request, &chosen)?;
+        let Chosen { all, active: victims, paused: already } = chosen;
         if !victims.is_empty() {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
             clock.time(Stage::Wait, || drain::wait_at_most(contexts, WAIT_LOCKED, &mut || true))?;
         }
-        let kept = self.save(request, &victims, clock, observer)?;
+        let shown = self.show(TagState::Pausing, &victims);
+        let kept = self.save(
+            request,
+            &victims,
+            &mut |now| {
+                shown.progress(now);
+                observer.progress(now);
+            },
+            clock,
+        )?;
         clock.time(Stage::Unmap, || unmap(&victims)).map_err(|failure| self.map_back(&victims, failure.into()))?;
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
@@ -102,8 +116,8 @@ impl Memory {
         &self,
         request: &TransitionRequest,
         victims: &[Arc<Allocation>],
+        progress: &mut dyn FnMut(Progress),
         clock: &mut Clock,
-        observer: &mut dyn Observer,
     ) -> Result<Kept, Error> {
         let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
         let mut wanted: Vec<_> = victims.iter().map(|allocation| wanted_of(request, allocation)).collect();
@@ -114,9 +128,7 @@ impl Memory {
             // Tried once more at the end, where it fails.
             let _ = unmap(&saved);
         };
-        clock
-            .time(Stage::Save, || backup::save(wanted, &mut |now| observer.progress(now), &mut saved_already))
-            .map_err(|error| self.map_back(victims, error))
+        clock.time(Stage::Save, || backup::save(wanted, progress, &mut saved_already)).map_err(|error| self.map_back(victims, error))
     }
 
     /// Takes back what a pause has done so far: what was unmapped is mapped again, its contents still in it.
@@ -146,7 +158,7 @@ impl Memory {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
             let saves_over =
-                |allocation: &Arc<Allocation>| is_meant(&request.tags, allocation) && policy_for(request, allocation) == Backup::Host;
+                |allocation: &Arc<Allocation>| is_meant(request, allocation) && policy_for(request, allocation) == Backup::Host;
             let retained = |allocation: Arc<Allocation>| {
                 let bytes = allocation.contents().saved.as_ref().map(|saved| saved.kept_bytes());
                 let useful = !allocation.is_paused() && !saves_over(&allocation);
@@ -190,12 +202,12 @@ fn release(victims: &[Arc<Allocation>], items: Vec<backup::Item>) {
 }
 
 /// What becomes of an allocation's contents: the request says it, or its own policy.
-fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Backup {
+pub(super) fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Backup {
     request.backups.get(&*allocation.tag).copied().unwrap_or(request.backup).unwrap_or(allocation.backup)
 }
 
 /// What of an allocation is to be kept, and where.
-fn wanted_of(request: &TransitionRequest, allocation: &Allocation) -> backup::Wanted {
+pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) -> backup::Wanted {
     let policy = policy_for(request, allocation);
     let retain = backup::retains(&allocation.tag);
     let all = Range { start: 0, end: allocation.bytes() };

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Current, Physical, RelaxedCapture};
-use vramctl_model::{Error, Observer, Progress, Report, Shortage, Stage, TransitionRequest, code};
+use vramctl_model::{Error, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, code};
 
 /// How often a resume that waits for memory looks for it.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -38,10 +38,15 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
         self.drop_gone();
-        self.map_stranded(&self.choose(&request.tags)?.paused)?;
-        let Chosen { paused, active: already, .. } = self.choose(&request.tags)?;
+        self.map_stranded(&self.choose(request)?.paused)?;
+        let Chosen { paused, active: already, .. } = self.choose(request)?;
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
-        let memories = self.bring_back(&paused, &mut clock, &mut |now| observer.progress(now))?;
+        let shown = self.show(TagState::Resuming, &paused);
+        let mut progress = |now| {
+            shown.progress(now);
+            observer.progress(now);
+        };
+        let memories = self.bring_back(&paused, &mut clock, &mut progress)?;
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         for (allocation, memory) in paused.iter().zip(memories) {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 _text, _flag, _bytes = ctypes.c_char_p, ctypes.c_bool, ctypes.POINTER(ctypes.c_uint8)
 
 #: Name, result, arguments.
-_FUNCTIONS = (
+_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("tms_pause", ctypes.c_int, [_text]),
     ("tms_resume", ctypes.c_int, [_text]),
     ("tms_get_current_tag", _text, []),

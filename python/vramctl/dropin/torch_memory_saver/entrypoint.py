@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ._vramctl import vramctl
 from .binary_wrapper import BinaryWrapper
 from .utils import get_binary_path_from_package
+
+if TYPE_CHECKING:
+    from vramctl._request import Backup
 
 HookMode = Literal["preload", "torch"]
 CpuBackupBackend = Literal["pinned", "mmap"]
@@ -189,7 +192,7 @@ class _TorchMemorySaverImpl:
         self._binary_wrapper = BinaryWrapper(path)
 
     @contextlib.contextmanager
-    def region(self, tag: str, backup: str, cpu_backup_backend: str | None) -> Iterator[None]:
+    def region(self, tag: str, backup: Backup, cpu_backup_backend: str | None) -> Iterator[None]:
         with self.backend(cpu_backup_backend), vramctl.region(tag, backup):
             yield
 
@@ -226,7 +229,7 @@ class _TorchMemorySaverImpl:
         return tensor if zero_copy else tensor.clone()
 
 
-def _backup(in_memory: bool, on_disk: bool, backend: str | None) -> str:
+def _backup(in_memory: bool, on_disk: bool, backend: str | None) -> Backup:
     """vramctl's word for what becomes of the contents."""
     if in_memory and on_disk:
         raise ValueError("enable_cpu_backup and enable_disk_backup exclude each other: choose where the contents are kept")
@@ -249,6 +252,7 @@ def _torch_with_gpu() -> Any:
 def _use_as_allocator(path: str) -> None:
     """Has torch ask the library for the memory of regions. It is not preloaded, and nothing else is answered by it."""
     import torch
+
     from vramctl import _library, _torch
 
     _library.open(path)

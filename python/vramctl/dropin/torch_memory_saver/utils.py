@@ -1,4 +1,4 @@
-"""Where the library is, for those who put it into ``LD_PRELOAD`` themselves."""
+"""Where the library is, for those who put it into ``LD_PRELOAD`` themselves; which GPUs there are."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def get_binary_path_from_package(stem: str) -> Path:
     if named.is_file():
         return named
     return Path(chosen).absolute() if chosen else Path(vramctl.library_path())
+
+
+def is_xpu() -> bool:
+    """Whether torch's GPUs are Intel's, whose memory vramctl does not manage."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    xpu = getattr(torch, "xpu", None)
+    return xpu is not None and bool(xpu.is_available())
 
 
 def is_library(path: str) -> bool:

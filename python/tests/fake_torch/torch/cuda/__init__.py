@@ -50,6 +50,11 @@ def get_allocator_backend() -> str:
     return memory.backend
 
 
+def mem_get_info(index: int) -> tuple[int, int]:
+    with device(index):
+        return memory.runtime().memory_info()
+
+
 def empty_cache() -> None:
     memory.empty_cache()
 

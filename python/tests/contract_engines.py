@@ -1,0 +1,433 @@
+"""The tables of `vramctl.engines` against the engines' released sources (scripts/test-engines-contract).
+
+The adapters run against stubs made of those sources: a module has the classes, functions and signatures of the real one, and
+its functions allocate something and do nothing else. What is the interface itself is not stubbed but taken as it is: SGLang's
+plugins and its adapter for memory savers, vLLM's registry of sleep-mode backends.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import importlib
+import importlib.metadata
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import types
+import unittest
+import zipfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import test_engines
+from vramctl import engines
+from vramctl.engines import Hook, Place, sglang, vllm
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "engines.md"
+#: Sources that were downloaded before are used again.
+CACHE = ROOT / "target" / "engine-sources"
+
+#: What is checked, besides the latest.
+VERSIONS = {"sglang": ["0.5.16", "0.5.18", "0.5.20"], "vllm": ["0.26.0", "0.28.0", "0.31.0"]}
+HOOKS = {"sglang": sglang.HOOKS, "vllm": vllm.HOOKS}
+TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
+
+
+# ---- the sources ----
+
+
+def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+
+
+def latest(package: str) -> str | None:
+    """None: there is no package index."""
+    asked = pip(
+        "install",
+        "--retries=1",
+        "--timeout=15",
+        "--dry-run",
+        "--quiet",
+        "--no-deps",
+        "--ignore-installed",
+        "--only-binary=:all:",
+        "--report=-",
+        package,
+    )
+    return json.loads(asked.stdout)["install"][0]["metadata"]["version"] if asked.returncode == 0 else None
+
+
+def sources(package: str, version: str) -> Path:
+    """A folder with the Python files of the wheel."""
+    folder = CACHE / f"{package}-{version}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory() as work:
+            print(f"downloading {package} {version}", file=sys.stderr)
+            done = pip(
+                "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "-d", work, f"{package}=={version}"
+            )
+            if done.returncode != 0:
+                sys.exit(f"{package} {version} cannot be downloaded:\n{done.stderr}")
+            (wheel,) = Path(work).glob("*.whl")
+            half = folder.with_suffix(".half")
+            shutil.rmtree(half, ignore_errors=True)
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(half, [name for name in archive.namelist() if name.endswith(".py")])
+            half.rename(folder)
+    return folder
+
+
+class Sources:
+    """The modules of one version of an engine."""
+
+    def __init__(self, package: str, version: str) -> None:
+        self.package, self.version = package, version
+        self.folder = sources(package, version)
+        self.trees: dict[Path, ast.Module] = {}
+
+    def file(self, module: str) -> Path | None:
+        """Where a module is, inside the folder."""
+        inside = Path(*module.split("."))
+        for file in (inside.with_suffix(".py"), inside / "__init__.py"):
+            if (self.folder / file).exists():
+                return file
+        return None
+
+    def text(self, module: str) -> str:
+        return (self.folder / self.path(module)).read_text()
+
+    def tree(self, file: Path) -> ast.Module:
+        if file not in self.trees:
+            self.trees[file] = ast.parse((self.folder / file).read_text())
+        return self.trees[file]
+
+    def node(self, module: str, path: str) -> Any:
+        """What a module defines under this path, if it does."""
+        file = self.file(module)
+        node: Any = self.tree(file) if file else None
+        for part in path.split("."):
+            node = member(node, part)
+        return node
+
+    def defines(self, place: Place) -> bool:
+        return self.node(place.module, place.path) is not None
+
+    def source(self, module: str, path: str) -> str:
+        """The text of a class or function, as it is."""
+        return ast.unparse(self.node(module, path))
+
+    def stub(self, module: str, *names: str) -> str:
+        """A module with these classes, functions and variables, whose functions allocate what has their name."""
+        found = [self.node(module, name) for name in names]
+        bodies = [ast.unparse(skeleton(node, node.name if hasattr(node, "name") else "")) for node in found if node]
+        return "\n".join(["from __future__ import annotations", "import torch", *bodies])
+
+    def whole(self, *modules: str) -> dict[str, str]:
+        """Modules as they are."""
+        return {self.path(module): self.text(module) for module in modules}
+
+    def path(self, module: str) -> str:
+        file = self.file(module)
+        assert file is not None, f"{self.package} {self.version} has no {module}"
+        return str(file)
+
+
+def member(node: Any, name: str) -> Any:
+    """The class, function or variable of the name directly in a module or class."""
+    for child in getattr(node, "body", []):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef)) and child.name == name:
+            return child
+        targets = child.targets if isinstance(child, ast.Assign) else [child.target] if isinstance(child, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return child
+    return None
+
+
+def skeleton(node: Any, name: str) -> Any:
+    """A copy without what the bodies, decorators and defaults do."""
+    if isinstance(node, ast.ClassDef):
+        body = [
+            skeleton(child, f"{name}.{child.name}") if isinstance(child, ast.FunctionDef) else child
+            for child in node.body
+            if isinstance(child, ast.FunctionDef)
+            or (isinstance(child, ast.AnnAssign) and isinstance(child.value, ast.Constant))
+        ]
+        return ast.ClassDef(name, [], [], body or [ast.Pass()], [])
+    if isinstance(node, ast.FunctionDef):
+        allocate = f"torch.zeros({name!r})"
+        returned = allocate if node.name == "__init__" else f"return {allocate}"
+        plain: list[ast.expr] = [
+            one for one in node.decorator_list if isinstance(one, ast.Name) and one.id in ("staticmethod", "classmethod")
+        ]
+        arguments = copy.deepcopy(node.args)
+        none = ast.Constant(None)
+        arguments.defaults = [none for _ in arguments.defaults]
+        arguments.kw_defaults = [none if default else None for default in arguments.kw_defaults]
+        return ast.fix_missing_locations(ast.FunctionDef(node.name, arguments, ast.parse(returned).body, plain, lineno=1))
+    return node
+
+
+# ---- versions ----
+
+
+def order(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition(".post")[0])[:3])
+
+
+def claimed(place: Place, version: str) -> bool:
+    """Whether the table says that the version has the place. A bound of two numbers means all of that minor version."""
+
+    def cut(bound: str) -> tuple[int, ...]:
+        return order(version)[: len(order(bound))]
+
+    return cut(place.since) >= order(place.since) and (place.until is None or cut(place.until) <= order(place.until))
+
+
+# ---- the checks ----
+
+
+class Contract(test_engines.Engine):
+    """One version of an engine."""
+
+    def __init__(self, found: Sources) -> None:
+        super().__init__("check")
+        self.found = found
+
+    def __str__(self) -> str:
+        return f"{TITLES[self.found.package]} {self.found.version}"
+
+    def check(self) -> None:
+        for hook in HOOKS[self.found.package]:
+            for place in hook.places:
+                with self.subTest(place.name):
+                    says = "has" if claimed(place, self.found.version) else "has not"
+                    is_so = "has" if self.found.defines(place) else "has not"
+                    self.assertEqual(is_so, says, "the table says otherwise")
+        getattr(self, self.found.package)()
+
+    def start(self, files: dict[str, str]) -> Any:
+        """The engine imported, and ours installed as under `vramctl run`: without a warning."""
+        package = self.found.package
+        with self.assertNoLogs("vramctl", "WARNING"):
+            return self.engine({f"{package}/__init__.py": f"__version__ = {self.found.version!r}", **files}, package)
+
+    def allocated(self, function: Any, *arguments: Any) -> str | None:
+        """Calls a stub, with None for what it wants to have, and tells the tag of what it allocates."""
+        wanted = list(inspect.signature(function).parameters.values())[len(arguments) :]
+        missing = [one for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+        named = {one.name: None for one in wanted if one.default is one.empty and one.kind is one.KEYWORD_ONLY}
+        before = len(self.gpu.allocations)
+        function(*arguments, *[None for _ in missing], **named)
+        (one,) = self.gpu.allocations[before:]
+        tag: str | None = one["tag"]
+        return tag
+
+    # SGLang
+
+    def sglang(self) -> None:
+        found = self.found
+        self.assertIn('GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"', found.text("sglang.srt.plugins"))
+        (images,) = (place for place in sglang.IMAGES.places if found.defines(place))
+        context = "sglang.srt.runtime_context"
+        files = {
+            **found.whole(
+                "sglang.srt.plugins", "sglang.srt.plugins.hook_registry", "sglang.srt.utils.torch_memory_saver_adapter"
+            ),
+            found.path(images.module): found.stub(images.module, "MmItemMemoryPool"),
+            found.path(context): "from __future__ import annotations\nclass RuntimeContext:\n    _server_args = None\n"
+            + textwrap.indent(found.source(context, "RuntimeContext.server_args"), "    ")
+            + "\n_CONTEXT = RuntimeContext()\n"
+            + found.source(context, "get_server_args"),
+            "sglang/srt/utils/common.py": "def is_xpu(): return False",
+            "sglang/srt/environ.py": "class _Unset:\n    def get(self): ...\n"
+            "class envs: SGLANG_PLUGINS = SGLANG_PLATFORM = _Unset()",
+        }
+        saver: Any = types.ModuleType("torch_memory_saver")
+        regions: list[str] = []
+        saver.torch_memory_saver = types.SimpleNamespace(enabled=True, region=lambda **how: regions.append(how["tag"]))
+        plugin = mock.Mock(value="vramctl.engines.sglang:install", dist=None)
+        plugin.name = "vramctl"
+        with (
+            mock.patch.dict(sys.modules, {"torch_memory_saver": saver}),
+            mock.patch.object(
+                importlib.metadata, "entry_points", lambda group: [plugin] if group == "sglang.srt.plugins" else []
+            ),
+        ):
+            ours = self.start(files)
+            plugin.load = lambda: ours.install
+            with self.assertNoLogs("vramctl", "WARNING"):
+                importlib.import_module("sglang.srt.plugins").load_plugins()
+            registry = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry
+            self.assertEqual(
+                {len(hooks) for hooks in registry._hooks.values()}, {1}, "as a plugin and at the import: once each"
+            )
+            self.assertEqual(len(registry._patched), 2)
+            self.sglang_runs(regions, importlib.import_module(images.module).MmItemMemoryPool)
+
+    def sglang_runs(self, regions: list[str], images: Any) -> None:
+        create = importlib.import_module("sglang.srt.utils.torch_memory_saver_adapter").TorchMemorySaverAdapter.create
+        context = importlib.import_module("sglang.srt.runtime_context")
+        with self.assertNoLogs("vramctl", "WARNING"):
+            with create(enable=False).region("weights"):
+                self.gpu.allocate("no engine yet")
+            context._CONTEXT._server_args = types.SimpleNamespace(
+                enable_memory_saver=False, tp_size=1, disable_custom_all_reduce=False
+            )
+            off = create(enable=False)
+            with off.region("weights", enable_cpu_backup=True):
+                self.gpu.allocate("weights")
+            with off.region(tag="kv_cache"):
+                self.gpu.allocate("KV cache")
+            self.assertFalse(off.enabled)
+            images(*[1 for _ in list(inspect.signature(images.__init__).parameters)[1:]])
+            with self.gpu.torch.cuda.graph(self.gpu.torch.cuda.CUDAGraph(), pool="graphs"):
+                pass
+            context._CONTEXT._server_args.enable_memory_saver = True
+            create(enable=True).region("weights")
+        tags = self.gpu.tags()
+        wanted = {
+            "no engine yet": "default",
+            "weights": "weights",
+            "KV cache": "kv_cache",
+            "MmItemMemoryPool.__init__": None,
+            "graph": "cuda_graph",
+        }
+        self.assertEqual({what: tags[what] for what in wanted}, wanted)
+        self.assertEqual(regions, ["weights"], "its own memory saver rules where it is on")
+
+    # vLLM
+
+    def vllm(self) -> None:
+        found = self.found
+        self.assertIn('DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"', found.text("vllm.plugins"))
+        allocators = "vllm.device_allocator"
+        files = {
+            **found.whole(vllm.BACKENDS),
+            "vllm/logger.py": "import logging\ninit_logger = logging.getLogger",
+            "vllm/platforms.py": "class current_platform:\n    is_cuda_alike = staticmethod(lambda: True)",
+            found.path(allocators): found.stub(allocators, "DEFERRABLE_TAGS")
+            + "\nfrom vllm.platforms import current_platform\n"
+            + found.source(allocators, "get_mem_allocator_instance"),
+            found.path(vllm.CUMEM): found.stub(vllm.CUMEM, "CuMemAllocator") + "\ncumem_available = False",
+        }
+        for hook in HOOKS["vllm"]:
+            for place in hook.places:
+                if hook.around is not None and found.defines(place):
+                    files[found.path(place.module)] = found.stub(place.module, place.path.split(".")[0])
+        ours = self.start(files)
+        self.addCleanup(setattr, ours.Allocator, "instance", None)
+        with self.assertNoLogs("vramctl", "WARNING"):
+            self.vllm_from_outside()
+            self.vllm_asleep(ours)
+
+    def function(self, place: Place) -> Any:
+        found: Any = importlib.import_module(place.module)
+        for part in place.path.split("."):
+            found = getattr(found, part)
+        return found
+
+    def vllm_from_outside(self) -> None:
+        worker = mock.Mock(vllm_config=test_engines.vllm_config())
+        self.assertEqual(self.allocated(self.function(vllm.WEIGHTS.places[0]), worker), "weights")
+        for place in vllm.KV_CACHE.places:
+            if self.found.defines(place):
+                self.assertEqual(self.allocated(self.function(place)), "kv_cache", place.name)
+        self.assertIsNone(self.allocated(self.function(vllm.SHARED_BUFFERS.places[0])))
+
+    def vllm_asleep(self, ours: Any) -> None:
+        worker = mock.Mock(vllm_config=test_engines.vllm_config(sleep=True))
+        worker.vllm_config.model_config.sleep_mode_backend = "vramctl"
+        self.assertEqual(self.allocated(self.function(vllm.WEIGHTS.places[0]), worker), "default")
+        factory = importlib.import_module(vllm.BACKENDS).SleepModeBackendFactory
+        # Memory comes from what vLLM asks for pools.
+        allocator = importlib.import_module("vllm.device_allocator").get_mem_allocator_instance()
+        self.assertIsInstance(allocator, ours.Allocator)
+        for tag in ("weights", "kv_cache"):
+            with allocator.use_memory_pool(tag=tag):
+                self.gpu.allocate(f"{tag} of sleep mode")
+        for name in ("cumem", "vramctl"):
+            with self.subTest(backend=name):
+                backend = factory.create_backend(types.SimpleNamespace(sleep_mode_backend=name))
+                backend.suspend(1)
+                states = self.gpu.contents()
+                self.assertEqual(states["weights of sleep mode"], ("paused", "kept"))
+                self.assertEqual(states["kv_cache of sleep mode"], ("paused", "discarded"))
+                backend.resume(["weights"])
+                self.assertEqual(self.gpu.contents()["weights of sleep mode"], ("active", "here"))
+                self.assertEqual(self.gpu.contents()["kv_cache of sleep mode"][0], "paused")
+                backend.resume(None)
+                self.assertEqual(self.gpu.contents()["kv_cache of sleep mode"][0], "active")
+                if hasattr(factory.get_backend_class("cumem"), "discard"):
+                    backend.discard(("kv_cache",))
+                    self.assertEqual(self.gpu.contents()["kv_cache of sleep mode"], ("paused", "discarded"))
+                    backend.resume(None)
+
+
+# ---- the tables for the documentation ----
+
+
+def table(package: str, versions: list[str], found: dict[str, Sources]) -> str:
+    """A row for each hook, a column for each version."""
+    lines = [
+        f"| {TITLES[package]}: vramctl … | its name there | through | {' | '.join(versions)} | in a version without it |",
+        f"| --- | --- | --- | {' | '.join(':-:' for _ in versions)} | --- |",
+    ]
+    for hook in HOOKS[package]:
+        if hook.through != engines.READ:
+            has = ["yes" if any(map(found[version].defines, hook.places)) else "no" for version in versions]
+            lines.append(f"| {' | '.join([hook.what, ', '.join(names(hook)), hook.through, *has, hook.without])} |")
+    return "\n".join(lines)
+
+
+def names(hook: Hook) -> list[str]:
+    """The names of a hook's places, with versions where these differ."""
+    differ = len({(place.since, place.until) for place in hook.places}) > 1
+
+    def versions(place: Place) -> str:
+        return "" if not differ else f" (to {place.until})" if place.until else f" (from {place.since})"
+
+    return [f"`{place.path}`{versions(place)}" for place in hook.places]
+
+
+def write(text: str) -> None:
+    begin, end = "<!-- scripts/test-engines-contract --write -->\n", "<!-- end -->"
+    page = PAGE.read_text()
+    before, _, rest = page.partition(begin)
+    _, found, behind = rest.partition(end)
+    assert found, f"{PAGE} has no place for the tables"
+    PAGE.write_text(f"{before}{begin}{text}\n{end}{behind}")
+
+
+def main() -> int:
+    chosen = [one.partition("==") for one in sys.argv[1:] if not one.startswith("-")]
+    versions: dict[str, list[str]] = {}
+    for package, listed in VERSIONS.items():
+        newest = latest(package)
+        if newest is None:
+            print(f"not run: there is no package index that has {package}")
+            return 0
+        only = [version for name, _, version in chosen if name == package]
+        versions[package] = only if chosen else [*listed, *([] if newest in listed else [newest])]
+    found = {package: {version: Sources(package, version) for version in all} for package, all in versions.items()}
+    suite = unittest.TestSuite(Contract(one) for engine in found.values() for one in engine.values())
+    if not unittest.TextTestRunner(verbosity=2).run(suite).wasSuccessful():
+        return 1
+    text = "\n\n".join(table(package, versions[package], found[package]) for package in versions if versions[package])
+    print(text)
+    if "--write" in sys.argv[1:]:
+        write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

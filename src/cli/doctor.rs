@@ -1,0 +1,330 @@
+//! `vramctl doctor`.
+
+use crate::failure::{CommandError, Exit};
+use crate::output;
+use crate::places;
+use crate::run;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+use std::{env, fs, io, mem, ptr, thread};
+use vramctl_config::{self as config, Config};
+use vramctl_control::discovery::Directory;
+use vramctl_driver as driver;
+use vramctl_host::limits;
+use vramctl_model::Bytes;
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Looks at this machine as a program started from this shell would find it, and changes nothing: the library and whether it can \
+be preloaded, the driver and its GPUs, host memory for contents and how fast it is prepared, the limits of the process, the \
+control sockets, and the inference engines that the Python on PATH has. Ends with 1 if something would fail; a warning is no \
+failure.
+
+Examples:
+  vramctl doctor
+  vramctl doctor --json | jq '.checks[] | select(.verdict != \"ok\")'")]
+pub struct Args {
+    /// Print JSON: {"checks": [{"check", "verdict": "ok", "warning" or "failed", "message", "data"}]}
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What was found.
+#[derive(Debug, Serialize)]
+struct Finding {
+    check: &'static str,
+    verdict: Verdict,
+    message: String,
+    /// The same in numbers, if there are any.
+    #[serde(skip_serializing_if = "Value::is_null")]
+    data: Value,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Verdict {
+    Ok,
+    /// It works, but not all of it.
+    Warning,
+    Failed,
+}
+
+impl Verdict {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+impl Finding {
+    fn new(check: &'static str, verdict: Verdict, message: impl Into<String>) -> Self {
+        Self { check, verdict, message: message.into(), data: Value::Null }
+    }
+
+    fn with(self, data: Value) -> Self {
+        Self { data, ..self }
+    }
+}
+
+pub fn doctor(args: &Args) -> Result<Exit, CommandError> {
+    let mut findings = vec![library(), python_package()];
+    findings.extend(gpus());
+    findings.extend([host_memory(), limits(), sockets()]);
+    findings.extend(engines());
+    if args.json {
+        output::print(&format!("{}\n", json!({ "checks": findings })))?;
+    } else {
+        let line = |finding: &Finding| format!("{:<8} {:<15} {}", finding.verdict.name(), finding.check, finding.message);
+        output::say(&findings.iter().map(line).collect::<Vec<_>>().join("\n"))?;
+    }
+    let failed = findings.iter().any(|finding| finding.verdict == Verdict::Failed);
+    Ok(if failed { Exit::Failed } else { Exit::Done })
+}
+
+fn library() -> Finding {
+    let finding = |verdict, message: String| Finding::new("library", verdict, message);
+    let path = match places::library() {
+        Ok(path) => path,
+        Err(failure) => return finding(Verdict::Failed, failure.to_string()),
+    };
+    let checked = run::preload(&path, None).map_err(|failure| failure.to_string()).and_then(|_| {
+        let version = version_of(&path)?;
+        try_preloading(&path)?;
+        Ok(version)
+    });
+    match checked {
+        Err(why) => finding(Verdict::Failed, format!("{}: {why}", path.display())),
+        Ok(version) if version != env!("CARGO_PKG_VERSION") => {
+            let own = env!("CARGO_PKG_VERSION");
+            finding(Verdict::Warning, format!("{} is version {version}, and this command {own}; install both together", path.display()))
+        }
+        Ok(version) => finding(Verdict::Ok, format!("{}, version {version}; it can be preloaded", path.display())),
+    }
+}
+
+/// The version that a library says it is, if it has what a library of ours has.
+fn version_of(path: &Path) -> Result<String, String> {
+    const NEEDED: [&CStr; 5] = [c"vramctl_version", c"vramctl_pause", c"vramctl_resume", c"cudaMalloc", c"cudaFree"];
+    let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
+    // SAFETY: a NUL-terminated name. The library does nothing when it is loaded, and is never unloaded.
+    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if library.is_null() {
+        // SAFETY: after a failure it is a text, valid until the next call.
+        return Err(unsafe { CStr::from_ptr(libc::dlerror()) }.to_string_lossy().into_owned());
+    }
+    // SAFETY: the library is open, and the names are NUL-terminated.
+    let symbols = NEEDED.map(|name| unsafe { libc::dlsym(library, name.as_ptr()) });
+    if let Some((name, _)) = NEEDED.iter().zip(symbols).find(|(_, symbol)| symbol.is_null()) {
+        return Err(format!("it has no {}; it is not this project's library, or is damaged", name.to_string_lossy()));
+    }
+    // SAFETY: the function of this name takes nothing, and answers a string that lives as long as the library.
+    let version = unsafe { CStr::from_ptr(mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const libc::c_char>(symbols[0])()) };
+    Ok(version.to_string_lossy().into_owned())
+}
+
+/// Starts a program with it, as `vramctl run` does.
+fn try_preloading(path: &Path) -> Result<(), String> {
+    let output = Command::new("cat").arg("/proc/self/maps").env("LD_PRELOAD", path).stdin(Stdio::null()).output();
+    let output = output.map_err(|error| format!("whether it can be preloaded was not found out: cat: {error}"))?;
+    let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let real = real.as_os_str().as_bytes();
+    if output.stdout.windows(real.len()).any(|part| part == real) {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(format!("it cannot be preloaded: {}", said.lines().next().unwrap_or("the loader says nothing")))
+}
+
+fn python_package() -> Finding {
+    let finding = |verdict, message: String| Finding::new("Python package", verdict, message);
+    match places::python_path() {
+        Err(failure) => finding(Verdict::Failed, failure.to_string()),
+        Ok(folders) if folders.is_empty() => {
+            finding(Verdict::Warning, "not found: the memory of inference engines is not told apart, and gets the tag default".into())
+        }
+        Ok(folders) => finding(Verdict::Ok, folders[0].parent().unwrap_or(&folders[0]).display().to_string()),
+    }
+}
+
+fn gpus() -> Vec<Finding> {
+    let driver = |verdict, message: String| Finding::new("driver", verdict, message);
+    let survey = match driver::survey() {
+        Ok(survey) => survey,
+        Err(failure) => {
+            return vec![driver(Verdict::Failed, format!("{failure}: no program that is started from here finds a GPU"))];
+        }
+    };
+    let kernel = fs::read_to_string("/sys/module/nvidia/version").map_or_else(|_| String::new(), |text| format!("{}, ", text.trim()));
+    let mut findings = vec![driver(Verdict::Ok, format!("{kernel}CUDA {}", survey.cuda))];
+    if survey.gpus.is_empty() {
+        findings.push(Finding::new("GPU", Verdict::Failed, "the driver has none for this process (CUDA_VISIBLE_DEVICES?)"));
+    }
+    findings.extend(survey.gpus.iter().enumerate().map(|(ordinal, gpu)| {
+        let (verdict, more) = if gpu.virtual_memory {
+            (Verdict::Ok, "")
+        } else {
+            (Verdict::Failed, "; no virtual memory management: nothing on it can be paused")
+        };
+        let uuid = gpu.uuid.as_deref().unwrap_or("no UUID");
+        let message = format!("{ordinal}: {}, {}, {uuid}{more}", gpu.name, Bytes(gpu.total_bytes));
+        Finding::new("GPU", verdict, message).with(json!(gpu))
+    }));
+    findings
+}
+
+fn host_memory() -> Finding {
+    let available = limits::available_bytes().min(Config::get().host_cap);
+    let largest = driver::survey().map_or(0, |survey| survey.gpus.iter().map(|gpu| gpu.total_bytes).max().unwrap_or(0));
+    let (speed, threads) = match preparing_speed(available) {
+        Ok(measured) => measured,
+        Err(error) => return Finding::new("host memory", Verdict::Failed, format!("none can be had: {error}")),
+    };
+    let text = format!("{} for contents; fresh memory comes at {speed:.1} GB/s ({threads} threads)", Bytes(available));
+    let data = json!({ "available_bytes": available, "bytes_per_second": (speed * 1e9) as u64, "threads": threads });
+    if available < largest {
+        let more = "less than a GPU has: of a full one, not everything can be kept (discard, or keep it on disk)";
+        return Finding::new("host memory", Verdict::Warning, format!("{text}; {more}")).with(data);
+    }
+    Finding::new("host memory", Verdict::Ok, text).with(data)
+}
+
+/// How fast fresh host memory can be had, in GB/s, and by how many threads at a time: a first pause is no faster.
+fn preparing_speed(available: u64) -> io::Result<(f64, usize)> {
+    const PIECE: usize = 64 << 20;
+    // Enough to tell, and little of what there is.
+    let threads = thread::available_parallelism().map_or(1, usize::from).clamp(1, 16);
+    let pieces = (available / 8 / PIECE as u64).clamp(1, 16) as usize;
+    let threads = threads.min(pieces);
+    let started = Instant::now();
+    thread::scope(|scope| {
+        let touch = |first: usize| (first..pieces).step_by(threads).try_for_each(|_| touch(PIECE));
+        let workers: Vec<_> = (0..threads).map(|first| scope.spawn(move || touch(first))).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into())))
+    })?;
+    Ok(((pieces * PIECE) as f64 / started.elapsed().as_secs_f64() / 1e9, threads))
+}
+
+/// Takes so much memory, as a backup would, and gives it back.
+fn touch(bytes: usize) -> io::Result<()> {
+    // SAFETY: a new mapping, which is written to inside its bounds and unmapped here.
+    unsafe {
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let memory = libc::mmap(ptr::null_mut(), bytes, access, kind, -1, 0);
+        if memory == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        libc::madvise(memory, bytes, libc::MADV_HUGEPAGE);
+        // An older kernel does not know it; then writing does the same.
+        if libc::madvise(memory, bytes, libc::MADV_POPULATE_WRITE) != 0 {
+            ptr::write_bytes(memory.cast::<u8>(), 1, bytes);
+        }
+        libc::munmap(memory, bytes);
+    }
+    Ok(())
+}
+
+fn limits() -> Finding {
+    let limit = |what| {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: writable.
+        let answer = unsafe { libc::getrlimit(what, &raw mut limit) };
+        (answer == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+    };
+    let (locked, addresses, data) = (limit(libc::RLIMIT_MEMLOCK), limit(libc::RLIMIT_AS), limit(libc::RLIMIT_DATA));
+    let numbers = json!({ "locked_bytes": locked, "address_bytes": addresses, "data_bytes": data });
+    let text = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |bytes| Bytes(bytes).to_string());
+    let locked = format!("locked memory {} (the driver's own does not count)", text(locked));
+    if addresses.is_none() && data.is_none() {
+        return Finding::new("limits", Verdict::Ok, format!("addresses and data unlimited; {locked}")).with(numbers);
+    }
+    let message = format!(
+        "addresses {} (ulimit -v), data {} (ulimit -d): contents and the GPU's own addresses have to fit, so a program may not start or \
+         a pause find no host memory; {locked}",
+        text(addresses),
+        text(data)
+    );
+    Finding::new("limits", Verdict::Warning, message).with(numbers)
+}
+
+fn sockets() -> Finding {
+    let path = config::socket_directory();
+    let finding = |verdict, message: String| Finding::new("sockets", verdict, message);
+    let parent = path.parent().is_none_or(|parent| parent.as_os_str().is_empty() || parent.is_dir());
+    match Directory::open() {
+        Err(error) => finding(Verdict::Failed, error.to_string()),
+        Ok(Some(_)) => finding(Verdict::Ok, path.display().to_string()),
+        Ok(None) if parent => finding(Verdict::Ok, format!("{}, once there are any", path.display())),
+        Ok(None) => finding(
+            Verdict::Failed,
+            format!("{} cannot be made: its parent is missing; set VRAMCTL_DIR to a directory of yours", path.display()),
+        ),
+    }
+}
+
+/// The versions of the engines that are known (docs/engines.md).
+const KNOWN: [(&str, &[&str]); 2] = [("vllm", &["0.26", "0.33"]), ("sglang", &["0.5.16"])];
+
+/// The engines that the Python on PATH has.
+fn engines() -> Vec<Finding> {
+    const PROGRAM: &str = "\
+import importlib.metadata as metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))";
+    let ask = |python: &str| {
+        let output = Command::new(python).args(["-c", PROGRAM]).args(KNOWN.map(|(name, _)| name)).stdin(Stdio::null()).output().ok()?;
+        serde_json::from_slice::<BTreeMap<String, String>>(&output.stdout).ok()
+    };
+    let Some(found) = ask("python3").or_else(|| ask("python")) else {
+        return vec![Finding::new("engines", Verdict::Ok, "no Python on PATH that tells what it has")];
+    };
+    if found.is_empty() {
+        return vec![Finding::new("engines", Verdict::Ok, "the Python on PATH has neither vllm nor sglang")];
+    }
+    let engine = |(name, version): (&String, &String)| {
+        let known = KNOWN.iter().any(|(engine, known)| engine == name && known.iter().any(|known| is_of(version, known)));
+        let data = json!({ "engine": name, "version": version });
+        if known {
+            return Finding::new("engines", Verdict::Ok, format!("{name} {version}")).with(data);
+        }
+        let message =
+            format!("{name} {version} is not a version that is known: its memory may have the tag default alone (docs/engines.md)");
+        Finding::new("engines", Verdict::Warning, message).with(data)
+    };
+    found.iter().map(engine).collect()
+}
+
+/// Whether a version is this one, or one of its series.
+fn is_of(version: &str, series: &str) -> bool {
+    version.strip_prefix(series).is_some_and(|rest| !rest.starts_with(|next: char| next.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_engines_that_are_known_are_those_of_the_page() {
+        let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/engines.md")).unwrap().to_lowercase();
+        for (engine, versions) in KNOWN {
+            for version in versions {
+                assert!(page.contains(&format!("| {engine} {version}")), "{engine} {version} is not in docs/engines.md");
+            }
+        }
+        assert!(is_of("0.26.0", "0.26") && is_of("0.5.16", "0.5.16") && is_of("0.5.16.post1", "0.5.16"));
+        assert!(!is_of("0.260", "0.26") && !is_of("0.5.160", "0.5.16"));
+    }
+}

@@ -1,0 +1,417 @@
+//! Finding the managed processes and choosing among them.
+
+use crate::failure::{CommandError, Exit};
+use crate::interrupt;
+use crate::output;
+use serde::{Serialize, Serializer};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+use std::{fmt, fs, io, thread};
+use vramctl_config as config;
+use vramctl_control::client::{Client, ClientError};
+use vramctl_control::discovery::{self, Directory};
+use vramctl_control::protocol::ProcessStatus;
+use vramctl_driver::uuid_of_index;
+use vramctl_model::Bytes;
+use vramctl_model::{TagState, TagStatus};
+
+/// Which processes are meant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Target {
+    /// The only one that there is.
+    Only,
+    Pid(u32),
+    /// All of this name.
+    Name(String),
+    All,
+}
+
+impl Target {
+    /// A number is a process id, all else a name; a name that is a number is for `--name`.
+    pub fn parse(text: String) -> Self {
+        text.parse().map_or_else(|_| Self::Name(text), Self::Pid)
+    }
+}
+
+/// A managed process, and what it has, or why it does not say.
+#[derive(Debug, Clone)]
+pub struct Process {
+    pub pid: u32,
+    /// `None`: it does not answer, and its environment does not tell either.
+    pub name: Option<String>,
+    pub status: Result<ProcessStatus, CommandError>,
+}
+
+impl Process {
+    pub fn name(&self) -> Option<&str> {
+        self.name.as_deref()
+    }
+
+    /// Bytes that it has and that are not paused.
+    pub fn active_bytes(&self) -> u64 {
+        self.tags().iter().map(|tag| tag.bytes - tag.paused_bytes).sum()
+    }
+
+    pub fn has_memory(&self) -> bool {
+        !self.tags().is_empty()
+    }
+
+    /// The UUIDs of the GPUs that it has memory on.
+    pub fn gpus(&self) -> impl Iterator<Item = &str> {
+        let devices = self.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
+        devices.iter().filter_map(|device| device.uuid.as_deref())
+    }
+
+    pub fn tags(&self) -> &[TagStatus] {
+        self.status.as_ref().map_or(&[], |status| &status.memory.tags)
+    }
+
+    /// Its state over all tags, for a reader: which of them are not active, if not all are alike.
+    pub fn state(&self) -> String {
+        let tags = self.tags();
+        match tags {
+            [] => "empty".into(),
+            [first, rest @ ..] if first.state != TagState::Mixed && rest.iter().all(|tag| tag.state == first.state) => {
+                first.state.name().into()
+            }
+            _ => {
+                let told = [TagState::Pausing, TagState::Resuming, TagState::Paused, TagState::Mixed].map(|state| {
+                    let names: Vec<_> = tags.iter().filter(|tag| tag.state == state).map(|tag| tag.tag.as_str()).collect();
+                    let state = if state == TagState::Mixed { "partly paused" } else { state.name() };
+                    if names.is_empty() { String::new() } else { format!("{} {state}", names.join(", ")) }
+                });
+                told.iter().filter(|text| !text.is_empty()).cloned().collect::<Vec<_>>().join("; ")
+            }
+        }
+    }
+}
+
+/// For messages: `engine (pid 4711)`.
+impl fmt::Display for Process {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => write!(out, "{name} (pid {})", self.pid),
+            None => write!(out, "process {}", self.pid),
+        }
+    }
+}
+
+impl Serialize for Process {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match &self.status {
+            Ok(status) => status.serialize(serializer),
+            Err(failure) => json!({ "pid": self.pid, "error": failure }).serialize(serializer),
+        }
+    }
+}
+
+/// The managed processes of the user.
+pub struct Found {
+    directory: Option<Arc<Directory>>,
+    /// Those that listen, by id.
+    listening: Vec<u32>,
+    /// Those that were asked.
+    pub processes: Vec<Process>,
+}
+
+/// How long a process may take to say who it is. A stopped one never does; the others are not to wait for it.
+const HELLO_WITHIN: Duration = Duration::from_secs(2);
+/// How long it may take to say what it has, for which it asks the driver.
+const STATUS_WITHIN: Duration = Duration::from_secs(5);
+
+impl Found {
+    /// Looks for processes and asks those that may be meant what they have.
+    pub fn look(target: &Target) -> Result<Self, CommandError> {
+        let failed =
+            |error: io::Error| CommandError::new(Exit::Failed, format!("the directory of the control sockets cannot be used: {error}"));
+        let Some(directory) = Directory::open().map_err(failed)?.map(Arc::new) else {
+            return Ok(Self { directory: None, listening: Vec::new(), processes: Vec::new() });
+        };
+        let listening = directory.processes().map_err(failed)?;
+        let asked = match target {
+            Target::Pid(pid) if listening.contains(pid) => std::slice::from_ref(pid),
+            _ => listening.as_slice(),
+        };
+        let processes = ask(&directory, asked);
+        Ok(Self { directory: Some(directory), listening, processes })
+    }
+
+    /// Leaves those out that have no memory on any of these GPUs, and tells the UUIDs of the GPUs. One that does not answer may
+    /// have.
+    pub fn keep_on(&mut self, gpus: &[String]) -> Result<Vec<String>, CommandError> {
+        if gpus.is_empty() {
+            return Ok(Vec::new());
+        }
+        let known: BTreeSet<_> = self.processes.iter().flat_map(Process::gpus).map(str::to_owned).collect();
+        let wanted = gpus.iter().map(|gpu| uuid_of(gpu, &known)).collect::<Result<Vec<_>, _>>()?;
+        let is_there = |process: &Process| process.status.is_err() || process.gpus().any(|gpu| wanted.iter().any(|wanted| wanted == gpu));
+        self.processes.retain(is_there);
+        if self.processes.is_empty() {
+            let text = format!("no managed process has memory on {}; `vramctl status` shows the GPUs that are in use", wanted.join(", "));
+            return Err(CommandError::new(Exit::NoProcess, text));
+        }
+        Ok(wanted)
+    }
+
+    /// Those that are meant.
+    pub fn choose(&self, target: &Target) -> Result<Vec<Process>, CommandError> {
+        choose(&self.processes, target).map_err(|none| match (target, self.processes.is_empty()) {
+            (Target::Pid(_), _) | (_, false) => none,
+            (_, true) => CommandError::new(Exit::NoProcess, self.nothing()),
+        })
+    }
+
+    /// Those that are meant, to be changed: where one of them does not answer, none is. Half an engine paused is worse than
+    /// none of it.
+    pub fn choose_answering(&self, target: &Target) -> Result<Vec<Process>, CommandError> {
+        let chosen = self.choose(target)?;
+        let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
+        let Some((_, first)) = silent.first() else { return Ok(chosen) };
+        let why = |(process, failure): &(&Process, &CommandError)| format!("{process}: {failure}");
+        let pids: Vec<_> = silent.iter().map(|(process, _)| process.pid.to_string()).collect();
+        let unnamed = if silent.iter().any(|(process, _)| process.name.is_none()) { " or may be" } else { "" };
+        let text = format!(
+            "nothing was done, because not all processes that are{unnamed} meant answer. {}. If it is stopped, let it go on (kill -CONT {}); \
+             to leave it out, choose others with --pid",
+            silent.iter().map(why).collect::<Vec<_>>().join("; "),
+            pids.join(" ")
+        );
+        Err(CommandError::new(first.exit(), text))
+    }
+
+    /// What those who take a process for a tag have meant.
+    pub fn taken_for_tag(&self, command: &str, words: &[String]) -> Option<String> {
+        let is_tag = |word: &String| self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == *word));
+        words.iter().filter(|word| !is_tag(word)).find_map(|word| {
+            let option = match Target::parse(word.clone()) {
+                Target::Pid(pid) if self.listening.contains(&pid) => "--pid",
+                Target::Name(name) if self.processes.iter().any(|process| process.name() == Some(&name)) => "--name",
+                _ => return None,
+            };
+            Some(format!("; {word} is a process: vramctl {command} {option} {word}"))
+        })
+    }
+
+    /// Those of these processes that listen, and what they have now.
+    pub fn look_again(&self, pids: &[u32]) -> Vec<Process> {
+        let listening: Vec<_> = pids.iter().copied().filter(|pid| self.listening.contains(pid)).collect();
+        self.directory.as_ref().map_or_else(Vec::new, |directory| ask(directory, &listening))
+    }
+
+    /// Connects to one of them.
+    pub fn connect(&self, pid: u32) -> Result<Client, ClientError> {
+        let nowhere = || ClientError::Io { pid, error: io::ErrorKind::NotFound.into() };
+        Client::connect(self.directory.as_deref().ok_or_else(nowhere)?, pid)
+    }
+
+    /// That there is none, and what may be the reason.
+    pub fn nothing(&self) -> String {
+        let path = config::socket_directory();
+        let path = self.directory.as_ref().map_or(path, |directory| directory.path());
+        format!(
+            "no process is managed (looked in {}). Start a program with `vramctl run -- COMMAND`; it shows once it has allocated GPU \
+             memory. If it runs with another VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to its directory",
+            path.display()
+        )
+    }
+}
+
+/// Asks all at once who they are and what they have. Those that have ended meanwhile are left out.
+fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
+    let connecting = Arc::clone(directory);
+    let greet = move |pid| {
+        let mut client = Client::connect(&connecting, pid)?;
+        client.hello().map(|hello| (client, hello.name))
+    };
+    let (mut names, mut clients, mut answers) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
+    for (pid, answer) in at_once(pids.iter().map(|&pid| (pid, pid)).collect(), HELLO_WITHIN, greet) {
+        match answer {
+            Ok((client, name)) => {
+                names.insert(pid, name);
+                clients.push((pid, client));
+            }
+            Err(failure) => _ = answers.insert(pid, Err(failure)),
+        }
+    }
+    answers.extend(at_once(clients, STATUS_WITHIN, |mut client: Client| client.status()));
+    let process = |(pid, status): (u32, Result<ProcessStatus, CommandError>)| match names.remove(&pid) {
+        None => {
+            let connected = directory.connect(pid);
+            let gone = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+            let has_ended = connected.as_ref().is_err_and(gone);
+            (!has_ended).then(|| Process { pid, name: connected.ok().as_ref().and_then(name_of_silent), status })
+        }
+        name => Some(Process { pid, name, status }),
+    };
+    answers.into_iter().filter_map(process).collect()
+}
+
+/// Has each worked on in a thread of its own, for so long at most.
+fn at_once<T: Send + 'static, R: Send + 'static>(
+    each: Vec<(u32, T)>,
+    within: Duration,
+    work: impl Fn(T) -> Result<R, ClientError> + Send + Sync + 'static,
+) -> BTreeMap<u32, Result<R, CommandError>> {
+    let silent = || Err(CommandError::new(Exit::Busy, format!("no answer within {} s; is it stopped?", within.as_secs())));
+    let mut told: BTreeMap<_, _> = each.iter().map(|(pid, _)| (*pid, silent())).collect();
+    let (work, (answer, answers)) = (Arc::new(work), mpsc::channel());
+    for (pid, one) in each {
+        let (work, answer) = (Arc::clone(&work), answer.clone());
+        // Nobody waits any more for one that takes too long.
+        thread::spawn(move || {
+            interrupt::hold();
+            _ = answer.send((pid, work(one).map_err(CommandError::from)));
+        });
+    }
+    drop(answer);
+    let deadline = Instant::now() + within;
+    while let Ok((pid, outcome)) = answers.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        told.insert(pid, outcome);
+    }
+    told
+}
+
+/// What one that does not answer is called, as far as its environment tells, which programs may have written over.
+fn name_of_silent(stream: &UnixStream) -> Option<String> {
+    // In a container, the socket's name has another number than the process has here.
+    let peer = discovery::peer(stream).ok()?;
+    let environment = fs::read(format!("/proc/{}/environ", peer.pid)).ok()?;
+    let name = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"VRAMCTL_NAME="))?;
+    (!name.is_empty()).then(|| String::from_utf8_lossy(name).into_owned())
+}
+
+fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, CommandError> {
+    let chosen: Vec<_> = processes
+        .iter()
+        .filter(|process| match target {
+            Target::Only | Target::All => true,
+            Target::Pid(pid) => process.pid == *pid,
+            // One that may be called so counts.
+            Target::Name(name) => process.name().is_none_or(|its| its == name),
+        })
+        .cloned()
+        .collect();
+    let fail = |exit, why: String| {
+        let failure = CommandError::new(exit, why);
+        Err(if processes.is_empty() { failure } else { failure.with_table(list(processes)) })
+    };
+    match (target, chosen.len()) {
+        (Target::Only, 2..) => fail(Exit::Usage, "several processes are managed; say which with --pid, --name or --all".into()),
+        (Target::Pid(pid), 0) => fail(Exit::NoProcess, not_managed(*pid)),
+        (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is called {name}")),
+        (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),
+        _ => Ok(chosen),
+    }
+}
+
+/// The UUID of the GPU that somebody has called so; `known` are those with managed memory.
+fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> {
+    let usage = |text: String| Err(CommandError::new(Exit::Usage, text));
+    if let Ok(index) = gpu.parse() {
+        let text = format!("which GPU has the index {index} cannot be told: NVML does not say; give its UUID (`nvidia-smi -L`)");
+        return uuid_of_index(index).ok_or_else(|| CommandError::new(Exit::Usage, text));
+    }
+    let short = |uuid: &str| uuid.to_ascii_lowercase().trim_start_matches("gpu-").to_owned();
+    let meant: Vec<_> = known.iter().filter(|uuid| short(uuid).starts_with(&short(gpu))).collect();
+    match meant[..] {
+        [uuid] => Ok(uuid.clone()),
+        [] => Ok(gpu.to_owned()),
+        _ => usage(format!("{gpu} may be several GPUs: {}", meant.into_iter().cloned().collect::<Vec<_>>().join(", "))),
+    }
+}
+
+fn not_managed(pid: u32) -> String {
+    if Path::new(&format!("/proc/{pid}")).exists() {
+        format!("process {pid} is not managed: it was not started under `vramctl run`, or has not allocated GPU memory yet")
+    } else {
+        format!("there is no process {pid}")
+    }
+}
+
+/// What there is to choose from.
+fn list(processes: &[Process]) -> String {
+    let row = |process: &Process| {
+        let bytes = process.tags().iter().map(|tag| tag.bytes).sum();
+        let state = if process.status.is_ok() { process.state() } else { "?".into() };
+        vec![process.pid.to_string(), process.name().unwrap_or("?").to_owned(), state, Bytes(bytes).to_string()]
+    };
+    output::table(&["PID", "NAME", "STATE", "BYTES"], processes.iter().map(row))
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use vramctl_control::protocol::Hello;
+    use vramctl_model::Status;
+
+    /// A process with tags of one GiB each, in these states.
+    pub fn process(pid: u32, name: &str, tags: &[(&str, TagState)]) -> Process {
+        let hello = Hello { protocol: 1, library: "0".into(), pid, name: name.into(), program: name.into(), engine: None };
+        let tag = |&(tag, state): &(&str, TagState)| {
+            let paused_bytes = if state == TagState::Paused { 1 << 30 } else { 0 };
+            TagStatus { tag: tag.into(), state, allocations: 1, bytes: 1 << 30, paused_bytes, ..TagStatus::default() }
+        };
+        let memory = Status {
+            process_tag: None,
+            tags: tags.iter().map(tag).collect(),
+            devices: Vec::new(),
+            host: vramctl_model::HostStatus::default(),
+            late_bytes: 0,
+        };
+        Process { pid, name: Some(name.into()), status: Ok(ProcessStatus { process: hello, memory }) }
+    }
+
+    fn pids(chosen: Result<Vec<Process>, CommandError>) -> Vec<u32> {
+        chosen.unwrap().iter().map(|process| process.pid).collect()
+    }
+
+    #[test]
+    fn one_process_needs_no_target_and_several_do() {
+        let one = [process(1, "a", &[])];
+        let two = [process(1, "a", &[]), process(2, "b", &[])];
+        assert_eq!(pids(choose(&one, &Target::Only)), [1]);
+        let failure = choose(&two, &Target::Only).unwrap_err();
+        assert_eq!(failure.exit(), Exit::Usage);
+        let text = failure.to_string();
+        assert!(text.contains("--all") && text.contains("1    a") && text.contains("2    b"), "{text}");
+        assert_eq!(choose(&[], &Target::Only).unwrap_err().exit(), Exit::NoProcess);
+    }
+
+    #[test]
+    fn a_name_means_all_of_that_name() {
+        let processes = [process(1, "a", &[]), process(2, "b", &[]), process(3, "a", &[])];
+        assert_eq!(pids(choose(&processes, &Target::Name("a".into()))), [1, 3]);
+        assert_eq!(pids(choose(&processes, &Target::Pid(2))), [2]);
+        assert_eq!(pids(choose(&processes, &Target::All)), [1, 2, 3]);
+        let failure = choose(&processes, &Target::Name("c".into())).unwrap_err();
+        assert_eq!(failure.exit(), Exit::NoProcess);
+        assert!(failure.to_string().contains("called c:"), "{failure}");
+    }
+
+    #[test]
+    fn a_process_that_is_not_managed_is_told_from_one_that_is_not_there() {
+        let own = std::process::id();
+        assert!(choose(&[], &Target::Pid(own)).unwrap_err().to_string().contains("is not managed"));
+        assert!(choose(&[], &Target::Pid(u32::MAX)).unwrap_err().to_string().contains("there is no process"));
+    }
+
+    #[test]
+    fn a_number_is_a_process() {
+        assert_eq!(Target::parse("12".into()), Target::Pid(12));
+        assert_eq!(Target::parse("engine".into()), Target::Name("engine".into()));
+    }
+
+    #[test]
+    fn the_state_of_a_process_is_that_of_its_tags() {
+        use TagState::{Active, Mixed, Paused, Pausing};
+        assert_eq!(process(1, "a", &[]).state(), "empty");
+        assert_eq!(process(1, "a", &[("x", Paused), ("y", Paused)]).state(), "paused");
+        assert_eq!(process(1, "a", &[("x", Paused), ("y", Active)]).state(), "x paused");
+        assert_eq!(process(1, "a", &[("w", Pausing), ("x", Paused), ("y", Mixed)]).state(), "w pausing; x paused; y partly paused");
+        assert_eq!(process(1, "a", &[("x", Mixed)]).state(), "x partly paused");
+    }
+}

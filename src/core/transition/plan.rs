@@ -1,0 +1,45 @@
+//! What a pause would do, without doing it, and what it must not.
+
+use super::Chosen;
+use super::pause::{policy_for, wanted_of};
+use crate::memory::Memory;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use vramctl_backup as backup;
+use vramctl_model::{Backup, Error, HostRoom, Plan, TagPlan, TransitionRequest};
+
+impl Memory {
+    /// What a pause would do now. Changes nothing and waits for nobody.
+    pub fn plan(&self, request: &TransitionRequest) -> Result<Plan, Error> {
+        let chosen = self.choose(request)?;
+        let prefix_cache = match spare_prefix_cache(request, &chosen) {
+            Err(Error::PrefixCache(engine)) => Some(engine),
+            _ => None,
+        };
+        let (mut tags, mut needed_bytes) = (BTreeMap::<_, TagPlan>::new(), 0);
+        for allocation in &chosen.active {
+            let wanted = wanted_of(request, allocation);
+            needed_bytes += backup::fresh_host_bytes(&wanted);
+            let plan = tags.entry(Arc::clone(&allocation.tag)).or_default();
+            plan.allocations += 1;
+            plan.bytes += allocation.bytes() as u64;
+            *plan.backup.entry(wanted.policy).or_default() += allocation.bytes() as u64;
+        }
+        Ok(Plan {
+            tags: tags.into_iter().map(|(tag, plan)| TagPlan { tag: tag.to_string(), ..plan }).collect(),
+            host: HostRoom { needed_bytes, available_bytes: backup::available_host_bytes() },
+            prefix_cache,
+        })
+    }
+}
+
+/// Refuses to drop contents that the engine's prefix cache describes: it would answer from zeros, and nobody would know.
+pub(super) fn spare_prefix_cache(request: &TransitionRequest, chosen: &Chosen) -> Result<(), Error> {
+    const KV_CACHE: &str = "kv_cache";
+    let Some(engine) = &request.engine else { return Ok(()) };
+    // Where nothing has the tag (a version of the engine that is not known), the cache is in what is left.
+    let tagged = chosen.all.iter().any(|allocation| &*allocation.tag == KV_CACHE);
+    let holds_cache = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
+    let lost = chosen.active.iter().any(|one| holds_cache(&one.tag) && policy_for(request, one) == Backup::Discard);
+    if lost { Err(Error::PrefixCache(engine.clone())) } else { Ok(()) }
+}
