@@ -1,17 +1,17 @@
-"""Steps of an RL loop in which a trainer and a rollout engine share one GPU, each with most of it in its turn.
+"""Steps of an RL loop in which a trainer and a rollout engine take turns on one GPU.
 
     vramctl run -- python examples/rl_step.py
 
-Both are small stand-ins here, made of torch alone; what matters is the order. A framework does the same with its engine's
-calls (`release_memory_occupation`, `sleep`) or, as here, with vramctl's:
+Both are small stand-ins made of torch alone; what matters is the order. A framework does the same through its engine's
+calls (`release_memory_occupation`, `sleep`) or, as here, through vramctl's:
 
-    train                        trainer and optimizer on the GPU, the engine gone
-    resume the engine's weights  both models on the GPU, and no KV cache yet: the peak is lowest this way
-    sync                         the trained weights are copied into the engine's
+    train                        trainer and optimizer on the GPU, the engine paused
+    resume the engine's weights  both models on the GPU, but no KV cache yet, which keeps the peak low
+    sync                         copy the trained weights to the engine
     offload the trainer          its memory is free
     resume the KV cache          the engine has the GPU to itself
     rollout
-    pause the engine             its weights come from the trainer the next time, its cache is of no use: nothing is kept
+    pause the engine             discard everything: the next weights come from the trainer, and the cache is stale
 """
 
 import torch
@@ -23,7 +23,7 @@ CACHE_GIB = 4
 
 
 def gib():
-    """GPU memory in use by everyone, GiB."""
+    """GPU memory in use by all processes, in GiB."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
 
@@ -35,7 +35,7 @@ class Trainer:
         with vramctl.region("trainer"):
             self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)).cuda()
             self.optimizer = torch.optim.Adam(self.layers.parameters(), lr=1e-4)
-            self.step(torch.ones(8, WIDTH, device="cuda"))  # Adam makes its state at the first step
+            self.step(torch.ones(8, WIDTH, device="cuda"))  # Adam allocates its state in the first step
 
     def step(self, batch):
         for layer in self.layers:
@@ -43,14 +43,14 @@ class Trainer:
         loss = (batch - 0.1).square().mean()
         loss.backward()
         self.optimizer.step()
-        # Gradients are made anew each time; what torch keeps of their memory is of no use to the engine.
+        # Gradients are new in each step. Give their cached memory back for the engine.
         self.optimizer.zero_grad()
         torch.cuda.empty_cache()
         return loss.item()
 
 
 class Engine:
-    """Weights, a KV cache, and a CUDA graph of one step, which holds addresses: they must be the same after each resume."""
+    """Weights, a KV cache, and a CUDA graph of one step. The graph holds addresses, which a resume must not change."""
 
     def __init__(self):
         with vramctl.region("weights"):
@@ -89,7 +89,7 @@ def main(steps=3):
         loss = trainer.step(prompt)
         trained = gib()
 
-        # The graph's memory comes with the weights: a replay writes all of it anew, so nothing of it was kept.
+        # The graph's memory was discarded, because a replay rewrites all of it.
         resumed = vramctl.resume(["weights", "cuda_graph"], timeout=10.0)
         with torch.no_grad():
             for mine, theirs in zip(engine.layers, trainer.layers):
@@ -103,7 +103,7 @@ def main(steps=3):
         vramctl.resume("kv_cache", timeout=10.0)
         answer = engine.rollout(prompt)
         rolled = gib()
-        # What the trainer computes is what the engine computes, after every change of hands.
+        # The engine computes what the trainer does.
         torch.testing.assert_close(answer, wanted, rtol=1e-3, atol=1e-3)
 
         vramctl.pause(["kv_cache", "weights", "cuda_graph"], backup="discard")

@@ -1,12 +1,12 @@
-"""A plain torch script: nothing in it knows of vramctl. Give its memory away and take it back from another shell.
+"""A plain torch script that knows nothing of vramctl. Pause and resume it from another shell.
 
     vramctl run --name script -- python examples/torch_script.py
-    vramctl pause --name script       # in another shell, while it rests
+    vramctl pause --name script       # in another shell, while the script rests
     nvidia-smi                        # its memory is free
     vramctl resume --name script
 
-It works for a second, then rests for ten. Paused memory must not be used, so it waits with its next round until
-somebody presses Enter, or ten seconds without a terminal.
+It works for a second, then rests until you press Enter, or for ten seconds if there is no terminal. Resume it before it
+goes on: paused memory must not be used.
 """
 
 import sys
@@ -16,7 +16,7 @@ import torch
 
 
 def rest(seconds):
-    """Until Enter, where there is a terminal to press it."""
+    """Until Enter, if there is a terminal."""
     if sys.stdin.isatty():
         input("resting; pause and resume me, then press Enter ")
     else:
@@ -32,7 +32,7 @@ def main(rounds=3, size=8192):
         total = torch.zeros((), device="cuda", dtype=torch.float64)
         for layer in weights:
             total += (layer @ state).float().abs().mean()
-        # The same sum each time: what comes back after a resume is what went.
+        # The sum is the same in every round: a resume restores the contents.
         print(f"round {number}: sum {total.item():.6f} in {time.perf_counter() - start:.2f} s", flush=True)
         if number + 1 < rounds:
             rest(10)

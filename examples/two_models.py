@@ -1,11 +1,10 @@
-"""Two models, each in a process of its own, take turns on one GPU that need not have room for both.
+"""Two models, each in its own process, take turns on one GPU that need not have room for both.
 
     python examples/two_models.py [GIB]
 
-Starts both under `vramctl run`, with GIB of weights each (by default as much as the GPU and host memory permit, for both are
-paused at times), and asks them in turn.
-Before a model is asked, the other one's memory is paused and its own resumed. Any program that can be told to be idle can
-be shared out like this; an engine with an HTTP interface is asked first whether it has requests (docs/engines.md).
+Starts both under `vramctl run` with GIB of weights each (by default, as much as the GPU and host memory allow while both are
+paused), and asks them in turns. Before it asks a model, it pauses the other one and resumes this one. This works for any
+program that can be kept idle; for an engine with an HTTP interface, check first that it has no requests (docs/engines.md).
 """
 
 import os
@@ -16,7 +15,7 @@ CHUNK = 1 << 28  # numbers of 4 bytes: 1 GiB
 
 
 def model(gib):
-    """One model: answers each line with a number that depends on all of its weights."""
+    """A model that answers each line with a number that depends on all of its weights."""
     import torch
 
     torch.manual_seed(os.getpid())
@@ -51,7 +50,7 @@ class Model:
         subprocess.run(["vramctl", "pause", "--name", self.name], check=True)
 
     def resume(self):
-        # The memory of a process that has just been paused may take a moment to be free.
+        # The memory of a process that was just paused may take a moment to become free.
         subprocess.run(["vramctl", "resume", "--name", self.name, "--timeout", "10"], check=True)
 
 
@@ -67,7 +66,7 @@ def main():
         gib = max(min(total * 6 // 10, host * 4 // 10), 1)
     models = []
     for name in ("first", "second"):
-        # One is made while the other's memory is not there.
+        # The second starts while the first is paused.
         models.append(Model(name, gib))
         models[-1].pause()
     for turn in range(3):
