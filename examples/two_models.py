@@ -25,7 +25,7 @@ def model(gib):
     for _ in sys.stdin:
         answer = sum(chunk.sum(dtype=torch.float64).item() for chunk in weights)
         first = answer if first is None else first
-        print(f"{answer:.6f} {'as ever' if answer == first else 'CHANGED'}", flush=True)
+        print(f"{answer:.6f} {'unchanged' if answer == first else 'CHANGED'}", flush=True)
 
 
 class Model:
