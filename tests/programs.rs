@@ -601,6 +601,10 @@ fn two_programs_wait_for_each_others_memory() {
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(4), "{text}");
     assert!(text.contains("needed") && text.contains("free") && text.contains(&second.pid().to_string()), "{text}");
+    let refused: Value = serde_json::from_slice(&machine.ask(&["resume", "--name", "first", "--json"]).stdout).unwrap();
+    let uuid = &machine.status("first")["processes"][0]["devices"][0]["uuid"];
+    assert_eq!(&refused["processes"][0]["error"]["shortage"]["uuid"], uuid, "an ordinal says nothing outside of the process: {refused}");
+    assert!(uuid.is_string(), "{refused}");
 
     for _ in 0..3 {
         let patient = machine.vramctl(&["resume", "--name", "first", "--timeout", "30"]).stdout(Stdio::null()).spawn().unwrap();

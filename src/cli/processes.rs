@@ -6,7 +6,6 @@ use crate::output;
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -171,13 +170,12 @@ impl Found {
         let chosen = self.choose(target)?;
         let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
         let Some((_, first)) = silent.first() else { return Ok(chosen) };
-        let why = |(process, failure): &(&Process, &CommandError)| format!("{process}: {failure}");
+        let why: Vec<_> = silent.iter().map(|(process, failure)| format!("{process}: {failure}")).collect();
         let pids: Vec<_> = silent.iter().map(|(process, _)| process.pid.to_string()).collect();
-        let unnamed = if silent.iter().any(|(process, _)| process.name.is_none()) { " or may be" } else { "" };
         let text = format!(
-            "nothing was done, because not all processes that are{unnamed} meant answer. {}. If it is stopped, let it go on (kill -CONT {}); \
-             to leave it out, choose others with --pid",
-            silent.iter().map(why).collect::<Vec<_>>().join("; "),
+            "nothing was done, because these processes may be meant and do not answer: {}. Continue them if they are stopped (kill -CONT {}), \
+             or leave them out by choosing others with --pid",
+            why.join("; "),
             pids.join(" ")
         );
         Err(CommandError::new(first.exit(), text))
@@ -239,12 +237,7 @@ fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
     }
     answers.extend(at_once(clients, STATUS_WITHIN, |mut client: Client| client.status()));
     let process = |(pid, status): (u32, Result<ProcessStatus, CommandError>)| match names.remove(&pid) {
-        None => {
-            let connected = directory.connect(pid);
-            let gone = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
-            let has_ended = connected.as_ref().is_err_and(gone);
-            (!has_ended).then(|| Process { pid, name: connected.ok().as_ref().and_then(name_of_silent), status })
-        }
+        None => silent(directory, pid, status),
         name => Some(Process { pid, name, status }),
     };
     answers.into_iter().filter_map(process).collect()
@@ -275,11 +268,24 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     told
 }
 
-/// What one that does not answer is called, as far as its environment tells, which programs may have written over.
-fn name_of_silent(stream: &UnixStream) -> Option<String> {
-    // In a container, the socket's name has another number than the process has here.
-    let peer = discovery::peer(stream).ok()?;
-    let environment = fs::read(format!("/proc/{}/environ", peer.pid)).ok()?;
+/// A process that does not answer; `None`: it has ended.
+fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, CommandError>) -> Option<Process> {
+    let stream = match directory.connect(pid) {
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => return None,
+        connected => connected.ok(),
+    };
+    // In a container, the socket's name has another number than the process has here, if it can be seen at all.
+    let seen_as = stream.and_then(|stream| discovery::peer(&stream).ok()).map(|peer| peer.pid).filter(|pid| *pid != 0);
+    // A child of a dead process may hold its socket open.
+    if seen_as.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+        return None;
+    }
+    Some(Process { pid, name: seen_as.and_then(name_in_environment), status })
+}
+
+/// What a process is called as far as its environment tells, which some programs write over.
+fn name_in_environment(pid: i32) -> Option<String> {
+    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
     let name = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"VRAMCTL_NAME="))?;
     (!name.is_empty()).then(|| String::from_utf8_lossy(name).into_owned())
 }

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
-use vramctl_control::protocol;
+use vramctl_control::protocol::{self, Refusal};
 use vramctl_model::Bytes;
 use vramctl_model::{Backup, HostRoom, Plan, Report, TagPlan, TagState};
 use vramctl_model::{Error, Kind};
@@ -47,7 +47,8 @@ Examples:
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
-    /// Only say what would be paused, what would become of the contents, and how much host memory that takes
+    /// Only say what would be paused, what would become of the contents, and how much host memory that takes; with --json the
+    /// "plan" of each process (docs/protocol.md) in place of its "report"
     #[arg(long, conflicts_with = "quiet")]
     dry_run: bool,
     /// Do not keep the contents: the memory reads as zero after the resume. The same as --backup discard
@@ -68,6 +69,7 @@ missing and who holds it. With --timeout a resume waits so long for others to gi
 Examples:
   vramctl resume                             all of the only managed process
   vramctl resume weights --name engine
+  vramctl resume --gpu 0 --all               what all processes have on this GPU, and no other
   vramctl resume --name engine --timeout 30")]
 pub struct ResumeArgs {
     #[command(flatten)]
@@ -271,8 +273,9 @@ impl Asking {
         for task in self.due() {
             if let Some(name) = self.ask_plan(task)?.and_then(|plan| plan.prefix_cache) {
                 if !engine.asks() {
-                    let refusal = CommandError::from(&Error::PrefixCache(name));
-                    return Err(CommandError::new(refusal.exit(), format!("{}: {refusal}", task.process)));
+                    let refusal = Refusal::from(&Error::PrefixCache(name));
+                    let message = format!("{}: {}", task.process, refusal.message);
+                    return Err(CommandError::Refused(Box::new(Refusal { message, ..refusal })));
                 }
                 losing.push(&task.process);
             }
@@ -306,7 +309,11 @@ impl Asking {
             }
             if self.json {
                 let process = &task.process;
-                answers.push(json!({ "pid": process.pid, "name": process.name(), "plan": plan, "error": in_the_way }));
+                let mut answer = json!({ "pid": process.pid, "name": process.name(), "plan": plan });
+                if let Some(failure) = in_the_way {
+                    answer["error"] = json!(failure);
+                }
+                answers.push(answer);
             } else {
                 output::say(&foretold(&task.process, &plan))?;
                 if let Some(failure) = &in_the_way {
@@ -346,15 +353,13 @@ impl Asking {
             let mut bar = self.bars.bar(&task.process.to_string());
             let mut client = self.found.connect(task.process.pid)?;
             self.connections().open.extend(client.connection());
+            self.stay_if_interrupted();
             let request = task.request(&self.request);
             let answer = match self.direction {
                 Verb::Pause => client.pause(request, &mut |now| bar.show(now)),
                 Verb::Resume => client.resume(request, &mut |now| bar.show(now)),
             };
-            while self.connections().interrupted {
-                // The last word is said elsewhere.
-                thread::park();
-            }
+            self.stay_if_interrupted();
             Ok(answer?)
         };
         thread::scope(|scope| {
@@ -398,6 +403,13 @@ impl Asking {
 
     fn connections(&self) -> MutexGuard<'_, Connections> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks nothing more and says nothing more: `give_up` has the last word.
+    fn stay_if_interrupted(&self) {
+        while self.connections().interrupted {
+            thread::park();
+        }
     }
 
     /// Hangs up, which ends what only waits, and says what became of it.
@@ -537,7 +549,6 @@ fn hints(holders: &[Process]) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::processes::tests::process;
-    use vramctl_control::protocol::Refusal;
     use vramctl_model::Holder;
     use vramctl_model::Shortage;
     use vramctl_model::Stage;
@@ -611,7 +622,7 @@ mod tests {
     #[test]
     fn a_holder_under_vramctl_can_be_paused() {
         let holder = |pid| Holder { pid, bytes: None, program: None };
-        let shortage = Shortage { device: 0, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
+        let shortage = Shortage { device: 0, uuid: None, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
         let failure = CommandError::Refused(Box::new(Refusal::from(&Error::DeviceMemory(shortage))));
         assert_eq!(failure.exit(), Exit::NoMemory);
         assert_eq!(holders(&failure), [7, 8]);

@@ -60,6 +60,9 @@ pub enum Error {
 pub struct Shortage {
     /// The device's ordinal in the process.
     pub device: i32,
+    /// Its UUID, by which others know it; absent where the driver does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
     /// Bytes needed.
     pub needed: u64,
     /// Bytes free.
@@ -242,7 +245,7 @@ mod tests {
     #[test]
     fn a_shortage_says_what_was_needed_and_who_holds_the_rest() {
         let holders = vec![Holder { pid: 7, bytes: Some(3 << 30), program: Some("trainer".into()) }];
-        let text = Shortage { device: 1, needed: 4 << 30, free: 1 << 30, holders }.to_string();
+        let text = Shortage { device: 1, uuid: None, needed: 4 << 30, free: 1 << 30, holders }.to_string();
         assert_eq!(text, "too little memory on device 1: 4.00 GiB needed, 1.00 GiB free, 3.00 GiB short; held by pid 7 (trainer) 3.00 GiB");
     }
 }

@@ -165,7 +165,7 @@ impl Memory {
         }
         let needed = (size as u64).saturating_add(margin);
         let (free, _) = driver::memory_info()?;
-        if needed > free { Err(Error::DeviceMemory(Shortage { device, needed, free, holders: Vec::new() })) } else { Ok(()) }
+        if needed > free { Err(Error::DeviceMemory(Shortage { device, uuid: None, needed, free, holders: Vec::new() })) } else { Ok(()) }
     }
 
     /// Frees the allocation at `address`, active or paused. `None`: it is not managed. After an error it is still there.

@@ -163,12 +163,15 @@ fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Err
 /// How much is missing now. Between the look and the taking, somebody may have been faster.
 fn shortage(allocation: &Allocation, needed: u64) -> Error {
     let free = Current::push(allocation.context()).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
-    Error::DeviceMemory(Shortage { device: allocation.device, needed, free, holders: Vec::new() })
+    Error::DeviceMemory(Shortage { device: allocation.device, uuid: None, needed, free, holders: Vec::new() })
 }
 
 fn with_holders(error: Error) -> Error {
     match error {
-        Error::DeviceMemory(shortage) => Error::DeviceMemory(Shortage { holders: driver::holders(shortage.device), ..shortage }),
+        Error::DeviceMemory(shortage) => {
+            let (uuid, holders) = (driver::uuid(shortage.device), driver::holders(shortage.device));
+            Error::DeviceMemory(Shortage { uuid, holders, ..shortage })
+        }
         other => other,
     }
 }
