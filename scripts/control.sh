@@ -1,7 +1,7 @@
 # shellcheck shell=sh
-# Talks to the control sockets of managed processes with nothing but a POSIX shell, its usual tools (cat, dirname, id, ls)
-# and one of socat, nc (with -U) or python3, for containers that lack the `vramctl` binary. pause.sh and resume.sh source
-# it; docs/protocol.md describes what is said.
+# Talks to the control sockets of managed processes, for containers without the `vramctl` binary. Needs a POSIX shell, its usual
+# tools (cat, dirname, id, ls), and one of socat, nc (with -U) or python3. pause.sh and resume.sh source it. The protocol is in
+# docs/protocol.md.
 
 set -u
 
@@ -11,12 +11,12 @@ usage: $1.sh [TAG…] [--pid PID | --all]$([ "$1" = resume ] || printf ' [--disc
 
 Does what \`vramctl $1\` does, with a shell and one of socat, nc (with -U) or python3.
 Left out: processes have no names here$([ "$1" = resume ] || printf ', no inference engine is asked first, and of --backup there is --discard alone').
-Without tags: all. Without --pid or --all: the only managed process.
-With --all, several tags must be known to every process; a single one that some lack is nothing to do there.
-Prints the process's answer, a line of JSON, and waits for it as long as it takes: a stopped process answers when it goes on.
+Without tags: all tags. Without --pid or --all: the only managed process.
+With --all and one tag, processes without it are skipped; with several, every process must have them all.
+Prints the process's answer, a line of JSON. Waits for it without limit: a stopped process answers when it continues.
 
-Exit codes: 0 done, 1 refused or failed, 2 wrong arguments or several processes and none chosen,
-3 no such process, 4 too little memory, 5 not in time, 6 no such tag.
+Exit codes: 0 done, 1 refused or failed, 2 wrong arguments, or several processes and none chosen,
+3 no such process, 4 too little memory, 5 timed out, 6 no such tag.
 HELP
 }
 

@@ -9,7 +9,7 @@ fn root() -> &'static Path {
 }
 
 fn pages() -> Vec<PathBuf> {
-    let mut pages = vec![root().join("README.md"), root().join("tests/simgpu/README.md")];
+    let mut pages = ["README.md", "tests/simgpu/README.md", "tests/apps/README.md"].map(|page| root().join(page)).to_vec();
     pages.extend(
         fs::read_dir(root().join("docs"))
             .unwrap()
@@ -19,18 +19,24 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
+/// The anchors that a page's headings have on GitHub.
+fn anchors(page: &Path) -> Vec<String> {
+    let text = fs::read_to_string(page).unwrap();
+    let headings = text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim().to_lowercase());
+    headings.map(|heading| heading.replace(|c: char| !c.is_alphanumeric() && !" -_".contains(c), "").replace(' ', "-")).collect()
+}
+
 #[test]
 fn links_lead_somewhere() {
     let mut links = 0;
     for page in pages() {
         let text = fs::read_to_string(&page).unwrap();
-        for piece in text.split("](").skip(1) {
-            let target = piece.split([')', '#']).next().unwrap();
-            if target.is_empty() || target.contains("://") {
-                continue;
-            }
+        for link in text.split("](").skip(1).map(|rest| rest.split(')').next().unwrap()).filter(|link| !link.contains("://")) {
             links += 1;
-            assert!(page.parent().unwrap().join(target).exists(), "{}: {target} does not exist", page.display());
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { page.clone() } else { page.parent().unwrap().join(file) };
+            assert!(target.exists(), "{}: {link} does not exist", page.display());
+            assert!(anchor.is_empty() || anchors(&target).contains(&anchor.to_owned()), "{}: {link} has no such heading", page.display());
         }
     }
     assert!(links > 5, "only {links} links were found: is this test still looking?");

@@ -143,7 +143,7 @@ def seconds(ms):
 
 
 def markdown(parts):
-    """The tables, for docs/performance.md."""
+    """The tables, for docs/performance-data.md."""
     lines = []
     for facts in unique(part["machine"] for part in parts.values()):
         lines += [machine(facts), ""]
