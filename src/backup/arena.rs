@@ -79,7 +79,7 @@ impl Arena {
         let reserve = |bytes| unsafe { addresses::close(None, bytes) };
         let Some((base, fits)) = sizes.into_iter().find_map(|bytes| Some((reserve(bytes)?, bytes))) else {
             log::warn!(
-                "no contents can be kept in host memory: this process may not have {} of addresses more (ulimit -v)",
+                "cannot keep contents in host memory: less than {} of address space left (ulimit -v)",
                 Bytes(LEAST as u64)
             );
             return None;
@@ -197,7 +197,7 @@ impl Arena {
             let (address, bytes) = (self.address(state.open), (pieces - state.open) * HOST_PIECE);
             // SAFETY: closed addresses have never been in use.
             if let Err(error) = unsafe { addresses::open(address, bytes) } {
-                log::warn!("no {} of host memory for backups: this process may not have so much data ({error})", Bytes(bytes as u64));
+                log::warn!("cannot use {} of host memory for backups: over the data limit ({error})", Bytes(bytes as u64));
                 return false;
             }
             state.open = pieces;
@@ -305,7 +305,7 @@ impl Arena {
         if pieces > 0 {
             let bytes = Bytes(pieces * HOST_PIECE as u64);
             let (populating, registering) = (populating / 1000, registering / 1000);
-            log::debug!("{bytes} of host memory made ready: {populating} ms to populate and {registering} ms to register, of all threads");
+            log::debug!("prepared {bytes} of host memory: {populating} ms to populate and {registering} ms to register, over all threads");
         }
     }
 
@@ -338,14 +338,14 @@ impl Arena {
                     return;
                 }
                 if let Err(error) = self.prewarm_piece(piece, context) {
-                    log::warn!("{} of host memory are ready, and no more: {error}", Bytes((piece * HOST_PIECE) as u64));
+                    log::warn!("only {} of host memory is ready: {error}", Bytes((piece * HOST_PIECE) as u64));
                     return self.keep(piece);
                 }
             }
-            log::info!("{} of host memory are ready", Bytes((pieces * HOST_PIECE) as u64));
+            log::info!("{} of host memory is ready", Bytes((pieces * HOST_PIECE) as u64));
         };
         if let Err(error) = worker::spawn("vramctl-prewarm", work) {
-            log::warn!("no thread to prepare host memory: {error}");
+            log::warn!("could not start a thread to prepare host memory: {error}");
             self.keep(0);
         }
     }

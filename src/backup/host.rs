@@ -234,7 +234,7 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
                 });
             };
             worker::spawn_scoped(scope, "vramctl-hash", work)
-                .map_err(|error| Error::Internal(format!("no thread could be started: {error}")))?;
+                .map_err(|error| Error::Internal(format!("could not start a thread: {error}")))?;
             for (group, digests) in groups {
                 match digests {
                     Ok(digests) => {
@@ -243,7 +243,7 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
                         tell(group.iter().map(of).collect());
                     }
                     Err(failure) if failure.is_of_earlier_work() => return Err(Error::from(failure)),
-                    Err(failure) => log::warn!("{failure}: what has changed is not known, so everything is copied"),
+                    Err(failure) => log::warn!("{failure}: cannot tell what has changed, so everything is copied"),
                 }
             }
             Ok(())
@@ -272,7 +272,7 @@ fn groups_of(extents: &[Extent]) -> impl Iterator<Item = &[Extent]> {
 pub fn prepare_digests(current: &Current) {
     if Config::get().unchanged != Unchanged::Off {
         HASHERS.get().begin(current.context(), Hasher::new, |failure| {
-            log_once!(log::Level::Warn, "{failure}: no digests can be computed, so every pause copies everything");
+            log_once!(log::Level::Warn, "{failure}: cannot compute digests, so every pause copies everything");
         });
     }
 }

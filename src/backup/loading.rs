@@ -68,7 +68,7 @@ impl<K: Send> Kernels<K> {
         };
         // If no thread starts, dropping `place` records the failure.
         if let Err(error) = worker::spawn_compiler("vramctl-kernel", load) {
-            log::debug!("no thread could be started: {error}");
+            log::debug!("could not start a thread: {error}");
         }
     }
 
