@@ -78,10 +78,7 @@ impl Arena {
         // SAFETY: new addresses.
         let reserve = |bytes| unsafe { addresses::close(None, bytes) };
         let Some((base, fits)) = sizes.into_iter().find_map(|bytes| Some((reserve(bytes)?, bytes))) else {
-            log::warn!(
-                "cannot keep contents in host memory: less than {} of address space left (ulimit -v)",
-                Bytes(LEAST as u64)
-            );
+            log::warn!("cannot keep contents in host memory: less than {} of address space left (ulimit -v)", Bytes(LEAST as u64));
             return None;
         };
         let bytes = if fits == MOST { fits } else { fits / 2 };
