@@ -12,8 +12,7 @@ pub unsafe fn close(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>
     let place = at.map_or(ptr::null_mut(), NonNull::as_ptr).cast();
     let fixed = if at.is_some() { libc::MAP_FIXED } else { 0 };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
-    // SAFETY: a new private mapping that touches no other memory, or, as the caller promises, one that replaces an unused
-    // one.
+    // SAFETY: a new private mapping, or one that replaces an unused one, as the caller promises.
     let base = unsafe { libc::mmap(place, bytes, libc::PROT_NONE, flags, -1, 0) };
     if base == libc::MAP_FAILED {
         return None;
@@ -21,8 +20,8 @@ pub unsafe fn close(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>
     // SAFETY: the mapping just made.
     unsafe {
         // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor triggers
-        // copy-on-write under the device's feet. Core dumps stay small. All three are hints: a kernel that lacks them does
-        // no harm.
+        // copy-on-write under the device's feet. Core dumps stay small. All three are hints; nothing is lost if the kernel
+        // lacks one.
         for wish in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
             libc::madvise(base, bytes, wish);
         }
@@ -73,7 +72,8 @@ pub unsafe fn depopulate(base: NonNull<u8>, bytes: usize) {
     unsafe { libc::madvise(base.as_ptr().cast(), bytes, libc::MADV_DONTNEED) };
 }
 
-/// In a program that locks all its memory (`mlockall`), addresses are populated as soon as they are writable, and stay so.
+/// Unlocks addresses. In a program that locks all its memory (`mlockall`), they would otherwise be populated as soon as they
+/// are writable, and stay so.
 fn unlock(base: NonNull<u8>, bytes: usize) {
     // SAFETY: the arena's own addresses; their contents do not change.
     unsafe { libc::munlock(base.as_ptr().cast(), bytes) };

@@ -1,8 +1,8 @@
 //! Host memory for backups: one address range, populated and released in pieces.
 //!
 //! Preparing host memory for the copy engines (populating it and registering it with the driver) runs at 2 to 3 GB/s on one
-//! thread and at 35 on many; the link moves 55. So the copying threads prepare it piece by piece while other pieces are
-//! being copied, and prepared memory is reused. Releasing it takes as long, and happens in the background.
+//! thread and at 35 GB/s on many, while the link moves 55 GB/s. So the copying threads prepare it piece by piece while other
+//! pieces are being copied, and prepared memory is reused. Releasing it takes as long, and happens in the background.
 //!
 //! A [`Range`] is a contiguous part of the arena that holds one allocation's contents and keeps every piece it touches. A
 //! piece that no range touches stays ready for the next pause for a while (`VRAMCTL_HOST_KEEP`), then returns to the system;
@@ -27,7 +27,7 @@ use vramctl_driver::{Context, Current, Pinned};
 use vramctl_host::{PerProcess, exit, limits, log_once, worker};
 use vramctl_model::{Bytes, Error, HostStatus};
 
-/// With fewer bytes of addresses left, there is no arena.
+/// Minimum bytes of addresses for an arena.
 const LEAST: usize = 2 * HOST_PIECE;
 
 /// Host memory for backups.
@@ -69,8 +69,8 @@ impl Arena {
         ARENA.existing()?.as_ref()
     }
 
-    /// Reserves far more addresses than there is memory: contents of any size fit in one range, and addresses are free. If
-    /// they are limited (`ulimit -v`), leaves at least half of the rest to the program.
+    /// Reserves far more addresses than there is memory: contents of any size fit in one range, and addresses cost nothing.
+    /// If they are limited (`ulimit -v`), leaves at least half of the rest to the program.
     fn reserve() -> Option<Self> {
         // 8 TiB, if locked, would overflow the kernel's page count of 2^31.
         const MOST: usize = 4 << 40;
@@ -96,7 +96,7 @@ impl Arena {
     /// Takes ranges of these sizes in bytes, all or none. Fails if there is too little host memory for the pieces not ready
     /// yet, or `VRAMCTL_HOST_CAP` is exceeded.
     pub fn take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
-        // Spare memory may be released while we check what is available.
+        // The last spare memory may be released while availability is checked.
         let spare = self.lock().has_spare();
         let taken = self.try_take(sizes);
         let is_short = matches!(taken, Err(Error::HostMemory { .. }));
@@ -192,7 +192,7 @@ impl Arena {
     fn open(&self, state: &mut Stock, pieces: usize) -> bool {
         if pieces > state.open {
             let (address, bytes) = (self.address(state.open), (pieces - state.open) * HOST_PIECE);
-            // SAFETY: closed addresses have never been in use.
+            // SAFETY: closed addresses are not in use.
             if let Err(error) = unsafe { addresses::open(address, bytes) } {
                 log::warn!("cannot use {} of host memory for backups: over the data limit ({error})", Bytes(bytes as u64));
                 return false;
@@ -372,7 +372,7 @@ impl Arena {
         let count = |wanted: fn(&Piece) -> bool| (state.pieces.iter().filter(|piece| wanted(piece)).count() * HOST_PIECE) as u64;
         let ready_bytes = count(|piece| piece.readiness.is_ready());
         HostStatus {
-            // Contents being saved have their range before it has memory.
+            // Contents being saved get their range before its memory.
             used_bytes: ((self.bytes - state.free.bytes()) as u64).min(ready_bytes),
             ready_bytes,
             pinned_bytes: count(|piece| matches!(piece.readiness, Readiness::Ready(Some(_)))),
@@ -476,7 +476,7 @@ impl Arena {
         went
     }
 
-    /// Waits for another thread that is releasing pieces only this range touched.
+    /// Waits while another thread releases pieces that this range was the last to touch.
     fn wait_until_released(&self, range: &Range) {
         let changing = |state: &mut Stock| {
             let mut pieces = Self::pieces_of(range).filter_map(|piece| state.pieces.get(piece));
@@ -527,7 +527,7 @@ impl Range {
     /// Its contents.
     ///
     /// # Safety
-    /// All its pieces are prepared, and nothing writes to it during the slice's lifetime.
+    /// All its pieces must be prepared, and nothing may write to it during the slice's lifetime.
     pub unsafe fn as_slice(&self) -> &[u8] {
         // SAFETY: prepared pieces are readable and stay so while a range touches them.
         unsafe { slice::from_raw_parts(self.address(), self.bytes) }

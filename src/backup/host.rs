@@ -97,7 +97,7 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
 }
 
 /// Saves contents in host memory, overwriting retained backups. On error, no more host memory is in use than before. `done`
-/// receives the addresses of allocations that are complete while others are still being copied.
+/// receives the addresses of completed allocations while others are still being copied.
 pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
@@ -252,7 +252,7 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
     Ok(())
 }
 
-/// Groups of allocations for which hashing and unmapping take about as long, so that the two overlap.
+/// Groups of allocations that take about as long to hash as to unmap, so that the two overlap.
 fn groups_of(extents: &[Extent]) -> impl Iterator<Item = &[Extent]> {
     const GROUP: usize = 2 << 30;
     let mut rest = extents;

@@ -89,8 +89,8 @@ pub struct Kept {
 /// Saves the contents of active allocations as their policies say. All or nothing: on error, no more memory or disk is in
 /// use than before. All work on the allocations must have finished, and none may start meanwhile.
 ///
-/// `saved` receives the addresses of allocations that need no further access while others are still being copied.
-/// Allocations it did not receive are saved when this returns.
+/// While others are still being copied, `saved` receives the addresses of allocations that need no further access. The rest
+/// are saved when this returns.
 pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
     let mut kept = host::save(&in_memory, progress, saved)?;
@@ -126,8 +126,8 @@ pub fn restore(
     spill::restore(items, progress)
 }
 
-/// Prepares what should not wait for a pause, for a tag's allocations in the current context: host memory
-/// (`VRAMCTL_PREWARM`), and the hashing kernel, because the device may be full by then.
+/// Prepares for later pauses of a tag's allocations in the current context: host memory (`VRAMCTL_PREWARM`), and the hashing
+/// kernel, because the device may be full by then.
 pub fn get_ready(current: &Current, tag: &str) {
     host::prewarm(current.context());
     if retains(tag) {

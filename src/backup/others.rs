@@ -1,7 +1,7 @@
 //! Cooperation between vramctl processes on a host: one may keep memory for later that another needs now.
 //!
 //! They signal by locking bytes of the control socket directory; the system releases the locks when a process dies. Only
-//! processes that need memory check the locks, and those that keep some and poll for memory pressure anyway.
+//! processes that need memory check the locks, and those that keep some, which poll for memory pressure anyway.
 
 use std::fs::File;
 use std::io;

@@ -35,12 +35,12 @@ pub fn retains(tag: &str) -> bool {
     read(|said| said.retain.get(tag).copied().or(said.retain_others)).unwrap_or_else(|| Config::get().retains(tag))
 }
 
-/// Whether backups of a tag without a setting stay.
+/// Whether backups of a tag without its own setting stay in host memory.
 pub fn retains_by_default() -> bool {
     read(|said| said.retain_others).unwrap_or_else(|| Config::get().retains_every_tag())
 }
 
-/// Sets it for a tag, or for every tag without its own setting. `None` removes the setting.
+/// Sets retention for a tag, or for every tag without its own setting. `None` removes the setting.
 pub fn set_retain(tag: Option<Arc<str>>, keep: Option<bool>) {
     let mut settings = change();
     match (tag, keep) {
@@ -55,7 +55,7 @@ pub fn disk_directory() -> DiskDirectory {
     read(|said| said.directory.clone()).unwrap_or_else(config::disk_directory)
 }
 
-/// Sets it for future pauses; `None` restores `VRAMCTL_DISK_DIR`.
+/// Sets the directory for future pauses; `None` restores `VRAMCTL_DISK_DIR`.
 pub fn set_disk_directory(directory: Option<DiskDirectory>) {
     if let Some(DiskDirectory { path, named: true }) = &directory {
         disk::remove_stale(path);

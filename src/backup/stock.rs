@@ -37,7 +37,7 @@ pub struct Piece {
     pub readiness: Readiness,
     /// Number of ranges that touch it.
     pub users: usize,
-    /// While unused: how long it stays ready. `None` to release it now.
+    /// While unused: until when it stays ready. `None` to release it now.
     pub until: Option<Instant>,
 }
 

@@ -16,7 +16,7 @@ use vramctl_host::worker;
 use vramctl_model::{Error, Progress, Stage};
 
 /// Most threads that prepare host memory. More gain nothing, because the driver registers one piece at a time (16 cores: 12
-/// threads 35.3 GB/s, 16 threads 34.4, 32 threads 33.7); with slow memory, fewer are too few.
+/// threads 35.3 GB/s, 16 threads 34.4, 32 threads 33.7); with slow host memory, fewer are not enough.
 const MOST_THREADS: usize = 16;
 /// Threads that save if all host memory is ready: one queues while the other waits, so that the link is always busy.
 const FEW_THREADS: usize = 2;
@@ -39,7 +39,7 @@ pub struct Part {
     pub bytes: usize,
 }
 
-/// Splits `bytes` at `device`, backed by the arena from `offset` on, at the arena's pieces.
+/// Splits `bytes` at `device` into parts at the arena's piece boundaries; their backup starts at `offset`.
 pub fn parts(context: Context, device: CUdeviceptr, mut offset: usize, bytes: usize) -> impl Iterator<Item = Part> {
     let end = offset + bytes;
     let device = device.wrapping_sub(offset as u64);
@@ -77,7 +77,7 @@ pub fn restore(
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    // The host memory is ready, so one thread keeps the link busy. Only unregistered memory has work for more.
+    // The host memory is ready, so one thread keeps the link busy. Unregistered memory leaves work for more.
     let status = Arena::status_of_process();
     let threads = if status.pinned_bytes == status.ready_bytes { 1 } else { threads_to_prepare() };
     transfer(Direction::ToDevice, threads, total, idle, progress, &mut |_| (), produce)

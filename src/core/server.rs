@@ -46,7 +46,7 @@ fn complain(error: &io::Error) {
 
 fn listen() -> io::Result<Held> {
     let directory = Directory::open_or_create()?;
-    // Wrap it while no other thread knows it: a fork in between would inherit the socket.
+    // Wrap it in `Held` at once: a child forked before then inherits the socket.
     let socket = directory.bind()?;
     // A client may disconnect between `poll` and `accept`.
     socket.set_nonblocking(true)?;

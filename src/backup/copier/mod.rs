@@ -33,7 +33,7 @@ const BLOCKS: u32 = 16;
 /// The kernel's unit of copying in bytes, and the required alignment.
 const VECTOR: usize = 16;
 
-/// Copies of fewer bytes do not justify a kernel that the driver compiles for 80 ms, once per context.
+/// Copying fewer bytes does not justify loading the kernel, which the driver takes 80 ms to compile, once per context.
 pub const WORTH_IT: usize = 4 << 30;
 
 static COPIERS: PerProcess<Kernels<Resident>> = PerProcess::new(Kernels::default);
@@ -103,8 +103,8 @@ pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<boo
     }
 }
 
-/// # Safety The device may read and write `bytes` at these device addresses, all multiples of [`VECTOR`], until the stream
-/// is done.
+/// # Safety
+/// The device may read and write `bytes` at these device addresses, all multiples of [`VECTOR`], until the stream is done.
 unsafe fn launch(parts: &Parts, stream: &Stream, from: CUdeviceptr, to: CUdeviceptr, bytes: usize) -> Result<(), Failure> {
     let vectors = (bytes / VECTOR) as u64;
     let arguments: [*const c_void; 3] = [(&raw const from).cast(), (&raw const to).cast(), (&raw const vectors).cast()];
@@ -145,8 +145,8 @@ pub struct Choice {
 const TELLING: usize = 16 << 20;
 /// Copies between the first trials; at 64 MiB each, about 10 ms.
 const INTERVAL: u32 = 8;
-/// Its maximum while the kernel is faster. A trial of slow engines costs 0.5 ms; noticing 32 copies late that they are fast
-/// again costs 3 ms. About this interval minimizes the sum.
+/// Maximum interval while the kernel is faster. A trial of slow engines costs 0.5 ms; noticing 32 copies late that they are
+/// fast again costs 3 ms. This interval roughly minimizes the sum.
 const LONG_INTERVAL: u32 = 4 * INTERVAL;
 
 impl Choice {

@@ -62,7 +62,7 @@ pub(super) fn open_and_unlink(directory: &Path) -> io::Result<File> {
 
 /// Allocates the space and sets the file's size.
 fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
-    /// Small enough that signals, each of which restarts the call, cannot keep it from ever finishing.
+    /// Small enough that frequent signals, each of which restarts the call, cannot stall it forever.
     const STEP: u64 = 256 << 20;
     // Beyond this limit the kernel does not only refuse but sends a fatal signal.
     if bytes > file_size_limit() {

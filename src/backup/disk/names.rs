@@ -57,7 +57,7 @@ fn is_locked(answer: &io::Result<()>) -> bool {
     answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
 }
 
-/// Removes a file. If that fails, the file is stale, and the next process retries.
+/// Removes a file. If that fails, it is left stale for the next process to remove.
 pub fn remove(path: &Path) {
     if let Err(error) = fs::remove_file(path) {
         log::debug!("could not remove {}: {error}", path.display());

@@ -1,7 +1,7 @@
-//! Memory freed in stream order (`cudaFreeAsync`) that the stream has not reached yet.
+//! Memory freed in stream order (`cudaFreeAsync`), until the stream reaches the free.
 //!
-//! The program no longer owns it: lookups do not find it, status does not count it, and a pause ignores it. It is released
-//! by the next library call that finds the stream past the free; a call short of memory waits for that.
+//! The program no longer owns it: lookups do not find it, status does not count it, and a pause ignores it. The next library
+//! call that finds the stream past the free releases it; an allocation short of memory waits for the stream.
 
 use super::{Allocation, Memory};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ pub(super) struct Freed {
 }
 
 impl Memory {
-    /// Frees the allocation at `address` once the current context's stream has reached this point. `None` if it is not
+    /// Frees the allocation at `address` once `stream`, of the current context, reaches this point. `None` if it is not
     /// managed. Nothing changes on error.
     pub fn free_in_order(&self, address: CUdeviceptr, current: &Current, stream: StreamHandle) -> Option<Result<(), Failure>> {
         if !self.manages(address) {

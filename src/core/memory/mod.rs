@@ -37,7 +37,7 @@ pub struct Memory {
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes an allocation must leave free on its device.
     margin: AtomicU64,
-    /// Peer access: (a device, the peer whose memory it may use), with the context that enabled it.
+    /// Peer access: (device, peer whose memory it may use), with the context that enabled it.
     peers: RwLock<BTreeMap<(CUdevice, CUdevice), Context>>,
 }
 
@@ -97,7 +97,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Like [`set_retain`](Self::set_retain), but what active memory retains stays until its next resume.
+    /// Like [`set_retain`](Self::set_retain), but keeps the retained backups of active memory until its next resume.
     pub fn set_retain_in_resumes(&self, tag: Option<&str>, keep: Option<bool>) -> Result<(), Error> {
         let tag = tag.map(checked_tag).transpose()?;
         {
@@ -235,8 +235,8 @@ impl Memory {
         backup::forget_context(primary);
     }
 
-    /// Drops allocations whose context the program has reset or destroyed; CUDA's own memory would have gone with it.
-    /// Returns whether there were any.
+    /// Drops allocations whose context the program has reset or destroyed, as CUDA does with its own memory. Returns whether
+    /// there were any.
     pub(crate) fn drop_gone(&self) -> bool {
         let gone = contexts::forget_gone();
         let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| gone.contains(&allocation.context())).collect();
@@ -272,7 +272,7 @@ impl Memory {
         self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&(device, other));
     }
 
-    /// Gives a device, and its peers with access, use of its mapped memory.
+    /// Gives a device and its enabled peers access to its mapped memory.
     pub(crate) fn open<'a>(&self, owner: CUdevice, memories: impl IntoIterator<Item = &'a Physical>) -> Result<(), Failure> {
         let peers: Vec<_> = {
             let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);

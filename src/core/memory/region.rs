@@ -69,19 +69,19 @@ pub fn prospective() -> Placement {
     policy(said, on_ground, Memory::get().process_tag())
 }
 
-/// Sets whether allocations in this thread's region (or its ground) are managed. Leaves the tag and backup as they are, for
-/// when it is managed again.
+/// Sets whether allocations in this thread's current region (or its ground) are managed. The tag and backup stay, for when
+/// it is managed again.
 pub fn set_managed(managed: bool) -> Result<(), Error> {
     change(|said| said.managed = Some(managed))
 }
 
-/// Sets the tag of this thread's region (or its ground), without changing whether it is managed.
+/// Sets the tag of this thread's current region (or its ground), without changing whether it is managed.
 pub fn set_tag(tag: &str) -> Result<(), Error> {
     let tag = checked_tag(tag)?;
     change(|said| said.tag = Some(tag))
 }
 
-/// Sets the backup of this thread's region (or its ground).
+/// Sets the backup of this thread's current region (or its ground).
 pub fn set_backup(backup: Backup) -> Result<(), Error> {
     change(|said| said.backup = Some(backup))
 }
@@ -147,7 +147,7 @@ mod tests {
         assert!(end().is_err());
     }
 
-    /// `torch_memory_saver`'s settings hold until changed, or inside a region until it ends.
+    /// `torch_memory_saver`'s settings stay in effect until changed or, inside a region, until it ends.
     #[test]
     fn what_is_said_of_the_ground_stays_and_of_a_region_goes_with_it() {
         std::thread::spawn(|| {

@@ -43,7 +43,7 @@ struct State {
 
 static CLEANING: PerProcess<Cleaning> = PerProcess::new(Cleaning::default);
 
-/// Schedules a check after these bytes of each device have been released or allocated.
+/// Schedules a check if enough of a device's memory has just been released or allocated.
 pub(super) fn expect(bytes: &BTreeMap<CUdevice, u64>) {
     let cleaning = CLEANING.get();
     let mut state = cleaning.lock();
@@ -81,7 +81,7 @@ impl Cleaning {
         let mut state = self.lock();
         while let Some(left) = state.due.map(|due| due.saturating_duration_since(Instant::now())) {
             if !left.is_zero() {
-                // It may be postponed meanwhile.
+                // The deadline may move meanwhile.
                 state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }

@@ -138,7 +138,7 @@ impl Memory {
         clock.time(Stage::Save, || backup::save(wanted, progress, &mut saved_already)).map_err(|error| self.map_back(victims, error))
     }
 
-    /// Undoes a pause so far: maps memory again, which still holds its contents.
+    /// Undoes what a pause has done so far: maps the memory again, which still holds its contents.
     fn map_back(&self, victims: &[Arc<Allocation>], error: Error) -> Error {
         let mut stranded = 0;
         for allocation in victims {
@@ -162,7 +162,7 @@ impl Memory {
     }
 
     /// Drops enough retained backups of active memory, which only save time, to make room for a pause. Keeps those the pause
-    /// overwrites. `false` if there is nothing to drop, or dropping everything would not be enough.
+    /// will reuse. `false` if there is nothing to drop, or dropping everything would not be enough.
     fn make_room(&self, request: &TransitionRequest) -> bool {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();

@@ -64,7 +64,7 @@ impl Memory {
         report.late_bytes = driver::leftover_bytes();
         report.stages = clock.0;
         report.ms = milliseconds(started.elapsed());
-        // Another process may have released this memory just before.
+        // Another process may have released this memory just before, so the driver may still have to check it.
         cleaning::expect(&bytes_of_devices(paused.iter().map(|allocation| &**allocation)));
         Ok(report)
     }
@@ -82,7 +82,7 @@ impl Memory {
     }
 
     /// Maps new memory with the old contents for all of them, or for none. Contents are restored while more memory is being
-    /// mapped. `idle`: contexts in which the program can run next to nothing.
+    /// mapped. `idle`: contexts in which the program has nothing to run on.
     fn bring_back(
         &self,
         paused: &[Arc<Allocation>],
@@ -117,8 +117,8 @@ impl Memory {
     }
 }
 
-/// The contexts whose managed memory is nearly all paused, so that the program can run next to nothing. What an engine keeps
-/// active while it sleeps (0.1 to 0.3 GiB for vLLM and `SGLang`) does not count as busy.
+/// The contexts whose managed memory is nearly all paused, so that the program has next to nothing to run on. What an engine
+/// keeps active while it sleeps (0.1 to 0.3 GiB for vLLM and `SGLang`) does not count as busy.
 fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
     let mut bytes = BTreeMap::<Context, (usize, usize)>::new();
     for allocation in all {
