@@ -1,4 +1,4 @@
-//! Backups on disk: a file, written and read past the page cache. It is unnamed, or its name is removed with it ([`names`]).
+//! Backups on disk: a file, written and read past the page cache. It is unnamed, or its name is removed with it (`names`).
 //!
 //! A [`Spill`] is the file. [`Spill::write`] and [`Spill::read`] move its contents through the caller's staging memory with
 //! many requests in flight: the calling thread copies between the device and staging memory (`fill`, `drain`) while the
