@@ -1,27 +1,27 @@
-//! The arena's addresses, and the memory behind them: system calls and no bookkeeping.
+//! System calls on the arena's addresses and the memory behind them. Keeps no state.
 
 use std::io;
 use std::ptr::{self, NonNull};
 
-/// Addresses for so many bytes, with no memory behind them and not to be used: new ones, or those of ours that begin there,
-/// which lose what they had. They count against no limit but that of addresses.
+/// Reserves `bytes` of inaccessible addresses without memory: new ones, or the arena's own at `at`, which lose their memory.
+/// They count only against the address space limit.
 ///
 /// # Safety
-/// Those of ours are addresses of the arena, and nobody uses them now.
+/// `at` lies in the arena, and the range is not in use.
 pub unsafe fn close(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>> {
     let place = at.map_or(ptr::null_mut(), NonNull::as_ptr).cast();
     let fixed = if at.is_some() { libc::MAP_FIXED } else { 0 };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
-    // SAFETY: a new private mapping that touches no other memory, or by the caller's promise takes the place of one that nobody uses.
+    // SAFETY: a new private mapping, or one that replaces an unused one, as the caller promises.
     let base = unsafe { libc::mmap(place, bytes, libc::PROT_NONE, flags, -1, 0) };
     if base == libc::MAP_FAILED {
         return None;
     }
     // SAFETY: the mapping just made.
     unsafe {
-        // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor turns its
-        // pages into copies under the device's feet. A core dump is not made larger. They are wishes: where the kernel does
-        // not know them, nothing is lost.
+        // Huge pages make populating and registering cheaper. A forked child neither pays for the memory nor triggers
+        // copy-on-write under the device's feet. Core dumps stay small. All three are hints; nothing is lost if the kernel
+        // lacks one.
         for wish in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
             libc::madvise(base, bytes, wish);
         }
@@ -31,10 +31,10 @@ pub unsafe fn close(at: Option<NonNull<u8>>, bytes: usize) -> Option<NonNull<u8>
     Some(base)
 }
 
-/// Makes addresses of ours writable that nobody can have used yet.
+/// Makes closed addresses writable.
 ///
 /// # Safety
-/// They are addresses of the arena, and nobody uses them now.
+/// The range lies in the arena and is not in use.
 pub unsafe fn open(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
     unlock(base, bytes);
     // SAFETY: the caller's promise.
@@ -42,39 +42,39 @@ pub unsafe fn open(base: NonNull<u8>, bytes: usize) -> io::Result<()> {
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Takes memory for open addresses that nobody else uses, by a write to each page: page faults of several threads run side by
-/// side. `madvise` would hold the lock of the address space all the while, and the driver, which changes the address space as
-/// it registers memory, would wait for all of them (`docs/performance.md`). `taken` is told how many bytes more there are.
+/// Populates open addresses by writing to each page, because page faults of several threads run in parallel. `madvise` would
+/// hold the address-space lock throughout, and the driver, which changes the address space to register memory, would wait
+/// for all of it (`docs/performance.md`). `taken` receives the bytes added since its last call.
 ///
 /// # Safety
-/// They are addresses of the arena, and nobody uses them now.
+/// The range lies in the arena and is not in use.
 pub unsafe fn populate(base: NonNull<u8>, bytes: usize, mut taken: impl FnMut(usize)) {
-    /// The smallest there is: writing to every such part of a larger page does no harm.
+    /// The smallest page size. On a larger page, writing more often is harmless.
     const PAGE: usize = 4096;
     /// A huge page.
     const STEP: usize = 2 << 20;
     for step in (0..bytes).step_by(STEP) {
         for offset in (step..step + STEP).step_by(PAGE) {
-            // SAFETY: the caller's promise. Volatile, or nothing need be written.
+            // SAFETY: the caller's promise. Volatile, so that the write is not optimized away.
             unsafe { base.add(offset).write_volatile(0) };
         }
         taken(STEP);
     }
 }
 
-/// Gives the memory behind addresses back to the system. Nobody uses it any more.
+/// Returns the memory behind addresses to the system.
 ///
 /// # Safety
-/// They are addresses of the arena, and nobody uses them now.
+/// The range lies in the arena and is not in use.
 pub unsafe fn depopulate(base: NonNull<u8>, bytes: usize) {
     unlock(base, bytes);
     // SAFETY: the caller's promise.
     unsafe { libc::madvise(base.as_ptr().cast(), bytes, libc::MADV_DONTNEED) };
 }
 
-/// In a program that has all its memory locked (`mlockall`), addresses are filled as soon as they can be written to, and
-/// what is there does not go.
+/// Unlocks addresses. In a program that locks all its memory (`mlockall`), they would otherwise be populated as soon as they
+/// are writable, and stay so.
 fn unlock(base: NonNull<u8>, bytes: usize) {
-    // SAFETY: addresses of ours; their contents do not change.
+    // SAFETY: the arena's own addresses; their contents do not change.
     unsafe { libc::munlock(base.as_ptr().cast(), bytes) };
 }

@@ -1,17 +1,17 @@
-//! Host memory for backups: one range of addresses, made of pieces that come and go.
+//! Host memory for backups: one address range, populated and released in pieces.
 //!
-//! Making host memory fit for the copy engines (populating it and registering it with the driver) runs at 2 to 3 GB/s in
-//! one thread and at 35 in many, where the link moves 55. So it is done in pieces, by the threads that copy, while other
-//! pieces are being copied; and what is there is used again. Undoing it takes as long, and is done in the background.
+//! Preparing host memory for the copy engines (populating it and registering it with the driver) runs at 2 to 3 GB/s on one
+//! thread and at 35 GB/s on many, while the link moves 55 GB/s. So the copying threads prepare it piece by piece while other
+//! pieces are being copied, and prepared memory is reused. Releasing it takes as long, and happens in the background.
 //!
-//! A [`Range`] is a contiguous part of the arena for the contents of one allocation. It keeps the pieces that it touches.
-//! A piece that no range touches stays ready for the next pause for a while (`VRAMCTL_HOST_KEEP`), and is given back to the
-//! system then, or as soon as somebody needs the memory.
+//! A [`Range`] is a contiguous part of the arena that holds one allocation's contents and keeps every piece it touches. A
+//! piece that no range touches stays ready for the next pause for a while (`VRAMCTL_HOST_KEEP`), then returns to the system;
+//! sooner if anyone needs the memory.
 //!
-//! Addresses that may be written to count against the limits of the program's data (`ulimit -d`, a system without
-//! overcommitment), and `mlockall` has them filled. So only the beginning of the arena is writable, as far as it is in use.
+//! Writable addresses count against the program's data limits (`ulimit -d`, systems without overcommit), and `mlockall`
+//! populates them. So only the start of the arena, as far as it is in use, is writable.
 //!
-//! `stock` has the books, `addresses` the system calls; here is who does what when.
+//! `stock` does the bookkeeping and `addresses` the system calls; this module decides what happens when.
 
 use super::others::{self, Says, Sign};
 use super::ranges::FreeRanges;
@@ -27,7 +27,7 @@ use vramctl_driver::{Context, Current, Pinned};
 use vramctl_host::{PerProcess, exit, limits, log_once, worker};
 use vramctl_model::{Bytes, Error, HostStatus};
 
-/// Where there are not so many bytes of addresses left, there is no arena.
+/// Minimum bytes of addresses for an arena.
 const LEAST: usize = 2 * HOST_PIECE;
 
 /// Host memory for backups.
@@ -35,16 +35,16 @@ pub struct Arena {
     base: NonNull<u8>,
     bytes: usize,
     state: Mutex<Stock>,
-    /// Told whenever a piece has changed.
+    /// Signalled whenever a piece changes.
     changed: Condvar,
-    /// Tells the thread that gives memory back of pieces whose time has come.
+    /// Wakes the release thread when pieces expire.
     due: Condvar,
     made: Made,
-    /// Bytes that threads are taking just now and the system does not count as used yet.
+    /// Bytes being populated that the system does not count as used yet.
     coming: AtomicU64,
 }
 
-/// What making host memory ready has taken since it was last asked for, of the time of all threads together.
+/// The cost of preparing host memory since it was last logged, summed over all threads.
 #[derive(Default)]
 struct Made {
     pieces: AtomicU64,
@@ -52,7 +52,7 @@ struct Made {
     registering_us: AtomicU64,
 }
 
-// SAFETY: the base is an address; what is behind it is handed out in disjoint ranges.
+// SAFETY: the base is only an address; the memory behind it is handed out in disjoint ranges.
 unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
@@ -69,23 +69,20 @@ impl Arena {
         ARENA.existing()?.as_ref()
     }
 
-    /// Takes addresses, far more than there is memory: contents of any size lie in one range, and addresses cost nothing.
-    /// Where they are limited (`ulimit -v`), at least half of what is left stays for the program.
+    /// Reserves far more addresses than there is memory: contents of any size fit in one range, and addresses cost nothing.
+    /// If they are limited (`ulimit -v`), leaves at least half of the rest to the program.
     fn reserve() -> Option<Self> {
-        // Locked, 8 TiB would overflow the kernel's count of pages: 2^31 of them.
+        // 8 TiB, if locked, would overflow the kernel's page count of 2^31.
         const MOST: usize = 4 << 40;
         let sizes = std::iter::successors(Some(MOST), |bytes| Some(bytes / 2)).take_while(|bytes| *bytes >= LEAST);
-        // SAFETY: new ones.
+        // SAFETY: new addresses.
         let reserve = |bytes| unsafe { addresses::close(None, bytes) };
         let Some((base, fits)) = sizes.into_iter().find_map(|bytes| Some((reserve(bytes)?, bytes))) else {
-            log::warn!(
-                "no contents can be kept in host memory: this process may not have {} of addresses more (ulimit -v)",
-                Bytes(LEAST as u64)
-            );
+            log::warn!("cannot keep contents in host memory: less than {} of address space left (ulimit -v)", Bytes(LEAST as u64));
             return None;
         };
         let bytes = if fits == MOST { fits } else { fits / 2 };
-        // SAFETY: the end of the mapping just made; nothing where it is all used.
+        // SAFETY: the unused end of the mapping just made; nothing if all of it is used.
         unsafe { libc::munmap(base.as_ptr().wrapping_add(bytes).cast(), fits - bytes) };
         let state = Stock { free: FreeRanges::new(bytes), ..Stock::default() };
         let (changed, due, made, coming) = (Condvar::new(), Condvar::new(), Made::default(), AtomicU64::new(0));
@@ -96,10 +93,10 @@ impl Arena {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ranges of these sizes, in bytes, or an error and nothing: too little host memory for the pieces that are not there
-    /// yet, or more than `VRAMCTL_HOST_CAP`.
+    /// Takes ranges of these sizes in bytes, all or none. Fails if there is too little host memory for the pieces not ready
+    /// yet, or `VRAMCTL_HOST_CAP` is exceeded.
     pub fn take(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
-        // The last of it may be given back while we look at what there is.
+        // The last spare memory may be released while availability is checked.
         let spare = self.lock().has_spare();
         let taken = self.try_take(sizes);
         let is_short = matches!(taken, Err(Error::HostMemory { .. }));
@@ -108,7 +105,7 @@ impl Arena {
         if others_may_help { self.take_from_others(sizes) } else { taken }
     }
 
-    /// Asks other processes of ours for the host memory that they keep, and takes what they give back.
+    /// Asks other vramctl processes for the host memory they keep, and retries as they release it.
     fn take_from_others(&'static self, sizes: &[usize]) -> Result<Vec<Range>, Error> {
         const PATIENCE: Duration = Duration::from_secs(10);
         const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -124,7 +121,7 @@ impl Arena {
         }
     }
 
-    /// Has what nobody uses given back now, and waits for it. `false`: there is none.
+    /// Releases all spare memory now and waits for it. `false` if there is none.
     fn give_up_spare(&self) -> bool {
         const PATIENCE: Duration = Duration::from_secs(5);
         let mut state = self.lock();
@@ -164,8 +161,8 @@ impl Arena {
         }
     }
 
-    /// Which of these ranges must go so that others of these sizes find room, by their places in the list; `None`: they would
-    /// not even without all of them. Those that begin in one piece go together: memory is had and given back in pieces.
+    /// Indices of the ranges to drop to make room for new ones of these sizes; `None` if dropping all would not be enough.
+    /// Ranges that start in the same piece go together, because memory comes and goes in pieces.
     pub fn in_the_way(&self, ranges: &[&Range], sizes: &[usize]) -> Option<Vec<usize>> {
         let state = self.lock();
         let populated = (state.populated() * HOST_PIECE) as u64;
@@ -190,14 +187,14 @@ impl Arena {
         Some(gone.concat())
     }
 
-    /// Makes the addresses of the first pieces writable. `false`: the limits of the program do not allow it. All at once,
-    /// before they are populated: such a change stops every thread that is populating.
+    /// Makes the first pieces' addresses writable. `false` if the program's limits forbid it. All at once, before
+    /// populating: the change stops every populating thread.
     fn open(&self, state: &mut Stock, pieces: usize) -> bool {
         if pieces > state.open {
             let (address, bytes) = (self.address(state.open), (pieces - state.open) * HOST_PIECE);
-            // SAFETY: nobody can have used them yet.
+            // SAFETY: closed addresses are not in use.
             if let Err(error) = unsafe { addresses::open(address, bytes) } {
-                log::warn!("no {} of host memory for backups: this process may not have so much data ({error})", Bytes(bytes as u64));
+                log::warn!("cannot use {} of host memory for backups: over the data limit ({error})", Bytes(bytes as u64));
                 return false;
             }
             state.open = pieces;
@@ -205,18 +202,18 @@ impl Arena {
         true
     }
 
-    /// Closes the addresses at the end that nobody uses.
+    /// Closes the unused addresses at the end.
     fn close(&self, state: &mut Stock) {
         let end = state.in_use();
-        // SAFETY: no range touches what lies behind that, and it has no memory.
+        // SAFETY: no range touches anything behind `end`, and it has no memory.
         let close = |open| unsafe { addresses::close(Some(self.address(end)), (open - end) * HOST_PIECE) };
-        // Should the system refuse, they stay as they are.
+        // If the system refuses, they stay open.
         if end < state.open && close(state.open).is_some() {
             state.open = end;
         }
     }
 
-    /// The pieces that a range touches.
+    /// The pieces a range touches.
     pub fn pieces_of(range: &Range) -> std::ops::Range<usize> {
         stock::pieces_of(range.offset, range.bytes)
     }
@@ -227,13 +224,14 @@ impl Arena {
         pieces.all(|piece| matches!(state.pieces.get(piece), Some(Piece { readiness: Readiness::Ready(Some(_)), .. })))
     }
 
-    /// Makes a piece ready, and says whether the copy engines reach it directly. Waits where another thread is at it.
+    /// Prepares a piece and returns whether the copy engines reach it directly. If another thread is changing it, waits for
+    /// that.
     pub fn prepare(&self, piece: usize, context: Context) -> Result<bool, Error> {
         let mut state = self.lock();
         let there = loop {
             match &state.piece(piece).readiness {
                 Readiness::Ready(Some(_)) => return Ok(true),
-                // Not registered: perhaps it can be now.
+                // Not registered; it may work now.
                 Readiness::Ready(None) => break true,
                 Readiness::Absent => break false,
                 Readiness::Changing => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
@@ -259,19 +257,19 @@ impl Arena {
         answer
     }
 
-    /// The address of a place in the arena. What may be read and written there is for its piece to say.
+    /// The address of an arena offset. Its piece determines whether it may be accessed.
     pub fn at(&self, offset: usize) -> *mut u8 {
         self.base.as_ptr().wrapping_add(offset)
     }
 
     fn address(&self, piece: usize) -> NonNull<u8> {
-        // SAFETY: pieces lie inside the reserved range: they are touched by ranges, which do.
+        // SAFETY: pieces lie inside the reserved range, because the ranges that touch them do.
         unsafe { self.base.add(piece * HOST_PIECE) }
     }
 
     fn populate(&self, piece: usize) -> Result<(), Error> {
-        // Looked at for each piece: other processes may be at it at the same time, and all of them saw the same memory. What
-        // our other threads are about to take is spoken for.
+        // Check for each piece: other processes may be populating too, each having seen the same memory free. What this
+        // process's other threads are about to take is not available either.
         let coming = self.coming.fetch_add(HOST_PIECE as u64, Ordering::Relaxed);
         let available = limits::available_bytes().saturating_sub(coming);
         if available < HOST_PIECE as u64 {
@@ -281,7 +279,7 @@ impl Arena {
         let taken = |bytes| {
             self.coming.fetch_sub(bytes as u64, Ordering::Relaxed);
         };
-        // SAFETY: its addresses are open, and it is changing: this thread is the only one at it.
+        // SAFETY: the addresses are open, and `Changing` gives this thread exclusive access.
         unsafe { addresses::populate(self.address(piece), HOST_PIECE, taken) };
         Ok(())
     }
@@ -297,19 +295,18 @@ impl Arena {
         }
     }
 
-    /// Tells the log what making host memory ready took since it was last told.
+    /// Logs what preparing host memory has cost since the last call.
     pub fn log_preparation(&self) {
         let [pieces, populating, registering] =
             [&self.made.pieces, &self.made.populating_us, &self.made.registering_us].map(|counter| counter.swap(0, Ordering::Relaxed));
         if pieces > 0 {
             let bytes = Bytes(pieces * HOST_PIECE as u64);
             let (populating, registering) = (populating / 1000, registering / 1000);
-            log::debug!("{bytes} of host memory made ready: {populating} ms to populate and {registering} ms to register, of all threads");
+            log::debug!("prepared {bytes} of host memory: {populating} ms to populate and {registering} ms to register, over all threads");
         }
     }
 
-    /// Registrations go with the context they were made in. What was registered there is registered anew when it is next
-    /// used.
+    /// Drops the registrations made in a context, which end with it. The memory is registered again on next use.
     pub fn forget_context(context: Context) {
         let Some(arena) = Self::existing() else { return };
         for piece in &mut arena.lock().pieces {
@@ -321,7 +318,7 @@ impl Arena {
         }
     }
 
-    /// Makes the first `bytes` ready in the background, and keeps them ready.
+    /// Prepares the first `bytes` in the background and keeps them ready.
     pub fn prewarm(&'static self, bytes: u64, context: Context) {
         let pieces = (bytes as usize).div_ceil(HOST_PIECE).min(self.bytes / HOST_PIECE);
         {
@@ -338,19 +335,19 @@ impl Arena {
                     return;
                 }
                 if let Err(error) = self.prewarm_piece(piece, context) {
-                    log::warn!("{} of host memory are ready, and no more: {error}", Bytes((piece * HOST_PIECE) as u64));
+                    log::warn!("only {} of host memory is ready: {error}", Bytes((piece * HOST_PIECE) as u64));
                     return self.keep(piece);
                 }
             }
-            log::info!("{} of host memory are ready", Bytes((pieces * HOST_PIECE) as u64));
+            log::info!("{} of host memory is ready", Bytes((pieces * HOST_PIECE) as u64));
         };
         if let Err(error) = worker::spawn("vramctl-prewarm", work) {
-            log::warn!("no thread to prepare host memory: {error}");
+            log::warn!("could not start a thread to prepare host memory: {error}");
             self.keep(0);
         }
     }
 
-    /// Keeps no more than so many of the first pieces ready.
+    /// Keeps at most this many of the first pieces ready.
     fn keep(&self, pieces: usize) {
         let mut state = self.lock();
         state.kept = pieces;
@@ -369,20 +366,20 @@ impl Arena {
         self.prepare(piece, context).map(drop)
     }
 
-    /// How much host memory there is now.
+    /// Current host memory use.
     pub fn status(&self) -> HostStatus {
         let state = self.lock();
         let count = |wanted: fn(&Piece) -> bool| (state.pieces.iter().filter(|piece| wanted(piece)).count() * HOST_PIECE) as u64;
         let ready_bytes = count(|piece| piece.readiness.is_ready());
         HostStatus {
-            // What is being saved has its place before there is memory for it.
+            // Contents being saved get their range before its memory.
             used_bytes: ((self.bytes - state.free.bytes()) as u64).min(ready_bytes),
             ready_bytes,
             pinned_bytes: count(|piece| matches!(piece.readiness, Readiness::Ready(Some(_)))),
         }
     }
 
-    /// Bytes of contents that there is room for: in what is there, and in what the host and `VRAMCTL_HOST_CAP` would still give.
+    /// Bytes of contents that fit: in memory that is ready, and in what the host and `VRAMCTL_HOST_CAP` still allow.
     pub fn available_to_process() -> u64 {
         let ready = Self::status_of_process();
         let free = ready.ready_bytes.saturating_sub(ready.used_bytes);
@@ -390,12 +387,12 @@ impl Arena {
         limits::available_bytes().min(cap).saturating_add(free)
     }
 
-    /// How much host memory there is now; nothing, if no arena was needed yet.
+    /// Current host memory use; zero if no arena has been needed yet.
     pub fn status_of_process() -> HostStatus {
         Self::existing().map_or_else(HostStatus::default, Self::status)
     }
 
-    /// Waits until all that nobody uses, and that is not kept for the next pause, has been given back. For tests and
+    /// Waits until all memory that is neither in use nor kept for the next pause has been released. For tests and
     /// measurements.
     pub fn settle() {
         if let Some(arena) = Self::existing() {
@@ -422,17 +419,16 @@ impl Arena {
         state.releasing = true;
         drop(state);
         if worker::spawn("vramctl-release", || self.release_in_time()).is_err() {
-            // No thread to be had: then here and now.
+            // No thread available, so do it here.
             self.lock().expire();
             self.release_due();
             self.lock().releasing = false;
         }
     }
 
-    /// Gives pieces that nobody uses back to the system, each when its time has come, and all as soon as somebody else needs
-    /// the memory. Ends when there are none left.
+    /// Releases spare pieces as they expire, or all at once when someone else needs the memory. Ends when none is left.
     fn release_in_time(&self) {
-        /// How often to look whether memory is short. Only while there is something to give back.
+        /// How often to check for memory pressure, while there is memory to release.
         const LOOK: Duration = Duration::from_millis(500);
         let _sign = Sign::put_up(Says::Keeps);
         loop {
@@ -451,8 +447,8 @@ impl Arena {
         }
     }
 
-    /// Gives the pieces back whose time has come. `false`: not all of them, because the driver has refused one or the program
-    /// is ending. What was refused is tried again with the next range that is given back.
+    /// Releases expired pieces. `false` if some remain, because the driver refused one or the program is exiting. A refused
+    /// piece is retried when the next range is released.
     fn release_due(&self) -> bool {
         let mut state = self.lock();
         let mut went = true;
@@ -468,7 +464,7 @@ impl Arena {
                 _ => Ok(()),
             };
             if unregistered.is_ok() {
-                // SAFETY: no range touches it, and it is changing: this thread is the only one at it.
+                // SAFETY: no range touches it, and `Changing` gives this thread exclusive access.
                 unsafe { addresses::depopulate(self.address(piece), HOST_PIECE) };
             }
             state = self.lock();
@@ -480,7 +476,7 @@ impl Arena {
         went
     }
 
-    /// Waits for another thread that is giving back what this range was the last to touch.
+    /// Waits while another thread releases pieces that this range was the last to touch.
     fn wait_until_released(&self, range: &Range) {
         let changing = |state: &mut Stock| {
             let mut pieces = Self::pieces_of(range).filter_map(|piece| state.pieces.get(piece));
@@ -490,7 +486,7 @@ impl Arena {
     }
 }
 
-/// Adds the time that some work takes, in microseconds.
+/// Adds the work's duration to a counter, in microseconds.
 fn timed<R>(counter: &AtomicU64, work: impl FnOnce() -> R) -> R {
     let started = Instant::now();
     let result = work();
@@ -498,32 +494,32 @@ fn timed<R>(counter: &AtomicU64, work: impl FnOnce() -> R) -> R {
     result
 }
 
-/// A contiguous part of the arena, given back when dropped.
+/// A contiguous part of the arena, released when dropped.
 #[derive(Debug)]
 pub struct Range {
     offset: usize,
     bytes: usize,
-    /// Its memory is given back with it, by the thread that drops it.
+    /// Whether dropping it also releases its memory, synchronously.
     at_once: bool,
 }
 
 impl Range {
-    /// Says whether its memory is given back to the system by the time that it has been dropped.
+    /// Sets whether dropping it returns its memory to the system before the drop ends.
     pub fn give_back_at_once(&mut self, at_once: bool) {
         self.at_once = at_once;
     }
 
-    /// Its place in the arena, in bytes.
+    /// Offset in the arena, in bytes.
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// How long it is.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Its first byte. What may be read and written there is for the pieces to say.
+    /// Address of its first byte. Its pieces determine whether it may be accessed.
     pub fn address(&self) -> *mut u8 {
         Arena::existing().map_or(ptr::null_mut(), |arena| arena.at(self.offset))
     }
@@ -531,9 +527,9 @@ impl Range {
     /// Its contents.
     ///
     /// # Safety
-    /// All its pieces must have been prepared, and nothing may be written to it while the slice is used.
+    /// All its pieces must be prepared, and nothing may write to it during the slice's lifetime.
     pub unsafe fn as_slice(&self) -> &[u8] {
-        // SAFETY: prepared pieces are readable, and they stay while a range touches them.
+        // SAFETY: prepared pieces are readable and stay so while a range touches them.
         unsafe { slice::from_raw_parts(self.address(), self.bytes) }
     }
 }

@@ -1,7 +1,7 @@
 //! Contents in host memory, and copying only what has changed.
 //!
-//! With `VRAMCTL_RETAIN`, what was saved stays after the resume. The next pause hashes the device memory and copies only
-//! the pieces whose digest is not that of the copy (`docs/unchanged.md`).
+//! With `VRAMCTL_RETAIN`, a backup stays after the resume. The next pause hashes the device memory and copies only the
+//! pieces whose digests differ from the backup's (`docs/unchanged.md`).
 
 use super::arena::{Arena, Range};
 use super::copier;
@@ -19,31 +19,31 @@ use vramctl_driver::{CUdeviceptr, Context, Current, Extent, RelaxedCapture};
 use vramctl_host::{PerProcess, log_once, worker};
 use vramctl_model::{Backup, Error, Progress};
 
-/// The contents of an allocation, in the arena.
+/// An allocation's contents in the arena.
 #[derive(Debug)]
 pub struct InMemory {
     range: Range,
-    /// The parts of the allocation that it keeps, in bytes from its beginning.
+    /// The parts of the allocation it keeps, as offsets into the allocation.
     live: Vec<ops::Range<usize>>,
-    /// Of the contents in `range`, one for each piece. `None`: not known, or the contents are being replaced.
+    /// Digests of the contents in `range`, one per piece. `None` if unknown, or while the contents are being replaced.
     digests: Mutex<Option<Vec<Digest>>>,
 }
 
 impl InMemory {
-    /// The contents, one live part behind the other, readable for as long as the value lives.
+    /// The kept parts, back to back.
     fn as_slice(&self) -> &[u8] {
-        // SAFETY: a value is handed out only when its range has been filled, and what is written to it later is written
-        // while the allocation is active, when nobody reads it.
+        // SAFETY: a value is handed out only once its range is filled. Later writes happen while the allocation is active,
+        // when nobody reads it.
         unsafe { self.range.as_slice() }
     }
 
-    /// What is kept of an allocation from this byte of it on, up to the first that is not kept.
+    /// The kept contents from this byte of the allocation to the end of its kept part.
     pub fn kept_from(&self, byte: usize) -> Option<&[u8]> {
         let (live, at) = self.place_of(byte)?;
         Some(&self.as_slice()[at..at + (live.end - byte)])
     }
 
-    /// The live part that a byte of the allocation is in, and where it is in the range.
+    /// The kept part that contains a byte of the allocation, and the byte's offset in the range.
     fn place_of(&self, byte: usize) -> Option<(&ops::Range<usize>, usize)> {
         let mut before = 0;
         self.live.iter().find_map(|live| {
@@ -53,12 +53,12 @@ impl InMemory {
         })
     }
 
-    /// All that it keeps, in the pieces of the arena.
+    /// Everything it keeps, split at the arena's pieces.
     pub fn parts(&self, extent: Extent) -> impl Iterator<Item = Part> {
         self.live.iter().flat_map(move |bytes| self.parts_in(extent, bytes.clone()))
     }
 
-    /// How many bytes it keeps.
+    /// Bytes kept.
     pub fn kept_bytes(&self) -> u64 {
         self.live.iter().map(|bytes| bytes.len() as u64).sum()
     }
@@ -72,8 +72,8 @@ impl InMemory {
         self.digests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The bytes that are not what `now` says they are, and from now on not known to be anything: they are about to be
-    /// replaced. Should that fail halfway, the next pause must not believe the old digests.
+    /// The bytes that do not match `now`. Forgets the old digests, because the contents are about to be replaced: if that
+    /// fails halfway, the next pause must not trust them.
     fn outdated(&self, now: Option<&[Digest]>) -> Vec<ops::Range<usize>> {
         let before = self.digests().take();
         match (before, now) {
@@ -83,7 +83,7 @@ impl InMemory {
     }
 }
 
-/// The ranges in bytes of the pieces that differ, neighbours joined.
+/// Byte ranges of the pieces that differ, adjacent ones merged.
 fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
     let mut ranges = Vec::<ops::Range<usize>>::new();
     for (piece, _) in before.iter().zip(now).enumerate().filter(|(_, (before, now))| before != now) {
@@ -96,8 +96,8 @@ fn differing(before: &[Digest], now: &[Digest]) -> Vec<ops::Range<usize>> {
     ranges
 }
 
-/// Saves contents in host memory: over what was saved before, where that was retained. After an error no more host memory
-/// is used than before. `done` is told the addresses of what is complete while other contents are being copied.
+/// Saves contents in host memory, overwriting retained backups. On error, no more host memory is in use than before. `done`
+/// receives the addresses of completed allocations while others are still being copied.
 pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
     if wanted.is_empty() {
         return Ok(Kept::default());
@@ -145,7 +145,7 @@ pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress), done: &mut dy
     Ok(Kept { items, unchanged_bytes: all - copied })
 }
 
-/// These contents are about to be saved, and later copied back: makes ready what that is faster with.
+/// Prepares for copying these contents back later.
 fn expect_restore(wanted: &[Wanted]) {
     let mut bytes = BTreeMap::<Context, usize>::new();
     for Wanted { extent, live, .. } in wanted {
@@ -161,7 +161,7 @@ pub fn fresh_bytes(wanted: &Wanted) -> u64 {
     sizes_of_new(slice::from_ref(wanted)).into_iter().sum::<usize>() as u64
 }
 
-/// Where the contents go: where they were, or ranges of their own.
+/// Where each backup goes: over the old one, or to a new range.
 fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
     let missing = sizes_of_new(wanted);
     let mut fresh = if missing.is_empty() { Vec::new() } else { Arena::get()?.take(&missing)? }.into_iter();
@@ -175,22 +175,22 @@ fn places(wanted: &[Wanted]) -> Result<Vec<Item>, Error> {
     Ok(wanted.iter().filter_map(place).collect())
 }
 
-/// The sizes of those contents that do not go where they were, in bytes.
+/// Sizes in bytes of the backups that need a new range.
 pub fn sizes_of_new(wanted: &[Wanted]) -> Vec<usize> {
     let new = wanted.iter().filter(|wanted| wanted.saved_over().is_none());
     new.map(|new| new.live.iter().map(ops::Range::len).sum()).collect()
 }
 
 impl Wanted {
-    /// What is still there of an earlier pause, if these contents are saved over it: it keeps the same parts, unless it was
-    /// saved before it was to be retained.
+    /// The earlier backup that these contents will overwrite: one that keeps the same parts. A backup saved before its tag
+    /// was retained may keep other parts.
     pub fn saved_over(&self) -> Option<&Arc<Saved>> {
         let same = |saved: &&Arc<Saved>| matches!(&***saved, Saved::Host(saved) if saved.live == self.live);
         self.before.as_ref().filter(|_| self.policy == Backup::Host).filter(same)
     }
 }
 
-/// Which of these must be given up so that ranges of these sizes find room ([`Arena::in_the_way`]).
+/// Indices of the backups to drop to make room for ranges of these sizes ([`Arena::in_the_way`]).
 pub fn in_the_way(retained: &[Arc<Saved>], sizes: &[usize]) -> Option<Vec<usize>> {
     let in_memory = |saved: &'_ Arc<Saved>| matches!(&**saved, Saved::Host(_));
     let places: Vec<_> = (0..retained.len()).filter(|place| in_memory(&retained[*place])).collect();
@@ -202,10 +202,11 @@ pub fn in_the_way(retained: &[Arc<Saved>], sizes: &[usize]) -> Option<Vec<usize>
 
 static HASHERS: PerProcess<Kernels<Hasher>> = PerProcess::new(Kernels::default);
 
-/// Computes the digests of what is in device memory now, of those allocations whose backups will be retained, and hands
-/// them over by address, a group at a time, while others are being computed. None of what there is no hasher for, or where
-/// it fails: that is copied. One that is still being loaded is waited for: all work of the device has finished, so it takes no longer
-/// than the compiler does (80 ms), and without digests the next pause, too, would have to copy everything.
+/// Hashes the device memory of allocations whose backups will be retained. Hands the digests over by address, a group at a
+/// time, while hashing continues. Allocations without a working hasher get no digests and are copied whole.
+///
+/// Waits for a hasher that is still loading: the device's work has finished, so that takes only as long as the compiler (80
+/// ms), and without digests the next pause would have to copy everything, too.
 fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)) -> Result<(), Error> {
     if !wanted.iter().any(|new| new.retain) {
         return Ok(());
@@ -233,7 +234,7 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
                 });
             };
             worker::spawn_scoped(scope, "vramctl-hash", work)
-                .map_err(|error| Error::Internal(format!("no thread could be started: {error}")))?;
+                .map_err(|error| Error::Internal(format!("could not start a thread: {error}")))?;
             for (group, digests) in groups {
                 match digests {
                     Ok(digests) => {
@@ -242,7 +243,7 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
                         tell(group.iter().map(of).collect());
                     }
                     Err(failure) if failure.is_of_earlier_work() => return Err(Error::from(failure)),
-                    Err(failure) => log::warn!("{failure}: what has changed is not known, so everything is copied"),
+                    Err(failure) => log::warn!("{failure}: cannot tell what has changed, so everything is copied"),
                 }
             }
             Ok(())
@@ -251,7 +252,7 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
     Ok(())
 }
 
-/// Allocations in groups that take about as long to hash as to be given up, so that both are done side by side.
+/// Groups of allocations that take about as long to hash as to unmap, so that the two overlap.
 fn groups_of(extents: &[Extent]) -> impl Iterator<Item = &[Extent]> {
     const GROUP: usize = 2 << 30;
     let mut rest = extents;
@@ -267,11 +268,11 @@ fn groups_of(extents: &[Extent]) -> impl Iterator<Item = &[Extent]> {
     })
 }
 
-/// Has the digests of allocations in the current context computed from now on, as soon as the kernel is loaded.
+/// Loads the hashing kernel into the current context, so that its allocations get digests from then on.
 pub fn prepare_digests(current: &Current) {
     if Config::get().unchanged != Unchanged::Off {
         HASHERS.get().begin(current.context(), Hasher::new, |failure| {
-            log_once!(log::Level::Warn, "{failure}: no digests can be computed, so every pause copies everything");
+            log_once!(log::Level::Warn, "{failure}: cannot compute digests, so every pause copies everything");
         });
     }
 }
@@ -281,14 +282,14 @@ pub fn settle_digests() {
     drop(HASHERS.get().wait(None));
 }
 
-/// The context is gone, and its hasher with it.
+/// Drops a destroyed context's hasher.
 pub fn forget_digests(context: Context) {
     if let Some(hashers) = HASHERS.existing() {
         hashers.forget(context);
     }
 }
 
-/// Prepares as much host memory as `VRAMCTL_PREWARM` says, in the background. The first call does it.
+/// Prepares `VRAMCTL_PREWARM` bytes of host memory in the background. Only the first call has an effect.
 pub fn prewarm(context: Context) {
     static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
     let bytes = Config::get().prewarm;

@@ -1,9 +1,9 @@
-//! Where contents go while their memory is paused, and how they are copied.
+//! Backups: where contents go while their memory is paused, and how they are copied.
 //!
-//! [`save`] takes the contents of allocations to where their policy says, [`restore`] brings them back; `host` and `spill`
-//! are the two places. `arena` has the host memory (`stock`: its books, `addresses`: its system calls), `transfer` copies to and
-//! from it (`copier`: when not by the copy engines), `loading` loads kernels, `digest` tells what has changed, `disk` is the
-//! file; `settings` has what was said of all this at run time.
+//! [`save`] copies allocations' contents to where their policies say, and [`restore`] brings them back. `host` and `spill`
+//! are the two destinations. `arena` manages host memory (`stock`: bookkeeping, `addresses`: system calls), `transfer`
+//! copies to and from it (`copier`: without the copy engines), `loading` loads kernels, `digest` detects changes, `disk` is
+//! the file, and `settings` holds run-time settings.
 
 mod addresses;
 mod arena;
@@ -30,7 +30,7 @@ use std::sync::Arc;
 use vramctl_driver::{CUdeviceptr, Context, Current, Extent};
 use vramctl_model::{Backup, Error, HostStatus, Progress, Stage};
 
-/// The contents of one allocation, kept outside the device.
+/// One allocation's contents, saved off the device.
 #[derive(Debug)]
 pub enum Saved {
     /// In host memory.
@@ -40,7 +40,7 @@ pub enum Saved {
 }
 
 impl Saved {
-    /// What is kept from a byte of the allocation on, where it is in host memory: readable for as long as the value lives.
+    /// The contents kept in host memory from a byte of the allocation on; valid as long as the value.
     pub fn kept_from(&self, byte: usize) -> Option<&[u8]> {
         match self {
             Self::Host(saved) => saved.kept_from(byte),
@@ -48,7 +48,7 @@ impl Saved {
         }
     }
 
-    /// How many bytes it keeps.
+    /// Bytes kept.
     pub fn kept_bytes(&self) -> u64 {
         match self {
             Self::Host(saved) => saved.kept_bytes(),
@@ -57,7 +57,7 @@ impl Saved {
     }
 }
 
-/// Where an allocation is, and where its contents are or go.
+/// An allocation's location and its backup.
 pub type Item = (Extent, Arc<Saved>);
 
 /// Contents to save.
@@ -65,15 +65,15 @@ pub type Item = (Extent, Arc<Saved>);
 pub struct Wanted {
     /// Where they are.
     pub extent: Extent,
-    /// Where to.
+    /// Where they go.
     pub policy: Backup,
-    /// Whether they stay in host memory after the resume, so that the next pause can tell what has changed.
+    /// Whether they stay in host memory after the resume, so that the next pause can detect changes.
     pub retain: bool,
-    /// Whether host memory that they needed is given back by the time that a resume returns.
+    /// Whether their host memory is released before the resume returns.
     pub at_once: bool,
-    /// What is still there of an earlier pause.
+    /// The backup left from an earlier pause.
     pub before: Option<Arc<Saved>>,
-    /// The parts of it that somebody needs, in bytes from its beginning, in order. More may be saved: a file gets all.
+    /// The parts to keep, as offsets into the allocation, in order. A file keeps everything.
     pub live: Vec<Range<usize>>,
 }
 
@@ -82,15 +82,15 @@ pub struct Wanted {
 pub struct Kept {
     /// Where the contents are.
     pub items: Vec<Item>,
-    /// Bytes that were not copied, because the backup had them already.
+    /// Bytes not copied because the backup already had them.
     pub unchanged_bytes: u64,
 }
 
-/// Copies the contents of active allocations to where the policies say. All or nothing: after an error no more memory or
-/// disk is used than before. Everything that works on the allocations has finished, and nothing new is started meanwhile.
+/// Saves the contents of active allocations as their policies say. All or nothing: on error, no more memory or disk is in
+/// use than before. All work on the allocations must have finished, and none may start meanwhile.
 ///
-/// `saved` is told the addresses of allocations that need not be looked at again, while others are still being copied. Not of
-/// all of them: what it was not told of is saved when this returns.
+/// While others are still being copied, `saved` receives the addresses of allocations that need no further access. The rest
+/// are saved when this returns.
 pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut dyn FnMut(&[CUdeviceptr])) -> Result<Kept, Error> {
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
     let mut kept = host::save(&in_memory, progress, saved)?;
@@ -98,8 +98,7 @@ pub fn save(wanted: Vec<Wanted>, progress: &mut dyn FnMut(Progress), saved: &mut
     Ok(kept)
 }
 
-/// Which of the retained contents must be given up, by their places in the list, so that there is room for those that are
-/// wanted; `None`: there would not be, without all of them.
+/// Indices of the retained backups to drop to make room for `wanted`; `None` if dropping all would not be enough.
 pub fn in_the_way(retained: &[Arc<Saved>], wanted: Vec<Wanted>) -> Option<Vec<usize>> {
     let (on_disk, in_memory): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|wanted| wanted.policy == Backup::Disk);
     let mut sizes = host::sizes_of_new(&in_memory);
@@ -107,8 +106,8 @@ pub fn in_the_way(retained: &[Arc<Saved>], wanted: Vec<Wanted>) -> Option<Vec<us
     host::in_the_way(retained, &sizes)
 }
 
-/// Copies saved contents back. `produce` puts memory at the addresses meanwhile, and hands over each item as soon as that
-/// is done. `idle`: the contexts in which nothing is running that could hold up a kernel.
+/// Copies saved contents back. Meanwhile `produce` maps memory and hands over each item once its memory is mapped. `idle`:
+/// contexts in which nothing runs that could delay a kernel.
 pub fn restore(
     items: &[Item],
     idle: &BTreeSet<Context>,
@@ -127,8 +126,8 @@ pub fn restore(
     spill::restore(items, progress)
 }
 
-/// Makes ready what is better made in advance, for a tag's allocations in the current context: host memory
-/// (`VRAMCTL_PREWARM`), and the digests' kernel, because a device that is to be paused may be full.
+/// Prepares for later pauses of a tag's allocations in the current context: host memory (`VRAMCTL_PREWARM`), and the hashing
+/// kernel, because the device may be full by then.
 pub fn get_ready(current: &Current, tag: &str) {
     host::prewarm(current.context());
     if retains(tag) {
@@ -136,37 +135,37 @@ pub fn get_ready(current: &Current, tag: &str) {
     }
 }
 
-/// What was registered or loaded in a context is gone with it.
+/// Forgets what was registered or loaded in a destroyed context.
 pub fn forget_context(context: Context) {
     Arena::forget_context(context);
     copier::forget_context(context);
     host::forget_digests(context);
 }
 
-/// Bytes of host memory that it would take to save these contents, besides what is retained of them.
+/// Bytes of new host memory needed to save these contents, beyond their retained backup.
 pub fn fresh_host_bytes(wanted: &Wanted) -> u64 {
     if wanted.policy == Backup::Host { host::fresh_bytes(wanted) } else { 0 }
 }
 
-/// Bytes of contents that there is host memory for now.
+/// Bytes of contents that host memory can take now.
 pub fn available_host_bytes() -> u64 {
     Arena::available_to_process()
 }
 
-/// How much host memory there is for backups now.
+/// Current use of host memory for backups.
 pub fn status() -> HostStatus {
     Arena::status_of_process()
 }
 
-/// Waits until nothing is being done in the background: no host memory given back, no kernel loaded. What is kept for the next
-/// pause stays. For tests and measurements.
+/// Waits until background work is done: no host memory being released, no kernel loading. Memory kept for the next pause
+/// stays. For tests and measurements.
 pub fn settle() {
     copier::settle();
     host::settle_digests();
     Arena::settle();
 }
 
-/// Adds up what a copy reports.
+/// Accumulates and reports copy progress.
 struct Meter<'a> {
     now: Progress,
     tell: &'a mut dyn FnMut(Progress),

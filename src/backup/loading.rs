@@ -1,7 +1,7 @@
-//! A kernel in each context where it is wanted, loaded once by a thread that nobody has to wait for.
+//! Loads a kernel once into each context that needs it, on a background thread.
 //!
-//! The driver takes 80 ms to compile one, needs a large stack for that, and may wait for the program's work: nothing to be done
-//! inside a call of the program's. Where it fails it is not tried again.
+//! The driver takes 80 ms to compile one, needs a large stack for it, and may wait for the program's work, so this must not
+//! happen inside one of the program's calls. A failed load is not retried.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -11,24 +11,24 @@ use vramctl_driver::{Context, Current, RelaxedCapture};
 use vramctl_host::worker;
 use vramctl_model::Failure;
 
-/// What has become of a context's kernel.
+/// State of a context's kernel.
 pub enum Availability<K> {
-    /// It is being loaded.
+    /// Loading.
     Coming,
-    /// It is there.
+    /// Loaded.
     Loaded(K),
-    /// It cannot be had.
+    /// Could not be loaded.
     Failed,
 }
 
 impl<K> Availability<K> {
-    /// The kernel, if it is there.
+    /// The kernel, if loaded.
     pub fn loaded(&mut self) -> Option<&mut K> {
         if let Self::Loaded(kernel) = self { Some(kernel) } else { None }
     }
 }
 
-/// One kind of kernel, in all contexts.
+/// One kind of kernel in all contexts.
 pub struct Kernels<K> {
     by_context: Mutex<BTreeMap<Context, Availability<K>>>,
     changed: Condvar,
@@ -41,17 +41,17 @@ impl<K> Default for Kernels<K> {
 }
 
 impl<K: Send> Kernels<K> {
-    /// Those that there are.
+    /// The kernels by context.
     pub fn lock(&self) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
         self.by_context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a context's was wanted already.
+    /// Whether loading was ever started for a context.
     pub fn knows(&self, context: Context) -> bool {
         self.lock().contains_key(&context)
     }
 
-    /// Has a context's loaded, unless that was done before.
+    /// Starts loading the kernel into a context. No-op if that has been done before.
     pub fn begin(&'static self, context: Context, load: fn(&Current) -> Result<K, Failure>, failed: fn(Failure)) {
         {
             let mut kernels = self.lock();
@@ -66,13 +66,13 @@ impl<K: Send> Kernels<K> {
                 Err(failure) => failed(failure),
             }
         };
-        // Where no thread can be had, the place is dropped, and says so.
+        // If no thread starts, dropping `place` records the failure.
         if let Err(error) = worker::spawn_compiler("vramctl-kernel", load) {
-            log::debug!("no thread could be started: {error}");
+            log::debug!("could not start a thread: {error}");
         }
     }
 
-    /// Waits until none is being loaded, into this context or, without one, into any. Not for ever: the driver may be waiting for
+    /// Waits while a kernel is loading into this context, or into any. Limited to 5 s, because the driver may be waiting for
     /// the program.
     pub fn wait(&self, context: Option<Context>) -> MutexGuard<'_, BTreeMap<Context, Availability<K>>> {
         const LONGEST: Duration = Duration::from_secs(5);
@@ -82,22 +82,22 @@ impl<K: Send> Kernels<K> {
         self.changed.wait_timeout_while(self.lock(), LONGEST, is_coming).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// The context is about to go, or gone, and its kernel with it.
+    /// Drops the kernel of a context that is being destroyed or already is.
     pub fn forget(&self, context: Context) {
-        // Nothing is to be loaded into a context that is being destroyed.
+        // Nothing may be loading into a context while it is destroyed.
         let kernel = self.wait(Some(context)).remove(&context);
         drop(kernel);
     }
 }
 
-/// The place of a kernel that is being loaded. Dropped before it is settled, the kernel cannot be had.
+/// A kernel being loaded. Dropping it unsettled records a failure.
 struct Unsettled<K: Send + 'static> {
     kernels: &'static Kernels<K>,
     context: Context,
 }
 
 impl<K: Send> Unsettled<K> {
-    /// Not where it was forgotten meanwhile: the context is gone.
+    /// No-op if the context was forgotten meanwhile.
     fn settle(&self, kernel: Availability<K>) {
         if let Some(place @ Availability::Coming) = self.kernels.lock().get_mut(&self.context) {
             *place = kernel;

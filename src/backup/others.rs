@@ -1,7 +1,7 @@
-//! Other processes of ours on the same host: one that keeps memory for later, and one that needs it now.
+//! Cooperation between vramctl processes on a host: one may keep memory for later that another needs now.
 //!
-//! They tell each other by locks on the directory of the control sockets, which the system undoes when a process dies. Nobody
-//! looks but those who need memory, and those who keep some and look anyway whether it is short.
+//! They signal by locking bytes of the control socket directory; the system releases the locks when a process dies. Only
+//! processes that need memory check the locks, and those that keep some, which poll for memory pressure anyway.
 
 use std::fs::File;
 use std::io;
@@ -9,24 +9,24 @@ use std::os::fd::AsRawFd;
 use vramctl_config as config;
 use vramctl_host::Held;
 
-/// What a process says of itself, by a lock on a byte.
+/// What a process signals, and the byte it locks.
 #[derive(Debug, Clone, Copy)]
 pub enum Says {
-    /// It keeps host memory that it does not use, or is giving it back.
+    /// It keeps unused host memory or is releasing it.
     Keeps = 0,
     /// It needs host memory for a pause.
     Needs = 1,
 }
 
-/// This process says so for as long as the value lives.
+/// Signals while it lives.
 #[derive(Debug)]
 pub struct Sign {
-    /// The lock goes with it.
+    /// Holds the lock.
     _directory: Held,
 }
 
 impl Sign {
-    /// `None`: there is no such directory, or no such locks on it, and nobody is told.
+    /// `None`, and no signal, if the directory does not exist or does not support locks.
     pub fn put_up(says: Says) -> Option<Self> {
         let directory = Held::new(File::open(config::socket_directory()).ok()?).ok()?;
         let mut lock = lock(libc::F_RDLCK, says);
@@ -35,7 +35,7 @@ impl Sign {
     }
 }
 
-/// Whether any process says so, this one or another.
+/// Whether any process, including this one, gives this signal.
 pub fn any(says: Says) -> bool {
     let Ok(directory) = File::open(config::socket_directory()) else { return false };
     let mut found = lock(libc::F_WRLCK, says);

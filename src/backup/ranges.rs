@@ -1,18 +1,18 @@
-//! Free parts of a range of addresses.
+//! Free parts of an address range.
 
 use std::collections::BTreeMap;
 
-/// The free parts of a range, by offset; neighbours are joined.
+/// Free parts by offset, adjacent ones merged.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FreeRanges(BTreeMap<usize, usize>);
 
 impl FreeRanges {
-    /// All of `bytes` are free.
+    /// All of `bytes`.
     pub fn new(bytes: usize) -> Self {
         Self(BTreeMap::from([(0, bytes)]))
     }
 
-    /// Takes the first place that is large enough, and says where it begins. Low addresses first.
+    /// Takes the first part that is large enough (first fit) and returns its offset.
     pub fn take(&mut self, bytes: usize) -> Option<usize> {
         let (&offset, &length) = self.0.iter().find(|(_, length)| **length >= bytes)?;
         self.0.remove(&offset);
@@ -22,7 +22,7 @@ impl FreeRanges {
         Some(offset)
     }
 
-    /// Gives back what was taken.
+    /// Returns a part.
     pub fn give_back(&mut self, mut offset: usize, mut bytes: usize) {
         if let Some(next) = self.0.remove(&(offset + bytes)) {
             bytes += next;
@@ -36,7 +36,7 @@ impl FreeRanges {
         self.0.insert(offset, bytes);
     }
 
-    /// Bytes that are free.
+    /// Free bytes.
     pub fn bytes(&self) -> usize {
         self.0.values().sum()
     }

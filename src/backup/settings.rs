@@ -1,4 +1,4 @@
-//! How contents are kept, as said at run time. Where nothing was said, the environment counts.
+//! Run-time settings for backups, which override the environment.
 
 use super::disk;
 use std::collections::BTreeMap;
@@ -7,10 +7,10 @@ use std::time::Duration;
 use vramctl_config::{self as config, Config, CopyBy, DiskDirectory};
 use vramctl_host::{PerProcess, limits};
 
-/// What was said since the process began; none of it, at first.
+/// Settings made since the process started.
 #[derive(Debug, Default)]
 struct Settings {
-    /// Of every tag that is not in `retain`.
+    /// For every tag not in `retain`.
     retain_others: Option<bool>,
     retain: BTreeMap<Arc<str>, bool>,
     directory: Option<DiskDirectory>,
@@ -29,18 +29,18 @@ fn change() -> RwLockWriteGuard<'static, Settings> {
     SETTINGS.get().write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether what a pause saves of a tag stays in host memory after the resume: as was said of the tag, else of all tags,
-/// else as `VRAMCTL_RETAIN` says.
+/// Whether a tag's backups stay in host memory after a resume: the tag's setting, else the setting for all tags, else
+/// `VRAMCTL_RETAIN`.
 pub fn retains(tag: &str) -> bool {
     read(|said| said.retain.get(tag).copied().or(said.retain_others)).unwrap_or_else(|| Config::get().retains(tag))
 }
 
-/// Whether it stays for a tag of which nobody has said anything.
+/// Whether backups of a tag without its own setting stay in host memory.
 pub fn retains_by_default() -> bool {
     read(|said| said.retain_others).unwrap_or_else(|| Config::get().retains_every_tag())
 }
 
-/// Says it of a tag, or of every tag that has no setting of its own. `None` takes back what was said.
+/// Sets retention for a tag, or for every tag without its own setting. `None` removes the setting.
 pub fn set_retain(tag: Option<Arc<str>>, keep: Option<bool>) {
     let mut settings = change();
     match (tag, keep) {
@@ -50,12 +50,12 @@ pub fn set_retain(tag: Option<Arc<str>>, keep: Option<bool>) {
     }
 }
 
-/// Where the policy `disk` keeps contents now.
+/// Where the policy `disk` keeps contents.
 pub fn disk_directory() -> DiskDirectory {
     read(|said| said.directory.clone()).unwrap_or_else(config::disk_directory)
 }
 
-/// Sets it for the pauses to come; `None`: as `VRAMCTL_DISK_DIR` says.
+/// Sets the directory for future pauses; `None` restores `VRAMCTL_DISK_DIR`.
 pub fn set_disk_directory(directory: Option<DiskDirectory>) {
     if let Some(DiskDirectory { path, named: true }) = &directory {
         disk::remove_stale(path);
@@ -63,30 +63,30 @@ pub fn set_disk_directory(directory: Option<DiskDirectory>) {
     change().directory = directory;
 }
 
-/// Who copies contents back now.
+/// What copies contents back.
 pub fn copy_by() -> CopyBy {
     read(|said| said.copy_by).unwrap_or_else(|| Config::get().copy_by)
 }
 
-/// The bytes from which on a kernel is loaded to copy them, where that is not settled.
+/// Minimum bytes that make loading a copy kernel worthwhile, unless `VRAMCTL_COPY` decides.
 pub fn kernel_from() -> usize {
     read(|said| said.kernel_from).unwrap_or(super::copier::WORTH_IT)
 }
 
-/// Sets who copies in the resumes of pauses to come, and the bytes from which on a kernel is loaded for them; `None`: as
-/// `VRAMCTL_COPY` says, and as is usual. For tests and measurements.
+/// Sets what copies in resumes of future pauses, and the minimum bytes for loading a kernel; `None` restores `VRAMCTL_COPY`
+/// and the default. For tests and measurements.
 pub fn set_copy_by(copy_by: Option<CopyBy>, kernel_from: Option<usize>) {
     let mut settings = change();
     (settings.copy_by, settings.kernel_from) = (copy_by, kernel_from);
 }
 
-/// How long host memory stays ready after a resume, where nobody needs it.
+/// How long unused host memory stays ready after a resume.
 pub fn host_keep() -> Duration {
     read(|said| said.host_keep).unwrap_or_else(|| Config::get().host_keep)
 }
 
-/// Sets how long host memory stays ready after the resumes to come, and how much is available; `None`: as `VRAMCTL_HOST_KEEP`
-/// says, and as the system says. For tests and measurements.
+/// Sets how long host memory stays ready after future resumes, and how much is available; `None` restores
+/// `VRAMCTL_HOST_KEEP` and the system's figure. For tests and measurements.
 pub fn set_host_keep(keep: Option<Duration>, available: Option<u64>) {
     let mut settings = change();
     settings.host_keep = keep;
@@ -97,7 +97,7 @@ pub fn set_host_keep(keep: Option<Duration>, available: Option<u64>) {
 mod tests {
     use super::*;
 
-    /// One test, because the settings are the process's.
+    /// One test, because the settings are process-wide.
     #[test]
     fn the_nearest_word_counts_and_can_be_taken_back() {
         let tag = || Some(Arc::from("settings-tag"));

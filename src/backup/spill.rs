@@ -1,4 +1,4 @@
-//! Contents in a file: copied through a little page-locked memory, and no more host memory than that.
+//! Contents in a file, copied through a small pinned buffer and using no other host memory.
 
 use super::arena::{Arena, Range};
 use super::disk::{self, Spill, SpillError, StagingPiece};
@@ -11,7 +11,7 @@ use vramctl_driver::{Context, Direction, Extent, Lane};
 use vramctl_host::worker;
 use vramctl_model::{Error, Progress, Stage};
 
-/// The contents of an allocation, in a file that it may share with those that were paused with it.
+/// An allocation's contents in a file, which others paused with it may share.
 #[derive(Debug)]
 pub struct OnDisk {
     file: Arc<File>,
@@ -20,14 +20,14 @@ pub struct OnDisk {
 }
 
 impl OnDisk {
-    /// How many bytes it keeps: all of the allocation.
+    /// Bytes kept: the whole allocation.
     pub fn kept_bytes(&self) -> u64 {
         self.bytes
     }
 }
 
-/// A file, and the staging memory to read it through: kept, so that a resume needs no host memory that may be gone by then.
-/// Given up in the background, but for its name: its space takes a moment to be given back, and a resume does not wait.
+/// A file and its staging memory, kept so that a resume does not depend on free host memory. Dropping it removes the name at
+/// once and frees the space in the background, because that takes a moment and a resume must not wait.
 #[derive(Debug)]
 struct File {
     spill: Option<Spill>,
@@ -38,13 +38,13 @@ impl Drop for File {
     fn drop(&mut self) {
         let Some(mut spill) = self.spill.take() else { return };
         spill.unlink();
-        // Without a thread to be had, it is dropped here and now.
+        // If no thread starts, the file is dropped here.
         let _ = worker::spawn("vramctl-release", move || drop(spill));
     }
 }
 
-/// Writes the contents of active allocations to files in the [`disk_directory`](settings::disk_directory): one for all of them,
-/// or where they have names one for each. After an error there is none.
+/// Writes active allocations' contents to files in the [`disk_directory`](settings::disk_directory): one for all, or one
+/// each if files have names. Leaves no file on error.
 pub fn save(wanted: &[Wanted], progress: &mut dyn FnMut(Progress)) -> Result<Vec<Item>, Error> {
     let Some(first) = wanted.first() else { return Ok(Vec::new()) };
     let directory = settings::disk_directory();
@@ -65,7 +65,7 @@ fn bytes_of(extents: &[Extent]) -> usize {
     extents.iter().map(|extent| extent.bytes).sum()
 }
 
-/// What goes into each file.
+/// The allocations in each file.
 fn in_files<'a>(extents: &'a [Extent], directory: &DiskDirectory) -> Vec<&'a [Extent]> {
     match extents {
         [] => Vec::new(),
@@ -74,10 +74,10 @@ fn in_files<'a>(extents: &'a [Extent], directory: &DiskDirectory) -> Vec<&'a [Ex
     }
 }
 
-/// A file for each, as far as that leaves most of the descriptors to the program; the last one has the rest.
+/// One file each, as far as that leaves most descriptors to the program; the last file takes the rest.
 fn apart(extents: &[Extent]) -> Vec<&[Extent]> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: writable. Without an answer there is one file.
+    // SAFETY: writable. On failure there is one file.
     unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
     let files = usize::try_from(limit.rlim_cur / 4).unwrap_or(usize::MAX).max(1);
     let (single, rest) = extents.split_at(if extents.len() <= files { extents.len() } else { files - 1 });
@@ -106,7 +106,7 @@ fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Ran
     Ok(layout.into_iter().map(saved).collect())
 }
 
-/// Reads contents back from their files, to memory that is mapped again.
+/// Reads contents back from their files into mapped memory.
 pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
     let on_disk = |(extent, saved): &Item| match &**saved {
         Saved::Disk(OnDisk { file, offset, .. }) => Some((Arc::clone(file), *offset, *extent)),
@@ -118,7 +118,7 @@ pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(),
     }
     wanted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
     let mut meter = Meter::new(Stage::Restore, wanted.iter().map(|(_, _, extent)| extent.bytes).sum(), progress);
-    // What lies side by side is read in one go.
+    // Adjacent contents are read in one go.
     let neighbours = |a: &(Arc<File>, u64, Extent), b: &(Arc<File>, u64, Extent)| Arc::ptr_eq(&a.0, &b.0) && a.1 + a.2.bytes as u64 == b.1;
     for run in wanted.chunk_by(neighbours) {
         let Some((file, start, _)) = run.first() else { continue };
@@ -136,7 +136,7 @@ pub fn restore(items: &[Item], progress: &mut dyn FnMut(Progress)) -> Result<(),
     Ok(())
 }
 
-/// Allocations one behind the other in the file.
+/// Allocations back to back in the file.
 type Layout = Vec<(ops::Range<u64>, Extent)>;
 
 fn layout(start: u64, extents: impl Iterator<Item = Extent>) -> Layout {
@@ -149,7 +149,7 @@ fn layout(start: u64, extents: impl Iterator<Item = Extent>) -> Layout {
     extents.map(place).collect()
 }
 
-/// Copies between a piece of staging memory and what belongs at its place in the file, and waits for it.
+/// Copies between staging memory at a file offset and the device memory that belongs there, and waits for it.
 fn copy(direction: Direction, layout: &[(ops::Range<u64>, Extent)], offset: u64, host: *mut u8, bytes: usize) -> Result<(), Error> {
     let (mut lane, end) = (Lane::default(), offset + bytes as u64);
     let first = layout.partition_point(|(place, _)| place.end <= offset);
@@ -157,24 +157,24 @@ fn copy(direction: Direction, layout: &[(ops::Range<u64>, Extent)], offset: u64,
         let (from, to) = (place.start.max(offset), place.end.min(end));
         let device = extent.address + (from - place.start);
         let at = host.wrapping_add((from - offset) as usize);
-        // SAFETY: inside the staging memory, which is this call's alone until the lane has finished.
+        // SAFETY: inside the staging memory, which only this call uses until the lane has finished.
         unsafe { lane.queue(direction, extent.context, device, at, (to - from) as usize)? };
     }
     Ok(lane.finish()?)
 }
 
-/// At most so many pieces of so many bytes of staging memory (`disk` has the reasons).
+/// Limits on staging memory (`disk` has the reasons).
 const STAGING_PIECES: usize = 8;
 const STAGING_PIECE: usize = 8 << 20;
 
-/// How much staging memory the files for these contents take, if there are any.
+/// Bytes of staging memory for these contents; `None` if no file is needed.
 pub fn size_of_staging(wanted: &[Wanted]) -> Option<usize> {
     let extents: Vec<_> = wanted.iter().map(|wanted| wanted.extent).collect();
     let largest = in_files(&extents, &settings::disk_directory()).into_iter().map(bytes_of).max()?;
     Some(largest.div_ceil(STAGING_PIECE).clamp(1, STAGING_PIECES) * STAGING_PIECE)
 }
 
-/// Staging memory from the arena, ready to be used.
+/// Prepared staging memory from the arena.
 fn staging_memory(wanted: &[Wanted], context: Context) -> Result<Range, Error> {
     let arena = Arena::get()?;
     let size = size_of_staging(wanted).unwrap_or_default();
@@ -183,11 +183,11 @@ fn staging_memory(wanted: &[Wanted], context: Context) -> Result<Range, Error> {
     Ok(range)
 }
 
-/// Lends staging memory to the file's reader or writer. One at a time uses it: the transition lock is held.
+/// Lends staging memory to the file's reader or writer. One user at a time: the transition lock is held.
 fn through_staging(memory: &Range, work: impl FnOnce(&mut [StagingPiece]) -> Result<(), SpillError<Error>>) -> Result<(), Error> {
     let piece = |number: usize| {
         let address = NonNull::new(memory.address().wrapping_add(number * STAGING_PIECE))?;
-        // SAFETY: a part of a range of ours that is ready, is not copied into forked children, and that nobody else uses.
+        // SAFETY: part of a prepared range that nobody else uses and forked children do not get.
         Some(unsafe { StagingPiece::new(address, STAGING_PIECE) })
     };
     let mut staging: Vec<_> = (0..memory.bytes() / STAGING_PIECE).filter_map(piece).collect();

@@ -1,32 +1,32 @@
-//! The arena's books: which addresses are free, who uses which piece, and how long one that nobody uses stays ready.
+//! The arena's bookkeeping: which addresses are free, who uses which piece, and how long unused pieces stay ready.
 
 use super::ranges::FreeRanges;
 use std::ops;
 use std::time::Instant;
 use vramctl_driver::Pinned;
 
-/// The unit in which host memory is populated, registered and given back, in bytes. Measured on an H200 with 16 cores:
-/// 64 MiB in 16 threads is where populating, registering and copying together are fastest (`docs/performance.md`). The tests'
-/// own build fills thousands of them, and has smaller ones.
+/// The unit in which host memory is populated, registered and released, in bytes. On an H200 with 16 cores, populating,
+/// registering and copying together are fastest with 64 MiB and 16 threads (`docs/performance.md`). Smaller in debug builds,
+/// because the tests populate thousands of them.
 pub const HOST_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 64 << 20 };
 
-/// The pieces that so many bytes from an offset on touch.
+/// The pieces that `bytes` at `offset` touch.
 pub fn pieces_of(offset: usize, bytes: usize) -> ops::Range<usize> {
     offset / HOST_PIECE..(offset + bytes).div_ceil(HOST_PIECE)
 }
 
-/// Every piece, who uses it and what is behind it, and the addresses that are free.
+/// All pieces with their users and memory, and the free addresses.
 #[derive(Default)]
 pub struct Stock {
     /// Free addresses.
     pub free: FreeRanges,
-    /// From the beginning, as far as any was ever used.
+    /// All pieces up to the last one ever used.
     pub pieces: Vec<Piece>,
-    /// Pieces at the beginning whose addresses may be read and written.
+    /// Number of leading pieces with accessible addresses.
     pub open: usize,
-    /// Pieces at the beginning that stay when nobody uses them: the pre-warmed ones.
+    /// Number of leading pieces that stay when unused: the pre-warmed ones.
     pub kept: usize,
-    /// Whether there is a thread that gives back what nobody uses.
+    /// Whether a thread is releasing unused pieces.
     pub releasing: bool,
 }
 
@@ -35,33 +35,33 @@ pub struct Stock {
 pub struct Piece {
     /// What is behind it.
     pub readiness: Readiness,
-    /// How many ranges touch it.
+    /// Number of ranges that touch it.
     pub users: usize,
-    /// While none does: until when it stays ready. `None`: it is to be given back now.
+    /// While unused: until when it stays ready. `None` to release it now.
     pub until: Option<Instant>,
 }
 
-/// What is behind its addresses.
+/// What is behind a piece's addresses.
 #[derive(Default)]
 pub enum Readiness {
-    /// Only addresses.
+    /// No memory.
     #[default]
     Absent,
-    /// A thread is making it ready or giving it back.
+    /// A thread is preparing or releasing it.
     Changing,
-    /// There, and registered with the driver if that was possible.
+    /// Memory, registered with the driver if that was possible.
     Ready(Option<Pinned>),
 }
 
 impl Readiness {
-    /// Whether there is memory, and nobody is changing that.
+    /// Whether it has memory and no thread is changing that.
     pub fn is_ready(&self) -> bool {
         matches!(self, Self::Ready(_))
     }
 }
 
 impl Stock {
-    /// One of them, which may be new.
+    /// A piece, created if necessary.
     pub fn piece(&mut self, piece: usize) -> &mut Piece {
         if piece >= self.pieces.len() {
             self.pieces.resize_with(piece + 1, Piece::default);
@@ -69,13 +69,13 @@ impl Stock {
         &mut self.pieces[piece]
     }
 
-    /// How many pieces have memory, or will have it as soon as a range that touches them is filled.
+    /// Number of pieces that have memory, or will once their ranges are filled.
     pub fn populated(&self) -> usize {
         self.pieces.iter().filter(|piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent)).count()
     }
 
-    /// How many pieces would have memory without some ranges, each an offset and a length, and with others of these sizes;
-    /// `None`: there is no place for those.
+    /// Number of pieces with memory if the `gone` ranges (offset, length) were dropped and ranges of these sizes taken;
+    /// `None` if those do not fit.
     pub fn pieces_with(&self, gone: impl Iterator<Item = (usize, usize)>, sizes: &[usize]) -> Option<usize> {
         let mut free = self.free.clone();
         let mut users: Vec<_> = self.pieces.iter().map(|piece| piece.users).collect();
@@ -92,45 +92,45 @@ impl Stock {
         Some((0..users.len()).filter(|piece| users[*piece] > 0 || stays(*piece)).count())
     }
 
-    /// Pieces that nobody uses, besides the pre-warmed ones.
+    /// Unused pieces, except the pre-warmed ones.
     fn unused(&self) -> impl Iterator<Item = (usize, &Piece)> {
         self.pieces.iter().enumerate().skip(self.kept).filter(|(_, piece)| piece.users == 0)
     }
 
-    /// Whether any of them has memory, or is about to lose it.
+    /// Whether an unused piece has memory or is just losing it.
     pub fn has_spare(&self) -> bool {
         self.unused().any(|(_, piece)| !matches!(piece.readiness, Readiness::Absent))
     }
 
-    /// A piece to be given back by now.
+    /// An expired piece with memory.
     pub fn due_piece(&self, now: Instant) -> Option<usize> {
         let due = |(_, piece): &(usize, &Piece)| piece.readiness.is_ready() && piece.until.is_none_or(|until| until <= now);
         self.unused().find(due).map(|(piece, _)| piece)
     }
 
-    /// When the next piece is to be given back. `None`: there is none with memory.
+    /// When the next piece expires; `None` if no unused piece has memory.
     pub fn next_due(&self) -> Option<Instant> {
         let ready = self.unused().filter(|(_, piece)| piece.readiness.is_ready());
         ready.map(|(_, piece)| piece.until.unwrap_or_else(Instant::now)).min()
     }
 
-    /// Whether any piece is being given back, or to be by now.
+    /// Whether a piece is being released or has expired.
     pub fn is_releasing(&self, now: Instant) -> bool {
         self.due_piece(now).is_some() || self.unused().any(|(_, piece)| matches!(piece.readiness, Readiness::Changing))
     }
 
-    /// None of them stays ready any longer.
+    /// Expires all pieces.
     pub fn expire(&mut self) {
         self.pieces.iter_mut().for_each(|piece| piece.until = None);
     }
 
-    /// The pieces at the beginning that somebody uses or that have memory.
+    /// Number of leading pieces up to the last one in use or with memory.
     pub fn in_use(&self) -> usize {
         let used = |piece: &Piece| piece.users > 0 || !matches!(piece.readiness, Readiness::Absent);
         self.pieces.iter().rposition(used).map_or(0, |last| last + 1).max(self.kept)
     }
 
-    /// The first free place. Low addresses first, so that ranges share pieces and use those that are ready.
+    /// Takes the first free place: low addresses first, so that ranges share pieces and reuse ready ones.
     pub fn take(&mut self, bytes: usize) -> Option<usize> {
         let offset = self.free.take(bytes)?;
         for piece in pieces_of(offset, bytes) {
@@ -139,7 +139,7 @@ impl Stock {
         Some(offset)
     }
 
-    /// Takes back what was taken. `until`: how long what nobody uses any more stays ready.
+    /// Returns a range. Pieces it leaves unused stay ready until `until`.
     pub fn give_back(&mut self, offset: usize, bytes: usize, until: Option<Instant>) {
         for number in pieces_of(offset, bytes) {
             let piece = self.piece(number);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     proptest! {
-        /// Two allocations whose contents overlap in the backup would both be lost.
+        /// Overlapping backups would lose both allocations' contents.
         #[test]
         fn ranges_never_overlap_and_all_comes_back(steps in prop::collection::vec((1usize..90, any::<bool>(), any::<usize>()), 1..200)) {
             const UNIT: usize = 2 << 20;

@@ -1,7 +1,7 @@
-//! Copying contents between device memory and the arena, by several threads of ours.
+//! Copies contents between device memory and the arena on worker threads.
 //!
-//! One thread can keep the link busy when the host memory is ready. Making it ready is what takes many, so each thread
-//! takes a piece at a time, makes it ready while its last piece is still being copied, and queues the copies into it.
+//! One thread keeps the link busy if the host memory is ready; preparing it takes many. So each thread takes a piece at a
+//! time, prepares it while its last piece is still being copied, and queues the copies into it.
 
 use super::arena::Arena;
 use super::copier::{self, By, Choice};
@@ -15,31 +15,31 @@ use vramctl_driver::{CUdeviceptr, Context, Current, Direction, Lane, Mark, Pinne
 use vramctl_host::worker;
 use vramctl_model::{Error, Progress, Stage};
 
-/// The most threads that make host memory ready. More gain nothing, for the driver registers one piece at a time (16 cores: 12
-/// threads 35.3 GB/s, 16 threads 34.4, 32 threads 33.7), and where memory comes slowly fewer are too few.
+/// Most threads that prepare host memory. More gain nothing, because the driver registers one piece at a time (16 cores: 12
+/// threads 35.3 GB/s, 16 threads 34.4, 32 threads 33.7); with slow host memory, fewer are not enough.
 const MOST_THREADS: usize = 16;
-/// Threads that save where all host memory is ready: one queues while the other waits, so that the link never does.
+/// Threads that save if all host memory is ready: one queues while the other waits, so that the link is always busy.
 const FEW_THREADS: usize = 2;
-/// How many pieces of the arena a thread has under way: enough that the link never waits for the thread, few enough that
-/// what is copied is known soon.
+/// Pieces of the arena a thread has in flight: enough to keep the link busy, few enough that finished copies are noticed
+/// soon.
 const UNDER_WAY: usize = 4;
-/// The size of the buffer through which host memory that cannot be registered is filled, for each thread, in bytes.
+/// Size in bytes of each thread's buffer for host memory that cannot be registered.
 const STAGING: usize = 16 << 20;
 
-/// A part of some contents, in one piece of the arena.
+/// A part of some contents that lies in one piece of the arena.
 #[derive(Debug, Clone, Copy)]
 pub struct Part {
-    /// The context of the allocation.
+    /// The allocation's context.
     pub context: Context,
-    /// Where it is on the device.
+    /// Address on the device.
     pub device: CUdeviceptr,
-    /// Where it is in the arena, in bytes from its beginning.
+    /// Offset in the arena, in bytes.
     pub offset: usize,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub bytes: usize,
 }
 
-/// The parts of `bytes` at `device` that are, or will be, in the arena from `offset` on.
+/// Splits `bytes` at `device` into parts at the arena's piece boundaries; their backup starts at `offset`.
 pub fn parts(context: Context, device: CUdeviceptr, mut offset: usize, bytes: usize) -> impl Iterator<Item = Part> {
     let end = offset + bytes;
     let device = device.wrapping_sub(offset as u64);
@@ -51,13 +51,13 @@ pub fn parts(context: Context, device: CUdeviceptr, mut offset: usize, bytes: us
     })
 }
 
-/// Whether all the host memory for parts is there, and the copy engines reach it.
+/// Whether all host memory of the parts is ready and reachable by the copy engines.
 pub fn is_prepared(parts: impl Iterator<Item = Part>) -> bool {
     Arena::get().is_ok_and(|arena| arena.are_pinned(parts.map(|part| part.offset / HOST_PIECE)))
 }
 
-/// Copies parts, given in the order of their offsets, from the device, and hands them back as they are copied. All of them
-/// are when it returns, or the error says why not; nothing is being copied any more in either case.
+/// Copies parts, sorted by offset, from the device and hands them back as they complete. No copy is in flight when this
+/// returns, even on error.
 pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn FnMut(&[Part])) -> Result<(), Error> {
     let total: usize = parts.iter().map(|part| part.bytes).sum();
     let threads = if is_prepared(parts.iter().copied()) { FEW_THREADS } else { threads_to_prepare() };
@@ -69,15 +69,15 @@ pub fn save(parts: &[Part], progress: &mut dyn FnMut(Progress), copied: &mut dyn
     saved
 }
 
-/// Copies parts to the device while `produce` is still making them: it hands over groups of parts, each in one piece of
-/// the arena, as soon as their memory is mapped.
+/// Copies parts to the device while `produce` still runs: it hands over groups of parts, each group in one piece of the
+/// arena, once their memory is mapped.
 pub fn restore(
     total: usize,
     idle: &BTreeSet<Context>,
     progress: &mut dyn FnMut(Progress),
     produce: impl FnOnce(&mut dyn FnMut(Vec<Part>)) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    // The host memory is there, so one thread keeps the link busy; only where it is not registered is there work for more.
+    // The host memory is ready, so one thread keeps the link busy. Unregistered memory leaves work for more.
     let status = Arena::status_of_process();
     let threads = if status.pinned_bytes == status.ready_bytes { 1 } else { threads_to_prepare() };
     transfer(Direction::ToDevice, threads, total, idle, progress, &mut |_| (), produce)
@@ -105,7 +105,7 @@ fn transfer(
     let mut tell = |parts: Vec<Part>| {
         done += parts.iter().map(|part| part.bytes as u64).sum::<u64>();
         progress(Progress { stage, done, total: total as u64 });
-        // What was copied beside a copy that failed stays where it is: it would have to be brought back.
+        // After a failed copy, completed parts are not reported: they would only have to be undone.
         if !stop.load(Ordering::Relaxed) {
             copied(&parts);
         }
@@ -119,8 +119,8 @@ fn transfer(
             let worker = Copier { direction, idle, jobs: &next, stop: &stop, report: report.clone(), staging: None };
             match worker::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
                 Ok(worker) => workers.push(worker),
-                Err(error) if workers.is_empty() => return Err(Error::Internal(format!("no thread could be started: {error}"))),
-                // Fewer do as well.
+                Err(error) if workers.is_empty() => return Err(Error::Internal(format!("could not start a thread: {error}"))),
+                // Fewer will do.
                 Err(_) => break,
             }
         }
@@ -133,18 +133,18 @@ fn transfer(
             stop.store(true, Ordering::Relaxed);
         }
         drop(jobs);
-        // Ends when the last worker does.
+        // Ends with the last worker.
         landed.iter().for_each(&mut tell);
         let worked = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|_| Err(Error::Internal("a copy panicked".into()))));
         produced.and(worked.fold(Ok(()), Result::and))
     })
 }
 
-/// Copies that are under way.
+/// Copies in flight.
 struct InFlight {
     parts: Vec<Part>,
     end: Mark,
-    /// Who copies the one part, and from when on; `None`: it does not matter.
+    /// What copies the single part, and when it started; `None` if not measured.
     measured: Option<(By, Mark)>,
 }
 
@@ -171,12 +171,12 @@ unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &
 
 struct Copier<'a> {
     direction: Direction,
-    /// Where a kernel may copy.
+    /// Contexts in which a kernel may copy.
     idle: &'a BTreeSet<Context>,
     jobs: &'a Mutex<mpsc::Receiver<Vec<Part>>>,
-    /// Set when one has failed: the others need not go on.
+    /// Set when one copy has failed, so that the others stop.
     stop: &'a AtomicBool,
-    /// What has been copied.
+    /// Sends completed parts.
     report: mpsc::Sender<Vec<Part>>,
     staging: Option<PinnedBuffer>,
 }
@@ -214,8 +214,8 @@ impl Copier<'_> {
                 unsafe { queue_by_choice(&mut lane, part, arena.at(part.offset), choice)? }
             } else {
                 for part in &parts {
-                    // SAFETY: the piece is ready and stays so: a range that is being filled or read touches it. Nobody else
-                    // writes to this part of it, or reads it while it is being filled.
+                    // SAFETY: the piece is ready and stays so while a range touches it, as the one being filled or read
+                    // does. Nobody else writes to this part, or reads it while it is being filled.
                     unsafe { lane.queue(self.direction, part.context, part.device, arena.at(part.offset), part.bytes)? };
                 }
                 None
@@ -225,7 +225,7 @@ impl Copier<'_> {
         under_way.into_iter().try_for_each(|flight| self.land(flight, &mut choices))
     }
 
-    /// Waits until copies that are under way are done.
+    /// Waits for copies in flight.
     fn land(&self, flight: InFlight, choices: &mut BTreeMap<Context, Choice>) -> Result<(), Error> {
         flight.end.wait()?;
         if let (Some((by, begin)), [part]) = (flight.measured, &flight.parts[..])
@@ -248,8 +248,8 @@ impl Copier<'_> {
         let _ = self.report.send(copied);
     }
 
-    /// Where host memory cannot be registered: the copy engines fill a buffer that the driver has made, and the processor
-    /// does the rest. Without such a buffer the driver does all of it, more slowly.
+    /// For host memory that cannot be registered: the copy engines use a buffer allocated by the driver, and the processor
+    /// copies between the two. Without a buffer the driver does it all, more slowly.
     fn copy_through_staging(&mut self, part: &Part, host: *mut u8) -> Result<(), Error> {
         if self.staging.is_none() {
             self.staging = Current::push(part.context).and_then(|current| PinnedBuffer::new(STAGING, &current)).ok();
@@ -260,8 +260,8 @@ impl Copier<'_> {
             let bytes = step.min(part.bytes - start);
             let (host, device) = (host.wrapping_add(start), part.device + start as u64);
             let through = buffer.unwrap_or(host);
-            // SAFETY: `host` is readable and writable for `bytes` and ours, as in `work`; the buffer is this worker's, holds
-            // `bytes`, and is not touched before the lane has finished.
+            // SAFETY: `host` is readable and writable for `bytes` and reserved for this copy, as in `work`. The buffer is
+            // this worker's, holds `bytes`, and is not touched before the lane has finished.
             unsafe {
                 if self.direction == Direction::ToDevice && buffer.is_some() {
                     ptr::copy_nonoverlapping(host, through, bytes);

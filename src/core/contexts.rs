@@ -1,8 +1,8 @@
-//! The contexts of this process, as far as they have become visible: work in any context of a device may use the memory of
-//! that device, whichever it was allocated in.
+//! The contexts seen in this process. Work in any context of a device may use that device's memory, whichever context it was
+//! allocated in.
 //!
-//! A context is seen when something is allocated in it, when it is current at a hooked call, and when it is the primary one of
-//! a device that is asked about.
+//! A context is seen when something is allocated in it, when it is current at a hooked call, and when it is the primary
+//! context of a device passed to [`of_devices`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -11,7 +11,7 @@ use vramctl_host::PerProcess;
 
 type Contexts = BTreeMap<Context, CUdevice>;
 
-/// Those that were seen and are not known to be gone, with their devices.
+/// Contexts seen and not known to be destroyed, with their devices.
 static SEEN: PerProcess<RwLock<Contexts>> = PerProcess::new(RwLock::default);
 
 fn read() -> RwLockReadGuard<'static, Contexts> {
@@ -22,15 +22,15 @@ fn write() -> RwLockWriteGuard<'static, Contexts> {
     SEEN.get().write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A context has become visible.
+/// Records a context.
 pub fn note(current: &Current) {
     if !read().contains_key(&current.context()) {
         write().insert(current.context(), current.device());
     }
 }
 
-/// Notes the context that is current on this thread. Cheap, since it is done at every hooked call: whether a known handle has
-/// another context by now is asked when that matters.
+/// Records this thread's current context. Runs at every hooked call, so it must be cheap: whether a known handle now belongs
+/// to a new context is checked only when it matters.
 #[inline]
 pub fn note_current() {
     let Ok(Some(handle)) = ContextHandle::of_thread() else { return };
@@ -41,7 +41,7 @@ pub fn note_current() {
     }
 }
 
-/// The contexts of these devices.
+/// All known contexts of these devices.
 pub fn of_devices(devices: &BTreeSet<CUdevice>) -> BTreeSet<Context> {
     let handles: BTreeSet<_> = read().keys().map(|context| context.handle()).collect();
     handles.into_iter().for_each(note_heir);
@@ -50,7 +50,7 @@ pub fn of_devices(devices: &BTreeSet<CUdevice>) -> BTreeSet<Context> {
     read().iter().filter(|(_, device)| devices.contains(device)).map(|(context, _)| *context).collect()
 }
 
-/// Forgets those that are gone, and says which these are.
+/// Forgets destroyed contexts and returns them.
 pub fn forget_gone() -> Vec<Context> {
     let seen: Vec<_> = read().keys().copied().collect();
     let gone: Vec<_> = seen.into_iter().filter(|context| context.is_gone()).collect();
@@ -59,7 +59,7 @@ pub fn forget_gone() -> Vec<Context> {
     gone
 }
 
-/// Notes the context that has a handle now: it may have been current at many a hooked call, taken for the one before it.
+/// Records the context that now owns a handle: hooked calls may have mistaken it for the handle's previous owner.
 fn note_heir(handle: ContextHandle) {
     if let Ok(context) = handle.context()
         && !read().contains_key(&context)

@@ -1,4 +1,4 @@
-//! Waiting for the device's work.
+//! Waiting for device work.
 
 use std::collections::BTreeSet;
 use std::mem;
@@ -8,7 +8,7 @@ use vramctl_driver::{Context, Current};
 use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Error, Failure};
 
-/// Waits until the work of these contexts has finished. A destroyed context has no work left.
+/// Waits for all work in these contexts. A destroyed context has no work left.
 pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
     exit::while_waiting(|| {
         contexts.into_iter().try_for_each(|context| match Current::push(context) {
@@ -19,21 +19,21 @@ pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
     })
 }
 
-/// The same, for so long at most, and while somebody wants it, who is asked now and then. The driver's own wait has no limit, so
-/// a thread of ours waits in the caller's place, for one caller at a time: where it outlives its caller's limit it ends with the
-/// work, and the next caller waits for it first. It is there from the first such wait on, and sleeps in between.
+/// Like [`wait`], but gives up after `limit`, or once `wanted` (polled now and then) returns false.
+///
+/// The driver's own wait has no timeout, so a worker thread does the waiting, for one caller at a time. If it outlives its
+/// caller's limit, the next caller waits for it to finish first. The thread starts on first use and sleeps between waits.
 pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut dyn FnMut() -> bool) -> Result<(), Error> {
     static WAITER: PerProcess<Waiter> = PerProcess::new(Waiter::default);
     if contexts.is_empty() {
         return Ok(());
     }
-    // An idle device must not look busy to a caller that does not want to wait.
+    // An idle device must not look busy to a caller that passes no time to wait.
     let deadline = Instant::now() + limit.clamp(SHORTEST, LONGEST);
     let waiter = WAITER.get();
     let mut state = waiter.until(deadline, wanted, |turn| matches!(turn, Turn::Free)).ok_or(Error::Busy(limit))?;
     if !state.has_thread {
-        worker::spawn("vramctl-wait", || waiter.serve())
-            .map_err(|error| Error::Internal(format!("no thread could be started: {error}")))?;
+        worker::spawn("vramctl-wait", || waiter.serve()).map_err(|error| Error::Internal(format!("could not start a thread: {error}")))?;
         state.has_thread = true;
     }
     state.turn = Turn::Asked(contexts);
@@ -42,7 +42,7 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut d
     let answered = waiter.until(deadline, wanted, |turn| matches!(turn, Turn::Answered(_)));
     let Some(mut state) = answered else {
         let mut state = waiter.lock();
-        // Not begun: then nobody needs to. Done by now: then nobody wants to know.
+        // If the worker has not started, it no longer needs to. If it has just finished, nobody wants the answer.
         state.turn = if matches!(state.turn, Turn::Waiting) { Turn::Unwanted } else { Turn::Free };
         waiter.changed.notify_all();
         return Err(Error::Busy(limit));
@@ -53,15 +53,15 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut d
     if let Turn::Answered(answer) = turn { Ok(answer?) } else { Ok(()) }
 }
 
-/// What it takes at most to find out that there is nothing to wait for.
+/// Enough time to find that a device is idle.
 const SHORTEST: Duration = Duration::from_millis(50);
-/// Longer than anybody waits, and short enough to be added to the time of day.
+/// Longer than anyone waits, yet small enough to add to an `Instant`.
 const LONGEST: Duration = Duration::from_secs(1 << 32);
 
-/// How often it is asked whether anybody still wants to wait.
+/// How often to ask whether the wait is still wanted.
 const ASK_EVERY: Duration = Duration::from_millis(100);
 
-/// The one thread that waits, and whoever asks it to.
+/// The worker thread and the callers that use it.
 #[derive(Default)]
 struct Waiter {
     state: Mutex<Desk>,
@@ -74,15 +74,15 @@ struct Desk {
     turn: Turn,
 }
 
-/// How far the one wait is that there can be.
+/// State of the one wait that can be in progress.
 #[derive(Default)]
 enum Turn {
     #[default]
     Free,
-    /// These are to be waited for.
+    /// Contexts to wait for.
     Asked(BTreeSet<Context>),
     Waiting,
-    /// The thread waits for them, but the caller does not wait for the thread any more.
+    /// The worker is still waiting, but its caller has given up.
     Unwanted,
     Answered(Result<(), Failure>),
 }
@@ -92,7 +92,7 @@ impl Waiter {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Until the turn is as it should be. `None`: not until the deadline, or nobody wants it any more.
+    /// Waits until `is_so` holds. `None` at the deadline, or if the wait is no longer wanted.
     fn until(&self, deadline: Instant, wanted: &mut dyn FnMut() -> bool, is_so: fn(&Turn) -> bool) -> Option<MutexGuard<'_, Desk>> {
         let mut state = self.lock();
         loop {
@@ -108,7 +108,6 @@ impl Waiter {
         }
     }
 
-    /// What the thread does.
     fn serve(&self) {
         let mut state = self.lock();
         loop {
@@ -116,7 +115,7 @@ impl Waiter {
             state = self.changed.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);
-            // Once nobody wants to know, the program may be about to destroy the next one.
+            // Once nobody wants the answer, the program may be about to destroy the remaining contexts.
             let wanted = || !matches!(self.lock().turn, Turn::Unwanted);
             let answer = contexts.into_iter().take_while(|_| wanted()).try_for_each(|context| wait(BTreeSet::from([context])));
             state = self.lock();

@@ -1,5 +1,5 @@
-//! What this process has under management, and what is done with it: allocations by address ([`memory`]), the contexts whose
-//! work may use them ([`contexts`]), pause and resume ([`transition`]), and the server that hears of both ([`server`]).
+//! The memory this process has under management and the operations on it: allocations by address ([`memory`]), the contexts
+//! whose work may use them ([`contexts`]), pause and resume ([`transition`]), and the control server ([`server`]).
 
 pub mod contexts;
 mod drain;

@@ -1,7 +1,7 @@
-//! The server inside the program: a thread that waits for connections, and one for each connection.
+//! The control server inside the program: one thread accepts connections, and each connection has a thread.
 //!
-//! Whatever a client does (sends garbage, stops in the middle, never reads), the program does not notice: lines are
-//! limited in size and time, connections in number, and a pause under way does not wait for its client.
+//! No client can disturb the program, whether it sends garbage, stalls or never reads: requests are limited in size and
+//! time, connections in number, and a running pause does not wait for its client.
 
 use crate::engine;
 use crate::memory::Memory;
@@ -19,23 +19,23 @@ use vramctl_control::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Ref
 use vramctl_host::{Held, PerProcess, exit, worker};
 use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest};
 
-/// Connections at a time. More are refused: each costs the program a thread.
+/// Connection limit: each connection costs the program a thread.
 const MOST_CONNECTIONS: usize = 16;
-/// How long a client may take to finish a request, and to take in an answer.
+/// How long a client may take to complete a request or to read a reply.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// When a socket is tried again that could not be made.
+/// Delay between attempts to create the socket.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
-/// How often progress is told, at most.
+/// Minimum time between progress messages.
 const TELL_EVERY: Duration = Duration::from_millis(50);
 
-/// Starts the server of this process unless it is there. What goes wrong is said once, and the program goes on without; the
-/// socket is tried again, for what was in its way may be mended.
+/// Starts this process's server unless it is running. A failure is logged once and does not affect the program. Creating the
+/// socket is retried, since the cause may go away.
 pub fn ensure_running() {
     static STARTED: PerProcess<Once> = PerProcess::new(Once::new);
     STARTED.get().call_once(|| {
         let first = listen().inspect_err(complain);
         if let Err(error) = worker::spawn("vramctl-control", || serve(first)) {
-            log::warn!("no control socket: no thread could be started: {error}");
+            log::warn!("no control socket: could not start a thread: {error}");
         }
     });
 }
@@ -46,9 +46,9 @@ fn complain(error: &io::Error) {
 
 fn listen() -> io::Result<Held> {
     let directory = Directory::open_or_create()?;
-    // Before any other thread has it: a fork in between would take the socket along.
+    // Wrap it in `Held` at once: a child forked before then inherits the socket.
     let socket = directory.bind()?;
-    // Between the wait and the call, a client may have gone.
+    // A client may disconnect between `poll` and `accept`.
     socket.set_nonblocking(true)?;
     let socket = Held::new(socket)?;
     log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
@@ -61,11 +61,11 @@ fn serve(mut listener: io::Result<Held>) {
         listener = match listener {
             Ok(socket) => {
                 accept(&socket);
-                log::warn!("the program has closed the control socket; there is a new one");
+                log::warn!("the program closed the control socket; creating a new one");
                 drop(socket);
                 listen().inspect_err(complain)
             }
-            // Whoever listens there is not to be bothered again and again.
+            // Another process listens there; retrying would keep disturbing it.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => return,
             Err(_) => {
                 thread::sleep(TRY_AGAIN);
@@ -75,14 +75,15 @@ fn serve(mut listener: io::Result<Held>) {
     }
 }
 
-/// There if this process has had a socket of its own, which is removed at its end. That of one that is killed stays; whoever
-/// looks for processes next removes it.
+/// Exists if this process has ever bound a socket, which is removed at exit. The socket of a killed process stays behind
+/// until the next discovery removes it.
 static BOUND: PerProcess<()> = PerProcess::new(remove_socket_at_exit);
 
 fn remove_socket_at_exit() {
     extern "C" fn remove() {
         let _ = panic::catch_unwind(|| {
-            // A forked child has this handler, too, and no socket unless it has made one. The directory anew: it may be another.
+            // A forked child inherits this handler but has no socket unless it bound one. Reopen the directory: it may have
+            // been replaced.
             if BOUND.existing().is_some()
                 && let Ok(Some(directory)) = Directory::open()
             {
@@ -94,26 +95,26 @@ fn remove_socket_at_exit() {
     unsafe { libc::atexit(remove) };
 }
 
-/// Takes connections until the socket is not ours any more: a program that goes into the background closes all
-/// descriptors, and has files of its own under the numbers.
+/// Accepts connections until the program closes the socket: a daemonizing program closes all descriptors and then reuses the
+/// numbers for its own files.
 ///
-/// Waits by `poll`, which takes no number. A blocked `accept` would hold the lowest free one, and a program that has closed
-/// a standard stream could not open it again. Whoever connects to a socket that the program has closed meanwhile ends the
-/// wait, is hung up on, and finds the new socket at the next try.
+/// Waits in `poll`, which takes no descriptor number. A blocked `accept` would reserve the lowest free one, and a program
+/// that had closed a standard stream could not reopen it. If the program closes the socket during the wait, the next client
+/// to connect ends the wait, is disconnected, and finds the new socket when it retries.
 fn accept(socket: &Held) {
     loop {
         let Ok(waiting) = socket.get() else { return };
         let mut waiting = libc::pollfd { fd: waiting.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one entry that is writable. Whatever the answer, what follows looks again.
+        // SAFETY: one writable entry. The result does not matter: `accept` below checks again.
         unsafe { libc::poll(&raw mut waiting, 1, -1) };
         let Ok(listener) = socket.as_type::<UnixListener>() else { return };
         match listener.accept() {
             Ok((stream, _)) => welcome(stream),
-            // Shut down: there will never be another connection.
+            // Shut down: no connection will ever arrive.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return,
-            // Nobody is there any more.
+            // The client has disconnected.
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => (),
-            // Out of descriptors, most likely: the program's affair, and over some day.
+            // Most likely out of descriptors. That is up to the program, and temporary.
             Err(error) => {
                 log::debug!("accept: {error}");
                 thread::sleep(Duration::from_millis(200));
@@ -133,18 +134,18 @@ fn welcome(stream: UnixStream) {
         Err(error) => return log::debug!("SO_PEERCRED: {error}"),
     }
     let Some(seat) = Seat::take() else {
-        return refuse(&stream, "too many connections at a time; try again");
+        return refuse(&stream, "too many connections; try again");
     };
     let connection = match Held::new(stream) {
         Ok(held) => Connection { held, _seat: seat },
-        Err(error) => return log::debug!("a connection: {error}"),
+        Err(error) => return log::debug!("could not accept a connection: {error}"),
     };
     if let Err(error) = worker::spawn("vramctl-client", move || converse(&connection)) {
-        log::debug!("no thread for a connection: {error}");
+        log::debug!("could not start a thread for a connection: {error}");
     }
 }
 
-/// One of the connections that there may be at a time.
+/// One of the [`MOST_CONNECTIONS`] slots.
 struct Seat;
 
 static CONNECTIONS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
@@ -162,7 +163,6 @@ impl Drop for Seat {
     }
 }
 
-/// A client's connection.
 struct Connection {
     held: Held,
     _seat: Seat,
@@ -173,13 +173,13 @@ impl Connection {
         self.held.as_type()
     }
 
-    /// Sends a line. With `MSG_DONTWAIT` it is left out if the client is not reading; a line is never sent in part.
+    /// Sends a line. With `MSG_DONTWAIT` the line is dropped if the client is not reading; a line is never cut short.
     fn send(&self, reply: &Reply, flags: libc::c_int) -> io::Result<()> {
         send(&*self.stream()?, reply, flags)
     }
 }
 
-/// Answers the requests of one connection, one after the other, until the client hangs up or cannot be talked to.
+/// Serves one connection's requests in order, until the client disconnects or an error makes it unusable.
 fn converse(connection: &Connection) {
     if connection.stream().and_then(|stream| stream.set_write_timeout(Some(PATIENCE))).is_err() {
         return;
@@ -187,7 +187,7 @@ fn converse(connection: &Connection) {
     let mut lines = Lines { connection, unread: Vec::new() };
     loop {
         let line = lines.next();
-        // While somebody waits for an answer the program's end waits for it, but nothing is begun any more.
+        // At exit, the program waits for replies in progress, but nothing new starts.
         let Some(_answering) = exit::Answering::unless_ending() else {
             let _ = connection.send(&Reply::Error(Refusal::from(&Error::Ending)), libc::MSG_DONTWAIT);
             return;
@@ -206,7 +206,7 @@ fn converse(connection: &Connection) {
 
 fn answer(line: &[u8], connection: &Connection) -> Reply {
     let work = || protocol::parse(line).and_then(|request| carry_out(request, connection));
-    // A defect of ours is the client's answer, not the program's end.
+    // A bug in the library becomes an error reply and must not end the program.
     let done = panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::Internal("a request panicked".into())));
     done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
 }
@@ -241,7 +241,7 @@ fn transition(
     work(wanted.into(), &mut asker).map(Reply::Done)
 }
 
-/// The client that has asked for a pause or resume.
+/// The client that requested a pause or resume.
 struct Asker<'a> {
     connection: &'a Connection,
     wants_progress: bool,
@@ -257,11 +257,11 @@ impl Observer for Asker<'_> {
         }
     }
 
-    /// A client that has only stopped sending still reads the answer; one that has hung up does not.
+    /// A client that has only shut down its sending side still reads the reply; one that has hung up does not.
     fn is_gone(&mut self) -> Option<bool> {
         let Ok(stream) = self.connection.stream() else { return Some(true) };
         let mut socket = libc::pollfd { fd: stream.as_raw_fd(), events: 0, revents: 0 };
-        // SAFETY: one entry that is writable; does not block.
+        // SAFETY: one writable entry; does not block.
         Some(unsafe { libc::poll(&raw mut socket, 1, 0) == 1 && socket.revents & (libc::POLLHUP | libc::POLLERR) != 0 })
     }
 }
@@ -285,9 +285,9 @@ fn send(stream: &UnixStream, reply: &Reply, flags: libc::c_int) -> io::Result<()
     let line = protocol::line(reply);
     let mut rest = line.as_slice();
     while !rest.is_empty() {
-        // Once a part is out, the rest must follow.
+        // Once part of the line is sent, the rest must follow.
         let flags = if rest.len() == line.len() { flags } else { 0 };
-        // SAFETY: `rest` is readable for its length. No SIGPIPE: the program may have a handler for it.
+        // SAFETY: `rest` is readable for its length. `MSG_NOSIGNAL`, because the program may handle SIGPIPE.
         let sent = unsafe { libc::send(stream.as_raw_fd(), rest.as_ptr().cast(), rest.len(), flags | libc::MSG_NOSIGNAL) };
         match usize::try_from(sent) {
             Ok(sent) => rest = &rest[sent..],
@@ -300,14 +300,14 @@ fn send(stream: &UnixStream, reply: &Reply, flags: libc::c_int) -> io::Result<()
     Ok(())
 }
 
-/// Reads lines within limits.
+/// Reads lines, limited in size and time.
 struct Lines<'a> {
     connection: &'a Connection,
     unread: Vec<u8>,
 }
 
 impl Lines<'_> {
-    /// The next line without its newline; `None` when the client has hung up.
+    /// The next line, including its newline; `None` if the client has hung up.
     fn next(&mut self) -> Result<Option<Vec<u8>>, Error> {
         use std::io::Read;
         let deadline = Instant::now() + PATIENCE;
@@ -319,11 +319,11 @@ impl Lines<'_> {
             }
             seen = self.unread.len();
             if seen > LONGEST_REQUEST {
-                return Err(Error::Invalid(format!("a request may have {LONGEST_REQUEST} bytes")));
+                return Err(Error::Invalid(format!("a request is limited to {LONGEST_REQUEST} bytes")));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             let late = || Error::Invalid(format!("no complete request within {} s", PATIENCE.as_secs()));
-            // Where the program has closed it, nobody can be told.
+            // If the program has closed the descriptor, nobody can be told.
             let Ok(stream) = self.connection.stream() else { return Ok(None) };
             if left.is_zero() || stream.set_read_timeout(Some(left)).is_err() {
                 return Err(late());

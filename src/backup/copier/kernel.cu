@@ -1,11 +1,11 @@
-// Copies host memory that the device reaches into device memory, by its processors; mod.rs tells when and why.
+// Copies mapped host memory to device memory with the device's multiprocessors; mod.rs says when and why.
 //
-// scripts/build-kernel makes kernel.ptx of this file.
+// scripts/build-kernel compiles this file to kernel.ptx.
 
 using u64 = unsigned long long;
 
-constexpr int THREADS = 512;  // of a block
-constexpr int UNDER_WAY = 4;  // vectors of 16 bytes that a thread asks for before it writes the first
+constexpr int THREADS = 512;  // per block
+constexpr int UNDER_WAY = 4;  // 16-byte vectors a thread loads before it stores the first
 
 extern "C" __global__ void __launch_bounds__(THREADS) vramctl_copy(const uint4 *from, uint4 *to, u64 vectors) {
     const u64 threads = u64(gridDim.x) * THREADS;

@@ -1,16 +1,16 @@
-//! Copying host memory to the device by its processors, for as long as the copy engines are slow.
+//! Copies host memory to the device with a kernel while the copy engines are slow.
 //!
-//! The driver cleans the memory that is given back to it with the copy engines: 96 GiB in 0.25 s, and longer beside copies. What
-//! is resumed meanwhile shares them: 37 GB/s of a link of 55 (`docs/performance.md`). A kernel that reads the host's memory
-//! over the same link is not held up, and reaches 50; when the engines are free it is the slower one. So both are measured,
-//! by the device's clock, and the faster one goes on. Two processes of 84 GiB swapped in 691 ms, by the engines alone in 799
-//! (their resumes in 337 and 457; medians of five on an H200).
+//! The driver uses the copy engines to clean memory that is returned to it: 96 GiB in 0.25 s, longer beside copies. A resume
+//! meanwhile shares the engines and gets 37 GB/s of a 55 GB/s link (`docs/performance.md`). A kernel that reads host memory
+//! over the same link is not affected and reaches 50 GB/s; when the engines are idle, it is the slower of the two. So both
+//! are measured by the device's clock, and the faster one continues. Swapping two processes of 84 GiB took 691 ms, versus
+//! 799 with the engines alone (the resume: 337 versus 457; medians of five on an H200).
 //!
-//! A kernel also waits for processors while the program's own kernels have them all, and the engines do not. So it is tried
-//! only in contexts whose managed memory was nearly all paused when the resume began, where the program has nothing to run on
-//! (unless `VRAMCTL_COPY=kernel` asks for it).
+//! Unlike the engines, a kernel also has to wait while the program's own kernels occupy every multiprocessor. So it is tried
+//! only in contexts whose managed memory was nearly all paused when the resume began, where the program has nothing to run
+//! on (unless `VRAMCTL_COPY=kernel` forces it).
 //!
-//! Nobody needs it: where it cannot be had, or not yet, the engines copy.
+//! The kernel is optional: until it is loaded, or if it cannot be, the engines copy.
 
 use super::loading::{Availability, Kernels};
 use super::settings;
@@ -26,21 +26,21 @@ const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.
     Err(_) => panic!("a NUL in the kernel"),
 };
 
-/// Threads of a block; the kernel's.
+/// Threads per block, as in the kernel.
 const THREADS: u32 = 512;
 /// Eight blocks keep the link busy, and more make no difference (8 to 132: 49.7 to 51.1 GB/s on an H200).
 const BLOCKS: u32 = 16;
-/// What the kernel copies at a time, in bytes; addresses are multiples of it.
+/// The kernel's unit of copying in bytes, and the required alignment.
 const VECTOR: usize = 16;
 
-/// Copies of fewer bytes are not worth a kernel of which the driver takes 80 ms to compile it, once for a context.
+/// Copying fewer bytes does not justify loading the kernel, which the driver takes 80 ms to compile, once per context.
 pub const WORTH_IT: usize = 4 << 30;
 
 static COPIERS: PerProcess<Kernels<Resident>> = PerProcess::new(Kernels::default);
 
-/// So many bytes are about to be copied from a context, and later back: loads the kernel if it may be wanted then. Beside the
-/// copies, in a thread that nobody waits for, because the driver may wait for the program's work before it loads code; only
-/// where the environment asks for the kernel does the pause wait.
+/// Announces that `bytes` will be copied out of a context and later back, and loads the kernel if it may pay off. It loads
+/// in the background, because the driver may wait for the program's work before loading code. Only if the environment forces
+/// the kernel does the pause wait for it.
 pub fn get_ready(context: Context, bytes: usize) {
     let wait = match settings::copy_by() {
         CopyBy::Engines => return,
@@ -52,7 +52,7 @@ pub fn get_ready(context: Context, bytes: usize) {
     if copiers.knows(context) || !driver::has_to_spare(context) {
         return;
     }
-    copiers.begin(context, load, |failure| log::debug!("{failure}: the copy engines copy alone"));
+    copiers.begin(context, load, |failure| log::debug!("{failure}: only the copy engines will copy"));
     if wait {
         drop(copiers.wait(Some(context)));
     }
@@ -63,7 +63,7 @@ pub fn settle() {
     drop(COPIERS.get().wait(None));
 }
 
-/// The context is about to go, or gone, and its kernel with it.
+/// Drops the kernel of a context that is being destroyed or already is.
 pub fn forget_context(context: Context) {
     if let Some(copiers) = COPIERS.existing() {
         copiers.forget(context);
@@ -71,21 +71,20 @@ pub fn forget_context(context: Context) {
 }
 
 fn load(current: &Current) -> Result<Resident, Failure> {
-    /// It needs none; but its being there tells that the context is.
+    /// The kernel needs no buffer; this one shows whether the context still exists.
     const BUFFER: usize = VECTOR;
     // SAFETY: no bytes are read or written.
     Resident::new(current, PTX, c"vramctl_copy", BUFFER, |parts| unsafe { launch(parts, &parts.stream, 0, 0, 0) })
 }
 
-/// Queues a copy of host memory to a part of device memory by the kernel. `false`: it cannot be done so now, and nothing was
-/// queued.
+/// Queues a kernel copy from host to device memory. `false` if that is not possible now; then nothing was queued.
 ///
 /// # Safety
 /// As for [`Lane::queue`].
 pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<bool, Failure> {
     let current = Current::push(part.context)?;
-    // The driver's word that kernels reach the memory: what was registered in a context that is gone is registered no more,
-    // and a kernel that reads it all the same would end the program's context.
+    // Ask the driver whether kernels can reach the memory: a registration ends with its context, and a kernel that read the
+    // memory anyway would destroy the program's context.
     let Ok(from) = device_address(host) else { return Ok(false) };
     if !(from as usize | part.device as usize | part.bytes).is_multiple_of(VECTOR) {
         return Ok(false);
@@ -93,9 +92,9 @@ pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<boo
     let mut copiers = COPIERS.get().lock();
     let copier = copiers.get_mut(&part.context).and_then(Availability::loaded);
     let Some(parts) = copier.and_then(|copier| copier.parts(&current)) else { return Ok(false) };
-    // SAFETY: the caller's promise, and the driver's about `from`.
+    // SAFETY: the caller's promise, and the driver's answer for `from`.
     match lane.queue_kernel(&current, |stream| unsafe { launch(parts, stream, from, part.device, part.bytes) }) {
-        // The engines can do without the kernel, but nobody can in a context that failed work has spoilt.
+        // The engines can take over unless failed work has corrupted the context.
         Err(failure) if !failure.is_of_earlier_work() => {
             log::debug!("{failure}: the copy engines copy instead");
             Ok(false)
@@ -105,15 +104,15 @@ pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<boo
 }
 
 /// # Safety
-/// The device reads and writes so many bytes at addresses of its own, both multiples of [`VECTOR`], until the stream is done.
+/// The device may read and write `bytes` at these device addresses, all multiples of [`VECTOR`], until the stream is done.
 unsafe fn launch(parts: &Parts, stream: &Stream, from: CUdeviceptr, to: CUdeviceptr, bytes: usize) -> Result<(), Failure> {
     let vectors = (bytes / VECTOR) as u64;
     let arguments: [*const c_void; 3] = [(&raw const from).cast(), (&raw const to).cast(), (&raw const vectors).cast()];
-    // SAFETY: the parameters in kernel.cu are two addresses and a number of 64 bits; the rest is the caller's promise.
+    // SAFETY: the kernel in kernel.cu takes two addresses and a 64-bit count; the rest is the caller's promise.
     unsafe { parts.kernel.launch(stream, BLOCKS, THREADS, arguments.map(<*const c_void>::cast_mut)) }
 }
 
-/// Who copies.
+/// What copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum By {
     /// The copy engines.
@@ -128,30 +127,30 @@ impl By {
     }
 }
 
-/// Who is to copy next in a context: whoever was faster last, and now and then the other one, to see.
+/// Decides what copies next in a context: whichever was faster last, with occasional trials of the other.
 #[derive(Debug)]
 pub struct Choice {
     copy_by: CopyBy,
-    /// What a byte took last, in milliseconds, by the engines and by the kernel.
+    /// Latest time per byte, in milliseconds, of the engines and the kernel.
     took: [Option<f64>; 2],
-    /// The faster one, as far as is known.
+    /// The faster one, as far as known.
     faster: By,
-    /// Copies until the other one is tried.
+    /// Copies left until the next trial.
     until_trial: u32,
-    /// How many there are to be in between. Doubled by every trial that shows nothing new.
+    /// Copies between trials. Doubled after each trial that confirms the choice.
     interval: u32,
 }
 
-/// Smaller copies say little of the speed, in bytes.
+/// Smaller copies, in bytes, say little about speed.
 const TELLING: usize = 16 << 20;
-/// Copies between the first trials; of 64 MiB each they take some 10 ms.
+/// Copies between the first trials; at 64 MiB each, about 10 ms.
 const INTERVAL: u32 = 8;
-/// The most of them while the kernel is faster. A trial by slow engines loses 0.5 ms, to notice 32 copies late that they are
-/// fast again 3 ms: both together least with about so many.
+/// Maximum interval while the kernel is faster. A trial of slow engines costs 0.5 ms; noticing 32 copies late that they are
+/// fast again costs 3 ms. This interval roughly minimizes the sum.
 const LONG_INTERVAL: u32 = 4 * INTERVAL;
 
 impl Choice {
-    /// For copies into a context that begin now. `idle`: nothing runs there that could hold up a kernel.
+    /// For copies into a context that start now. `idle`: nothing runs there that could delay a kernel.
     pub fn now(idle: bool) -> Self {
         Self::new(match settings::copy_by() {
             CopyBy::Auto if !idle => CopyBy::Engines,
@@ -160,17 +159,17 @@ impl Choice {
     }
 
     fn new(copy_by: CopyBy) -> Self {
-        // The kernel first: whether another process has just released memory is not known, and the wrong guess costs 0.1 ms a
-        // piece with it, 0.5 with slow engines. The second piece goes the other way.
+        // Start with the kernel: whether another process has just released memory is unknown, and a wrong guess costs 0.1 ms
+        // per piece with the kernel but 0.5 with slow engines. The second piece tries the engines.
         Self { copy_by, took: [None; 2], faster: By::Kernel, until_trial: 1, interval: INTERVAL }
     }
 
-    /// Who copies the next so many bytes, and whether [`Choice::took`] wants to know how long that took.
+    /// What copies the next `bytes`, and whether to report the duration to [`Choice::took`].
     pub fn next(&mut self, bytes: usize) -> (By, bool) {
         match self.copy_by {
             CopyBy::Kernel => return (By::Kernel, false),
             CopyBy::Engines => return (By::Engines, false),
-            // One by slow engines holds up those behind it.
+            // A small copy by slow engines delays those queued behind it.
             CopyBy::Auto if bytes < TELLING => return (if self.is_known() { self.faster } else { By::Engines }, false),
             CopyBy::Auto => (),
         }
@@ -182,18 +181,18 @@ impl Choice {
         (self.faster.other(), true)
     }
 
-    /// Whether both have copied enough to tell.
+    /// Whether both have been measured.
     fn is_known(&self) -> bool {
         self.took.iter().all(Option::is_some)
     }
 
-    /// The kernel was to copy and could not: it is tried again with one of the next copies.
+    /// The kernel could not copy. It is tried again soon.
     pub fn refused(&mut self) {
         self.until_trial = 1;
         self.faster = By::Engines;
     }
 
-    /// How long so many bytes took.
+    /// Records how long a copy took.
     pub fn took(&mut self, by: By, bytes: usize, milliseconds: f32) {
         self.took[by as usize] = Some(f64::from(milliseconds) / bytes as f64);
         let [Some(engines), Some(kernel)] = self.took else { return };
@@ -203,7 +202,7 @@ impl Choice {
             self.interval = INTERVAL;
             self.until_trial = INTERVAL;
         } else if by != faster {
-            // The engines will be free soon; once they are, they stay so.
+            // The engines will be free soon, and then stay free.
             let most = if faster == By::Kernel { LONG_INTERVAL } else { u32::MAX };
             self.interval = self.interval.saturating_mul(2).min(most);
             self.until_trial = self.until_trial.max(self.interval);
@@ -217,8 +216,8 @@ mod tests {
 
     const PIECE: usize = 64 << 20;
 
-    /// Copies so many pieces one after another, at these speeds in milliseconds a piece by the engines and by the kernel, of
-    /// which a copy is known when three more are under way. Who copied how many.
+    /// Copies `pieces` pieces one after another, at these speeds (milliseconds per piece for engines and kernel), with each
+    /// result known once three more are in flight. Returns how many each copied.
     fn copy(choice: &mut Choice, pieces: usize, speeds: [f32; 2]) -> [usize; 2] {
         let (mut by_each, mut under_way) = ([0; 2], std::collections::VecDeque::new());
         for _ in 0..pieces {

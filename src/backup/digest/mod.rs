@@ -1,8 +1,8 @@
-//! Digests of device memory: which pieces still are what the host has already.
+//! Digests of device memory, to tell which pieces the host already has.
 //!
-//! The device computes them (`kernel.cu`), in one pass at the speed of its memory; [`Key::digest`] is the same on the
-//! processor. `docs/unchanged.md` says what is computed and proves how unlikely it is that a changed piece keeps its
-//! digest: below 2^-91, whatever the change, since each process draws a key of its own and shows it to nobody.
+//! The device computes them (`kernel.cu`) in one pass at the speed of its memory; [`Key::digest`] computes the same on the
+//! CPU. `docs/unchanged.md` defines them and proves how unlikely it is that a changed piece keeps its digest: below 2^-91
+//! for any change, because each process draws a secret key.
 
 use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_void};
@@ -11,28 +11,28 @@ use vramctl_driver::{CUdeviceptr, Current, Parts, Resident};
 use vramctl_host::PerProcess;
 use vramctl_model::{Failure, code};
 
-/// What one digest is of, in bytes: the granularity of device memory.
+/// Bytes covered by one digest: the granularity of device memory.
 pub const DIGEST_PIECE: usize = 2 << 20;
 
-/// Threads that work on one piece. This and the three numbers below are the kernel's.
+/// Threads per piece. This and the next three constants match the kernel's.
 const THREADS: usize = 256;
-/// Vectors of 16 bytes that one thread sums up at a time.
+/// Vectors of 16 bytes that a thread sums per group.
 const VECTORS: usize = 16;
-/// How often it does so for a piece.
+/// Groups per thread.
 const GROUPS: usize = 32;
-/// Sums of each group, in each half of a digest.
+/// Sums per group, in each half of a digest.
 const SUMS: usize = 2;
 const _: () = assert!(THREADS * VECTORS * GROUPS * 16 == DIGEST_PIECE);
 
 /// 2^61 - 1, a prime.
 const PRIME: u64 = (1 << 61) - 1;
 
-/// The digest of one piece: two numbers below 2^61 - 1. Comparable only within one process.
+/// One piece's digest: two numbers below 2^61 - 1. Comparable only within one process.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Digest([u64; 2]);
 
-/// What the digests of a process depend on besides the contents. As the kernel takes it.
+/// A process's secret key, in the kernel's layout.
 #[repr(C)]
 #[derive(Clone)]
 pub struct Key {
@@ -48,7 +48,7 @@ struct Half {
 }
 
 impl Key {
-    /// The key of this process, drawn from the kernel's random numbers at its first use.
+    /// This process's key, drawn from the operating system's random numbers on first use.
     pub fn of_process() -> Result<&'static Self, Failure> {
         static KEY: PerProcess<OnceCell<Key>> = PerProcess::new(OnceCell::new);
         KEY.get().get_or_try_init(|| {
@@ -58,7 +58,7 @@ impl Key {
         })
     }
 
-    /// The key made of these bytes.
+    /// A key from random bytes.
     pub fn from_bytes(bytes: &[u8; mem::size_of::<Self>()]) -> Self {
         let half = |bytes: &[u8]| {
             let (words, point) = bytes.split_at(4 * SUMS * 4 * VECTORS);
@@ -78,7 +78,7 @@ impl Key {
 }
 
 impl Half {
-    /// The polynomial of all sums, in the order of the threads and their groups, at the key's point.
+    /// The polynomial of all sums, ordered by thread and group, at the key's point.
     fn digest(&self, piece: &[u8]) -> u64 {
         let sums = (0..THREADS).flat_map(|thread| {
             (0..GROUPS).flat_map(move |group| {
@@ -93,7 +93,7 @@ impl Half {
     }
 }
 
-/// The sum of the products of each two neighbouring words of a group, each word with its part of the key added to it.
+/// The sum of products of adjacent pairs of a group's words, with the key added to each word.
 fn sum<'a>(key: &[u32; 4 * VECTORS], vectors: impl Iterator<Item = &'a [u8]>) -> u64 {
     key.chunks_exact(4).zip(vectors).fold(0, |sum: u64, (key, vector)| {
         let keyed = |at: usize| u64::from(word(&vector[4 * at..4 * at + 4]).wrapping_add(key[at]));
@@ -124,31 +124,32 @@ const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.
     Err(_) => panic!("a NUL in the kernel"),
 };
 
-/// The device memory of a hasher, in bytes: taken in advance, because a device that is to be paused may be full.
+/// A hasher's device memory in bytes, allocated in advance, because the device may be full at the next pause.
 const BUFFER: usize = 2 << 20;
-/// How many pieces fit the buffer, each with an address and a digest. They are 170 GiB: one launch is nearly always enough.
+/// Pieces per launch, each with an address and a digest in the buffer. They cover 170 GiB, so one launch is nearly always
+/// enough.
 const BATCH: usize = BUFFER / (mem::size_of::<CUdeviceptr>() + mem::size_of::<Digest>());
-/// Where in the buffer the digests are; the addresses come first.
+/// Offset of the digests in the buffer; the addresses come first.
 const DIGESTS: usize = (BATCH * mem::size_of::<CUdeviceptr>()).next_multiple_of(mem::size_of::<Digest>());
 const _: () = assert!(DIGESTS + BATCH * mem::size_of::<Digest>() <= BUFFER);
 
-/// What computes digests in one context.
+/// Computes digests in one context.
 ///
-/// All that it needs is made in advance: nothing is allocated on the device later. Its user enters the relaxed capture
-/// mode, as for any memory management.
+/// Allocates all it needs on the device in advance. Callers must enter the relaxed capture mode, as for any memory
+/// management.
 pub struct Hasher(Resident);
 
 impl Hasher {
-    /// Loads the kernel into the current context and takes 2 MiB of its device's memory.
+    /// Loads the kernel into the current context and allocates 2 MiB on its device.
     pub fn new(current: &Current) -> Result<Self, Failure> {
         Resident::new(current, PTX, c"vramctl_digest", BUFFER, |parts| launch(parts, 0)).map(Self)
     }
 
-    /// The digests of device memory, one for each piece of each span (address, bytes) in order. Spans begin at multiples
-    /// of 16 bytes and are multiples of [`DIGEST_PIECE`] long; others are an invalid value.
+    /// Digests of device memory, one per piece of each span (address, bytes), in order. A span must start at a multiple of
+    /// 16 bytes and be a multiple of [`DIGEST_PIECE`] long; otherwise [`code::INVALID_VALUE`].
     ///
-    /// Waits for the result. After an error nothing of it is running any more. A hasher whose context has been reset
-    /// answers [`code::CONTEXT_IS_DESTROYED`]; make another.
+    /// Waits for the result; nothing is in flight afterwards, even on error. If the hasher's context has been reset, returns
+    /// [`code::CONTEXT_IS_DESTROYED`]; make a new one.
     pub fn digests(&mut self, current: &Current, spans: &[(CUdeviceptr, usize)]) -> Result<Vec<Digest>, Failure> {
         let refuse = |code| Err(Failure { call: "vramctl_digest", code });
         if spans.iter().any(|(address, bytes)| !address.is_multiple_of(16) || !bytes.is_multiple_of(DIGEST_PIECE)) {
@@ -162,8 +163,8 @@ impl Hasher {
         let mut digests = vec![Digest([0; 2]); addresses.len()];
         for (addresses, digests) in addresses.chunks(BATCH).zip(digests.chunks_mut(BATCH)) {
             digest(parts, addresses, digests).inspect_err(|_| {
-                // The vectors are about to be freed, and the pieces perhaps unmapped. A second way of waiting, for that
-                // the first may be what failed; if it fails as well, the context is lost and nothing runs in it.
+                // The vectors are about to be freed, and the pieces perhaps unmapped. Wait again in a different way, because
+                // the first wait may be what failed; if this one fails too, the context is lost and nothing runs in it.
                 let _ = current.wait_for_work();
             })?;
         }
@@ -175,18 +176,18 @@ fn digest(parts: &Parts, addresses: &[CUdeviceptr], digests: &mut [Digest]) -> R
     // SAFETY: the caller keeps the addresses until the stream has finished, here or in `wait_for_work`.
     unsafe { parts.buffer.write(&parts.stream, 0, addresses)? };
     launch(parts, addresses.len())?;
-    // SAFETY: as above; any bits are a digest.
+    // SAFETY: as above; any bits are a valid digest.
     unsafe { parts.buffer.read(&parts.stream, DIGESTS, digests)? };
     parts.stream.synchronize()
 }
 
-/// Has the kernel compute the digests of the first `pieces` addresses in the buffer.
+/// Launches the kernel on the first `pieces` addresses in the buffer.
 fn launch(parts: &Parts, pieces: usize) -> Result<(), Failure> {
     let key = Key::of_process()?;
     let (addresses, digests, count) = (parts.buffer.address(), parts.buffer.address() + DIGESTS as u64, pieces as u32);
     let arguments: [*const c_void; 4] =
         [(&raw const *key).cast(), (&raw const addresses).cast(), (&raw const digests).cast(), (&raw const count).cast()];
-    // SAFETY: the parameters in kernel.cu are a key, two addresses and a number of 32 bits. The buffer stays.
+    // SAFETY: the kernel in kernel.cu takes a key, two addresses and a 32-bit count. The buffer outlives the launch.
     unsafe { parts.kernel.launch(&parts.stream, count.max(1), THREADS as u32, arguments.map(<*const c_void>::cast_mut)) }
 }
 
@@ -194,7 +195,7 @@ fn launch(parts: &Parts, pieces: usize) -> Result<(), Failure> {
 mod tests {
     use super::*;
 
-    /// Bytes without a pattern, the same for the same seed.
+    /// Pseudorandom bytes, reproducible by seed.
     fn noise(seed: u64, bytes: usize) -> Vec<u8> {
         let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let words = (0..bytes.div_ceil(8)).flat_map(|_| {
@@ -216,7 +217,7 @@ mod tests {
         for contents in [vec![0; DIGEST_PIECE], noise(2, DIGEST_PIECE)] {
             let before = key.digest(&contents);
             let (mut changed, last) = (contents, 8 * DIGEST_PIECE - 1);
-            // A stride that is no power of two meets every bit of a word, thread, vector and group.
+            // A stride that is no power of two reaches every bit position in words, threads, vectors and groups.
             for bit in (0..last).step_by(8 * DIGEST_PIECE / 60 + 12_345).chain([last]) {
                 changed[bit / 8] ^= 1 << (bit % 8);
                 let after = key.digest(&changed);
@@ -227,7 +228,7 @@ mod tests {
         }
     }
 
-    /// Contents that weak sums take for the same: moved, swapped, repeated, with changes that cancel out.
+    /// Contents that weak sums confuse: shifted, swapped, repeated, and with changes that cancel out.
     #[test]
     fn what_looks_alike_differs() {
         let key = key(3);
@@ -289,7 +290,7 @@ mod tests {
         }
     }
 
-    /// With a key of zeros a sum is one product of two words, and one word of one vector is easy to follow.
+    /// With a zero key, a sum is a single product of two words, which is easy to check by hand.
     #[test]
     fn one_product_by_hand() {
         let mut bytes = [0; mem::size_of::<Key>()];
@@ -299,7 +300,7 @@ mod tests {
         let last_vector = DIGEST_PIECE - 16;
         piece[last_vector] = 5;
         piece[last_vector + 4] = 7;
-        // The last sums of all are both 5 * 7: 35 * 3 + 35.
+        // The last two sums are both 5 * 7: 35 * 3 + 35.
         assert_eq!(key.digest(&piece), Digest([140, 35]));
     }
 

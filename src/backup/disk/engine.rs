@@ -1,5 +1,5 @@
-//! Many requests on a file in flight: the calling thread submits [`Job`]s, threads with a request each carry them out, and
-//! each comes back to the calling thread when it has ended.
+//! Keeps many file requests in flight: the calling thread submits [`Job`]s, worker threads run one request each, and
+//! completed jobs return to the calling thread.
 
 use super::{ALIGNMENT, Spill, file};
 use std::collections::VecDeque;
@@ -12,23 +12,23 @@ use std::thread::{self, Scope};
 use std::time::Duration;
 use vramctl_host::worker;
 
-/// No more threads than this, each with a request: drives have long been busy then.
+/// Most worker threads, with one request each; that already saturates drives.
 const THREADS: usize = 16;
 
-/// How often in a row a request may come back with nothing done, a [`PAUSE`] apart, before that is an error.
+/// How often in a row a request may make no progress, [`PAUSE`] apart, before that is an error.
 const PATIENCE: u32 = 1000;
 
-/// What a request that came back with nothing done waits before it is made again.
+/// Delay before retrying a request that made no progress.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// What a call does with the file.
+/// The direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     Write,
     Read,
 }
 
-/// One piece of staging memory on its way to or from the file. It takes as many requests as the kernel makes it take.
+/// A piece of staging memory on its way to or from the file, in as many requests as the kernel needs.
 #[derive(Debug)]
 pub struct Job {
     slot: usize,
@@ -41,14 +41,14 @@ pub struct Job {
     pub(super) forced: Option<i32>,
 }
 
-// SAFETY: whoever has the job is the only one to touch the memory: the calling thread leaves it alone until the job is back.
+// SAFETY: only the job's holder touches the memory; the calling thread leaves it alone until the job returns.
 unsafe impl Send for Job {}
 
-/// A job that has ended: the slot of its staging memory, and how.
+/// A completed job: the slot of its staging memory, and the result.
 type Landed = (usize, io::Result<()>);
 
 impl Job {
-    /// All of `piece`, the staging memory of `slot`, at the offset `at`.
+    /// Transfers all of `piece`, the staging memory of `slot`, at the file offset `at`.
     pub fn new(slot: usize, piece: &mut [u8], at: u64) -> Self {
         Self {
             slot,
@@ -62,14 +62,14 @@ impl Job {
         }
     }
 
-    /// Takes in what a request came to, bytes or a negative error code. `None`: another request is to go on from there.
+    /// Processes a request's result: bytes, or a negative error code. `None` if another request must continue the job.
     fn advance(&mut self, result: i64) -> Option<io::Result<()>> {
         #[cfg(test)]
         let result = self.forced.take().map_or(result, i64::from);
         let moved = match result {
             1.. => result as usize,
             0 => {
-                let text = format!("nothing moves at byte {}", self.at + self.done as u64);
+                let text = format!("no progress at byte {}", self.at + self.done as u64);
                 return Some(Err(io::Error::new(io::ErrorKind::UnexpectedEof, text)));
             }
             _ if [libc::EINTR, libc::EAGAIN].contains(&(-result as i32)) && self.in_vain < PATIENCE => 0,
@@ -78,7 +78,7 @@ impl Job {
                 return Some(Err(io::Error::new(error.kind(), format!("{error}, at byte {}", self.at + self.done as u64))));
             }
         };
-        // Direct requests begin at whole blocks only.
+        // Direct I/O must start at whole blocks.
         let moved = moved / ALIGNMENT * ALIGNMENT;
         self.done += moved;
         if self.done == self.bytes {
@@ -94,7 +94,7 @@ impl Job {
     }
 }
 
-/// What the threads of one call share: the file, and the jobs that wait.
+/// What a call's threads share: the file and the waiting jobs.
 pub struct Queue<'a> {
     spill: &'a Spill,
     operation: Operation,
@@ -123,22 +123,22 @@ impl<'a> Queue<'a> {
         self.changed.notify_one();
     }
 
-    /// Waits for a job. `None`: there are no more.
+    /// Waits for a job. `None` if there are no more.
     fn next(&self) -> Option<Job> {
         let idle = |waiting: &mut Waiting| waiting.jobs.is_empty() && !waiting.closed;
         self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner).jobs.pop_front()
     }
 
-    /// Forgets the jobs that wait, and lets every thread know that there are no more.
+    /// Drops waiting jobs and tells every thread to stop.
     fn close(&self) {
         *self.lock() = Waiting { jobs: VecDeque::new(), closed: true };
         self.changed.notify_all();
     }
 
-    /// Carries a job out in the calling thread.
+    /// Runs a job on this thread.
     fn perform(&self, mut job: Job) -> Landed {
         loop {
-            // For each request anew: the program may have closed it.
+            // Look it up for each request: the program may have closed it.
             let file = match self.spill.file() {
                 Ok(file) => file,
                 Err(error) => return (job.slot, Err(error)),
@@ -147,7 +147,7 @@ impl<'a> Queue<'a> {
             #[cfg(test)]
             let bytes = self.spill.faults.shape(self.operation, &mut job, bytes);
             let (descriptor, at) = (file.as_raw_fd(), (job.at + job.done as u64) as i64);
-            // SAFETY: the memory is the job's, readable and writable for that many bytes from `done` on.
+            // SAFETY: the memory belongs to the job, and is readable and writable for `bytes` from `done` on.
             let result = unsafe {
                 let address = job.address.as_ptr().add(job.done).cast();
                 match self.operation {
@@ -166,17 +166,16 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Carries jobs out one after the other until there are no more.
+    /// Runs jobs until there are no more.
     fn serve(&self, landed: &Sender<Landed>) {
         while let Some(job) = self.next() {
-            // Nobody waits for it any more after an error.
+            // After an error, nobody receives it.
             drop(landed.send(self.perform(job)));
         }
     }
 }
 
-/// The calling thread's end of an engine. When it is dropped the threads end: requests that were made are waited for, jobs
-/// that wait are forgotten.
+/// The calling thread's handle on the workers. Dropping it stops them: running requests finish, waiting jobs are dropped.
 pub struct Flight<'a> {
     queue: &'a Queue<'a>,
     landed: Receiver<Landed>,
@@ -184,24 +183,24 @@ pub struct Flight<'a> {
 }
 
 impl<'a> Flight<'a> {
-    /// Starts the engine in `scope`, for as many jobs at a time as there are `slots`.
+    /// Starts the workers in `scope`, for at most `slots` jobs at a time.
     pub fn start<'scope>(scope: &'scope Scope<'scope, 'a>, queue: &'a Queue<'a>, slots: usize) -> io::Result<Self> {
         let (sender, landed) = mpsc::channel();
-        // From here on, so that the threads end with it whatever happens.
+        // Create it before the threads, so that they always end with it.
         let flight = Self { queue, landed, outstanding: 0 };
         for thread in 0..slots.min(THREADS) {
             let sender = sender.clone();
             match worker::spawn_scoped(scope, NAME, move || queue.serve(&sender)) {
                 Ok(_) => (),
                 Err(error) if thread == 0 => return Err(error),
-                // Fewer are slower and nothing else.
+                // Fewer workers are only slower.
                 Err(_) => break,
             }
         }
         Ok(flight)
     }
 
-    /// Hands a job to the engine. Its memory is not to be touched until it has landed.
+    /// Submits a job. Its memory must not be touched until it has landed.
     pub fn submit(&mut self, job: Job) {
         self.outstanding += 1;
         self.queue.put(job);
@@ -212,13 +211,13 @@ impl<'a> Flight<'a> {
         self.outstanding > 0
     }
 
-    /// Waits until a job has ended. Its slot, or what went wrong.
+    /// Waits for a job to complete and returns its slot.
     pub fn landed(&mut self) -> io::Result<usize> {
-        let landed = self.landed.recv().map_err(|_| io::Error::other("the threads that write and read it have ended"))?;
+        let landed = self.landed.recv().map_err(|_| io::Error::other("the I/O threads have exited"))?;
         self.take_in(landed)
     }
 
-    /// The same without waiting, if one has ended.
+    /// The same without waiting.
     pub fn landed_already(&mut self) -> io::Result<Option<usize>> {
         self.landed.try_recv().ok().map(|landed| self.take_in(landed)).transpose()
     }

@@ -1,23 +1,23 @@
-//! A kernel that fails on demand: for tests of what requests may come to.
+//! Fault injection: makes requests fail or fall short in tests.
 
 use super::ALIGNMENT;
 use super::engine::{Job, Operation};
 use std::fmt;
 
-/// What tests have the kernel say instead of what it says.
+/// Faults to inject.
 #[derive(Default)]
 pub struct Faults {
-    /// Asked before each request with its operation, offset and bytes.
+    /// Called before each request with its operation, offset and bytes.
     pub request: Option<Box<Shape>>,
 }
 
 pub type Shape = dyn Fn(Operation, u64, usize) -> Fault + Send + Sync;
 
-/// What becomes of a request.
+/// What happens to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     None,
-    /// It moves no more than so many bytes.
+    /// It moves at most this many bytes.
     Short(usize),
     /// It fails with this code, whatever it has moved.
     Fail(i32),

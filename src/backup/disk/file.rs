@@ -1,4 +1,4 @@
-//! How the file of a [`Spill`](super::Spill) comes about, and how its page cache is emptied.
+//! How the file of a [`Spill`](super::Spill) is created, and how its page cache is emptied.
 
 use super::{ALIGNMENT, names};
 use std::collections::hash_map::RandomState;
@@ -11,7 +11,7 @@ use std::{io, mem, process};
 use vramctl_host::log_once;
 use vramctl_model::Bytes;
 
-/// A file of `bytes` bytes in `directory`, and whether requests on it are direct. After an error there is none.
+/// Creates a file of `bytes` bytes in `directory`, and returns whether it uses direct I/O. Leaves no file on error.
 pub fn create(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(File, bool)> {
     let made = make(directory, name, bytes);
     if let (Err(error), Some(name)) = (&made, name)
@@ -27,30 +27,30 @@ fn make(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(File, b
         io::Error::new(error.kind(), format!("cannot {what} a backup file in {}: {error}", directory.display()))
     };
     let opened = name.map_or_else(|| open(directory), |name| names::open(&directory.join(name)));
-    let file = opened.map_err(|error| in_directory("make", &error))?;
+    let file = opened.map_err(|error| in_directory("create", &error))?;
     warn_of_memory(&file);
     reserve(&file, directory, bytes).map_err(|error| match error.kind() {
         io::ErrorKind::StorageFull => error,
-        _ => in_directory(&format!("set {} aside for", Bytes(bytes)), &error),
+        _ => in_directory(&format!("reserve {} for", Bytes(bytes)), &error),
     })?;
     let direct = make_direct(&file, bytes).map_err(|error| in_directory("use", &error))?;
     Ok((file, direct))
 }
 
-/// A file without a name. Where the file system has no such thing (NFS, FUSE), one whose name is gone at once.
+/// Opens a file without a name. On file systems that do not support that (NFS, FUSE), opens a named one and unlinks it.
 fn open(directory: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);
     match options.custom_flags(libc::O_TMPFILE | libc::O_EXCL | libc::O_CLOEXEC).open(directory) {
-        // A kernel that does not know the flag takes it for an attempt to write to a directory.
+        // A kernel that does not know the flag treats this as opening a directory for writing.
         Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => open_and_unlink(directory),
         other => other,
     }
 }
 
-/// The same with a name for a moment.
+/// Opens a named file and unlinks it.
 pub(super) fn open_and_unlink(directory: &Path) -> io::Result<File> {
-    // Nobody can guess the keys of a `RandomState`; who guessed would still find `create_new` in the way.
+    // `RandomState` has unpredictable keys, and even a correct guess would run into `create_new`.
     let name = format!(".vramctl-{}-{:016x}", process::id(), RandomState::new().build_hasher().finish());
     let path = directory.join(name);
     let mut options = OpenOptions::new();
@@ -60,11 +60,11 @@ pub(super) fn open_and_unlink(directory: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Sets the space aside and gives the file its size.
+/// Allocates the space and sets the file's size.
 fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
-    /// So much in one call that a signal, after which the call starts anew, does not keep it from ever ending.
+    /// Small enough that frequent signals, each of which restarts the call, cannot stall it forever.
     const STEP: u64 = 256 << 20;
-    // Beyond this limit the kernel does not only refuse: it sends a signal that ends the program.
+    // Beyond this limit the kernel does not only refuse but sends a fatal signal.
     if bytes > file_size_limit() {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
@@ -73,7 +73,7 @@ fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
         let text = format!("too little space in {} for a backup: {} needed, {available} available", directory.display(), Bytes(bytes));
         io::Error::new(io::ErrorKind::StorageFull, text)
     };
-    // First a look, so that a disk that is too small is not filled to the brim on the way to the error.
+    // Check first, so that a disk that is too small is not filled up before the error.
     if available_bytes(file).is_some_and(|available| available < bytes) {
         return Err(full());
     }
@@ -86,7 +86,7 @@ fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
             _ => match io::Error::last_os_error().raw_os_error().unwrap_or(0) {
                 libc::EINTR => {}
                 libc::ENOSPC | libc::EDQUOT => return Err(full()),
-                // The file system cannot; the first look has to do.
+                // The file system does not support it; the first check must do.
                 libc::EOPNOTSUPP | libc::ENOSYS => return file.set_len(bytes),
                 other => return Err(io::Error::from_raw_os_error(other)),
             },
@@ -97,14 +97,14 @@ fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
 
 fn file_size_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is writable. Without an answer there is no limit.
+    // SAFETY: `limit` is writable. On failure there is no limit.
     unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
     limit.rlim_cur
 }
 
-/// Bytes that the file system still gives this user, if it counts them.
+/// Bytes this user can still allocate, if the file system reports that.
 fn available_bytes(file: &File) -> Option<u64> {
-    // SAFETY: plain data, for which all zeroes is a value, and writable.
+    // SAFETY: plain data, valid as all zeros, and writable.
     let statistics = unsafe {
         let mut statistics: libc::statvfs64 = mem::zeroed();
         if libc::fstatvfs64(file.as_raw_fd(), &raw mut statistics) != 0 {
@@ -115,7 +115,7 @@ fn available_bytes(file: &File) -> Option<u64> {
     (statistics.f_blocks > 0).then(|| statistics.f_bavail * statistics.f_frsize)
 }
 
-/// Turns direct I/O on if the file system has it: some refuse the flag, some only the first request.
+/// Enables direct I/O if the file system supports it: some refuse the flag, others the first request.
 fn make_direct(file: &File, bytes: u64) -> io::Result<bool> {
     #[repr(align(4096))]
     struct Block([u8; ALIGNMENT]);
@@ -140,7 +140,7 @@ fn make_direct(file: &File, bytes: u64) -> io::Result<bool> {
     }
 }
 
-/// Whether the flag is now as wished.
+/// Returns whether the flag was set as requested.
 pub(super) fn set_direct(file: &File, direct: bool) -> bool {
     // SAFETY: these calls touch no memory.
     unsafe {
@@ -150,20 +150,20 @@ pub(super) fn set_direct(file: &File, direct: bool) -> bool {
     }
 }
 
-/// A directory that is itself in memory saves none.
+/// Warns about a directory that is itself in memory and so saves none.
 fn warn_of_memory(file: &File) {
-    // SAFETY: plain data, for which all zeroes is a value, and writable.
+    // SAFETY: plain data, valid as all zeros, and writable.
     let kind = unsafe {
         let mut statistics: libc::statfs64 = mem::zeroed();
         libc::fstatfs64(file.as_raw_fd(), &raw mut statistics);
         statistics.f_type
     };
     if kind == libc::TMPFS_MAGIC {
-        log_once!(log::Level::Warn, "the directory of disk backups is a tmpfs: contents go to host memory");
+        log_once!(log::Level::Warn, "the directory for disk backups is a tmpfs, so contents stay in host memory");
     }
 }
 
-/// Empties the page cache of a range, after writing back what is in it. Errors are those of the writing.
+/// Writes a range back and drops it from the page cache. Errors come from the write-back.
 pub fn leave_no_cache(file: &File, offset: u64, bytes: u64) -> io::Result<()> {
     const WRITE_AND_WAIT: libc::c_uint = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
     let (offset, bytes) = (offset as libc::off64_t, bytes as libc::off64_t);
@@ -175,12 +175,12 @@ pub fn leave_no_cache(file: &File, offset: u64, bytes: u64) -> io::Result<()> {
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             Some(libc::EINTR) => {}
-            // What cannot be done this way the system does in its own time.
+            // Not supported here; the system writes back in its own time.
             Some(libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP) => break,
             _ => return Err(error),
         }
     }
-    // SAFETY: the call touches no memory. It is a hint: what it does not drop is dropped when memory is short.
+    // SAFETY: the call touches no memory. Best effort: what stays cached is dropped under memory pressure.
     unsafe { libc::posix_fadvise64(file.as_raw_fd(), offset, bytes, libc::POSIX_FADV_DONTNEED) };
     Ok(())
 }

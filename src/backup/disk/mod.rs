@@ -1,9 +1,8 @@
-//! Backups on disk: a file, written and read past the page cache. It has no name, or one that goes with it ([`names`]).
+//! Backups on disk: a file, written and read past the page cache. It is unnamed, or its name is removed with it (`names`).
 //!
-//! A [`Spill`] is the file. [`Spill::write`] and [`Spill::read`] move its contents through staging memory of the caller,
-//! many requests at a time: the calling thread copies between the device and the staging memory (`fill`, `drain`), and
-//! the drive works meanwhile. What keeps the drive busy lives in `engine` and ends with each call; how the file comes
-//! about is in `file`.
+//! A [`Spill`] is the file. [`Spill::write`] and [`Spill::read`] move its contents through the caller's staging memory with
+//! many requests in flight: the calling thread copies between the device and staging memory (`fill`, `drain`) while the
+//! drive works. `engine` runs the requests and ends with each call; `file` creates the file.
 
 mod engine;
 #[cfg(test)]
@@ -26,20 +25,20 @@ use std::{fmt, io, slice, thread};
 use vramctl_host::Held;
 use vramctl_model::Bytes;
 
-/// What direct I/O wants addresses, offsets and lengths to be multiples of, in bytes: the largest block of any drive.
+/// Required alignment of addresses, offsets and lengths for direct I/O, in bytes: the largest block size of any drive.
 pub const ALIGNMENT: usize = 4096;
 
-/// Bytes outside memory: a file as large as was asked for, whose space the file system has set aside.
+/// A file whose space is allocated in advance if the file system supports it.
 ///
-/// It has no name unless it was made with one, and forked children close their copies of the descriptor ([`Held`]), so nothing outlives the process. Dropping it gives
-/// the space back, which takes a moment for a large file: not on the path of a resume. Dropping a child's copy of the value
-/// leaves the parent's contents alone.
+/// It is unnamed unless created with a name, and forked children close their copies of the descriptor ([`Held`]), so nothing
+/// outlives the process. Dropping it frees the space. That takes a moment for a large file, so do not do it on the path of a
+/// resume. Dropping a forked child's copy does not affect the parent's file.
 ///
-/// Threads may use it at the same time, each on its own range.
+/// Threads may use it concurrently, each on its own range.
 #[derive(Debug)]
 pub struct Spill {
     held: Held,
-    /// Whether requests go past the page cache. Where the file system refuses that, they go through it and leave nothing there.
+    /// Whether requests bypass the page cache. If the file system refuses, they go through it and drop their pages.
     direct: bool,
     directory: PathBuf,
     name: Option<String>,
@@ -48,12 +47,11 @@ pub struct Spill {
     faults: faults::Faults,
 }
 
-/// A piece of memory that requests go through: the unit in which the file is written and read.
+/// A piece of staging memory: the unit in which the file is written and read.
 ///
-/// Eight of 8 MiB are enough for the drives of today. A request of several MiB costs the drive no more than its bytes (the
-/// kernel splits it and hands the parts over together), is near the size at which the link to the device is at its
-/// fastest, and makes what a request costs the processor too small to measure. Eight of them keep 64 MiB in
-/// flight, a millisecond's worth for a drive, or several together, of 50 GB/s.
+/// Eight pieces of 8 MiB saturate today's drives. A request of several MiB has no overhead on the drive (the kernel splits
+/// it and submits the parts together) and too little on the CPU to measure, and it is near the size at which the device link
+/// is fastest. Eight keep 64 MiB in flight, a millisecond's worth for drives of 50 GB/s in total.
 #[derive(Debug)]
 pub struct StagingPiece<'a> {
     address: NonNull<u8>,
@@ -64,18 +62,18 @@ pub struct StagingPiece<'a> {
 // SAFETY: it stands for a `&mut [u8]`.
 unsafe impl Send for StagingPiece<'_> {}
 
-/// Puts what belongs at an offset of the file into a piece of staging memory.
+/// Fills staging memory with the contents that belong at a file offset.
 pub type Fill<'a, E> = dyn FnMut(u64, &mut [u8]) -> Result<(), E> + 'a;
 
-/// Takes what was read at an offset of the file from a piece of staging memory.
+/// Takes the contents read at a file offset from staging memory.
 pub type Drain<'a, E> = dyn FnMut(u64, &[u8]) -> Result<(), E> + 'a;
 
-/// Why contents were not written or read. Whatever it is, no request is outstanding any more.
+/// Why a transfer failed. No request is in flight in any case.
 #[derive(Debug)]
 pub enum SpillError<E> {
-    /// The file: the text says which one, where in it and why; the kind is the operating system's.
+    /// A file error. The text says which file, where in it and why; the kind is the operating system's.
     Io(io::Error),
-    /// What `fill` or `drain` said.
+    /// An error from `fill` or `drain`.
     Copy(E),
 }
 
@@ -83,34 +81,34 @@ impl StagingPiece<'_> {
     /// Lends `bytes` bytes at `address`, both multiples of [`ALIGNMENT`].
     ///
     /// # Safety
-    /// The memory is initialised, readable and writable, and nobody else touches it for `'a`. A child forked meanwhile must
-    /// not get a copy of it (`MADV_DONTFORK`), since older kernels could then hand the drive's data to the wrong process.
+    /// The memory is initialized, readable and writable, and nobody else touches it for `'a`. Forked children must not
+    /// inherit it (`MADV_DONTFORK`), since older kernels could then deliver the drive's data to the wrong process.
     pub unsafe fn new(address: NonNull<u8>, bytes: usize) -> Self {
         Self { address, bytes, lent: PhantomData }
     }
 
-    /// How many bytes.
+    /// Its size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
     fn slice(&mut self, bytes: usize) -> &mut [u8] {
-        // SAFETY: as promised to `new`; no request on this memory is in flight when the engine's callers come here.
+        // SAFETY: as promised to `new`; no request on this memory is in flight when this is called.
         unsafe { slice::from_raw_parts_mut(self.address.as_ptr(), bytes.min(self.bytes)) }
     }
 }
 
 impl Spill {
-    /// A file of `bytes` bytes in `directory`. All of its space is set aside now where the file system can do that, so
-    /// that a full disk is known before anything depends on it.
+    /// Creates a file of `bytes` bytes in `directory`. Allocates all its space now if the file system supports that, so that
+    /// a full disk shows before anything depends on the file.
     ///
-    /// Errors name the directory. A full disk is a [`StorageFull`](io::ErrorKind::StorageFull) with the bytes needed and
-    /// available, a size beyond the process's limit of file sizes a [`FileTooLarge`](io::ErrorKind::FileTooLarge).
+    /// Errors name the directory. A full disk is [`StorageFull`](io::ErrorKind::StorageFull), with the bytes needed and
+    /// available; a size beyond the process's file size limit is [`FileTooLarge`](io::ErrorKind::FileTooLarge).
     pub fn create(directory: &Path, bytes: u64) -> io::Result<Self> {
         Self::make(directory, None, bytes)
     }
 
-    /// The same under a name in which `number` is, for as long as it lives.
+    /// The same, with a name that contains `number` and lasts as long as the value.
     pub fn create_named(directory: &Path, number: u64, bytes: u64) -> io::Result<Self> {
         Self::make(directory, Some(names::of(number)), bytes)
     }
@@ -133,16 +131,17 @@ impl Spill {
         self.bytes
     }
 
-    /// Writes `bytes` bytes at `offset`, both multiples of [`ALIGNMENT`]. The contents come from `fill`, which the
-    /// calling thread calls for one piece of staging memory after the other with the piece's offset in the file.
+    /// Writes `bytes` bytes at `offset`, both multiples of [`ALIGNMENT`]. Calls `fill` on the calling thread for each piece,
+    /// with its file offset.
     ///
-    /// All is in the file when it returns. After an error the range holds anything, and the rest of the file what it did.
+    /// The data is in the file on return. On error, the range's contents are undefined, and the rest of the file is
+    /// unchanged.
     pub fn write<E>(&self, staging: &mut [StagingPiece], offset: u64, bytes: u64, fill: &mut Fill<E>) -> Result<(), SpillError<E>> {
         self.fly(Operation::Write, staging, offset, bytes, |flight, staging| {
             let mut free: Vec<_> = (0..staging.len()).collect();
             let (mut at, end) = (offset, offset + bytes);
             while at < end {
-                // What has come back is looked at first, so that an error ends the call soon.
+                // Check completed jobs first, so that an error ends the call soon.
                 let slot = match flight.landed_already()? {
                     Some(slot) => slot,
                     None => match free.pop() {
@@ -163,8 +162,8 @@ impl Spill {
         })
     }
 
-    /// Reads `bytes` bytes at `offset`, both multiples of [`ALIGNMENT`], and hands them to `drain` piece after piece, in
-    /// order, with their offset in the file. The calling thread calls `drain`, while the pieces ahead are being read.
+    /// Reads `bytes` bytes at `offset`, both multiples of [`ALIGNMENT`]. Calls `drain` on the calling thread for each piece
+    /// in order, with its file offset, while later pieces are being read.
     pub fn read<E>(&self, staging: &mut [StagingPiece], offset: u64, bytes: u64, drain: &mut Drain<E>) -> Result<(), SpillError<E>> {
         self.fly(Operation::Read, staging, offset, bytes, |flight, staging| {
             let mut landed = vec![false; staging.len()];
@@ -193,7 +192,7 @@ impl Spill {
         })
     }
 
-    /// Runs `work` with an engine under it, and returns when the engine has ended.
+    /// Runs `work` with the engine, and returns once the engine has stopped.
     fn fly<E>(
         &self,
         operation: Operation,
@@ -206,7 +205,7 @@ impl Spill {
             self.check(staging, offset, bytes)?;
             let queue = Queue::new(self, operation);
             let result = thread::scope(|scope| work(&mut Flight::start(scope, &queue, staging.len())?, staging));
-            // Also where requests were direct: some file systems say so and then use the page cache.
+            // Even with direct I/O: some file systems accept the flag and use the page cache anyway.
             file::leave_no_cache(&*self.file()?, offset, bytes)?;
             result
         };
@@ -220,15 +219,15 @@ impl Spill {
         })
     }
 
-    /// Takes its name away, where it has one; its contents stay.
+    /// Removes its name, if any; the contents stay.
     pub fn unlink(&mut self) {
-        // In a forked child it is the parent's.
+        // In a forked child, the name is the parent's.
         if let Some(name) = self.name.take().filter(|_| self.held.is_ours()) {
             names::remove(&self.directory.join(name));
         }
     }
 
-    /// The file, for a call that begins now.
+    /// The file, for one call.
     fn file(&self) -> io::Result<ManuallyDrop<File>> {
         self.held.as_type()
     }
@@ -237,10 +236,10 @@ impl Spill {
         let aligned = |number: u64| number.is_multiple_of(ALIGNMENT as u64);
         let fits = |piece: &StagingPiece| piece.bytes > 0 && aligned(piece.bytes as u64) && aligned(piece.address.as_ptr() as u64);
         if staging.is_empty() || !staging.iter().all(fits) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "no staging memory, or none that direct I/O can use"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "staging memory is missing or not aligned for direct I/O"));
         }
         if !aligned(offset) || !aligned(bytes) || offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
-            let text = format!("{} at {offset} is not a range of whole pages in its {}", Bytes(bytes), Bytes(self.bytes));
+            let text = format!("{} at offset {offset} is not a page-aligned range of a file of {}", Bytes(bytes), Bytes(self.bytes));
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         Ok(())
@@ -250,8 +249,8 @@ impl Spill {
 impl Drop for Spill {
     fn drop(&mut self) {
         self.unlink();
-        // Whoever else has a descriptor of the file is not to keep the space. What fails here leaves the file as it is, to be
-        // freed with its last descriptor. In a forked child, and where the program has closed it, it is not there.
+        // Others may hold a descriptor of the file but must not keep its space. Best effort: on failure, the last descriptor
+        // frees the space. There is no file in a forked child, or if the program has closed it.
         if let Ok(file) = self.file() {
             drop(file.set_len(0));
         }

@@ -1,8 +1,8 @@
-//! Files with names, in a directory that somebody looks into.
+//! Named files, for directories that others inspect.
 //!
-//! A process that is killed leaves them behind, and the next one to use the directory removes them. Each file is locked by
-//! its process for as long as that lives (`flock`, which the system undoes whatever the process dies of), so what can be locked
-//! is stale. Process ids would not tell: they are used again, and other containers count their own.
+//! A killed process leaves its files behind, and the next one to use the directory removes them. Each process locks its
+//! files while it lives (`flock`, which the system releases however the process dies), so a file that can be locked is
+//! stale. Process ids would not do: they are reused, and each container has its own.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
@@ -14,10 +14,10 @@ use std::time::Duration;
 use std::{io, process, thread};
 use vramctl_host::PerProcess;
 
-/// `vramctl-<process>-<its start>-<number>`: nobody else's.
+/// A unique name: `vramctl-<pid>-<process start time>-<number>`.
 pub fn of(number: u64) -> String {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The program's name, in parentheses, may have anything in it.
+    // The program's name, in parentheses, may contain anything.
     let began = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(19)).unwrap_or("0");
     format!("vramctl-{}-{began}-{number:x}", process::id())
 }
@@ -28,15 +28,15 @@ fn is_ours(name: &str) -> bool {
     matches!(parts[..], [process, start, number] if digits(process, 10) && digits(start, 10) && digits(number, 16))
 }
 
-/// A new file, locked.
+/// Creates a file and locks it.
 pub fn open(path: &Path) -> io::Result<File> {
-    /// How often another process may take it for stale before it is locked, a millisecond each time.
+    /// How often to retry, 1 ms apart, if another process takes the file for stale before it is locked.
     const TRIES: u32 = 1000;
     let mut options = OpenOptions::new();
     options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC);
     for _ in 0..TRIES {
         match options.open(path) {
-            // Where the file system has no locks, nothing is ever taken for stale.
+            // On a file system without locks, no file ever counts as stale.
             Ok(file) if !is_locked(&lock(&file)) && file.metadata()?.nlink() > 0 => return Ok(file),
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => thread::sleep(Duration::from_millis(1)),
@@ -52,29 +52,29 @@ fn lock(file: &File) -> io::Result<()> {
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether another process has the lock.
+/// Whether another process holds the lock.
 fn is_locked(answer: &io::Result<()>) -> bool {
     answer.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
 }
 
-/// Takes a name away. What cannot be removed is stale, and tried again by the next process.
+/// Removes a file. If that fails, it is left stale for the next process to remove.
 pub fn remove(path: &Path) {
     if let Err(error) = fs::remove_file(path) {
-        log::debug!("{} could not be removed: {error}", path.display());
+        log::debug!("could not remove {}: {error}", path.display());
     }
 }
 
-/// Removes the files that processes which are gone have left in a directory; once for each in a process.
+/// Removes stale files from a directory; once per process and directory.
 pub fn remove_stale(directory: &Path) {
     static SEEN: PerProcess<Mutex<BTreeSet<PathBuf>>> = PerProcess::new(Mutex::default);
     if !SEEN.get().lock().unwrap_or_else(PoisonError::into_inner).insert(directory.to_owned()) {
         return;
     }
-    // What it is that cannot be read, whoever makes a file there says.
+    // An unreadable directory is reported when a file is created in it.
     for entry in fs::read_dir(directory).into_iter().flatten().flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_ours)) {
         let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK).open(entry.path());
         if file.is_ok_and(|file| lock(&file).is_ok()) {
-            log::info!("{} was left by a process that is gone, and is removed", entry.path().display());
+            log::info!("removing {}, left behind by a process that has exited", entry.path().display());
             remove(&entry.path());
         }
     }

@@ -10,13 +10,13 @@ use std::{fs, iter, panic, ptr};
 
 const PAGE: usize = ALIGNMENT;
 
-/// The tests look at the threads of the whole process, so only one of them runs at a time.
+/// The tests count the whole process's threads, so only one runs at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Staging memory as a caller has it: page-aligned, and not for forked children.
+/// Staging memory as callers provide it: page-aligned and not inherited by forked children.
 struct Memory {
     address: NonNull<u8>,
     sizes: Vec<usize>,
@@ -55,7 +55,7 @@ impl Drop for Memory {
     }
 }
 
-/// Contents in which every page tells where it belongs.
+/// Contents in which every page is different.
 fn contents(bytes: usize, seed: u64) -> Vec<u8> {
     let mut state = seed;
     let mut word = || {
@@ -65,7 +65,7 @@ fn contents(bytes: usize, seed: u64) -> Vec<u8> {
     iter::repeat_with(|| word().to_le_bytes()).take(bytes / 8).flatten().collect()
 }
 
-/// How a test's requests go: past the page cache where the file system permits that, or through it.
+/// Whether a test's requests bypass the page cache (if the file system allows) or use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     Direct,
@@ -111,14 +111,14 @@ fn io_error<T: std::fmt::Debug>(result: Result<T, SpillError<&'static str>>) -> 
     }
 }
 
-/// This process's threads that write or read files.
+/// Number of this process's threads that write or read files.
 fn threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
     let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
     names.filter(|name| name.trim() == engine::NAME).count()
 }
 
-/// No thread stays. One that has been waited for may be seen for a moment longer.
+/// Asserts that no worker is left. A joined thread may remain visible for a moment.
 fn assert_idle() {
     let start = Instant::now();
     while threads() > 0 {
@@ -127,11 +127,11 @@ fn assert_idle() {
     }
 }
 
-/// Pages of the file in the page cache.
+/// The file's pages in the page cache.
 fn cached_pages(spill: &Spill) -> usize {
     let bytes = spill.bytes as usize;
     let mut pages = vec![0_u8; bytes / PAGE];
-    // SAFETY: a mapping of our own of the file, looked at by the kernel only, and a byte for each of its pages.
+    // SAFETY: our own mapping of the file, which only the kernel inspects, with one byte for each of its pages.
     unsafe {
         let address = libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, spill.file().unwrap().as_raw_fd(), 0);
         assert_ne!(address, libc::MAP_FAILED);
@@ -144,8 +144,8 @@ fn cached_pages(spill: &Spill) -> usize {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// What is written in any ranges, through any staging memory and with a kernel that is slow to finish, is read back
-    /// in any others.
+    /// Data written in any ranges, through any staging memory and with a kernel that delivers short, reads back in any other
+    /// ranges.
     #[test]
     fn what_is_written_is_read(
         way in prop::sample::select(&WAYS[..]),
@@ -178,7 +178,7 @@ proptest! {
     }
 }
 
-/// Whichever request fails, the call ends with that error, nothing is in flight any more, and the file can be used again.
+/// Whichever request fails, the call ends with that error, nothing stays in flight, and the file remains usable.
 #[test]
 fn a_failed_request_ends_the_call_and_leaves_nothing_in_flight() {
     let _alone = alone();
@@ -207,7 +207,7 @@ fn a_failed_request_ends_the_call_and_leaves_nothing_in_flight() {
                 let error = io_error(read(&spill, &mut memory, 0, whole.len()));
                 assert_eq!(error.kind(), kind);
                 assert!(error.to_string().contains("cannot read the backup file"));
-                // What is still being read would show in the memory.
+                // A read still in flight would show in the memory.
                 memory.all().fill(0xa5);
                 assert_idle();
                 thread::sleep(Duration::from_millis(2));
@@ -220,7 +220,7 @@ fn a_failed_request_ends_the_call_and_leaves_nothing_in_flight() {
     }
 }
 
-/// A file that has become shorter, a drive that takes nothing, a kernel that asks to be asked again for ever.
+/// A truncated file, a drive that accepts nothing, a kernel that asks to retry forever.
 #[test]
 fn requests_that_never_get_anywhere_are_an_error() {
     let _alone = alone();
@@ -299,14 +299,14 @@ fn the_page_cache_is_left_empty() {
     let whole = contents(4096 * PAGE, 5);
     for way in WAYS {
         let spill = spill(whole.len(), way);
-        // SAFETY: plain data and writable.
+        // SAFETY: plain data, and writable.
         let kind = unsafe {
             let mut statistics: libc::statfs64 = std::mem::zeroed();
             libc::fstatfs64(spill.file().unwrap().as_raw_fd(), &raw mut statistics);
             statistics.f_type
         };
         if kind == libc::TMPFS_MAGIC {
-            return; // The cache is all that a tmpfs has.
+            return; // A tmpfs consists of page cache.
         }
         let mut memory = Memory::new(&[64 * PAGE; 8]);
         write(&spill, &mut memory, 0, &whole).unwrap();
@@ -341,25 +341,26 @@ fn a_copied_descriptor_does_not_keep_the_space() {
     assert_eq!(copy.metadata().unwrap().len(), 0);
 }
 
-/// Else the child of a program that was killed would keep the space for as long as it lives.
+/// Otherwise the child of a killed program would keep the space for as long as it lives.
 #[test]
 fn a_forked_child_has_no_copy() {
     let spill = spill(1 << 20, Way::Direct);
     let descriptor = spill.file().unwrap().as_raw_fd();
-    // SAFETY: the child calls nothing but what is safe after a fork of a program with threads.
+    // SAFETY: the child only makes calls that are safe after a fork of a threaded program.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: as above.
         unsafe { libc::_exit(i32::from(libc::fcntl(descriptor, libc::F_GETFD) != -1)) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child, and writes to `status`.
+    // SAFETY: waits for the child and writes to `status`.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert_eq!(status, 0, "the child has it");
-    assert_eq!(spill.file().unwrap().metadata().unwrap().len(), 1 << 20, "and the parent still");
+    assert_eq!(spill.file().unwrap().metadata().unwrap().len(), 1 << 20, "the parent still has it");
 }
 
-/// A daemon closes what it does not know. What has the number afterwards is its own, to be neither read nor cut short.
+/// A daemonizing program closes descriptors it does not know. A file that then gets the number is its own, and must be
+/// neither read nor truncated.
 #[test]
 fn the_programs_file_under_the_same_number_is_left_alone() {
     let _alone = alone();
@@ -370,13 +371,13 @@ fn the_programs_file_under_the_same_number_is_left_alone() {
         let programs = tempfile::tempfile().unwrap();
         programs.set_len(16 * PAGE as u64).unwrap();
         let number = spill.file().unwrap().as_raw_fd();
-        // SAFETY: in place of ours, as a program would do it that closed it.
+        // SAFETY: replaces our descriptor, as a program that closed it would.
         assert_eq!(unsafe { libc::dup2(programs.as_raw_fd(), number) }, number);
         let error = io_error(read(&spill, &mut memory, 0, 8 * PAGE));
         assert!(error.to_string().contains("closed a descriptor"), "{way:?}: {error}");
         drop(spill);
         assert_eq!(programs.metadata().unwrap().len(), 16 * PAGE as u64, "{way:?}");
-        // SAFETY: the program's, and it is open.
+        // SAFETY: the program's descriptor, and it is open.
         assert_eq!(unsafe { libc::close(number) }, 0, "{way:?}: it was closed");
     }
 }
@@ -402,12 +403,12 @@ fn a_full_disk_is_known_at_once_with_what_is_needed_and_available() {
     );
 }
 
-/// Beyond the process's limit the kernel would end the process.
+/// Beyond the process's limit, the kernel would kill it.
 #[test]
 fn the_limit_of_file_sizes_is_an_error_and_no_signal() {
     const LIMIT: u64 = 1 << 40;
     let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the structures are readable and writable. No other test has a file as large as the limit.
+    // SAFETY: the structures are readable and writable. No other test uses a file as large as the limit.
     unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut before) };
     let lower = libc::rlimit { rlim_cur: LIMIT, ..before };
     // SAFETY: as above.

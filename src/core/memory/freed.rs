@@ -1,38 +1,38 @@
-//! Memory that the program has freed in the order of a stream (`cudaFreeAsync`), until the stream gets there.
+//! Memory freed in stream order (`cudaFreeAsync`), until the stream reaches the free.
 //!
-//! It is no longer the program's: not found by its address, not counted, not paused. It is given back by the next call of ours
-//! that finds the stream far enough, and a call that is short of memory waits for it.
+//! The program no longer owns it: lookups do not find it, status does not count it, and a pause ignores it. The next library
+//! call that finds the stream past the free releases it; an allocation short of memory waits for the stream.
 
 use super::{Allocation, Memory};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current, Event, RelaxedCapture, StreamHandle};
 use vramctl_model::Failure;
 
-/// One allocation that was freed so.
+/// One such allocation.
 #[derive(Debug)]
 pub(super) struct Freed {
     allocation: Arc<Allocation>,
     stream: StreamHandle,
-    /// What was on the stream when it was freed.
+    /// Marks the work queued on the stream before the free.
     before: Event,
 }
 
 impl Memory {
-    /// Frees the allocation at `address` once a stream of the current context has come so far. `None`: it is not managed. After
-    /// an error it is still there.
+    /// Frees the allocation at `address` once `stream`, of the current context, reaches this point. `None` if it is not
+    /// managed. Nothing changes on error.
     pub fn free_in_order(&self, address: CUdeviceptr, current: &Current, stream: StreamHandle) -> Option<Result<(), Failure>> {
         if !self.manages(address) {
             return None;
         }
         let _relaxed = RelaxedCapture::enter();
-        // Before the lock: the driver waits here where the stream's queue is full.
+        // Before taking the lock: the driver blocks here if the stream's queue is full.
         let before = match Event::after(current, stream) {
             Ok(event) => event,
             Err(failure) => return Some(Err(failure)),
         };
         {
             let _shared = self.share();
-            // Taken out first, so that of two frees of one address exactly one succeeds.
+            // Remove it first, so that exactly one of two frees of an address succeeds.
             let (_, allocation) = self.allocations.remove(&address)?;
             self.freed().push(Arc::new(Freed { allocation, stream, before }));
         }
@@ -44,7 +44,7 @@ impl Memory {
         self.freed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives back what streams have come to.
+    /// Releases allocations whose streams have reached their frees.
     pub fn release_freed(&self) {
         let freed = self.freed().clone();
         if freed.is_empty() {
@@ -63,12 +63,12 @@ impl Memory {
             }
             match one.allocation.end() {
                 Ok(()) => self.freed().retain(|other| !Arc::ptr_eq(other, &one)),
-                Err(failure) => log::debug!("{failure}; will be tried again"),
+                Err(failure) => log::debug!("{failure}; will retry"),
             }
         }
     }
 
-    /// Waits until what is meant can be given back, and gives it back.
+    /// Waits for the matching frees, then releases their memory.
     fn wait_for_freed(&self, is_meant: impl Fn(&Freed) -> bool) {
         let freed = self.freed().clone();
         for one in freed.iter().filter(|one| is_meant(one)) {
@@ -78,15 +78,15 @@ impl Memory {
         self.release_freed();
     }
 
-    /// The same for what goes with a context.
+    /// The same for all frees that involve a context.
     pub(super) fn wait_for_freed_in(&self, context: Context) {
         self.wait_for_freed(|freed| freed.before.context() == context || freed.allocation.context() == context);
     }
 
-    /// Gives back what has been freed where that is needed for so many bytes on a device, whose context is current. Waits for it
-    /// where the device has less than that free.
+    /// Releases freed memory to make `bytes` available on a device whose context is current. Waits for streams only if the
+    /// device has less than that free.
     pub fn free_up(&self, device: CUdevice, bytes: usize) {
-        /// What the driver takes for itself besides, and more.
+        /// More than the driver needs for itself.
         const SLACK: u64 = 64 << 20;
         self.release_freed();
         let is_there = |freed: &Freed| freed.allocation.device == device;

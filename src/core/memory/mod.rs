@@ -1,7 +1,7 @@
-//! The allocations that this process was given, by address; how one is made and freed, and what there is.
+//! The registry of this process's allocations, by address, and how they are made and freed.
 //!
-//! Locks: allocating and freeing hold the transition lock for reading, pausing and resuming for writing. No driver call
-//! and no copy happens under a guard of the map.
+//! Locks: allocating and freeing hold the transition lock for reading, pausing and resuming for writing. No driver call or
+//! copy happens while a map guard is held.
 
 mod allocation;
 mod freed;
@@ -25,19 +25,19 @@ use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, 
 use vramctl_host::PerProcess;
 use vramctl_model::{Error, Failure, Shortage, checked_tag, code};
 
-/// All that this process has under management.
+/// Everything this process has under management.
 pub struct Memory {
     allocations: DashMap<CUdeviceptr, Arc<Allocation>>,
-    /// What the program has freed and streams have not come to yet, in that order.
+    /// Freed in stream order and not released yet, oldest first.
     freed: Mutex<Vec<Arc<Freed>>>,
     pub(crate) transition: RwLock<()>,
-    /// What is being paused or resumed, for those who look. Held for moments.
+    /// The pause or resume in progress, for status. Held briefly.
     under_way: Mutex<Option<status::UnderWay>>,
-    /// The tag of allocations outside regions.
+    /// Tag of allocations outside regions.
     process_tag: RwLock<Option<Arc<str>>>,
-    /// Bytes that an allocation must leave free on its device.
+    /// Bytes an allocation must leave free on its device.
     margin: AtomicU64,
-    /// Which device may also use the memory of which other, (the one, the other's), and the context in which it does.
+    /// Peer access: (device, peer whose memory it may use), with the context that enabled it.
     peers: RwLock<BTreeMap<(CUdevice, CUdevice), Context>>,
 }
 
@@ -58,34 +58,34 @@ impl Memory {
         MEMORY.get()
     }
 
-    /// The same, if anything has used it yet.
+    /// This process's managed memory, if it has been used yet.
     #[inline]
     pub fn existing() -> Option<&'static Self> {
         MEMORY.existing()
     }
 
-    /// The tag of allocations outside regions; `None`: those are left to CUDA.
+    /// Tag of allocations outside regions; `None` if they are left to CUDA.
     pub fn process_tag(&self) -> Option<Arc<str>> {
         self.process_tag.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sets the tag of allocations outside regions, from now on; `None` leaves them to CUDA. What there is keeps its tag.
+    /// Sets the tag of future allocations outside regions; `None` leaves them to CUDA. Existing allocations keep their tags.
     pub fn set_process_tag(&self, tag: Option<&str>) -> Result<(), Error> {
         let tag = tag.map(checked_tag).transpose()?;
         *self.process_tag.write().unwrap_or_else(PoisonError::into_inner) = tag;
         Ok(())
     }
 
-    /// From now on an allocation that would leave less than `bytes` of its device free is answered with out of memory.
+    /// From now on, allocations that would leave less than `bytes` free on their device fail with out of memory.
     pub fn set_margin(&self, bytes: u64) {
         self.margin.store(bytes, Ordering::Relaxed);
     }
 
-    /// Says whether the contents that a pause saves of a tag stay in host memory after the resume, in place of
-    /// `VRAMCTL_RETAIN`; without a tag, of every tag that has no setting of its own. `None` takes back what was said.
+    /// Sets whether a tag's saved contents stay in host memory after a resume, overriding `VRAMCTL_RETAIN`. Without a tag,
+    /// it applies to every tag without its own setting. `None` removes the setting.
     ///
-    /// What is not to stay any more is given up at once; of what is to stay from now on, changes can be told from the next
-    /// pause on. Waits for a pause or resume that is under way.
+    /// Drops retained backups that are no longer wanted. For newly retained tags, unchanged contents are recognized from the
+    /// next pause on. Waits for a pause or resume in progress.
     pub fn set_retain(&self, tag: Option<&str>, keep: Option<bool>) -> Result<(), Error> {
         self.set_retain_in_resumes(tag, keep)?;
         let given_up: Vec<_> = {
@@ -97,18 +97,18 @@ impl Memory {
         Ok(())
     }
 
-    /// The same, and what is retained of active memory stays until its next resume.
+    /// Like [`set_retain`](Self::set_retain), but keeps the retained backups of active memory until its next resume.
     pub fn set_retain_in_resumes(&self, tag: Option<&str>, keep: Option<bool>) -> Result<(), Error> {
         let tag = tag.map(checked_tag).transpose()?;
         {
-            // Not in the middle of a pause, which asks more than once.
+            // Not during a pause, which reads the setting more than once.
             let _exclusive = self.exclude();
             backup::set_retain(tag, keep);
         }
         let retained = self.snapshot().into_iter().filter(|allocation| backup::retains(&allocation.tag));
         let contexts: BTreeMap<_, _> = retained.map(|allocation| (allocation.context(), Arc::clone(&allocation.tag))).collect();
         for (context, tag) in contexts {
-            // One that the program has destroyed needs nothing.
+            // A destroyed context needs nothing.
             if let Ok(current) = Current::push(context) {
                 backup::get_ready(&current, &tag);
             }
@@ -116,21 +116,22 @@ impl Memory {
         Ok(())
     }
 
-    /// Where the pauses to come keep contents whose policy is `disk`; `None`: as `VRAMCTL_DISK_DIR` says. It must be there
-    /// already, so that a wrong one is known now and not at the next pause. `named`: each allocation has a file of its own there.
+    /// Sets the directory where future pauses keep contents with policy `disk`; `None` restores `VRAMCTL_DISK_DIR`. It must
+    /// exist, so that a wrong path fails now and not at the next pause. With `named`, each allocation gets a named file
+    /// there.
     pub fn set_disk_directory(&self, directory: Option<&Path>, named: bool) -> Result<(), Error> {
-        let wrong = |path: &Path, why: &dyn fmt::Display| Error::Disk(format!("{} cannot be used for contents: {why}", path.display()));
+        let wrong = |path: &Path, why: &dyn fmt::Display| Error::Disk(format!("cannot use {} for backups: {why}", path.display()));
         // Absolute, because the program may change its working directory.
         let directory = directory.map(|path| path.canonicalize().map_err(|error| wrong(path, &error))).transpose()?;
         if let Some(path) = directory.as_deref().filter(|path| !path.is_dir()) {
-            return Err(wrong(path, &"it is no directory"));
+            return Err(wrong(path, &"not a directory"));
         }
         backup::set_disk_directory(directory.map(|path| DiskDirectory { path, named }));
         Ok(())
     }
 
-    /// Makes an allocation of at least `bytes` on the device of the current context, and records it. After an error
-    /// nothing is left of it.
+    /// Allocates at least `bytes` on the current context's device and records the allocation. Leaves nothing behind on
+    /// error.
     pub fn allocate(&self, policy: Placement, bytes: usize, current: &Current) -> Result<CUdeviceptr, Error> {
         let device = current.device();
         if !driver::supports_vmm(device) {
@@ -142,7 +143,7 @@ impl Memory {
         let _shared = self.share();
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
         let size = bytes.checked_next_multiple_of(driver::granularity(device)?).ok_or(too_large)?;
-        // Of several pieces, the first ones would be had, and have to go again.
+        // Otherwise the first of several pieces would be created only to be released again.
         if size > driver::PHYSICAL_PIECE && driver::memory_info().is_ok_and(|(_, total)| size as u64 > total) {
             return Err(too_large.into());
         }
@@ -157,7 +158,7 @@ impl Memory {
     /// New memory, mapped and accessible.
     fn take(&self, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
         let mut memory = Physical::create(device, bytes).or_else(|failure| {
-            // What an earlier release was refused may be had now, and what went with its context.
+            // Leftovers of failed releases, and memory of destroyed contexts, may be available now.
             if failure.code == code::OUT_OF_MEMORY && (driver::sweep() | self.drop_gone()) {
                 Physical::create(device, bytes)
             } else {
@@ -180,16 +181,16 @@ impl Memory {
         if needed > free { Err(Error::DeviceMemory(Shortage { device, uuid: None, needed, free, holders: Vec::new() })) } else { Ok(()) }
     }
 
-    /// Frees the allocation at `address`, active or paused. `None`: it is not managed. After an error it is still there.
+    /// Frees the allocation at `address`, active or paused. `None` if it is not managed. Nothing changes on error.
     pub fn free(&self, address: CUdeviceptr) -> Option<Result<(), Error>> {
         let allocation = self.allocations.get(&address).map(|entry| Arc::clone(&entry))?;
-        // Before the lock: the work may take long, and a pause that waits for the lock would keep others from allocating.
+        // Before taking the lock: the work may take long, and a pause waiting for the lock would block allocations.
         if let Err(failure) = self.wait_before_free(&allocation) {
             return Some(Err(failure.into()));
         }
         drop(allocation);
         let _shared = self.share();
-        // Taken out first, so that of two frees of one address exactly one succeeds.
+        // Remove it first, so that exactly one of two frees of an address succeeds.
         let (_, allocation) = self.allocations.remove(&address)?;
         let freed = allocation.end().map_err(Error::from);
         if freed.is_err() {
@@ -198,8 +199,8 @@ impl Memory {
         Some(freed)
     }
 
-    /// Waits for what `cudaFree` waits for: the work of the context that the memory was allocated in, and of peers. A program
-    /// that uses it in another context sees to that itself, and may rely on not being held up.
+    /// Waits for what `cudaFree` waits for: work in the allocating context and in peers' contexts. A program that uses the
+    /// memory in other contexts synchronizes them itself, and may rely on `cudaFree` not blocking on them.
     fn wait_before_free(&self, allocation: &Allocation) -> Result<(), Failure> {
         if allocation.is_paused() {
             return Ok(());
@@ -211,8 +212,7 @@ impl Memory {
         drain::wait(contexts)
     }
 
-    /// The contexts whose work may use the memory of these allocations: all of their devices, and of the peers that these were
-    /// opened to.
+    /// The contexts whose work may use these allocations: every context of their devices and of peers with access.
     pub(crate) fn contexts_that_use<'a>(&self, allocations: impl IntoIterator<Item = &'a Allocation>) -> BTreeSet<Context> {
         let owners: BTreeSet<_> = allocations.into_iter().map(|allocation| allocation.device).collect();
         let mut devices = owners.clone();
@@ -222,21 +222,21 @@ impl Memory {
         contexts::of_devices(&devices)
     }
 
-    /// Drops the allocations that a reset of the device's primary context destroys.
+    /// Drops the allocations that resetting the device's primary context destroys.
     pub fn forget_device(&self, device: CUdevice) {
         let Ok(Some(primary)) = Current::primary_of(device) else { return };
         self.wait_for_freed_in(primary);
         self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|(one, other), _| *one != device && *other != device);
         let _exclusive = self.exclude();
         let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.context() == primary).collect();
-        // An error of the device's work is no reason to keep what is about to go.
+        // Failed device work is no reason to keep memory that is about to be destroyed.
         let _ = drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
         self.drop_all(doomed);
         backup::forget_context(primary);
     }
 
-    /// Drops allocations whose context the program has reset or destroyed: it would have taken memory of CUDA's own with it.
-    /// Whether there were any.
+    /// Drops allocations whose context the program has reset or destroyed, as CUDA does with its own memory. Returns whether
+    /// there were any.
     pub(crate) fn drop_gone(&self) -> bool {
         let gone = contexts::forget_gone();
         let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| gone.contains(&allocation.context())).collect();
@@ -251,14 +251,13 @@ impl Memory {
         for allocation in doomed {
             self.allocations.remove(&allocation.address());
             if let Err(error) = allocation.end() {
-                log::debug!("{error}; will be tried again");
+                log::debug!("{error}; will retry");
             }
         }
     }
 
-    /// Lets the device of the current context use the memory of `other`, what there is and what comes. Memory of
-    /// `cudaMalloc` is opened to peers by `cudaDeviceEnablePeerAccess`; for virtual memory the driver wants it said of each
-    /// mapping.
+    /// Gives the current context's device access to `other`'s memory, present and future. `cudaDeviceEnablePeerAccess`
+    /// covers memory from `cudaMalloc`; virtual memory needs access set on each mapping.
     pub fn enable_peer(&self, current: &Current, other: CUdevice) -> Result<(), Error> {
         let device = current.device();
         let _exclusive = self.exclude();
@@ -268,12 +267,12 @@ impl Memory {
         Ok(())
     }
 
-    /// From now on, memory of `other` is no longer opened to `device`. What is open stays open until it is paused.
+    /// Stops giving `device` access to new mappings of `other`'s memory. Existing access lasts until the memory is paused.
     pub fn disable_peer(&self, device: CUdevice, other: CUdevice) {
         self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&(device, other));
     }
 
-    /// Lets a device use its own mapped memory, and those of its peers that may.
+    /// Gives a device and its enabled peers access to its mapped memory.
     pub(crate) fn open<'a>(&self, owner: CUdevice, memories: impl IntoIterator<Item = &'a Physical>) -> Result<(), Failure> {
         let peers: Vec<_> = {
             let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
@@ -283,12 +282,12 @@ impl Memory {
         std::iter::once(owner).chain(peers).try_for_each(|device| driver::let_in(device, memories.iter().copied()))
     }
 
-    /// Whether an allocation begins at `address`.
+    /// Whether an allocation starts at `address`.
     pub fn manages(&self, address: CUdeviceptr) -> bool {
         self.allocations.contains_key(&address)
     }
 
-    /// The allocation that `address` lies in.
+    /// The allocation that contains `address`.
     pub fn find(&self, address: CUdeviceptr) -> Option<Arc<Allocation>> {
         let exact = self.allocations.get(&address).map(|entry| Arc::clone(&entry));
         exact.or_else(|| self.snapshot().into_iter().find(|allocation| allocation.contains(address)))
@@ -299,7 +298,7 @@ impl Memory {
         self.snapshot().iter().map(|allocation| allocation.address()).collect()
     }
 
-    /// All allocations, by address, without holding the map.
+    /// All allocations in address order; does not hold the map.
     pub(crate) fn snapshot(&self) -> Vec<Arc<Allocation>> {
         let mut all: Vec<_> = self.allocations.iter().map(|entry| Arc::clone(&entry)).collect();
         all.sort_unstable_by_key(|allocation| allocation.address());

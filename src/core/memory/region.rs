@@ -1,8 +1,8 @@
-//! Regions: under which tag, and with which backup, the calling thread allocates.
+//! Regions: the tag and backup policy of the calling thread's allocations.
 //!
-//! A thread's regions nest, and the innermost counts. Beneath them lies its ground: what counts where it is in no region.
-//! That is the process's tag, until the thread says something else of itself. What is said of a region goes with it; what
-//! is said of the ground stays.
+//! Regions nest per thread, and the innermost applies. Beneath them lies the thread's ground, which applies outside any
+//! region: by default the process's tag, unless the thread overrides it. Settings of a region end with it; settings of the
+//! ground stay.
 
 use super::Memory;
 use std::cell::RefCell;
@@ -10,21 +10,22 @@ use std::sync::Arc;
 use vramctl_config::{Config, CpuBackupBackend};
 use vramctl_model::{Backup, DEFAULT_TAG, Error, checked_tag};
 
-/// What an allocation is to be recorded under.
+/// What an allocation is recorded under.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
-    /// The name under which it is paused and resumed.
+    /// The tag that selects it in pauses and resumes.
     pub tag: Arc<str>,
     /// What becomes of its contents while it is paused.
     pub backup: Backup,
-    /// Whether host memory for them may stay after a resume (`pinned`), or is gone when it returns (`mmap`).
+    /// Whether host memory for its contents may stay after a resume (`pinned`) or is freed before the resume returns
+    /// (`mmap`).
     pub backend: CpuBackupBackend,
 }
 
-/// What was said of one region, or of a thread's ground. `None`: nothing was.
+/// The settings of one region or of a thread's ground; `None` if unset.
 #[derive(Debug, Clone, Default)]
 struct Said {
-    /// Whether allocations are managed, and not left to CUDA.
+    /// Whether allocations are managed instead of left to CUDA.
     managed: Option<bool>,
     tag: Option<Arc<str>>,
     backup: Option<Backup>,
@@ -34,7 +35,7 @@ struct Said {
 struct Regions {
     ground: Said,
     nested: Vec<Said>,
-    /// Of all of them.
+    /// Applies to the whole thread.
     backend: Option<CpuBackupBackend>,
 }
 
@@ -43,8 +44,8 @@ thread_local! {
         const { RefCell::new(Regions { ground: Said { managed: None, tag: None, backup: None }, nested: Vec::new(), backend: None }) };
 }
 
-/// Begins a region of this thread, inside the one it may be in. Without a tag, allocations in it are left to CUDA.
-/// Without a backup, `VRAMCTL_BACKUP` decides, and `host` where that is silent.
+/// Begins a region on this thread, nested in the current one. Without a tag, its allocations are left to CUDA. Without a
+/// backup, `VRAMCTL_BACKUP` decides, and defaults to `host`.
 pub fn begin(tag: Option<&str>, backup: Option<Backup>) -> Result<(), Error> {
     let tag = tag.map(checked_tag).transpose()?;
     with_regions(|regions| regions.nested.push(Said { managed: Some(tag.is_some()), tag, backup }))
@@ -55,57 +56,56 @@ pub fn end() -> Result<(), Error> {
     with_regions(|regions| regions.nested.pop())?.map(drop).ok_or_else(|| Error::Invalid("this thread is in no region".into()))
 }
 
-/// What this thread's allocations are recorded under now; `None`: they are left to CUDA.
+/// What this thread's allocations are recorded under now; `None` if they are left to CUDA.
 pub fn current() -> Option<Placement> {
     let (said, on_ground) = innermost();
     let process_tag = if on_ground || said.tag.is_none() || said.managed.is_none() { Memory::get().process_tag() } else { None };
     said.managed.unwrap_or(process_tag.is_some()).then(|| policy(said, on_ground, process_tag))
 }
 
-/// What they would be recorded under if they are managed, whether or not they are.
+/// What they are recorded under when managed, whether or not they are now.
 pub fn prospective() -> Placement {
     let (said, on_ground) = innermost();
     policy(said, on_ground, Memory::get().process_tag())
 }
 
-/// Says whether this thread's allocations are managed, of the region that it is in or of its ground. The tag and the
-/// backup stay as they are, for the next time that it is said.
+/// Sets whether allocations in this thread's current region (or its ground) are managed. The tag and backup stay, for when
+/// it is managed again.
 pub fn set_managed(managed: bool) -> Result<(), Error> {
     change(|said| said.managed = Some(managed))
 }
 
-/// Gives the region that this thread is in, or its ground, another tag. Whether it is managed stays as it is.
+/// Sets the tag of this thread's current region (or its ground), without changing whether it is managed.
 pub fn set_tag(tag: &str) -> Result<(), Error> {
     let tag = checked_tag(tag)?;
     change(|said| said.tag = Some(tag))
 }
 
-/// Gives the region that this thread is in, or its ground, another backup.
+/// Sets the backup of this thread's current region (or its ground).
 pub fn set_backup(backup: Backup) -> Result<(), Error> {
     change(|said| said.backup = Some(backup))
 }
 
-/// The kind of host memory for what this thread allocates, in its regions and outside of them.
+/// The kind of host memory for this thread's allocations, inside and outside regions.
 pub fn backend() -> CpuBackupBackend {
     with_regions(|regions| regions.backend).ok().flatten().unwrap_or(Config::get().cpu_backup_backend)
 }
 
-/// Sets it.
+/// Sets the kind of host memory for this thread's allocations.
 pub fn set_backend(backend: CpuBackupBackend) -> Result<(), Error> {
     with_regions(|regions| regions.backend = Some(backend))
 }
 
-/// What counts for this thread now, and whether that is its ground.
+/// The settings in effect on this thread, and whether they are its ground's.
 fn innermost() -> (Said, bool) {
     with_regions(|regions| regions.nested.last().map_or_else(|| (regions.ground.clone(), true), |said| (said.clone(), false)))
         .unwrap_or_default()
 }
 
-/// What was said, and where nothing was, what the process and the environment say.
+/// Fills in unset values from the process and the environment.
 fn policy(said: Said, on_ground: bool, process_tag: Option<Arc<str>>) -> Placement {
     let config = Config::get();
-    // Only torch_memory_saver's functions manage a ground in a process without a tag, and its contents are dropped unless
-    // told otherwise.
+    // Without a process tag, only torch_memory_saver's functions manage a ground, and they drop contents by default.
     let unsaid = if !on_ground || process_tag.is_some() { Backup::Host } else { Backup::Discard };
     let tag = said.tag.or(process_tag).unwrap_or_else(|| DEFAULT_TAG.into());
     let environments = || if on_ground { config.ground_backup } else { None };
@@ -117,10 +117,10 @@ fn change(change: impl FnOnce(&mut Said)) -> Result<(), Error> {
     with_regions(|regions| change(regions.nested.last_mut().unwrap_or(&mut regions.ground)))
 }
 
-/// Fails where the thread is so far gone that it has no thread-locals any more.
+/// Fails if the thread is exiting and its thread-locals are destroyed.
 fn with_regions<R>(work: impl FnOnce(&mut Regions) -> R) -> Result<R, Error> {
     let done = REGIONS.try_with(|regions| regions.try_borrow_mut().ok().map(|mut regions| work(&mut regions)));
-    done.ok().flatten().ok_or_else(|| Error::Invalid("the thread is ending".into()))
+    done.ok().flatten().ok_or_else(|| Error::Invalid("the thread is exiting".into()))
 }
 
 #[cfg(test)]
@@ -147,12 +147,12 @@ mod tests {
         assert!(end().is_err());
     }
 
-    /// What `torch_memory_saver`'s functions say holds until they say something else, and inside a region for that region.
+    /// `torch_memory_saver`'s settings stay in effect until changed or, inside a region, until it ends.
     #[test]
     fn what_is_said_of_the_ground_stays_and_of_a_region_goes_with_it() {
         std::thread::spawn(|| {
             set_tag("mine").unwrap();
-            assert_eq!(tag(), None, "a tag alone does not have anything managed");
+            assert_eq!(tag(), None, "a tag alone does not manage anything");
             assert_eq!((&*prospective().tag, prospective().backup), ("mine", Backup::Discard));
             set_managed(true).unwrap();
             set_backup(Backup::Host).unwrap();

@@ -1,4 +1,4 @@
-//! What there is: by tag and by device.
+//! Status by tag and by device.
 
 use super::{Allocation, Memory};
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,7 +7,7 @@ use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical};
 use vramctl_model::{DeviceStatus, Progress, Status, TagState, TagStatus};
 
-/// The pause or resume that is under way.
+/// The pause or resume in progress.
 #[derive(Debug)]
 pub struct UnderWay {
     state: TagState,
@@ -15,7 +15,7 @@ pub struct UnderWay {
     progress: Option<Progress>,
 }
 
-/// Says that it is under way until it is dropped.
+/// Shows a transition in status until dropped.
 pub(crate) struct Shown<'a>(&'a Memory);
 
 impl Shown<'_> {
@@ -37,14 +37,14 @@ impl Memory {
         self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a status say that these are on their way. One at a time: the transition lock is held.
+    /// Shows these allocations' tags as in transition. One at a time: the caller holds the transition lock.
     pub(crate) fn show<'a>(&self, state: TagState, allocations: impl IntoIterator<Item = &'a Arc<Allocation>>) -> Shown<'_> {
         let tags = allocations.into_iter().map(|allocation| Arc::clone(&allocation.tag)).collect();
         *self.under_way() = Some(UnderWay { state, tags, progress: None });
         Shown(self)
     }
 
-    /// What there is now.
+    /// The current status.
     pub fn status(&self) -> Status {
         let mut tags = BTreeMap::<String, TagStatus>::new();
         let mut devices = BTreeMap::<CUdevice, (DeviceStatus, Context)>::new();

@@ -1,10 +1,9 @@
-//! The driver takes note of what it has cleaned, before anybody waits for that.
+//! Makes the driver notice the memory it has cleaned before anyone has to wait for that.
 //!
-//! Memory that is given back is cleaned in the background (96 GiB in 0.25 s on an H200). But the driver looks at what is clean
-//! only when it is next asked for memory or given some, and whoever that is waits for the look: 0.2 ms for each GiB, so that
-//! a pause or resume of 64 GiB takes 10 to 20 ms longer than its own calls do (`docs/performance.md`). So some time after
-//! each large one a thread of ours takes a little memory and gives it back. Then it ends: nothing wakes up in a process that
-//! is left alone.
+//! The driver cleans released memory in the background (96 GiB in 0.25 s on an H200). But it checks what is clean only at
+//! the next allocation or release, which waits for the check: 0.2 ms per GiB. A pause or resume of 64 GiB therefore takes 10
+//! to 20 ms longer than its own calls (`docs/performance.md`). So a while after each large one, a worker thread allocates a
+//! little memory and releases it. The thread then exits: an idle process has no wakeups.
 
 use super::bytes_of_devices;
 use crate::memory::{Allocation, Memory};
@@ -14,12 +13,12 @@ use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice, RelaxedCapture};
 use vramctl_host::{PerProcess, worker};
 
-/// When to look.
+/// When to make the driver check.
 #[derive(Debug, Clone, Copy)]
 pub struct When {
-    /// How long after a pause or resume. By then the driver has cleaned all of a large device (140 GiB would take 0.37 s).
+    /// Delay after a pause or resume. By then the driver has cleaned all of a large device (140 GiB would take 0.37 s).
     pub after: Duration,
-    /// From how many bytes of a device on: what takes less than 0.2 ms to look at is not worth a thread.
+    /// Minimum bytes per device. Below this, the check takes less than 0.2 ms and is not worth a thread.
     pub bytes: u64,
 }
 
@@ -38,13 +37,13 @@ struct Cleaning {
 #[derive(Default)]
 struct State {
     when: When,
-    /// There is a thread that waits for this, or is looking.
+    /// Set while the thread waits for this time or is checking.
     due: Option<Instant>,
 }
 
 static CLEANING: PerProcess<Cleaning> = PerProcess::new(Cleaning::default);
 
-/// So many bytes of each device were given back or taken just now.
+/// Schedules a check if enough of a device's memory has just been released or allocated.
 pub(super) fn expect(bytes: &BTreeMap<CUdevice, u64>) {
     let cleaning = CLEANING.get();
     let mut state = cleaning.lock();
@@ -54,12 +53,12 @@ pub(super) fn expect(bytes: &BTreeMap<CUdevice, u64>) {
     }
     drop(state);
     if let Err(error) = worker::spawn("vramctl-clean", || cleaning.look_when_due()) {
-        log::debug!("no thread could be started: {error}");
+        log::debug!("could not start a thread: {error}");
         cleaning.lock().due = None;
     }
 }
 
-/// Has the driver made to look at once, if that is due, and waits until it is done. For tests.
+/// Runs a scheduled check now and waits for it. For tests.
 pub fn settle() {
     let cleaning = CLEANING.get();
     let mut state = cleaning.lock();
@@ -68,7 +67,7 @@ pub fn settle() {
     drop(cleaning.changed.wait_while(state, |state| state.due.is_some()).unwrap_or_else(PoisonError::into_inner));
 }
 
-/// When to look from now on. For tests.
+/// Sets when to check. For tests.
 pub fn set_when(when: When) {
     CLEANING.get().lock().when = when;
 }
@@ -82,7 +81,7 @@ impl Cleaning {
         let mut state = self.lock();
         while let Some(left) = state.due.map(|due| due.saturating_duration_since(Instant::now())) {
             if !left.is_zero() {
-                // Until then it may be put off.
+                // The deadline may move meanwhile.
                 state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
@@ -93,7 +92,7 @@ impl Cleaning {
             if !looked {
                 state.due = Some(Instant::now() + when.after);
             } else if state.due == due {
-                // Nothing has happened meanwhile that asks for another.
+                // Nothing has scheduled another check meanwhile.
                 state.due = None;
             }
         }
@@ -101,8 +100,8 @@ impl Cleaning {
     }
 }
 
-/// Makes the driver look, on each device that is worth it. `false`: later, because a pause or resume is under way, which
-/// must not find memory missing that we have.
+/// Makes the driver check each device where it pays off. `false` to retry later: a pause or resume is in progress, and it
+/// must not find memory missing because this function holds it.
 fn look(when: When) -> bool {
     let Some(memory) = Memory::existing() else { return true };
     let _shared = match memory.transition.try_read() {
@@ -121,8 +120,8 @@ fn look(when: When) -> bool {
         }
         let started = Instant::now();
         match driver::granularity(device).and_then(|bytes| driver::Physical::create(device, bytes)).map(drop) {
-            Ok(()) => log::debug!("device {device} has looked at what is clean, in {:.1} ms", started.elapsed().as_secs_f64() * 1e3),
-            Err(failure) => log::debug!("{failure}: nothing was looked at"),
+            Ok(()) => log::debug!("device {device} checked for clean memory in {:.1} ms", started.elapsed().as_secs_f64() * 1e3),
+            Err(failure) => log::debug!("{failure}: could not make the driver check for clean memory"),
         }
     }
     true

@@ -1,13 +1,13 @@
-//! Pause and resume: all or nothing, and a no-op for what is already so.
+//! Pause and resume: all or nothing, and idempotent.
 //!
 //! | | pause | resume |
 //! | --- | --- | --- |
-//! | can be taken back | wait for the device's work, save the contents, unmap | create, map, fill new memory beside the old state |
-//! | point of no return | release the physical memory | let go of the backups |
+//! | can be undone | wait for device work, save the contents, unmap | create, map and fill new memory beside the old state |
+//! | point of no return | release the physical memory | release the backups |
 //!
-//! Whatever fails before the point of no return finds everything that is needed to go back. Nothing that can fail comes after
-//! it: a release that the driver refuses does not fail the pause, because the contents are safe by then. The memory is kept in a
-//! list and tried again, and the report says how much is late.
+//! Every failure before the point of no return can be undone. Nothing after it can fail: if the driver refuses a release,
+//! the pause still succeeds, because the contents are already safe. The memory goes onto a list to retry, and the report
+//! counts it as late.
 
 pub mod cleaning;
 mod pause;
@@ -22,23 +22,23 @@ use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::exit;
 use vramctl_model::{Error, Report, Stage, TransitionRequest};
 
-/// For a reader.
+/// For messages.
 fn tags_text(request: &TransitionRequest) -> String {
     if request.tags.is_empty() { "all tags".into() } else { request.tags.join(", ") }
 }
 
-/// What a request is about.
+/// The allocations a request selects.
 struct Chosen {
     /// All allocations of the process, by address.
     all: Vec<Arc<Allocation>>,
-    /// Those that the request means and that are active.
+    /// Selected and active.
     active: Vec<Arc<Allocation>>,
-    /// Those that it means and that are paused.
+    /// Selected and paused.
     paused: Vec<Arc<Allocation>>,
 }
 
 impl Memory {
-    /// Finds what a request is about. A tag that no allocation has is an error.
+    /// Selects allocations. A tag that no allocation has is an error.
     fn choose(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
         let all = self.snapshot();
         let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
@@ -55,19 +55,19 @@ impl Memory {
     }
 }
 
-/// Whether a request means this one.
+/// Whether the request selects this allocation.
 fn is_meant(request: &TransitionRequest, allocation: &Allocation) -> bool {
     let on_gpu = || driver::uuid(allocation.device).is_some_and(|uuid| request.gpus.contains(&uuid));
     (request.tags.is_empty() || request.tags.iter().any(|tag| **tag == *allocation.tag)) && (request.gpus.is_empty() || on_gpu())
 }
 
-/// Whoever asks for it, a pause or resume is work of ours: once the program ends it does not call the driver any more, and
-/// that is then why it fails.
+/// Runs a pause or resume as library work, whoever requested it: once the program is exiting, it makes no driver call, and
+/// fails for that reason.
 fn unless_ending(work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
     exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
 }
 
-/// How many bytes they have on each device.
+/// Total bytes on each device.
 fn bytes_of_devices<'a>(allocations: impl Iterator<Item = &'a Allocation>) -> BTreeMap<CUdevice, u64> {
     allocations.fold(BTreeMap::new(), |mut bytes, allocation| {
         *bytes.entry(allocation.device).or_default() += allocation.bytes() as u64;
@@ -79,7 +79,7 @@ fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-/// Adds up the time in each stage.
+/// Accumulates the time spent in each stage.
 #[derive(Default)]
 struct Clock(BTreeMap<Stage, f64>);
 

@@ -14,13 +14,13 @@ use vramctl_driver::{self as driver, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
 
-/// How long a pause waits under the lock, for work that was started since it last waited. Short: the program may need to
-/// allocate in order to finish that work.
+/// How long a pause waits under the lock for work started since its first wait. Short, because the program may need to
+/// allocate to finish that work.
 const WAIT_LOCKED: Duration = Duration::from_millis(100);
 
 impl Memory {
-    /// Pauses: gives the memory of active allocations back to the driver, their contents kept as the policies say.
-    /// After an error everything is as it was.
+    /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
+    /// undone on error.
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         unless_ending(|| self.pause_when_idle(request, observer))
     }
@@ -43,8 +43,8 @@ impl Memory {
         }
     }
 
-    /// The long wait for the device's work comes before the lock, so that the program can allocate and free meanwhile; under
-    /// the lock only what was started since has to finish.
+    /// Waits for most of the device's work before taking the lock, so that the program can allocate and free meanwhile.
+    /// Under the lock, only work started since then remains.
     fn wait_unlocked(
         &self,
         request: &TransitionRequest,
@@ -55,13 +55,13 @@ impl Memory {
         let chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
         let Chosen { all, active, .. } = chosen;
-        // Where there is nothing to pause, nothing needs to be waited for.
+        // With nothing to pause, there is nothing to wait for.
         if active.is_empty() {
             return Ok(());
         }
         let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
         clock.time(Stage::Wait, || match (left, observer.is_gone()) {
-            // In the calling thread: nothing can end the wait but the work.
+            // On the calling thread: only the work itself can end this wait.
             (None, None) => Ok(drain::wait(contexts)?),
             (left, _) => drain::wait_at_most(contexts, left.unwrap_or(Duration::MAX), &mut || observer.is_gone() != Some(true)),
         })
@@ -117,8 +117,8 @@ impl Memory {
         })
     }
 
-    /// Saves what is to be kept. What is saved is unmapped while the rest is still being copied: that takes long where
-    /// allocations are many, and can be taken back.
+    /// Saves contents. Unmaps what is saved while the rest is still being copied: with many allocations unmapping takes
+    /// long, and it can be undone.
     fn save(
         &self,
         request: &TransitionRequest,
@@ -132,13 +132,13 @@ impl Memory {
         let mut saved_already = |addresses: &[u64]| {
             let mut saved: Vec<_> = addresses.iter().filter_map(|address| of_address.get(address).map(|one| Arc::clone(one))).collect();
             saved.sort_unstable_by_key(|allocation| allocation.address());
-            // Tried once more at the end, where it fails.
+            // If this fails, the final unmap retries it.
             let _ = unmap(&saved);
         };
         clock.time(Stage::Save, || backup::save(wanted, progress, &mut saved_already)).map_err(|error| self.map_back(victims, error))
     }
 
-    /// Takes back what a pause has done so far: what was unmapped is mapped again, its contents still in it.
+    /// Undoes what a pause has done so far: maps the memory again, which still holds its contents.
     fn map_back(&self, victims: &[Arc<Allocation>], error: Error) -> Error {
         let mut stranded = 0;
         for allocation in victims {
@@ -148,7 +148,7 @@ impl Memory {
                 memory.map_again().and_then(|()| self.open(allocation.device, [&*memory]))
             };
             if let Err(second) = mapped {
-                // Two failures in a row: it stays paused, its contents still in the memory that is there.
+                // Two failures in a row: it stays paused, and its memory still holds the contents.
                 if !exit::is_ending() {
                     log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
                 }
@@ -158,11 +158,11 @@ impl Memory {
         if stranded == 0 {
             return error;
         }
-        Error::Internal(format!("{error}, and {stranded} allocations could not be mapped again; they are paused: resume them"))
+        Error::Internal(format!("{error}, and {stranded} allocations could not be mapped again and stay paused; resume them"))
     }
 
-    /// Gives up of what is retained of active memory, which only saves time, as much as a pause needs. Not what that pause
-    /// saves over. `false`: there is nothing to give up, or all of it would not be enough.
+    /// Drops enough retained backups of active memory, which only save time, to make room for a pause. Keeps those the pause
+    /// will reuse. `false` if there is nothing to drop, or dropping everything would not be enough.
     fn make_room(&self, request: &TransitionRequest) -> bool {
         let given_up: Vec<_> = {
             let _exclusive = self.exclude();
@@ -180,14 +180,14 @@ impl Memory {
             given_up.into_iter().filter_map(|place| of[place].contents().saved.take()).collect()
         };
         if !given_up.is_empty() {
-            log::info!("host memory is short: what was retained of {} allocations is given up", given_up.len());
+            log::info!("host memory is short: dropped the retained backups of {} allocations", given_up.len());
         }
         !given_up.is_empty()
     }
 }
 
-/// Takes memory away from its addresses, neighbours in one call; the contents stay in it. The allocations come in the order
-/// of their addresses. After an error, some may be unmapped.
+/// Unmaps memory, adjacent ranges in one call; it keeps its contents. Allocations must be in address order. On error, some
+/// may be unmapped.
 fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
     let mut contents: Vec<_> = allocations.iter().map(|allocation| allocation.contents()).collect();
     let mut mapped: Vec<_> =
@@ -195,7 +195,7 @@ fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
     driver::unmap(&mut mapped)
 }
 
-/// Gives the memory back. From now on the contents are where they were saved, or nowhere.
+/// Releases the memory. From here on, the contents are only where they were saved.
 fn release(victims: &[Arc<Allocation>], items: Vec<backup::Item>) {
     let mut saved: BTreeMap<_, Arc<Saved>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
     for allocation in victims {
@@ -203,19 +203,19 @@ fn release(victims: &[Arc<Allocation>], items: Vec<backup::Item>) {
     }
 }
 
-/// What becomes of an allocation's contents: the request says it, or its own policy.
+/// The request's policy for an allocation, or the allocation's own.
 pub(super) fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Backup {
     request.backups.get(&*allocation.tag).copied().unwrap_or(request.backup).unwrap_or(allocation.backup)
 }
 
-/// What of an allocation is to be kept, and where.
+/// Which contents of an allocation to keep, and where.
 pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) -> backup::Wanted {
     let policy = policy_for(request, allocation);
     let retain = backup::retains(&allocation.tag);
     let all = Range { start: 0, end: allocation.bytes() };
     let live = match policy {
         Backup::Discard => Vec::new(),
-        // What is not kept cannot be compared with what will be there next time.
+        // Contents that are not kept could not be compared next time.
         _ if retain => vec![all],
         _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
     };
@@ -223,8 +223,8 @@ pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) ->
     backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().saved.clone(), live }
 }
 
-/// The whole pages of an allocation that lie in a span, in bytes from the allocation's beginning. Less than a page is not
-/// worth a copy of its own.
+/// The whole pages of an allocation inside a span, as offsets into the allocation. Less than a page is not worth its own
+/// copy.
 fn pages_inside(span: Span, allocation: &Allocation) -> Option<Range<usize>> {
     const PAGE: usize = 2 << 20;
     let offset = |address: u64| address.saturating_sub(allocation.address()).min(allocation.bytes() as u64) as usize;
@@ -233,7 +233,7 @@ fn pages_inside(span: Span, allocation: &Allocation) -> Option<Range<usize>> {
     (start < end).then_some(start..end)
 }
 
-/// What is left of a range without some parts of it, in order.
+/// A range minus some parts, in order.
 fn without(all: Range<usize>, parts: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
     let mut parts: Vec<_> = parts.collect();
     parts.sort_unstable_by_key(|part| part.start);

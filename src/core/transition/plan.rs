@@ -1,4 +1,4 @@
-//! What a pause would do, without doing it, and what it must not.
+//! Dry runs, and the check that protects prefix caches.
 
 use super::Chosen;
 use super::pause::{policy_for, wanted_of};
@@ -9,7 +9,7 @@ use vramctl_backup as backup;
 use vramctl_model::{Backup, Error, HostRoom, Plan, TagPlan, TransitionRequest};
 
 impl Memory {
-    /// What a pause would do now. Changes nothing and waits for nobody.
+    /// What a pause would do now. Changes nothing and does not block.
     pub fn plan(&self, request: &TransitionRequest) -> Result<Plan, Error> {
         let chosen = self.choose(request)?;
         let prefix_cache = match spare_prefix_cache(request, &chosen) {
@@ -33,11 +33,11 @@ impl Memory {
     }
 }
 
-/// Refuses to drop contents that the engine's prefix cache describes: it would answer from zeros, and nobody would know.
+/// Refuses to drop contents that the engine's prefix cache describes: the engine would silently answer from zeros.
 pub(super) fn spare_prefix_cache(request: &TransitionRequest, chosen: &Chosen) -> Result<(), Error> {
     const KV_CACHE: &str = "kv_cache";
     let Some(engine) = &request.engine else { return Ok(()) };
-    // Where nothing has the tag (a version of the engine that is not known), the cache is in what is left.
+    // If nothing has the tag (an unknown engine version), assume the cache is in everything else.
     let tagged = chosen.all.iter().any(|allocation| &*allocation.tag == KV_CACHE);
     let holds_cache = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
     let lost = chosen.active.iter().any(|one| holds_cache(&one.tag) && policy_for(request, one) == Backup::Discard);

@@ -1,4 +1,4 @@
-//! A resume: create, map and fill new memory, then let go of the backups.
+//! A resume: create, map and fill new memory, then release the backups.
 
 use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::{Allocation, Contents, Memory};
@@ -10,12 +10,12 @@ use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
 use vramctl_model::{Error, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, code};
 
-/// How often a resume that waits for memory looks for it.
+/// How often a resume waiting for memory retries.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 impl Memory {
-    /// Resumes: puts new memory at the addresses of paused allocations, and their contents into it. After an error
-    /// everything is as it was.
+    /// Resumes paused allocations: maps new memory at their addresses and restores their contents. Everything is undone on
+    /// error.
     pub fn resume(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         unless_ending(|| self.resume_when_there_is_room(request, observer))
     }
@@ -31,7 +31,7 @@ impl Memory {
             if left.is_zero() || observer.is_gone() == Some(true) {
                 return attempt.map_err(with_holders);
             }
-            // Without the lock: the program may free something.
+            // Without the lock, so that the program can free memory.
             thread::sleep(left.min(LOOK_AGAIN));
         }
     }
@@ -64,12 +64,12 @@ impl Memory {
         report.late_bytes = driver::leftover_bytes();
         report.stages = clock.0;
         report.ms = milliseconds(started.elapsed());
-        // Somebody else may have given it back just before.
+        // Another process may have released this memory just before, so the driver may still have to check it.
         cleaning::expect(&bytes_of_devices(paused.iter().map(|allocation| &**allocation)));
         Ok(report)
     }
 
-    /// Maps what a pause that failed has left unmapped: its memory is there, with the contents.
+    /// Maps memory that a failed pause left unmapped; it still holds its contents.
     fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<(), Error> {
         for allocation in paused {
             let mut contents = allocation.contents();
@@ -81,8 +81,8 @@ impl Memory {
         Ok(())
     }
 
-    /// New memory with the old contents at the addresses of all of them, or none. Contents are copied to memory that is
-    /// mapped already while more is being mapped. `idle`: contexts in which programs have nothing to run on.
+    /// Maps new memory with the old contents for all of them, or for none. Contents are restored while more memory is being
+    /// mapped. `idle`: contexts in which the program has nothing to run on.
     fn bring_back(
         &self,
         paused: &[Arc<Allocation>],
@@ -112,13 +112,13 @@ impl Memory {
             Ok(())
         });
         clock.add(Stage::Restore, started.elapsed());
-        // After an error the new memory goes as it came; nothing is being copied to it any more.
+        // On error the new memory is released; no copy to it is in flight any more.
         brought.map(|()| memories)
     }
 }
 
-/// The contexts whose managed memory is nearly all paused, so that the program has next to nothing to run on. Not all of it:
-/// what an engine keeps active while it sleeps (0.1 to 0.3 GiB of vLLM and `SGLang`) does not make it busy.
+/// The contexts whose managed memory is nearly all paused, so that the program has next to nothing to run on. What an engine
+/// keeps active while it sleeps (0.1 to 0.3 GiB for vLLM and `SGLang`) does not count as busy.
 fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
     let mut bytes = BTreeMap::<Context, (usize, usize)>::new();
     for allocation in all {
@@ -129,7 +129,7 @@ fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
     bytes.into_iter().filter(|(_, (paused, total))| *paused >= total / 8 * 7).map(|(context, _)| context).collect()
 }
 
-/// New memory at the addresses of an allocation, not accessible yet. `needed`: by all of the resume.
+/// New memory mapped at an allocation's addresses, not accessible yet. `needed` is the total for the resume, for the error.
 fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
     let mut memory = Physical::create(allocation.device, allocation.bytes())
         .map_err(|failure| if failure.code == code::OUT_OF_MEMORY { shortage(allocation, needed) } else { failure.into() })?;
@@ -137,23 +137,23 @@ fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
     Ok(memory)
 }
 
-/// A paused allocation has its memory and contents back.
+/// Marks a paused allocation active again.
 fn activate(allocation: &Allocation, memory: Physical) {
     let saved = allocation.contents().saved.take();
-    // What is in a file is slower to compare with than to write anew.
+    // Comparing with a file would be slower than writing a new one.
     let saved = saved.filter(|saved| backup::retains(&allocation.tag) && matches!(**saved, Saved::Host(_)));
     allocation.replace(Contents { memory: Some(memory), saved });
 }
 
-/// Where to stop mapping for a moment, make accessible what was mapped, and have it filled: neighbours on a device are
-/// made accessible in one call, so a call for each would be a waste; so would it be to keep the copies waiting.
+/// Where to interrupt mapping to enable access and start restoring. Access to adjacent memory is set in one call, so a call
+/// per allocation would be wasteful; so would delaying the copies.
 fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
-    /// As many bytes as take longer to copy than the next ones take to map.
+    /// Copying this many bytes takes longer than mapping the next batch.
     const BATCH: usize = 256 << 20;
     let mut ends = Vec::new();
     let mut bytes = 0;
     for (at, allocation) in allocations.iter().enumerate() {
-        // Where there is nothing to copy, nothing is kept waiting.
+        // Memory with nothing to restore delays no copy.
         bytes += if allocation.contents().saved.is_some() { allocation.bytes() } else { 0 };
         let last = allocations.get(at + 1).is_none_or(|next| next.device != allocation.device);
         if bytes >= BATCH || last {
@@ -164,7 +164,7 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     ends
 }
 
-/// The bytes needed on each device, if they are free.
+/// Bytes needed on each device; an error if they are not free.
 fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
     let all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
     for (&device, &needed) in &all_needed {
@@ -178,7 +178,7 @@ fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Err
     Ok(all_needed)
 }
 
-/// How much is missing now. Between the look and the taking, somebody may have been faster.
+/// A shortage with the bytes free now: another process may have allocated since the check.
 fn shortage(allocation: &Allocation, needed: u64) -> Error {
     let free = Current::push(allocation.context()).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
     Error::DeviceMemory(Shortage { device: allocation.device, uuid: None, needed, free, holders: Vec::new() })
