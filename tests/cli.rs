@@ -717,7 +717,11 @@ fn status_says_what_is_not_back_yet_and_why() {
     });
     let status = place.vramctl("status");
     status.expect(0, "The driver has not taken 128.00 MiB back yet; every pause and resume retries.", "");
-    status.expect(0, "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be pinned", "");
+    status.expect(
+        0,
+        "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be pinned",
+        "",
+    );
 }
 
 /// A process that is pausing or resuming its `weights`.

@@ -299,8 +299,7 @@ print(json.dumps(found))";
         if known {
             return Finding::new("engines", Verdict::Ok, format!("{name} {version}")).with(data);
         }
-        let message =
-            format!("{name} {version} is not a known version: all its memory may get the tag default (docs/engines.md)");
+        let message = format!("{name} {version} is not a known version: all its memory may get the tag default (docs/engines.md)");
         Finding::new("engines", Verdict::Warning, message).with(data)
     };
     found.iter().map(engine).collect()

@@ -134,9 +134,7 @@ impl From<ClientError> for CommandError {
             ClientError::Io { error, .. } if error.kind() == ErrorKind::WouldBlock => {
                 Self::new(Exit::Busy, "no answer: it takes no connections; is it stopped?")
             }
-            ClientError::Io { pid, error } if gone(error.kind()) => {
-                Self::new(Exit::NoProcess, format!("process {pid} has ended"))
-            }
+            ClientError::Io { pid, error } if gone(error.kind()) => Self::new(Exit::NoProcess, format!("process {pid} has ended")),
             error @ ClientError::Io { .. } => Self::new(Exit::Failed, error.to_string()),
         }
     }

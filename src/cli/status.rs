@@ -91,11 +91,7 @@ fn describe(status: &ProcessStatus) -> String {
             let _ = write!(text, " The rest is ready for the next pause.");
         }
         if memory.host.pinned_bytes < memory.host.ready_bytes {
-            let _ = write!(
-                text,
-                " {} could not be pinned and is slower.",
-                Bytes(memory.host.ready_bytes - memory.host.pinned_bytes)
-            );
+            let _ = write!(text, " {} could not be pinned and is slower.", Bytes(memory.host.ready_bytes - memory.host.pinned_bytes));
         }
     }
     if memory.late_bytes > 0 {

@@ -297,7 +297,8 @@ impl Asking {
     fn foretell(&self, asks_engine: bool) -> Result<Exit, CommandError> {
         let (mut exit, mut answers) = (Exit::Done, Vec::new());
         for task in self.tasks.iter().filter(|task| !task.meant.is_empty()) {
-            let old = || CommandError::new(Exit::Failed, format!("{}: its library is too old for --dry-run; restart the program", task.process));
+            let old =
+                || CommandError::new(Exit::Failed, format!("{}: its library is too old for --dry-run; restart the program", task.process));
             let plan = self.ask_plan(task)?.ok_or_else(old)?;
             let refused = plan.prefix_cache.clone().filter(|_| !self.request.force && !asks_engine).map(Error::PrefixCache);
             let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
@@ -385,8 +386,7 @@ impl Asking {
                 }
                 if report.late_bytes > 0 {
                     let late = Bytes(report.late_bytes);
-                    let text =
-                        format!("{}: the driver has not taken {late} back yet; every pause and resume retries", task.process);
+                    let text = format!("{}: the driver has not taken {late} back yet; every pause and resume retries", task.process);
                     output::complain("warning", &text);
                 }
             }
