@@ -1361,7 +1361,7 @@ fn scripts_tell_a_process_by_whether_it_listens() {
         let engine = Fake::new(&place, "engine", &["weights"]);
         let elsewhere = 999_999_999;
         fs::rename(place.socket(engine.pid()), place.socket(elsewhere)).unwrap();
-        run(&["--pid", &stale.to_string()]).expect(3, "", &format!("process {stale} is not managed; there are: {elsewhere}\n"));
+        run(&["--pid", &stale.to_string()]).expect(3, "", &format!("process {stale} is not managed; managed are: {elsewhere}\n"));
         for arguments in [&[][..], &["--all"], &["--pid", &elsewhere.to_string()]] {
             run(arguments).expect(0, "\"reply\":\"done\"", "");
         }
