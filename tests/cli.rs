@@ -580,7 +580,7 @@ fn one_process_is_paused_and_resumed_without_a_target() {
         Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
-    place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB given back"), "");
+    place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB freed"), "");
     assert_eq!(engine.asked()[1], Request::Pause(Transition::default()), "all is asked for as all");
     place.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are already paused"), "");
     place.vramctl("resume weights").expect(0, &format!("resumed weights of {who}: 1.00 GiB allocated in 23 ms"), "");
@@ -1377,8 +1377,8 @@ fn scripts_refuse_as_the_command_line_does() {
     let path = std::env::var_os("PATH").unwrap();
     let run = |name: &str, arguments: &[&str]| run_script(&place, Path::new(&path), name, arguments);
     run("pause.sh", &[]).expect(3, "", "no process is managed");
-    run("pause.sh", &["--help"]).expect(0, "Left out: processes have no names here, no inference engine", "");
-    run("resume.sh", &["--help"]).expect(0, "Left out: processes have no names here.\n", "");
+    run("pause.sh", &["--help"]).expect(0, "Not supported: process names, asking an inference engine first", "");
+    run("resume.sh", &["--help"]).expect(0, "Not supported: process names.\n", "");
     run("pause.sh", &["--explode"]).expect(2, "", "--explode");
     run("pause.sh", &["--timeout", "soon"]).expect(2, "", "number of seconds");
     run("pause.sh", &["--pid", "x"]).expect(2, "", "process id");
