@@ -192,7 +192,7 @@ fn gauges(metrics: &str) -> Option<u64> {
     metrics.lines().filter_map(value).reduce(|one, other| one + other)
 }
 
-/// Running and waiting requests in SGLang's list of loads, summed over its ranks.
+/// Running and waiting requests in `SGLang`'s list of loads, summed over its ranks.
 fn loads(body: &str) -> Option<u64> {
     let body: Value = serde_json::from_str(body).ok()?;
     let count = |load: &Value| Some(load["num_running_reqs"].as_u64()? + load["num_waiting_reqs"].as_u64()?);
