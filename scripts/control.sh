@@ -1,7 +1,6 @@
 # shellcheck shell=sh
-# Talks to the control sockets of managed processes, for containers without the `vramctl` binary. Needs a POSIX shell, its usual
-# tools (cat, dirname, id, ls), and one of socat, nc (with -U) or python3. pause.sh and resume.sh source it. The protocol is in
-# docs/protocol.md.
+# Talks to the control sockets of managed processes (docs/protocol.md), for containers without the `vramctl` binary. Sourced by
+# pause.sh and resume.sh. Needs a POSIX shell, cat, dirname, id, ls, and one of socat, nc (with -U) or python3.
 
 set -u
 
@@ -9,18 +8,18 @@ usage() {
 	cat <<HELP
 usage: $1.sh [TAG…] [--pid PID | --all]$([ "$1" = resume ] || printf ' [--discard] [--force]') [--timeout SECONDS]
 
-Does what \`vramctl $1\` does, with a shell and one of socat, nc (with -U) or python3.
-Left out: processes have no names here$([ "$1" = resume ] || printf ', no inference engine is asked first, and of --backup there is --discard alone').
+Like \`vramctl $1\`, but needs only a shell and one of socat, nc (with -U) or python3.
+Not supported: process names$([ "$1" = resume ] || printf ', asking an inference engine first, and --backup other than --discard').
 Without tags: all tags. Without --pid or --all: the only managed process.
-With --all and one tag, processes without it are skipped; with several, every process must have them all.
-Prints the process's answer, a line of JSON. Waits for it without limit: a stopped process answers when it continues.
+With --all and one tag, skips processes without it; with several tags, every process must have them all.
+Prints each process's answer, one line of JSON. Waits without limit: a stopped process answers when it continues.
 
 Exit codes: 0 done, 1 refused or failed, 2 wrong arguments, or several processes and none chosen,
-3 no such process, 4 too little memory, 5 timed out, 6 no such tag.
+3 no such process, 4 not enough memory, 5 timed out, 6 no such tag.
 HELP
 }
 
-# Ends with a code and a message.
+# Exits with a code and a message.
 die() {
 	code=$1
 	shift
@@ -28,7 +27,7 @@ die() {
 	exit "$code"
 }
 
-# The whole of it: the request (pause or resume), then the script's arguments.
+# Runs the script. Arguments: the request (pause or resume), then the script's own.
 control() {
 	request=$1
 	shift
@@ -41,7 +40,7 @@ control() {
 	result=0 did=''
 	for pid in $pids; do
 		[ "$target" != all ] || printf 'process %s:\n' "$pid" >&2
-		# No progress was asked for, so the first line is the answer.
+		# The request asks for no progress, so the first line is the answer.
 		answer=$(cd "$directory" && exchange "./$pid.sock" "$message")
 		answer=${answer%%"$newline"*}
 		[ -z "$answer" ] || printf '%s\n' "$answer"
@@ -52,7 +51,7 @@ control() {
 		esac
 		[ "$result" != 0 ] || result=$code
 	done
-	# With --all, a tag that no process knows is a mistake.
+	# With --all, a tag that no process has is an error.
 	[ "$result" != 0 ] || [ -z "${lacking:-}" ] || [ -n "$did" ] || result=6
 	exit "$result"
 }
@@ -73,7 +72,7 @@ read_arguments() {
 			shift
 			;;
 		--timeout)
-			options="$options,\"timeout_ms\":$(milliseconds "${2:-}")" || die 2 "--timeout needs a number of seconds, such as 30 or 2.5"
+			options="$options,\"timeout_ms\":$(milliseconds "${2:-}")" || die 2 "--timeout needs a number of seconds, for example 30 or 2.5"
 			shift
 			;;
 		--force)
@@ -94,7 +93,7 @@ read_arguments() {
 }
 
 choose_target() {
-	[ -z "$target" ] || die 2 "one of --pid and --all at most"
+	[ -z "$target" ] || die 2 "--pid and --all exclude each other"
 	target=$1
 }
 
@@ -103,7 +102,7 @@ add_tag() {
 	count=$((count + 1))
 }
 
-# A JSON string with this text.
+# Quotes a text as a JSON string.
 json_string() {
 	rest=$1 string=''
 	while [ -n "$rest" ]; do
@@ -118,18 +117,18 @@ json_string() {
 	printf '"%s"' "$string"
 }
 
-# Seconds, perhaps with a fraction, in whole milliseconds.
+# Converts seconds, with or without a fraction, to whole milliseconds.
 milliseconds() {
 	case $1 in '' | . | *[!0-9.]* | *.*.*) return 1 ;; esac
 	whole=${1%%.*} fraction=000
 	case $1 in *.*) fraction=${1#*.}000 ;; esac
-	# Digits to concatenate, not numbers to compute: a leading zero would make them octal.
+	# Concatenates digits instead of computing: shell arithmetic reads a leading zero as octal.
 	result=$whole${fraction%"${fraction#???}"}
 	while case $result in 0?*) ;; *) false ;; esac; do result=${result#0}; done
 	[ ${#result} -le 18 ] && printf '%s' "$result"
 }
 
-# Where the library has its sockets, if that is safe: no symbolic link, the user's own, closed to others.
+# Sets directory to that of the sockets, after checking it: not a symbolic link, owned by the user, closed to others.
 find_directory() {
 	user=$(id -u)
 	if [ -n "${VRAMCTL_DIR:-}" ]; then
@@ -139,10 +138,10 @@ find_directory() {
 	else
 		directory=/tmp/vramctl-$user
 	fi
-	# With a slash even where the path is relative, so that no command takes it for an option.
+	# A relative path gets a slash too, so that no command takes it for an option.
 	case $directory in /*) ;; *) directory=./$directory ;; esac
-	[ -d "$directory" ] || [ -L "$directory" ] || die 3 "no process is managed: there is no $directory (VRAMCTL_DIR says where to look)"
-	# The mode and the owner are the first and the third word.
+	[ -d "$directory" ] || [ -L "$directory" ] || die 3 "no process is managed: $directory does not exist (VRAMCTL_DIR sets where to look)"
+	# The first and third word are the mode and the owner.
 	# shellcheck disable=SC2046
 	set -- $(LC_ALL=C ls -ldn "$directory")
 	case $1 in
@@ -166,29 +165,29 @@ choose_processes() {
 	case $target in
 	all) ;;
 	'')
-		case ${pids# } in *' '*) die 2 "several processes are managed; say which with --pid or --all:$pids" ;; esac
+		case ${pids# } in *' '*) die 2 "several processes are managed; choose with --pid or --all:$pids" ;; esac
 		;;
 	*)
-		case " $pids " in *" $target "*) ;; *) die 3 "process $target is not managed; there are:$pids" ;; esac
+		case " $pids " in *" $target "*) ;; *) die 3 "process $target is not managed; managed are:$pids" ;; esac
 		pids=$target
 		;;
 	esac
 }
 
-# Whether nobody listens on the socket of process $1 any more: a killed process leaves it behind. In a container with
-# process ids of its own, /proc does not know the others'. Whatever else is wrong with it is for the exchange to say.
+# Whether the socket of process $1 is stale: a killed process leaves it behind. Connects instead of checking /proc, which does
+# not show the processes of other pid namespaces. Other errors are left for exchange to report.
 is_stale() {
 	said=$(cd "$directory" && LC_ALL=C && export LC_ALL && connect "./$1.sock" 2>&1 </dev/null) && return 1
-	# An old nc says nothing.
+	# An old nc prints nothing.
 	case $said in '' | *refused* | *'No such file'*) ;; *) return 1 ;; esac
 }
 
-# Defines exchange: connects to the socket $1, sends the line $2, prints what comes back until the other side hangs up.
-# All of them end their own side after the line, so that the process hangs up after its answer, however long that takes.
-# And connect: connects to the socket $1 and hangs up, without waiting for a process that may be stopped.
+# Defines exchange, which connects to socket $1, sends line $2 and prints the reply until the other side hangs up. It shuts down
+# its own side after the line, so the process hangs up after its answer, however long that takes.
+# Defines connect, which connects to socket $1 and hangs up, without waiting for a stopped process.
 choose_transport() {
 	if command -v socat >/dev/null 2>&1; then
-		# -t: how long to wait after the end of the input, in seconds; half a second unless told.
+		# -t: seconds to wait after the end of the input; the default is half a second.
 		exchange() { printf '%s\n' "$2" | socat -t 999999 - "UNIX-CONNECT:$1"; }
 		connect() { socat -t 0 - "UNIX-CONNECT:$1"; }
 	elif choose_nc_options; then
@@ -211,24 +210,24 @@ except OSError as error:
 		}
 		connect() { exchange "$1"; }
 	else
-		die 1 "one of socat, nc with -U (netcat-openbsd, ncat) or python3 is needed; install one, or use the vramctl binary"
+		die 1 "needs socat, nc with -U (netcat-openbsd, ncat) or python3; install one, or use the vramctl binary"
 	fi
 }
 
-# Sets how this nc is told to use a Unix socket and to hang up after its input (nc_exchange), and what has it do so at
-# once (nc_connect), or after a second of silence. Not -z: with it, an old one always fails.
+# Sets the options for a Unix socket with which this nc hangs up after its input (nc_exchange), and at once or after a second of
+# silence (nc_connect). Not -z: an old nc always fails with it.
 choose_nc_options() {
 	command -v nc >/dev/null 2>&1 || return 1
 	case $(nc -h 2>&1) in
 	*Ncat*) nc_exchange=-U nc_connect=--send-only ;;
 	*'socket after EOF on stdin'*UNIX*) nc_exchange=-NU nc_connect=-Nw1 ;;
-	# An old one stays until the process hangs up, half a minute after its answer.
+	# An old nc stays until the process hangs up, half a minute after its answer.
 	*UNIX*) nc_exchange=-U nc_connect=-w1 ;;
 	*) return 1 ;;
 	esac
 }
 
-# The exit code for an answer. In JSON a quote within a text has a backslash, so these patterns match fields alone.
+# Prints the exit code for an answer. JSON escapes quotes inside strings, so these patterns match only fields.
 judge() {
 	case $1 in
 	*'"reply":"done"'*) echo 0 ;;

@@ -389,7 +389,7 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
     let run = place.vramctl("pause weights --dry-run");
-    run.expect(0, &format!("engine (pid {}): a pause would give back 1.00 GiB", engine.pid()), "");
+    run.expect(0, &format!("engine (pid {}): a pause would free 1.00 GiB", engine.pid()), "");
     run.expect(0, "Host memory for the contents: 1.00 GiB needed, 1.50 GiB available.", "");
     let row: Vec<_> = run.out.lines().find(|line| line.starts_with("weights")).unwrap().split_whitespace().collect();
     assert_eq!(row, ["weights", "1.00", "GiB", "1", "1.00", "GiB", "host"]);
@@ -408,7 +408,7 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
     place.vramctl("pause lost --dry-run").expect(6, "", "the tag lost");
     assert!(engine.asked().is_empty(), "{:?}", engine.asked());
     place.vramctl("pause").expect(0, "", "");
-    place.vramctl("pause --dry-run").expect(0, "there is nothing to pause", "");
+    place.vramctl("pause --dry-run").expect(0, "nothing to pause", "");
 }
 
 #[test]
@@ -573,17 +573,17 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     let who = format!("engine (pid {})", engine.pid());
 
     let pause = place.vramctl("pause kv_cache --discard --timeout 2.5");
-    assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB given back in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
+    assert_eq!(pause.out, format!("paused kv_cache of {who}: 1.00 GiB freed in 23 ms (wait 3, unmap 20); 1.00 GiB discarded\n"));
     pause.expect(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
     let wanted =
         Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
-    place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB given back"), "");
+    place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB freed"), "");
     assert_eq!(engine.asked()[1], Request::Pause(Transition::default()), "all is asked for as all");
-    place.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are paused already"), "");
-    place.vramctl("resume weights").expect(0, &format!("resumed weights of {who}: 1.00 GiB taken again in 23 ms"), "");
+    place.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are already paused"), "");
+    place.vramctl("resume weights").expect(0, &format!("resumed weights of {who}: 1.00 GiB allocated in 23 ms"), "");
     let quiet = place.vramctl("resume --quiet");
     assert_eq!((quiet.code, quiet.out.as_str(), quiet.err.as_str()), (Some(0), "", ""));
 }
@@ -635,7 +635,7 @@ fn several_processes_need_a_target() {
     assert_eq!((engine.asked().len(), twin.asked().len()), (0, 1));
     let pause = place.vramctl("pause --name engine");
     pause.expect(0, &format!("paused weights of engine (pid {})", engine.pid()), "");
-    pause.expect(0, &format!("weights of engine (pid {}) is paused already", twin.pid()), "");
+    pause.expect(0, &format!("weights of engine (pid {}) is already paused", twin.pid()), "");
     assert!(trainer.asked().is_empty());
 
     // Resuming a tag that some processes lack is a no-op there.
@@ -655,7 +655,7 @@ fn a_shortage_says_what_is_missing_and_what_helps() {
     let resume = place.vramctl("resume --name engine");
     resume.expect(4, "", &format!("error: engine (pid {}): too little memory on device 0: 4.00 GiB needed, 1.00 GiB free", engine.pid()));
     resume.expect(4, "", &format!("3.00 GiB short; held by pid {holder} (trainer) 3.00 GiB"));
-    resume.expect(4, "", &format!("hint: trainer (pid {holder}) is managed too; `vramctl pause --pid {holder}` gives 1.00 GiB back"));
+    resume.expect(4, "", &format!("hint: trainer (pid {holder}) is managed too; `vramctl pause --pid {holder}` frees 1.00 GiB"));
 
     let answer = place.vramctl("resume --name engine --json");
     assert_eq!(answer.code, Some(4));
@@ -716,8 +716,12 @@ fn status_says_what_is_not_back_yet_and_why() {
         matches!(request, Request::Status).then(|| Reaction::Answer(Reply::Status(status.clone())))
     });
     let status = place.vramctl("status");
-    status.expect(0, "The driver has not taken 128.00 MiB back yet; it is tried again.", "");
-    status.expect(0, "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be registered with the driver", "");
+    status.expect(0, "The driver has not taken 128.00 MiB back yet; every pause and resume retries.", "");
+    status.expect(
+        0,
+        "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be pinned",
+        "",
+    );
 }
 
 /// A process that is pausing or resuming its `weights`.
@@ -804,23 +808,23 @@ fn an_interrupted_command_says_what_becomes_of_the_pause() {
     let place = Place::new();
     let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     let text = interrupted(&place, &engine, &["pause"]);
-    assert!(text.contains(&format!("engine (pid {}): the pause goes on (save 256.00 MiB of 1.00 GiB)", engine.pid())), "{text}");
+    assert!(text.contains(&format!("engine (pid {}): the pause continues (save 256.00 MiB of 1.00 GiB)", engine.pid())), "{text}");
     assert_eq!(text.lines().count(), 1, "{text}");
     drop(engine);
 
     let silent = |request: &Request| is_transition(request).then_some(Reaction::BeSilent);
     let engine = Fake::reacting(&place, "engine", &["weights"], silent);
     let text = interrupted(&place, &engine, &["pause"]);
-    assert!(text.contains("the pause was given up; nothing has changed"), "{text}");
+    assert!(text.contains("the pause was cancelled; nothing has changed"), "{text}");
     drop(engine);
 
     let engine = Fake::reacting(&place, "engine", &["weights"], silent);
     engine.state.lock().unwrap().tags[0].1 = TagState::Paused;
     let text = interrupted(&place, &engine, &["resume"]);
-    assert!(text.contains("the resume was given up; nothing has changed"), "{text}");
+    assert!(text.contains("the resume was cancelled; nothing has changed"), "{text}");
     engine.state.lock().unwrap().transitions = 0;
     let text = interrupted(&place, &engine, &["pause"]);
-    assert!(text.contains("the pause is done"), "{text}");
+    assert!(text.contains("the pause is complete"), "{text}");
 }
 
 /// The progress bar and the terminal's `^C` are cleared before the message.
@@ -847,7 +851,7 @@ sys.stdout.buffer.write(said)";
     let said = String::from_utf8(ran.stdout).unwrap();
     let (before, message) = said.rsplit_once("\r\u{1b}[2K").unwrap_or_else(|| panic!("nothing was wiped: {said:?}"));
     assert!(before.contains("wait") && message.starts_with("interrupted: engine"), "{said:?}");
-    assert!(message.contains("the pause goes on") && message.ends_with('\n') && message.lines().count() == 1, "{said:?}");
+    assert!(message.contains("the pause continues") && message.ends_with('\n') && message.lines().count() == 1, "{said:?}");
 }
 
 #[test]
@@ -1074,7 +1078,7 @@ fn the_doctor_says_what_would_fail() {
     assert!(sockets.starts_with("failed") && sockets.contains("VRAMCTL_DIR"), "{sockets}");
 
     let host = line(&doctor(&|command| _ = command.env("VRAMCTL_HOST_CAP", "3G")), "host memory");
-    assert!(host.contains("3.00 GiB for contents") && host.contains(" GB/s "), "{host}");
+    assert!(host.contains("3.00 GiB for backups") && host.contains(" GB/s "), "{host}");
 }
 
 #[test]
@@ -1107,7 +1111,7 @@ fn the_doctor_knows_the_engines_of_the_python_on_the_path() {
     let mut command = place.command(command_line(), &["doctor"]);
     let ran = Ran::new(&command.env("PYTHONPATH", &site).env("VRAMCTL_HOST_CAP", "64M").output().unwrap());
     assert!(ran.out.lines().any(|line| line.starts_with("ok ") && line.ends_with(" vllm 0.26.0")), "{ran:?}");
-    assert!(ran.out.lines().any(|line| line.starts_with("warning ") && line.contains("sglang 0.1.2 is not a version")), "{ran:?}");
+    assert!(ran.out.lines().any(|line| line.starts_with("warning ") && line.contains("sglang 0.1.2 is not a known version")), "{ran:?}");
 }
 
 // ---- run ----
@@ -1357,7 +1361,7 @@ fn scripts_tell_a_process_by_whether_it_listens() {
         let engine = Fake::new(&place, "engine", &["weights"]);
         let elsewhere = 999_999_999;
         fs::rename(place.socket(engine.pid()), place.socket(elsewhere)).unwrap();
-        run(&["--pid", &stale.to_string()]).expect(3, "", &format!("process {stale} is not managed; there are: {elsewhere}\n"));
+        run(&["--pid", &stale.to_string()]).expect(3, "", &format!("process {stale} is not managed; managed are: {elsewhere}\n"));
         for arguments in [&[][..], &["--all"], &["--pid", &elsewhere.to_string()]] {
             run(arguments).expect(0, "\"reply\":\"done\"", "");
         }
@@ -1373,8 +1377,8 @@ fn scripts_refuse_as_the_command_line_does() {
     let path = std::env::var_os("PATH").unwrap();
     let run = |name: &str, arguments: &[&str]| run_script(&place, Path::new(&path), name, arguments);
     run("pause.sh", &[]).expect(3, "", "no process is managed");
-    run("pause.sh", &["--help"]).expect(0, "Left out: processes have no names here, no inference engine", "");
-    run("resume.sh", &["--help"]).expect(0, "Left out: processes have no names here.\n", "");
+    run("pause.sh", &["--help"]).expect(0, "Not supported: process names, asking an inference engine first", "");
+    run("resume.sh", &["--help"]).expect(0, "Not supported: process names.\n", "");
     run("pause.sh", &["--explode"]).expect(2, "", "--explode");
     run("pause.sh", &["--timeout", "soon"]).expect(2, "", "number of seconds");
     run("pause.sh", &["--pid", "x"]).expect(2, "", "process id");
@@ -1487,7 +1491,7 @@ fn an_engine_s_cache_is_not_discarded_behind_its_back() {
     let json = place.vramctl("pause --discard --json").json();
     assert_eq!((&json["error"]["code"], &json["processes"]), (&json!("prefix_cache"), &json!([])));
     assert!(engine.asked().is_empty(), "a refusal comes before anything is done");
-    place.vramctl("status").expect(0, "The inference engine vllm is in it.", "");
+    place.vramctl("status").expect(0, "Inference engine: vllm.", "");
     place.vramctl("pause weights --discard").expect(0, "paused weights", "");
     place.vramctl("pause kv_cache").expect(0, "1.00 GiB kept", "");
     place.vramctl("resume").expect(0, "resumed", "");

@@ -345,7 +345,7 @@ for number, line in enumerate({text!r}.splitlines()):
         done = self.gpu_engines(
             *self.places(), "--part", "cycles,baseline,retained", "--env", "VRAMCTL_HOST_CAP=20G", VRAMCTL_UNCHANGED="always"
         )
-        self.assertEqual(done.stderr.count("VRAMCTL_UNCHANGED of the environment is not taken over"), 1, done.stderr)
+        self.assertEqual(done.stderr.count("VRAMCTL_UNCHANGED is not passed on to the engines"), 1, done.stderr)
         settings = [json.loads(line) for line in (self.folder / "settings").read_text().splitlines()]
         told = [
             [one.get(f"VRAMCTL_{name}") for name in ("PREWARM", "RETAIN", "HOST_CAP", "LOG", "UNCHANGED")] for one in settings
@@ -428,7 +428,7 @@ for number, line in enumerate({text!r}.splitlines()):
 
     def test_what_is_missing_is_said(self):
         for arguments, text in [
-            (["--part", "all"], "there is no part all"),
+            (["--part", "all"], "unknown part all"),
             (["--fraction", "2"], "not a share of the GPU"),
             (["--scripts", "/nowhere"], "vllm_cycle.py and make_model.py in '/nowhere' is missing"),
             (["--cycles"], "--cycles needs a value"),

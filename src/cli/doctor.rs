@@ -21,10 +21,9 @@ use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Looks at this machine as a program started from this shell would find it, and changes nothing: the library and whether it can \
-be preloaded, the driver and its GPUs, host memory for contents and how fast it is prepared, the limits of the process, the \
-control sockets, and the inference engines that the Python on PATH has. Ends with 1 if something would fail; a warning is no \
-failure.
+Checks this machine as a program started from this shell would see it, and changes nothing: the library and whether it can be \
+preloaded, the driver and its GPUs, host memory for backups and its speed, process limits, the control sockets, and the \
+inference engines of the Python on PATH. Exits with 1 if something would fail; warnings do not count.
 
 Examples:
   vramctl doctor
@@ -35,13 +34,13 @@ pub struct Args {
     pub json: bool,
 }
 
-/// What was found.
+/// The result of one check.
 #[derive(Debug, Serialize)]
 struct Finding {
     check: &'static str,
     verdict: Verdict,
     message: String,
-    /// The same in numbers, if there are any.
+    /// The same as numbers, if any.
     #[serde(skip_serializing_if = "Value::is_null")]
     data: Value,
 }
@@ -50,7 +49,7 @@ struct Finding {
 #[serde(rename_all = "lowercase")]
 enum Verdict {
     Ok,
-    /// It works, but not all of it.
+    /// Works, with limits.
     Warning,
     Failed,
 }
@@ -105,13 +104,13 @@ fn library() -> Finding {
         Err(why) => finding(Verdict::Failed, format!("{}: {why}", path.display())),
         Ok(version) if version != env!("CARGO_PKG_VERSION") => {
             let own = env!("CARGO_PKG_VERSION");
-            finding(Verdict::Warning, format!("{} is version {version}, and this command {own}; install both together", path.display()))
+            finding(Verdict::Warning, format!("{} is version {version}, this command is {own}; install them together", path.display()))
         }
         Ok(version) => finding(Verdict::Ok, format!("{}, version {version}; it can be preloaded", path.display())),
     }
 }
 
-/// The version that a library says it is, if it has what a library of ours has.
+/// The version that the library reports, if it has the functions of this project's library.
 fn version_of(path: &Path) -> Result<String, String> {
     const NEEDED: [&CStr; 5] = [c"vramctl_version", c"vramctl_pause", c"vramctl_resume", c"cudaMalloc", c"cudaFree"];
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
@@ -131,10 +130,10 @@ fn version_of(path: &Path) -> Result<String, String> {
     Ok(version.to_string_lossy().into_owned())
 }
 
-/// Starts a program with it, as `vramctl run` does.
+/// Starts a program with the library preloaded, as `vramctl run` does.
 fn try_preloading(path: &Path) -> Result<(), String> {
     let output = Command::new("cat").arg("/proc/self/maps").env("LD_PRELOAD", path).stdin(Stdio::null()).output();
-    let output = output.map_err(|error| format!("whether it can be preloaded was not found out: cat: {error}"))?;
+    let output = output.map_err(|error| format!("could not test preloading: cat: {error}"))?;
     let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let real = real.as_os_str().as_bytes();
     if output.stdout.windows(real.len()).any(|part| part == real) {
@@ -149,7 +148,7 @@ fn python_package() -> Finding {
     match places::python_path() {
         Err(failure) => finding(Verdict::Failed, failure.to_string()),
         Ok(folders) if folders.is_empty() => {
-            finding(Verdict::Warning, "not found: the memory of inference engines is not told apart, and gets the tag default".into())
+            finding(Verdict::Warning, "not found: all memory of inference engines gets the tag default".into())
         }
         Ok(folders) => finding(Verdict::Ok, folders[0].parent().unwrap_or(&folders[0]).display().to_string()),
     }
@@ -160,19 +159,19 @@ fn gpus() -> Vec<Finding> {
     let survey = match driver::survey() {
         Ok(survey) => survey,
         Err(failure) => {
-            return vec![driver(Verdict::Failed, format!("{failure}: no program that is started from here finds a GPU"))];
+            return vec![driver(Verdict::Failed, format!("{failure}: programs started from here find no GPU"))];
         }
     };
     let kernel = fs::read_to_string("/sys/module/nvidia/version").map_or_else(|_| String::new(), |text| format!("{}, ", text.trim()));
     let mut findings = vec![driver(Verdict::Ok, format!("{kernel}CUDA {}", survey.cuda))];
     if survey.gpus.is_empty() {
-        findings.push(Finding::new("GPU", Verdict::Failed, "the driver has none for this process (CUDA_VISIBLE_DEVICES?)"));
+        findings.push(Finding::new("GPU", Verdict::Failed, "the driver shows none to this process (CUDA_VISIBLE_DEVICES?)"));
     }
     findings.extend(survey.gpus.iter().enumerate().map(|(ordinal, gpu)| {
         let (verdict, more) = if gpu.virtual_memory {
             (Verdict::Ok, "")
         } else {
-            (Verdict::Failed, "; no virtual memory management: nothing on it can be paused")
+            (Verdict::Failed, "; no virtual memory management: its memory cannot be paused")
         };
         let uuid = gpu.uuid.as_deref().unwrap_or("no UUID");
         let message = format!("{ordinal}: {}, {}, {uuid}{more}", gpu.name, Bytes(gpu.total_bytes));
@@ -186,21 +185,21 @@ fn host_memory() -> Finding {
     let largest = driver::survey().map_or(0, |survey| survey.gpus.iter().map(|gpu| gpu.total_bytes).max().unwrap_or(0));
     let (speed, threads) = match preparing_speed(available) {
         Ok(measured) => measured,
-        Err(error) => return Finding::new("host memory", Verdict::Failed, format!("none can be had: {error}")),
+        Err(error) => return Finding::new("host memory", Verdict::Failed, format!("cannot allocate: {error}")),
     };
-    let text = format!("{} for contents; fresh memory comes at {speed:.1} GB/s ({threads} threads)", Bytes(available));
+    let text = format!("{} for backups; the kernel provides fresh memory at {speed:.1} GB/s ({threads} threads)", Bytes(available));
     let data = json!({ "available_bytes": available, "bytes_per_second": (speed * 1e9) as u64, "threads": threads });
     if available < largest {
-        let more = "less than a GPU has: of a full one, not everything can be kept (discard, or keep it on disk)";
+        let more = "less than a GPU has: a full GPU does not fit (discard contents, or keep them on disk)";
         return Finding::new("host memory", Verdict::Warning, format!("{text}; {more}")).with(data);
     }
     Finding::new("host memory", Verdict::Ok, text).with(data)
 }
 
-/// How fast fresh host memory can be had, in GB/s, and by how many threads at a time: a first pause is no faster.
+/// How fast the kernel provides fresh host memory, in GB/s, and to how many threads. It limits the first pause.
 fn preparing_speed(available: u64) -> io::Result<(f64, usize)> {
     const PIECE: usize = 64 << 20;
-    // Enough to tell, and little of what there is.
+    // Enough for a measurement, and a small part of what is available.
     let threads = thread::available_parallelism().map_or(1, usize::from).clamp(1, 16);
     let pieces = (available / 8 / PIECE as u64).clamp(1, 16) as usize;
     let threads = threads.min(pieces);
@@ -213,7 +212,7 @@ fn preparing_speed(available: u64) -> io::Result<(f64, usize)> {
     Ok(((pieces * PIECE) as f64 / started.elapsed().as_secs_f64() / 1e9, threads))
 }
 
-/// Takes so much memory, as a backup would, and gives it back.
+/// Allocates and populates memory as a backup would, and frees it.
 fn touch(bytes: usize) -> io::Result<()> {
     // SAFETY: a new mapping, which is written to inside its bounds and unmapped here.
     unsafe {
@@ -223,7 +222,7 @@ fn touch(bytes: usize) -> io::Result<()> {
             return Err(io::Error::last_os_error());
         }
         libc::madvise(memory, bytes, libc::MADV_HUGEPAGE);
-        // An older kernel does not know it; then writing does the same.
+        // Unknown to older kernels; then writing populates it.
         if libc::madvise(memory, bytes, libc::MADV_POPULATE_WRITE) != 0 {
             ptr::write_bytes(memory.cast::<u8>(), 1, bytes);
         }
@@ -242,13 +241,13 @@ fn limits() -> Finding {
     let (locked, addresses, data) = (limit(libc::RLIMIT_MEMLOCK), limit(libc::RLIMIT_AS), limit(libc::RLIMIT_DATA));
     let numbers = json!({ "locked_bytes": locked, "address_bytes": addresses, "data_bytes": data });
     let text = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |bytes| Bytes(bytes).to_string());
-    let locked = format!("locked memory {} (the driver's own does not count)", text(locked));
+    let locked = format!("locked memory {} (the driver's pinned memory does not count)", text(locked));
     if addresses.is_none() && data.is_none() {
         return Finding::new("limits", Verdict::Ok, format!("addresses and data unlimited; {locked}")).with(numbers);
     }
     let message = format!(
-        "addresses {} (ulimit -v), data {} (ulimit -d): contents and the GPU's own addresses have to fit, so a program may not start or \
-         a pause find no host memory; {locked}",
+        "addresses {} (ulimit -v), data {} (ulimit -d): backups and the GPU's address space must fit, or programs fail to start and \
+         pauses run out of host memory; {locked}",
         text(addresses),
         text(data)
     );
@@ -262,18 +261,18 @@ fn sockets() -> Finding {
     match Directory::open() {
         Err(error) => finding(Verdict::Failed, error.to_string()),
         Ok(Some(_)) => finding(Verdict::Ok, path.display().to_string()),
-        Ok(None) if parent => finding(Verdict::Ok, format!("{}, once there are any", path.display())),
+        Ok(None) if parent => finding(Verdict::Ok, format!("{}, not created yet", path.display())),
         Ok(None) => finding(
             Verdict::Failed,
-            format!("{} cannot be made: its parent is missing; set VRAMCTL_DIR to a directory of yours", path.display()),
+            format!("{} cannot be created: its parent is missing; set VRAMCTL_DIR to a directory of yours", path.display()),
         ),
     }
 }
 
-/// The versions of the engines that are known (docs/engines.md).
+/// The engine versions that are known to work (docs/engines.md).
 const KNOWN: [(&str, &str, &str); 2] = [("vllm", "0.26", "0.33"), ("sglang", "0.5.16", "0.5.23")];
 
-/// The engines that the Python on PATH has.
+/// The engines installed in the Python on PATH.
 fn engines() -> Vec<Finding> {
     const PROGRAM: &str = "\
 import importlib.metadata as metadata, json, sys
@@ -289,7 +288,7 @@ print(json.dumps(found))";
         serde_json::from_slice::<BTreeMap<String, String>>(&output.stdout).ok()
     };
     let Some(found) = ask("python3").or_else(|| ask("python")) else {
-        return vec![Finding::new("engines", Verdict::Ok, "no Python on PATH that tells what it has")];
+        return vec![Finding::new("engines", Verdict::Ok, "no working Python on PATH")];
     };
     if found.is_empty() {
         return vec![Finding::new("engines", Verdict::Ok, "the Python on PATH has neither vllm nor sglang")];
@@ -300,14 +299,13 @@ print(json.dumps(found))";
         if known {
             return Finding::new("engines", Verdict::Ok, format!("{name} {version}")).with(data);
         }
-        let message =
-            format!("{name} {version} is not a version that is known: its memory may have the tag default alone (docs/engines.md)");
+        let message = format!("{name} {version} is not a known version: all its memory may get the tag default (docs/engines.md)");
         Finding::new("engines", Verdict::Warning, message).with(data)
     };
     found.iter().map(engine).collect()
 }
 
-/// Whether a version is not before the first nor after the series of the last.
+/// Whether a version lies between `first` and the end of the series `last`.
 fn is_within(version: &str, first: &str, last: &str) -> bool {
     let numbers = |text: &str| {
         let leading = |part: &str| part.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>().ok();

@@ -1,4 +1,4 @@
-//! What an inference engine is asked, over its own HTTP interface, before its memory is taken.
+//! Asks an inference engine for permission, over its own HTTP API, before a pause takes its memory.
 
 use crate::failure::{CommandError, Exit};
 use crate::processes::Process;
@@ -13,45 +13,45 @@ pub struct EngineArgs {
     /// Ask the inference engine at this address first (docs/engines.md); may be repeated
     #[arg(long, value_name = "URL", env = "VRAMCTL_ENGINE", value_delimiter = ',', value_parser = checked_address)]
     engine: Vec<String>,
-    /// Ask no engine, and discard a KV cache even if the engine's prefix cache still describes it
+    /// Ask no engine, and discard a KV cache even if its engine's prefix cache still describes it
     #[arg(long)]
     force: bool,
 }
 
 impl EngineArgs {
-    /// Whether a pause is to be asked of the processes with force: nobody else is asked then.
+    /// Whether to force the pause. Then no engine is asked.
     pub fn force(&self) -> bool {
         self.force
     }
 
-    /// Whether an engine is to be asked first.
+    /// Whether to ask an engine first.
     pub fn asks(&self) -> bool {
         self.addresses().next().is_some()
     }
 
-    /// An empty variable is as good as none.
+    /// The engines' addresses. An empty variable counts as unset.
     fn addresses(&self) -> impl Iterator<Item = &str> {
         self.engine.iter().map(String::as_str).filter(|address| !address.is_empty())
     }
 
-    /// Has the engines agree that memory is taken: they must have no requests, within `patience`, and where the KV caches of
-    /// the processes `losing` are discarded, they must forget what they know of them. An error says what to do.
+    /// Prepares the engines for a pause: waits up to `patience` until they have no requests, then has them reset their prefix
+    /// caches if the processes `losing` lose their KV caches. An error says what to do.
     pub fn agree(&self, losing: &[&Process], patience: Duration) -> Result<(), CommandError> {
         // The processes of one engine share its name.
         let names: BTreeSet<_> = losing.iter().filter_map(|process| process.name()).collect();
         if names.len() > self.addresses().count() {
             let names: Vec<_> = names.into_iter().collect();
             let text = format!(
-                "the KV caches of {} would be discarded, and each engine has to forget its own: give the address of every one, or pause \
-                 them one at a time",
+                "the KV caches of {} would be discarded, and each engine must reset its prefix cache first: give --engine for each, or \
+                 pause them one at a time",
                 names.join(", ")
             );
             return Err(CommandError::new(Exit::Failed, text));
         }
-        // Not an option of the command line, which every user of the machine can read.
+        // Not an option: every user of the machine can read command lines.
         let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
         let engines = self.addresses().map(|address| Engine::find(address, key.as_deref()));
-        // All are asked before any is told to forget.
+        // All must be idle before any is told to forget.
         let engines = engines.collect::<Result<Vec<_>, _>>()?;
         for engine in &engines {
             engine.wait_for_requests(patience)?;
@@ -63,17 +63,17 @@ impl EngineArgs {
     }
 }
 
-/// How long one answer may take.
+/// Timeout of one request.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The engines that can be asked, and how.
+/// The supported engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EngineKind {
     Vllm,
     Sglang,
 }
 
-/// An engine that answers.
+/// An engine that has answered.
 struct Engine<'a> {
     address: &'a str,
     key: Option<&'a str>,
@@ -82,9 +82,9 @@ struct Engine<'a> {
 }
 
 impl<'a> Engine<'a> {
-    /// Finds out which engine it is: each has a list of its requests where the other has none.
+    /// Detects the engine by the path at which it reports its requests.
     fn find(address: &'a str, key: Option<&'a str>) -> Result<Self, CommandError> {
-        // An engine's own address is not reached through a proxy.
+        // Never through a proxy.
         let settings = ureq::Agent::config_builder().http_status_as_error(false).proxy(None).timeout_global(Some(PATIENCE)).build();
         let mut engine = Self { address, key, agent: settings.into(), kind: EngineKind::Vllm };
         if engine.running()?.is_none() {
@@ -92,15 +92,15 @@ impl<'a> Engine<'a> {
             if engine.running()?.is_none() {
                 return Err(engine.failure(
                     Exit::Failed,
-                    "it does not say how many requests it has, as vLLM does at /metrics and SGLang at /v1/loads; check the address, or pause \
-                     with --force when it has none",
+                    "it reports no request count (vLLM: /metrics, SGLang: /v1/loads); check the address, or pause with --force while it is \
+                     idle",
                 ));
             }
         }
         Ok(engine)
     }
 
-    /// The requests that it has; `None`: this engine does not say so in this way.
+    /// The number of its requests. `None` if it does not report them in this engine's way.
     fn running(&self) -> Result<Option<u64>, CommandError> {
         let path = match self.kind {
             EngineKind::Vllm => "/metrics",
@@ -121,11 +121,11 @@ impl<'a> Engine<'a> {
             let running = match self.running()? {
                 Some(0) => return Ok(()),
                 Some(running) => running,
-                None => return Err(self.failure(Exit::Failed, "it no longer says how many requests it has; try again, or use --force")),
+                None => return Err(self.failure(Exit::Failed, "it no longer reports its request count; try again, or use --force")),
             };
             if Instant::now() >= deadline {
                 let text = format!(
-                    "it has {running} requests, which would find their memory gone; stop them, wait for them with --timeout, or use --force"
+                    "it has {running} requests, which would lose their memory; stop them, wait for them with --timeout, or use --force"
                 );
                 return Err(self.failure(Exit::Busy, &text));
             }
@@ -133,7 +133,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Has it forget its prefix cache.
+    /// Has it reset its prefix cache.
     fn forget(&self) -> Result<(), CommandError> {
         let path = match self.kind {
             EngineKind::Vllm => "/reset_prefix_cache",
@@ -141,19 +141,19 @@ impl<'a> Engine<'a> {
         };
         let (status, body) = self.ask(path, true)?;
         match status {
-            // vLLM says in the body whether it has; older ones say nothing there.
+            // vLLM reports success in the body; older versions have no body.
             200 if serde_json::from_str::<Value>(&body).is_ok_and(|body| body["success"] == false) => Err(self.failure(
                 Exit::Busy,
-                "it has not forgotten its prefix cache: some of it is still in use; try again when its requests have ended",
+                "it did not reset its prefix cache, part of which is still in use; try again when its requests have finished",
             )),
             200 => Ok(()),
             401 | 403 => Err(self.unauthorized()),
             404 if self.kind == EngineKind::Vllm => Err(self.failure(
                 Exit::Failed,
-                "it has no /reset_prefix_cache, so it would go on using what is discarded; start vLLM with VLLM_SERVER_DEV_MODE=1, or keep the \
-                 contents",
+                "it has no /reset_prefix_cache, so it would keep using the discarded contents; start vLLM with VLLM_SERVER_DEV_MODE=1, or \
+                 keep the contents",
             )),
-            400 => Err(self.failure(Exit::Busy, &format!("it has not forgotten its prefix cache: {}", first_line(&body)))),
+            400 => Err(self.failure(Exit::Busy, &format!("it did not reset its prefix cache: {}", first_line(&body)))),
             status => Err(self.failure(Exit::Failed, &format!("{path} answers {status}: {}", first_line(&body)))),
         }
     }
@@ -169,12 +169,12 @@ impl<'a> Engine<'a> {
         };
         let answer = answer.and_then(|mut answer| Ok((answer.status().as_u16(), answer.body_mut().read_to_string()?)));
         answer.map_err(|error| {
-            self.failure(Exit::Failed, &format!("it does not answer: {error}; check the address, or pause without asking it, with --force"))
+            self.failure(Exit::Failed, &format!("it does not answer: {error}; check the address, or skip the engine with --force"))
         })
     }
 
     fn unauthorized(&self) -> CommandError {
-        self.failure(Exit::Failed, "it wants a key; set VRAMCTL_ENGINE_KEY to its API key (SGLang: the admin key, where it has one)")
+        self.failure(Exit::Failed, "it requires a key; set VRAMCTL_ENGINE_KEY to its API key (SGLang: the admin key, if it has one)")
     }
 
     fn failure(&self, exit: Exit, text: &str) -> CommandError {
@@ -182,7 +182,7 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// The running and waiting requests in vLLM's metrics, over all its engines.
+/// Running and waiting requests in vLLM's metrics, summed over its engines.
 fn gauges(metrics: &str) -> Option<u64> {
     let value = |line: &str| {
         let rest = line.strip_prefix("vllm:num_requests_running").or_else(|| line.strip_prefix("vllm:num_requests_waiting"))?;
@@ -192,7 +192,7 @@ fn gauges(metrics: &str) -> Option<u64> {
     metrics.lines().filter_map(value).reduce(|one, other| one + other)
 }
 
-/// The same in the list of loads that the other engine has, over all its ranks.
+/// Running and waiting requests in `SGLang`'s list of loads, summed over its ranks.
 fn loads(body: &str) -> Option<u64> {
     let body: Value = serde_json::from_str(body).ok()?;
     let count = |load: &Value| Some(load["num_running_reqs"].as_u64()? + load["num_waiting_reqs"].as_u64()?);
@@ -207,7 +207,7 @@ fn checked_address(text: &str) -> Result<String, String> {
     match text.strip_prefix("http://") {
         None if text.is_empty() => Ok(String::new()),
         Some(host) if !host.is_empty() => Ok(text.trim_end_matches('/').to_owned()),
-        _ => Err("not an address such as http://127.0.0.1:8000; https is not spoken".into()),
+        _ => Err("not an address like http://127.0.0.1:8000; https is not supported".into()),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Why a command failed, and the exit code that tells a script.
+//! Why a command failed, and the exit code for scripts.
 
 use serde::Serialize;
 use std::fmt;
@@ -8,7 +8,7 @@ use vramctl_control::client::ClientError;
 use vramctl_control::protocol::Refusal;
 use vramctl_model::{Error, Kind};
 
-/// The exit codes. They never change their meaning.
+/// The exit codes. Their meaning never changes.
 #[repr(u8)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -37,18 +37,18 @@ impl Exit {
         Self::NotFound,
     ];
 
-    /// As in the help.
+    /// The text in the help.
     pub fn meaning(self) -> &'static str {
         match self {
-            Self::Done => "done, or there was nothing to do",
+            Self::Done => "done, or nothing to do",
             Self::Failed => "refused or failed",
-            Self::Usage => "wrong arguments; or several processes are managed and none was chosen",
-            Self::NoProcess => "no such process, or none is managed",
-            Self::NoMemory => "too little memory on the device or the host",
-            Self::Busy => "not in time: GPU work, a graph capture or an engine's requests went on; or no answer came",
-            Self::UnknownTag => "no allocation has such a tag",
+            Self::Usage => "wrong arguments, or several processes are managed and none was chosen",
+            Self::NoProcess => "no such process, or no process is managed",
+            Self::NoMemory => "not enough GPU or host memory",
+            Self::Busy => "timed out: GPU work, a graph capture or requests still running, or no answer",
+            Self::UnknownTag => "no allocation has this tag",
             Self::NotExecutable => "run: the command cannot be executed",
-            Self::NotFound => "run: the command was not found; else `run` ends with the command's own code",
+            Self::NotFound => "run: the command was not found; otherwise `run` returns the command's exit code",
         }
     }
 
@@ -68,18 +68,18 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Why something was not done; as JSON an object with `code` and `message`.
+/// Why a command failed. As JSON, an object with `code` and `message`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum CommandError {
     /// A process refused, with the protocol's code.
     Refused(Box<Refusal>),
-    /// Found out on this side; the exit code's name is the code.
+    /// Failed in the command itself. The exit code's name is the code.
     Here {
         #[serde(rename = "code")]
         exit: Exit,
         message: String,
-        /// A table of what there is, for people.
+        /// A table of the choices, for people.
         #[serde(skip)]
         table: Option<String>,
     },
@@ -90,7 +90,7 @@ impl CommandError {
         Self::Here { exit, message: message.into(), table: None }
     }
 
-    /// The same with a table below it, which the message does not need to make sense.
+    /// Adds a table below the message, which must make sense without it.
     pub fn with_table(self, rows: String) -> Self {
         match self {
             Self::Here { exit, message, .. } => Self::Here { exit, message, table: Some(rows) },
@@ -98,7 +98,7 @@ impl CommandError {
         }
     }
 
-    /// The same with more to say.
+    /// Appends to the message.
     pub fn adding(mut self, more: &str) -> Self {
         match &mut self {
             Self::Refused(refusal) => refusal.message += more,
@@ -130,13 +130,11 @@ impl From<ClientError> for CommandError {
         let gone = |kind| matches!(kind, ErrorKind::NotFound | ErrorKind::ConnectionRefused);
         match error {
             ClientError::Refused(refusal) => Self::Refused(refusal),
-            // The answer is waited for; only the connection is not.
+            // Only connecting does not wait: answers are waited for.
             ClientError::Io { error, .. } if error.kind() == ErrorKind::WouldBlock => {
                 Self::new(Exit::Busy, "no answer: it takes no connections; is it stopped?")
             }
-            ClientError::Io { pid, error } if gone(error.kind()) => {
-                Self::new(Exit::NoProcess, format!("process {pid} does not listen any more: it has ended"))
-            }
+            ClientError::Io { pid, error } if gone(error.kind()) => Self::new(Exit::NoProcess, format!("process {pid} has ended")),
             error @ ClientError::Io { .. } => Self::new(Exit::Failed, error.to_string()),
         }
     }

@@ -1,15 +1,15 @@
-//! ^C: the command says what becomes of what it has asked for, and ends as one that was interrupted.
+//! ^C: the command reports what becomes of its requests, and dies by SIGINT.
 
 use std::{mem, process, ptr, thread};
 
-/// From now on ^C waits for [`watch`]. Threads that are started meanwhile leave it alone, too.
+/// Blocks SIGINT in this thread and the threads it starts, until [`watch`] handles it.
 pub fn hold() {
     // SAFETY: the set is plain data; concerns the calling thread's mask alone.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &interrupt_alone(), ptr::null_mut()) };
 }
 
-/// Has a thread wait for ^C, which [`hold`] keeps from all others, do `last`, and end the process. Where the shell has had ^C
-/// ignored, as for a job in the background, it stays so.
+/// Starts a thread that waits for SIGINT, runs `last` and ends the process. [`hold`] must have blocked SIGINT in all other
+/// threads. If the shell has SIGINT ignored, as in background jobs, it stays ignored.
 pub fn watch(last: impl FnOnce() + Send + 'static) {
     // SAFETY: plain data, and writable.
     let ignored = unsafe {
@@ -19,12 +19,12 @@ pub fn watch(last: impl FnOnce() + Send + 'static) {
     if !ignored {
         thread::spawn(move || {
             let mut signal = 0;
-            // SAFETY: a set of signals, and a place for the one that came.
+            // SAFETY: an initialised set, and a writable signal number.
             if unsafe { libc::sigwait(&interrupt_alone(), &raw mut signal) } == 0 {
-                // The next one does not wait for this.
+                // A second ^C ends the process at once.
                 release();
                 last();
-                // SAFETY: touches no memory. The shell is to see that it was interrupted.
+                // SAFETY: touches no memory. The signal tells the shell that the command was interrupted.
                 unsafe { libc::raise(libc::SIGINT) };
                 process::exit(130);
             }

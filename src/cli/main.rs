@@ -1,4 +1,4 @@
-//! `vramctl`: starts programs under the library, shows what they have, pauses and resumes them.
+//! `vramctl`: starts programs under the library, shows the memory they hold, and pauses and resumes them.
 
 mod completions;
 mod doctor;
@@ -22,7 +22,7 @@ use failure::{CommandError, Exit};
 use std::fmt::Write;
 use std::process::ExitCode;
 
-/// Take the GPU memory of a running, unmodified CUDA program away by tag, and give it back at the same addresses.
+/// Take GPU memory away from running, unmodified CUDA programs, by tag, and give it back at the same addresses.
 #[derive(Parser)]
 #[command(name = "vramctl", version, max_term_width = 110, subcommand_required = true, after_help = after_help())]
 struct Cli {
@@ -36,15 +36,15 @@ enum Command {
     Run(run::Args),
     /// List the managed processes
     Ps(ps::Args),
-    /// Show what processes have, by tag and by device
+    /// Show the memory of processes, by tag and by GPU
     Status(status::Args),
-    /// Give the GPU memory of processes back to the driver
+    /// Return the GPU memory of processes to the driver
     Pause(transition::PauseArgs),
-    /// Give processes their GPU memory and its contents again
+    /// Give processes their GPU memory back, with its contents
     Resume(transition::ResumeArgs),
-    /// Set the tag of a process's allocations from now on
+    /// Set the tag for a process's future allocations
     SetTag(tag::Args),
-    /// Look whether this machine has what it takes, and say what would fail
+    /// Check this machine, and report what would fail
     Doctor(doctor::Args),
     /// Print the directories that `run` puts on PYTHONPATH
     PythonPath(python_path::Args),
@@ -95,17 +95,17 @@ fn after_help() -> String {
     let mut text = String::from(
         "Examples:
   vramctl run --name engine -- python serve.py     start a program
-  vramctl status engine                            what it has
-  vramctl pause kv_cache --discard                 give memory back; the contents may go
-  vramctl pause && vramctl resume                  all tags of the one managed process
-  vramctl doctor                                   what this machine has, and what would fail
+  vramctl status engine                            show its memory
+  vramctl pause kv_cache --discard                 free a tag and drop its contents
+  vramctl pause && vramctl resume                  all tags of the only managed process
+  vramctl doctor                                   check this machine
 
 Environment:
-  VRAMCTL_DIR      where the control sockets are; $XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>
-  VRAMCTL_LIB      the library that `run` preloads; else libvramctl.so beside this binary, in
-                   ../lib, or in the Python package that this binary was installed with
-  VRAMCTL_PYTHON   the Python package that `run` puts on PYTHONPATH; else the one that this binary
-                   was installed with, or python/vramctl of the checkout that it was built in
+  VRAMCTL_DIR      directory of the control sockets [$XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>]
+  VRAMCTL_LIB      library that `run` preloads [libvramctl.so beside this binary, in ../lib, or in the
+                   Python package that this binary was installed with]
+  VRAMCTL_PYTHON   Python package that `run` puts on PYTHONPATH [the one this binary was installed with,
+                   or python/vramctl of the checkout it was built in]
 
 Exit codes:",
     );
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    /// Among other things: no option name twice, no conflict with an option that is not there.
+    /// Among other things: no duplicate option names, no conflict with an unknown option.
     #[test]
     fn the_options_are_sound() {
         Cli::command().debug_assert();

@@ -1,11 +1,11 @@
-//! What reaches the terminal: results on stdout, complaints on stderr, JSON as one line.
+//! Output: results on stdout, errors and hints on stderr, JSON on one line.
 
 use crate::failure::{CommandError, Exit};
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use std::io::{self, ErrorKind, Write};
 
-/// Writes a text to stdout. That the reader has gone (`vramctl ps | head -1`) is no failure.
+/// Writes to stdout. A closed pipe (`vramctl ps | head -1`) is not an error.
 pub fn print(text: &str) -> Result<(), CommandError> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -14,32 +14,32 @@ pub fn print(text: &str) -> Result<(), CommandError> {
     }
 }
 
-/// Writes lines for a reader to stdout.
+/// Writes lines to stdout, without control characters.
 pub fn say(text: &str) -> Result<(), CommandError> {
     print(&format!("{}\n", plain(text)))
 }
 
-/// The answer of every command with `--json`: an object with the processes that it is about.
+/// The answer of a command with `--json`: an object with its processes.
 pub fn json(processes: &[impl Serialize]) -> Result<(), CommandError> {
     print(&format!("{}\n", serde_json::json!({ "processes": processes })))
 }
 
-/// The end of a command that failed as a whole.
+/// Reports that a command failed as a whole.
 pub fn fail(failure: &CommandError, json: bool) {
     if json {
-        // There is no other place left to complain to.
+        // If stdout fails there is nowhere left to report it.
         let _ = print(&format!("{}\n", serde_json::json!({ "processes": [], "error": failure })));
     } else {
         complain("error", &failure.to_string());
     }
 }
 
-/// Writes a line to stderr, if that can be written to.
+/// Writes a line to stderr. Best effort.
 pub fn complain(what: &str, text: &str) {
     let _ = writeln!(io::stderr(), "{what}: {}", plain(text));
 }
 
-/// The text without what would control a terminal: names and command lines are other programs' words.
+/// The text without control characters: names and command lines come from other programs.
 fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect()
 }

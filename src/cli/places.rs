@@ -1,4 +1,4 @@
-//! Where the library and the Python package are: in a checkout, where an archive was unpacked, and where pip puts a wheel.
+//! Finds the library and the Python package: in a checkout, an unpacked archive, or where pip installs a wheel.
 
 use crate::failure::{CommandError, Exit};
 use std::env;
@@ -12,13 +12,13 @@ pub fn library() -> Result<PathBuf, CommandError> {
     let candidates = chosen("VRAMCTL_LIB").map_or_else(|| with_binary(libraries), |path| vec![path]);
     find(&candidates, Path::is_file).ok_or_else(|| {
         let way_out = "build it with `cargo build --release`, or set VRAMCTL_LIB to its path";
-        CommandError::new(Exit::Failed, format!("{LIBRARY} is not there (looked for {}); {way_out}", list(&candidates)))
+        CommandError::new(Exit::Failed, format!("{LIBRARY} not found (looked for {}); {way_out}", list(&candidates)))
     })
 }
 
-/// The directories of the Python package that belong on `PYTHONPATH`: `$VRAMCTL_PYTHON`'s, else those of the package that
-/// this binary came with, else those of the checkout that it was built in. None where there is no package, which is an
-/// error only where it was chosen.
+/// The directories of the Python package that belong on `PYTHONPATH`: those of `$VRAMCTL_PYTHON`, else of the package that
+/// this binary came with, else of the checkout that it was built in. Empty if there is no package; an error only if
+/// `$VRAMCTL_PYTHON` names a missing one.
 pub fn python_path() -> Result<Vec<PathBuf>, CommandError> {
     let is_package = |path: &Path| path.join("__init__.py").is_file();
     let package = match chosen("VRAMCTL_PYTHON") {
@@ -29,14 +29,14 @@ pub fn python_path() -> Result<Vec<PathBuf>, CommandError> {
     Ok(folders.into_iter().filter(|folder| folder.is_dir()).collect())
 }
 
-/// That there is no package, for those who need it.
+/// The error for commands that need the package.
 pub fn no_package() -> CommandError {
     let looked = list(&chosen("VRAMCTL_PYTHON").map_or_else(|| with_binary(packages), |path| vec![path]));
     let way_out = "install the wheel, or set VRAMCTL_PYTHON to the directory python/vramctl of a checkout";
-    CommandError::new(Exit::Failed, format!("the Python package is not there (looked for {looked}); {way_out}"))
+    CommandError::new(Exit::Failed, format!("the Python package was not found (looked for {looked}); {way_out}"))
 }
 
-/// What a variable of the environment names, unless it is empty.
+/// The path in an environment variable, unless it is empty.
 fn chosen(variable: &str) -> Option<PathBuf> {
     env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
@@ -45,8 +45,8 @@ fn with_binary(places: impl Fn(&Path) -> Vec<PathBuf>) -> Vec<PathBuf> {
     env::current_exe().map_or_else(|_| Vec::new(), |binary| places(&binary))
 }
 
-/// The first that is there. The program may change its directory, so the answer is absolute. Symbolic links stay: they
-/// are a way around a path with spaces in it.
+/// The first candidate that exists, as an absolute path, since the program may change its directory. Symbolic links are not
+/// resolved: they work around paths with spaces.
 fn find(candidates: &[PathBuf], is_there: impl Fn(&Path) -> bool) -> Option<PathBuf> {
     candidates.iter().find(|path| is_there(path)).and_then(|path| path::absolute(path).ok())
 }
@@ -69,7 +69,7 @@ fn packages(binary: &Path) -> Vec<PathBuf> {
     installed(binary).into_iter().chain(checkout).collect()
 }
 
-/// The packages that pip may have put this binary beside: `pip install --target`, then each Python of a prefix (a virtual
+/// Where pip puts the package that this binary belongs to: `pip install --target`, then each Python of a prefix (a virtual
 /// environment, `~/.local`, `/usr/local`), those with this binary's version first.
 fn installed(binary: &Path) -> Vec<PathBuf> {
     let Some(prefix) = binary.parent().and_then(Path::parent) else { return Vec::new() };

@@ -18,29 +18,29 @@ use vramctl_driver::uuid_of_index;
 use vramctl_model::Bytes;
 use vramctl_model::{TagState, TagStatus};
 
-/// Which processes are meant.
+/// Which processes to act on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
-    /// The only one that there is.
+    /// The only managed process.
     Only,
     Pid(u32),
-    /// All of this name.
+    /// All with this name.
     Name(String),
     All,
 }
 
 impl Target {
-    /// A number is a process id, all else a name; a name that is a number is for `--name`.
+    /// A number is a process id, anything else a name. A numeric name needs `--name`.
     pub fn parse(text: String) -> Self {
         text.parse().map_or_else(|_| Self::Name(text), Self::Pid)
     }
 }
 
-/// A managed process, and what it has, or why it does not say.
+/// A managed process, with its status or the reason why there is none.
 #[derive(Debug, Clone)]
 pub struct Process {
     pub pid: u32,
-    /// `None`: it does not answer, and its environment does not tell either.
+    /// `None` if it does not answer and its environment has no name either.
     pub name: Option<String>,
     pub status: Result<ProcessStatus, CommandError>,
 }
@@ -50,7 +50,7 @@ impl Process {
         self.name.as_deref()
     }
 
-    /// Bytes that it has and that are not paused.
+    /// Managed bytes that are not paused.
     pub fn active_bytes(&self) -> u64 {
         self.tags().iter().map(|tag| tag.bytes - tag.paused_bytes).sum()
     }
@@ -59,7 +59,7 @@ impl Process {
         !self.tags().is_empty()
     }
 
-    /// The UUIDs of the GPUs that it has memory on.
+    /// The UUIDs of the GPUs on which it has memory.
     pub fn gpus(&self) -> impl Iterator<Item = &str> {
         let devices = self.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
         devices.iter().filter_map(|device| device.uuid.as_deref())
@@ -69,7 +69,7 @@ impl Process {
         self.status.as_ref().map_or(&[], |status| &status.memory.tags)
     }
 
-    /// Its state over all tags, for a reader: which of them are not active, if not all are alike.
+    /// The state over all tags, as text. If they differ, lists those that are not active.
     pub fn state(&self) -> String {
         let tags = self.tags();
         match tags {
@@ -108,7 +108,7 @@ impl Serialize for Process {
     }
 }
 
-/// The managed processes of the user.
+/// The user's managed processes.
 pub struct Found {
     directory: Option<Arc<Directory>>,
     /// Those that listen, by id.
@@ -123,7 +123,7 @@ const HELLO_WITHIN: Duration = Duration::from_secs(2);
 const STATUS_WITHIN: Duration = Duration::from_secs(5);
 
 impl Found {
-    /// Looks for processes and asks those that may be meant what they have.
+    /// Finds the processes and asks those that may match for their status.
     pub fn look(target: &Target) -> Result<Self, CommandError> {
         let failed =
             |error: io::Error| CommandError::new(Exit::Failed, format!("the directory of the control sockets cannot be used: {error}"));
@@ -139,8 +139,8 @@ impl Found {
         Ok(Self { directory: Some(directory), listening, processes })
     }
 
-    /// Leaves those out that have no memory on any of these GPUs, and tells the UUIDs of the GPUs. One that does not answer may
-    /// have.
+    /// Drops the processes without memory on any of these GPUs, and returns the GPUs' UUIDs. Keeps processes that do not
+    /// answer: they may have some.
     pub fn keep_on(&mut self, gpus: &[String]) -> Result<Vec<String>, CommandError> {
         if gpus.is_empty() {
             return Ok(Vec::new());
@@ -150,13 +150,13 @@ impl Found {
         let is_there = |process: &Process| process.status.is_err() || process.gpus().any(|gpu| wanted.iter().any(|wanted| wanted == gpu));
         self.processes.retain(is_there);
         if self.processes.is_empty() {
-            let text = format!("no managed process has memory on {}; `vramctl status` shows the GPUs that are in use", wanted.join(", "));
+            let text = format!("no managed process has memory on {}; `vramctl status` shows the GPUs in use", wanted.join(", "));
             return Err(CommandError::new(Exit::NoProcess, text));
         }
         Ok(wanted)
     }
 
-    /// Those that are meant.
+    /// The processes that match.
     pub fn choose(&self, target: &Target) -> Result<Vec<Process>, CommandError> {
         choose(&self.processes, target).map_err(|none| match (target, self.processes.is_empty()) {
             (Target::Pid(_), _) | (_, false) => none,
@@ -164,8 +164,7 @@ impl Found {
         })
     }
 
-    /// Those that are meant, to be changed: where one of them does not answer, none is. Half an engine paused is worse than
-    /// none of it.
+    /// The processes that match, for a change. Fails if one of them does not answer: half an engine paused is worse than none.
     pub fn choose_answering(&self, target: &Target) -> Result<Vec<Process>, CommandError> {
         let chosen = self.choose(target)?;
         let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
@@ -173,15 +172,15 @@ impl Found {
         let why: Vec<_> = silent.iter().map(|(process, failure)| format!("{process}: {failure}")).collect();
         let pids: Vec<_> = silent.iter().map(|(process, _)| process.pid.to_string()).collect();
         let text = format!(
-            "nothing was done, because these processes may be meant and do not answer: {}. Continue them if they are stopped (kill -CONT {}), \
-             or leave them out by choosing others with --pid",
+            "nothing was done: these processes may match but do not answer: {}. If they are stopped, continue them (kill -CONT {}), or \
+             choose others with --pid",
             why.join("; "),
             pids.join(" ")
         );
         Err(CommandError::new(first.exit(), text))
     }
 
-    /// What those who take a process for a tag have meant.
+    /// The command to suggest to a user who gave a process where a tag belongs.
     pub fn taken_for_tag(&self, command: &str, words: &[String]) -> Option<String> {
         let is_tag = |word: &String| self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == *word));
         words.iter().filter(|word| !is_tag(word)).find_map(|word| {
@@ -194,7 +193,7 @@ impl Found {
         })
     }
 
-    /// Those of these processes that listen, and what they have now.
+    /// The current status of those of these processes that listen.
     pub fn look_again(&self, pids: &[u32]) -> Vec<Process> {
         let listening: Vec<_> = pids.iter().copied().filter(|pid| self.listening.contains(pid)).collect();
         self.directory.as_ref().map_or_else(Vec::new, |directory| ask(directory, &listening))
@@ -206,19 +205,19 @@ impl Found {
         Client::connect(self.directory.as_deref().ok_or_else(nowhere)?, pid)
     }
 
-    /// That there is none, and what may be the reason.
+    /// The message for "no managed process", with likely reasons.
     pub fn nothing(&self) -> String {
         let path = config::socket_directory();
         let path = self.directory.as_ref().map_or(path, |directory| directory.path());
         format!(
-            "no process is managed (looked in {}). Start a program with `vramctl run -- COMMAND`; it shows once it has allocated GPU \
-             memory. If it runs with another VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to its directory",
+            "no process is managed (looked in {}). Start a program with `vramctl run -- COMMAND`; it appears here once it has allocated GPU \
+             memory. If it runs with a different VRAMCTL_DIR or XDG_RUNTIME_DIR, set VRAMCTL_DIR to match",
             path.display()
         )
     }
 }
 
-/// Asks all at once who they are and what they have. Those that have ended meanwhile are left out.
+/// Asks all in parallel for their names and status. Leaves out those that have ended meanwhile.
 fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
     let connecting = Arc::clone(directory);
     let greet = move |pid| {
@@ -243,7 +242,7 @@ fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
     answers.into_iter().filter_map(process).collect()
 }
 
-/// Has each worked on in a thread of its own, for so long at most.
+/// Runs `work` for each in a thread of its own. What takes longer than `within` counts as unanswered.
 fn at_once<T: Send + 'static, R: Send + 'static>(
     each: Vec<(u32, T)>,
     within: Duration,
@@ -254,7 +253,7 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     let (work, (answer, answers)) = (Arc::new(work), mpsc::channel());
     for (pid, one) in each {
         let (work, answer) = (Arc::clone(&work), answer.clone());
-        // Nobody waits any more for one that takes too long.
+        // Never joined: one that takes too long is abandoned.
         thread::spawn(move || {
             interrupt::hold();
             _ = answer.send((pid, work(one).map_err(CommandError::from)));
@@ -268,22 +267,22 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
     told
 }
 
-/// A process that does not answer; `None`: it has ended.
+/// A process that does not answer. `None` if it has ended.
 fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, CommandError>) -> Option<Process> {
     let stream = match directory.connect(pid) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => return None,
         connected => connected.ok(),
     };
-    // In a container, the socket's name has another number than the process has here, if it can be seen at all.
+    // A socket from a container is named by the pid in there. Here the process has another pid, or cannot be seen.
     let seen_as = stream.and_then(|stream| discovery::peer(&stream).ok()).map(|peer| peer.pid).filter(|pid| *pid != 0);
-    // A child of a dead process may hold its socket open.
+    // A dead process's child may hold its socket open.
     if seen_as.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
         return None;
     }
     Some(Process { pid, name: seen_as.and_then(name_in_environment), status })
 }
 
-/// What a process is called as far as its environment tells, which some programs write over.
+/// A process's name from its environment. Best effort: some programs overwrite theirs.
 fn name_in_environment(pid: i32) -> Option<String> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
     let name = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"VRAMCTL_NAME="))?;
@@ -296,7 +295,7 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Comman
         .filter(|process| match target {
             Target::Only | Target::All => true,
             Target::Pid(pid) => process.pid == *pid,
-            // One that may be called so counts.
+            // An unknown name may match.
             Target::Name(name) => process.name().is_none_or(|its| its == name),
         })
         .cloned()
@@ -306,19 +305,19 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Comman
         Err(if processes.is_empty() { failure } else { failure.with_table(list(processes)) })
     };
     match (target, chosen.len()) {
-        (Target::Only, 2..) => fail(Exit::Usage, "several processes are managed; say which with --pid, --name or --all".into()),
+        (Target::Only, 2..) => fail(Exit::Usage, "several processes are managed; choose with --pid, --name or --all".into()),
         (Target::Pid(pid), 0) => fail(Exit::NoProcess, not_managed(*pid)),
-        (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is called {name}")),
+        (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is named {name}")),
         (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),
         _ => Ok(chosen),
     }
 }
 
-/// The UUID of the GPU that somebody has called so; `known` are those with managed memory.
+/// The UUID of the GPU that the user has named. `known` are the GPUs with managed memory.
 fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> {
     let usage = |text: String| Err(CommandError::new(Exit::Usage, text));
     if let Ok(index) = gpu.parse() {
-        let text = format!("which GPU has the index {index} cannot be told: NVML does not say; give its UUID (`nvidia-smi -L`)");
+        let text = format!("NVML reports no GPU {index}; give its UUID (`nvidia-smi -L`)");
         return uuid_of_index(index).ok_or_else(|| CommandError::new(Exit::Usage, text));
     }
     let short = |uuid: &str| uuid.to_ascii_lowercase().trim_start_matches("gpu-").to_owned();
@@ -326,7 +325,7 @@ fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> 
     match meant[..] {
         [uuid] => Ok(uuid.clone()),
         [] => Ok(gpu.to_owned()),
-        _ => usage(format!("{gpu} may be several GPUs: {}", meant.into_iter().cloned().collect::<Vec<_>>().join(", "))),
+        _ => usage(format!("{gpu} matches several GPUs: {}", meant.into_iter().cloned().collect::<Vec<_>>().join(", "))),
     }
 }
 
@@ -338,7 +337,7 @@ fn not_managed(pid: u32) -> String {
     }
 }
 
-/// What there is to choose from.
+/// A table of the processes to choose from.
 fn list(processes: &[Process]) -> String {
     let row = |process: &Process| {
         let bytes = process.tags().iter().map(|tag| tag.bytes).sum();
@@ -395,7 +394,7 @@ pub mod tests {
         assert_eq!(pids(choose(&processes, &Target::All)), [1, 2, 3]);
         let failure = choose(&processes, &Target::Name("c".into())).unwrap_err();
         assert_eq!(failure.exit(), Exit::NoProcess);
-        assert!(failure.to_string().contains("called c:"), "{failure}");
+        assert!(failure.to_string().contains("named c:"), "{failure}");
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! Progress bars on a terminal: one for each process, in bytes, with the rate.
+//! Progress bars on a terminal: one per process, with bytes and rate.
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{IsTerminal, Write, stderr};
 use vramctl_model::{Progress, Stage};
 
-/// The bars of one command; none where nobody would see them.
+/// The bars of one command. Empty without a terminal.
 #[derive(Clone)]
 pub struct Bars(Option<MultiProgress>);
 
@@ -14,12 +14,12 @@ impl Bars {
         Self((wanted && stderr().is_terminal()).then(MultiProgress::new))
     }
 
-    /// Whether there is anything to tell progress for.
+    /// Whether progress is shown.
     pub fn shown(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Takes them away, and what the terminal has printed for ^C.
+    /// Removes the bars and the terminal's `^C`.
     pub fn wipe(&self) {
         if let Some(bars) = &self.0 {
             let _ = bars.clear();
@@ -44,7 +44,7 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ")
 }
 
-/// The bar of one process, gone when dropped.
+/// The bar of one process, removed on drop.
 pub struct Bar {
     bar: ProgressBar,
     stage: Option<Stage>,
@@ -54,7 +54,7 @@ impl Bar {
     pub fn show(&mut self, now: Progress) {
         let new_stage = self.stage.replace(now.stage) != Some(now.stage);
         if new_stage {
-            // The rate is the stage's own.
+            // Each stage has its own rate.
             self.bar.reset();
         }
         self.bar.set_length(now.total);

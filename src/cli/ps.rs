@@ -8,7 +8,7 @@ use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-A process is listed from its first managed allocation on. One that does not answer is listed with the reason.
+A process appears with its first managed allocation. One that does not answer is listed with the reason.
 
 Examples:
   vramctl ps
@@ -41,7 +41,7 @@ fn row(process: &Process) -> Vec<String> {
         Ok(status) => {
             let memory = &status.memory;
             let tags: Vec<_> = memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
-            // As much of a UUID as tells GPUs apart.
+            // Enough of the UUID to tell GPUs apart.
             let gpus: Vec<_> = process.gpus().map(|uuid| uuid.get(..12).unwrap_or(uuid)).collect();
             let bytes = memory.tags.iter().map(|tag| tag.bytes).sum();
             vec![

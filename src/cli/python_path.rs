@@ -7,13 +7,13 @@ use std::env;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-`vramctl run` puts these directories first on PYTHONPATH by itself. This is for those who set the environment of a Python \
-program in another way, together with LD_PRELOAD. They contain the package `vramctl`, what recognises inference engines, and \
-a stand-in for torch_memory_saver; nothing that is installed is changed.
+`vramctl run` puts these directories first on PYTHONPATH. Use this command to set up a Python program's environment without \
+it, together with LD_PRELOAD. They contain the `vramctl` package, the engine integration and a drop-in for torch_memory_saver. \
+Installed packages are not changed.
 
 Examples:
   PYTHONPATH=\"$(vramctl python-path):$PYTHONPATH\" LD_PRELOAD=/path/to/libvramctl.so python serve.py
-  vramctl python-path | tr : '\\n'     one a line")]
+  vramctl python-path | tr : '\\n'     one per line")]
 pub struct Args {}
 
 pub fn python_path(_: &Args) -> Result<Exit, CommandError> {

@@ -16,34 +16,34 @@ use vramctl_model::parse_bytes;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-The command takes this process's place: its id, its signals and its exit code are the command's. What it allocates on \
-the GPU can be paused from then on; what it starts in turn is managed too. Without --tag, VRAMCTL_TAG of the \
-environment counts (an empty one as --no-tag), and `default` where that is not set.
+Replaces this process with the command (exec), so pid, signals and exit code are the command's. The GPU memory of the command \
+and of the programs it starts can be paused. Without --tag, the tag is $VRAMCTL_TAG (empty means --no-tag), or `default` if \
+that is unset.
 
 Examples:
   vramctl run -- python serve.py
   vramctl run --name engine --tag weights --backup kv_cache=discard -- ./engine --port 8000
-  vramctl run --no-tag -- ./engine     only what it allocates inside its own regions")]
+  vramctl run --no-tag -- ./engine     manage only what it allocates in its own regions")]
 pub struct Args {
-    /// The name by which the other commands find it (the program's own if not given)
+    /// The name by which other commands find it [default: the program's name]
     #[arg(long, value_parser = checked_name)]
     name: Option<String>,
-    /// The tag of every allocation outside regions
+    /// The tag for allocations outside regions
     #[arg(long, value_parser = checked_tag, conflicts_with = "no_tag")]
     tag: Option<String>,
     /// Leave allocations outside regions to CUDA
     #[arg(long)]
     no_tag: bool,
-    /// What a pause does with the contents of a tag: host (keep them, the default), disk or discard; may be repeated
+    /// Where a pause keeps the contents of a tag: host (default), disk or discard; may be repeated
     #[arg(long, value_name = "TAG=POLICY", value_parser = checked_backup)]
     backup: Vec<String>,
-    /// Leave smaller allocations to CUDA: bytes, or with K, M, G (1M if not given)
+    /// Leave smaller allocations to CUDA; bytes, or with K, M, G [default: 1M]
     #[arg(long, value_name = "SIZE", value_parser = checked_size)]
     min_bytes: Option<String>,
-    /// Leave PYTHONPATH alone: Python programs then do not find the package `vramctl` that this command came with
+    /// Leave PYTHONPATH alone: Python programs then do not find the `vramctl` package that came with this command
     #[arg(long)]
     no_python: bool,
-    /// What the library writes to stderr (warn if not given)
+    /// What the library writes to stderr [default: warn]
     #[arg(long, value_name = "LEVEL")]
     log: Option<Level>,
     /// The command and its arguments
@@ -90,7 +90,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     Err(CommandError::new(exit, format!("{}: {error}", Path::new(program).display())))
 }
 
-/// The variables to set, or without a value to remove. `present` tells what there is now.
+/// The variables to set, or to remove if they have no value. `present` looks up the current ones.
 fn environment(
     args: &Args,
     library: &Path,
@@ -107,7 +107,7 @@ fn environment(
     } else if let Some(tag) = &args.tag {
         variables.push(("VRAMCTL_TAG", Some(tag.into())));
     } else if let Some(tag) = present("VRAMCTL_TAG") {
-        // It stays. An empty one says the same as --no-tag.
+        // Left as it is. An empty one means --no-tag.
         if !tag.is_empty() {
             checked_tag(&tag.to_string_lossy()).map_err(|error| CommandError::new(Exit::Usage, format!("VRAMCTL_TAG: {error}")))?;
         }
@@ -115,7 +115,7 @@ fn environment(
         variables.push(("VRAMCTL_TAG", Some("default".into())));
     }
     if !args.backup.is_empty() {
-        // The last mention of a tag counts, so what is given here comes after what is there.
+        // The last mention of a tag wins, so the options come after the environment.
         let mut list = filled("VRAMCTL_BACKUP").map_or_else(OsString::new, |list| [list, ",".into()].into_iter().collect());
         list.push(args.backup.join(","));
         variables.push(("VRAMCTL_BACKUP", Some(list)));
@@ -129,18 +129,18 @@ fn environment(
     Ok(variables)
 }
 
-/// The library first, then what else is preloaded, except another copy of this library.
+/// The library first, then the other preloaded libraries, without other copies of this one.
 pub fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, CommandError> {
-    // The loader's separators; it knows no way to quote them.
+    // The loader's separators. They cannot be quoted.
     let separator = |byte: &u8| matches!(byte, b' ' | b':');
     if library.as_os_str().as_bytes().iter().any(separator) {
-        let why = "LD_PRELOAD takes no path with a space or colon in it";
-        let way_out = "put the library elsewhere, or set VRAMCTL_LIB to a symbolic link to it";
+        let why = "a path in LD_PRELOAD cannot contain a space or colon";
+        let way_out = "move the library, or set VRAMCTL_LIB to a symbolic link to it";
         return Err(CommandError::new(Exit::Failed, format!("{}: {why}; {way_out}", library.display())));
     }
     let ours = |path: &[u8]| {
         let path = Path::new(OsStr::from_bytes(path));
-        // The last are copies of it under the names by which torch_memory_saver's users know theirs.
+        // `dropin` has copies of it under the names that torch_memory_saver uses.
         path == library
             || path.file_name() == Some(OsStr::new(LIBRARY))
             || path.parent().is_some_and(|folder| folder.ends_with("vramctl/dropin"))
@@ -153,34 +153,34 @@ pub fn preload(library: &Path, present: Option<&OsStr>) -> Result<OsString, Comm
     Ok(OsString::from_vec(list))
 }
 
-/// The package's directories first, then what else is there, except those of another installation of the package.
+/// The package's directories first, then the existing ones, without those of other installations of the package.
 fn python_path(folders: &[PathBuf], present: Option<&OsStr>) -> Result<OsString, CommandError> {
     let ours = |path: &Path| {
         folders.iter().any(|folder| folder == path) || ["vramctl/site", "vramctl/dropin"].iter().any(|end| path.ends_with(end))
     };
     let others = present.into_iter().flat_map(env::split_paths).filter(|path| !ours(path));
     env::join_paths(folders.iter().cloned().chain(others)).map_err(|error| {
-        let way_out = "put the package elsewhere, or leave PYTHONPATH alone with --no-python";
+        let way_out = "move the package, or leave PYTHONPATH alone with --no-python";
         CommandError::new(Exit::Failed, format!("PYTHONPATH: {error}; {way_out}"))
     })
 }
 
 fn checked_name(text: &str) -> Result<String, String> {
     if text.is_empty() || text.contains(char::is_control) {
-        return Err("a name must not be empty nor have control characters in it".into());
+        return Err("a name must not be empty or contain control characters".into());
     }
     Ok(text.to_owned())
 }
 
 fn checked_backup(text: &str) -> Result<String, String> {
-    let (tag, policy) = text.split_once('=').ok_or("not TAG=POLICY, such as kv_cache=discard")?;
+    let (tag, policy) = text.split_once('=').ok_or("not TAG=POLICY, for example kv_cache=discard")?;
     let tag = checked_tag(tag)?;
     let policy: Backup = policy.parse().map_err(|error: vramctl_model::Error| error.to_string())?;
     Ok(format!("{tag}={policy}"))
 }
 
 fn checked_size(text: &str) -> Result<String, String> {
-    parse_bytes(text).map(|_| text.to_owned()).ok_or_else(|| "not a number of bytes such as 1048576, 64K, 1M or 2G".into())
+    parse_bytes(text).map(|_| text.to_owned()).ok_or_else(|| "not a size, for example 1048576, 64K, 1M or 2G".into())
 }
 
 #[cfg(test)]
@@ -194,7 +194,7 @@ mod tests {
         args: Args,
     }
 
-    /// The variables that `vramctl run LINE -- x` sets where there are those of `present`.
+    /// The variables that `vramctl run LINE -- x` sets in the environment `present`.
     fn variables(line: &[&str], present: &[(&str, &str)]) -> Vec<(&'static str, Option<String>)> {
         let args = Line::try_parse_from(["run"].iter().chain(line).chain(&["--", "x"])).unwrap().args;
         let lookup = |name: &str| present.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into());

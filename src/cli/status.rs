@@ -13,15 +13,15 @@ use vramctl_model::{Backup, DeviceStatus, Progress, TagState, TagStatus};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Without a target: all managed processes.
+Without a target, shows all managed processes.
 
 Examples:
   vramctl status
   vramctl status engine
-  vramctl status --gpu 0        who has memory on this GPU
+  vramctl status --gpu 0        processes with memory on this GPU
   vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
 pub struct Args {
-    /// A process id or a name
+    /// A process id or name
     #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
     process: Option<String>,
     #[command(flatten)]
@@ -36,7 +36,7 @@ pub struct Args {
 pub fn status(args: Args) -> Result<Exit, CommandError> {
     let target = match (args.process, Target::from(args.target)) {
         (Some(text), _) => Target::parse(text),
-        // To look harms nothing, so nobody has to choose.
+        // Looking is harmless, so there is no need to choose.
         (None, Target::Only) => Target::All,
         (None, target) => target,
     };
@@ -68,14 +68,14 @@ fn describe(status: &ProcessStatus) -> String {
     let (process, memory) = (&status.process, &status.memory);
     let mut text = format!("{} (pid {}): {}\n", process.name, process.pid, process.program);
     if let Some(engine) = &process.engine {
-        let _ = writeln!(text, "The inference engine {engine} is in it.");
+        let _ = writeln!(text, "Inference engine: {engine}.");
     }
     let _ = match &memory.process_tag {
         Some(tag) => writeln!(text, "New allocations outside regions get the tag {tag}."),
         None => writeln!(text, "New allocations outside regions are left to CUDA."),
     };
     if memory.tags.is_empty() {
-        text += "No memory under management now.";
+        text += "No managed memory.";
     } else {
         text += &output::table(
             &["TAG", "STATE", "BYTES", "ALLOCATIONS", "BACKUP", "IN HOST MEMORY", "ON DISK"],
@@ -91,20 +91,16 @@ fn describe(status: &ProcessStatus) -> String {
             let _ = write!(text, " The rest is ready for the next pause.");
         }
         if memory.host.pinned_bytes < memory.host.ready_bytes {
-            let _ = write!(
-                text,
-                " {} could not be registered with the driver: slower.",
-                Bytes(memory.host.ready_bytes - memory.host.pinned_bytes)
-            );
+            let _ = write!(text, " {} could not be pinned and is slower.", Bytes(memory.host.ready_bytes - memory.host.pinned_bytes));
         }
     }
     if memory.late_bytes > 0 {
-        let _ = write!(text, "\nThe driver has not taken {} back yet; it is tried again.", Bytes(memory.late_bytes));
+        let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));
     }
     text
 }
 
-/// How far the copies have come, in brackets.
+/// Progress of a pause or resume, in brackets.
 pub fn come_so_far(tag: &TagStatus) -> String {
     let text = |now: Progress| format!(" ({} {} of {})", now.stage.name(), Bytes(now.done), Bytes(now.total));
     tag.progress.map_or_else(String::new, text)
@@ -120,7 +116,7 @@ fn tag_row(tag: &TagStatus) -> Vec<String> {
         [(policy, _)] => policy.to_string(),
         ref several => several.iter().map(|(policy, bytes)| format!("{policy} {}", Bytes(**bytes))).collect::<Vec<_>>().join(", "),
     };
-    // What is dropped is not retained either.
+    // Discarded contents are not retained.
     let retained = if tag.retained && tag.backup.contains_key(&Backup::Host) { ", retained" } else { "" };
     let [bytes, host, disk] = [tag.bytes, tag.host_bytes, tag.disk_bytes].map(|bytes| Bytes(bytes).to_string());
     vec![tag.tag.clone(), state, bytes, tag.allocations.to_string(), backup + retained, host, disk]

@@ -10,18 +10,18 @@ use serde_json::json;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-The tag is that of allocations outside regions, from now on; what there is keeps its own. A process listens from its first \
-managed allocation on, so the tag that it starts with is given to `vramctl run`.
+Sets the tag for future allocations outside regions; existing allocations keep theirs. A process listens once it has made its \
+first managed allocation, so set the initial tag with `vramctl run --tag`.
 
 Examples:
-  vramctl run --name engine --tag weights -- ./engine    the tag that it starts with
-  vramctl set-tag kv_cache --name engine                 the next one, once the weights are loaded
-  vramctl set-tag --none --name engine                   leave further allocations to CUDA")]
+  vramctl run --name engine --tag weights -- ./engine    the initial tag
+  vramctl set-tag kv_cache --name engine                 the next tag, once the weights are loaded
+  vramctl set-tag --none --name engine                   leave future allocations to CUDA")]
 pub struct Args {
     /// The tag
     #[arg(value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags), required_unless_present = "none")]
     tag: Option<String>,
-    /// No tag: further allocations outside regions are left to CUDA
+    /// No tag: leave future allocations outside regions to CUDA
     #[arg(long, conflicts_with = "tag")]
     none: bool,
     #[command(flatten)]

@@ -1,18 +1,18 @@
-//! The arguments by which commands choose processes, GPUs and tags.
+//! Arguments that choose processes, GPUs and tags.
 
 use crate::completions;
 use crate::processes::Target;
 use clap_complete::ArgValueCandidates;
 use vramctl_model as model;
 
-/// The options by which every command chooses processes.
+/// The options that choose processes.
 #[derive(clap::Args)]
 #[group(id = "target", multiple = false)]
 pub struct TargetArgs {
     /// The process with this id
     #[arg(long, value_name = "PID", add = ArgValueCandidates::new(completions::pids))]
     pid: Option<u32>,
-    /// All processes of this name (`vramctl run --name`, else the program's)
+    /// All processes with this name (`vramctl run --name`, else the program's name)
     #[arg(long, add = ArgValueCandidates::new(completions::names))]
     name: Option<String>,
     /// All managed processes
@@ -20,10 +20,10 @@ pub struct TargetArgs {
     all: bool,
 }
 
-/// The option by which commands choose GPUs.
+/// The option that chooses GPUs.
 #[derive(clap::Args)]
 pub struct GpuArgs {
-    /// Only what is on this GPU: its index in `nvidia-smi`, its UUID, or the beginning of that; may be repeated
+    /// Only memory on this GPU: its index in `nvidia-smi`, its UUID or a prefix of it; may be repeated
     #[arg(long, value_name = "GPU", add = ArgValueCandidates::new(completions::gpus))]
     pub gpu: Vec<String>,
 }

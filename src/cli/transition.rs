@@ -27,34 +27,34 @@ use vramctl_model::{Error, Kind};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Without tags: all. The process lives on and keeps its addresses, but GPU work that it starts before the resume fails \
-if it touches paused memory: have it stop first. A pause waits for the GPU work under way, with --timeout no longer \
-than that. Contents are kept in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: \
-after an error everything is as it was. ^C ends the wait for GPU work; a pause that is saving goes on, and the command says so.
+Without tags, pauses all of them. The process keeps running and keeps its addresses. Pause idle programs: GPU work that touches \
+paused memory fails. A pause first waits for running GPU work, at most --timeout seconds if given. It keeps contents in host \
+memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails changes nothing. ^C \
+cancels the wait for GPU work; a pause that is already saving continues, and the command says so.
 
-An inference engine must have no requests. With --engine it is asked: the pause is refused while it has some (with \
---timeout: if they do not end by then), and where its KV cache is discarded it is told to forget its prefix cache. VRAMCTL_ENGINE_KEY is \
-its API key, where it asks for one.
+An inference engine must be idle. With --engine, the command asks it first and refuses to pause while it has requests (with \
+--timeout, if they have not finished by then). Before its KV cache is discarded, the engine is told to reset its prefix cache. If \
+it requires an API key, set VRAMCTL_ENGINE_KEY.
 
 Examples:
-  vramctl pause                              all of the only managed process
-  vramctl pause kv_cache --discard --all     this tag in every process; its contents are not needed
-  vramctl pause weights --backup disk        kept in a file in $VRAMCTL_DISK_DIR
+  vramctl pause                              all tags of the only managed process
+  vramctl pause kv_cache --discard --all     this tag in every process; drop the contents
+  vramctl pause weights --backup disk        keep the contents in a file in $VRAMCTL_DISK_DIR
   vramctl pause --name engine --timeout 2.5
-  vramctl pause --gpu 0 --all                what all processes have on this GPU, and no other
-  vramctl pause --dry-run                    say what would be paused, and do nothing
+  vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
+  vramctl pause --dry-run                    show what would be paused, and change nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
-    /// Only say what would be paused, what would become of the contents, and how much host memory that takes; with --json the
-    /// "plan" of each process (docs/protocol.md) in place of its "report"
+    /// Only show what would be paused, where the contents would go, and how much host memory they need; with --json each
+    /// process has a "plan" (docs/protocol.md) in place of its "report"
     #[arg(long, conflicts_with = "quiet")]
     dry_run: bool,
-    /// Do not keep the contents: the memory reads as zero after the resume. The same as --backup discard
+    /// Drop the contents: the memory reads as zero after the resume. Same as --backup discard
     #[arg(long, conflicts_with = "backup")]
     discard: bool,
-    /// Where to keep the contents, whatever the tags' policies say: host, disk or discard
+    /// Where to keep the contents, overriding the tags' policies: host, disk or discard
     #[arg(long, value_name = "POLICY")]
     backup: Option<Backup>,
     #[command(flatten)]
@@ -63,13 +63,13 @@ pub struct PauseArgs {
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Without tags: all. All or nothing: where memory is short everything stays paused, and the message says how much is \
-missing and who holds it. With --timeout a resume waits so long for others to give memory back.
+Without tags, resumes all of them. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
+much is missing and who holds it. With --timeout, the resume waits that long for others to free memory.
 
 Examples:
-  vramctl resume                             all of the only managed process
+  vramctl resume                             all tags of the only managed process
   vramctl resume weights --name engine
-  vramctl resume --gpu 0 --all               what all processes have on this GPU, and no other
+  vramctl resume --gpu 0 --all               all memory on this GPU, and on no other
   vramctl resume --name engine --timeout 30")]
 pub struct ResumeArgs {
     #[command(flatten)]
@@ -78,14 +78,14 @@ pub struct ResumeArgs {
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Tags (all if none is given)
+    /// Tags [default: all]
     #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
     tags: Vec<String>,
     #[command(flatten)]
     target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
-    /// Wait at most so many seconds; fractions are fine
+    /// Wait at most this many seconds; fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
     /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}
@@ -101,7 +101,6 @@ fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(number).map_err(|error| error.to_string())
 }
 
-/// The two directions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verb {
     Pause,
@@ -109,7 +108,7 @@ enum Verb {
 }
 
 impl Verb {
-    /// As the command is called.
+    /// The command's name.
     fn name(self) -> &'static str {
         match self {
             Self::Pause => "pause",
@@ -117,7 +116,7 @@ impl Verb {
         }
     }
 
-    /// The state that it leads to.
+    /// The state of a tag afterwards.
     fn end(self) -> TagState {
         match self {
             Self::Pause => TagState::Paused,
@@ -126,19 +125,19 @@ impl Verb {
     }
 }
 
-/// What is to be asked of one process; nothing where it has none of the tags.
+/// The request for one process. Empty if the process has none of the tags.
 #[derive(Debug)]
 struct Task {
     process: Process,
     /// The tags to send.
     tags: Vec<String>,
-    /// Those of its tags that are meant.
+    /// The process's tags that match.
     meant: Vec<String>,
-    /// Those of them that are not so yet.
+    /// Of these, the tags not yet in the wanted state.
     due: Vec<String>,
 }
 
-/// What came of it.
+/// The result for one process.
 #[derive(Debug, Serialize)]
 struct Outcome {
     pid: u32,
@@ -175,12 +174,12 @@ pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
 }
 
 impl Task {
-    /// What the process is asked for.
+    /// The request with this process's tags.
     fn request(&self, request: &protocol::Transition) -> protocol::Transition {
         protocol::Transition { tags: self.tags.clone(), ..request.clone() }
     }
 
-    /// How its process has been left.
+    /// The state in which an interrupted command leaves the process.
     fn left(&self, direction: Verb, now: Option<&Process>) -> Left {
         let status = match now.map(|process| &process.status) {
             Some(Ok(status)) => status,
@@ -196,7 +195,7 @@ impl Task {
     }
 }
 
-/// What to ask of each process. A tag that one process lacks is nothing to do there; one that all lack is a mistake.
+/// Plans the request for each process. A tag missing from one process is a no-op there; a tag missing from all is an error.
 fn plan(direction: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec<Task>, CommandError> {
     let known: BTreeSet<_> = processes
         .iter()
@@ -213,7 +212,7 @@ fn plan(direction: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec
         let names = |tags: &[&vramctl_model::TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();
         let due: Vec<_> = meant.iter().copied().filter(|tag| tag.state != direction.end()).collect();
         let (meant, due) = (names(&meant), names(&due));
-        // None given means all, and what is allocated in this moment too.
+        // An empty list means all tags, including those that appear meanwhile.
         let tags = if tags.is_empty() { Vec::new() } else { meant.clone() };
         Task { process, tags, meant, due }
     };
@@ -225,7 +224,7 @@ struct Asking {
     direction: Verb,
     found: Found,
     tasks: Vec<Task>,
-    /// Without the tags, which each process has its own of.
+    /// Without tags: those differ per process.
     request: protocol::Transition,
     json: bool,
     quiet: bool,
@@ -236,12 +235,12 @@ struct Asking {
 #[derive(Default)]
 struct Connections {
     open: Vec<UnixStream>,
-    /// ^C has come: all are being hung up.
+    /// ^C was pressed: all connections are being closed.
     interrupted: bool,
 }
 
 impl Asking {
-    /// Finds the processes, and what of them is meant. Nothing is changed yet.
+    /// Finds the processes and plans their requests. Changes nothing.
     fn prepare(direction: Verb, args: Args) -> Result<Self, CommandError> {
         let target = Target::from(args.target);
         let mut found = Found::look(&target)?;
@@ -257,15 +256,15 @@ impl Asking {
         Ok(Self { direction, found, tasks, request, json: args.json, quiet: args.quiet, bars, connections: Mutex::default() })
     }
 
-    /// Those that have something to do.
+    /// The tasks with something to do.
     fn due(&self) -> impl Iterator<Item = &Task> {
         self.tasks.iter().filter(|task| !task.due.is_empty())
     }
 
-    /// Has the inference engines agree to a pause, before anything is done. Whether what their prefix caches describe may be
-    /// dropped.
+    /// Asks the inference engines for permission before anything changes. Returns whether a KV cache that a prefix cache
+    /// describes may be discarded.
     fn may_discard(&self, engine: &engine::EngineArgs, patience: Duration) -> Result<bool, CommandError> {
-        // What is paused already is not touched: what an engine has now waits for the resume.
+        // Everything is paused already, so there is nothing to ask.
         if self.due().next().is_none() {
             return Ok(false);
         }
@@ -286,7 +285,7 @@ impl Asking {
         Ok(!losing.is_empty())
     }
 
-    /// What a process says that a pause would do; `None`: it is too old to know.
+    /// What a pause of the process would do. `None` if its library is too old to say.
     fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, CommandError> {
         match self.found.connect(task.process.pid)?.plan(task.request(&self.request)) {
             Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
@@ -294,11 +293,12 @@ impl Asking {
         }
     }
 
-    /// Says what a pause would do, and ends as it would, as far as that can be known. An engine that would be asked is not.
+    /// Dry run: prints what a pause would do, and returns its exit code as far as it can be predicted. Asks no engine.
     fn foretell(&self, asks_engine: bool) -> Result<Exit, CommandError> {
         let (mut exit, mut answers) = (Exit::Done, Vec::new());
         for task in self.tasks.iter().filter(|task| !task.meant.is_empty()) {
-            let old = || CommandError::new(Exit::Failed, format!("{}: its library is too old to say; start it again", task.process));
+            let old =
+                || CommandError::new(Exit::Failed, format!("{}: its library is too old for --dry-run; restart the program", task.process));
             let plan = self.ask_plan(task)?.ok_or_else(old)?;
             let refused = plan.prefix_cache.clone().filter(|_| !self.request.force && !asks_engine).map(Error::PrefixCache);
             let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
@@ -327,7 +327,7 @@ impl Asking {
         Ok(exit)
     }
 
-    /// Asks, and tells what came of it.
+    /// Sends the requests and prints the results.
     fn run(self) -> Result<Exit, CommandError> {
         let asking = Arc::new(self);
         interrupt::hold();
@@ -344,7 +344,7 @@ impl Asking {
         Ok(outcomes.iter().find_map(|outcome| outcome.result.failure()).map_or(Exit::Done, CommandError::exit))
     }
 
-    /// All processes at once: each is busy with its own memory.
+    /// Runs all processes in parallel.
     fn carry_out(&self) -> Vec<Outcome> {
         let ask = |task: &Task| -> Result<Report, CommandError> {
             if task.meant.is_empty() {
@@ -386,8 +386,7 @@ impl Asking {
                 }
                 if report.late_bytes > 0 {
                     let late = Bytes(report.late_bytes);
-                    let text =
-                        format!("{}: the driver has not taken {late} back yet; it is tried again at every pause and resume", task.process);
+                    let text = format!("{}: the driver has not taken {late} back yet; every pause and resume retries", task.process);
                     output::complain("warning", &text);
                 }
             }
@@ -405,16 +404,16 @@ impl Asking {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks nothing more and says nothing more: `give_up` has the last word.
+    /// Parks the thread for good after ^C: `give_up` prints the result and ends the process.
     fn stay_if_interrupted(&self) {
         while self.connections().interrupted {
             thread::park();
         }
     }
 
-    /// Hangs up, which ends what only waits, and says what became of it.
+    /// Closes the connections, which cancels what is only waiting, and prints the outcome.
     fn give_up(&self) {
-        /// Processes look for a client that has gone twice as often.
+        /// Processes check for a vanished client twice as often.
         const NOTICED_WITHIN: Duration = Duration::from_secs(1);
         let mut connections = self.connections();
         connections.interrupted = true;
@@ -430,7 +429,7 @@ impl Asking {
             let now = self.found.look_again(&pids);
             let found = |task: &Task| now.iter().find(|process| process.pid == task.process.pid);
             let left: Vec<_> = asked.iter().map(|task| task.left(self.direction, found(task))).collect();
-            // It may still be about to begin.
+            // It may be about to start.
             if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
                 for (task, left) in asked.iter().zip(left) {
                     output::complain("interrupted", &format!("{}: the {} {left}", task.process, self.direction.name()));
@@ -445,7 +444,7 @@ impl Asking {
 /// How an interrupted command leaves a process.
 #[derive(Debug, PartialEq, Eq)]
 enum Left {
-    /// With how far it has come.
+    /// With its progress.
     GoingOn(String),
     Done,
     AsItWas,
@@ -455,10 +454,10 @@ enum Left {
 impl fmt::Display for Left {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::GoingOn(so_far) => write!(out, "goes on{so_far}; `vramctl status` shows how far it is"),
-            Self::Done => write!(out, "is done"),
-            Self::AsItWas => write!(out, "was given up; nothing has changed"),
-            Self::Unknown(why) => write!(out, "was not seen to its end: {why}"),
+            Self::GoingOn(so_far) => write!(out, "continues{so_far}; `vramctl status` shows its progress"),
+            Self::Done => write!(out, "is complete"),
+            Self::AsItWas => write!(out, "was cancelled; nothing has changed"),
+            Self::Unknown(why) => write!(out, "has an unknown outcome: {why}"),
         }
     }
 }
@@ -472,10 +471,10 @@ impl Answer {
     }
 }
 
-/// A plan for a reader.
+/// A plan as text.
 fn foretold(process: &Process, plan: &Plan) -> String {
     if plan.tags.is_empty() {
-        return format!("{process}: there is nothing to pause");
+        return format!("{process}: nothing to pause");
     }
     let contents = |(policy, bytes): (&Backup, &u64)| format!("{} {policy}", Bytes(*bytes));
     let row = |tag: &TagPlan| {
@@ -485,7 +484,7 @@ fn foretold(process: &Process, plan: &Plan) -> String {
     let bytes = plan.tags.iter().map(|tag| tag.bytes).sum();
     let (needed, available) = (Bytes(plan.host.needed_bytes), Bytes(plan.host.available_bytes));
     format!(
-        "{process}: a pause would give back {}\n{}\nHost memory for the contents: {needed} needed, {available} available.",
+        "{process}: a pause would free {}\n{}\nHost memory for the contents: {needed} needed, {available} available.",
         Bytes(bytes),
         output::table(&["TAG", "BYTES", "ALLOCATIONS", "CONTENTS"], plan.tags.iter().map(row))
     )
@@ -496,26 +495,26 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
     if report.allocations == 0 {
         let state = direction.end().name();
         return match &task.meant[..] {
-            // The tags' states are those on all GPUs.
+            // A tag's state covers all GPUs.
             [_, ..] if on_some_gpus => format!("nothing to do: {process} has nothing there to {}", direction.name()),
             [] if task.tags.is_empty() && process.has_memory() => format!("nothing to do: {process} has none of these tags"),
-            [] => format!("nothing to do: {process} has no memory under management"),
-            [tag] => format!("nothing to do: {tag} of {process} is {state} already"),
-            tags => format!("nothing to do: {} of {process} are {state} already", tags.join(", ")),
+            [] => format!("nothing to do: {process} has no managed memory"),
+            [tag] => format!("nothing to do: {tag} of {process} is already {state}"),
+            tags => format!("nothing to do: {} of {process} are already {state}", tags.join(", ")),
         };
     }
-    // What has changed since it was looked at belongs to one of the tags that were meant.
+    // If nothing was due, the state has changed since, in one of the matching tags.
     let tags = if task.due.is_empty() { &task.meant } else { &task.due }.join(", ");
     let (did, moved, kept, discarded) = match direction {
-        Verb::Pause => ("paused", "given back", "kept", "discarded"),
-        Verb::Resume => ("resumed", "taken again", "restored", "now zero"),
+        Verb::Pause => ("paused", "freed", "kept", "discarded"),
+        Verb::Resume => ("resumed", "allocated", "restored", "zeroed"),
     };
     let mut text = format!("{did} {tags} of {process}: {} {moved} in {} ms", Bytes(report.bytes), whole(report.ms));
     let stages: Vec<_> = report.stages.iter().map(|(stage, ms)| format!("{} {}", stage.name(), whole(*ms))).collect();
     if !stages.is_empty() {
         let _ = write!(text, " ({})", stages.join(", "));
     }
-    let unchanged = "of that not copied, because the backup had it already";
+    let unchanged = "of that unchanged and not copied again";
     let contents = [(report.kept_bytes, kept), (report.unchanged_bytes, unchanged), (report.discarded_bytes, discarded)];
     let contents: Vec<_> =
         contents.iter().filter(|(bytes, _)| *bytes > 0).map(|(bytes, fate)| format!("{} {fate}", Bytes(*bytes))).collect();
@@ -525,22 +524,22 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
     text
 }
 
-/// Milliseconds for a reader.
+/// Milliseconds, rounded.
 fn whole(ms: f64) -> String {
     format!("{ms:.0}")
 }
 
-/// Who holds the memory that is missing.
+/// The processes that hold the missing memory.
 fn holders(failure: &CommandError) -> Vec<u32> {
     let CommandError::Refused(refusal) = failure else { return Vec::new() };
     refusal.shortage.iter().flat_map(|shortage| &shortage.holders).map(|holder| holder.pid).collect()
 }
 
-/// The way out of a shortage: holders that can be paused.
+/// For a shortage: the holders that can be paused.
 fn hints(holders: &[Process]) -> Vec<String> {
     let hint = |process: &Process| {
         let bytes = Bytes(process.active_bytes());
-        format!("{process} is managed too; `vramctl pause --pid {}` gives {bytes} back", process.pid)
+        format!("{process} is managed too; `vramctl pause --pid {}` frees {bytes}", process.pid)
     };
     holders.iter().filter(|process| process.active_bytes() > 0).map(hint).collect()
 }
@@ -577,14 +576,14 @@ mod tests {
         };
         assert_eq!(
             success(Verb::Pause, &tasks[0], &report, false),
-            "paused kv_cache, weights of engine (pid 4711): 40.00 GiB given back in 912 ms (wait 3, save 850, unmap 20, release 39); \
+            "paused kv_cache, weights of engine (pid 4711): 40.00 GiB freed in 912 ms (wait 3, save 850, unmap 20, release 39); \
              38.00 GiB kept, 2.00 GiB discarded"
         );
         let tasks = plan(Verb::Resume, vec![engine(TagState::Paused)], &names(&["weights"])).unwrap();
         let report = Report { stages: [(Stage::Map, 1.0)].into(), discarded_bytes: 0, ..report };
         assert_eq!(
             success(Verb::Resume, &tasks[0], &report, false),
-            "resumed weights of engine (pid 4711): 40.00 GiB taken again in 912 ms (map 1); 38.00 GiB restored"
+            "resumed weights of engine (pid 4711): 40.00 GiB allocated in 912 ms (map 1); 38.00 GiB restored"
         );
     }
 
@@ -595,10 +594,10 @@ mod tests {
             let tasks = plan(Verb::Pause, vec![process, other], &names(tags)).unwrap();
             success(Verb::Pause, &tasks[0], &Report::default(), false)
         };
-        assert_eq!(text(engine(TagState::Paused), &[]), "nothing to do: kv_cache, weights of engine (pid 4711) are paused already");
-        assert_eq!(text(engine(TagState::Paused), &["weights"]), "nothing to do: weights of engine (pid 4711) is paused already");
+        assert_eq!(text(engine(TagState::Paused), &[]), "nothing to do: kv_cache, weights of engine (pid 4711) are already paused");
+        assert_eq!(text(engine(TagState::Paused), &["weights"]), "nothing to do: weights of engine (pid 4711) is already paused");
         assert_eq!(text(engine(TagState::Active), &["x"]), "nothing to do: engine (pid 4711) has none of these tags");
-        assert_eq!(text(process(2, "idle", &[]), &[]), "nothing to do: idle (pid 2) has no memory under management");
+        assert_eq!(text(process(2, "idle", &[]), &[]), "nothing to do: idle (pid 2) has no managed memory");
     }
 
     #[test]
@@ -628,7 +627,7 @@ mod tests {
         assert_eq!(holders(&failure), [7, 8]);
         let paused = process(7, "paused", &[("x", TagState::Paused)]);
         let active = process(8, "trainer", &[("x", TagState::Paused), ("y", TagState::Active)]);
-        assert_eq!(hints(&[paused, active]), ["trainer (pid 8) is managed too; `vramctl pause --pid 8` gives 1.00 GiB back"]);
+        assert_eq!(hints(&[paused, active]), ["trainer (pid 8) is managed too; `vramctl pause --pid 8` frees 1.00 GiB"]);
     }
 
     #[test]

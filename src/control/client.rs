@@ -1,4 +1,4 @@
-//! The client's side of the socket, for the command line.
+//! The client side of the socket, for the command line.
 
 use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
@@ -12,17 +12,17 @@ use vramctl_model::{Plan, Progress, Report};
 #[derive(Debug)]
 pub struct Client {
     pid: u32,
-    /// The server as this process sees it: in another container its name says a different number. 0: it cannot be seen.
+    /// The server's pid as seen here, which differs from `pid` if it runs in another container. 0 if it cannot be seen.
     seen_as: i32,
     stream: BufReader<UnixStream>,
 }
 
-/// Why there is no answer, or not the one that was hoped for.
+/// Why a request failed.
 #[derive(Debug)]
 pub enum ClientError {
     /// The process refused the request.
     Refused(Box<Refusal>),
-    /// The process cannot be reached, or went away.
+    /// The process could not be reached, or ended.
     Io {
         /// The process.
         pid: u32,
@@ -42,22 +42,22 @@ impl fmt::Display for ClientError {
 
 impl std::error::Error for ClientError {}
 
-/// How often a silent process is looked at: one that died while a forked child of it still holds its socket would never
-/// answer, and never hang up.
+/// How often to check that a silent process is alive. If it has died but a forked child holds its socket open, the socket
+/// never answers and never closes.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
-/// How long a process that has closed its socket may take to make another.
+/// How long a process may take to replace a closed socket.
 const NEW_SOCKET: Duration = Duration::from_millis(500);
 
-/// Whether nobody listens there, or nobody does any more.
+/// Whether nobody listens, or the connection was closed.
 fn is_closed(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof)
 }
 
 impl Client {
-    /// Connects to a process. A connection counts once the process has said hello: one that has closed its socket finds out
-    /// when somebody connects, hangs up, and makes another.
+    /// Connects to a process and waits for its hello. Retries for a moment: a process whose socket was closed notices when
+    /// somebody connects, hangs up, and opens another.
     pub fn connect(directory: &Directory, pid: u32) -> Result<Self, ClientError> {
         let deadline = Instant::now() + NEW_SOCKET;
         loop {
@@ -79,12 +79,12 @@ impl Client {
         connect().map_err(|error| ClientError::Io { pid, error })
     }
 
-    /// The connection once more, to hang up while an answer is being waited for.
+    /// A second handle on the connection, to close it while waiting for an answer.
     pub fn connection(&self) -> io::Result<UnixStream> {
         self.stream.get_ref().try_clone()
     }
 
-    /// Who it is.
+    /// Asks who it is.
     pub fn hello(&mut self) -> Result<Hello, ClientError> {
         match self.ask(Request::Hello, &mut |_| ())? {
             Reply::Hello(hello) => Ok(hello),
@@ -92,7 +92,7 @@ impl Client {
         }
     }
 
-    /// What it has.
+    /// Asks for its status.
     pub fn status(&mut self) -> Result<ProcessStatus, ClientError> {
         match self.ask(Request::Status, &mut |_| ())? {
             Reply::Status(status) => Ok(status),
@@ -105,7 +105,7 @@ impl Client {
         self.transition(Request::Pause(transition), progress)
     }
 
-    /// What such a pause would do.
+    /// Asks what a pause would do.
     pub fn plan(&mut self, transition: Transition) -> Result<Plan, ClientError> {
         match self.ask(Request::Plan(transition), &mut |_| ())? {
             Reply::Plan(plan) => Ok(plan),
@@ -142,8 +142,8 @@ impl Client {
                 Ok(Reply::Progress(now)) => progress(now),
                 Ok(Reply::Error(refusal)) => return Err(ClientError::Refused(refusal.into())),
                 Ok(answer) => return Ok(answer),
-                // A server that refuses the connection says why and hangs up, perhaps before the request is out. So the
-                // answer counts, and that the request did not get through only where there is none.
+                // A server that refuses the connection says why and hangs up, perhaps before the request is sent. So an
+                // answer takes precedence over a failed write.
                 Err(error) => return Err(fail(written.err().unwrap_or(error))),
             }
         }
@@ -165,11 +165,11 @@ impl Client {
             }
         }
         serde_json::from_slice(&line)
-            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("an answer not understood: {error}")))
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("cannot parse the answer: {error}")))
     }
 
     fn unexpected(&self, reply: &Reply) -> ClientError {
-        let error = io::Error::new(io::ErrorKind::InvalidData, format!("an answer that does not fit the question: {reply:?}"));
+        let error = io::Error::new(io::ErrorKind::InvalidData, format!("the answer does not match the request: {reply:?}"));
         ClientError::Io { pid: self.pid, error }
     }
 }

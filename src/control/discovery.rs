@@ -1,7 +1,7 @@
-//! Where the sockets are: one directory a user, one socket a process, `<pid>.sock`.
+//! Finds the sockets: one directory per user, one socket per process, `<pid>.sock`.
 //!
-//! Everything inside goes through the directory's descriptor (`/proc/self/fd/N/…`): what was checked is what is used,
-//! and the length of the directory's path does not matter to `sockaddr_un`.
+//! All access goes through the directory's descriptor (`/proc/self/fd/N/…`). So nobody can swap the directory after the
+//! checks, and a long path fits into `sockaddr_un`.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -13,7 +13,7 @@ use std::time::Duration;
 use std::{io, mem, process, thread};
 use vramctl_config as config;
 
-/// The directory of the sockets, open and found safe: no symbolic link, owned by the user, closed to others.
+/// The directory of the sockets, open and checked: not a symbolic link, owned by the user, closed to others.
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
@@ -21,14 +21,14 @@ pub struct Directory {
     open: File,
 }
 
-/// The user whose directories and peers are one's own.
+/// The effective user, who owns this process's directories and sockets.
 pub fn user() -> u32 {
     // SAFETY: cannot fail and touches no memory.
     unsafe { libc::geteuid() }
 }
 
 impl Directory {
-    /// The user's directory; `Ok(None)`: there is none yet, so no process has managed memory. Root may look into anybody's.
+    /// Opens the user's directory. `Ok(None)` if there is none yet, so no process has managed memory. Root may open anybody's.
     pub fn open() -> io::Result<Option<Self>> {
         match Self::check(config::socket_directory(), user() == 0) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -36,7 +36,7 @@ impl Directory {
         }
     }
 
-    /// The same for sockets of one's own, made if need be.
+    /// Opens the directory for this process's socket, and creates it if necessary.
     pub fn open_or_create() -> io::Result<Self> {
         let path = config::socket_directory();
         match fs::DirBuilder::new().mode(0o700).create(path) {
@@ -48,7 +48,7 @@ impl Directory {
     fn check(path: &Path, anybodys: bool) -> io::Result<Self> {
         let open = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path);
         let refuse = |why: String| Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display())));
-        // The kernel says of one that it is no directory, which those who look at it do not believe.
+        // For a symbolic link the kernel reports "not a directory", which confuses users.
         if open.is_err() && path.is_symlink() {
             return refuse("a symbolic link; set VRAMCTL_DIR to the directory itself".into());
         }
@@ -72,10 +72,10 @@ impl Directory {
         PathBuf::from(format!("/proc/self/fd/{}/{pid}.sock", self.open.as_raw_fd()))
     }
 
-    /// This process's socket. What an earlier process with the same id left is replaced.
+    /// Binds this process's socket. Replaces the socket of an earlier process with the same pid.
     pub fn bind(&self) -> io::Result<UnixListener> {
         let place = self.within(process::id());
-        // Two containers that share a directory may both have a process of this number.
+        // Two containers that share a directory may both have a process with this pid.
         let connected = self.connect(process::id());
         if connected.is_ok() || connected.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
             let why = format!(
@@ -85,7 +85,7 @@ impl Directory {
             );
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
-        // Under its name only once it listens: `processes` takes one that does not for a stale one.
+        // Renamed only once it listens: `processes` takes a socket without a listener for stale.
         let unfinished = place.with_extension("new");
         let _ = fs::remove_file(&unfinished);
         let bound = UnixListener::bind(&unfinished).and_then(|listener| fs::rename(&unfinished, &place).map(|()| listener));
@@ -97,8 +97,8 @@ impl Directory {
         let _ = fs::remove_file(self.within(pid));
     }
 
-    /// Connects to the socket of a process, if it is one of the directory's owner. `WouldBlock`: it has accepted nothing for
-    /// so long that no more connections may wait for it.
+    /// Connects to a process's socket, if the process belongs to the directory's owner. `WouldBlock` if the queue is full
+    /// because the process has stopped accepting connections.
     pub fn connect(&self, pid: u32) -> io::Result<UnixStream> {
         let stream = connect_without_waiting(&self.within(pid))?;
         let peer = peer(&stream)?;
@@ -109,9 +109,9 @@ impl Directory {
         Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
     }
 
-    /// The processes that listen, by id. Sockets that nobody listens on any more are removed on the way.
+    /// The pids of the processes that listen, sorted. Removes stale sockets.
     pub fn processes(&self) -> io::Result<Vec<u32>> {
-        /// A process whose socket was closed makes another, which must not be removed for it.
+        /// A process replaces a closed socket within this time. The new one must not be removed as stale.
         const NEW_SOCKET: Duration = Duration::from_millis(50);
         let (mut pids, mut refused) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(format!("/proc/self/fd/{}", self.open.as_raw_fd()))? {
@@ -121,7 +121,7 @@ impl Directory {
             match self.connect(pid) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => refused.push(pid),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => (),
-                // Whatever else is wrong with it is for the one who talks to it to say.
+                // Other errors are reported when somebody talks to the process.
                 _ => pids.push(pid),
             }
         }
@@ -139,7 +139,7 @@ impl Directory {
     }
 }
 
-/// As [`UnixStream::connect`], which waits for a place in the queue of a stopped process until that goes on.
+/// Like [`UnixStream::connect`], but fails at once if the queue is full, instead of waiting for a stopped process.
 fn connect_without_waiting(path: &Path) -> io::Result<UnixStream> {
     // SAFETY: plain bytes, for which all zeroes is a value.
     let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
@@ -166,7 +166,7 @@ fn connect_without_waiting(path: &Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// Who is at the other end of a socket. The process id is as this process sees it, and 0 where it cannot.
+/// The credentials of the peer. The pid is as seen by this process, 0 if not visible.
 pub fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = mem::size_of_val(&peer) as libc::socklen_t;

@@ -1,7 +1,7 @@
-//! The control channel: how a process that has managed memory is found and told what to do.
+//! The control channel, by which clients find and control managed processes.
 //!
-//! The protocol's types, the directory of sockets, and the client. The server lives in the program (`core`): nothing here
-//! knows of allocations, so the command line links none of that.
+//! Has the protocol's types, the directory of sockets, and the client. The server is in `core`: this crate knows no
+//! allocations, so the command line does not link that code.
 
 pub mod client;
 pub mod discovery;

@@ -1,23 +1,23 @@
-//! The messages on the control socket: one JSON object a line. `docs/protocol.md` describes them for other programs.
+//! The messages on the control socket: one JSON object per line. `docs/protocol.md` documents them for other programs.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use vramctl_model::{Backup, Error, Kind, Plan, Progress, Report, Shortage, Status, TransitionRequest};
 
-/// The version of the protocol. It changes when an old client would misunderstand a new server, or the other way round;
-/// new fields and requests do not change it.
+/// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
+/// and requests do not count.
 pub const VERSION: u32 = 1;
 
-/// The longest request, in bytes with its newline.
+/// The maximum length of a request in bytes, with the newline.
 pub const LONGEST_REQUEST: usize = 64 << 10;
 
-/// What a client asks: a line with the protocol's version and one request.
+/// A line from a client: the protocol version and one request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Message {
     /// [`VERSION`] of the client.
     pub version: u32,
-    /// The request, its fields beside the version.
+    /// The request. Its fields are beside the version.
     #[serde(flatten)]
     pub request: Request,
 }
@@ -28,17 +28,17 @@ pub struct Message {
 pub enum Request {
     /// Who are you?
     Hello,
-    /// What is there?
+    /// What do you hold?
     Status,
     /// Take memory away.
     Pause(Transition),
-    /// What would such a pause do?
+    /// What would this pause do?
     Plan(Transition),
     /// Give memory back.
     Resume(Transition),
-    /// The tag of allocations outside regions, from now on.
+    /// Set the tag of future allocations outside regions.
     SetTag {
-        /// The tag; null or absent: those allocations are left to CUDA.
+        /// The tag. If null or absent, such allocations are left to CUDA.
         #[serde(default)]
         tag: Option<String>,
     },
@@ -53,20 +53,20 @@ pub struct Transition {
     /// The GPUs, by their UUIDs; none means all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<String>,
-    /// For a pause: what becomes of the contents, whatever the allocations' own policies say.
+    /// Pause only: the backup policy, overriding the allocations' own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<Backup>,
-    /// For a pause: the same for single tags, in place of `backup`; null: the allocations' own policies.
+    /// Pause only: the policy for single tags, overriding `backup`. Null means the allocations' own policies.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub backups: BTreeMap<String, Option<Backup>>,
-    /// How long to wait, in milliseconds: a pause for the device's work (absent: as long as it takes), a resume for
-    /// memory that others hold (absent: not at all).
+    /// How long to wait, in milliseconds. A pause waits for the device's work (absent: without limit), a resume for memory
+    /// that others hold (absent: not at all).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// Whether lines about the progress are wanted before the answer.
+    /// Whether to send progress lines before the answer.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub progress: bool,
-    /// For a pause: drop a KV cache, too, that an engine's prefix cache still describes. The client has seen to that.
+    /// Pause only: discard a KV cache even if an engine's prefix cache still describes it. The client takes care of that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,
 }
@@ -85,7 +85,7 @@ impl From<Transition> for TransitionRequest {
     }
 }
 
-/// What the server answers: any number of [`Reply::Progress`] lines, then one of the others.
+/// The server's answer: any number of [`Reply::Progress`] lines, then one of the others.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "kebab-case")]
 pub enum Reply {
@@ -99,12 +99,12 @@ pub enum Reply {
     Plan(Plan),
     /// To `set-tag`.
     Tag {
-        /// The tag from now on.
+        /// The new tag.
         tag: Option<String>,
     },
-    /// How far a pause or resume has come.
+    /// Progress of a pause or resume.
     Progress(Progress),
-    /// The request was not carried out; nothing was changed.
+    /// The request failed; nothing has changed.
     Error(Refusal),
 }
 
@@ -121,43 +121,43 @@ pub struct Hello {
     pub name: String,
     /// The program.
     pub program: String,
-    /// The inference engine in it (`vllm`, `sglang`), where it has said so: it has a prefix cache that describes what is in
-    /// its `kv_cache`.
+    /// The inference engine in the process (`vllm`, `sglang`), if it has registered. Its prefix cache describes the contents
+    /// of `kv_cache`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<String>,
 }
 
-/// What a process has.
+/// A process and its memory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ProcessStatus {
     /// Who it is.
     #[serde(flatten)]
     pub process: Hello,
-    /// What it has.
+    /// Its memory.
     #[serde(flatten)]
     pub memory: Status,
 }
 
-/// How much host memory is missing for contents, in bytes.
+/// A shortage of host memory for contents, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostShortage {
     /// What the contents need.
     pub needed: u64,
-    /// What the host could give.
+    /// What the host has available.
     pub available: u64,
 }
 
-/// Why a request was not carried out.
+/// Why a request failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
-    /// The kind of error, by a name that never changes.
+    /// The kind of error. These names never change.
     pub code: Kind,
-    /// The same for a reader.
+    /// The error as text.
     pub message: String,
-    /// With `unknown_tag`: the tags that there are.
+    /// With `unknown_tag`: the existing tags.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub known_tags: Option<Vec<String>>,
-    /// With `device_memory`: how much is missing, and who has it.
+    /// With `device_memory`: how much is missing, and who holds it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shortage: Option<Shortage>,
     /// With `host_memory`: how much is missing.
@@ -193,25 +193,25 @@ impl From<&Error> for Refusal {
     }
 }
 
-/// Reads one request; the error says what is wrong with the line.
+/// Parses one request.
 pub fn parse(line: &[u8]) -> Result<Request, Error> {
     #[derive(Deserialize)]
     struct Versioned {
         version: u32,
     }
     let wrong = |error: serde_json::Error| Error::Invalid(format!("not a request: {error}"));
-    // The version first: the rest of a later protocol need not make sense here.
+    // The version first: the rest of a newer protocol may not parse.
     let Versioned { version } = serde_json::from_slice(line).map_err(wrong)?;
     if version != VERSION {
-        return Err(Error::Invalid(format!("protocol version {version} is not spoken here, but {VERSION}")));
+        return Err(Error::Invalid(format!("protocol version {version} is not supported; this library speaks version {VERSION}")));
     }
     serde_json::from_slice(line).map(|message: Message| message.request).map_err(wrong)
 }
 
-/// A line to send.
+/// Serialises a message to a line.
 pub fn line(message: &impl Serialize) -> Vec<u8> {
     let mut line = serde_json::to_vec(message).unwrap_or_else(|error| {
-        // Our own types cannot fail to be written; a defect must still be an answer.
+        // Serialising these types cannot fail; if it does, still answer.
         format!(r#"{{"reply":"error","code":"internal","message":"{error}"}}"#).into_bytes()
     });
     line.push(b'\n');
@@ -248,13 +248,13 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever arrives on the socket is answered; nothing in it may panic.
+        /// Whatever arrives on the socket, parsing must not panic.
         #[test]
         fn garbage_is_refused(line in proptest::collection::vec(any::<u8>(), 0..512)) {
             let _ = parse(&line);
         }
 
-        /// Near misses reach deeper into the parser than noise does.
+        /// Near misses reach deeper into the parser than noise.
         #[test]
         fn almost_requests_are_refused_or_read(cut in 0usize..120, at in 0usize..100, byte in any::<u8>()) {
             let mut line = br#"{"version":1,"request":"pause","tags":["kv_cache","weights"],"backup":"host","timeout_ms":1000}"#.to_vec();

@@ -1,8 +1,8 @@
-//! Descriptors of ours in somebody else's process.
+//! The library's descriptors in somebody else's process.
 //!
-//! The program may close descriptors that it does not know (a daemon closes all of them) and then have files of its own
-//! under the same numbers; it may have closed its standard streams, whose numbers the next file gets; and its forked
-//! children inherit what is open. [`Held`] is the one type for a descriptor of ours that outlives a call.
+//! The program may close descriptors that it does not know (a daemon closes all) and reuse their numbers for its own files.
+//! It may have closed its standard streams, whose numbers the next file gets. And its forked children inherit what is open.
+//! Every descriptor of the library that outlives a call is a [`Held`].
 
 use crate::fork;
 use std::mem::ManuallyDrop;
@@ -10,10 +10,10 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::{io, mem, ptr};
 
-/// A descriptor of ours: above the standard streams, closed in forked children, and looked at before each use and before
-/// it is closed. Where its number is another file's by now, it is left alone.
+/// A descriptor of the library: above the standard streams, closed in forked children, and verified before each use and
+/// before closing. If its number belongs to another file by now, that file is left alone.
 ///
-/// What it stands for must have an identity of its own (a file, a socket; not an eventfd, which shares one with all others).
+/// The file must have an identity of its own, such as a file or socket has. All eventfds share one.
 #[derive(Debug)]
 pub struct Held {
     number: RawFd,
@@ -22,11 +22,11 @@ pub struct Held {
     slot: &'static Slot,
 }
 
-/// The device and the number there of what is behind a descriptor.
+/// Device and inode behind a descriptor.
 type Identity = (u64, u64);
 
 impl Held {
-    /// Takes a descriptor that was opened just now, with `O_CLOEXEC`.
+    /// Takes a descriptor that was just opened with `O_CLOEXEC`.
     pub fn new(descriptor: impl Into<OwnedFd>) -> io::Result<Self> {
         let descriptor = above_standard(descriptor.into())?;
         let identity = identity(descriptor.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
@@ -34,23 +34,23 @@ impl Held {
         Ok(Self { number, identity, generation: fork::generation(), slot: Slot::take(number, identity) })
     }
 
-    /// The descriptor, for a call that begins now. An error where the program has closed it, or this is a forked child.
+    /// The descriptor, for immediate use. Fails if the program has closed it, or in a forked child.
     pub fn get(&self) -> io::Result<BorrowedFd<'_>> {
         if !self.is_ours() {
             return Err(io::Error::new(io::ErrorKind::NotConnected, "the program has closed a descriptor that it did not open"));
         }
-        // SAFETY: open, as was just seen, and nobody of ours closes it while the value is borrowed.
+        // SAFETY: open, as just checked, and the library does not close it while it is borrowed.
         Ok(unsafe { BorrowedFd::borrow_raw(self.number) })
     }
 
-    /// The same in the type that has the calls. It is not closed by the one who gets it.
+    /// The descriptor as a `File`, socket or other type. The caller does not close it.
     pub fn as_type<T: From<OwnedFd>>(&self) -> io::Result<ManuallyDrop<T>> {
         let number = self.get()?.as_raw_fd();
         // SAFETY: open, and never closed through this value.
         Ok(ManuallyDrop::new(T::from(unsafe { OwnedFd::from_raw_fd(number) })))
     }
 
-    /// Whether it still is what it was.
+    /// Whether the number still belongs to the same file, in the same process.
     pub fn is_ours(&self) -> bool {
         self.generation == fork::generation() && identity(self.number) == Some(self.identity)
     }
@@ -58,11 +58,11 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // In a forked child the list is the child's own, and was emptied when it was forked.
+        // In a forked child, the fork handler has closed it and freed the slot.
         if self.generation != fork::generation() {
             return;
         }
-        // Out of the list first: another file may have the number a moment after.
+        // Out of the list first: once closed, the number may be reused at any moment.
         self.slot.number.store(FREE, Ordering::Release);
         if self.is_ours() {
             // SAFETY: ours, and not used again.
@@ -71,8 +71,8 @@ impl Drop for Held {
     }
 }
 
-/// The file under a number above those of the standard streams. Where the program has closed one of these, a file of ours might
-/// get its number, and then what the program prints.
+/// Moves a file above the standard streams. If the program has closed one of those, a new file gets its number, and then
+/// everything that the program prints.
 pub fn above_standard(file: OwnedFd) -> io::Result<OwnedFd> {
     if file.as_raw_fd() > libc::STDERR_FILENO {
         return Ok(file);
@@ -94,11 +94,11 @@ fn identity(descriptor: RawFd) -> Option<Identity> {
     (answer == 0).then_some((found.st_dev, found.st_ino))
 }
 
-/// A place in the list of what forked children close: their copies would keep a client waiting for a server that is not
-/// there, and the space of a file whose owner was killed. Places are made as they are needed, used again, and never freed.
+/// An entry in the list of descriptors that forked children close. Left open in a child, a socket would keep clients waiting
+/// for a dead server, and a file would keep its disk space after its owner was killed. Slots are reused, never freed.
 #[derive(Debug)]
 struct Slot {
-    /// `FREE`, `TAKEN` while the rest is being written, or the descriptor.
+    /// The descriptor, `FREE`, or `TAKEN` while the rest is being written.
     number: AtomicI32,
     identity: [AtomicU64; 2],
     next: AtomicPtr<Slot>,
@@ -119,10 +119,10 @@ impl Slot {
         slot
     }
 
-    /// One more at the head of the list, taken.
+    /// Adds a slot at the head of the list, taken.
     fn add() -> &'static Self {
         static CLOSING: AtomicBool = AtomicBool::new(false);
-        // Registered twice by two threads it does no harm, and nobody waits for anybody (see `fork`).
+        // Two threads may both register it, which is harmless. Neither may wait for the other (see `fork`).
         if !CLOSING.load(Ordering::Acquire) {
             fork::on_fork_in_child(close_in_child);
             CLOSING.store(true, Ordering::Release);
@@ -144,7 +144,7 @@ impl Slot {
     }
 
     fn all() -> impl Iterator<Item = &'static Self> {
-        // SAFETY: pointers in the list are null or to slots that were leaked.
+        // SAFETY: pointers in the list are null or point to leaked slots.
         let follow = |at: &AtomicPtr<Self>| unsafe { at.load(Ordering::Acquire).as_ref() };
         std::iter::successors(follow(&SLOTS), move |slot| follow(&slot.next))
     }
@@ -156,7 +156,7 @@ extern "C" fn close_in_child() {
         let number = slot.number.swap(FREE, Ordering::AcqRel);
         let inherited = (slot.identity[0].load(Ordering::Relaxed), slot.identity[1].load(Ordering::Relaxed));
         if number >= 0 && identity(number) == Some(inherited) {
-            // SAFETY: a descriptor of ours that the child inherited; the thread that used it does not exist here.
+            // SAFETY: the library's descriptor, inherited; the thread that used it does not exist in the child.
             unsafe { libc::close(number) };
         }
     }
@@ -174,13 +174,13 @@ mod tests {
         Held::new(file).unwrap()
     }
 
-    /// A daemon closes what it does not know; its next file has the number.
+    /// A daemon closes descriptors that it does not know, and its next file gets the number.
     #[test]
     fn a_number_that_is_the_programs_by_now_is_left_alone() {
         let held = held();
         let number = held.get().unwrap().as_raw_fd();
         let programs = tempfile::tempfile().unwrap();
-        // SAFETY: in place of ours, as a program would do it that closed it.
+        // SAFETY: replaces the library's, as a program that closed it would.
         assert_eq!(unsafe { libc::dup2(programs.as_raw_fd(), number) }, number);
         assert!(held.get().is_err() && held.as_type::<File>().is_err());
         drop(held);

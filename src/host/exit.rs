@@ -1,14 +1,14 @@
-//! The end of the program, seen from work of ours.
+//! Keeps the library's work out of the driver when the program exits.
 //!
-//! The driver takes itself down in an exit handler. A call of ours that comes later, or is still in it then, is undefined
-//! behaviour in somebody else's program. So an exit handler of ours, which runs before the driver's, closes the driver to
-//! our work ([`enter_driver`]) and waits for what is inside. What was being done fails, and [`Answering`] gives it the time
-//! to tell whoever asked for it.
+//! The driver tears itself down in an exit handler. A call that the library makes later, or that is still in the driver then,
+//! is undefined behaviour in somebody else's program. So the library's exit handler, which runs before the driver's, refuses
+//! new calls ([`enter_driver`]) and waits for those in flight. Work in progress fails, and [`Answering`] gives it time to tell
+//! its client.
 //!
-//! Our work is that of our workers, and what a thread of the program does in [`as_worker`] at the program's request. All
-//! other calls of the program's threads are the program's business, through us or not: they are not held back.
+//! The library's work is that of its workers, and what a thread of the program does in [`as_worker`]. All other calls of the
+//! program's threads, through the library or not, are the program's own and are not held back.
 //!
-//! Nothing here takes a lock: a program may end in a signal handler, whatever it has interrupted.
+//! Nothing here takes a lock: a program may exit in a signal handler, whatever that has interrupted.
 
 use crate::PerProcess;
 use std::cell::Cell;
@@ -21,25 +21,25 @@ use std::time::{Duration, Instant};
 enum Role {
     /// The program's.
     Program,
-    /// Ours.
+    /// The library's.
     Worker,
-    /// Ours, and it waits for the program's work on the device, which may never end.
+    /// The library's, and it waits for the program's work on the device, which may never end.
     Waiter,
 }
 
 thread_local! {
     static ROLE: Cell<Role> = const { Cell::new(Role::Program) };
-    /// Calls of this thread that are counted: the program may end in a signal handler in the middle of one.
+    /// This thread's calls in flight. The program may exit in a signal handler that interrupts one.
     static INSIDE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Does work of ours, in a worker or in a thread of the program.
+/// Runs work of the library, in a worker or in a thread of the program.
 pub fn as_worker<R>(work: impl FnOnce() -> R) -> R {
     in_role(Role::Worker, work)
 }
 
-/// Waits for the program's work on the device. If this is work of ours, the program's end does not wait for it as long as
-/// for other calls: what never ends would hold up every end.
+/// Runs a wait for the program's work on the device. If it is the library's work, the exit handler waits for it only briefly:
+/// the device's work may never end.
 pub fn while_waiting<R>(work: impl FnOnce() -> R) -> R {
     in_role(if ROLE.get() == Role::Program { Role::Program } else { Role::Waiter }, work)
 }
@@ -55,11 +55,11 @@ fn in_role<R>(role: Role, work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// A stay in the driver, for as long as it lives.
+/// A driver call in flight, until dropped.
 pub struct InDriver(Option<&'static AtomicUsize>);
 
-/// Asks to call the driver. `None`: the program is ending and this is work of ours, so the driver must not be called any
-/// more.
+/// Asks for permission to call the driver. `None` if this is the library's work and the program is exiting: then the driver
+/// must not be called.
 #[inline]
 pub fn enter_driver() -> Option<InDriver> {
     let counted = match ROLE.get() {
@@ -81,11 +81,11 @@ impl Drop for InDriver {
     }
 }
 
-/// Somebody waits for an answer of ours, for as long as this lives: the program's end waits for it a moment.
+/// While this lives, a client waits for an answer, and the exit handler waits briefly for that.
 pub struct Answering(&'static AtomicUsize);
 
 impl Answering {
-    /// `None`: the program is ending, so nothing is begun any more.
+    /// `None` if the program is exiting: start nothing new.
     pub fn unless_ending() -> Option<Self> {
         begin(|work| &work.answering).map(Self)
     }
@@ -97,16 +97,16 @@ impl Drop for Answering {
     }
 }
 
-/// Whether the program is ending. What has failed since then has failed for that reason.
+/// Whether the program is exiting. Failures from then on are due to that.
 pub fn is_ending() -> bool {
     WORK.existing().is_some_and(|work| work.ending.load(Ordering::SeqCst))
 }
 
-/// How much of our work is where.
+/// Counts of the library's work in flight.
 #[derive(Default)]
 struct Work {
     in_driver: AtomicUsize,
-    /// In the driver, for as long as the program's work takes.
+    /// In the driver, waiting for the program's work.
     waiting: AtomicUsize,
     answering: AtomicUsize,
     ending: AtomicBool,
@@ -114,11 +114,11 @@ struct Work {
 
 static WORK: PerProcess<Work> = PerProcess::new(Work::default);
 
-/// One more, unless the program is ending.
+/// Increments a counter, unless the program is exiting.
 fn begin(counter: impl FnOnce(&'static Work) -> &'static AtomicUsize) -> Option<&'static AtomicUsize> {
     let work = WORK.get();
     let counter = counter(work);
-    // Counted before it is looked: the exit handler says that it is ending before it looks at the counters.
+    // Count before checking `ending`: the exit handler sets `ending` before it reads the counters.
     counter.fetch_add(1, Ordering::SeqCst);
     if work.ending.load(Ordering::SeqCst) {
         counter.fetch_sub(1, Ordering::SeqCst);
@@ -127,34 +127,34 @@ fn begin(counter: impl FnOnce(&'static Work) -> &'static AtomicUsize) -> Option<
     Some(counter)
 }
 
-/// There will be work of ours from now on. Exit handlers run in the opposite order of their registration: ours before those
-/// of the driver, which is in use by now.
+/// Registers the exit handler, before the first worker starts. Exit handlers run in reverse order of registration, so this
+/// one runs before the driver's: the driver is in use by now.
 pub(crate) fn expect_workers() {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if !REGISTERED.swap(true, Ordering::Relaxed) {
-        // SAFETY: a function that lives as long as the process: the library is never unloaded. Without memory for the list it
-        // does not run.
+        // SAFETY: the function lives as long as the process: the library is never unloaded. If `atexit` runs out of memory, the
+        // handler does not run.
         unsafe { libc::atexit(close_driver) };
     }
 }
 
 extern "C" fn close_driver() {
-    // In a forked child that has none of its own there is no work of ours, whatever the parent was doing.
+    // A forked child starts without work, whatever its parent was doing.
     if let Some(work) = WORK.existing() {
         end(work);
     }
 }
 
-/// Refuses everything from now on, and waits for what is under way. Whether it has come to its end.
+/// Refuses new work and waits for work in flight. Returns whether all of it has finished.
 fn end(work: &Work) -> bool {
-    /// Far more than a call takes, unless the driver waits for the program.
+    /// Far longer than a call takes, unless the driver waits for the program.
     const CALLS: Duration = Duration::from_secs(5);
-    /// What an answer takes once the driver refuses everything.
+    /// Enough to answer once driver calls are refused.
     const ANSWERS: Duration = Duration::from_secs(1);
-    /// For work that is just about to end.
+    /// Enough for work that is about to finish.
     const WAITS: Duration = Duration::from_millis(500);
     work.ending.store(true, Ordering::SeqCst);
-    // Our own calls in this thread cannot go on.
+    // This thread's own calls are interrupted and cannot finish.
     let interrupted = INSIDE.get();
     let calls = wait_until(CALLS, || work.in_driver.load(Ordering::SeqCst) <= interrupted);
     let answers = wait_until(ANSWERS, || work.answering.load(Ordering::SeqCst) == 0);
@@ -179,7 +179,7 @@ mod tests {
     use crate::worker;
     use std::sync::mpsc;
 
-    /// In a forked child, which may end without the test harness doing so. Answers what the child answers.
+    /// Runs `work` in a forked child, which can exit without ending the test harness. Returns its result.
     fn in_child(work: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child leaves by `_exit`.
         let child = unsafe { libc::fork() };
@@ -234,7 +234,7 @@ mod tests {
         }));
     }
 
-    /// A signal handler may end the program in the middle of a call of ours: that call cannot go on meanwhile.
+    /// If a signal handler that interrupts a call ends the program, that call cannot finish.
     #[test]
     fn the_end_does_not_wait_for_what_it_has_interrupted() {
         assert!(in_child(|| {

@@ -1,20 +1,19 @@
 //! State that belongs to one process and must not survive `fork`.
 //!
-//! A CUDA context cannot be used in a forked child, and a lock that another thread of the parent held at the time of
-//! the fork would stay locked for ever. So every global of this library lives in a [`PerProcess`], which a forked
-//! child finds empty: it makes its own when it first needs it. The parent's value stays where it is in the child's
-//! copy of the memory, untouched and never dropped, because dropping it would mean calling the driver.
+//! A CUDA context cannot be used in a forked child, and a lock that another thread held at the fork would stay locked forever.
+//! So every global of this library lives in a [`PerProcess`], which a forked child finds empty and fills when it first needs
+//! it. The parent's value stays in the child's memory, untouched and never dropped: dropping it would call the driver.
 //!
-//! For the same reason nothing in this library waits for a [`std::sync::Once`] in a plain `static`: a fork in the middle of one
-//! would leave the child waiting for a thread that it does not have.
+//! For the same reason nothing in this library waits for a [`std::sync::Once`] in a plain `static`: after a fork in the middle
+//! of one, the child would wait for a thread that it does not have.
 
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 
-/// How many forks lie between this process and the one that first used the library.
+/// Number of forks between this process and the one that first used the library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
-/// A lazily made global that a forked child does not inherit.
+/// A lazily initialised global that a forked child does not inherit.
 pub struct PerProcess<T: 'static> {
     current: AtomicPtr<Stamped<T>>,
     make: fn() -> T,
@@ -26,18 +25,18 @@ struct Stamped<T> {
 }
 
 impl<T: Send + Sync + 'static> PerProcess<T> {
-    /// A global made by `make` at its first use in each process.
+    /// A global that `make` initialises at its first use in each process.
     pub const fn new(make: fn() -> T) -> Self {
         Self { current: AtomicPtr::new(ptr::null_mut()), make }
     }
 
-    /// This process's value, made now if it is not there yet. Values are never freed.
+    /// This process's value, initialised if necessary. Values are never freed.
     #[inline]
     pub fn get(&'static self) -> &'static T {
         self.existing().unwrap_or_else(|| self.create())
     }
 
-    /// This process's value, if something made it already.
+    /// This process's value, if initialised.
     #[inline]
     pub fn existing(&'static self) -> Option<&'static T> {
         // SAFETY: a non-null pointer comes from `Box::into_raw` in `create` and is never freed.
@@ -70,12 +69,12 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
     }
 }
 
-/// From now on a fork makes a new generation. Called at the first use of a global and not earlier, so that a program
-/// without CUDA has no fork handler of ours.
+/// Starts counting forks. Called at the first use of a global and not earlier, so that a program without CUDA gets no fork
+/// handler.
 fn count_forks() {
     static COUNTING: AtomicBool = AtomicBool::new(false);
-    // Two threads may both get here first, and then a fork counts twice, which does no harm. To make one wait for the other
-    // would: a child that was forked meanwhile would wait for ever.
+    // Two threads may both register, and a fork then counts twice, which is harmless. Making one wait for the other is not: a
+    // child forked meanwhile would wait forever.
     if !COUNTING.load(Ordering::Acquire) {
         on_fork_in_child(next_generation);
         COUNTING.store(true, Ordering::Release);
@@ -86,16 +85,16 @@ extern "C" fn next_generation() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
 }
 
-/// The generation of this process: another one in each forked child.
+/// This process's generation. Each forked child has a new one.
 pub(crate) fn generation() -> u32 {
     count_forks();
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Has `handler` run in every forked child, which may do async-signal-safe work only.
+/// Runs `handler` in every forked child. It must be async-signal-safe.
 pub(crate) fn on_fork_in_child(handler: unsafe extern "C" fn()) {
-    // SAFETY: `handler` lives in this library, which is never unloaded. Without memory for the list the handler is
-    // not registered; a child that then uses CUDA state of its parent gets errors from the driver, as it does without us.
+    // SAFETY: `handler` lives in this library, which is never unloaded. If the call runs out of memory, the handler is not
+    // registered; a child that uses its parent's CUDA state then gets errors from the driver, as without the library.
     unsafe { libc::pthread_atfork(None, None, Some(handler)) };
 }
 
@@ -129,14 +128,14 @@ mod tests {
         assert_eq!(GLOBAL.existing(), Some(&mine));
     }
 
-    /// What a program does first: a global, and a descriptor that children are not to have.
+    /// The first use of a global, and of a descriptor that children must not inherit.
     fn use_for_the_first_time() {
         static GLOBAL: PerProcess<usize> = PerProcess::new(|| 1);
         GLOBAL.get();
         drop(tempfile::tempfile().and_then(Held::new));
     }
 
-    /// Forks a child that does this and leaves. One that hangs is killed.
+    /// Forks a child that runs `work` and exits. It is killed if it hangs.
     fn fork(seconds: u32, work: impl FnOnce()) -> libc::pid_t {
         // SAFETY: the child leaves by `_exit`, or by the alarm.
         let child = unsafe { libc::fork() };
@@ -156,14 +155,14 @@ mod tests {
         unsafe { libc::waitpid(child, &raw mut status, 0) == child && status == 0 }
     }
 
-    /// In a process in which nothing was used yet.
+    /// Runs in a process that has used nothing yet.
     #[test]
     #[ignore = "run by the test below"]
     fn forks_during_first_uses() {
         for round in 0..2000 {
             let program = fork(30, || {
                 let first = thread::spawn(use_for_the_first_time);
-                // The fork comes a little later in each round.
+                // Fork a little later in each round.
                 (0..round * 20).for_each(|_| hint::spin_loop());
                 let child = fork(10, use_for_the_first_time);
                 let _ = first.join();
@@ -176,7 +175,7 @@ mod tests {
         }
     }
 
-    /// It would wait for a thread of its parent, which it does not have.
+    /// Such a child would wait for a thread that it does not have.
     #[test]
     fn a_child_that_is_forked_during_a_first_use_does_not_hang() {
         let this = std::env::current_exe().unwrap();

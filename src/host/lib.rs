@@ -1,9 +1,8 @@
 //! Living in somebody else's process.
 //!
-//! What any preloaded library has to get right, whatever it is for: nothing of ours survives a `fork` ([`PerProcess`]),
-//! threads of ours do not get the program's signals ([`worker`]), nothing of ours is in the driver while the program ends
-//! ([`exit`]), no descriptor of ours is mistaken for the program's ([`Held`]), and there is one way to speak ([`logger`]).
-//! This crate knows no CUDA.
+//! What any preloaded library has to get right: its state does not survive a `fork` ([`PerProcess`]), its threads do not take
+//! the program's signals ([`worker`]), none of its work is in the driver while the program exits ([`exit`]), its descriptors
+//! are not confused with the program's ([`Held`]), and all output goes through one [`logger`]. This crate knows no CUDA.
 
 mod descriptor;
 pub mod exit;

@@ -1,25 +1,24 @@
-//! How much host memory there is to be had.
+//! How much host memory is available.
 
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Host memory of the system, or under a limit of a control group, in bytes.
+/// Host memory of the system, or within a cgroup's limit, in bytes.
 struct Room {
-    /// What can still be taken.
+    /// Available.
     free: u64,
-    /// What there is, taken or not.
+    /// Total.
     all: u64,
 }
 
-/// Bytes that the host can still give this process: what the kernel calls available, and what is left of the memory
-/// limits of its control groups. Taking more would have the kernel kill somebody, perhaps the program itself.
+/// Bytes of host memory available to this process: what the kernel calls available, within the limits of its cgroups. Taking
+/// more would invoke the OOM killer, perhaps on the program itself.
 pub fn available_bytes() -> u64 {
     rooms().map(|room| room.free).min().unwrap_or(u64::MAX)
 }
 
-/// Whether so little is left that memory must not be kept for later. Always, where the program's data is limited (`ulimit -d`):
-/// what it may have is its own.
+/// Whether memory is too short to be kept for later. Always true under `ulimit -d`: the program may need all it is allowed.
 pub fn is_short() -> bool {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: writable. Without an answer there is no limit.
@@ -29,7 +28,7 @@ pub fn is_short() -> bool {
 
 impl Room {
     fn is_short(&self) -> bool {
-        /// Enough for others whatever the host has, in bytes.
+        /// Bytes that suffice on any host.
         const MOST: u64 = 8 << 30;
         self.free < (self.all / 16).min(MOST)
     }
@@ -38,12 +37,12 @@ impl Room {
 const NOT_TOLD: u64 = u64::MAX;
 static TOLD: AtomicU64 = AtomicU64::new(NOT_TOLD);
 
-/// Has the host give so many bytes from now on; `None`: what it really can. For tests.
+/// Overrides the available bytes, for tests. `None` restores the real value.
 pub fn set_available(bytes: Option<u64>) {
     TOLD.store(bytes.unwrap_or(NOT_TOLD), Ordering::Relaxed);
 }
 
-/// The system, and every limit that this process is under.
+/// The system, and every cgroup limit on this process.
 fn rooms() -> impl Iterator<Item = Room> {
     let told = Some(TOLD.load(Ordering::Relaxed)).filter(|free| *free != NOT_TOLD).map(|free| Room { free, all: u64::MAX });
     let found = told.is_none().then(|| of_system().into_iter().chain(of_groups()));
@@ -59,20 +58,20 @@ fn of_system() -> Option<Room> {
     Some(Room { free: bytes("MemAvailable:")?, all: bytes("MemTotal:")? })
 }
 
-/// The limits on the way up, of either version of control groups. File pages that a group could drop count as available.
+/// The limits of this process's cgroups and their parents, v1 or v2. Reclaimable file pages count as available.
 fn of_groups() -> Vec<Room> {
     let text = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let groups = text.lines().filter_map(|line| {
         let (controllers, group) = line.split_once(':')?.1.split_once(':')?;
         let (root, limits, usage, droppable) = match controllers {
-            // Beyond the second the kernel kills nobody, but makes everybody wait.
+            // Above `memory.high` the kernel kills nobody, but throttles everybody.
             "" => ("/sys/fs/cgroup", &["memory.max", "memory.high"][..], "memory.current", "inactive_file "),
             "memory" => ("/sys/fs/cgroup/memory", &["memory.limit_in_bytes"][..], "memory.usage_in_bytes", "total_inactive_file "),
             _ => return None,
         };
         let left = |directory: &Path| {
             let number = |name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
-            // The statistics are the dear part, so they come last.
+            // The statistics are expensive, so they come last.
             let all = limits.iter().filter_map(|limit| number(limit)).min()?;
             let statistics = fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
             let droppable = statistics.lines().find_map(|line| line.strip_prefix(droppable)?.parse().ok()).unwrap_or(0);
@@ -96,7 +95,7 @@ mod tests {
         assert!(is_short(8 * GIB - 1, 2048 * GIB) && !is_short(8 * GIB, 2048 * GIB));
     }
 
-    /// What the kernel says here, whatever it is.
+    /// Works on whatever this machine's kernel reports.
     #[test]
     fn the_system_has_room() {
         let system = of_system().unwrap();

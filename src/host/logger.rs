@@ -1,4 +1,4 @@
-//! The library's one way to speak: lines on stderr, each in a single `write`.
+//! The library's only output: lines on stderr, each in a single `write`.
 
 use crate::exit;
 use log::{LevelFilter, Metadata, Record};
@@ -13,7 +13,7 @@ impl log::Log for Stderr {
     }
 
     fn log(&self, record: &Record) {
-        // What fails while the program ends fails for that reason, and that is nobody's concern.
+        // While the program exits, work fails because of the exit, which need not be reported.
         if !self.enabled(record.metadata()) || exit::is_ending() {
             return;
         }
@@ -25,12 +25,12 @@ impl log::Log for Stderr {
     fn flush(&self) {}
 }
 
-/// Writes a line, or loses it: a full pipe must not hold the program up, and a broken one not end it by SIGPIPE. Not
+/// Writes a line, best effort: a full pipe must not block the program, and a closed one must not kill it by SIGPIPE. Not
 /// `eprintln!`, which takes a lock that a forked child could find held.
 fn write_to_stderr(line: &[u8]) {
     let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: plain data that is writable, and a line that is readable for its length. The signal mask is this thread's
-    // alone and restored; a SIGPIPE of our own making is taken back, one that was pending before is not.
+    // SAFETY: writable plain data, and a line that is readable for its length. The signal mask is this thread's own and is
+    // restored; a SIGPIPE raised by this write is consumed, one that was pending before is not.
     unsafe {
         if libc::poll(&raw mut stderr, 1, 0) != 1 || stderr.revents & libc::POLLOUT == 0 {
             return;
@@ -50,16 +50,16 @@ fn write_to_stderr(line: &[u8]) {
     }
 }
 
-/// Sets the logger up, once: `level` is one of `off`, `error`, `warn`, `info` and `debug`, and where it is none, `warn` counts.
-/// Called at the program's first call of a hooked function, so that a program without CUDA is never spoken into. Whether
-/// this call was the first.
+/// Sets up the logger. `level` is `off`, `error`, `warn`, `info` or `debug`; anything else means `warn`. Called at the
+/// program's first hooked call, so that nothing is printed into programs without CUDA. Idempotent; returns whether this call
+/// was the first.
 pub fn set_up(level: Option<&str>) -> bool {
     static DONE: AtomicBool = AtomicBool::new(false);
     if DONE.swap(true, Ordering::Relaxed) {
         return false;
     }
     let known = level.and_then(|level| level.parse().ok());
-    // In a Rust program that links this crate, the program's own logger stays.
+    // A Rust program that links this crate keeps its own logger.
     if log::set_logger(&Stderr).is_ok() {
         log::set_max_level(known.unwrap_or(LevelFilter::Warn));
     }
@@ -69,7 +69,7 @@ pub fn set_up(level: Option<&str>) -> bool {
     true
 }
 
-/// Says a thing once in the life of the process.
+/// Logs a message once per process.
 #[macro_export]
 macro_rules! log_once {
     ($level:expr, $($text:tt)+) => {{

@@ -1,15 +1,15 @@
-//! Threads of ours in somebody else's process: named, with all signals blocked, and known to [`exit`].
+//! The library's threads in somebody else's process: named, with all signals blocked, and known to [`exit`].
 
 use crate::exit;
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 use std::{io, mem, ptr};
 
-/// Starts a worker: a named thread that blocks all signals, so that the program's handlers run where they always ran.
+/// Starts a worker: a named thread that blocks all signals, so that the program's handlers run in the program's threads.
 pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     start(builder(name), work)
 }
 
-/// Starts a worker in which the driver compiles code: its stack is as large as those of programs' threads usually are.
+/// Starts a worker in which the driver compiles code. Its stack is as large as programs' threads usually have.
 pub fn spawn_compiler(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     start(builder(name).stack_size((8 << 20) + thread_overhead()), work)
 }
@@ -30,12 +30,12 @@ pub fn spawn_scoped<'scope, 'env, R: Send + 'scope>(
 }
 
 fn builder(name: &str) -> Builder {
-    /// Plenty for what these threads do.
+    /// Plenty for these threads.
     const STACK: usize = 512 << 10;
     Builder::new().name(name.to_owned()).stack_size(STACK + thread_overhead())
 }
 
-/// A thread that is started meanwhile has the full mask from its first instruction on.
+/// Blocks all signals while `work` runs. A thread started in it has them blocked from its first instruction.
 fn with_signals_blocked<R>(work: impl FnOnce() -> R) -> R {
     // SAFETY: both sets are plain data and writable. The mask is this thread's alone and restored below.
     let before = unsafe {
@@ -50,15 +50,15 @@ fn with_signals_blocked<R>(work: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Lets other threads go first, from now on: for work that nobody waits for. Concerns the calling thread alone.
+/// Lowers the calling thread's priority, for work that nobody waits for.
 pub fn step_back() {
     const NICE: libc::c_int = 10;
     // SAFETY: touches no memory. On Linux 0 means the calling thread and not its process. (`gettid` would need glibc 2.30.)
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
-/// What glibc takes of a thread's stack before the thread begins: a program with large thread-local arrays would leave
-/// nothing of a fixed size.
+/// What glibc takes from a thread's stack before the thread starts. A program's large thread-local arrays could use up a
+/// stack of fixed size.
 fn thread_overhead() -> usize {
     // SAFETY: a NUL-terminated name.
     let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack".as_ptr()) };

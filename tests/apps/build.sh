@@ -9,15 +9,15 @@ and copies engine.py beside them.
 
 usage: tests/apps/build.sh OUTDIR [LIBDIR]
 
-  OUTDIR   where the programs go; made if it is not there
-  LIBDIR   a folder with libcudart.so (or libcudart.so.13, .12, .11.0) to link
-           with: a CUDA toolkit's, that of a Python package, or the simulated one.
-           Without it: $CUDA_HOME/lib64, the toolkit of the nvcc on PATH,
-           /usr/local/cuda/lib64, then what the linker finds by itself.
+  OUTDIR   directory for the programs; created if necessary
+  LIBDIR   folder with libcudart.so (or libcudart.so.13, .12, .11.0) to link with,
+           from a CUDA toolkit, a Python package or the simulated GPU. Default:
+           $CUDA_HOME/lib64, the toolkit of the nvcc on PATH, /usr/local/cuda/lib64,
+           then the linker's own search path.
 
-Needs a C compiler ($CC, else cc). No CUDA toolkit and no GPU: the prototypes are
-in cudart.h, and no path of the library is built into a program. Programs find
-libcudart when they start, as any other does: through ldconfig or LD_LIBRARY_PATH.
+Needs a C compiler ($CC, else cc), but no CUDA toolkit and no GPU: the prototypes
+are in cudart.h. Programs contain no path of the library and find libcudart at
+start like any other program, through ldconfig or LD_LIBRARY_PATH.
 HELP
 }
 
@@ -26,8 +26,8 @@ fail() {
 	exit 1
 }
 
-# The linker's name for the runtime in a folder, if it is there: -lcudart is what
-# everybody writes, but Python packages bring only the file with its version.
+# The linker's option for the runtime in a folder. Not always -lcudart: Python packages
+# contain only the versioned file.
 runtime_in() {
 	local name
 	for name in libcudart.so libcudart.so.13 libcudart.so.12 libcudart.so.11.0; do
@@ -71,12 +71,12 @@ else
 		library=-lcudart
 	done < <(toolkit_folders)
 fi
-# What libcudart itself needs is there when the program runs, not always now.
+# libcudart's own dependencies must exist when the program runs, but not now.
 link=("$library" "-Wl,--allow-shlib-undefined" -ldl -lpthread)
 if [[ -n $folder ]]; then link=("-L$folder" "${link[@]}"); fi
 
-# Everything into a folder of its own first, then moved: a program that runs meanwhile,
-# or a second build, never meets half a file.
+# Build in a temporary folder, then move: running programs and concurrent builds never see
+# half a file.
 mkdir -p "$out"
 work=$(mktemp -d "$out/.build.XXXXXX")
 trap 'rm -rf "$work"' EXIT
@@ -87,7 +87,7 @@ compile() { # name, sources…
 	"$compiler" -std=c11 -O2 -g -Wall -Wextra -Werror -o "$work/$name" \
 		"${@/#/$source_dir/}" "${link[@]}" ||
 		fail "$name does not build or link (linked with: ${link[*]}).
-If libcudart is what is missing: give its folder as second argument."
+If libcudart is missing, give its folder as the second argument."
 }
 
 compile engine engine.c engine_core.c pattern.c

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """A small engine in Python that pauses and resumes itself by tag.
 
-It uses ctypes alone: the CUDA runtime for its memory, and vramctl's C ABI (see
-include/vramctl.h) for the regions "weights" (contents kept in host memory) and
-"kv_cache" (contents thrown away). It prints what it checks, and ends with
-`all checks passed` and exit code 0, or tells the first difference and ends with 1.
+Uses only ctypes: the CUDA runtime for its memory, and vramctl's C ABI
+(include/vramctl.h) for the regions "weights" (contents kept in host memory) and
+"kv_cache" (contents discarded). Prints each check, and ends with `all checks passed`
+and exit code 0, or with the first difference and exit code 1.
 
     vramctl run -- tests/apps/engine.py --weights-mib 64 --kv-mib 32 --cycles 3
 
-Without vramctl it says so and ends with 2.
+Without vramctl it exits with 2.
 """
 
 import argparse
@@ -28,11 +28,10 @@ class Failed(Exception):
 
 
 def load_runtime():
-    """The CUDA runtime, by way of the global scope.
+    """The CUDA runtime, looked up in the global scope.
 
-    Symbols that are looked up on libcudart's own handle come from libcudart,
-    whatever is preloaded. A program that links to it finds the preloaded ones
-    first, and so does a lookup in the global scope.
+    That finds preloaded symbols first, as in a program that links to libcudart.
+    A lookup on libcudart's own handle would bypass them.
     """
     tried = ["libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so"]
     for name in tried:
@@ -92,7 +91,7 @@ class Engine:
         self.runtime, self.vramctl = runtime, vramctl
         self.cuda("cudaSetDevice", options.device)
         random.seed(options.seed)
-        # Sizes that are no multiple of anything: 1/2, 1/3 and the rest.
+        # Odd sizes: 1/2, 1/3 and the rest.
         total = options.weights_mib * MIB
         sizes = [total // 2, total // 3]
         sizes.append(total - sum(sizes))

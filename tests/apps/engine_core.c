@@ -566,15 +566,15 @@ static void usage(const struct engine_variant *v, FILE *to)
 	        "usage: %s [options]\n\n"
 	        "  --weights-mib N   device memory for weights (64)\n"
 	        "  --kv-mib N        device memory for the KV cache (32)\n"
-	        "  --layers N        shared out over so many layers (4)\n"
+	        "  --layers N        number of layers (4)\n"
 	        "  --device N        the GPU (0)\n"
-	        "  --seed N          of the contents and of the answers (1)\n"
+	        "  --seed N          seed of contents and answers (1)\n"
 	        "  --threads N       serve from N threads, none of which allocated anything;\n"
-	        "                    0: from the one that did (0)\n"
-	        "  --check-threads N threads of a verify (one a core, 8 at most)\n"
+	        "                    0: from the main thread, which did (0)\n"
+	        "  --check-threads N threads for `verify` (one per core, at most 8)\n"
 	        "  --socket PATH     serve on a Unix socket, in place of stdin and stdout\n\n"
-	        "It says `ready` on stdout and then answers each line with a line (help: with several):\n%s%s\n"
-	        "An error is an answer too (`error cudaError… while …`); the engine lives on.\n",
+	        "Prints `ready` on stdout, then answers each line with a line (`help` with several):\n%s%s\n"
+	        "Errors are answers too (`error cudaError… while …`); the engine continues.\n",
 	        v->about, v->name, requests_help, v->requests_help);
 }
 
@@ -655,7 +655,7 @@ static bool read_options(struct engine *e, int argc, char **argv)
 			return false;
 	}
 	if (optind < argc) {
-		fprintf(stderr, "%s: unexpected argument \"%s\"; --help tells the options\n",
+		fprintf(stderr, "%s: unexpected argument \"%s\" (see --help)\n",
 		        e->variant->name, argv[optind]);
 		return false;
 	}

@@ -1,8 +1,8 @@
-# Sourced by scripts/demo, scripts/bench-overhead and scripts/gpu-check: where the
-# GPU, the CUDA runtime and the built programs are, and what to say when they are not.
+# Sourced by scripts/demo, scripts/bench-overhead and scripts/gpu-check. Finds the GPU, the
+# CUDA runtime and the built programs, or says how to get them.
 # shellcheck shell=bash
 
-# What a script needs and how to get it; ends the script.
+# Reports what is missing and how to get it, and ends the script.
 missing() { # what, how
 	printf '%s: %s is missing.\n  %s\n' "${0##*/}" "$1" "$2" >&2
 	exit 1
@@ -12,7 +12,7 @@ need_command() { # command, how to get it
 	command -v "$1" >/dev/null || missing "the command \`$1\`" "$2"
 }
 
-# A GPU whose driver answers.
+# Whether there is a GPU whose driver answers.
 real_gpu() {
 	command -v nvidia-smi >/dev/null && [[ $(nvidia-smi -L 2>/dev/null) == GPU\ * ]]
 }
@@ -22,7 +22,7 @@ on_simulated_gpu() {
 	[[ -n ${SIMGPU_DIR:-} ]]
 }
 
-# Folders in which a libcudart may lie, the likeliest first.
+# Folders that may contain a libcudart, likeliest first.
 libcudart_folders() {
 	local nvcc
 	tr ':' '\n' <<<"${LD_LIBRARY_PATH:-}"
@@ -34,7 +34,7 @@ libcudart_folders() {
 	printf '%s\n' /usr/local/cuda/lib64
 	{ ldconfig -p 2>/dev/null || /sbin/ldconfig -p 2>/dev/null || true; } |
 		sed -n 's|.*libcudart\.so[^ ]* .*=> \(.*\)/[^/]*$|\1|p'
-	# PyTorch's wheels bring one in site-packages/nvidia.
+	# PyTorch's wheels contain one in site-packages/nvidia.
 	if command -v python3 >/dev/null; then
 		python3 -c 'import glob, os, sys
 for path in sys.path:
@@ -44,7 +44,7 @@ for path in sys.path:
 	fi
 }
 
-# Prints the folder of a libcudart that programs here can be linked to and run with.
+# Prints the folder of a libcudart with which programs can be linked and run.
 find_libcudart() {
 	local folders folder
 	folders=$(libcudart_folders)
@@ -76,7 +76,7 @@ gpu_mib() {
 	if on_simulated_gpu; then
 		local bytes
 		bytes=$(simgpu-smi --json | sed -n "s/.*\"device\":0,[^{}]*\"$1\":\([0-9]*\).*/\1/p")
-		# As nvidia-smi rounds: what is in use up, the others down.
+		# Round like nvidia-smi: memory in use up, the others down.
 		if [[ $1 == used ]]; then bytes=$((bytes + (1 << 20) - 1)); fi
 		printf '%s\n' $((bytes >> 20))
 	else
@@ -92,7 +92,7 @@ gpu_name() {
 	fi
 }
 
-# Where cargo puts what it builds for release.
+# The folder of cargo's release builds.
 release_folder() { # project root
 	printf '%s/release\n' "${CARGO_TARGET_DIR:-$1/target}"
 }
@@ -100,7 +100,7 @@ release_folder() { # project root
 build_vramctl() { # project root
 	need_command cargo "Install Rust from https://rustup.rs (curl https://sh.rustup.rs -sSf | sh)."
 	local quiet=(--quiet)
-	# On a terminal cargo shows its progress: the first build takes a minute.
+	# The first build takes a minute: on a terminal, show cargo's progress.
 	if [[ -t 2 ]]; then quiet=(); fi
 	(cd "$1" && cargo build --release --locked ${quiet[@]+"${quiet[@]}"}) >&2
 }

@@ -136,8 +136,8 @@ int main(int argc, char **argv)
 			size_t free_bytes = 0, total = 0;
 			int code = failed("allocating", error);
 			cudaMemGetInfo(&free_bytes, &total);
-			fprintf(stderr, "hog: wanted %zu bytes, had got %zu of them, and %zu are free\n",
-			        wanted, wanted - rest_bytes, free_bytes);
+			fprintf(stderr, "hog: out of memory: %zu of %zu bytes allocated, %zu free\n",
+			        wanted - rest_bytes, wanted, free_bytes);
 			return code;
 		}
 		rest_bytes -= bytes[pieces];
