@@ -1089,7 +1089,7 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
     assert_eq!(one.fill(address, 1, MIB), 0);
     gpu.reset_counts();
     let pausing = std::thread::spawn(|| pause(&["t"]).map(drop));
-    while gpu.calls("cuMemHostUnregister") == 0 {
+    while gpu.calls("cuMemFree_v2") == 0 {
         std::thread::yield_now();
     }
     // By then the driver has decided what to wait for.
