@@ -383,7 +383,6 @@ print(os.listdir(sys.argv[2]))
         self.assertIsNone(self.backup_at(address))
 
 
-
 class Environment(unittest.TestCase):
     """The variables and files that frameworks use to set it up in child processes."""
 
