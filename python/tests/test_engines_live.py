@@ -213,7 +213,7 @@ class Live(unittest.TestCase):
             self.vramctl("resume", "--name", "outside")
             self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'kept', 'graph': 'kept'}")
         refusal = self.vramctl("pause", "kv_cache", "--discard", "--name", "outside", code=1)
-        self.assertIn("the prefix cache of the vllm", refusal)
+        self.assertIn("the prefix cache of vllm", refusal)
         self.vramctl("pause", "kv_cache", "--discard", "--force", "--name", "outside")
         self.vramctl("resume", "--name", "outside")
         self.assertEqual(engine.ask("look"), "{'weights': 'kept', 'kv_cache': 'zero', 'graph': 'kept'}")
