@@ -1290,6 +1290,36 @@ fn only_what_has_changed_is_copied_again() {
     assert_eq!(free(address), 0);
 }
 
+/// If a failed pause maps memory again but cannot open it, that memory must not count as active: no resume would open it.
+#[test]
+fn memory_that_could_not_be_opened_again_is_opened_by_the_next_resume_or_pause() {
+    let gpu = Gpu::take();
+    let allocate = |tag| malloc_tagged(tag, None, 2 * MIB).unwrap();
+    // Not neighbours, so that they are unmapped in two calls.
+    let (first, between, last) = (allocate("t"), allocate("u"), allocate("t"));
+    let contents = pattern(1, 2 * MIB);
+    for strand_in_resume in [false, true] {
+        assert_eq!(write(first, &contents), 0);
+        // Only the first of the two is unmapped, and it cannot be opened again.
+        gpu.fail("cuMemUnmap", 2, 999, 2);
+        gpu.fail("cuMemSetAccess", 1, 999, 1);
+        pause(&["t"]).unwrap_err();
+        gpu.clear_faults();
+        if strand_in_resume {
+            gpu.fail("cuMemSetAccess", 1, 999, 1);
+            resume(&[]).unwrap_err();
+            gpu.clear_faults();
+        } else {
+            assert_eq!(pause(&["t"]).unwrap().bytes, 4 << 20, "both are paused by now, and not one for show");
+        }
+        resume(&[]).unwrap();
+        assert!(read(first, 2 * MIB).unwrap() == contents);
+    }
+    for address in [first, between, last] {
+        assert_eq!(free(address), 0);
+    }
+}
+
 /// A pause that fails while replacing a retained copy must not leave digests that vouch for the old one.
 #[test]
 fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {

@@ -94,8 +94,7 @@ class _Directory:
             try:
                 self.connect(name)[0].close()
             except ConnectionRefusedError:
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=self._open)
+                self._remove_if_stale(name)
                 continue
             except FileNotFoundError:
                 continue
@@ -103,6 +102,15 @@ class _Directory:
                 pass  # the first real request reports other errors
             found.append(int(pid))
         return sorted(found)
+
+    def _remove_if_stale(self, name: str) -> None:
+        """Removes a socket that nobody listens on. Looks twice: a process whose socket was closed may be replacing it."""
+        time.sleep(0.05)
+        with contextlib.suppress(OSError, errors.Error):
+            try:
+                self.connect(name)[0].close()
+            except ConnectionRefusedError:
+                os.unlink(name, dir_fd=self._open)
 
 
 def _directory_path() -> str:

@@ -306,10 +306,15 @@ impl Arena {
         }
     }
 
-    /// Drops the registrations made in a context, which end with it. The memory is registered again on next use.
+    /// Drops the registrations made in a context, which end with it. The memory is registered again on next use. Waits for a
+    /// worker that is registering or unregistering a piece, because the context may be about to be destroyed under it. Not
+    /// forever: the driver may be waiting for the program.
     pub fn forget_context(context: Context) {
+        const LONGEST: Duration = Duration::from_secs(5);
         let Some(arena) = Self::existing() else { return };
-        for piece in &mut arena.lock().pieces {
+        let is_changing = |stock: &mut Stock| stock.pieces.iter().any(|piece| matches!(piece.readiness, Readiness::Changing));
+        let (mut stock, _) = arena.changed.wait_timeout_while(arena.lock(), LONGEST, is_changing).unwrap_or_else(PoisonError::into_inner);
+        for piece in &mut stock.pieces {
             if let Readiness::Ready(pinned) = &mut piece.readiness
                 && pinned.as_ref().is_some_and(|pinned| pinned.context() == context)
             {

@@ -3,9 +3,10 @@
 //! They signal by locking bytes of the control socket directory; the system releases the locks when a process dies. Only
 //! processes that need memory check the locks, and those that keep some, which poll for memory pressure anyway.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use vramctl_config as config;
 use vramctl_host::Held;
 
@@ -28,7 +29,7 @@ pub struct Sign {
 impl Sign {
     /// `None`, and no signal, if the directory does not exist or does not support locks.
     pub fn put_up(says: Says) -> Option<Self> {
-        let directory = Held::new(File::open(config::socket_directory()).ok()?).ok()?;
+        let directory = Held::new(directory()?).ok()?;
         let mut lock = lock(libc::F_RDLCK, says);
         fcntl(&*directory.as_type::<File>().ok()?, libc::F_OFD_SETLK, &mut lock).ok()?;
         Some(Self { _directory: directory })
@@ -37,9 +38,19 @@ impl Sign {
 
 /// Whether any process, including this one, gives this signal.
 pub fn any(says: Says) -> bool {
-    let Ok(directory) = File::open(config::socket_directory()) else { return false };
+    let Some(directory) = directory() else { return false };
     let mut found = lock(libc::F_WRLCK, says);
     fcntl(&directory, libc::F_OFD_GETLK, &mut found).is_ok() && found.l_type != libc::F_UNLCK as libc::c_short
+}
+
+/// The directory of the sockets, if it is one and the user's. In a shared `/tmp`, somebody else may have put anything under its
+/// name: opening a FIFO would block, and locks in a foreign directory are foreign.
+fn directory() -> Option<File> {
+    let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    let directory = OpenOptions::new().read(true).custom_flags(flags).open(config::socket_directory()).ok()?;
+    // SAFETY: cannot fail and touches no memory.
+    let user = unsafe { libc::geteuid() };
+    (directory.metadata().ok()?.uid() == user).then_some(directory)
 }
 
 fn lock(kind: libc::c_int, says: Says) -> libc::flock64 {

@@ -6,6 +6,7 @@ use super::{Item, Meter, Saved, Wanted, settings};
 use std::ops;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use vramctl_config::DiskDirectory;
 use vramctl_driver::{Context, Direction, Extent, Lane};
 use vramctl_host::worker;
@@ -84,12 +85,22 @@ fn apart(extents: &[Extent]) -> Vec<&[Extent]> {
     single.chunks(1).chain(Some(rest).filter(|rest| !rest.is_empty())).collect()
 }
 
+/// The number in a file's name: the address of its allocation. A file of several may outlive the first one's pause, so it gets
+/// an odd number, which no address is.
+fn number_of(extents: &[Extent], first: &Extent) -> u64 {
+    static SHARED: AtomicU64 = AtomicU64::new(0);
+    if extents.len() == 1 { first.address } else { 2 * SHARED.fetch_add(1, Ordering::Relaxed) + 1 }
+}
+
 fn save_in_file(extents: &[Extent], directory: &DiskDirectory, staging: &Arc<Range>, meter: &mut Meter) -> Result<Vec<Item>, Error> {
     let Some(first) = extents.first() else { return Ok(Vec::new()) };
     let bytes = bytes_of(extents) as u64;
     let layout = layout(0, extents.iter().copied());
-    let made =
-        if directory.named { Spill::create_named(&directory.path, first.address, bytes) } else { Spill::create(&directory.path, bytes) };
+    let made = if directory.named {
+        Spill::create_named(&directory.path, number_of(extents, first), bytes)
+    } else {
+        Spill::create(&directory.path, bytes)
+    };
     let spill = made.map_err(|error| Error::Disk(error.to_string()))?;
     through_staging(staging, |staging| {
         spill.write(staging, 0, bytes, &mut |offset, piece| {

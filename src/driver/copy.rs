@@ -3,6 +3,7 @@
 use super::{CUdeviceptr, CUevent, Context, Current, Driver, RelaxedCapture, Stream, StreamHandle, pointer_attribute};
 use cudarc::driver::sys::{CUevent_flags, CUpointer_attribute};
 use std::ptr::{self, NonNull};
+use vramctl_host::exit;
 use vramctl_model::{Failure, code};
 
 /// Host memory pinned by registering it with the driver, so that copies run at the link's speed.
@@ -41,8 +42,9 @@ impl Pinned {
     /// to the pages that were mapped at registration.
     pub fn unregister(self) -> Result<(), Self> {
         let _relaxed = RelaxedCapture::enter();
-        // If the context has been destroyed, so has the registration.
-        let unregistered = Current::push(self.context).and_then(|_current| {
+        // If the context has been destroyed, so has the registration. The driver waits for the context's work.
+        let unregistered = exit::while_waiting(|| {
+            let _current = Current::push(self.context)?;
             // SAFETY: registered by `register`, whose caller keeps it mapped.
             unsafe { Driver::get()?.cuMemHostUnregister(self.address.as_ptr().cast()) }
         });

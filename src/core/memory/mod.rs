@@ -282,6 +282,15 @@ impl Memory {
         std::iter::once(owner).chain(peers).try_for_each(|device| driver::let_in(device, memories.iter().copied()))
     }
 
+    /// Maps memory where it was last, accessible as before. On error it is not mapped: mapped memory without access would be
+    /// taken for active.
+    pub(crate) fn map_again(&self, owner: CUdevice, memory: &mut Physical) -> Result<(), Failure> {
+        memory.map_again()?;
+        self.open(owner, [&*memory]).inspect_err(|_| {
+            let _ = driver::unmap(&mut [memory]);
+        })
+    }
+
     /// Whether an allocation starts at `address`.
     pub fn manages(&self, address: CUdeviceptr) -> bool {
         self.allocations.contains_key(&address)

@@ -78,6 +78,8 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
         self.drop_gone();
+        // Otherwise its memory would count as paused and stay on the device.
+        self.map_stranded(&self.choose(request)?.paused)?;
         let chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
         let Chosen { all, active: victims, paused: already } = chosen;
@@ -145,7 +147,7 @@ impl Memory {
             let mapped = {
                 let mut contents = allocation.contents();
                 let Some(memory) = contents.memory.as_mut().filter(|memory| !memory.is_mapped()) else { continue };
-                memory.map_again().and_then(|()| self.open(allocation.device, [&*memory]))
+                self.map_again(allocation.device, memory)
             };
             if let Err(second) = mapped {
                 // Two failures in a row: it stays paused, and its memory still holds the contents.

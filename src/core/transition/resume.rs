@@ -38,6 +38,8 @@ impl Memory {
 
     fn try_resume(&self, request: &TransitionRequest, started: Instant, observer: &mut dyn Observer) -> Result<Report, Error> {
         let mut clock = Clock::default();
+        // Dropped after the lock.
+        let mut done_with = Vec::new();
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
         driver::sweep();
@@ -59,7 +61,7 @@ impl Memory {
             report.kept_bytes += kept_bytes;
             report.discarded_bytes += allocation.bytes() as u64 - kept_bytes;
             report.bytes += allocation.bytes() as u64;
-            activate(allocation, memory);
+            done_with.extend(activate(allocation, memory));
         }
         report.late_bytes = driver::leftover_bytes();
         report.stages = clock.0;
@@ -70,12 +72,11 @@ impl Memory {
     }
 
     /// Maps memory that a failed pause left unmapped; it still holds its contents.
-    fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<(), Error> {
+    pub(super) fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<(), Error> {
         for allocation in paused {
             let mut contents = allocation.contents();
             if let Some(memory) = &mut contents.memory {
-                memory.map_again()?;
-                self.open(allocation.device, [&*memory])?;
+                self.map_again(allocation.device, memory)?;
             }
         }
         Ok(())
@@ -137,12 +138,15 @@ fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
     Ok(memory)
 }
 
-/// Marks a paused allocation active again.
-fn activate(allocation: &Allocation, memory: Physical) {
+/// Marks a paused allocation active again. Returns the backup if it is not retained, to be dropped without the lock: that may
+/// wait for the device's work, and the program may need to allocate in order to finish that work.
+fn activate(allocation: &Allocation, memory: Physical) -> Option<Arc<Saved>> {
     let saved = allocation.contents().saved.take();
     // Comparing with a file would be slower than writing a new one.
-    let saved = saved.filter(|saved| backup::retains(&allocation.tag) && matches!(**saved, Saved::Host(_)));
+    let retained = |saved: &Arc<Saved>| backup::retains(&allocation.tag) && matches!(**saved, Saved::Host(_));
+    let (saved, done_with) = if saved.as_ref().is_some_and(retained) { (saved, None) } else { (None, saved) };
     allocation.replace(Contents { memory: Some(memory), saved });
+    done_with
 }
 
 /// Where to interrupt mapping to enable access and start restoring. Access to adjacent memory is set in one call, so a call
