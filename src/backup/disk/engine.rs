@@ -67,8 +67,9 @@ impl Job {
         #[cfg(test)]
         let result = self.forced.take().map_or(result, i64::from);
         let moved = match result {
-            1.. => result as usize,
-            0 => {
+            // Less than a block is no progress either.
+            1.. if result as usize >= ALIGNMENT || self.in_vain < PATIENCE => result as usize,
+            0.. => {
                 let text = format!("no progress at byte {}", self.at + self.done as u64);
                 return Some(Err(io::Error::new(io::ErrorKind::UnexpectedEof, text)));
             }

@@ -225,7 +225,11 @@ fn a_failed_request_ends_the_call_and_leaves_nothing_in_flight() {
 fn requests_that_never_get_anywhere_are_an_error() {
     let _alone = alone();
     for way in WAYS {
-        for (fault, kind) in [(Fault::Nothing, io::ErrorKind::UnexpectedEof), (Fault::Fail(libc::EAGAIN), io::ErrorKind::WouldBlock)] {
+        for (fault, kind) in [
+            (Fault::Nothing, io::ErrorKind::UnexpectedEof),
+            (Fault::Short(17), io::ErrorKind::UnexpectedEof),
+            (Fault::Fail(libc::EAGAIN), io::ErrorKind::WouldBlock),
+        ] {
             let mut spill = spill(4 * PAGE, way);
             spill.faults.request = Some(Box::new(move |_, at, _| if at == 0 { fault } else { Fault::None }));
             let mut memory = Memory::new(&[PAGE; 2]);
