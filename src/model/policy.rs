@@ -75,6 +75,17 @@ mod tests {
         for wrong in ["", "a,b", "a=b", "a\nb", &"x".repeat(129)] {
             assert!(checked_tag(wrong).is_err(), "{wrong:?}");
         }
-        assert!(checked_tag("kv_cache/0 ü").is_ok());
+        for right in ["kv_cache/0 ü", &"x".repeat(LONGEST_TAG)] {
+            assert!(checked_tag(right).is_ok(), "{right:?}");
+        }
+    }
+
+    #[test]
+    fn policies_are_read_by_name() {
+        for policy in [Backup::Discard, Backup::Host, Backup::Disk] {
+            assert_eq!(policy.to_string().parse::<Backup>().ok(), Some(policy));
+        }
+        assert_eq!("disk".parse::<Backup>().ok(), Some(Backup::Disk));
+        assert!("tape".parse::<Backup>().is_err());
     }
 }

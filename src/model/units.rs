@@ -44,6 +44,7 @@ mod tests {
     #[test]
     fn sizes_take_binary_suffixes_and_refuse_overflow() {
         assert_eq!(parse_bytes("64K"), Some(64 << 10));
+        assert_eq!(parse_bytes("5M"), Some(5 << 20));
         assert_eq!(parse_bytes(" 3g "), Some(3 << 30));
         assert_eq!(parse_bytes("17"), Some(17));
         for wrong in ["", "M", "-1", "1T", "99999999999G"] {
