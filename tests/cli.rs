@@ -12,7 +12,7 @@ use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -794,6 +794,13 @@ fn a_message_in_json_has_no_table_in_it() {
 fn an_interrupted_command_says_what_becomes_of_the_pause() {
     let interrupted = |place: &Place, engine: &Fake, line: &[&str]| {
         let mut command = place.command(command_line(), line);
+        // SAFETY: one system call. A background job that runs these tests has SIGINT ignored, and a child inherits that.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
+                Ok(())
+            });
+        }
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         while engine.state.lock().unwrap().transitions == 0 {
             thread::sleep(Duration::from_millis(5));
@@ -833,9 +840,11 @@ fn on_a_terminal_an_interrupted_command_leaves_a_clean_line() {
     let place = Place::new();
     let _engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     let program = "\
-import os, pty, sys
+import os, pty, signal, sys
 pid, terminal = pty.fork()
 if pid == 0:
+    # A background job that runs these tests has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.execv(sys.argv[1], [sys.argv[1], 'pause'])
 said = b''
 while b'wait' not in said:

@@ -389,6 +389,13 @@ for number, line in enumerate({text!r}.splitlines()):
         for number in (signal.SIGTERM, signal.SIGINT):
             pid.unlink()
             command, env = self.command(*self.places(), "--part", "cycles")
+            # A background job that runs these tests has SIGINT ignored, and a child inherits that.
+            command = [
+                sys.executable,
+                "-c",
+                "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+                *command,
+            ]
             # Signal the whole group, as `timeout` and a terminal do.
             with subprocess.Popen(
                 command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
