@@ -111,11 +111,6 @@ pub enum Kind {
 }
 
 impl Error {
-    /// Whether the device has too little memory.
-    pub fn is_device_memory(&self) -> bool {
-        matches!(self, Self::DeviceMemory(_) | Self::Driver(Failure { code: code::OUT_OF_MEMORY, .. }))
-    }
-
     /// The kind, for C and the protocol.
     pub fn kind(&self) -> Kind {
         match self {
