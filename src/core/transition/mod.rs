@@ -53,6 +53,28 @@ impl Memory {
         let (paused, active) = meant.partition(|allocation| allocation.is_paused());
         Ok(Chosen { all, active, paused })
     }
+
+    /// Like [`choose`](Self::choose), after finishing what earlier failures and destroyed contexts left behind. Under the
+    /// exclusive transition lock.
+    fn choose_settled(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
+        driver::sweep();
+        self.drop_gone();
+        let chosen = self.choose(request)?;
+        if self.map_stranded(&chosen.paused)? { self.choose(request) } else { Ok(chosen) }
+    }
+
+    /// Maps memory that a failed pause left unmapped: it still holds its contents, and it would count as paused while it stays
+    /// on the device. Returns whether there was any.
+    fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<bool, Error> {
+        let mut any = false;
+        for allocation in paused {
+            if let Some(memory) = &mut allocation.contents().memory {
+                self.map_again(allocation.device, memory)?;
+                any = true;
+            }
+        }
+        Ok(any)
+    }
 }
 
 /// Whether the request selects this allocation.

@@ -76,11 +76,7 @@ impl Memory {
     ) -> Result<Report, Error> {
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
-        driver::sweep();
-        self.drop_gone();
-        // Otherwise its memory would count as paused and stay on the device.
-        self.map_stranded(&self.choose(request)?.paused)?;
-        let chosen = self.choose(request)?;
+        let chosen = self.choose_settled(request)?;
         spare_prefix_cache(request, &chosen)?;
         let Chosen { all, active: victims, paused: already } = chosen;
         if !victims.is_empty() {

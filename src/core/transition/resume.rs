@@ -42,11 +42,8 @@ impl Memory {
         let mut done_with = Vec::new();
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
-        driver::sweep();
-        self.drop_gone();
+        let Chosen { all, paused, active: already } = self.choose_settled(request)?;
         self.release_freed();
-        self.map_stranded(&self.choose(request)?.paused)?;
-        let Chosen { all, paused, active: already } = self.choose(request)?;
         clock.0.insert(Stage::Wait, milliseconds(started.elapsed()));
         let shown = self.show(TagState::Resuming, &paused);
         let mut progress = |now| {
@@ -69,17 +66,6 @@ impl Memory {
         // Another process may have released this memory just before, so the driver may still have to check it.
         cleaning::expect(&bytes_of_devices(paused.iter().map(|allocation| &**allocation)));
         Ok(report)
-    }
-
-    /// Maps memory that a failed pause left unmapped; it still holds its contents.
-    pub(super) fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<(), Error> {
-        for allocation in paused {
-            let mut contents = allocation.contents();
-            if let Some(memory) = &mut contents.memory {
-                self.map_again(allocation.device, memory)?;
-            }
-        }
-        Ok(())
     }
 
     /// Maps new memory with the old contents for all of them, or for none. Contents are restored while more memory is being
