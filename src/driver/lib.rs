@@ -18,7 +18,9 @@ pub use kernel::{Parts, Resident};
 pub use nvml::{holders, uuid, uuid_of_index};
 pub use survey::{Gpu, Survey, survey};
 pub use table::Driver;
-pub use vmm::{Addresses, PHYSICAL_PIECE, Physical, granularity, leftover_bytes, let_in, supports_vmm, sweep, unmap};
+pub use vmm::{
+    Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, granularity, leftover_bytes, open, supports_vmm, sweep, unmap,
+};
 
 use vramctl_model::{Failure, code};
 

@@ -5,8 +5,8 @@
 
 use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
 use cudarc::driver::sys::{
-    CUdevice_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
-    CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUpointer_attribute,
+    CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType,
+    CUmemGenericAllocationHandle, CUmemLocationType, CUpointer_attribute,
 };
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,28 +22,101 @@ pub fn supports_vmm(device: CUdevice) -> bool {
 /// The device's allocation granularity in bytes: sizes must be multiples of it.
 pub fn granularity(device: CUdevice) -> Result<usize, Failure> {
     let mut bytes = 0;
-    let wanted = properties(device);
+    let wanted = Properties::of_device(device);
     let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM as u32;
     // SAFETY: `bytes` is writable and the properties are complete.
-    unsafe { Driver::get()?.cuMemGetAllocationGranularity(&raw mut bytes, &raw const wanted, minimum)? };
+    unsafe { Driver::get()?.cuMemGetAllocationGranularity(&raw mut bytes, (&raw const wanted).cast(), minimum)? };
     Ok(bytes)
 }
 
-fn location(device: CUdevice) -> CUmemLocation {
-    CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
+/// What physical memory is to be: `CUmemAllocationProp` with numbers in place of enumerations, because a program may use values
+/// that are newer than this library.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Properties {
+    kind: u32,
+    handle_types: u32,
+    location: Location,
+    /// Only used on Windows.
+    metadata: usize,
+    compression: u8,
+    rdma: u8,
+    usage: u16,
+    reserved: [u8; 4],
 }
 
-/// Requests device memory, with `GPUDirect` RDMA where supported: a program must be able to register managed memory for RDMA, as
-/// it can memory from the real `cudaMalloc`.
-fn properties(device: CUdevice) -> CUmemAllocationProp {
-    let rdma = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as u32;
-    // SAFETY: a plain C structure for which all zeroes are valid (no handle type, no flags).
-    let mut properties: CUmemAllocationProp = unsafe { mem::zeroed() };
-    properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.requestedHandleTypes = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE;
-    properties.location = location(device);
-    properties.allocFlags.gpuDirectRDMACapable = u8::from(attribute(device, rdma) != 0);
-    properties
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Location {
+    kind: u32,
+    id: i32,
+}
+
+impl Location {
+    fn of_device(device: CUdevice) -> Self {
+        Self { kind: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u32, id: device }
+    }
+
+    /// The device; `None` for host memory and the like.
+    pub fn device(self) -> Option<CUdevice> {
+        (self == Self::of_device(self.id)).then_some(self.id)
+    }
+}
+
+impl Properties {
+    /// Device memory, with `GPUDirect` RDMA where supported: a program must be able to register managed memory for RDMA, as it
+    /// can memory from the real `cudaMalloc`.
+    fn of_device(device: CUdevice) -> Self {
+        let rdma = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as u32;
+        Self {
+            kind: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32,
+            handle_types: 0,
+            location: Location::of_device(device),
+            metadata: 0,
+            compression: 0,
+            rdma: u8::from(attribute(device, rdma) != 0),
+            usage: 0,
+            reserved: [0; 4],
+        }
+    }
+
+    /// The device whose plain memory this describes; `None` for host memory, tile pools and whatever else exists.
+    pub fn device(&self) -> Option<CUdevice> {
+        let plain = self.kind == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32 && self.usage == 0;
+        self.location.device().filter(|_| plain)
+    }
+}
+
+/// Who may access a mapping: `CUmemAccessDesc`, with numbers in place of enumerations as in [`Properties`].
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Access {
+    /// Whose access.
+    pub location: Location,
+    flags: u32,
+}
+
+impl Access {
+    /// Full access for a device.
+    pub fn of_device(device: CUdevice) -> Self {
+        Self { location: Location::of_device(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u32 }
+    }
+
+    /// Whether the device may read and write.
+    pub fn is_full_for(self, device: CUdevice) -> bool {
+        self == Self::of_device(device)
+    }
+
+    /// Whether the location may do anything.
+    pub fn is_any(self) -> bool {
+        self.flags != CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE as u32
+    }
+
+    /// The bits, as `cuMemGetAccess` reports them.
+    pub fn flags(self) -> u64 {
+        u64::from(self.flags)
+    }
 }
 
 /// A reserved range of virtual addresses, freed when dropped.
@@ -94,104 +167,170 @@ impl Drop for Addresses {
 /// size, to match the small devices in tests.
 pub const PHYSICAL_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 8 << 30 };
 
+/// Addresses where physical memory is to be mapped.
+#[derive(Debug, Clone)]
+pub struct Place {
+    span: Span,
+    /// The reservation, if it is the library's. Held so that the addresses outlive the mapping.
+    ours: Option<Arc<Addresses>>,
+}
+
+impl Place {
+    /// A reservation of the library's.
+    pub fn of(addresses: &Arc<Addresses>) -> Self {
+        Self { span: Span { address: addresses.base, bytes: addresses.bytes }, ours: Some(Arc::clone(addresses)) }
+    }
+
+    /// Addresses that the program has reserved.
+    pub fn of_program(span: Span) -> Self {
+        Self { span, ours: None }
+    }
+
+    /// The addresses.
+    pub fn span(&self) -> Span {
+        self.span
+    }
+}
+
 /// Physical device memory. Dropping it unmaps and releases it.
 #[derive(Debug)]
 pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
-    /// Where it is, or was last, mapped. Held so that the addresses outlive the mapping.
-    at: Option<Arc<Addresses>>,
+    mappings: Vec<Mapping>,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    place: Place,
+    /// Whether it is there now, or only was and is to be again.
     mapped: bool,
 }
 
 impl Physical {
     /// Allocates `bytes` (a multiple of the granularity) on the device. The memory is zeroed.
     pub fn create(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
+        Self::in_pieces(&Properties::of_device(device), bytes, PHYSICAL_PIECE)
+    }
+
+    /// Allocates memory as the program wants it, in one piece. The memory is zeroed.
+    pub fn create_as(wanted: &Properties, bytes: usize) -> Result<Self, Failure> {
+        Self::in_pieces(wanted, bytes, bytes.max(1))
+    }
+
+    fn in_pieces(wanted: &Properties, bytes: usize, largest: usize) -> Result<Self, Failure> {
         let driver = Driver::get()?;
-        let wanted = properties(device);
-        let mut memory = Self { pieces: Vec::new(), at: None, mapped: false };
-        for offset in (0..bytes).step_by(PHYSICAL_PIECE) {
-            let (mut handle, piece) = (0, PHYSICAL_PIECE.min(bytes - offset));
-            // SAFETY: `handle` is writable and the properties are complete.
-            unsafe { driver.cuMemCreate(&raw mut handle, piece, &raw const wanted, 0)? };
+        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new() };
+        for offset in (0..bytes).step_by(largest) {
+            let (mut handle, piece) = (0, largest.min(bytes - offset));
+            // SAFETY: `handle` is writable, and the properties have the layout of CUDA's.
+            unsafe { driver.cuMemCreate(&raw mut handle, piece, std::ptr::from_ref(wanted).cast(), 0)? };
             memory.pieces.push((handle, piece));
         }
         Ok(memory)
     }
 
-    fn bytes(&self) -> usize {
-        self.pieces.iter().map(|(_, bytes)| bytes).sum()
+    /// The driver's handle of memory in one piece.
+    pub fn handle(&self) -> Option<CUmemGenericAllocationHandle> {
+        if let [(handle, _)] = self.pieces[..] { Some(handle) } else { None }
     }
 
-    /// Maps the memory at a range of the same length. It is not accessible until [`let_in`]. After an error it is not mapped.
-    pub fn map(&mut self, at: &Arc<Addresses>) -> Result<(), Failure> {
-        let driver = Driver::get()?;
-        let mut base = at.base;
-        for (handle, bytes) in &self.pieces {
-            // SAFETY: the addresses are reserved, and `self.at` or the leftover keeps them reserved while anything is mapped.
-            if let Err(failure) = unsafe { driver.cuMemMap(base, *bytes, 0, *handle, 0) } {
-                if base > at.base {
-                    let mapping = Some((at.base, (base - at.base) as usize));
-                    undo(Leftover { mapping, at: Some(Arc::clone(at)), ..Leftover::default() });
-                }
-                return Err(failure);
-            }
-            base += *bytes as u64;
-        }
-        self.at = Some(Arc::clone(at));
-        self.mapped = true;
+    /// Maps the memory at a place of the same length. It is not accessible until [`open`]. After an error it is not mapped there.
+    pub fn map(&mut self, place: &Place) -> Result<(), Failure> {
+        map_pieces(&self.pieces, place)?;
+        self.is_mapped_at(place.clone());
         Ok(())
     }
 
-    /// Maps it where it was last mapped.
+    /// Records that the program has mapped the memory.
+    pub fn is_mapped_at(&mut self, place: Place) {
+        self.mappings.push(Mapping { place, mapped: true });
+    }
+
+    /// Records that the program has unmapped the memory from `address`, or that it need not be mapped there again.
+    pub fn is_unmapped_from(&mut self, address: CUdeviceptr) {
+        self.mappings.retain(|mapping| mapping.place.span.address != address);
+    }
+
+    /// Maps it wherever [`unmap`] has unmapped it. After an error, it may be mapped at some of the places.
     pub fn map_again(&mut self) -> Result<(), Failure> {
-        self.at.clone().map_or(Ok(()), |at| self.map(&at))
+        for mapping in self.mappings.iter_mut().filter(|mapping| !mapping.mapped) {
+            map_pieces(&self.pieces, &mapping.place)?;
+            mapping.mapped = true;
+        }
+        Ok(())
     }
 
-    /// Whether it is mapped.
+    /// Whether it is mapped wherever it is to be.
     pub fn is_mapped(&self) -> bool {
-        self.mapped
+        self.mappings.iter().all(|mapping| mapping.mapped)
     }
 
-    /// Where it is mapped, if it is.
-    fn span(&self) -> Option<Span> {
-        self.at.as_ref().filter(|_| self.mapped).map(|at| Span { address: at.base, bytes: at.bytes })
+    /// Where it is mapped now.
+    fn spans(&self) -> impl Iterator<Item = Span> {
+        self.mappings.iter().filter(|mapping| mapping.mapped).map(|mapping| mapping.place.span)
     }
 }
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        let mapping = self.span().map(|Span { address, bytes }| (address, bytes));
-        undo(Leftover { mapping, at: self.at.take(), handles: mem::take(&mut self.pieces), ..Leftover::default() });
+        let mappings = self.spans().collect();
+        let at = mem::take(&mut self.mappings).into_iter().filter_map(|mapping| mapping.place.ours).collect();
+        undo(Leftover { mappings, at, handles: mem::take(&mut self.pieces), ..Leftover::default() });
     }
 }
 
-/// Gives a device read and write access to mapped memory, with one call per contiguous range.
-pub fn let_in<'a>(device: CUdevice, memories: impl Iterator<Item = &'a Physical>) -> Result<(), Failure> {
-    let access = CUmemAccessDesc { location: location(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
-    for Span { address, bytes } in Span::contiguous(memories.filter_map(Physical::span)) {
-        // SAFETY: the range contains only our mappings, without gaps; the descriptor is complete.
-        unsafe { Driver::get()?.cuMemSetAccess(address, bytes, &raw const access, 1)? };
+/// Maps pieces one behind the other. After an error none is mapped.
+fn map_pieces(pieces: &[(CUmemGenericAllocationHandle, usize)], place: &Place) -> Result<(), Failure> {
+    let driver = Driver::get()?;
+    let start = place.span.address;
+    let mut base = start;
+    for (handle, bytes) in pieces {
+        // SAFETY: the addresses are reserved, by the program, or by what `place` and then the mapping or the leftover holds.
+        if let Err(failure) = unsafe { driver.cuMemMap(base, *bytes, 0, *handle, 0) } {
+            if base > start {
+                let mappings = vec![Span { address: start, bytes: (base - start) as usize }];
+                undo(Leftover { mappings, at: place.ours.iter().cloned().collect(), ..Leftover::default() });
+            }
+            return Err(failure);
+        }
+        base += *bytes as u64;
     }
     Ok(())
 }
 
-/// Unmaps memory, with one call per contiguous range; its contents stay intact. After an error, the memory not reached yet is
-/// still mapped.
+/// Gives access to mapped ranges, in address order, with one call for neighbours whose access is the same.
+pub fn open(ranges: impl IntoIterator<Item = (Span, Arc<[Access]>)>) -> Result<(), Failure> {
+    let mut ranges = ranges.into_iter().peekable();
+    while let Some((mut span, access)) = ranges.next() {
+        while let Some((next, _)) = ranges.next_if(|(next, other)| next.address == span.address + span.bytes as u64 && *other == access) {
+            span.bytes += next.bytes;
+        }
+        if !access.is_empty() {
+            // SAFETY: the range contains only our mappings, without gaps; the descriptors have the layout of CUDA's.
+            unsafe { Driver::get()?.cuMemSetAccess(span.address, span.bytes, access.as_ptr().cast(), access.len())? };
+        }
+    }
+    Ok(())
+}
+
+/// Unmaps memory wherever it is mapped, with one call per contiguous range; its contents stay intact. After an error, some of it
+/// is still mapped.
 ///
 /// The caller must make sure that no device work uses the addresses: the driver does not wait.
-pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
+pub fn unmap(memories: &mut [&mut Physical]) -> Result<(), Failure> {
+    let mut mapped: Vec<_> =
+        memories.iter_mut().flat_map(|memory| memory.mappings.iter_mut().filter(|mapping| mapping.mapped)).collect();
+    mapped.sort_unstable_by_key(|mapping| mapping.place.span.address);
+    let mut rest = &mut mapped[..];
     loop {
-        let first = Span::contiguous(memories.iter().map_while(|memory| memory.span())).next();
+        let first = Span::contiguous(rest.iter().map(|mapping| mapping.place.span)).next();
         let Some(Span { address, bytes }) = first else { return Ok(()) };
         // SAFETY: the range contains only our mappings, without gaps.
         unsafe { Driver::get()?.cuMemUnmap(address, bytes)? };
-        let (mut gone, mut neighbours) = (0, 0);
-        while gone < bytes {
-            gone += memories[neighbours].bytes();
-            memories[neighbours].mapped = false;
-            neighbours += 1;
-        }
-        memories = &mut memories[neighbours..];
+        let neighbours = rest.iter().take_while(|mapping| mapping.place.span.address < address + bytes as u64).count();
+        let (gone, others) = rest.split_at_mut(neighbours);
+        gone.iter_mut().for_each(|mapping| mapping.mapped = false);
+        rest = others;
     }
 }
 
@@ -200,9 +339,9 @@ pub fn unmap(mut memories: &mut [&mut Physical]) -> Result<(), Failure> {
 struct Leftover {
     /// A block from `cuMemAlloc`: address, bytes and buffer id.
     block: Option<(CUdeviceptr, usize, u64)>,
-    mapping: Option<(CUdeviceptr, usize)>,
-    /// The mapping's addresses, freed last.
-    at: Option<Arc<Addresses>>,
+    mappings: Vec<Span>,
+    /// The mappings' addresses, freed last.
+    at: Vec<Arc<Addresses>>,
     handles: Vec<(CUmemGenericAllocationHandle, usize)>,
     addresses: Option<(CUdeviceptr, usize)>,
 }
@@ -221,11 +360,9 @@ impl Leftover {
         self.block = None;
         // SAFETY: each entry is an object of ours, moved out of its owner, and is cleared once undone.
         unsafe {
-            if let Some((base, bytes)) = self.mapping {
-                driver.cuMemUnmap(base, bytes)?;
-                self.mapping = None;
-            }
             let mut refused = Ok(());
+            self.mappings.retain(|span| driver.cuMemUnmap(span.address, span.bytes).map_err(|failure| refused = Err(failure)).is_err());
+            refused?;
             self.handles.retain(|(handle, _)| driver.cuMemRelease(*handle).map_err(|failure| refused = Err(failure)).is_err());
             refused?;
             if let Some((base, bytes)) = self.addresses {
@@ -263,11 +400,11 @@ pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
     let (mut undone, mut free) = (false, Vec::new());
     leftovers.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|leftover| {
-        let before = (leftover.mapping, leftover.handles.len());
+        let before = (leftover.mappings.len(), leftover.handles.len());
         let gone = leftover.undo().is_ok();
-        undone |= gone || before != (leftover.mapping, leftover.handles.len());
+        undone |= gone || before != (leftover.mappings.len(), leftover.handles.len());
         if gone {
-            free.extend(leftover.at.take());
+            free.append(&mut leftover.at);
         }
         !gone
     });

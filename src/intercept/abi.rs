@@ -360,8 +360,9 @@ pub unsafe extern "C" fn vramctl_backup_pointer(address: *const c_void, pointer:
 
 /// The contents of an allocation in host memory, from `address` on: host address and length in bytes.
 pub(crate) fn kept_from(allocation: &Allocation, address: u64) -> Option<(*const u8, usize)> {
+    let offset = allocation.offset_of(address)?;
     let contents = allocation.contents();
-    let rest = contents.saved.as_ref()?.kept_from((address - allocation.address()) as usize)?;
+    let rest = contents.saved.as_ref()?.kept_from(offset)?;
     Some((rest.as_ptr(), rest.len()))
 }
 

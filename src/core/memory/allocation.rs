@@ -1,13 +1,16 @@
-//! One allocation: its addresses and the memory behind them.
+//! One allocation: physical memory, its contents, and the addresses where the program has it.
+//!
+//! `cudaMalloc` and its kin make one with one mapping. A program that manages virtual memory itself (`cuMemCreate`) gets a
+//! handle of the library's for it and maps it wherever, and as often as, it likes (`handles`).
 
 use super::Placement;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
-use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical};
-use vramctl_model::{Backup, Failure};
+use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
+use vramctl_model::{Backup, Failure, Span};
 
-/// The virtual addresses given to the program, and the physical memory now behind them.
+/// What the program was given, and the physical memory now behind it.
 #[derive(Debug)]
 pub struct Allocation {
     /// The tag that selects it in pauses and resumes.
@@ -20,13 +23,15 @@ pub struct Allocation {
     pub requested: usize,
     /// The memory's device.
     pub device: CUdevice,
-    context: Context,
+    bytes: usize,
+    key: u64,
+    /// What the program asked `cuMemCreate` for; `None` for `cudaMalloc`.
+    wanted: Option<Properties>,
     contents: Mutex<Contents>,
-    addresses: Arc<Addresses>,
 }
 
-/// Where the contents are. Changes only under the exclusive transition lock, or once the allocation has been removed from
-/// the registry.
+/// Where the contents are. Changes only under the transition lock: exclusive for `memory` and `saved`, shared for what the
+/// program itself changes. Or once the allocation has been removed from the registry.
 #[derive(Debug)]
 pub struct Contents {
     /// The physical memory. Unmapped only during a pause, and after a failed pause that could not map it again; then it
@@ -34,51 +39,131 @@ pub struct Contents {
     pub memory: Option<Physical>,
     /// While paused: the contents, or `None` if they were discarded. While active: the last saved contents, if retained.
     pub saved: Option<Arc<Saved>>,
+    /// Where it is mapped when active.
+    pub mappings: Vec<Mapping>,
+    /// How often the program must still release its handle.
+    pub references: usize,
+    /// Who knows the physical memory itself, so that it cannot be replaced.
+    pub registrant: Option<&'static str>,
+    /// A context of the device, for copies.
+    context: Context,
+}
+
+/// One place where the program has the memory.
+#[derive(Debug, Clone)]
+pub struct Mapping {
+    /// The addresses.
+    pub place: Place,
+    /// Who may use them; `None`: the device and its peers, as with `cudaMalloc`.
+    pub access: Option<Arc<[Access]>>,
+}
+
+impl Mapping {
+    /// First address.
+    pub fn address(&self) -> CUdeviceptr {
+        self.place.span().address
+    }
+
+    /// Whether the device may read and write there.
+    fn is_open_to(&self, device: CUdevice) -> bool {
+        self.access.as_ref().is_none_or(|access| access.iter().any(|access| access.is_full_for(device)))
+    }
 }
 
 impl Allocation {
     /// An active allocation whose memory is mapped at `at`.
-    pub fn new(policy: Placement, requested: usize, current: &driver::Current, memory: Physical, at: Arc<Addresses>) -> Self {
+    pub fn new(policy: Placement, requested: usize, current: &driver::Current, memory: Physical, at: &Arc<Addresses>) -> Self {
+        let mappings = vec![Mapping { place: Place::of(at), access: None }];
+        Self::with(policy, requested, current, memory, mappings, at.bytes(), at.base(), None)
+    }
+
+    /// Memory of the program's own `cuMemCreate`, active and not mapped yet.
+    pub fn with_handle(
+        policy: Placement,
+        bytes: usize,
+        device: CUdevice,
+        current: &driver::Current,
+        memory: Physical,
+        handle: u64,
+        wanted: Properties,
+    ) -> Self {
+        let made = Self::with(policy, bytes, current, memory, Vec::new(), bytes, handle, Some(wanted));
+        Self { device, ..made }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn with(
+        policy: Placement,
+        requested: usize,
+        current: &driver::Current,
+        memory: Physical,
+        mappings: Vec<Mapping>,
+        bytes: usize,
+        key: u64,
+        wanted: Option<Properties>,
+    ) -> Self {
+        let contents = Contents { memory: Some(memory), saved: None, mappings, references: 1, registrant: None, context: current.context() };
         Self {
             tag: policy.tag,
             backup: policy.backup,
             backend: policy.backend,
             requested,
             device: current.device(),
-            context: current.context(),
-            contents: Mutex::new(Contents { memory: Some(memory), saved: None }),
-            addresses: at,
+            bytes,
+            key,
+            wanted,
+            contents: Mutex::new(contents),
         }
     }
 
-    /// The program's address.
+    /// Its key in the registry: the address that `cudaMalloc` returned, or the handle that `cuMemCreate` did.
+    pub fn key(&self) -> u64 {
+        self.key
+    }
+
+    /// What the program asked `cuMemCreate` for; `None` for `cudaMalloc`.
+    pub fn wanted(&self) -> Option<&Properties> {
+        self.wanted.as_ref()
+    }
+
+    /// The address of its first byte for copies: the first mapping that its device may read and write. The handle, which is no
+    /// address, if there is none (see [`make_reachable`](Self::make_reachable)).
     pub fn address(&self) -> CUdeviceptr {
-        self.addresses.base()
+        if self.wanted.is_none() {
+            return self.key;
+        }
+        self.contents().mappings.iter().find(|mapping| mapping.is_open_to(self.device)).map_or(self.key, Mapping::address)
     }
 
     /// Bytes of device memory when active: the request rounded up to the device's granularity.
     pub fn bytes(&self) -> usize {
-        self.addresses.bytes()
+        self.bytes
     }
 
     /// Its location.
     pub fn extent(&self) -> Extent {
-        Extent { context: self.context, device: self.device, address: self.address(), bytes: self.bytes() }
+        Extent { context: self.context(), device: self.device, address: self.address(), bytes: self.bytes }
     }
 
-    /// Whether `address` lies inside it.
-    pub fn contains(&self, address: CUdeviceptr) -> bool {
-        (self.address()..self.address() + self.bytes() as u64).contains(&address)
+    /// Where `address` lies in it, as an offset.
+    pub fn offset_of(&self, address: CUdeviceptr) -> Option<usize> {
+        let inside = |base: CUdeviceptr| (base..base + self.bytes as u64).contains(&address).then(|| (address - base) as usize);
+        if self.wanted.is_none() { inside(self.key) } else { self.contents().mappings.iter().find_map(|mapping| inside(mapping.address())) }
     }
 
-    /// The context it was allocated in.
+    /// The context it was allocated in, or another of its device if that was destroyed and the memory was not.
     pub fn context(&self) -> Context {
-        self.context
+        self.contents().context
     }
 
-    /// Its virtual addresses.
-    pub fn addresses(&self) -> &Arc<Addresses> {
-        &self.addresses
+    /// Whether it is destroyed with its context, as CUDA's plain memory is. Memory of `cuMemCreate` stays.
+    pub fn goes_with_context(&self) -> bool {
+        self.wanted.is_none()
+    }
+
+    /// Uses another context of the device from now on.
+    pub fn move_to(&self, context: Context) {
+        self.contents().context = context;
     }
 
     /// Where the contents are now. The lock is held briefly, but also while the driver maps or unmaps, which a concurrent
@@ -87,10 +172,53 @@ impl Allocation {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Replaces the contents. The old ones are freed after the lock is released.
-    pub fn replace(&self, contents: Contents) {
-        let before = std::mem::replace(&mut *self.contents(), contents);
+    /// Replaces the memory and the saved contents. The old ones are freed after the lock is released.
+    pub fn replace(&self, memory: Option<Physical>, saved: Option<Arc<Saved>>) {
+        let before = {
+            let mut contents = self.contents();
+            (std::mem::replace(&mut contents.memory, memory), std::mem::replace(&mut contents.saved, saved))
+        };
         drop(before);
+    }
+
+    /// New physical memory, mapped wherever the program has it, not accessible yet.
+    pub fn create_again(&self) -> Result<Physical, Failure> {
+        let mut memory = match &self.wanted {
+            Some(wanted) => Physical::create_as(wanted, self.bytes)?,
+            None => Physical::create(self.device, self.bytes)?,
+        };
+        let places: Vec<_> = self.contents().mappings.iter().map(|mapping| mapping.place.clone()).collect();
+        places.iter().try_for_each(|place| memory.map(place))?;
+        Ok(memory)
+    }
+
+    /// Makes sure that there are addresses at which its device can read and write it: the program may not have mapped it, or only
+    /// for reading. Memory that is there now is mapped at them, and not accessible until opened. Returns whether there is
+    /// such memory.
+    pub fn make_reachable(&self) -> Result<bool, Failure> {
+        let mut contents = self.contents();
+        if contents.mappings.iter().any(|mapping| mapping.is_open_to(self.device)) {
+            return Ok(false);
+        }
+        let place = Place::of(&Arc::new(Addresses::reserve(self.bytes)?));
+        if let Some(memory) = &mut contents.memory {
+            memory.map(&place)?;
+        }
+        contents.mappings.push(Mapping { place, access: None });
+        Ok(contents.memory.is_some())
+    }
+
+    /// The addresses and who may use them. `usual`: the device and its peers.
+    pub fn ranges(&self, usual: &Arc<[Access]>) -> Vec<(Span, Arc<[Access]>)> {
+        let access = |mapping: &Mapping| Arc::clone(mapping.access.as_ref().unwrap_or(usual));
+        self.contents().mappings.iter().map(|mapping| (mapping.place.span(), access(mapping))).collect()
+    }
+
+    /// The other devices that the program itself has given access.
+    pub fn guests(&self) -> Vec<CUdevice> {
+        let contents = self.contents();
+        let listed = contents.mappings.iter().filter_map(|mapping| mapping.access.as_ref()).flat_map(|access| access.iter());
+        listed.filter(|access| access.is_any()).filter_map(|access| access.location.device()).filter(|device| *device != self.device).collect()
     }
 
     /// Releases the memory and the saved contents for good. Nothing changes on error.
@@ -104,11 +232,6 @@ impl Allocation {
         drop(contents);
         drop(before);
         Ok(())
-    }
-
-    /// Gives another device access to the memory mapped now.
-    pub fn let_in(&self, peer: CUdevice) -> Result<(), Failure> {
-        driver::let_in(peer, self.contents().memory.iter())
     }
 
     /// Whether it is paused, so its addresses must not be used.

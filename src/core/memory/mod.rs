@@ -5,10 +5,12 @@
 
 mod allocation;
 mod freed;
+mod handles;
 pub mod region;
 mod status;
 
-pub use allocation::{Allocation, Contents};
+pub use allocation::Allocation;
+pub use handles::is_ours;
 pub use region::Placement;
 
 use crate::{contexts, drain};
@@ -21,13 +23,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
-use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, RelaxedCapture};
+use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::PerProcess;
 use vramctl_model::{Error, Failure, Shortage, checked_tag, code};
 
 /// Everything this process has under management.
 pub struct Memory {
-    allocations: DashMap<CUdeviceptr, Arc<Allocation>>,
+    /// By address, or by handle.
+    allocations: DashMap<u64, Arc<Allocation>>,
+    /// What the program itself has mapped, by address.
+    index: RwLock<handles::Index>,
     /// Freed in stream order and not released yet, oldest first.
     freed: Mutex<Vec<Arc<Freed>>>,
     pub(crate) transition: RwLock<()>,
@@ -43,6 +48,7 @@ pub struct Memory {
 
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     allocations: DashMap::new(),
+    index: RwLock::default(),
     freed: Mutex::default(),
     transition: RwLock::default(),
     under_way: Mutex::default(),
@@ -149,7 +155,7 @@ impl Memory {
         }
         self.check_margin(device, size)?;
         let (memory, addresses) = self.take(device, size)?;
-        let allocation = Allocation::new(policy, bytes, current, memory, addresses);
+        let allocation = Allocation::new(policy, bytes, current, memory, &addresses);
         let address = allocation.address();
         self.allocations.insert(address, Arc::new(allocation));
         Ok(address)
@@ -157,18 +163,19 @@ impl Memory {
 
     /// New memory, mapped and accessible.
     fn take(&self, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
-        let mut memory = Physical::create(device, bytes).or_else(|failure| {
-            // Leftovers of failed releases, and memory of destroyed contexts, may be available now.
-            if failure.code == code::OUT_OF_MEMORY && (driver::sweep() | self.drop_gone()) {
-                Physical::create(device, bytes)
-            } else {
-                Err(failure)
-            }
-        })?;
+        let mut memory = self.physical(|| Physical::create(device, bytes))?;
         let addresses = Arc::new(Addresses::reserve(bytes)?);
-        memory.map(&addresses)?;
-        self.open(device, [&memory])?;
+        let place = Place::of(&addresses);
+        memory.map(&place)?;
+        driver::open([(place.span(), self.usual_access(device))])?;
         Ok((memory, addresses))
+    }
+
+    /// New physical memory. Leftovers of failed releases, and memory of destroyed contexts, may make a second try succeed.
+    fn physical(&self, create: impl Fn() -> Result<Physical, Failure>) -> Result<Physical, Failure> {
+        create().or_else(|failure| {
+            if failure.code == code::OUT_OF_MEMORY && (driver::sweep() | self.drop_gone()) { create() } else { Err(failure) }
+        })
     }
 
     fn check_margin(&self, device: CUdevice, size: usize) -> Result<(), Error> {
@@ -183,7 +190,7 @@ impl Memory {
 
     /// Frees the allocation at `address`, active or paused. `None` if it is not managed. Nothing changes on error.
     pub fn free(&self, address: CUdeviceptr) -> Option<Result<(), Error>> {
-        let allocation = self.allocations.get(&address).map(|entry| Arc::clone(&entry))?;
+        let allocation = self.allocations.get(&address).filter(|entry| entry.wanted().is_none()).map(|entry| Arc::clone(&entry))?;
         // Before taking the lock: the work may take long, and a pause waiting for the lock would block allocations.
         if let Err(failure) = self.wait_before_free(&allocation) {
             return Some(Err(failure.into()));
@@ -214,8 +221,12 @@ impl Memory {
 
     /// The contexts whose work may use these allocations: every context of their devices and of peers with access.
     pub(crate) fn contexts_that_use<'a>(&self, allocations: impl IntoIterator<Item = &'a Allocation>) -> BTreeSet<Context> {
-        let owners: BTreeSet<_> = allocations.into_iter().map(|allocation| allocation.device).collect();
-        let mut devices = owners.clone();
+        let (mut owners, mut devices) = (BTreeSet::new(), BTreeSet::new());
+        for allocation in allocations {
+            owners.insert(allocation.device);
+            devices.extend(allocation.guests());
+        }
+        devices.extend(&owners);
         let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
         devices.extend(peers.keys().filter(|(_, other)| owners.contains(other)).map(|(device, _)| *device));
         drop(peers);
@@ -228,7 +239,7 @@ impl Memory {
         self.wait_for_freed_in(primary);
         self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|(one, other), _| *one != device && *other != device);
         let _exclusive = self.exclude();
-        let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.context() == primary).collect();
+        let doomed: Vec<_> = self.of_contexts(&[primary]).into_iter().filter(|allocation| allocation.goes_with_context()).collect();
         // Failed device work is no reason to keep memory that is about to be destroyed.
         let _ = drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
         self.drop_all(doomed);
@@ -239,17 +250,26 @@ impl Memory {
     /// there were any.
     pub(crate) fn drop_gone(&self) -> bool {
         let gone = contexts::forget_gone();
-        let doomed: Vec<_> = self.snapshot().into_iter().filter(|allocation| gone.contains(&allocation.context())).collect();
+        let (doomed, rest): (Vec<_>, Vec<_>) = self.of_contexts(&gone).into_iter().partition(|allocation| allocation.goes_with_context());
         let any = !doomed.is_empty();
         self.drop_all(doomed);
+        for allocation in rest {
+            if let Some(other) = contexts::of_devices(&BTreeSet::from([allocation.device])).first() {
+                allocation.move_to(*other);
+            }
+        }
         self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|_, context| !gone.contains(context));
         gone.into_iter().for_each(backup::forget_context);
         any
     }
 
+    fn of_contexts(&self, contexts: &[Context]) -> Vec<Arc<Allocation>> {
+        self.snapshot().into_iter().filter(|allocation| contexts.contains(&allocation.context())).collect()
+    }
+
     fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {
         for allocation in doomed {
-            self.allocations.remove(&allocation.address());
+            self.allocations.remove(&allocation.key());
             if let Err(error) = allocation.end() {
                 log::debug!("{error}; will retry");
             }
@@ -261,8 +281,9 @@ impl Memory {
     pub fn enable_peer(&self, current: &Current, other: CUdevice) -> Result<(), Error> {
         let device = current.device();
         let _exclusive = self.exclude();
-        let of_other: Vec<_> = self.snapshot().into_iter().filter(|allocation| allocation.device == other).collect();
-        of_other.iter().try_for_each(|allocation| allocation.let_in(device))?;
+        let all = self.snapshot();
+        let of_other = all.iter().filter(|allocation| allocation.device == other && allocation.wanted().is_none() && !allocation.is_paused());
+        driver::open(of_other.flat_map(|allocation| allocation.ranges(&[Access::of_device(device)].into())))?;
         self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other), current.context());
         Ok(())
     }
@@ -272,45 +293,54 @@ impl Memory {
         self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&(device, other));
     }
 
-    /// Gives a device and its enabled peers access to its mapped memory.
-    pub(crate) fn open<'a>(&self, owner: CUdevice, memories: impl IntoIterator<Item = &'a Physical>) -> Result<(), Failure> {
-        let peers: Vec<_> = {
-            let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
-            peers.keys().filter(|(_, other)| *other == owner).map(|(device, _)| *device).collect()
-        };
-        let memories: Vec<_> = memories.into_iter().collect();
-        std::iter::once(owner).chain(peers).try_for_each(|device| driver::let_in(device, memories.iter().copied()))
+    /// Who has access to memory of `cudaMalloc`: its device and the peers that were enabled.
+    fn usual_access(&self, owner: CUdevice) -> Arc<[Access]> {
+        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
+        let peers = peers.keys().filter(|(_, other)| *other == owner).map(|(device, _)| *device);
+        std::iter::once(owner).chain(peers).map(Access::of_device).collect()
+    }
+
+    /// Gives access to mapped memory, to whom the program expects it for.
+    pub(crate) fn open<'a>(&self, allocations: impl IntoIterator<Item = &'a Allocation>) -> Result<(), Failure> {
+        let mut usual = BTreeMap::new();
+        let mut ranges = Vec::new();
+        for allocation in allocations {
+            let usual = usual.entry(allocation.device).or_insert_with_key(|device| self.usual_access(*device));
+            ranges.extend(allocation.ranges(usual));
+        }
+        ranges.sort_unstable_by_key(|(span, _)| span.address);
+        driver::open(ranges)
     }
 
     /// Maps memory where it was last, accessible as before. On error it is not mapped: mapped memory without access would be
     /// taken for active.
-    pub(crate) fn map_again(&self, owner: CUdevice, memory: &mut Physical) -> Result<(), Failure> {
-        memory.map_again()?;
-        self.open(owner, [&*memory]).inspect_err(|_| {
-            let _ = driver::unmap(&mut [memory]);
+    pub(crate) fn map_again(&self, allocation: &Allocation) -> Result<(), Failure> {
+        let mapped = { allocation.contents().memory.as_mut().map_or(Ok(()), Physical::map_again) };
+        mapped.and_then(|()| self.open([allocation])).inspect_err(|_| {
+            let _ = driver::unmap(&mut allocation.contents().memory.iter_mut().collect::<Vec<_>>());
         })
     }
 
     /// Whether an allocation starts at `address`.
     pub fn manages(&self, address: CUdeviceptr) -> bool {
-        self.allocations.contains_key(&address)
+        self.allocations.get(&address).is_some_and(|entry| entry.wanted().is_none())
     }
 
     /// The allocation that contains `address`.
     pub fn find(&self, address: CUdeviceptr) -> Option<Arc<Allocation>> {
         let exact = self.allocations.get(&address).map(|entry| Arc::clone(&entry));
-        exact.or_else(|| self.snapshot().into_iter().find(|allocation| allocation.contains(address)))
+        exact.or_else(|| self.snapshot().into_iter().find(|allocation| allocation.offset_of(address).is_some()))
     }
 
-    /// The addresses of all allocations.
+    /// The addresses that `cudaMalloc` has returned.
     pub fn addresses(&self) -> Vec<CUdeviceptr> {
-        self.snapshot().iter().map(|allocation| allocation.address()).collect()
+        self.snapshot().iter().filter(|allocation| allocation.wanted().is_none()).map(|allocation| allocation.key()).collect()
     }
 
     /// All allocations in address order; does not hold the map.
     pub(crate) fn snapshot(&self) -> Vec<Arc<Allocation>> {
         let mut all: Vec<_> = self.allocations.iter().map(|entry| Arc::clone(&entry)).collect();
-        all.sort_unstable_by_key(|allocation| allocation.address());
+        all.sort_by_cached_key(|allocation| allocation.address());
         all
     }
 

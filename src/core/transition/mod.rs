@@ -68,8 +68,8 @@ impl Memory {
     fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<bool, Error> {
         let mut any = false;
         for allocation in paused {
-            if let Some(memory) = &mut allocation.contents().memory {
-                self.map_again(allocation.device, memory)?;
+            if allocation.contents().memory.is_some() {
+                self.map_again(allocation)?;
                 any = true;
             }
         }

@@ -3,7 +3,7 @@
 use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
 use crate::drain;
-use crate::memory::{Allocation, Contents, Memory};
+use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -124,12 +124,14 @@ impl Memory {
         progress: &mut dyn FnMut(Progress),
         clock: &mut Clock,
     ) -> Result<Kept, Error> {
+        let kept: Vec<_> =
+            victims.iter().filter(|allocation| policy_for(request, allocation) != Backup::Discard).map(Arc::clone).collect();
+        self.make_reachable(&kept)?;
         let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
-        let mut wanted: Vec<_> = victims.iter().map(|allocation| wanted_of(request, allocation)).collect();
+        let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(request, allocation)).collect();
         wanted.retain(|wanted| !wanted.live.is_empty());
         let mut saved_already = |addresses: &[u64]| {
-            let mut saved: Vec<_> = addresses.iter().filter_map(|address| of_address.get(address).map(|one| Arc::clone(one))).collect();
-            saved.sort_unstable_by_key(|allocation| allocation.address());
+            let saved: Vec<_> = addresses.iter().filter_map(|address| of_address.get(address).map(|one| Arc::clone(one))).collect();
             // If this fails, the final unmap retries it.
             let _ = unmap(&saved);
         };
@@ -140,12 +142,10 @@ impl Memory {
     fn map_back(&self, victims: &[Arc<Allocation>], error: Error) -> Error {
         let mut stranded = 0;
         for allocation in victims {
-            let mapped = {
-                let mut contents = allocation.contents();
-                let Some(memory) = contents.memory.as_mut().filter(|memory| !memory.is_mapped()) else { continue };
-                self.map_again(allocation.device, memory)
-            };
-            if let Err(second) = mapped {
+            if !allocation.is_paused() {
+                continue;
+            }
+            if let Err(second) = self.map_again(allocation) {
                 // Two failures in a row: it stays paused, and its memory still holds the contents.
                 if !exit::is_ending() {
                     log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
@@ -184,20 +184,19 @@ impl Memory {
     }
 }
 
-/// Unmaps memory, adjacent ranges in one call; it keeps its contents. Allocations must be in address order. On error, some
-/// may be unmapped.
+/// Unmaps memory, adjacent ranges in one call; it keeps its contents. On error, some may be unmapped.
 fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
     let mut contents: Vec<_> = allocations.iter().map(|allocation| allocation.contents()).collect();
-    let mut mapped: Vec<_> =
-        contents.iter_mut().filter_map(|contents| contents.memory.as_mut()).filter(|memory| memory.is_mapped()).collect();
-    driver::unmap(&mut mapped)
+    let mut memories: Vec<_> = contents.iter_mut().filter_map(|contents| contents.memory.as_mut()).collect();
+    driver::unmap(&mut memories)
 }
 
 /// Releases the memory. From here on, the contents are only where they were saved.
 fn release(victims: &[Arc<Allocation>], items: Vec<backup::Item>) {
     let mut saved: BTreeMap<_, Arc<Saved>> = items.into_iter().map(|(extent, saved)| (extent.address, saved)).collect();
     for allocation in victims {
-        allocation.replace(Contents { memory: None, saved: saved.remove(&allocation.address()) });
+        let saved = saved.remove(&allocation.address());
+        allocation.replace(None, saved);
     }
 }
 
@@ -225,7 +224,8 @@ pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) ->
 /// copy.
 fn pages_inside(span: Span, allocation: &Allocation) -> Option<Range<usize>> {
     const PAGE: usize = 2 << 20;
-    let offset = |address: u64| address.saturating_sub(allocation.address()).min(allocation.bytes() as u64) as usize;
+    let base = allocation.address();
+    let offset = |address: u64| address.saturating_sub(base).min(allocation.bytes() as u64) as usize;
     let start = offset(span.address).next_multiple_of(PAGE);
     let end = offset(span.address.saturating_add(span.bytes as u64)) / PAGE * PAGE;
     (start < end).then_some(start..end)

@@ -1,14 +1,14 @@
 //! A resume: create, map and fill new memory, then release the backups.
 
 use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
-use crate::memory::{Allocation, Contents, Memory};
+use crate::memory::{Allocation, Memory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
-use vramctl_model::{Error, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, code};
+use vramctl_model::{Error, Failure, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, code};
 
 /// How often a resume waiting for memory retries.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -79,6 +79,8 @@ impl Memory {
     ) -> Result<Vec<Physical>, Error> {
         let started = Instant::now();
         let needed = check_free(paused)?;
+        let kept: Vec<_> = paused.iter().filter(|allocation| allocation.contents().saved.is_some()).map(Arc::clone).collect();
+        self.make_reachable(&kept)?;
         let item = |allocation: &Arc<Allocation>| Some((allocation.extent(), allocation.contents().saved.clone()?));
         let saved: Vec<_> = paused.iter().filter_map(item).collect();
         let mut saved_next = saved.iter().peekable();
@@ -89,7 +91,7 @@ impl Memory {
                 for allocation in &paused[from..upto] {
                     memories.push(create(allocation, needed[&allocation.device])?);
                 }
-                self.open(paused[from].device, &memories[from..upto])?;
+                self.open(paused[from..upto].iter().map(|allocation| &**allocation))?;
                 for allocation in &paused[from..upto] {
                     saved_next.next_if(|(next, _)| next.address == allocation.address()).into_iter().for_each(&mut *give);
                 }
@@ -118,10 +120,8 @@ fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
 
 /// New memory mapped at an allocation's addresses, not accessible yet. `needed` is the total for the resume, for the error.
 fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
-    let mut memory = Physical::create(allocation.device, allocation.bytes())
-        .map_err(|failure| if failure.code == code::OUT_OF_MEMORY { shortage(allocation, needed) } else { failure.into() })?;
-    memory.map(allocation.addresses())?;
-    Ok(memory)
+    let short = |failure: Failure| if failure.code == code::OUT_OF_MEMORY { shortage(allocation, needed) } else { failure.into() };
+    allocation.create_again().map_err(short)
 }
 
 /// Marks a paused allocation active again. Returns the backup if it is not retained, to be dropped without the lock: that may
@@ -131,7 +131,7 @@ fn activate(allocation: &Allocation, memory: Physical) -> Option<Arc<Saved>> {
     // Comparing with a file would be slower than writing a new one.
     let retained = |saved: &Arc<Saved>| backup::retains(&allocation.tag) && matches!(**saved, Saved::Host(_));
     let (saved, done_with) = if saved.as_ref().is_some_and(retained) { (saved, None) } else { (None, saved) };
-    allocation.replace(Contents { memory: Some(memory), saved });
+    allocation.replace(Some(memory), saved);
     done_with
 }
 

@@ -1,0 +1,295 @@
+//! Memory that the program manages itself: it creates physical memory (`cuMemCreate`), maps it at addresses that it has reserved,
+//! and says who may access it.
+//!
+//! The program gets handles of the library's own, which stay the same while the driver's come and go with pauses. The rest of
+//! what it does is done by the driver at once if the memory is there, and recorded; a resume does it again. While the memory is
+//! paused it is only recorded.
+//!
+//! Each function returns `None` if the memory is not managed: then the real function answers. `real` calls that function.
+
+use super::allocation::Mapping;
+use super::{Allocation, Memory, Placement};
+use crate::contexts;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLockReadGuard, RwLockWriteGuard};
+use vramctl_driver::{Access, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture};
+use vramctl_model::{Error, Failure, Span, StatusCode, code};
+
+/// Handles of ours: neither addresses, which end at 2^57, nor handles of the driver, which are pointers.
+const FIRST: u64 = 0x7672_0000_0000_0000;
+const LAST: u64 = 0x7672_ffff_ffff_ffff;
+
+/// Whether a handle may be one of the library's. No handle of the driver is.
+#[inline]
+pub fn is_ours(handle: u64) -> bool {
+    (FIRST..=LAST).contains(&handle)
+}
+
+/// The programs' mappings, by first address. Held for no call of the driver's.
+pub(super) type Index = BTreeMap<CUdeviceptr, Arc<Allocation>>;
+
+impl Memory {
+    /// Creates physical memory on a device and returns the handle for it. Leaves nothing behind on error.
+    pub fn create(&self, policy: Placement, wanted: &Properties, bytes: usize, current: &Current) -> Result<u64, Error> {
+        static NEXT: AtomicU64 = AtomicU64::new(FIRST);
+        let Some(device) = wanted.device() else { return Err(Error::Unsupported) };
+        contexts::note(current);
+        let _relaxed = RelaxedCapture::enter();
+        self.free_up(device, bytes);
+        let _shared = self.share();
+        self.check_margin(device, bytes)?;
+        let memory = self.physical(|| Physical::create_as(wanted, bytes))?;
+        let handle = NEXT.fetch_add(1, Ordering::Relaxed);
+        self.allocations.insert(handle, Arc::new(Allocation::with_handle(policy, bytes, device, current, memory, handle, *wanted)));
+        Ok(handle)
+    }
+
+    /// The memory behind a handle that the program still owns.
+    fn of_handle(&self, handle: u64) -> Result<Arc<Allocation>, StatusCode> {
+        let found = self.allocations.get(&handle).map(|entry| Arc::clone(&entry));
+        found.filter(|allocation| allocation.contents().references > 0).ok_or(code::INVALID_VALUE)
+    }
+
+    fn index(&self) -> RwLockReadGuard<'_, Index> {
+        self.index.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn index_mut(&self) -> RwLockWriteGuard<'_, Index> {
+        self.index.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The mappings that a range touches, in address order.
+    fn mapped_in(&self, span: Span) -> Vec<(CUdeviceptr, Arc<Allocation>)> {
+        let index = self.index();
+        let end = span.address.saturating_add(span.bytes as u64);
+        let touches = |(base, allocation): &(&CUdeviceptr, &Arc<Allocation>)| **base + allocation.bytes() as u64 > span.address;
+        let mut found: Vec<_> = index.range(..end).rev().take_while(touches).map(|(base, one)| (*base, Arc::clone(one))).collect();
+        found.reverse();
+        found
+    }
+
+    /// The memory that the program has mapped at an address, and where that mapping begins.
+    fn mapped_at(&self, address: CUdeviceptr) -> Option<(CUdeviceptr, Arc<Allocation>)> {
+        self.mapped_in(Span { address, bytes: 1 }).pop()
+    }
+
+    /// `cuMemMap`. `real` maps the driver's handle.
+    pub fn map(&self, span: Span, offset: usize, handle: u64, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
+        if !is_ours(handle) {
+            // Into a hole that paused memory leaves, the driver would map it.
+            return self.is_reserved_by_paused(span).then_some(code::INVALID_VALUE);
+        }
+        let _shared = self.share();
+        let allocation = match self.of_handle(handle) {
+            Ok(allocation) => allocation,
+            Err(code) => return Some(code),
+        };
+        if self.is_reserved_by_paused(span) {
+            return Some(code::INVALID_VALUE);
+        }
+        let place = Place::of_program(span);
+        let mut contents = allocation.contents();
+        if let Some(memory) = &mut contents.memory {
+            let answer = memory.handle().map_or(code::INVALID_VALUE, real);
+            if answer != code::SUCCESS {
+                return Some(answer);
+            }
+            memory.is_mapped_at(place.clone());
+        } else if offset != 0 || span.bytes != allocation.bytes() {
+            // As driver 580 answers for a part of a handle.
+            return Some(code::NOT_SUPPORTED);
+        }
+        // Nobody has access to a new mapping.
+        contents.mappings.push(Mapping { place, access: Some(Arc::default()) });
+        drop(contents);
+        self.index_mut().insert(span.address, allocation);
+        Some(code::SUCCESS)
+    }
+
+    /// Whether the program has paused memory in a range.
+    fn is_reserved_by_paused(&self, span: Span) -> bool {
+        self.mapped_in(span).iter().any(|(_, allocation)| allocation.is_paused())
+    }
+
+    /// `cuMemUnmap`. `real` unmaps the range.
+    pub fn unmap(&self, span: Span, real: impl FnOnce() -> StatusCode) -> Option<StatusCode> {
+        if self.index().is_empty() {
+            return None;
+        }
+        let _shared = self.share();
+        let found = self.mapped_in(span);
+        if found.is_empty() {
+            return None;
+        }
+        let end = span.address.saturating_add(span.bytes as u64);
+        if found.iter().any(|(base, one)| *base < span.address || base + one.bytes() as u64 > end) {
+            return Some(code::INVALID_VALUE);
+        }
+        let covered: usize = found.iter().map(|(_, one)| one.bytes()).sum();
+        // The driver ignores the holes that paused memory leaves.
+        if covered < span.bytes || found.iter().any(|(_, one)| !one.is_paused()) {
+            let answer = real();
+            if answer != code::SUCCESS {
+                return Some(answer);
+            }
+        }
+        {
+            let mut index = self.index_mut();
+            found.iter().for_each(|(base, _)| drop(index.remove(base)));
+        }
+        for (base, allocation) in found {
+            {
+                let mut contents = allocation.contents();
+                contents.mappings.retain(|mapping| mapping.address() != base);
+                if let Some(memory) = &mut contents.memory {
+                    memory.is_unmapped_from(base);
+                }
+            }
+            self.end_if_unused(&allocation);
+        }
+        Some(code::SUCCESS)
+    }
+
+    /// `cuMemSetAccess`. `real` sets it for a range.
+    pub fn set_access(&self, span: Span, access: &[Access], mut real: impl FnMut(Span) -> StatusCode) -> Option<StatusCode> {
+        if self.index().is_empty() {
+            return None;
+        }
+        let _shared = self.share();
+        let found = self.mapped_in(span);
+        if found.iter().all(|(_, one)| !one.is_paused()) {
+            let answer = real(span);
+            if answer == code::SUCCESS {
+                found.iter().for_each(|(base, one)| note_access(one, *base, access));
+            }
+            return Some(answer);
+        }
+        // The driver would stop at the hole that paused memory leaves, so it gets what is mapped piece by piece.
+        for (base, allocation) in &found {
+            let one = Span { address: *base, bytes: allocation.bytes() };
+            let answer = if allocation.is_paused() { code::SUCCESS } else { real(one) };
+            if answer != code::SUCCESS {
+                return Some(answer);
+            }
+            note_access(allocation, *base, access);
+        }
+        Some(code::SUCCESS)
+    }
+
+    /// `cuMemGetAccess`, of paused memory: the driver has no mapping to ask.
+    pub fn access_of_paused(&self, address: CUdeviceptr, location: Location) -> Option<u64> {
+        let (base, allocation) = self.mapped_at(address).filter(|(_, allocation)| allocation.is_paused())?;
+        let contents = allocation.contents();
+        let mapping = contents.mappings.iter().find(|mapping| mapping.address() == base)?;
+        let listed = mapping.access.as_ref()?.iter().find(|access| access.location == location).copied();
+        Some(listed.map_or(0, Access::flags))
+    }
+
+    /// `cuMemAddressFree`: an error if something is mapped there. `None` otherwise: the driver frees the addresses.
+    pub fn keeps_addresses(&self, span: Span) -> Option<StatusCode> {
+        self.is_reserved_by_paused(span).then_some(code::INVALID_VALUE)
+    }
+
+    /// `cuMemRelease`.
+    pub fn release_handle(&self, handle: u64) -> Option<StatusCode> {
+        if !is_ours(handle) {
+            return None;
+        }
+        let _shared = self.share();
+        let allocation = match self.of_handle(handle) {
+            Ok(allocation) => allocation,
+            Err(code) => return Some(code),
+        };
+        {
+            let mut contents = allocation.contents();
+            // Another thread may have released it since.
+            let Some(left) = contents.references.checked_sub(1) else { return Some(code::INVALID_VALUE) };
+            contents.references = left;
+        }
+        self.end_if_unused(&allocation);
+        Some(code::SUCCESS)
+    }
+
+    /// `cuMemRetainAllocationHandle`: the handle of what is mapped at an address.
+    pub fn retain_handle(&self, address: CUdeviceptr) -> Option<Result<u64, StatusCode>> {
+        let _shared = self.share();
+        let Some((_, allocation)) = self.mapped_at(address) else {
+            // Memory of `cudaMalloc` has no handle, and programs take this for the sign of it.
+            return self.find(address).map(|_| Err(code::INVALID_VALUE));
+        };
+        allocation.contents().references += 1;
+        Some(Ok(allocation.key()))
+    }
+
+    /// `cuMemGetAllocationPropertiesFromHandle`.
+    pub fn properties_of(&self, handle: u64) -> Option<Result<Properties, StatusCode>> {
+        if !is_ours(handle) {
+            return None;
+        }
+        Some(self.of_handle(handle).and_then(|allocation| allocation.wanted().copied().ok_or(code::INVALID_VALUE)))
+    }
+
+    /// Passes the driver's handle to a call that makes it known to somebody else: another process, a multicast object, a sparse
+    /// array. From then on the memory cannot be replaced. Paused memory is an invalid value.
+    pub fn share_handle(&self, handle: u64, registrant: &'static str, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
+        if !is_ours(handle) {
+            return None;
+        }
+        let _shared = self.share();
+        let allocation = match self.of_handle(handle) {
+            Ok(allocation) => allocation,
+            Err(code) => return Some(code),
+        };
+        let mut contents = allocation.contents();
+        let Some(driver_handle) = contents.memory.as_ref().and_then(Physical::handle) else { return Some(code::INVALID_VALUE) };
+        let answer = real(driver_handle);
+        if answer == code::SUCCESS {
+            contents.registrant = Some(registrant);
+        }
+        Some(answer)
+    }
+
+    /// Releases memory that the program neither owns nor has mapped.
+    fn end_if_unused(&self, allocation: &Arc<Allocation>) {
+        {
+            let contents = allocation.contents();
+            if contents.references > 0 || contents.mappings.iter().any(|mapping| mapping.access.is_some()) {
+                return;
+            }
+        }
+        // Exactly one of two threads removes it.
+        if self.allocations.remove(&allocation.key()).is_some()
+            && let Err(failure) = allocation.end()
+        {
+            log::debug!("{failure}; will retry");
+        }
+    }
+
+    /// Gives paused or active memory addresses for copies, where the program has mapped it nowhere with full access.
+    pub(crate) fn make_reachable(&self, allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
+        for allocation in allocations {
+            let is_there = allocation.make_reachable()?;
+            if is_there {
+                self.open([&**allocation])?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Records access, by location.
+fn note_access(allocation: &Allocation, base: CUdeviceptr, access: &[Access]) {
+    let mut contents = allocation.contents();
+    let Some(mapping) = contents.mappings.iter_mut().find(|mapping| mapping.address() == base) else { return };
+    let mut all: Vec<_> = mapping.access.iter().flat_map(|access| access.iter().copied()).collect();
+    for new in access {
+        match all.iter_mut().find(|old| old.location == new.location) {
+            Some(old) => *old = *new,
+            None => all.push(*new),
+        }
+    }
+    // Neighbours with the same access are opened in one call, whatever the order in which it was given.
+    all.sort_unstable_by_key(|access| access.location.device());
+    mapping.access = Some(all.into());
+}
