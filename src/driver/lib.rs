@@ -22,6 +22,7 @@ pub use vmm::{
     Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, granularity, leftover_bytes, open, supports_vmm, sweep, unmap,
 };
 
+use std::ffi::c_void;
 use vramctl_model::{Failure, code};
 
 /// An allocation's location.
@@ -43,6 +44,14 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     // SAFETY: both are writable.
     unsafe { Driver::get()?.cuMemGetInfo_v2(&raw mut free, &raw mut total)? };
     Ok((free as u64, total as u64))
+}
+
+/// The pool from which a device serves stream-ordered allocations, unless the program has chosen another.
+pub fn default_pool(device: CUdevice) -> Result<*mut c_void, Failure> {
+    let mut pool = std::ptr::null_mut();
+    // SAFETY: `pool` is writable.
+    unsafe { Driver::get()?.cuDeviceGetDefaultMemPool(&raw mut pool, device)? };
+    Ok(pool)
 }
 
 /// Whether a context's device has enough free memory for the library to use a little itself without causing a shortage.

@@ -47,17 +47,6 @@ pub fn set_device(device: CUdevice) -> bool {
     unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int) -> CudaError>(address.as_ptr())(device) == code::SUCCESS }
 }
 
-/// A device's default memory pool.
-pub fn default_pool(device: CUdevice) -> Option<*mut c_void> {
-    static SYMBOL: Symbol = Symbol::new("cudaDeviceGetDefaultMemPool\0");
-    type Function = unsafe extern "C" fn(*mut *mut c_void, c_int) -> CudaError;
-    let address = SYMBOL.address()?;
-    let mut pool = ptr::null_mut();
-    // SAFETY: the type matches the runtime's function, and `pool` is writable.
-    let answer = unsafe { mem::transmute::<*mut c_void, Function>(address.as_ptr())(&raw mut pool, device) };
-    (answer == code::SUCCESS).then_some(pool)
-}
-
 /// The context in which the runtime would allocate on this thread. The runtime creates it if it does not exist yet or was reset,
 /// as it would for a real allocation.
 pub fn current_context() -> Result<Current, CudaError> {
