@@ -12,8 +12,10 @@ mod vmm;
 
 pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle};
 pub use copy::{Direction, Event, Lane, Mark, Pinned, PinnedBuffer, device_address};
+pub use cudarc::driver::sys::{
+    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
+};
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
-pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
 pub use nvml::{holders, uuid, uuid_of_index};
 pub use survey::{Gpu, Survey, survey};

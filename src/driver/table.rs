@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 };
 use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-use vramctl_host::{PerProcess, exit};
+use vramctl_host::{PerProcess, exit, symbols};
 use vramctl_model::{Failure, StatusCode, code};
 
 /// Declares the table: a field per symbol, and a method of the same name that calls it.
@@ -144,7 +144,7 @@ impl Driver {
             return Err(Failure { call: "dlopen(libcuda.so.1)", code: code::NOT_FOUND });
         }
         // SAFETY: `library` is open and `name` is NUL-terminated.
-        Ok(Self::from_symbols(|name| unsafe { libc::dlsym(library, name.as_ptr()) }))
+        Ok(Self::from_symbols(|name| unsafe { symbols::dlsym(library, name) }))
     }
 }
 
