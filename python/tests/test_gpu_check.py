@@ -127,7 +127,7 @@ class Programs(unittest.TestCase):
         """Runs the section with these kinds: the rows of its table, and the table."""
         options = argparse.Namespace(
             root=str(ROOT), bin=str(pathlib.Path(os.environ["VRAMCTL_LIB"]).parent), work=str(self.folder), out=str(self.folder),
-            libcudart="", smi="simgpu-smi", only="programs", kinds="", limit=100, cycles=cycles, program_mib=8, other_gib=1,
+            libcudart="/nowhere", smi="simgpu-smi", only="programs", kinds="", limit=100, cycles=cycles, program_mib=8, other_gib=1,
         )  # fmt: skip
         how = mock.patch.dict(kinds.HOW, no_such_package="get it")
         with how, mock.patch.object(kinds, "KINDS", chosen), contextlib.redirect_stdout(io.StringIO()):
@@ -197,7 +197,7 @@ class Programs(unittest.TestCase):
     @unittest.skipUnless(shutil.which(os.environ.get("CC", "cc")), "no C compiler")
     def test_the_driver_program_is_right_by_itself(self):
         machine = kinds.Machine(real=False)
-        options = argparse.Namespace(work=str(self.folder), root=str(ROOT))
+        options = argparse.Namespace(work=str(self.folder), root=str(ROOT), libcudart="/nowhere")
         builder = kinds.Builder(argparse.Namespace(options=options, log=print), machine)
         self.addCleanup(builder.end)
         for name, more in (("driver", ()), ("virtual", ("--small", "5"))):

@@ -143,13 +143,17 @@ class Builder:
         self.check, self.machine = check, machine
         self.out = pathlib.Path(check.options.work) / "programs"
         self.out.mkdir(exist_ok=True)
+        # The runtime that programs find when they start. Python packages have it only under its full name.
+        runtimes = sorted(pathlib.Path(check.options.libcudart).glob("libcudart.so*"))
+        if runtimes and not (self.out / "libcudart.so").exists():
+            (self.out / "libcudart.so").symlink_to(runtimes[-1].resolve())
         self.running, self.pool = {}, concurrent.futures.ThreadPoolExecutor(8)
 
     def commands(self):
         nvcc, source = [self.machine.nvcc, "-O2"], FOLDER / "memory.cu"
         headers = pathlib.Path(self.check.options.root) / "tests" / "apps"
         return {
-            "memory_shared": [*nvcc, "-cudart", "shared", source],
+            "memory_shared": [*nvcc, "-cudart", "shared", "-L", self.out, source],
             "memory_static": [*nvcc, source],
             "memory_per_thread": [*nvcc, "--default-stream", "per-thread", source],
             "kernels.ptx": [*nvcc, "-ptx", "-x", "cu", FOLDER / "kernels.cuh"],
