@@ -653,8 +653,7 @@ class Check:
             7,
             "--json",
             figures,
-            seconds=120,
-            env=self.app_env,
+            seconds=190,
         )
         if figures.exists():
             self.overhead = json.loads(figures.read_text())
