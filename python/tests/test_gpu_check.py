@@ -5,7 +5,7 @@ runs one program after another.
 import argparse
 import ast
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -210,6 +210,22 @@ class Programs(unittest.TestCase):
             self.assertEqual((ready["bytes"], ready["differing"]), (132 << 20, 0))
             wanted = {"differing": 0, "sum_equal": True, "rewritten_differing": 0, "new_differing": 0}
             self.assertEqual(answers, [wanted, wanted])
+
+    @unittest.skipUnless(shutil.which(os.environ.get("CC", "cc")), "no C compiler")
+    def test_the_driver_without_the_library_is_the_drivers_own(self):
+        spec = importlib.util.spec_from_file_location("bench_overhead", ROOT / "scripts" / "bench-overhead.py")
+        bench = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(bench)
+        program = self.folder / "overhead_driver"
+        source = ROOT / "tests" / "apps" / "overhead_driver.c"
+        subprocess.run([os.environ.get("CC", "cc"), "-o", program, source, "-ldl"], check=True, timeout=60)
+        with mock.patch.object(bench, "DRIVER_CALLS", {call: (what, 1e9) for call, (what, _) in bench.DRIVER_CALLS.items()}):
+            rows = bench.driver_rows(str(program), 1, {"without": os.environ, "again": os.environ})
+        self.assertEqual(len(rows), 10)
+        for row in rows:
+            self.assertIn("not replaced", row["how"])
+            self.assertGreater(min(row["with"], row["without"]), 0)
+        self.assertEqual(len(bench.table(rows)), 12)
 
 
 if __name__ == "__main__":
