@@ -26,6 +26,7 @@ __all__ = [
     "NotPaused",
     "NotPreloaded",
     "PrefixCache",
+    "Registered",
     "SeveralProcesses",
     "UnknownTag",
     "Unsupported",
@@ -203,6 +204,15 @@ class Ending(Error):
     number = 15
 
 
+class Registered(Error):
+    """The pause would replace memory that another process, a network card or NCCL knows by its physical pages. Pass
+    ``registered="keep"`` to pause the rest, or ``registered="take"`` once nobody uses the registration any more.
+    """
+
+    code = "registered"
+    number = 16
+
+
 class NotPreloaded(Error):
     """The library is not preloaded in this process, so none of its memory is managed."""
 
@@ -248,6 +258,7 @@ _CLASSES: tuple[type[Error], ...] = (
     Disk,
     PrefixCache,
     Ending,
+    Registered,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

@@ -51,6 +51,8 @@ pub enum VramctlResult {
     PrefixCache = 14,
     /// The program is exiting.
     Ending = 15,
+    /// The pause would replace memory that another process, a network card or NCCL knows by its physical pages.
+    Registered = 16,
 }
 
 impl From<Kind> for VramctlResult {
@@ -71,6 +73,7 @@ impl From<Kind> for VramctlResult {
             Kind::Disk => Self::Disk,
             Kind::PrefixCache => Self::PrefixCache,
             Kind::Ending => Self::Ending,
+            Kind::Registered => Self::Registered,
         }
     }
 }

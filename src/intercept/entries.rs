@@ -8,11 +8,11 @@
 
 use crate::driver_functions;
 use crate::table::{Effect, Flavour};
-use crate::{alloc, copies, driver_originals, resolve, vmm};
+use crate::{alloc, contexts, copies, driver_originals, register, resolve, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::panic::{self, AssertUnwindSafe};
-use vramctl_core::contexts;
+use vramctl_core::contexts::note_current;
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     ContextHandle, StreamHandle,
@@ -197,7 +197,7 @@ fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnO
         }
         let answer = handler();
         if answer == code::SUCCESS && shows_the_context(effect) {
-            contexts::note_current();
+            note_current();
         }
         answer
     });

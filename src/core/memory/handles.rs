@@ -250,6 +250,15 @@ impl Memory {
         Some(answer)
     }
 
+    /// Records that the memory at an address is known by its physical pages. Nothing if it is not managed.
+    pub fn register(&self, address: CUdeviceptr, registrant: &'static str) {
+        let _shared = self.share();
+        let found = self.mapped_at(address).map(|(_, allocation)| allocation).or_else(|| self.find(address));
+        if let Some(allocation) = found {
+            allocation.contents().registrant = Some(registrant);
+        }
+    }
+
     /// Releases memory that the program neither owns nor has mapped.
     fn end_if_unused(&self, allocation: &Arc<Allocation>) {
         {

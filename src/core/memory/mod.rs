@@ -25,7 +25,7 @@ use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::PerProcess;
-use vramctl_model::{Error, Failure, Shortage, checked_tag, code};
+use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 
 /// Everything this process has under management.
 pub struct Memory {
@@ -244,6 +244,15 @@ impl Memory {
         let _ = drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
         self.drop_all(doomed);
         backup::forget_context(primary);
+    }
+
+    /// Runs a call of the program's that may end a context, between transitions, and drops what has ended with it.
+    pub fn ending_context(&self, end: impl FnOnce() -> StatusCode) -> StatusCode {
+        let _shared = self.share();
+        let answer = end();
+        let _relaxed = RelaxedCapture::enter();
+        self.drop_gone();
+        answer
     }
 
     /// Drops allocations whose context the program has reset or destroyed, as CUDA does with its own memory. Returns whether

@@ -52,8 +52,9 @@ impl Memory {
         clock: &mut Clock,
         observer: &mut dyn Observer,
     ) -> Result<(), Error> {
-        let chosen = self.choose(request)?;
+        let mut chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
+        chosen.spare_registered(request)?;
         let Chosen { all, active, .. } = chosen;
         // With nothing to pause, there is nothing to wait for.
         if active.is_empty() {
@@ -76,8 +77,9 @@ impl Memory {
     ) -> Result<Report, Error> {
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
-        let chosen = self.choose_settled(request)?;
+        let mut chosen = self.choose_settled(request)?;
         spare_prefix_cache(request, &chosen)?;
+        chosen.spare_registered(request)?;
         let Chosen { all, active: victims, paused: already } = chosen;
         if !victims.is_empty() {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
