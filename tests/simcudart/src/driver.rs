@@ -40,6 +40,13 @@ pub type Address = u64;
 /// A driver handle.
 pub type Handle = u64;
 
+/// `cudaIpcMemHandle_t` and `CUipcMemHandle`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct IpcHandle {
+    reserved: [u8; 64],
+}
+
 driver! {
     cuInit = c"cuInit", 0: (u32);
     cuDriverGetVersion = c"cuDriverGetVersion", 0: (*mut c_int);
@@ -74,6 +81,8 @@ driver! {
     cuMemHostUnregister = c"cuMemHostUnregister", 0: (Address);
     cuMemHostGetDevicePointer = c"cuMemHostGetDevicePointer", 0: (*mut Address, Address, u32);
     cuIpcGetMemHandle = c"cuIpcGetMemHandle", 0: (*mut c_void, Address);
+    cuIpcOpenMemHandle = c"cuIpcOpenMemHandle", 0: (*mut Address, IpcHandle, u32);
+    cuIpcCloseMemHandle = c"cuIpcCloseMemHandle", 0: (Address);
     cuPointerGetAttributes = c"cuPointerGetAttributes", 0: (u32, *const c_int, *const *mut c_void, Address);
     cuMemcpy = c"cuMemcpy", 0: (Address, Address, usize);
     cuMemcpyHtoD = c"cuMemcpyHtoD", 0: (Address, Address, usize);

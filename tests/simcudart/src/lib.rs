@@ -11,7 +11,7 @@ mod driver;
 mod errors;
 mod memory;
 
-use crate::driver::{Address, Handle};
+use crate::driver::{Address, Handle, IpcHandle};
 use crate::errors::{Code, Outcome};
 use device::ready;
 use memory::{Extent, Order, PitchedPointer, PointerAttributes};
@@ -76,6 +76,8 @@ runtime! {
     cudaHostGetDevicePointer(pointer: *mut Address, host: Address, flags: u32) => done((ready()?.cuMemHostGetDevicePointer)(pointer, host, flags));
     cudaPointerGetAttributes(attributes: *mut PointerAttributes, pointer: Address) => memory::attributes(attributes, pointer);
     cudaIpcGetMemHandle(handle: *mut c_void, pointer: Address) => done((ready()?.cuIpcGetMemHandle)(handle, pointer));
+    cudaIpcOpenMemHandle(pointer: *mut Address, handle: IpcHandle, flags: u32) => done((ready()?.cuIpcOpenMemHandle)(pointer, handle, flags));
+    cudaIpcCloseMemHandle(pointer: Address) => done((ready()?.cuIpcCloseMemHandle)(pointer));
     cudaMemcpy(to: Address, from: Address, bytes: usize, kind: c_int) => memory::copy(to, from, bytes, kind, Order::Now);
     cudaMemcpyAsync(to: Address, from: Address, bytes: usize, kind: c_int, stream: Handle) => memory::copy(to, from, bytes, kind, Order::Stream(stream));
     cudaMemcpyAsync_ptsz(to: Address, from: Address, bytes: usize, kind: c_int, stream: Handle) => memory::copy(to, from, bytes, kind, Order::ThreadStream(stream));

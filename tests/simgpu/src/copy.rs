@@ -9,7 +9,7 @@ use crate::driver::{State, state};
 use crate::host::{Direction, transfer};
 use crate::kernel;
 use crate::stream;
-use crate::vmm::{Piece, READ, READ_WRITE};
+use crate::vmm::{self, Piece, READ, READ_WRITE};
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -271,6 +271,7 @@ fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> 
         match found {
             // SAFETY: part of a backing that the piece keeps alive. The value is aligned, so it does not span pieces.
             Side::Device(pieces) => unsafe {
+                let _touching = vmm::touching();
                 let from = pieces.first().ok_or(ILLEGAL_ADDRESS)?;
                 std::ptr::copy_nonoverlapping(from.physical.backing.at(from.offset), bytes.as_mut_ptr(), width);
             },
@@ -287,6 +288,7 @@ fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> 
 const BOUNCE: usize = 1 << 20;
 
 fn copy(from: &Side, to: &Side, bytes: usize) -> Outcome {
+    let _touching = vmm::touching();
     match (from, to) {
         (Side::Host(from), Side::Device(pieces)) => {
             let mut from = *from;
@@ -350,6 +352,7 @@ fn copy_pieces(from: &[Piece], to: &[Piece]) {
 }
 
 fn upload(bytes: &[u8], to: &Side) -> Outcome {
+    let _touching = vmm::touching();
     let from = bytes.as_ptr();
     match to {
         Side::Device(pieces) => {
@@ -368,6 +371,7 @@ fn upload(bytes: &[u8], to: &Side) -> Outcome {
 }
 
 fn fill(to: &Side, value: u32, width: usize, count: usize) -> Outcome {
+    let _touching = vmm::touching();
     let pattern = value.to_le_bytes();
     // Addresses are aligned to the width, so no value spans two pieces.
     let write = |start: *mut u8, bytes: usize| {

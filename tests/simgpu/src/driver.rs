@@ -13,6 +13,7 @@ use crate::kernel::Modules;
 use crate::machine::Machine;
 use crate::pool::Pools;
 use crate::settings::{self, Settings};
+use crate::sharing::Opened;
 use crate::stream::{self, Streams};
 use crate::vmm::Space;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,6 +41,8 @@ pub struct State {
     pub pools: Pools,
     /// Modules and functions.
     pub modules: Modules,
+    /// Plain memory of other processes.
+    pub opened: Opened,
 }
 
 static STATE: OnceLock<Mutex<State>> = OnceLock::new();

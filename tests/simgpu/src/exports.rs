@@ -6,7 +6,7 @@ use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, Outcome};
 use crate::copy::{self, Sides};
 use crate::pool::PoolProps;
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
-use crate::{capture, context, device, driver, graph, host, kernel, memory, nvml, pool, stream, vmm};
+use crate::{capture, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
 use std::ffi::{c_char, c_int, c_void};
 
 /// What a function requires.
@@ -130,8 +130,8 @@ functions! {
     cuMemGetAccess(flags: Out<u64>, location: In<Location>, pointer: Address) Vmm Safe => vmm::get_access(flags, location, pointer);
     cuMemRetainAllocationHandle(handle: Out<Handle>, pointer: Address) Vmm Safe => vmm::retain(handle, pointer);
     cuMemGetAllocationPropertiesFromHandle(prop: Out<AllocationProp>, handle: Handle) Vmm Safe => vmm::properties(prop, handle);
-    cuMemExportToShareableHandle(_shared: *mut c_void, _handle: Handle, _kind: u32, _flags: u64) Vmm Safe => memory::sharing();
-    cuMemImportFromShareableHandle(_handle: Out<Handle>, _shared: *mut c_void, _kind: u32) Vmm Safe => memory::sharing();
+    cuMemExportToShareableHandle(shared: Out<c_int>, handle: Handle, kind: u32, flags: u64) Vmm Safe => sharing::export(shared, handle, kind, flags);
+    cuMemImportFromShareableHandle(handle: Out<Handle>, shared: usize, kind: u32) Vmm Safe => sharing::import(handle, shared, kind);
 
     // Plain memory.
     cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) Context Safe => device::memory_info(free, total);
@@ -154,9 +154,9 @@ functions! {
     cuMemGetAddressRange_v2(base: Out<Address>, bytes: Out<usize>, pointer: Address) Context Safe => memory::address_range(base, bytes, pointer);
     cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Init Safe => memory::pointer_attribute(data, attribute, pointer);
     cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Init Safe => memory::pointer_attributes(count, attributes, data, pointer);
-    cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => memory::ipc_get(handle, pointer);
-    cuIpcOpenMemHandle_v2(_pointer: Out<Address>, _handle: IpcHandle, _flags: u32) Context Safe => memory::sharing();
-    cuIpcCloseMemHandle(_pointer: Address) Context Safe => memory::sharing();
+    cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => sharing::get(handle, pointer);
+    cuIpcOpenMemHandle_v2(pointer: Out<Address>, handle: IpcHandle, flags: u32) Context Safe => sharing::open(pointer, handle, flags);
+    cuIpcCloseMemHandle(pointer: Address) Context Safe => sharing::close(pointer);
 
     // Host memory.
     cuMemHostAlloc(pointer: Out<Address>, bytes: usize, flags: u32) Context CaptureUnsafe => host::allocate(pointer, bytes, flags);

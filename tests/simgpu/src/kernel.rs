@@ -9,7 +9,7 @@ use crate::copy::Work;
 use crate::driver::{self, state};
 use crate::host;
 use crate::stream;
-use crate::vmm::{Piece, READ, READ_WRITE};
+use crate::vmm::{self, Piece, READ, READ_WRITE};
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
 use std::slice;
@@ -208,6 +208,7 @@ impl Copy {
         let pieces = self.find(context)?;
         let mut from = self.from;
         for piece in &pieces {
+            let _touching = vmm::touching();
             host::transfer(host::Direction::FromHost, piece.physical.backing.at(piece.offset), from, piece.bytes)?;
             from += piece.bytes as u64;
         }
@@ -289,6 +290,7 @@ impl Digests {
 
 /// Reads consecutive pieces.
 fn gather(pieces: &[Piece]) -> Vec<u8> {
+    let _touching = vmm::touching();
     let mut bytes = Vec::new();
     for piece in pieces {
         // SAFETY: part of a backing that the piece keeps alive.
@@ -298,6 +300,7 @@ fn gather(pieces: &[Piece]) -> Vec<u8> {
 }
 
 fn scatter(mut bytes: &[u8], pieces: &[Piece]) {
+    let _touching = vmm::touching();
     for piece in pieces {
         let (part, rest) = bytes.split_at(piece.bytes);
         // SAFETY: writes to part of a backing that the piece keeps alive.

@@ -10,6 +10,7 @@
 //! - [`device`]: devices and their attributes;
 //! - [`context`]: primary and other contexts, one current per thread, sticky errors;
 //! - [`vmm`]: reservations, physical memory, mappings and access; plain memory builds on it;
+//! - [`sharing`]: memory that several processes use;
 //! - [`memory`]: the `cuMemAlloc` family, pointer attributes; [`pool`]: memory pools;
 //! - [`host`]: pinned and registered host memory;
 //! - [`kernel`]: modules and launches of known kernels;
@@ -44,5 +45,6 @@ pub mod memory;
 pub mod nvml;
 pub mod pool;
 pub mod settings;
+pub mod sharing;
 pub mod stream;
 pub mod vmm;

@@ -5,13 +5,18 @@
 //! drops the lock when the process dies, however it dies, so a killed process releases its memory as on a real GPU. A forked
 //! child does not inherit the lock, so it owns nothing of its parent's.
 //!
+//! Memory that was shared has a place of its own. Each process that refers to it holds a read lock on the place's byte. It counts
+//! as used by whoever made it while that process refers to it, then as nobody's, until the last process has let go of it.
+//!
 //! POSIX locks are per process, and closing any descriptor of the file drops them all. So a process opens the file once and
 //! never closes it, and its threads also exclude each other with a mutex.
 
 use crate::settings::Settings;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,10 +24,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The most devices a machine can have.
 pub const MAX_DEVICES: usize = 8;
 const SLOTS: usize = 512;
+/// The most memories that processes can share at a time.
+const MEMORIES: usize = 1024;
+/// What distinguishes a shared memory's file from all others: device and inode.
+pub type Key = (u64, u64);
 const COMMAND: usize = 64;
 /// Changes with the layout of [`Shared`], so that different versions do not share a machine.
-const MAGIC: u64 = 0x7369_6d67_7075_0001;
-/// The byte that is locked while capacity is handed out; the slots' bytes follow it. Record locks apply to offsets, so the
+const MAGIC: u64 = 0x7369_6d67_7075_0002;
+/// The byte that is locked while capacity is handed out; the slots' bytes and those of shared memories follow it. Record locks apply to offsets, so the
 /// file need not have a byte there.
 const DOOR: i64 = 1 << 40;
 
@@ -36,12 +45,29 @@ struct Slot {
     command: [AtomicU8; COMMAND],
 }
 
+/// Memory that was shared with another process.
+#[repr(C)]
+struct Common {
+    /// 0: the place is free.
+    bytes: AtomicU64,
+    device: AtomicU64,
+    key: [AtomicU64; 2],
+    /// The slot and the process that count it as theirs; process 0 if none does.
+    slot: AtomicU32,
+    pid: AtomicU32,
+}
+
 #[repr(C)]
 struct Shared {
     magic: AtomicU64,
     devices: AtomicU64,
     memory: AtomicU64,
     slots: [Slot; SLOTS],
+    memories: [Common; MEMORIES],
+}
+
+fn place_of_common(place: usize) -> i64 {
+    DOOR + 1 + (SLOTS + place) as i64
 }
 
 /// A process's use of the devices, as NVML reports it.
@@ -66,6 +92,8 @@ pub struct Machine {
     slot: AtomicI64,
     /// The process that owns that slot: a forked child does not.
     owner: AtomicU32,
+    /// How often this process refers to shared memories, by place.
+    common: Mutex<BTreeMap<usize, usize>>,
 }
 
 impl std::fmt::Debug for Shared {
@@ -147,7 +175,7 @@ impl Machine {
             }
             &*address.cast::<Shared>()
         };
-        Ok(Self { file, shared, door: Mutex::new(()), slot: AtomicI64::new(-1), owner: AtomicU32::new(0) })
+        Ok(Self { file, shared, door: Mutex::new(()), slot: AtomicI64::new(-1), owner: AtomicU32::new(0), common: Mutex::default() })
     }
 
     fn checked(self) -> io::Result<Self> {
@@ -170,10 +198,112 @@ impl Machine {
 
     /// Bytes of a device in use by all processes.
     pub fn used(&self, device: usize) -> u64 {
-        self.living()
-            .map(|(_, slot)| slot.used[device].load(Ordering::Relaxed) + slot.occupied[device].load(Ordering::Relaxed))
-            .sum::<u64>()
-            .min(self.memory())
+        let of_processes: u64 =
+            self.living().map(|(_, slot)| slot.used[device].load(Ordering::Relaxed) + slot.occupied[device].load(Ordering::Relaxed)).sum();
+        let is_nobodys = |(place, memory): &(usize, &Common)| {
+            memory.bytes.load(Ordering::Relaxed) > 0
+                && memory.device.load(Ordering::Relaxed) == device as u64
+                && self.counts_it(memory).is_none()
+                && self.is_referred_to(*place)
+        };
+        let memories = self.shared.memories.iter().enumerate().filter(is_nobodys);
+        let of_nobody: u64 = memories.map(|(_, memory)| memory.bytes.load(Ordering::Relaxed)).sum();
+        (of_processes + of_nobody).min(self.memory())
+    }
+
+    /// The living process that counts a shared memory as its own.
+    fn counts_it(&self, memory: &Common) -> Option<&Slot> {
+        let (index, pid) = (memory.slot.load(Ordering::Relaxed), memory.pid.load(Ordering::Relaxed));
+        let slot = self.shared.slots.get(index as usize).filter(|slot| pid != 0 && slot.pid.load(Ordering::Acquire) == pid)?;
+        let is_alive = self.own().is_some_and(|own| std::ptr::eq(own, slot)) || self.is_locked(1 + i64::from(index));
+        is_alive.then_some(slot)
+    }
+
+    /// Whether any process refers to a shared memory.
+    fn is_referred_to(&self, place: usize) -> bool {
+        (self.own().is_some() && self.common().contains_key(&place)) || self.is_locked(1 + (SLOTS + place) as i64)
+    }
+
+    fn common(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
+        self.common.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes memory of this process, which it has taken, a shared one. Returns its place; `None` if there is no free one.
+    pub fn share(&self, key: Key, device: usize, bytes: u64) -> Option<usize> {
+        let _door = self.enter();
+        self.claim()?;
+        self.add_common(key, device, bytes)
+    }
+
+    /// Refers to a shared memory. If no process does any more, it counts as this process's from now on. `None` if there is not
+    /// enough capacity for that.
+    pub fn join_shared(&self, key: Key, device: usize, bytes: u64) -> Option<usize> {
+        let _door = self.enter();
+        let slot = self.claim()?;
+        let is_it = |memory: &Common| memory.key.each_ref().map(|part| part.load(Ordering::Relaxed)) == [key.0, key.1];
+        let mut known = self.shared.memories.iter().enumerate();
+        if let Some((place, _)) = known.find(|(place, memory)| is_it(memory) && self.is_referred_to(*place)) {
+            self.refer(place);
+            return Some(place);
+        }
+        if bytes > self.memory() - self.used(device) {
+            return None;
+        }
+        let place = self.add_common(key, device, bytes)?;
+        slot.used[device].fetch_add(bytes, Ordering::Relaxed);
+        Some(place)
+    }
+
+    /// Ends one reference to a shared memory.
+    pub fn leave_shared(&self, place: usize) {
+        // A forked child refers to nothing.
+        if self.own().is_none() {
+            return;
+        }
+        let _door = self.enter();
+        {
+            let mut common = self.common();
+            let Some(count) = common.get_mut(&place) else { return };
+            *count -= 1;
+            if *count > 0 {
+                return;
+            }
+            common.remove(&place);
+        }
+        let memory = &self.shared.memories[place];
+        if let (Some(counts), Some(own)) = (self.counts_it(memory), self.own())
+            && std::ptr::eq(counts, own)
+        {
+            own.used[memory.device.load(Ordering::Relaxed) as usize].fetch_sub(memory.bytes.load(Ordering::Relaxed), Ordering::Relaxed);
+            memory.pid.store(0, Ordering::Relaxed);
+        }
+        self.record_lock(libc::F_SETLK, libc::F_UNLCK, place_of_common(place));
+    }
+
+    fn add_common(&self, key: Key, device: usize, bytes: u64) -> Option<usize> {
+        let place = (0..MEMORIES).find(|&place| {
+            let memory = &self.shared.memories[place];
+            memory.bytes.load(Ordering::Relaxed) == 0 || !self.is_referred_to(place)
+        })?;
+        let memory = &self.shared.memories[place];
+        memory.key[0].store(key.0, Ordering::Relaxed);
+        memory.key[1].store(key.1, Ordering::Relaxed);
+        memory.device.store(device as u64, Ordering::Relaxed);
+        memory.slot.store(self.slot.load(Ordering::Relaxed) as u32, Ordering::Relaxed);
+        memory.pid.store(std::process::id(), Ordering::Relaxed);
+        self.refer(place);
+        memory.bytes.store(bytes, Ordering::Release);
+        Some(place)
+    }
+
+    fn refer(&self, place: usize) {
+        *self.common().entry(place).or_default() += 1;
+        self.record_lock(libc::F_SETLK, libc::F_RDLCK, place_of_common(place));
+    }
+
+    /// What distinguishes this machine from others.
+    pub fn identity(&self) -> Key {
+        self.file.metadata().map_or((0, 0), |metadata| (metadata.dev(), metadata.ino()))
     }
 
     /// Bytes of a device in use by this process.
@@ -240,8 +370,9 @@ impl Machine {
         if let Some(slot) = self.own() {
             return Some(slot);
         }
-        let index =
-            (0..SLOTS).find(|&index| !self.is_locked(index) && self.record_lock(libc::F_SETLK, libc::F_WRLCK, DOOR + 1 + index as i64))?;
+        let index = (0..SLOTS)
+            .find(|&index| !self.is_locked(1 + index as i64) && self.record_lock(libc::F_SETLK, libc::F_WRLCK, DOOR + 1 + index as i64))?;
+        self.common().clear();
         let slot = &self.shared.slots[index];
         for device in 0..MAX_DEVICES {
             slot.used[device].store(0, Ordering::Relaxed);
@@ -268,18 +399,18 @@ impl Machine {
         self.shared.slots.iter().enumerate().filter(move |&(index, slot)| {
             slot.pid.load(Ordering::Acquire) != 0
                 // A process cannot see its own locks, but it knows its slot.
-                && (own == Some(std::ptr::from_ref(slot)) || self.is_locked(index))
+                && (own == Some(std::ptr::from_ref(slot)) || self.is_locked(1 + index as i64))
         })
     }
 
-    /// Whether another process holds the slot's lock.
-    fn is_locked(&self, index: usize) -> bool {
+    /// Whether another process holds a lock on this byte, counted from the door's.
+    fn is_locked(&self, byte: i64) -> bool {
         // SAFETY: a flock of zeros is valid, and the call fills it.
         unsafe {
             let mut lock: libc::flock = std::mem::zeroed();
             lock.l_type = libc::F_WRLCK as _;
             lock.l_whence = libc::SEEK_SET as _;
-            lock.l_start = DOOR + 1 + index as i64;
+            lock.l_start = DOOR + byte;
             lock.l_len = 1;
             libc::fcntl(self.file.as_raw_fd(), libc::F_GETLK, &raw mut lock) == 0 && i32::from(lock.l_type) != libc::F_UNLCK
         }

@@ -1,7 +1,7 @@
 //! Plain device memory: the `cuMemAlloc` family, and pointer attributes.
 
-use crate::abi::{Address, Handle, In, IpcHandle, Out};
-use crate::codes::{INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
+use crate::abi::{Address, Handle, In, Out};
+use crate::codes::{INVALID_VALUE, NOT_FOUND, Outcome};
 use crate::context;
 use crate::copy::Work;
 use crate::driver::{State, state};
@@ -110,26 +110,6 @@ pub fn address_range(base: Out<Address>, bytes: Out<usize>, address: Address) ->
     Ok(())
 }
 
-/// `cuIpcGetMemHandle`: only for `cuMemAlloc` memory, like the driver.
-pub fn ipc_get(handle: Out<IpcHandle>, address: Address) -> Outcome {
-    let state = state();
-    match state.space.find(address) {
-        Some(range) if matches!(range.purpose, Purpose::Plain { pooled: false, .. }) => {
-            let mut reserved = [0; 64];
-            reserved[..6].copy_from_slice(b"simgpu");
-            reserved[8..16].copy_from_slice(&range.base.to_le_bytes());
-            reserved[16..20].copy_from_slice(&std::process::id().to_le_bytes());
-            handle.put(IpcHandle { reserved })
-        }
-        _ => Err(INVALID_VALUE),
-    }
-}
-
-/// Interprocess sharing is not simulated.
-pub fn sharing() -> Outcome {
-    Err(NOT_SUPPORTED)
-}
-
 /// The supported values of `CUpointer_attribute`.
 mod attribute {
     pub const CONTEXT: i32 = 1;
@@ -163,6 +143,7 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
     let (context, managed, legacy) = match device.map(|range| range.purpose) {
         Some(Purpose::Plain { context, pooled }) => (context, false, !pooled),
         Some(Purpose::Managed { context }) => (context, true, false),
+        Some(Purpose::Opened { context }) => (context, false, false),
         Some(Purpose::Virtual) | None => (0, false, false),
     };
     let (base, bytes, ordinal, id, (start, size)) = match (device, host) {
@@ -188,7 +169,7 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
         attribute::RANGE_SIZE => Wide(size as u64),
         attribute::MAPPING_SIZE => Wide(bytes as u64),
         attribute::MAPPED => Narrow(1),
-        attribute::ALLOWED_HANDLE_TYPES => Wide(0),
+        attribute::ALLOWED_HANDLE_TYPES => Wide(state.space.physical(address).map_or(0, |physical| physical.handle_types().into())),
         _ => return Err(INVALID_VALUE),
     }))
 }

@@ -3,21 +3,31 @@
 //! An address range is a real mapping of this process without access rights, so that nobody else gets the addresses and the
 //! host cannot read device memory, as on a real machine. Physical memory is another mapping, which only this library's
 //! copies and memsets touch. It is anonymous, takes host memory only where it was written to, and is not inherited by
-//! children, so releasing it really frees host memory.
+//! children, so releasing it really frees host memory. When it is shared with another process ([`crate::sharing`]), its pages
+//! move to a file in memory.
 
 use crate::abi::{AccessDesc, Address, AllocationProp, Handle, In, LOCATION_DEVICE, Location, Out};
-use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, Outcome};
+use crate::codes::{ILLEGAL_ADDRESS, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome};
 use crate::device;
 use crate::driver::{self, machine, state};
-use crate::machine::MAX_DEVICES;
+use crate::machine::{Key, MAX_DEVICES};
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 /// The minimum and recommended granularity of physical memory and mappings: 2 MiB.
 pub const GRANULARITY: usize = 2 << 20;
 const PAGE: usize = 4096;
 /// Size of a process's address space.
 const ADDRESSES: u64 = 1 << 47;
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+pub const HANDLE_TYPE_FILE: u32 = 1;
+/// `CU_MEM_HANDLE_TYPE_FABRIC`.
+const HANDLE_TYPE_FABRIC: u32 = 8;
 
 /// `CUmemAccess_flags`.
 pub const READ: u32 = 1;
@@ -29,6 +39,8 @@ pub const READ_WRITE: u32 = 3;
 pub struct Backing {
     start: *mut u8,
     space: usize,
+    /// The file that holds it, once it is shared.
+    file: OnceLock<File>,
 }
 
 // SAFETY: a plain mapping; streams order the accesses, as on a device.
@@ -57,13 +69,60 @@ impl Backing {
             }
             start.cast()
         };
-        Some(Self { start, space })
+        Some(Self { start, space, file: OnceLock::new() })
+    }
+
+    /// The memory in a file that another process has shared, or this one.
+    fn of_file(file: File) -> io::Result<Self> {
+        let space = file.metadata()?.len() as usize;
+        let start = map_file(&file, std::ptr::null_mut(), space, 0)?;
+        Ok(Self { start, space, file: OnceLock::from(file) })
+    }
+
+    /// The file that holds the memory. The first call moves the pages there, at unchanged addresses; untouched ones stay untouched.
+    fn share(&self, name: &str) -> io::Result<&File> {
+        let _nobody_touches_it = TOUCHING.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = self.file.get() {
+            return Ok(file);
+        }
+        let file = crate::sharing::memory_file(name)?;
+        file.set_len(self.space as u64)?;
+        for offset in (0..self.space).step_by(PAGE) {
+            // SAFETY: our own mapping, a whole number of pages, that nobody writes to now.
+            let page = unsafe { std::slice::from_raw_parts(self.at(offset), PAGE) };
+            if page.iter().any(|&byte| byte != 0) {
+                file.write_all_at(page, offset as u64)?;
+            }
+        }
+        map_file(&file, self.start, self.space, libc::MAP_FIXED)?;
+        Ok(self.file.get_or_init(|| file))
     }
 
     /// This library's pointer to the memory.
     pub fn at(&self, offset: usize) -> *mut u8 {
         self.start.wrapping_add(offset)
     }
+}
+
+/// Held for reading while the host touches backings, for writing while one moves.
+static TOUCHING: RwLock<()> = RwLock::new(());
+
+/// Promises to touch backings only while the guard lives. The state must not be locked meanwhile.
+pub fn touching() -> RwLockReadGuard<'static, ()> {
+    TOUCHING.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn map_file(file: &File, at: *mut u8, bytes: usize, flags: i32) -> io::Result<*mut u8> {
+    // SAFETY: a new mapping, at an address that the kernel chooses, or in place of a backing of the same size.
+    let start = unsafe {
+        let start = libc::mmap(at.cast(), bytes, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | flags, file.as_raw_fd(), 0);
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        libc::madvise(start, bytes, libc::MADV_DONTFORK);
+        start
+    };
+    Ok(start.cast())
 }
 
 impl Drop for Backing {
@@ -85,6 +144,8 @@ pub struct Physical {
     pub bytes: usize,
     charged: u64,
     prop: Option<AllocationProp>,
+    /// Once it is shared: where the machine counts it, in place of this process.
+    shared: OnceLock<usize>,
     /// Its backing.
     pub backing: Backing,
 }
@@ -97,16 +158,57 @@ impl Physical {
             machine()?.give(device, charged);
             return Err(OUT_OF_MEMORY);
         };
-        Ok(Arc::new(Self { handle, device, bytes, charged, prop, backing }))
+        Ok(Arc::new(Self { handle, device, bytes, charged, prop, shared: OnceLock::new(), backing }))
+    }
+
+    /// Memory that was shared, by another process or this one.
+    pub fn import(handle: Handle, device: usize, file: File) -> Outcome<Arc<Self>> {
+        let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
+        let bytes = metadata.len() as usize;
+        let place = machine()?.join_shared(key(&metadata), device, bytes as u64).ok_or(OUT_OF_MEMORY)?;
+        let backing = Backing::of_file(file).map_err(|_| {
+            let _ = machine().map(|machine| machine.leave_shared(place));
+            OPERATING_SYSTEM
+        })?;
+        // Driver 580 tells importers nothing of how the memory was made.
+        let location = Location { kind: LOCATION_DEVICE, id: device as i32 };
+        let prop = Some(AllocationProp { kind: 1, handle_types: 0, location, win32: std::ptr::null_mut(), flags: [0; 8] });
+        let shared = OnceLock::from(place);
+        Ok(Arc::new(Self { handle, device, bytes, charged: bytes as u64, prop, shared, backing }))
+    }
+
+    /// The types of handles that it can be exported as.
+    pub fn handle_types(&self) -> u32 {
+        self.prop.map_or(0, |prop| prop.handle_types)
+    }
+
+    /// The file that holds the memory, for another process. The state must not be locked.
+    pub fn share(&self, name: &str) -> Outcome<&File> {
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = self.backing.share(name).map_err(|_| OPERATING_SYSTEM)?;
+        let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
+        if self.shared.get().is_none() {
+            let place = machine()?.share(key(&metadata), self.device, self.charged).ok_or(OPERATING_SYSTEM)?;
+            let _ = self.shared.set(place);
+        }
+        Ok(file)
     }
 }
 
 impl Drop for Physical {
     fn drop(&mut self) {
         if let Ok(machine) = machine() {
-            machine.give(self.device, self.charged);
+            match self.shared.get() {
+                Some(place) => machine.leave_shared(*place),
+                None => machine.give(self.device, self.charged),
+            }
         }
     }
+}
+
+fn key(metadata: &std::fs::Metadata) -> Key {
+    (metadata.dev(), metadata.ino())
 }
 
 /// The purpose of a reserved range.
@@ -124,6 +226,11 @@ pub enum Purpose {
     /// An allocation of `cuMemAllocManaged`: the host may also access it.
     Managed {
         /// The context that it is freed with.
+        context: Handle,
+    },
+    /// Plain memory of another process, opened with `cuIpcOpenMemHandle`.
+    Opened {
+        /// The context that it is closed with.
         context: Handle,
     },
 }
@@ -264,7 +371,7 @@ impl Space {
 
     /// Number of live allocations of the `cuMemAlloc` family.
     pub fn plain(&self) -> usize {
-        self.reservations.len() - self.reserved()
+        self.reservations.values().filter(|range| matches!(range.purpose, Purpose::Plain { .. } | Purpose::Managed { .. })).count()
     }
 
     /// Makes a plain allocation: addresses, memory and mapping at once.
@@ -285,6 +392,37 @@ impl Space {
         Ok(address)
     }
 
+    /// Gives addresses to opened memory.
+    pub fn open(&mut self, physical: Arc<Physical>, context: Handle) -> Outcome<Address> {
+        let bytes = physical.bytes;
+        let space = bytes.next_multiple_of(PAGE);
+        let address = reserve_addresses(space, GRANULARITY, 0).ok_or(OUT_OF_MEMORY)?;
+        let purpose = Purpose::Opened { context };
+        self.reservations.insert(address, Reservation { bytes, space, purpose, id: driver::new_handle(), given_up: false });
+        self.add_mapping(address, bytes, physical, READ_WRITE);
+        Ok(address)
+    }
+
+    /// The physical memory at an address.
+    pub fn physical(&self, address: Address) -> Option<Arc<Physical>> {
+        self.mapping(address).map(|(_, mapping)| Arc::clone(&mapping.physical))
+    }
+
+    /// Whether this is the address of opened memory.
+    pub fn is_open(&self, address: Address) -> bool {
+        self.reservations.get(&address).is_some_and(|range| matches!(range.purpose, Purpose::Opened { .. }))
+    }
+
+    /// The physical memory behind a handle.
+    pub fn created_as(&self, handle: Handle) -> Option<Arc<Physical>> {
+        self.handles.get(&handle).map(|created| Arc::clone(&created.physical))
+    }
+
+    /// Adds a handle of imported memory.
+    pub fn add_handle(&mut self, physical: Arc<Physical>) {
+        self.handles.insert(physical.handle, Created { physical, references: 1 });
+    }
+
     /// Frees a plain allocation; `false` if there is none at this address.
     pub fn release_plain(&mut self, address: Address) -> bool {
         match self.reservations.get(&address) {
@@ -301,7 +439,7 @@ impl Space {
     /// The context of the plain allocation at this address, unless it is already being freed.
     pub fn owner(&self, address: Address) -> Option<Handle> {
         match self.reservations.get(&address).filter(|range| !range.given_up)?.purpose {
-            Purpose::Virtual => None,
+            Purpose::Virtual | Purpose::Opened { .. } => None,
             Purpose::Plain { context, .. } | Purpose::Managed { context } => Some(context),
         }
     }
@@ -320,7 +458,7 @@ impl Space {
             .iter()
             .filter(|(_, range)| match range.purpose {
                 Purpose::Virtual => false,
-                Purpose::Plain { context, .. } | Purpose::Managed { context } => context == ended,
+                Purpose::Plain { context, .. } | Purpose::Managed { context } | Purpose::Opened { context } => context == ended,
             })
             .map(|(&address, _)| address)
             .collect();
@@ -419,11 +557,12 @@ fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
         return Err(if prop.location.kind == 0 { INVALID_VALUE } else { NOT_SUPPORTED });
     }
     let device = driver::device(prop.location.id)?;
-    // Interprocess sharing is not simulated; the device attributes say so.
-    if prop.handle_types != 0 {
-        return Err(NOT_SUPPORTED);
+    match prop.handle_types {
+        0 | HANDLE_TYPE_FILE => Ok((prop, device)),
+        // Fabric handles need a service that this machine does not run.
+        types if types & HANDLE_TYPE_FABRIC != 0 => Err(NOT_PERMITTED),
+        _ => Err(INVALID_VALUE),
     }
-    Ok((prop, device))
 }
 
 fn access_device(location: Location) -> Outcome<usize> {

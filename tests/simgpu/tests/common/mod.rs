@@ -114,6 +114,10 @@ pub struct Access {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ipc(pub [u8; 64]);
+
+#[repr(C)]
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Process {
     pub pid: u32,
@@ -190,6 +194,11 @@ library! {
     cuMemFreeAsync(u64, u64) -> u32;
     cuMemAllocManaged(*mut u64, usize, u32) -> u32;
     cuIpcGetMemHandle(*mut [u8; 64], u64) -> u32;
+    cuIpcOpenMemHandle_v2(*mut u64, Ipc, u32) -> u32;
+    cuIpcCloseMemHandle(u64) -> u32;
+    cuMemExportToShareableHandle(*mut c_int, u64, u32, u64) -> u32;
+    cuMemImportFromShareableHandle(*mut u64, usize, u32) -> u32;
+    cuMemGetAllocationPropertiesFromHandle(*mut Prop, u64) -> u32;
     cuMemHostAlloc(*mut u64, usize, u32) -> u32;
     cuMemFreeHost(u64) -> u32;
     cuMemHostRegister_v2(u64, usize, u32) -> u32;

@@ -1,0 +1,154 @@
+//! Memory that several processes of a machine use: shareable handles of `cuMemCreate`, and `cuIpc*` for plain memory.
+//!
+//! Shared memory is in an anonymous file whose name says which machine and device it belongs to. A shareable handle is a descriptor
+//! of that file. An IPC handle names the descriptor of the process that made it, and other processes open that through `/proc`.
+
+use crate::abi::{Address, Handle, IpcHandle, Out};
+use crate::codes::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, OPERATING_SYSTEM, Outcome, UNKNOWN};
+use crate::context;
+use crate::driver::{self, machine, state};
+use crate::machine::Key;
+use crate::vmm::{HANDLE_TYPE_FILE, Physical, Purpose};
+use std::collections::BTreeMap;
+use std::ffi::{CString, c_int};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+/// Memory opened with `cuIpcOpenMemHandle`, by address, with how often it was opened.
+pub type Opened = BTreeMap<Address, (Key, usize)>;
+
+const MAGIC: &[u8; 8] = b"simgpu\0\x02";
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, without which driver 580 opens nothing.
+const LAZY: u32 = 1;
+
+/// A new file for memory.
+pub fn memory_file(name: &str) -> io::Result<File> {
+    let name = CString::new(name)?;
+    // SAFETY: a NUL-terminated name; the new descriptor is owned by the `File`.
+    unsafe {
+        let descriptor = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC);
+        if descriptor < 0 { Err(io::Error::last_os_error()) } else { Ok(File::from_raw_fd(descriptor)) }
+    }
+}
+
+/// The beginning of the names of this machine's files.
+fn prefix() -> Outcome<String> {
+    let (device, inode) = machine()?.identity();
+    Ok(format!("simgpu-{device}-{inode}-"))
+}
+
+/// The device whose memory a file holds; `None` if it is no memory of this machine.
+fn device_of(file: &File) -> Option<usize> {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+    let rest = name.to_str()?.strip_prefix(&format!("/memfd:{}", prefix().ok()?))?;
+    let device = rest.split(' ').next()?.parse().ok()?;
+    driver::device(device).ok()
+}
+
+fn name_of(physical: &Physical) -> Outcome<String> {
+    Ok(format!("{}{}", prefix()?, physical.device))
+}
+
+/// `cuMemExportToShareableHandle`.
+pub fn export(shared: Out<c_int>, handle: Handle, kind: u32, flags: u64) -> Outcome {
+    shared.required()?;
+    if kind != HANDLE_TYPE_FILE || flags != 0 {
+        return Err(INVALID_VALUE);
+    }
+    let physical =
+        state().space.created_as(handle).filter(|physical| physical.handle_types() & HANDLE_TYPE_FILE != 0).ok_or(INVALID_VALUE)?;
+    let file = physical.share(&name_of(&physical)?)?;
+    // SAFETY: touches no memory.
+    let copy = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 0) };
+    if copy < 0 { Err(OPERATING_SYSTEM) } else { shared.put(copy) }
+}
+
+/// `cuMemImportFromShareableHandle`. Each import gives a new handle. The descriptor stays the caller's.
+pub fn import(handle: Out<Handle>, shared: usize, kind: u32) -> Outcome {
+    handle.required()?;
+    if kind != HANDLE_TYPE_FILE {
+        return Err(INVALID_VALUE);
+    }
+    let descriptor = i32::try_from(shared).map_err(|_| UNKNOWN)?;
+    // SAFETY: only duplicated, which fails if it is not open.
+    let copy = unsafe { BorrowedFd::borrow_raw(descriptor) }.try_clone_to_owned();
+    let file = File::from(copy.map_err(|_| UNKNOWN)?);
+    let device = device_of(&file).ok_or(UNKNOWN)?;
+    let new = driver::new_handle();
+    let physical = Physical::import(new, device, file)?;
+    state().space.add_handle(physical);
+    handle.put(new)
+}
+
+/// `cuIpcGetMemHandle`: only for `cuMemAlloc` memory of this process. All addresses of an allocation give the same handle.
+pub fn get(handle: Out<IpcHandle>, address: Address) -> Outcome {
+    handle.required()?;
+    let physical = {
+        let state = state();
+        let range = state.space.find(address).ok_or(INVALID_VALUE)?;
+        if !matches!(range.purpose, Purpose::Plain { pooled: false, .. }) {
+            return Err(INVALID_VALUE);
+        }
+        state.space.physical(address).ok_or(INVALID_VALUE)?
+    };
+    let file = physical.share(&name_of(&physical)?)?;
+    let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
+    let mut reserved = [0; 64];
+    reserved[..8].copy_from_slice(MAGIC);
+    reserved[8..16].copy_from_slice(&metadata.dev().to_le_bytes());
+    reserved[16..24].copy_from_slice(&metadata.ino().to_le_bytes());
+    reserved[24..28].copy_from_slice(&std::process::id().to_le_bytes());
+    reserved[28..32].copy_from_slice(&file.as_raw_fd().to_le_bytes());
+    handle.put(IpcHandle { reserved })
+}
+
+/// `cuIpcOpenMemHandle`: memory that is open already has the same address again.
+pub fn open(pointer: Out<Address>, handle: IpcHandle, flags: u32) -> Outcome {
+    pointer.required()?;
+    let context = context::current()?;
+    let bytes = handle.reserved;
+    let wide = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
+    if &bytes[..8] != MAGIC || flags != LAZY {
+        return Err(INVALID_VALUE);
+    }
+    let (key, pid, descriptor) = ((wide(8), wide(16)), wide(24) as u32, (wide(24) >> 32) as u32);
+    if pid == std::process::id() {
+        return Err(INVALID_CONTEXT);
+    }
+    let mut state = state();
+    let state = &mut *state;
+    // What was open in a context that has been reset is gone.
+    state.opened.retain(|address, _| state.space.is_open(*address));
+    if let Some((address, (_, count))) = state.opened.iter_mut().find(|(_, (other, _))| *other == key) {
+        *count += 1;
+        return pointer.put(*address);
+    }
+    let file = File::options().read(true).write(true).open(format!("/proc/{pid}/fd/{descriptor}")).map_err(|_| INVALID_HANDLE)?;
+    let metadata = file.metadata().map_err(|_| INVALID_HANDLE)?;
+    if (metadata.dev(), metadata.ino()) != key {
+        return Err(INVALID_HANDLE);
+    }
+    let device = device_of(&file).ok_or(INVALID_HANDLE)?;
+    let physical: Arc<Physical> = Physical::import(0, device, file)?;
+    let address = state.space.open(physical, context.handle)?;
+    state.opened.insert(address, (key, 1));
+    pointer.put(address)
+}
+
+/// `cuIpcCloseMemHandle`: as often as it was opened.
+pub fn close(address: Address) -> Outcome {
+    let mut state = state();
+    if !state.space.is_open(address) {
+        return Err(INVALID_VALUE);
+    }
+    let (_, count) = state.opened.get_mut(&address).ok_or(INVALID_VALUE)?;
+    *count -= 1;
+    if *count == 0 {
+        state.opened.remove(&address);
+        state.space.release_plain(address);
+    }
+    Ok(())
+}
