@@ -153,6 +153,7 @@ functions! {
     cuDeviceGetMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
     cuMemGetAddressRange_v2(base: Out<Address>, bytes: Out<usize>, pointer: Address) Context Safe => memory::address_range(base, bytes, pointer);
     cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Init Safe => memory::pointer_attribute(data, attribute, pointer);
+    cuPointerSetAttribute(value: In<u32>, attribute: i32, pointer: Address) Init Safe => memory::set_pointer_attribute(value, attribute, pointer);
     cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Init Safe => memory::pointer_attributes(count, attributes, data, pointer);
     cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => sharing::get(handle, pointer);
     cuIpcOpenMemHandle_v2(pointer: Out<Address>, handle: IpcHandle, flags: u32) Context Safe => sharing::open(pointer, handle, flags);
