@@ -125,7 +125,7 @@ static int garbage(void)
 	get_v1_fn v1 = FUNCTION(get_v1_fn, dlsym(driver, "cuGetProcAddress"));
 	get_v2_fn v2 = FUNCTION(get_v2_fn, dlsym(driver, "cuGetProcAddress_v2"));
 	uint64_t state = 88172645463325252ull;
-	for (int round = 0; round < 20000; round++) {
+	for (int round = 0; round < 5000; round++) {
 		char name[64] = "";
 		uint64_t dice[8];
 		for (int i = 0; i < 8; i++) {
