@@ -59,15 +59,12 @@ pub fn is_ours(address: *const c_void) -> bool {
 pub fn is_before_us(address: *const c_void) -> bool {
     static ANCHOR: u8 = 0;
     let (wanted, mut map) = (map_of(address), map_of((&raw const ANCHOR).cast()));
-    // SAFETY: the loader's entry of this library, which is never unloaded if it is preloaded. Neither is what comes before it.
-    while !wanted.is_null()
-        && !map.is_null()
-        && let before = unsafe { (*map).previous }
-    {
-        if before == wanted {
+    while !map.is_null() && !wanted.is_null() {
+        // SAFETY: the loader's entry of this library, which is never unloaded if it is preloaded. Neither is what comes before it.
+        map = unsafe { (*map).previous };
+        if map == wanted {
             return true;
         }
-        map = before;
     }
     false
 }
