@@ -3,7 +3,7 @@
 use crate::driver_originals;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use vramctl_core::memory::Memory;
-use vramctl_driver::CUdeviceptr;
+use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
 use vramctl_model::{StatusCode, code};
 
 /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by who is about to let a network card reach the memory.
@@ -21,6 +21,31 @@ pub unsafe fn pointer_set_attribute(value: *const c_void, attribute: c_uint, poi
 pub unsafe fn handle_for_range(shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) -> StatusCode {
     let answer = unsafe { driver_originals::cuMemGetHandleForAddressRange(shared, pointer, bytes, kind, flags) };
     register(answer, pointer, "cuMemGetHandleForAddressRange");
+    answer
+}
+
+pub unsafe fn bind_multicast_address(
+    multicast: CUmemGenericAllocationHandle,
+    offset: usize,
+    pointer: CUdeviceptr,
+    bytes: usize,
+    flags: c_ulonglong,
+) -> StatusCode {
+    let answer = unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
+    register(answer, pointer, "cuMulticastBindAddr");
+    answer
+}
+
+pub unsafe fn bind_multicast_address_v2(
+    multicast: CUmemGenericAllocationHandle,
+    device: CUdevice,
+    offset: usize,
+    pointer: CUdeviceptr,
+    bytes: usize,
+    flags: c_ulonglong,
+) -> StatusCode {
+    let answer = unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
+    register(answer, pointer, "cuMulticastBindAddr");
     answer
 }
 
