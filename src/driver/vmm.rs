@@ -5,8 +5,8 @@
 
 use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
 use cudarc::driver::sys::{
-    CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType,
-    CUmemGenericAllocationHandle, CUmemLocationType, CUpointer_attribute,
+    CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType, CUmemGenericAllocationHandle,
+    CUmemLocationType, CUpointer_attribute,
 };
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -326,8 +326,7 @@ pub fn open(ranges: impl IntoIterator<Item = (Span, Arc<[Access]>)>) -> Result<(
 ///
 /// The caller must make sure that no device work uses the addresses: the driver does not wait.
 pub fn unmap(memories: &mut [&mut Physical]) -> Result<(), Failure> {
-    let mut mapped: Vec<_> =
-        memories.iter_mut().flat_map(|memory| memory.mappings.iter_mut().filter(|mapping| mapping.mapped)).collect();
+    let mut mapped: Vec<_> = memories.iter_mut().flat_map(|memory| memory.mappings.iter_mut().filter(|mapping| mapping.mapped)).collect();
     mapped.sort_unstable_by_key(|mapping| mapping.place.span.address);
     let mut rest = &mut mapped[..];
     loop {
@@ -337,7 +336,9 @@ pub fn unmap(memories: &mut [&mut Physical]) -> Result<(), Failure> {
         unsafe { Driver::get()?.cuMemUnmap(address, bytes)? };
         let neighbours = rest.iter().take_while(|mapping| mapping.place.span.address < address + bytes as u64).count();
         let (gone, others) = rest.split_at_mut(neighbours);
-        gone.iter_mut().for_each(|mapping| mapping.mapped = false);
+        for mapping in gone {
+            mapping.mapped = false;
+        }
         rest = others;
     }
 }

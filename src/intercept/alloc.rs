@@ -166,7 +166,13 @@ pub fn placement(bytes: usize, caller: Option<*const c_void>) -> Option<Placemen
 }
 
 /// As [`provide`], for the driver's functions.
-unsafe fn provide_to(caller: *const c_void, pointer: *mut *mut c_void, bytes: usize, place: Place, real: impl FnOnce() -> StatusCode) -> StatusCode {
+unsafe fn provide_to(
+    caller: *const c_void,
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    place: Place,
+    real: impl FnOnce() -> StatusCode,
+) -> StatusCode {
     // SAFETY: the caller's promises.
     unsafe { provide_as(&Driver, placement(bytes, Some(caller)), pointer, bytes, place, real) }
 }
@@ -175,7 +181,13 @@ unsafe fn provide_to(caller: *const c_void, pointer: *mut *mut c_void, bytes: us
 ///
 /// # Safety
 /// `pointer` must be null or writable.
-pub unsafe fn provide(door: &impl Door, pointer: *mut *mut c_void, bytes: usize, place: Place, real: impl FnOnce() -> StatusCode) -> StatusCode {
+pub unsafe fn provide(
+    door: &impl Door,
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    place: Place,
+    real: impl FnOnce() -> StatusCode,
+) -> StatusCode {
     // SAFETY: the caller's promise.
     unsafe { provide_as(door, placement(bytes, None), pointer, bytes, place, real) }
 }

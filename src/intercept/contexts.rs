@@ -26,6 +26,7 @@ pub unsafe fn disable_peer_access(peer: ContextHandle) -> StatusCode {
     if let Some(memory) = Memory::existing() {
         with_devices(peer, |current, other| memory.disable_peer(current.device(), other));
     }
+    // SAFETY: as above.
     unsafe { driver_originals::cuCtxDisablePeerAccess(peer) }
 }
 
@@ -37,14 +38,17 @@ fn with_devices<R>(peer: ContextHandle, then: impl FnOnce(&Current, CUdevice) ->
 }
 
 pub unsafe fn destroy(context: ContextHandle) -> StatusCode {
+    // SAFETY: as above.
     ending(|| unsafe { driver_originals::cuCtxDestroy_v2(context) })
 }
 
 pub unsafe fn reset_primary(device: CUdevice) -> StatusCode {
+    // SAFETY: as above.
     ending(|| unsafe { driver_originals::cuDevicePrimaryCtxReset_v2(device) })
 }
 
 pub unsafe fn release_primary(device: CUdevice) -> StatusCode {
+    // SAFETY: as above.
     ending(|| unsafe { driver_originals::cuDevicePrimaryCtxRelease_v2(device) })
 }
 

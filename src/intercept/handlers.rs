@@ -25,13 +25,17 @@ pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: Cuda
 pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        provide(&Runtime, pointer, bytes, Place::Stream(stream.of_per_thread_program()), || originals::cudaMallocAsync_ptsz(pointer, bytes, stream))
+        provide(&Runtime, pointer, bytes, Place::Stream(stream.of_per_thread_program()), || {
+            originals::cudaMallocAsync_ptsz(pointer, bytes, stream)
+        })
     }
 }
 
 pub unsafe fn malloc_from_pool_async(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
-    unsafe { provide(&Runtime, pointer, bytes, Place::Pool(pool, stream), || originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)) }
+    unsafe {
+        provide(&Runtime, pointer, bytes, Place::Pool(pool, stream), || originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream))
+    }
 }
 
 pub unsafe fn malloc_from_pool_async_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
@@ -89,7 +93,8 @@ pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError 
 
 pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&Runtime, pointer as u64, stream.of_per_thread_program()).unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
+    release_async(&Runtime, pointer as u64, stream.of_per_thread_program())
+        .unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
 }
 
 pub unsafe fn device_reset() -> CudaError {

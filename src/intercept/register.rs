@@ -19,6 +19,7 @@ pub unsafe fn pointer_set_attribute(value: *const c_void, attribute: c_uint, poi
 }
 
 pub unsafe fn handle_for_range(shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) -> StatusCode {
+    // SAFETY: as above.
     let answer = unsafe { driver_originals::cuMemGetHandleForAddressRange(shared, pointer, bytes, kind, flags) };
     register(answer, pointer, "cuMemGetHandleForAddressRange");
     answer
@@ -31,6 +32,7 @@ pub unsafe fn bind_multicast_address(
     bytes: usize,
     flags: c_ulonglong,
 ) -> StatusCode {
+    // SAFETY: as above.
     let answer = unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
     register(answer, pointer, "cuMulticastBindAddr");
     answer
@@ -44,6 +46,7 @@ pub unsafe fn bind_multicast_address_v2(
     bytes: usize,
     flags: c_ulonglong,
 ) -> StatusCode {
+    // SAFETY: as above.
     let answer = unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
     register(answer, pointer, "cuMulticastBindAddr");
     answer

@@ -136,7 +136,9 @@ impl Memory {
         }
         {
             let mut index = self.index_mut();
-            found.iter().for_each(|(base, _)| drop(index.remove(base)));
+            for (base, _) in &found {
+                index.remove(base);
+            }
         }
         for (base, allocation) in found {
             {
@@ -161,7 +163,9 @@ impl Memory {
         if found.iter().all(|(_, one)| !one.is_paused()) {
             let answer = real(span);
             if answer == code::SUCCESS {
-                found.iter().for_each(|(base, one)| note_access(one, *base, access));
+                for (base, one) in &found {
+                    note_access(one, *base, access);
+                }
             }
             return Some(answer);
         }

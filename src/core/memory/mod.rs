@@ -173,9 +173,11 @@ impl Memory {
 
     /// New physical memory. Leftovers of failed releases, and memory of destroyed contexts, may make a second try succeed.
     fn physical(&self, create: impl Fn() -> Result<Physical, Failure>) -> Result<Physical, Failure> {
-        create().or_else(|failure| {
-            if failure.code == code::OUT_OF_MEMORY && (driver::sweep() | self.drop_gone()) { create() } else { Err(failure) }
-        })
+        create().or_else(
+            |failure| {
+                if failure.code == code::OUT_OF_MEMORY && (driver::sweep() | self.drop_gone()) { create() } else { Err(failure) }
+            },
+        )
     }
 
     fn check_margin(&self, device: CUdevice, size: usize) -> Result<(), Error> {
@@ -291,7 +293,8 @@ impl Memory {
         let device = current.device();
         let _exclusive = self.exclude();
         let all = self.snapshot();
-        let of_other = all.iter().filter(|allocation| allocation.device == other && allocation.wanted().is_none() && !allocation.is_paused());
+        let of_other =
+            all.iter().filter(|allocation| allocation.device == other && allocation.wanted().is_none() && !allocation.is_paused());
         driver::open(of_other.flat_map(|allocation| allocation.ranges(&[Access::of_device(device)].into())))?;
         self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other), current.context());
         Ok(())

@@ -126,8 +126,7 @@ impl Memory {
         progress: &mut dyn FnMut(Progress),
         clock: &mut Clock,
     ) -> Result<Kept, Error> {
-        let kept: Vec<_> =
-            victims.iter().filter(|allocation| policy_for(request, allocation) != Backup::Discard).map(Arc::clone).collect();
+        let kept: Vec<_> = victims.iter().filter(|allocation| policy_for(request, allocation) != Backup::Discard).map(Arc::clone).collect();
         self.make_reachable(&kept)?;
         let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
         let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(request, allocation)).collect();
