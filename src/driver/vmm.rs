@@ -196,11 +196,11 @@ impl Place {
 #[derive(Debug)]
 pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
-    mappings: Vec<Mapping>,
+    mappings: Vec<Mapped>,
 }
 
 #[derive(Debug)]
-struct Mapping {
+struct Mapped {
     place: Place,
     /// Whether it is there now, or only was and is to be again.
     mapped: bool,
@@ -243,7 +243,7 @@ impl Physical {
 
     /// Records that the program has mapped the memory.
     pub fn is_mapped_at(&mut self, place: Place) {
-        self.mappings.push(Mapping { place, mapped: true });
+        self.mappings.push(Mapped { place, mapped: true });
     }
 
     /// Records that the program has unmapped the memory from `address`, or that it need not be mapped there again.
