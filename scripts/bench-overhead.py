@@ -1,6 +1,7 @@
 """The measurements behind scripts/bench-overhead, which sets everything up and runs this."""
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -10,8 +11,24 @@ import time
 
 PAIR_LIMIT_NS = 100.0
 START_LIMIT_MS = 2.0
+IMPORT_LIMIT = 0.01  # of the time without the library
 # Live managed allocations while pairs of unmanaged ones are timed.
 HELD = 256
+
+
+# What tests/apps/overhead_driver.c measures, and what more each may take, in ns.
+DRIVER_CALLS = {
+    "dlsym_cuda": ("dlsym of cuMemAlloc", None),
+    "dlsym_other": ("dlsym of getpid", None),
+    "address_alloc": ("cuGetProcAddress of cuMemAlloc", None),
+    "address_other": ("cuGetProcAddress of cuDeviceGetCount", None),
+    "alloc_free": ("cuMemAlloc + cuMemFree, 4 KiB", PAIR_LIMIT_NS),
+    "create": ("cuMemCreate, 2 MiB", None),
+    "map": ("cuMemMap, 2 MiB", None),
+    "access": ("cuMemSetAccess, 2 MiB", None),
+    "unmap": ("cuMemUnmap, 2 MiB", None),
+    "release": ("cuMemRelease, 2 MiB", None),
+}
 
 
 def environment(**changes):
@@ -27,6 +44,25 @@ def pair_ns(program, env, held):
         raise SystemExit(f"bench-overhead: {' '.join(command)}: {done.stderr.strip()}")
     figures = {word: float(first) for word, first, *_ in map(str.split, done.stdout.splitlines())}
     return figures["ns_per_pair"], figures["ns_extra"]
+
+
+def driver_ns(program, env):
+    """{call: (as found, the driver's own, more, whether both are the same function)}"""
+    done = subprocess.run([program], env=env, capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        raise SystemExit(f"bench-overhead: {program}: {done.stderr.strip()}")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {call: (*map(float, figures), same == "1") for call, *figures, same in lines}
+
+
+def run_ms(command, env):
+    """The run time of a command."""
+    start = time.perf_counter_ns()
+    done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=300)
+    taken = (time.perf_counter_ns() - start) / 1e6
+    if done.returncode != 0:
+        raise SystemExit(f"bench-overhead: {' '.join(command)}: {done.stderr.strip()[-500:]}")
+    return taken
 
 
 def start_ms(env, repeats):
@@ -96,22 +132,54 @@ def pair_rows(what, program, held, rounds, variants):
     return rows
 
 
+def driver_rows(program, rounds, variants):
+    """The driver's functions beside those that a program gets, in one process. The first variant preloads nothing: both are
+    the same there, so it shows the noise.
+    """
+    figures = in_turns(rounds, lambda env: driver_ns(program, env), variants)
+    base, *others = figures
+    rows = []
+    for call, (what, limit) in DRIVER_CALLS.items():
+        scatter = statistics.median(abs(round_[call][2]) for round_ in figures[base])
+        for name in others:
+            found, own, extra, same = zip(*(round_[call] for round_ in figures[name]))
+            how = f"{name}, beside the driver's own in one process" + (", not replaced" if all(same) else "")
+            rows.append(row(what, how, "ns", limit, list(own), list(found), list(extra), scatter))
+    return rows
+
+
+def import_rows(rounds, variants):
+    """How long it takes to import torch, where there is one."""
+    if importlib.util.find_spec("torch") is None:
+        print("bench-overhead: not measured: importing torch, which is not installed", file=sys.stderr)
+        return []
+    command = [sys.executable, "-c", "import torch"]
+    for env in variants.values():
+        run_ms(command, env)  # its files come from the disk the first time
+    figures = in_turns(rounds, lambda env: run_ms(command, env), variants)
+    base, again, *others = figures
+    scatter = statistics.median(abs(a - b) for a, b in zip(figures[again], figures[base]))
+    limit = IMPORT_LIMIT * statistics.median(figures[base])
+    return [row("import torch", name, "ms", limit, figures[base], figures[name], scatter=scatter) for name in others]
+
+
 def table(rows):
     lines = [
-        "| what | how | without | with | more | at most | |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| what | how | without | with | more | ratio | at most | |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for r in rows:
         unit = r["unit"]
         most = verdict = ""
+        ratio = f"{1 + r['extra'] / r['without']:.3f}" if r["without"] > 0 else ""
         if r["limit"] is not None:
-            most = f"{r['limit']:.0f} {unit}"
+            most = f"{r['limit']:.3g} {unit}"
             verdict = "ok" if r["ok"] else "OVER"
         if r["scatter"]:
             most += f" ± {r['scatter']:.0f}"
         lines.append(
             f"| {r['what']} | {r['how']} | {r['without']:.2f} {unit} | {r['with']:.2f} {unit} "
-            f"| {r['extra']:+.2f} {unit} | {most} | {verdict} |"
+            f"| {r['extra']:+.2f} {unit} | {ratio} | {most} | {verdict} |"
         )
     return lines
 
@@ -120,6 +188,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", required=True)
     parser.add_argument("--overhead", required=True)
+    parser.add_argument("--overhead-driver", required=True)
+    parser.add_argument("--library-path", default="")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--gpu", default="")
     parser.add_argument("--json")
@@ -152,6 +222,11 @@ def main():
             f"preloaded, VRAMCTL_TAG=default ({HELD} managed)": tagged,
         },
     )
+    rows += driver_rows(
+        options.overhead_driver,
+        options.rounds,
+        {"without": plain, "preloaded": preloaded, "preloaded, VRAMCTL_TAG=default": tagged},
+    )
     starts = in_turns(
         options.rounds,
         lambda env: start_ms(env, 20),
@@ -162,6 +237,17 @@ def main():
         row("bash -c true", name, "ms", START_LIMIT_MS, starts[base], starts[name])
         for name in others
     ]
+
+    # Torch brings its own libraries, so it gets the path from before ours was put on it.
+    bare = {"LD_LIBRARY_PATH": options.library_path}
+    rows += import_rows(
+        min(options.rounds, 5),
+        {
+            "without": {**plain, **bare},
+            "without, once more": {**plain, **bare},
+            "preloaded, VRAMCTL_TAG=default": {**tagged, **bare},
+        },
+    )
 
     print(f"GPU: {options.gpu or 'unknown'}; {os.cpu_count()} cores; {options.rounds} rounds\n")
     print("\n".join(table(rows)))

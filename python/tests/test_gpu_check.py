@@ -1,9 +1,19 @@
-"""How scripts/gpu-check parses the output of its programs, and which of our functions those use."""
+"""scripts/gpu-check without a GPU: how it parses the output of its programs, which of our functions those use, and how it
+runs one program after another.
+"""
 
+import argparse
 import ast
-import importlib
+import contextlib
+import importlib.util
+import io
+import json
+import os
 import pathlib
+import shutil
+import subprocess
 import sys
+import tempfile
 import unittest
 from unittest import mock
 
@@ -12,6 +22,7 @@ PROGRAMS = ROOT / "scripts" / "gpu-check.d"
 sys.path[:0] = [str(PROGRAMS), str(ROOT / "python/tests/fake_torch")]
 
 import check  # noqa: E402
+import kinds  # noqa: E402
 import torch  # noqa: E402
 import torch_package  # noqa: E402
 
@@ -55,6 +66,166 @@ class Package(unittest.TestCase):
                     used.add((modules[node.value.id], node.attr))
         self.assertIn(("vramctl._torch", "free"), used)
         self.assertEqual([name for name in sorted(used) if not hasattr(importlib.import_module(name[0]), name[1])], [])
+
+
+# A program like those of scripts/gpu-check.d/programs, on the simulated GPU. Its argument is what goes wrong.
+STAND_IN = """
+import ctypes, sys, time
+sys.path.append({folder!r})
+import loop
+
+ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
+cuda = ctypes.CDLL(None)
+fault = sys.argv.pop()
+
+class Memory:
+    def __init__(self, total):
+        if fault == "start":
+            raise RuntimeError("no such GPU")
+        self.at, self.bytes, self.comparisons = ctypes.c_void_p(), total, 0
+        assert cuda.cudaMalloc(ctypes.byref(self.at), ctypes.c_size_t(total)) == 0
+
+    def write(self, seed):
+        assert cuda.cudaMemset(self.at, seed % 251, ctypes.c_size_t(self.bytes)) == 0
+
+    def read(self):
+        found = ctypes.create_string_buffer(self.bytes)
+        assert cuda.cudaMemcpy(found, self.at, ctypes.c_size_t(self.bytes), 2) == 0
+        return found.raw
+
+    def differing(self, seed):
+        self.comparisons += 1
+        if fault == "hang" and self.comparisons == 4:
+            time.sleep(60)
+        if fault == "end" and self.comparisons == 4:
+            sys.exit(3)
+        return self.bytes - self.read().count(seed % 251) + (fault == "contents" and self.comparisons == 4)
+
+    def checksum(self):
+        return sum(self.read()[::4096])
+
+print("a package says hello")
+loop.serve(Memory, version="stand-in 1")
+"""
+
+
+class Programs(unittest.TestCase):
+    """The section `programs`, on a simulated machine of its own."""
+
+    def setUp(self):
+        done = contextlib.ExitStack()
+        self.addCleanup(done.close)
+        self.folder = pathlib.Path(done.enter_context(tempfile.TemporaryDirectory()))
+        self.program = self.folder / "stand_in.py"
+        self.program.write_text(STAND_IN.format(folder=str(kinds.FOLDER)))
+        (self.folder / "gpu").mkdir()
+        done.enter_context(mock.patch.dict(os.environ, SIMGPU_DIR=str(self.folder / "gpu"), SIMGPU_MEMORY="256M"))
+        for name in ("LD_PRELOAD", "PYTHONPATH"):
+            os.environ.pop(name, None)
+
+    def run_kinds(self, chosen, cycles=2):
+        """Runs the section with these kinds: the rows of its table, and the table."""
+        options = argparse.Namespace(
+            root=str(ROOT), bin=str(pathlib.Path(os.environ["VRAMCTL_LIB"]).parent), work=str(self.folder), out=str(self.folder),
+            libcudart="/nowhere", smi="simgpu-smi", only="programs", kinds="", limit=100, cycles=cycles, program_mib=8, other_gib=1,
+        )  # fmt: skip
+        how = mock.patch.dict(kinds.HOW, no_such_package="get it")
+        with how, mock.patch.object(kinds, "KINDS", chosen), contextlib.redirect_stdout(io.StringIO()):
+            run = check.Check(options)
+            run.env.pop("VRAMCTL_TAG", None)
+            try:
+                with mock.patch.object(run, "hog", return_value=None):
+                    self.assertEqual(run.run(), all(row["state"] == "ok" for row in run.programs), run.checks)
+            finally:
+                run.end_children()
+                run.log_file.close()
+        written = json.loads((self.folder / "gpu-check.json").read_text())
+        self.assertEqual(written["programs"], run.programs)
+        return {row["name"]: row for row in run.programs}, (self.folder / "gpu-check.md").read_text()
+
+    def stand_in(self, fault, **more):
+        return kinds.Kind(f"stand-in, {fault}", str(self.program), (fault,), **more)
+
+    def test_each_gets_its_verdict_and_none_stops_the_next(self):
+        rows, table = self.run_kinds(
+            {
+                "absent": kinds.Kind("absent", "absent.py", needs=("no_such_package",)),
+                "start": self.stand_in("start"),
+                "end": self.stand_in("end"),
+                "contents": self.stand_in("contents"),
+                "hang": self.stand_in("hang", seconds=2),
+                "unmanaged": self.stand_in("none", env={"VRAMCTL_MIN_BYTES": "1G"}, counted=False),
+                "good": self.stand_in("none"),
+                "more": self.stand_in("none", counted=False),
+            }
+        )
+        self.assertEqual(
+            {name: row["state"] for name, row in rows.items()},
+            {"absent": "not run", **dict.fromkeys(("start", "end", "contents", "hang", "unmanaged"), "failed"), "good": "ok", "more": "ok"},
+        )  # fmt: skip
+        for name, said in {
+            "absent": "no_such_package is missing",
+            "start": "RuntimeError: no such GPU",
+            "end": "has ended, with 3",
+            "contents": "contents differ",
+            "hang": "not done within 2 s",
+            "unmanaged": "none of its memory is managed",
+        }.items():
+            self.assertIn(said, rows[name]["problems"][0])
+        good = rows["good"]
+        self.assertEqual((good["before_mib"], good["paused_mib"], good["managed_mib"]), (8, [0, 0], [8, 8]))
+        self.assertEqual((good["equal"], len(good["pause_ms"]), good["version"]), (2, 2, "stand-in 1"))
+        self.assertEqual((rows["contents"]["equal"], len(rows["contents"]["resume_ms"])), (1, 2))
+        self.assertIn("1 of 6 and 1 of 2 more paused and resumed with equal contents", table)
+        self.assertRegex(
+            table, r"\| stand-in, none \(stand-in 1\) \| 8 MiB \| 0 MiB \| 8 \| \d+ ms \| \d+ ms \| 2/2 \| 1 GiB \| ok \|"
+        )
+
+    def test_all_kinds_are_counted_and_have_a_program(self):
+        self.assertEqual(sum(kind.counted for kind in kinds.KINDS.values()), 11)
+        self.assertEqual(set(kinds.chosen("numba,static")), {"static", "numba"})
+        with self.assertRaises(SystemExit):
+            kinds.chosen("static,statik")
+        for name, kind in kinds.KINDS.items():
+            if kind.program.endswith(".py"):
+                ast.parse((kinds.FOLDER / kind.program).read_text())
+            for need in kind.needs:
+                self.assertIn(need, kinds.HOW, name)
+        usage = (ROOT / "scripts" / "gpu-check").read_text().split("--kinds LIST")[1].split("--bin")[0]
+        self.assertEqual(set(kinds.KINDS) - set(usage.replace(",", " ").replace(".", " ").split()), set())
+
+    @unittest.skipUnless(shutil.which(os.environ.get("CC", "cc")), "no C compiler")
+    def test_the_driver_program_is_right_by_itself(self):
+        machine = kinds.Machine(real=False)
+        options = argparse.Namespace(work=str(self.folder), root=str(ROOT), libcudart="/nowhere")
+        builder = kinds.Builder(argparse.Namespace(options=options, log=print), machine)
+        self.addCleanup(builder.end)
+        for name, more in (("driver", ()), ("virtual", ("--small", "5"))):
+            command = [*builder.command(kinds.KINDS[name], 132), *more]
+            ran = subprocess.run(
+                [str(part) for part in command], input="check\ncheck\n", capture_output=True, text=True, timeout=60
+            )
+            self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
+            ready, *answers = map(json.loads, ran.stdout.splitlines())
+            self.assertEqual((ready["bytes"], ready["differing"]), (132 << 20, 0))
+            wanted = {"differing": 0, "sum_equal": True, "rewritten_differing": 0, "new_differing": 0}
+            self.assertEqual(answers, [wanted, wanted])
+
+    @unittest.skipUnless(shutil.which(os.environ.get("CC", "cc")), "no C compiler")
+    def test_the_driver_without_the_library_is_the_drivers_own(self):
+        spec = importlib.util.spec_from_file_location("bench_overhead", ROOT / "scripts" / "bench-overhead.py")
+        bench = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(bench)
+        program = self.folder / "overhead_driver"
+        source = ROOT / "tests" / "apps" / "overhead_driver.c"
+        subprocess.run([os.environ.get("CC", "cc"), "-o", program, source, "-ldl"], check=True, timeout=60)
+        with mock.patch.object(bench, "DRIVER_CALLS", {call: (what, 1e9) for call, (what, _) in bench.DRIVER_CALLS.items()}):
+            rows = bench.driver_rows(str(program), 1, {"without": os.environ, "again": os.environ})
+        self.assertEqual(len(rows), 10)
+        for row in rows:
+            self.assertIn("not replaced", row["how"])
+            self.assertGreater(min(row["with"], row["without"]), 0)
+        self.assertEqual(len(bench.table(rows)), 12)
 
 
 if __name__ == "__main__":

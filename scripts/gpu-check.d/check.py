@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 
+import kinds
+
 HERE = pathlib.Path(__file__).resolve().parent
 MIB = 1 << 20
 GIB = 1 << 30
@@ -94,7 +96,8 @@ class Child:
             preexec_fn=open_to_signals,
         )
         self.lines = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self):
         for line in self.process.stdout:
@@ -137,6 +140,11 @@ class Child:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.reader.join(1)
+        if not self.reader.is_alive():  # else a process that left the group holds the pipe
+            self.process.stdout.close()
 
 
 def kill(process):
@@ -179,7 +187,7 @@ class Check:
         self.section, self.deadline = "", Deadline(60)
         self.children = []
         self.checks, self.cycles, self.notes = [], [], []
-        self.overhead, self.demo = None, []
+        self.overhead, self.demo, self.programs = None, [], []
         sockets = pathlib.Path(options.work) / "sockets"
         sockets.mkdir(mode=0o700, exist_ok=True)
         self.env = {k: v for k, v in os.environ.items() if not k.startswith("VRAMCTL_")}
@@ -645,8 +653,7 @@ class Check:
             7,
             "--json",
             figures,
-            seconds=120,
-            env=self.app_env,
+            seconds=190,
         )
         if figures.exists():
             self.overhead = json.loads(figures.read_text())
@@ -674,7 +681,8 @@ class Check:
             "engine": (self.engine, 160),
             "waits": (self.waits, 60),
             "oom": (self.oom, 120),
-            "overhead": (self.overhead_section, 130),
+            "overhead": (self.overhead_section, 200),
+            "programs": (lambda: kinds.section(self), 540),
         }
         chosen = self.options.only.split(",")
         unknown = [name for name in chosen if name not in sections]
@@ -682,6 +690,7 @@ class Check:
             raise SystemExit(
                 f"gpu-check: no such section: {', '.join(unknown)}; there are {', '.join(sections)}"
             )
+        kinds.chosen(self.options.kinds)  # ends here if there is no such kind
         begin = time.monotonic()
         for name, (work, seconds) in sections.items():
             if name not in chosen:
@@ -747,6 +756,7 @@ class Check:
             "checks": self.checks,
             "cycles": self.cycles,
             "overhead": self.overhead,
+            "programs": self.programs,
             "demo": self.demo,
             "notes": self.notes,
         }
@@ -795,6 +805,8 @@ class Check:
                 )
         if self.overhead:
             lines += ["", *self.overhead["table"]]
+        if self.programs:
+            lines += ["", *kinds.table(self.programs)]
         if failed:
             lines += ["", "Failed:", ""]
             lines += [
@@ -808,8 +820,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("root", "bin", "work", "out", "libcudart", "smi", "only"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("gib", "other-gib", "cycles", "limit"):
+    for name in ("gib", "other-gib", "program-mib", "cycles", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--kinds", default="")
     check = Check(parser.parse_args())
     end_once()
     try:

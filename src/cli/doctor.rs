@@ -16,7 +16,7 @@ use std::{env, fs, io, mem, ptr, thread};
 use vramctl_config::{self as config, Config};
 use vramctl_control::discovery::Directory;
 use vramctl_driver as driver;
-use vramctl_host::limits;
+use vramctl_host::{limits, symbols};
 use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
@@ -121,7 +121,7 @@ fn version_of(path: &Path) -> Result<String, String> {
         return Err(unsafe { CStr::from_ptr(libc::dlerror()) }.to_string_lossy().into_owned());
     }
     // SAFETY: the library is open, and the names are NUL-terminated.
-    let symbols = NEEDED.map(|name| unsafe { libc::dlsym(library, name.as_ptr()) });
+    let symbols = NEEDED.map(|name| unsafe { symbols::dlsym(library, name) });
     if let Some((name, _)) = NEEDED.iter().zip(symbols).find(|(_, symbol)| symbol.is_null()) {
         return Err(format!("it has no {}; it is not this project's library, or is damaged", name.to_string_lossy()));
     }

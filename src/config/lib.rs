@@ -107,6 +107,8 @@ pub struct Config {
     pub prewarm: u64,
     /// `VRAMCTL_MIN_BYTES`.
     pub min_bytes: usize,
+    /// `VRAMCTL_EXCLUDE`: libraries whose allocations are left to CUDA, by the beginning of their file names.
+    pub exclude: Vec<String>,
     /// `VRAMCTL_NAME`.
     pub name: Option<String>,
     /// The directories of sockets and backups.
@@ -217,6 +219,8 @@ impl Config {
         let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
         let tag = tag.or_else(|| manages_all.then(|| DEFAULT_TAG.into()));
         let name = set("VRAMCTL_NAME");
+        let exclude = set("VRAMCTL_EXCLUDE").unwrap_or_default();
+        let exclude = exclude.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
         Self {
             tag,
             ground_backup,
@@ -229,6 +233,7 @@ impl Config {
             host_keep,
             prewarm,
             min_bytes,
+            exclude,
             name,
             directories,
             complaints,

@@ -12,8 +12,10 @@ mod vmm;
 
 pub use context::{Context, ContextHandle, Current, RelaxedCapture, Stream, StreamHandle};
 pub use copy::{Direction, Event, Lane, Mark, Pinned, PinnedBuffer, device_address};
+pub use cudarc::driver::sys::{
+    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
+};
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
-pub use cudarc::driver::sys::{CUdevice, CUdeviceptr};
 pub use kernel::{Parts, Resident};
 pub use nvml::{holders, uuid, uuid_of_index};
 pub use survey::{Gpu, Survey, survey};
@@ -22,6 +24,7 @@ pub use vmm::{
     Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, granularity, leftover_bytes, open, supports_vmm, sweep, unmap,
 };
 
+use std::ffi::c_void;
 use vramctl_model::{Failure, code};
 
 /// An allocation's location.
@@ -43,6 +46,14 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     // SAFETY: both are writable.
     unsafe { Driver::get()?.cuMemGetInfo_v2(&raw mut free, &raw mut total)? };
     Ok((free as u64, total as u64))
+}
+
+/// The pool from which a device serves stream-ordered allocations, unless the program has chosen another.
+pub fn default_pool(device: CUdevice) -> Result<*mut c_void, Failure> {
+    let mut pool = std::ptr::null_mut();
+    // SAFETY: `pool` is writable.
+    unsafe { Driver::get()?.cuDeviceGetDefaultMemPool(&raw mut pool, device)? };
+    Ok(pool)
 }
 
 /// Whether a context's device has enough free memory for the library to use a little itself without causing a shortage.

@@ -3,6 +3,7 @@
 use super::{CUdevice, Driver};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
 use std::{fs, mem, process, ptr};
+use vramctl_host::symbols;
 use vramctl_model::Holder;
 
 /// The other processes that hold memory of `device`, largest first. Empty if NVML is missing or does not report them.
@@ -45,7 +46,7 @@ impl Nvml {
         }
         // SAFETY: the types match nvml.h, and each symbol is checked for null.
         unsafe {
-            let symbol = |name: &CStr| ptr::NonNull::new(libc::dlsym(library, name.as_ptr())).map(ptr::NonNull::as_ptr);
+            let symbol = |name: &CStr| ptr::NonNull::new(symbols::dlsym(library, name)).map(ptr::NonNull::as_ptr);
             let init = mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlInit_v2")?);
             let nvml = Self {
                 shutdown: mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlShutdown")?),

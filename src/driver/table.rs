@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 };
 use once_cell::sync::OnceCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-use vramctl_host::{PerProcess, exit};
+use vramctl_host::{PerProcess, exit, symbols};
 use vramctl_model::{Failure, StatusCode, code};
 
 /// Declares the table: a field per symbol, and a method of the same name that calls it.
@@ -64,6 +64,7 @@ driver_functions! {
     cuDeviceGetName(name: *mut c_char, room: c_int, device: CUdevice);
     cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: CUdevice);
     cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
+    cuDeviceGetDefaultMemPool(pool: *mut *mut c_void, device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
 
@@ -143,7 +144,7 @@ impl Driver {
             return Err(Failure { call: "dlopen(libcuda.so.1)", code: code::NOT_FOUND });
         }
         // SAFETY: `library` is open and `name` is NUL-terminated.
-        Ok(Self::from_symbols(|name| unsafe { libc::dlsym(library, name.as_ptr()) }))
+        Ok(Self::from_symbols(|name| unsafe { symbols::dlsym(library, name) }))
     }
 }
 

@@ -251,6 +251,14 @@ impl Physical {
         self.mappings.retain(|mapping| mapping.place.span.address != address);
     }
 
+    /// Unmaps it from `address` for good. If the driver refuses, it is tried again later.
+    pub fn unmap_from(&mut self, address: CUdeviceptr) {
+        for mapping in self.mappings.extract_if(.., |mapping| mapping.place.span.address == address) {
+            let mappings = if mapping.mapped { vec![mapping.place.span] } else { Vec::new() };
+            undo(Leftover { mappings, at: mapping.place.ours.into_iter().collect(), ..Leftover::default() });
+        }
+    }
+
     /// Maps it wherever [`unmap`] has unmapped it. After an error, it may be mapped at some of the places.
     pub fn map_again(&mut self) -> Result<(), Failure> {
         for mapping in self.mappings.iter_mut().filter(|mapping| !mapping.mapped) {

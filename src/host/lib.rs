@@ -2,13 +2,15 @@
 //!
 //! What any preloaded library has to get right: its state does not survive a `fork` ([`PerProcess`]), its threads do not take
 //! the program's signals ([`worker`]), none of its work is in the driver while the program exits ([`exit`]), its descriptors
-//! are not confused with the program's ([`Held`]), and all output goes through one [`logger`]. This crate knows no CUDA.
+//! are not confused with the program's ([`Held`]), all output goes through one [`logger`], and it finds other
+//! libraries' functions past its own ([`symbols`]). This crate knows no CUDA.
 
 mod descriptor;
 pub mod exit;
 mod fork;
 pub mod limits;
 pub mod logger;
+pub mod symbols;
 pub mod worker;
 
 pub use descriptor::{Held, above_standard};

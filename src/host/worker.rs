@@ -1,6 +1,6 @@
 //! The library's threads in somebody else's process: named, with all signals blocked, and known to [`exit`].
 
-use crate::exit;
+use crate::{exit, symbols};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 use std::{io, mem, ptr};
 
@@ -61,7 +61,7 @@ pub fn step_back() {
 /// stack of fixed size.
 fn thread_overhead() -> usize {
     // SAFETY: a NUL-terminated name.
-    let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack".as_ptr()) };
+    let symbol = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack") };
     if symbol.is_null() {
         return 0;
     }

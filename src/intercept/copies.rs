@@ -5,14 +5,22 @@
 //! the first, the second's hooks are the real functions. So only the first copy in symbol lookup order is active; the others
 //! forward every call.
 
-use std::ffi::c_void;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::{mem, ptr};
 use vramctl_config as config;
+use vramctl_host::symbols;
 
 /// Whether another copy precedes this one in symbol lookup order. Checked once: copies loaded later come later in the order.
 #[inline]
 pub fn another_is_first() -> bool {
+    match KNOWN.load(Ordering::Relaxed) {
+        THIS => false,
+        OTHER => true,
+        _ => begin(),
+    }
+}
+
+/// The same for a lookup, which is not a call of CUDA: neither writes to the log nor needs memory.
+pub fn another_answers() -> bool {
     match KNOWN.load(Ordering::Relaxed) {
         UNKNOWN => look(),
         known => known == OTHER,
@@ -21,29 +29,29 @@ pub fn another_is_first() -> bool {
 
 static KNOWN: AtomicU8 = AtomicU8::new(UNKNOWN);
 const UNKNOWN: u8 = 0;
-const THIS: u8 = 1;
-const OTHER: u8 = 2;
+/// This copy is the first, and the program has called no function of CUDA yet.
+const THIS_WAITING: u8 = 1;
+const THIS: u8 = 2;
+const OTHER: u8 = 3;
+
+#[cold]
+fn begin() -> bool {
+    if another_answers() {
+        return true;
+    }
+    // This is the program's first hooked call. Report errors in the environment now: they may be why nothing is managed.
+    KNOWN.store(THIS, Ordering::Relaxed);
+    config::set_up_logger();
+    false
+}
 
 #[cold]
 fn look() -> bool {
-    // SAFETY: a NUL-terminated name.
+    // SAFETY: `RTLD_DEFAULT` needs no handle.
     // If the symbol is not global at all, this copy was opened with `RTLD_LOCAL` or linked statically, and is the only one.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"vramctl_version".as_ptr()) };
-    let mine = library_of(ptr::from_ref(&KNOWN).cast());
-    let other = !found.is_null() && library_of(found) != mine;
-    KNOWN.store(if other { OTHER } else { THIS }, Ordering::Relaxed);
-    if !other {
-        // This is the program's first hooked call. Report errors in the environment now: they may be why nothing is managed.
-        config::set_up_logger();
-    }
+    let found = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, c"vramctl_version") };
+    let other = !found.is_null() && !symbols::is_ours(found);
+    // Two threads may look at once, and one of them may have begun.
+    let _ = KNOWN.compare_exchange(UNKNOWN, if other { OTHER } else { THIS_WAITING }, Ordering::Relaxed, Ordering::Relaxed);
     other
-}
-
-/// The base address of the library that contains `address`.
-fn library_of(address: *const c_void) -> *mut c_void {
-    // SAFETY: `info` is plain data and writable.
-    unsafe {
-        let mut info: libc::Dl_info = mem::zeroed();
-        if libc::dladdr(address, &raw mut info) == 0 { ptr::null_mut() } else { info.dli_fbase }
-    }
 }

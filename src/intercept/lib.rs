@@ -1,12 +1,18 @@
-//! What the program calls: the hooked CUDA functions ([`hooks`]), the C ABI ([`abi`]) and the C functions of
-//! `torch_memory_saver` ([`tms`]).
+//! What the program calls: the hooked functions of the CUDA runtime ([`hooks`]) and of the driver ([`entries`]), the functions
+//! that tell where functions are ([`resolve`]), the C ABI ([`abi`]) and the C functions of `torch_memory_saver` ([`tms`]).
 //!
-//! Of these, only the C ABI and `torch_memory_saver`'s functions are exported symbols; the preloaded library exports the hooks.
+//! Of these, only the C ABI and `torch_memory_saver`'s functions are exported symbols; the preloaded library exports the rest.
 
 pub mod abi;
+mod alloc;
 mod copies;
+mod driver_originals;
+pub mod entries;
+mod exclude;
 mod handlers;
 pub mod hooks;
 mod real;
+pub mod resolve;
 pub mod table;
 pub mod tms;
+mod vmm;

@@ -7,6 +7,7 @@ use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use vramctl_driver::{CUdevice, Current, RelaxedCapture};
+use vramctl_host::symbols;
 use vramctl_model::code;
 
 macro_rules! originals {
@@ -18,7 +19,7 @@ macro_rules! originals {
             $(
                 #[inline]
                 pub unsafe fn $name($($argument: $type),*) -> CudaError {
-                    static SYMBOL: Symbol = Symbol::new(concat!(stringify!($name), "\0"));
+                    static SYMBOL: Symbol = Symbol::of_runtime(concat!(stringify!($name), "\0"));
                     let Some(address) = SYMBOL.address() else { return code::SHARED_OBJECT_SYMBOL_NOT_FOUND };
                     // SAFETY: the type matches the runtime's function; the arguments are the caller's.
                     unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> CudaError>(address.as_ptr())($($argument),*) }
@@ -31,7 +32,7 @@ hooked_functions!(originals);
 
 /// The runtime's current device on this thread.
 pub fn current_device() -> Option<CUdevice> {
-    static SYMBOL: Symbol = Symbol::new("cudaGetDevice\0");
+    static SYMBOL: Symbol = Symbol::of_runtime("cudaGetDevice\0");
     let address = SYMBOL.address()?;
     let mut device = 0;
     // SAFETY: the type matches the runtime's function, and `device` is writable.
@@ -41,21 +42,10 @@ pub fn current_device() -> Option<CUdevice> {
 
 /// Sets the runtime's current device on this thread. Returns whether that succeeded.
 pub fn set_device(device: CUdevice) -> bool {
-    static SYMBOL: Symbol = Symbol::new("cudaSetDevice\0");
+    static SYMBOL: Symbol = Symbol::of_runtime("cudaSetDevice\0");
     let Some(address) = SYMBOL.address() else { return false };
     // SAFETY: the type matches the runtime's function.
     unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int) -> CudaError>(address.as_ptr())(device) == code::SUCCESS }
-}
-
-/// A device's default memory pool.
-pub fn default_pool(device: CUdevice) -> Option<*mut c_void> {
-    static SYMBOL: Symbol = Symbol::new("cudaDeviceGetDefaultMemPool\0");
-    type Function = unsafe extern "C" fn(*mut *mut c_void, c_int) -> CudaError;
-    let address = SYMBOL.address()?;
-    let mut pool = ptr::null_mut();
-    // SAFETY: the type matches the runtime's function, and `pool` is writable.
-    let answer = unsafe { mem::transmute::<*mut c_void, Function>(address.as_ptr())(&raw mut pool, device) };
-    (answer == code::SUCCESS).then_some(pool)
 }
 
 /// The context in which the runtime would allocate on this thread. The runtime creates it if it does not exist yet or was reset,
@@ -78,30 +68,45 @@ pub fn leave_out_of_memory_as_last_error() {
     unsafe { originals::cudaMalloc(&raw mut never, usize::MAX >> 2) };
 }
 
-/// A function of the CUDA runtime, looked up at first use. A miss is not cached: the runtime may be loaded later.
-struct Symbol {
-    /// With its NUL.
-    name: &'static str,
+/// A function of CUDA, looked up at first use. A miss is not cached: the library may be loaded later.
+pub struct Symbol {
+    name: &'static CStr,
+    /// Where else to look for it.
+    elsewhere: fn(&CStr) -> Option<NonNull<c_void>>,
     found: AtomicPtr<c_void>,
 }
 
 impl Symbol {
-    /// `name` must end with a NUL.
-    const fn new(name: &'static str) -> Self {
-        Self { name, found: AtomicPtr::new(ptr::null_mut()) }
+    /// A function of the runtime. `name` must end with a NUL.
+    pub const fn of_runtime(name: &'static str) -> Self {
+        Self::or_from(name, in_loaded_runtime)
     }
 
-    /// The address; `None` if no runtime is loaded or it lacks the function.
+    /// A function of the driver. `name` must end with a NUL.
+    pub const fn of_driver(name: &'static str) -> Self {
+        Self::or_from(name, in_loaded_driver)
+    }
+
+    const fn or_from(name: &'static str, elsewhere: fn(&CStr) -> Option<NonNull<c_void>>) -> Self {
+        let Ok(name) = CStr::from_bytes_with_nul(name.as_bytes()) else { panic!("no NUL in a symbol") };
+        Self { name, elsewhere, found: AtomicPtr::new(ptr::null_mut()) }
+    }
+
+    /// The address; `None` if no runtime or driver is loaded or it lacks the function.
     #[inline]
-    fn address(&self) -> Option<NonNull<c_void>> {
+    pub fn address(&self) -> Option<NonNull<c_void>> {
         NonNull::new(self.found.load(Ordering::Relaxed)).or_else(|| self.look_up())
     }
 
     #[cold]
     fn look_up(&self) -> Option<NonNull<c_void>> {
-        // SAFETY: a NUL-terminated name.
-        let next = NonNull::new(unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr().cast()) });
-        let found = next.inspect(|address| keep_loaded(*address)).or_else(|| in_loaded_runtime(self.name))?;
+        // SAFETY: `RTLD_NEXT` needs no handle.
+        let next = NonNull::new(unsafe { symbols::dlsym(libc::RTLD_NEXT, self.name) });
+        let found = next.inspect(|address| keep_loaded(*address)).or_else(|| (self.elsewhere)(self.name))?;
+        // A call of ours that ended up here again would never return.
+        if symbols::is_ours(found.as_ptr()) {
+            return None;
+        }
         self.found.store(found.as_ptr(), Ordering::Relaxed);
         Some(found)
     }
@@ -120,7 +125,7 @@ fn keep_loaded(address: NonNull<c_void>) {
 }
 
 /// Looks the symbol up in a libcudart that is loaded outside the global scope, as Python's are.
-fn in_loaded_runtime(name: &str) -> Option<NonNull<c_void>> {
+fn in_loaded_runtime(name: &CStr) -> Option<NonNull<c_void>> {
     let mut path = Path { bytes: [0; libc::PATH_MAX as usize] };
     // SAFETY: the callback copies into `path`, which outlives the call.
     let found = unsafe { libc::dl_iterate_phdr(Some(note_runtime), (&raw mut path).cast()) };
@@ -131,9 +136,23 @@ fn in_loaded_runtime(name: &str) -> Option<NonNull<c_void>> {
     // address valid.
     unsafe {
         let library = libc::dlopen(path.bytes.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
-        if library.is_null() { None } else { NonNull::new(libc::dlsym(library, name.as_ptr().cast())) }
+        if library.is_null() { None } else { NonNull::new(symbols::dlsym(library, name)) }
     }
 }
+
+/// Looks the symbol up in the driver that is loaded. Another preloaded library may answer for it.
+fn in_loaded_driver(name: &CStr) -> Option<NonNull<c_void>> {
+    let dlsym = symbols::next_dlsym()?;
+    // SAFETY: NUL-terminated names. The library is loaded already, so no initialiser runs, and `RTLD_NODELETE` keeps the address
+    // valid.
+    unsafe {
+        let library = libc::dlopen(DRIVER.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
+        if library.is_null() { None } else { NonNull::new(dlsym(library, name.as_ptr())) }
+    }
+}
+
+/// The driver's name.
+pub const DRIVER: &CStr = c"libcuda.so.1";
 
 struct Path {
     bytes: [c_char; libc::PATH_MAX as usize],

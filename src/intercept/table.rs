@@ -72,3 +72,84 @@ macro_rules! hooked_functions {
         fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => handlers::ipc_get_mem_handle;
     } };
 }
+
+/// What a driver function does to memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effect {
+    /// Gives memory, or the physical part of it.
+    Allocates,
+    /// Takes it back.
+    Frees,
+    /// Decides where it is and who reaches it.
+    Maps,
+    /// Hands it to another process or device.
+    Shares,
+    /// Tells something about it.
+    Queries,
+    /// Ends a context, and with it the memory in it.
+    Ends,
+    /// Tells where functions are, these among them.
+    Resolves,
+}
+
+/// Which stream the null stream is to a driver function.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flavour {
+    /// The legacy stream, or the function takes no stream.
+    Plain,
+    /// The thread's own: the variant for programs that are built for per-thread default streams.
+    PerThread,
+}
+
+/// The table of driver functions. Each line: what the function does, its exported symbol, the name and CUDA version under which
+/// `cuGetProcAddress` knows it, its flavour, its arguments, and its handler or `forward`. Expands to `$with! { … }`.
+///
+/// The versions are those of `cudaTypedefs.h`, where each function has a type `PFN_NAME_vVERSION`. A handler takes the function's
+/// arguments and, if it allocates, the address to which the call returns.
+#[macro_export]
+macro_rules! driver_functions {
+    ($with:ident) => { $with! {
+        Allocates cuMemAlloc_v2 "cuMemAlloc" 3020 Plain (pointer: *mut CUdeviceptr, bytes: usize) => alloc::mem_alloc;
+        Allocates cuMemAllocPitch_v2 "cuMemAllocPitch" 3020 Plain (pointer: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint) => alloc::mem_alloc_pitch;
+        Allocates cuMemAllocAsync "cuMemAllocAsync" 11020 Plain (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) => alloc::mem_alloc_async;
+        Allocates cuMemAllocAsync_ptsz "cuMemAllocAsync" 11020 PerThread (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) => alloc::mem_alloc_async_ptsz;
+        Allocates cuMemAllocFromPoolAsync "cuMemAllocFromPoolAsync" 11020 Plain (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) => alloc::mem_alloc_from_pool_async;
+        Allocates cuMemAllocFromPoolAsync_ptsz "cuMemAllocFromPoolAsync" 11020 PerThread (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) => alloc::mem_alloc_from_pool_async_ptsz;
+        Allocates cuMemCreate "cuMemCreate" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: c_ulonglong) => vmm::create;
+
+        Frees cuMemFree_v2 "cuMemFree" 3020 Plain (pointer: CUdeviceptr) => alloc::mem_free;
+        Frees cuMemFreeAsync "cuMemFreeAsync" 11020 Plain (pointer: CUdeviceptr, stream: StreamHandle) => alloc::mem_free_async;
+        Frees cuMemFreeAsync_ptsz "cuMemFreeAsync" 11020 PerThread (pointer: CUdeviceptr, stream: StreamHandle) => alloc::mem_free_async_ptsz;
+        Frees cuMemRelease "cuMemRelease" 10020 Plain (handle: CUmemGenericAllocationHandle) => vmm::release;
+
+        Maps cuMemAddressReserve "cuMemAddressReserve" 10020 Plain (pointer: *mut CUdeviceptr, bytes: usize, alignment: usize, hint: CUdeviceptr, flags: c_ulonglong) => forward;
+        Maps cuMemAddressFree "cuMemAddressFree" 10020 Plain (pointer: CUdeviceptr, bytes: usize) => vmm::address_free;
+        Maps cuMemMap "cuMemMap" 10020 Plain (pointer: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong) => vmm::map;
+        Maps cuMemUnmap "cuMemUnmap" 10020 Plain (pointer: CUdeviceptr, bytes: usize) => vmm::unmap;
+        Maps cuMemSetAccess "cuMemSetAccess" 10020 Plain (pointer: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize) => vmm::set_access;
+        Maps cuMemMapArrayAsync "cuMemMapArrayAsync" 11010 Plain (list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) => vmm::map_array;
+        Maps cuMemMapArrayAsync_ptsz "cuMemMapArrayAsync" 11010 PerThread (list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) => vmm::map_array_ptsz;
+        Maps cuMulticastBindMem "cuMulticastBindMem" 12010 Plain (multicast: CUmemGenericAllocationHandle, multicast_offset: usize, handle: CUmemGenericAllocationHandle, offset: usize, bytes: usize, flags: c_ulonglong) => vmm::bind_multicast;
+        Maps cuMulticastBindMem_v2 "cuMulticastBindMem" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, handle: CUmemGenericAllocationHandle, offset: usize, bytes: usize, flags: c_ulonglong) => vmm::bind_multicast_v2;
+
+        Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong) => vmm::export;
+        Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => forward;
+        Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) => forward;
+        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => forward;
+        Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) => forward;
+        Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => forward;
+        Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => forward;
+
+        Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) => vmm::get_access;
+        Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => forward;
+        Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;
+        Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain (properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle) => vmm::properties_of;
+
+        Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) => forward;
+        Ends cuDevicePrimaryCtxReset_v2 "cuDevicePrimaryCtxReset" 11000 Plain (device: CUdevice) => forward;
+        Ends cuDevicePrimaryCtxRelease_v2 "cuDevicePrimaryCtxRelease" 11000 Plain (device: CUdevice) => forward;
+
+        Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) => resolve::get_proc_address;
+        Resolves cuGetProcAddress_v2 "cuGetProcAddress" 12000 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong, status: *mut c_uint) => resolve::get_proc_address_v2;
+    } };
+}

@@ -7,22 +7,43 @@
 //!
 //! This crate only exports the symbols; `docs/design.md` describes the code behind them.
 
-use std::ffi::{c_int, c_uint, c_void};
-use vramctl_intercept::hooks;
-use vramctl_intercept::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
+use std::arch::naked_asm;
+use vramctl_intercept::{entries, hooks, resolve};
 
-macro_rules! exports {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => { $(
-        $(#[$doc])*
+/// An exported name: a jump to the function behind it, which sees the call as the program made it, its return address included.
+macro_rules! export {
+    ($name:ident, $to:path) => {
+        /// See the function behind it.
         ///
         /// # Safety
-        /// As the CUDA runtime's function of this name.
+        /// As the function of this name that programs expect.
+        #[allow(non_snake_case)]
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
-            // SAFETY: the arguments are passed on unchanged.
-            unsafe { hooks::$name($($argument),*) }
+        #[unsafe(naked)]
+        pub unsafe extern "C" fn $name() {
+            #[cfg(target_arch = "x86_64")]
+            naked_asm!("jmp {to}", to = sym $to);
+            #[cfg(target_arch = "aarch64")]
+            naked_asm!("b {to}", to = sym $to);
         }
-    )* };
+    };
 }
 
-vramctl_intercept::hooked_functions!(exports);
+macro_rules! runtime {
+    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => { $( export!($name, hooks::$name); )* };
+}
+vramctl_intercept::hooked_functions!(runtime);
+
+macro_rules! driver {
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt => $($handler:ident)::+;)*) => {
+        $( export!($symbol, entries::$symbol); )*
+    };
+}
+vramctl_intercept::driver_functions!(driver);
+
+export!(dlsym, resolve::dlsym);
+export!(dlvsym, resolve::dlvsym);
+export!(cudaGetDriverEntryPoint, resolve::cudaGetDriverEntryPoint);
+export!(cudaGetDriverEntryPoint_ptsz, resolve::cudaGetDriverEntryPoint_ptsz);
+export!(cudaGetDriverEntryPointByVersion, resolve::cudaGetDriverEntryPointByVersion);
+export!(cudaGetDriverEntryPointByVersion_ptsz, resolve::cudaGetDriverEntryPointByVersion_ptsz);

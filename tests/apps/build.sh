@@ -4,8 +4,8 @@ set -euo pipefail
 
 usage() {
 	cat <<'HELP'
-Builds the sample programs of tests/apps: engine, engine_regions, hog, overhead, odd,
-and copies engine.py beside them.
+Builds the sample programs of tests/apps: engine, engine_regions, hog, overhead,
+overhead_driver, odd, and copies engine.py beside them.
 
 usage: tests/apps/build.sh OUTDIR [LIBDIR]
 
@@ -16,7 +16,7 @@ usage: tests/apps/build.sh OUTDIR [LIBDIR]
            then the linker's own search path.
 
 Needs a C compiler ($CC, else cc), but no CUDA toolkit and no GPU: the prototypes
-are in cudart.h. Programs contain no path of the library and find libcudart at
+are in cudart.h and cudadriver.h. Programs contain no path of the library and find libcudart at
 start like any other program, through ldconfig or LD_LIBRARY_PATH.
 HELP
 }
@@ -94,6 +94,7 @@ compile engine engine.c engine_core.c pattern.c
 compile engine_regions engine_regions.c engine_core.c pattern.c
 compile hog hog.c pattern.c
 compile overhead overhead.c
+compile overhead_driver overhead_driver.c
 compile odd odd.c
 install -m 755 "$source_dir/engine.py" "$work/engine.py"
 mv -f "$work"/* "$out"/

@@ -208,6 +208,17 @@ impl Allocation {
         Ok(contents.memory.is_some())
     }
 
+    /// Takes back what [`make_reachable`](Self::make_reachable) has added.
+    pub fn make_unreachable(&self) {
+        let mut contents = self.contents();
+        let added: Vec<_> = contents.mappings.extract_if(.., |mapping| mapping.access.is_none()).collect();
+        for mapping in &added {
+            if let Some(memory) = &mut contents.memory {
+                memory.unmap_from(mapping.address());
+            }
+        }
+    }
+
     /// The addresses and who may use them. `usual`: the device and its peers.
     pub fn ranges(&self, usual: &Arc<[Access]>) -> Vec<(Span, Arc<[Access]>)> {
         let access = |mapping: &Mapping| Arc::clone(mapping.access.as_ref().unwrap_or(usual));

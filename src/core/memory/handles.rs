@@ -269,9 +269,10 @@ impl Memory {
     /// Gives paused or active memory addresses for copies, where the program has mapped it nowhere with full access.
     pub(crate) fn make_reachable(&self, allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
         for allocation in allocations {
-            let is_there = allocation.make_reachable()?;
-            if is_there {
-                self.open([&**allocation])?;
+            let added = allocation.make_reachable()?;
+            if added && let Err(failure) = self.open([&**allocation]) {
+                allocation.make_unreachable();
+                return Err(failure);
             }
         }
         Ok(())

@@ -1,0 +1,28 @@
+//! The driver's functions behind the entries in [`entries`](crate::entries): what the program would have called.
+//!
+//! They are those of the next library in lookup order, which may be another preloaded one, else those of the `libcuda.so.1` that
+//! is loaded, as the next `dlsym` tells them. A missing one returns [`code::NOT_FOUND`].
+
+use crate::driver_functions;
+use crate::real::Symbol;
+use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::mem;
+use vramctl_driver::{
+    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
+    ContextHandle, StreamHandle,
+};
+use vramctl_model::{StatusCode, code};
+
+macro_rules! originals {
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident ($($argument:ident: $type:ty),*) => $($handler:ident)::+;)*) => { $(
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        #[inline]
+        pub unsafe fn $symbol($($argument: $type),*) -> StatusCode {
+            static SYMBOL: Symbol = Symbol::of_driver(concat!(stringify!($symbol), "\0"));
+            let Some(address) = SYMBOL.address() else { return code::NOT_FOUND };
+            // SAFETY: the type matches the driver's function; the arguments are the caller's.
+            unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> StatusCode>(address.as_ptr())($($argument),*) }
+        }
+    )* };
+}
+driver_functions!(originals);

@@ -1,0 +1,211 @@
+//! The functions that the program calls instead of the driver's, generated from the table `driver_functions!`.
+//!
+//! However a program reaches the driver, it ends up here: by linking it, through `dlsym`, or through the functions that tell where
+//! functions are ([`resolve`]). An entry calls its handler or, where the table says `forward`, the original.
+//!
+//! Entries that allocate also tell their handler where the call came from: whose memory it is. A Rust function cannot see that, so
+//! they are a few instructions in front of one.
+
+use crate::driver_functions;
+use crate::table::{Effect, Flavour};
+use crate::{alloc, copies, driver_originals, resolve, vmm};
+use std::arch::naked_asm;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::panic::{self, AssertUnwindSafe};
+use vramctl_core::contexts;
+use vramctl_driver::{
+    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
+    ContextHandle, StreamHandle,
+};
+use vramctl_model::{StatusCode, code};
+
+/// A line of the table.
+#[derive(Debug)]
+pub struct DriverFunction {
+    /// What it does.
+    pub effect: Effect,
+    /// Its symbol.
+    pub symbol: &'static CStr,
+    /// The name under which `cuGetProcAddress` knows it.
+    pub name: &'static str,
+    /// The CUDA version that introduced it.
+    pub version: c_int,
+    /// Its flavour.
+    pub flavour: Flavour,
+    /// The number of its arguments.
+    pub arguments: usize,
+    /// What the program gets instead of it.
+    pub entry: *const c_void,
+}
+
+// SAFETY: a function's address is the same for all threads.
+unsafe impl Sync for DriverFunction {}
+
+/// The line of a symbol.
+pub fn of_symbol(symbol: &CStr) -> Option<&'static DriverFunction> {
+    FUNCTIONS.iter().find(|function| function.symbol == symbol)
+}
+
+macro_rules! entries {
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt => $($handler:ident)::+;)*) => {
+        $( entry! { $effect $symbol $arguments } )*
+
+        /// The Rust functions behind the entries.
+        #[allow(non_snake_case, clippy::too_many_arguments, clippy::wildcard_imports)]
+        mod guarded {
+            use super::*;
+            $( guard! { $effect $symbol $arguments ($($handler)::+) } )*
+        }
+
+        /// The table.
+        pub static FUNCTIONS: &[DriverFunction] = &[$( DriverFunction {
+            effect: Effect::$effect,
+            symbol: symbol(concat!(stringify!($symbol), "\0")),
+            name: $name,
+            version: $version,
+            flavour: Flavour::$flavour,
+            arguments: count! $arguments,
+            entry: $symbol as *const c_void,
+        } ),*];
+    };
+}
+
+/// An exported function.
+macro_rules! entry {
+    (Allocates $symbol:ident ($($argument:ident: $type:ty),*)) => {
+        /// The driver's function of this name.
+        ///
+        /// # Safety
+        /// As the driver's.
+        #[allow(non_snake_case)]
+        #[unsafe(naked)]
+        pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
+            naked_asm!(pass_caller!($($argument)*), jump!(), to = sym guarded::$symbol)
+        }
+    };
+    ($effect:ident $symbol:ident ($($argument:ident: $type:ty),*)) => {
+        /// The driver's function of this name.
+        ///
+        /// # Safety
+        /// As the driver's.
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
+            // SAFETY: the arguments are passed on unchanged.
+            unsafe { guarded::$symbol($($argument),*) }
+        }
+    };
+}
+
+/// Puts the address to which the call returns behind the arguments, the last of which is in the register before.
+#[cfg(target_arch = "x86_64")]
+macro_rules! pass_caller {
+    ($a:ident $b:ident) => {
+        "mov rdx, [rsp]"
+    };
+    ($a:ident $b:ident $c:ident) => {
+        "mov rcx, [rsp]"
+    };
+    ($a:ident $b:ident $c:ident $d:ident) => {
+        "mov r8, [rsp]"
+    };
+    ($a:ident $b:ident $c:ident $d:ident $e:ident) => {
+        "mov r9, [rsp]"
+    };
+}
+#[cfg(target_arch = "x86_64")]
+macro_rules! jump {
+    () => {
+        "jmp {to}"
+    };
+}
+#[cfg(target_arch = "aarch64")]
+macro_rules! pass_caller {
+    ($a:ident $b:ident) => {
+        "mov x2, x30"
+    };
+    ($a:ident $b:ident $c:ident) => {
+        "mov x3, x30"
+    };
+    ($a:ident $b:ident $c:ident $d:ident) => {
+        "mov x4, x30"
+    };
+    ($a:ident $b:ident $c:ident $d:ident $e:ident) => {
+        "mov x5, x30"
+    };
+}
+#[cfg(target_arch = "aarch64")]
+macro_rules! jump {
+    () => {
+        "b {to}"
+    };
+}
+
+/// The Rust function behind an entry.
+macro_rules! guard {
+    (Resolves $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
+        pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
+            // SAFETY: the arguments are passed on unchanged.
+            panic::catch_unwind(|| unsafe { handle!($handler $symbol($($argument),*)) }).unwrap_or(code::UNKNOWN)
+        }
+    };
+    (Allocates $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
+        pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
+            // SAFETY: the arguments are passed on unchanged.
+            unsafe {
+                call(Effect::Allocates, || driver_originals::$symbol($($argument),*), || handle!($handler $symbol($($argument),*) caller))
+            }
+        }
+    };
+    ($effect:ident $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
+        pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
+            // SAFETY: the arguments are passed on unchanged.
+            unsafe { call(Effect::$effect, || driver_originals::$symbol($($argument),*), || handle!($handler $symbol($($argument),*))) }
+        }
+    };
+}
+
+/// Calls the handler or, for `forward`, the original.
+macro_rules! handle {
+    ((forward) $symbol:ident($($argument:ident),*) $caller:ident) => {{
+        let _ = $caller;
+        driver_originals::$symbol($($argument),*)
+    }};
+    ((forward) $symbol:ident($($argument:ident),*)) => { driver_originals::$symbol($($argument),*) };
+    (($($handler:ident)::+) $symbol:ident($($argument:ident),*) $caller:ident) => { $($handler)::+($($argument,)* $caller) };
+    (($($handler:ident)::+) $symbol:ident($($argument:ident),*)) => { $($handler)::+($($argument),*) };
+}
+
+macro_rules! count {
+    ($($argument:ident: $type:ty),*) => { [$(stringify!($argument)),*].len() };
+}
+
+const fn symbol(name: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(name.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => panic!("no NUL in a symbol"),
+    }
+}
+
+driver_functions!(entries);
+
+/// Runs a handler. A panic must not unwind into the program: the call fails instead.
+#[inline]
+fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnOnce() -> StatusCode) -> StatusCode {
+    let guarded = AssertUnwindSafe(|| {
+        if copies::another_is_first() {
+            return original();
+        }
+        let answer = handler();
+        if answer == code::SUCCESS && shows_the_context(effect) {
+            contexts::note_current();
+        }
+        answer
+    });
+    panic::catch_unwind(guarded).unwrap_or(code::UNKNOWN)
+}
+
+/// Whether the current context of such a call is one in which the program works with memory. Queries tell nothing new, and after
+/// the end of a context the driver still calls a dead one current.
+fn shows_the_context(effect: Effect) -> bool {
+    matches!(effect, Effect::Allocates | Effect::Frees | Effect::Maps | Effect::Shares)
+}

@@ -1,0 +1,340 @@
+//! The functions that tell where functions are: `dlsym` and `dlvsym`, the driver's `cuGetProcAddress` and the runtime's
+//! `cudaGetDriverEntryPoint`. Where a program is told a function of the driver that has an entry ([`entries`]), it is told the
+//! entry instead.
+//!
+//! The real function is always asked first. Only what it has found is replaced, and only if it is exactly the function that the
+//! entry stands for. Nothing is remembered between lookups, and no lookup is widened. Nothing here allocates or takes a lock of
+//! ours: a lookup may come from anywhere, a constructor or an allocator included.
+//!
+//! What `RTLD_NEXT` and `RTLD_DEFAULT` mean depends on who asks. So [`dlsym`] does not call the real one for the program but jumps
+//! there, which leaves the program's return address in place.
+
+use crate::entries::{self, DriverFunction, FUNCTIONS};
+use crate::real::{DRIVER, Symbol};
+use crate::table::{CudaError, Flavour};
+use crate::{copies, driver_originals};
+use std::arch::naked_asm;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::{mem, panic, ptr};
+use vramctl_host::symbols::{self, Loaded};
+use vramctl_model::{StatusCode, code};
+
+/// The names of this module's functions that are exported beside the entries.
+pub const RESOLVERS: [&str; 6] = [
+    "dlsym",
+    "dlvsym",
+    "cudaGetDriverEntryPoint",
+    "cudaGetDriverEntryPoint_ptsz",
+    "cudaGetDriverEntryPointByVersion",
+    "cudaGetDriverEntryPointByVersion_ptsz",
+];
+
+/// What becomes of a lookup. Returned in two registers.
+#[repr(C)]
+struct Ruling {
+    /// The answer, if there is nowhere to go.
+    answer: *mut c_void,
+    /// The real function, where the lookup goes on as if nothing had been in its way; or null.
+    onward: *mut c_void,
+}
+
+impl Ruling {
+    fn answer(answer: *mut c_void) -> Self {
+        Self { answer, onward: ptr::null_mut() }
+    }
+
+    fn onward(real: *mut c_void) -> Self {
+        Self { answer: ptr::null_mut(), onward: real }
+    }
+}
+
+/// `dlsym`.
+///
+/// # Safety
+/// As the C library's.
+#[unsafe(naked)]
+pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    #[cfg(target_arch = "x86_64")]
+    naked_asm!(
+        ".cfi_startproc",
+        "push rdi",
+        ".cfi_adjust_cfa_offset 8",
+        "push rsi",
+        ".cfi_adjust_cfa_offset 8",
+        // Aligns the stack.
+        "push rdx",
+        ".cfi_adjust_cfa_offset 8",
+        "call {judge}",
+        "mov r11, rdx",
+        "pop rdx",
+        ".cfi_adjust_cfa_offset -8",
+        "pop rsi",
+        ".cfi_adjust_cfa_offset -8",
+        "pop rdi",
+        ".cfi_adjust_cfa_offset -8",
+        "test r11, r11",
+        "jz 2f",
+        "jmp r11",
+        "2: ret",
+        ".cfi_endproc",
+        judge = sym judge_dlsym,
+    );
+    #[cfg(target_arch = "aarch64")]
+    naked_asm!(
+        ".cfi_startproc",
+        "stp x29, x30, [sp, #-32]!",
+        ".cfi_def_cfa_offset 32",
+        ".cfi_offset 29, -32",
+        ".cfi_offset 30, -24",
+        "stp x0, x1, [sp, #16]",
+        "bl {judge}",
+        "cbz x1, 2f",
+        "mov x16, x1",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x29, x30, [sp], #32",
+        "br x16",
+        "2: ldp x29, x30, [sp], #32",
+        "ret",
+        ".cfi_endproc",
+        judge = sym judge_dlsym,
+    );
+}
+
+/// `dlvsym`.
+///
+/// # Safety
+/// As the C library's.
+#[unsafe(naked)]
+pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void {
+    #[cfg(target_arch = "x86_64")]
+    naked_asm!(
+        ".cfi_startproc",
+        // Who asks.
+        "mov rcx, [rsp]",
+        "push rdi",
+        ".cfi_adjust_cfa_offset 8",
+        "push rsi",
+        ".cfi_adjust_cfa_offset 8",
+        "push rdx",
+        ".cfi_adjust_cfa_offset 8",
+        "call {judge}",
+        "mov r11, rdx",
+        "pop rdx",
+        ".cfi_adjust_cfa_offset -8",
+        "pop rsi",
+        ".cfi_adjust_cfa_offset -8",
+        "pop rdi",
+        ".cfi_adjust_cfa_offset -8",
+        "test r11, r11",
+        "jz 2f",
+        "jmp r11",
+        "2: ret",
+        ".cfi_endproc",
+        judge = sym judge_dlvsym,
+    );
+    #[cfg(target_arch = "aarch64")]
+    naked_asm!(
+        ".cfi_startproc",
+        "stp x29, x30, [sp, #-48]!",
+        ".cfi_def_cfa_offset 48",
+        ".cfi_offset 29, -48",
+        ".cfi_offset 30, -40",
+        "stp x0, x1, [sp, #16]",
+        "str x2, [sp, #32]",
+        // Who asks.
+        "mov x3, x30",
+        "bl {judge}",
+        "cbz x1, 2f",
+        "mov x16, x1",
+        "ldp x0, x1, [sp, #16]",
+        "ldr x2, [sp, #32]",
+        "ldp x29, x30, [sp], #48",
+        "br x16",
+        "2: ldp x29, x30, [sp], #48",
+        "ret",
+        ".cfi_endproc",
+        judge = sym judge_dlvsym,
+    );
+}
+
+unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char) -> Ruling {
+    // Without a real function there is nothing to find.
+    let Some(real) = symbols::next_dlsym() else { return Ruling::answer(ptr::null_mut()) };
+    let onward = real as *mut c_void;
+    panic::catch_unwind(|| {
+        // SAFETY: the program promises that the name is null or NUL-terminated.
+        let Some(function) = (unsafe { function_named(name) }) else { return Ruling::onward(onward) };
+        // SAFETY: the program's promises about the handle.
+        unsafe { judge(function, handle, onward, |handle| real(handle, name)) }
+    })
+    .unwrap_or(Ruling::onward(onward))
+}
+
+unsafe extern "C" fn judge_dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char, caller: *const c_void) -> Ruling {
+    let Some(real) = symbols::next_dlvsym() else { return Ruling::answer(ptr::null_mut()) };
+    let onward = real as *mut c_void;
+    panic::catch_unwind(|| {
+        // SAFETY: as in `judge_dlsym`.
+        if let Some(own) = unsafe { own_lookup(handle, name, caller) } {
+            return Ruling::answer(own);
+        }
+        // SAFETY: as above.
+        let Some(function) = (unsafe { function_named(name) }) else { return Ruling::onward(onward) };
+        // SAFETY: as above.
+        unsafe { judge(function, handle, onward, |handle| real(handle, name, version)) }
+    })
+    .unwrap_or(Ruling::onward(onward))
+}
+
+/// Another preloaded library finds the `dlsym` behind its own by asking `dlvsym` for the C library's version of it. Our `dlsym` has
+/// no version, so it would be passed over. A library behind this one must not find it: each would go on with the other's, for ever.
+unsafe fn own_lookup(handle: *mut c_void, name: *const c_char, caller: *const c_void) -> Option<*mut c_void> {
+    if handle != libc::RTLD_NEXT || name.is_null() || copies::another_answers() {
+        return None;
+    }
+    // SAFETY: NUL-terminated by the caller's promise.
+    let own = match unsafe { CStr::from_ptr(name) }.to_bytes() {
+        b"dlsym" => dlsym as *mut c_void,
+        b"dlvsym" => dlvsym as *mut c_void,
+        _ => return None,
+    };
+    symbols::is_before_us(caller).then_some(own)
+}
+
+/// The driver's function of this name that has an entry.
+unsafe fn function_named(name: *const c_char) -> Option<&'static DriverFunction> {
+    if name.is_null() {
+        return None;
+    }
+    // SAFETY: NUL-terminated by the caller's promise, so each byte may be read if the ones before are not zero.
+    unsafe {
+        let driver = *name == b'c' as c_char && *name.add(1) == b'u' as c_char && (*name.add(2) as u8).is_ascii_uppercase();
+        if driver { entries::of_symbol(CStr::from_ptr(name)) } else { None }
+    }
+}
+
+/// Judges the lookup of a function of the table.
+unsafe fn judge(function: &DriverFunction, handle: *mut c_void, onward: *mut c_void, real: impl Fn(*mut c_void) -> *mut c_void) -> Ruling {
+    if handle == libc::RTLD_NEXT || copies::another_answers() {
+        return Ruling::onward(onward);
+    }
+    let driver = Loaded::named(DRIVER);
+    if handle == libc::RTLD_DEFAULT && driver.is_some() {
+        return Ruling::onward(onward);
+    }
+    let found = real(handle);
+    match driver {
+        // The error that the real function left stays as it is.
+        _ if found.is_null() && handle != libc::RTLD_DEFAULT => Ruling::answer(found),
+        // The driver's own, through whatever handle; or what somebody else puts in its place.
+        // SAFETY: the lookup succeeded, so the handle is open.
+        Some(driver) if driver.symbol(function.symbol) == Some(found) || unsafe { driver.is_behind(handle) } => {
+            Ruling::answer(function.entry.cast_mut())
+        }
+        // Our own export, in a process without a driver: programs look for one this way. This lookup fails in its place, and leaves
+        // the error for `dlerror`.
+        // SAFETY: `RTLD_NEXT` needs no handle.
+        None if symbols::is_ours(found) && unsafe { symbols::dlsym(libc::RTLD_NEXT, function.symbol) }.is_null() => {
+            Ruling::answer(ptr::null_mut())
+        }
+        _ if handle == libc::RTLD_DEFAULT => Ruling::onward(onward),
+        _ => Ruling::answer(found),
+    }
+}
+
+/// The handler of `cuGetProcAddress`.
+pub(crate) unsafe fn get_proc_address(name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) -> StatusCode {
+    // SAFETY: the arguments are passed on unchanged; the program promises that the pointers are valid.
+    unsafe {
+        let answer = driver_originals::cuGetProcAddress(name, function, version, flags);
+        replace_if(answer == code::SUCCESS, name, function);
+        answer
+    }
+}
+
+/// The handler of `cuGetProcAddress_v2`.
+pub(crate) unsafe fn get_proc_address_v2(
+    name: *const c_char,
+    function: *mut *mut c_void,
+    version: c_int,
+    flags: c_ulonglong,
+    status: *mut c_uint,
+) -> StatusCode {
+    // SAFETY: as in `get_proc_address`.
+    unsafe {
+        let answer = driver_originals::cuGetProcAddress_v2(name, function, version, flags, status);
+        replace_if(answer == code::SUCCESS, name, function);
+        answer
+    }
+}
+
+/// Declares the runtime's functions that tell where the driver's functions are. Their last argument came with CUDA 12; before, it
+/// is a register that nobody reads.
+macro_rules! runtime_resolvers {
+    ($($name:ident($function_name:ident: $name_type:ty, $function:ident: $function_type:ty $(, $argument:ident: $type:ty)*);)*) => { $(
+        /// The runtime's function of this name.
+        ///
+        /// # Safety
+        /// As the runtime's.
+        #[allow(non_snake_case)]
+        pub unsafe extern "C" fn $name($function_name: $name_type, $function: $function_type $(, $argument: $type)*) -> CudaError {
+            static SYMBOL: Symbol = Symbol::of_runtime(concat!(stringify!($name), "\0"));
+            type Real = unsafe extern "C" fn($name_type, $function_type $(, $type)*) -> CudaError;
+            panic::catch_unwind(|| {
+                let Some(address) = SYMBOL.address() else { return code::SHARED_OBJECT_SYMBOL_NOT_FOUND };
+                // SAFETY: the type matches the runtime's function; the program promises that the pointers are valid.
+                unsafe {
+                    let answer = mem::transmute::<*mut c_void, Real>(address.as_ptr())($function_name, $function $(, $argument)*);
+                    replace_if(answer == code::SUCCESS, $function_name, $function);
+                    answer
+                }
+            })
+            .unwrap_or(code::UNKNOWN)
+        }
+    )* };
+}
+
+runtime_resolvers! {
+    cudaGetDriverEntryPoint(name: *const c_char, function: *mut *mut c_void, flags: c_ulonglong, status: *mut c_uint);
+    cudaGetDriverEntryPoint_ptsz(name: *const c_char, function: *mut *mut c_void, flags: c_ulonglong, status: *mut c_uint);
+    cudaGetDriverEntryPointByVersion(name: *const c_char, function: *mut *mut c_void, version: c_uint, flags: c_ulonglong, status: *mut c_uint);
+    cudaGetDriverEntryPointByVersion_ptsz(name: *const c_char, function: *mut *mut c_void, version: c_uint, flags: c_ulonglong, status: *mut c_uint);
+}
+
+/// Replaces a function that the driver has told by its entry, if it has one.
+///
+/// Which variant of a name it is follows from the version and the flags that were asked for, in ways that newer drivers add to. So
+/// the driver is asked: an entry takes the place of what the driver tells for exactly its own version and flavour.
+unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void) {
+    if !told || name.is_null() || function.is_null() || copies::another_answers() {
+        return;
+    }
+    // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
+    unsafe {
+        let (name, found) = (CStr::from_ptr(name), *function);
+        if found.is_null() || symbols::is_ours(found) {
+            return;
+        }
+        let mut same = FUNCTIONS.iter().filter(|line| line.name.as_bytes() == name.to_bytes());
+        if let Some(line) = same.find(|line| told_for(name, line) == found) {
+            *function = line.entry.cast_mut();
+        }
+    }
+}
+
+/// What the driver tells for a line of the table.
+unsafe fn told_for(name: &CStr, line: &DriverFunction) -> *mut c_void {
+    /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 0 is the default.
+    const PER_THREAD: c_ulonglong = 2;
+    let (mut found, mut status) = (ptr::null_mut(), 0);
+    let flags = if line.flavour == Flavour::PerThread { PER_THREAD } else { 0 };
+    // SAFETY: the name is NUL-terminated, and both outputs are writable.
+    unsafe {
+        // Before CUDA 12 there is only the first.
+        match driver_originals::cuGetProcAddress_v2(name.as_ptr(), &raw mut found, line.version, flags, &raw mut status) {
+            code::NOT_FOUND => driver_originals::cuGetProcAddress(name.as_ptr(), &raw mut found, line.version, flags),
+            answer => answer,
+        };
+    }
+    found
+}

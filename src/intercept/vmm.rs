@@ -1,0 +1,225 @@
+//! Memory that the program manages itself: `cuMemCreate`, `cuMemMap` and their kin. What the library has no part in goes to the
+//! real function.
+
+use crate::alloc::{leave, managed, placement};
+use crate::driver_originals;
+use std::ffi::{c_uint, c_ulonglong, c_void};
+use std::{ptr, slice};
+use vramctl_core::memory::{Memory, is_ours};
+use vramctl_driver::{
+    Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation, Current,
+    Location, Properties, StreamHandle,
+};
+use vramctl_model::{Span, StatusCode, code};
+
+type Handle = CUmemGenericAllocationHandle;
+
+pub unsafe fn create(
+    handle: *mut Handle,
+    bytes: usize,
+    properties: *const CUmemAllocationProp,
+    flags: c_ulonglong,
+    caller: *const c_void,
+) -> StatusCode {
+    let real = || {
+        // SAFETY: here and below, the real function gets the arguments unchanged.
+        leave(|| unsafe { driver_originals::cuMemCreate(handle, bytes, properties, flags) })
+    };
+    // SAFETY: the program promises that a non-null pointer points to CUDA's structure, which `Properties` has the layout of.
+    let wanted = unsafe { properties.cast::<Properties>().as_ref() };
+    let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return real() };
+    let Some(device) = wanted.device() else { return real() };
+    let Some(policy) = placement(bytes, Some(caller)) else { return real() };
+    let Some(current) = context_on(device) else { return real() };
+    let tag = policy.tag.clone();
+    match managed(&current, &tag, Memory::get().create(policy, wanted, bytes, &current), bytes) {
+        None => real(),
+        Some(Ok(made)) => {
+            // SAFETY: not null, and writable by the program's promise.
+            unsafe { handle.write(made) };
+            code::SUCCESS
+        }
+        Some(Err(error)) => error,
+    }
+}
+
+/// A context of a device, for copies: the thread's current one, or the primary one. Creating memory needs none, so there may be
+/// none yet.
+fn context_on(device: CUdevice) -> Option<Current> {
+    let current = Current::of_thread().ok().flatten().filter(|current| current.device() == device);
+    current.or_else(|| Current::push(Current::primary_of(device).ok()??).ok())
+}
+
+pub unsafe fn release(handle: Handle) -> StatusCode {
+    existing(|memory| memory.release_handle(handle)).unwrap_or_else(|| unsafe { driver_originals::cuMemRelease(handle) })
+}
+
+pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Handle, flags: c_ulonglong) -> StatusCode {
+    let real = |handle| {
+        // SAFETY: as above, but for the handle, for which the driver gets its own.
+        unsafe { driver_originals::cuMemMap(address, bytes, offset, handle, flags) }
+    };
+    existing(|memory| memory.map(Span { address, bytes }, offset, handle, real)).unwrap_or_else(|| real(handle))
+}
+
+pub unsafe fn unmap(address: CUdeviceptr, bytes: usize) -> StatusCode {
+    let real = || unsafe { driver_originals::cuMemUnmap(address, bytes) };
+    existing(|memory| memory.unmap(Span { address, bytes }, real)).unwrap_or_else(real)
+}
+
+pub unsafe fn set_access(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize) -> StatusCode {
+    let real = |span: Span| {
+        // SAFETY: as above; a part of a range is a range.
+        unsafe { driver_originals::cuMemSetAccess(span.address, span.bytes, access, count) }
+    };
+    let all = Span { address, bytes };
+    if access.is_null() || count == 0 || count > MOST_LOCATIONS {
+        return real(all);
+    }
+    // SAFETY: the program promises `count` of CUDA's structures, which `Access` has the layout of.
+    let listed = unsafe { slice::from_raw_parts(access.cast::<Access>(), count) };
+    existing(|memory| memory.set_access(all, listed, real)).unwrap_or_else(|| real(all))
+}
+
+/// More than there are locations. The real function rejects such a count.
+const MOST_LOCATIONS: usize = 4096;
+
+pub unsafe fn get_access(flags: *mut c_ulonglong, location: *const CUmemLocation, address: CUdeviceptr) -> StatusCode {
+    // SAFETY: the program promises that a non-null pointer points to CUDA's structure, which `Location` has the layout of.
+    let asked = unsafe { location.cast::<Location>().as_ref() };
+    let paused = asked.filter(|_| !flags.is_null()).and_then(|asked| existing(|memory| memory.access_of_paused(address, *asked)));
+    match paused {
+        // SAFETY: not null, and writable by the program's promise.
+        Some(answer) => unsafe {
+            flags.write(answer);
+            code::SUCCESS
+        },
+        None => unsafe { driver_originals::cuMemGetAccess(flags, location, address) },
+    }
+}
+
+pub unsafe fn address_free(address: CUdeviceptr, bytes: usize) -> StatusCode {
+    existing(|memory| memory.keeps_addresses(Span { address, bytes }))
+        .unwrap_or_else(|| unsafe { driver_originals::cuMemAddressFree(address, bytes) })
+}
+
+pub unsafe fn retain_handle(handle: *mut Handle, address: *mut c_void) -> StatusCode {
+    let found = if handle.is_null() { None } else { existing(|memory| memory.retain_handle(address as CUdeviceptr)) };
+    // SAFETY: not null, and writable by the program's promise.
+    answer_with(handle, found).unwrap_or_else(|| unsafe { driver_originals::cuMemRetainAllocationHandle(handle, address) })
+}
+
+pub unsafe fn properties_of(properties: *mut CUmemAllocationProp, handle: Handle) -> StatusCode {
+    let found = if properties.is_null() { None } else { existing(|memory| memory.properties_of(handle)) };
+    answer_with(properties.cast::<Properties>(), found)
+        .unwrap_or_else(|| unsafe { driver_originals::cuMemGetAllocationPropertiesFromHandle(properties, handle) })
+}
+
+/// Writes a value for the program, if there is an answer. `to` must be null or writable.
+fn answer_with<T>(to: *mut T, found: Option<Result<T, StatusCode>>) -> Option<StatusCode> {
+    found.map(|found| match found {
+        Ok(value) if !to.is_null() => {
+            // SAFETY: not null, and writable by the program's promise.
+            unsafe { to.write(value) };
+            code::SUCCESS
+        }
+        Ok(_) => code::INVALID_VALUE,
+        Err(error) => error,
+    })
+}
+
+pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c_ulonglong) -> StatusCode {
+    let real = |handle| {
+        // SAFETY: as above, but for the handle, for which the driver gets its own.
+        unsafe { driver_originals::cuMemExportToShareableHandle(shared, handle, kind, flags) }
+    };
+    existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", real)).unwrap_or_else(|| real(handle))
+}
+
+pub unsafe fn bind_multicast(
+    multicast: Handle,
+    multicast_offset: usize,
+    handle: Handle,
+    offset: usize,
+    bytes: usize,
+    flags: c_ulonglong,
+) -> StatusCode {
+    let real = |handle| {
+        // SAFETY: as in `export`.
+        unsafe { driver_originals::cuMulticastBindMem(multicast, multicast_offset, handle, offset, bytes, flags) }
+    };
+    existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle))
+}
+
+pub unsafe fn bind_multicast_v2(
+    multicast: Handle,
+    device: CUdevice,
+    multicast_offset: usize,
+    handle: Handle,
+    offset: usize,
+    bytes: usize,
+    flags: c_ulonglong,
+) -> StatusCode {
+    let real = |handle| {
+        // SAFETY: as in `export`.
+        unsafe { driver_originals::cuMulticastBindMem_v2(multicast, device, multicast_offset, handle, offset, bytes, flags) }
+    };
+    existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle))
+}
+
+pub unsafe fn map_array(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {
+    // SAFETY: the program's promise; the real function gets the list, with the driver's handles in it.
+    unsafe { with_real_handles(list, count, || driver_originals::cuMemMapArrayAsync(list, count, stream)) }
+}
+
+pub unsafe fn map_array_ptsz(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {
+    // SAFETY: as in `map_array`.
+    unsafe { with_real_handles(list, count, || driver_originals::cuMemMapArrayAsync_ptsz(list, count, stream)) }
+}
+
+/// Puts the driver's handles into a list of the program's for the duration of a call.
+///
+/// # Safety
+/// `list` must be null or point to `count` elements.
+unsafe fn with_real_handles(list: *mut CUarrayMapInfo, count: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    if list.is_null() {
+        return real();
+    }
+    let mut before = Vec::new();
+    for at in 0..count as usize {
+        // SAFETY: the caller's promise. The handle is eight bytes whatever the union holds; the element stays untyped, because
+        // the program may use values that are newer than this library.
+        let place = unsafe { ptr::addr_of_mut!((*list.add(at)).memHandle).cast::<Handle>() };
+        // SAFETY: as above.
+        let handle = unsafe { place.read_unaligned() };
+        if !is_ours(handle) {
+            continue;
+        }
+        let put = |own| {
+            // SAFETY: as above.
+            unsafe { place.write_unaligned(own) };
+            code::SUCCESS
+        };
+        let answer = existing(|memory| memory.share_handle(handle, "cuMemMapArrayAsync", put)).unwrap_or(code::INVALID_VALUE);
+        if answer != code::SUCCESS {
+            restore(&before);
+            return answer;
+        }
+        before.push((place, handle));
+    }
+    let answer = real();
+    restore(&before);
+    answer
+}
+
+fn restore(before: &[(*mut Handle, Handle)]) {
+    for (place, handle) in before {
+        // SAFETY: elements of the program's list, as in `with_real_handles`.
+        unsafe { place.write_unaligned(*handle) };
+    }
+}
+
+/// Asks the registry, if there is one yet.
+fn existing<T>(ask: impl FnOnce(&'static Memory) -> Option<T>) -> Option<T> {
+    Memory::existing().and_then(ask)
+}

@@ -1,0 +1,468 @@
+//! Programs that manage virtual memory themselves, and programs that use the driver's functions: what they have is paused and
+//! resumed as memory of `cudaMalloc` is, and the driver's handles come and go without their noticing.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{DEVICE_BYTES, DEVICES, Gpu, MIB, Stream, malloc_tagged, pattern, pause, read, resume, state, write};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::ptr;
+use vramctl_core::memory::{Memory, is_ours, region};
+use vramctl_intercept::entries;
+use vramctl_model::{Backup, TagState};
+
+const PAGE: usize = 2 * MIB;
+
+/// `CUmemAllocationProp` of plain memory on a device.
+fn properties(device: i32) -> [u32; 8] {
+    [1, 0, 1, device as u32, 0, 0, 0, 0]
+}
+
+fn create(tag: &str, backup: Option<Backup>, bytes: usize) -> Result<u64, u32> {
+    create_on(0, tag, backup, bytes)
+}
+
+fn create_on(device: i32, tag: &str, backup: Option<Backup>, bytes: usize) -> Result<u64, u32> {
+    let (mut handle, wanted) = (0, properties(device));
+    region::begin(Some(tag), backup).unwrap();
+    let code = unsafe { entries::cuMemCreate(&raw mut handle, bytes, wanted.as_ptr().cast(), 0) };
+    region::end().unwrap();
+    if code == 0 { Ok(handle) } else { Err(code) }
+}
+
+/// Addresses that the program reserves.
+struct Reserved(u64, usize);
+
+impl Reserved {
+    fn new(bytes: usize) -> Self {
+        let mut base = 0;
+        assert_eq!(unsafe { entries::cuMemAddressReserve(&raw mut base, bytes, 0, 0, 0) }, 0);
+        Self(base, bytes)
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        let freed = unsafe { entries::cuMemAddressFree(self.0, self.1) };
+        assert!(freed == 0 || std::thread::panicking(), "something is still mapped there");
+    }
+}
+
+fn map(address: u64, bytes: usize, handle: u64) -> u32 {
+    unsafe { entries::cuMemMap(address, bytes, 0, handle, 0) }
+}
+
+fn unmap(address: u64, bytes: usize) -> u32 {
+    unsafe { entries::cuMemUnmap(address, bytes) }
+}
+
+fn open(address: u64, bytes: usize) -> u32 {
+    allow(address, bytes, 0, 3)
+}
+
+fn allow(address: u64, bytes: usize, device: i32, flags: u32) -> u32 {
+    let access = [1, device as u32, flags];
+    unsafe { entries::cuMemSetAccess(address, bytes, access.as_ptr().cast(), 1) }
+}
+
+fn access(address: u64, device: i32) -> Result<u64, u32> {
+    let (mut flags, location) = (9, [1, device as u32]);
+    match unsafe { entries::cuMemGetAccess(&raw mut flags, location.as_ptr().cast(), address) } {
+        0 => Ok(flags),
+        code => Err(code),
+    }
+}
+
+fn release(handle: u64) -> u32 {
+    unsafe { entries::cuMemRelease(handle) }
+}
+
+fn retain(address: u64) -> Result<u64, u32> {
+    let mut handle = 0;
+    match unsafe { entries::cuMemRetainAllocationHandle(&raw mut handle, ptr::without_provenance_mut(address as usize)) } {
+        0 => Ok(handle),
+        code => Err(code),
+    }
+}
+
+/// Beyond what an idle device has in use: nothing here takes memory of the second one.
+fn pages_in_use(gpu: &Gpu) -> u64 {
+    (gpu.used(0) - gpu.used(1)) / PAGE as u64
+}
+
+/// The life of a handle with two mappings, as an allocator that grows a segment has it.
+#[test]
+fn a_handle_with_two_mappings_comes_back_at_both() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let place = Reserved::new(4 * PAGE);
+    let handle = create("own", None, PAGE).unwrap();
+    assert!(is_ours(handle));
+    assert_eq!((map(place.0, PAGE, handle), map(place.0 + 2 * PAGE as u64, PAGE, handle)), (0, 0));
+    assert_eq!((open(place.0, PAGE), allow(place.0 + 2 * PAGE as u64, PAGE, 0, 1)), (0, 0));
+    let bytes = pattern(1, PAGE);
+    assert_eq!(write(place.0, &bytes), 0);
+    let used = gpu.used(0);
+
+    for cycle in 0..3 {
+        let report = pause(&["own"]).unwrap();
+        assert_eq!((report.bytes, gpu.used(0)), (PAGE as u64, used - PAGE as u64), "cycle {cycle}");
+        assert_eq!(state("own"), Some(TagState::Paused));
+        assert_eq!((access(place.0, 0), access(place.0 + 2 * PAGE as u64, 0), access(place.0, 1)), (Ok(3), Ok(1), Ok(0)));
+        resume(&["own"]).unwrap();
+        assert_eq!(read(place.0, PAGE), Ok(bytes.clone()), "cycle {cycle}");
+        assert_eq!(read(place.0 + 2 * PAGE as u64, PAGE), Ok(bytes.clone()), "cycle {cycle}: the second mapping");
+        assert_ne!(write(place.0 + 2 * PAGE as u64, &bytes), 0, "cycle {cycle}: that mapping is read-only");
+    }
+
+    assert_eq!(release(handle), 0);
+    assert_eq!(read(place.0, PAGE), Ok(bytes), "mapped memory outlives its handle");
+    assert_eq!(unmap(place.0, 4 * PAGE), 0, "one call for both mappings and the holes");
+    drop(place);
+    assert_eq!(gpu.footprint().without_streams(), before.without_streams());
+}
+
+/// What a program does to its mappings while the memory is away must be so when it is back.
+#[test]
+fn what_the_program_changes_while_paused_is_so_after_the_resume() {
+    let gpu = Gpu::take();
+    let place = Reserved::new(8 * PAGE);
+    let at = |page: u64| place.0 + page * PAGE as u64;
+    let (kept, gone) = (create("own", None, PAGE).unwrap(), create("own", None, PAGE).unwrap());
+    assert_eq!((map(at(0), PAGE, kept), map(at(1), PAGE, gone), open(at(0), 2 * PAGE)), (0, 0, 0));
+    let bytes = pattern(2, PAGE);
+    assert_eq!(write(at(0), &bytes), 0);
+    pause(&["own"]).unwrap();
+
+    assert_eq!((map(at(4), PAGE, kept), open(at(4), PAGE)), (0, 0));
+    assert_eq!(unmap(at(0), PAGE), 0);
+    assert_eq!((release(gone), unmap(at(1), PAGE)), (0, 0));
+    assert_eq!(map(at(4), PAGE, kept), 1, "taken");
+    assert_eq!(unsafe { entries::cuMemMap(at(5), PAGE / 2, 0, kept, 0) }, 801, "a part of a handle");
+    assert_eq!(unsafe { entries::cuMemAddressFree(place.0, place.1) }, 1, "something is mapped there");
+    assert_eq!(release(gone), 1, "released already");
+    let fresh = create("own", None, PAGE).unwrap();
+    assert_eq!((map(at(6), PAGE, fresh), open(at(6), PAGE)), (0, 0), "the program goes on allocating");
+    assert_eq!(open(at(4), 2 * PAGE), 0, "a range that ends in a hole, as far as it is mapped");
+
+    resume(&["own"]).unwrap();
+    assert_eq!(read(at(4), PAGE), Ok(bytes));
+    assert_ne!(read(at(0), PAGE).unwrap_or_default(), pattern(2, PAGE), "unmapped while paused");
+    assert_eq!((release(kept), release(fresh), unmap(place.0, place.1)), (0, 0, 0));
+    assert_eq!(pages_in_use(&gpu), 0);
+}
+
+/// A handle that is mapped nowhere, or only for reading, has contents too.
+#[test]
+fn contents_without_addresses_are_kept() {
+    let gpu = Gpu::take();
+    let place = Reserved::new(2 * PAGE);
+    let handle = create("own", None, 2 * PAGE).unwrap();
+    let bytes = pattern(3, 2 * PAGE);
+    assert_eq!((map(place.0, 2 * PAGE, handle), open(place.0, 2 * PAGE), write(place.0, &bytes)), (0, 0, 0));
+    assert_eq!(unmap(place.0, 2 * PAGE), 0);
+    for _ in 0..2 {
+        pause(&["own"]).unwrap();
+        assert_eq!(pages_in_use(&gpu), 0);
+        resume(&["own"]).unwrap();
+        assert_eq!((map(place.0, 2 * PAGE, handle), open(place.0, 2 * PAGE)), (0, 0));
+        assert_eq!(read(place.0, 2 * PAGE), Ok(bytes.clone()));
+        // From here on for reading alone.
+        assert_eq!(allow(place.0, 2 * PAGE, 0, 1), 0);
+        pause(&["own"]).unwrap();
+        resume(&["own"]).unwrap();
+        assert_eq!(read(place.0, 2 * PAGE), Ok(bytes.clone()));
+        assert_eq!(unmap(place.0, 2 * PAGE), 0);
+    }
+    assert_eq!(release(handle), 0);
+    assert_eq!((pages_in_use(&gpu), Memory::get().status().tags.len()), (0, 0));
+}
+
+#[test]
+fn discarded_memory_comes_back_empty_and_short_memory_is_reported() {
+    let gpu = Gpu::take();
+    let bytes = DEVICE_BYTES / 2;
+    let place = Reserved::new(bytes);
+    let handle = create("scratch", Some(Backup::Discard), bytes).unwrap();
+    assert_eq!((map(place.0, bytes, handle), open(place.0, bytes), write(place.0, &pattern(4, PAGE))), (0, 0, 0));
+    pause(&["scratch"]).unwrap();
+    gpu.occupy(0, DEVICE_BYTES - PAGE);
+    assert!(resume(&["scratch"]).is_err(), "no room");
+    assert_eq!(create("scratch", None, 2 * PAGE), Err(2), "out of memory");
+    gpu.occupy(0, 0);
+    resume(&["scratch"]).unwrap();
+    assert_eq!(read(place.0, PAGE), Ok(vec![0; PAGE]));
+    assert_eq!((unmap(place.0, bytes), release(handle)), (0, 0));
+}
+
+/// Programs decide by these queries what memory is, so the answers must agree, paused or not.
+#[test]
+fn the_queries_agree() {
+    let gpu = Gpu::take();
+    let place = Reserved::new(PAGE);
+    let handle = create_on(0, "own", None, PAGE).unwrap();
+    assert_eq!((map(place.0, PAGE, handle), open(place.0, PAGE)), (0, 0));
+    let plain = malloc_tagged("plain", None, PAGE).unwrap();
+    let foreign = {
+        let (mut handle, wanted) = (0, properties(0));
+        assert_eq!(unsafe { entries::cuMemCreate(&raw mut handle, PAGE, wanted.as_ptr().cast(), 0) }, 0);
+        handle
+    };
+    assert!(!is_ours(foreign), "no region, no tag: left to CUDA");
+    for paused in [false, true] {
+        if paused {
+            pause(&[]).unwrap();
+        }
+        let mut told = [9_u32; 8];
+        assert_eq!(unsafe { entries::cuMemGetAllocationPropertiesFromHandle(told.as_mut_ptr().cast(), handle) }, 0);
+        assert_eq!(told, properties(0));
+        assert_eq!(unsafe { entries::cuMemGetAllocationPropertiesFromHandle(told.as_mut_ptr().cast(), foreign) }, 0);
+        assert_eq!(retain(place.0 + 5), Ok(handle));
+        assert_eq!(release(handle), 0);
+        assert_eq!(retain(plain), Err(1), "memory of cudaMalloc has no handle");
+        for unknown in [handle + 1000, 0] {
+            assert_eq!(unsafe { entries::cuMemGetAllocationPropertiesFromHandle(told.as_mut_ptr().cast(), unknown) }, 1);
+            assert_eq!((release(unknown), map(place.0, PAGE, unknown)), (1, 1));
+        }
+        assert_eq!(unsafe { entries::cuMemRetainAllocationHandle(ptr::null_mut(), ptr::null_mut()) }, 1);
+    }
+    resume(&[]).unwrap();
+    assert_eq!((unmap(place.0, PAGE), release(handle), release(foreign), common::free(plain)), (0, 0, 0, 0));
+    assert_eq!(pages_in_use(&gpu), 0);
+}
+
+/// Access for other devices is part of what comes back.
+#[test]
+fn access_of_other_devices_is_given_again() {
+    let _gpu = Gpu::take();
+    let place = Reserved::new(PAGE);
+    let handle = create("own", None, PAGE).unwrap();
+    assert_eq!((map(place.0, PAGE, handle), open(place.0, PAGE), allow(place.0, PAGE, 1, 3)), (0, 0, 0));
+    pause(&["own"]).unwrap();
+    resume(&["own"]).unwrap();
+    assert_eq!((access(place.0, 0), access(place.0, 1)), (Ok(3), Ok(3)));
+    assert_eq!((unmap(place.0, PAGE), release(handle)), (0, 0));
+}
+
+/// The driver's own names of `cudaMalloc` and its kin.
+#[test]
+fn the_drivers_allocations_are_managed_too() {
+    let gpu = Gpu::take();
+    let stream = Stream::create();
+    let null = unsafe { std::mem::transmute::<usize, vramctl_driver::StreamHandle>(0) };
+    type Call<'a> = &'a dyn Fn(*mut u64) -> u32;
+    let calls: [(&str, Call); 6] = [
+        ("cuMemAlloc_v2", &|to| unsafe { entries::cuMemAlloc_v2(to, PAGE) }),
+        ("cuMemAllocPitch_v2", &|to| unsafe { entries::cuMemAllocPitch_v2(to, &mut 0, 1024, PAGE / 1024, 4) }),
+        ("cuMemAllocAsync", &|to| unsafe { entries::cuMemAllocAsync(to, PAGE, stream.handle()) }),
+        ("cuMemAllocAsync_ptsz", &|to| unsafe { entries::cuMemAllocAsync_ptsz(to, PAGE, null) }),
+        ("cuMemAllocFromPoolAsync", &|to| unsafe { entries::cuMemAllocFromPoolAsync(to, PAGE, common::default_pool(), null) }),
+        ("cuMemAllocFromPoolAsync_ptsz", &|to| unsafe { entries::cuMemAllocFromPoolAsync_ptsz(to, PAGE, common::default_pool(), null) }),
+    ];
+    for (name, call) in calls {
+        region::begin(Some("driver"), None).unwrap();
+        let mut address = 0;
+        assert_eq!(call(&raw mut address), 0, "{name}");
+        region::end().unwrap();
+        assert!(Memory::get().manages(address), "{name}");
+        let bytes = pattern(5, PAGE);
+        assert_eq!(write(address, &bytes), 0, "{name}");
+        pause(&["driver"]).unwrap();
+        assert_eq!(pages_in_use(&gpu), 0, "{name}");
+        resume(&["driver"]).unwrap();
+        assert_eq!(read(address, PAGE), Ok(bytes), "{name}");
+        let freed = match name.contains("Async") {
+            true if name.ends_with("_ptsz") => unsafe { entries::cuMemFreeAsync_ptsz(address, null) },
+            true => unsafe { entries::cuMemFreeAsync(address, stream.handle()) },
+            false => unsafe { entries::cuMemFree_v2(address) },
+        };
+        assert_eq!(freed, 0, "{name}");
+        assert!(!Memory::get().manages(address), "{name}");
+        assert_eq!(unsafe { entries::cuMemFree_v2(address) }, 1, "{name}: freed already");
+
+        assert_eq!(call(&raw mut address), 0, "{name}, left to CUDA");
+        assert!(!Memory::get().manages(address), "{name}: no region, no tag");
+        assert_eq!(unsafe { entries::cuMemFree_v2(address) }, 0, "{name}, left to CUDA");
+    }
+}
+
+/// A request is left to CUDA once: what `cudaMalloc` leaves alone, the `cuMemAlloc` it ends in leaves alone too.
+#[test]
+fn a_null_pointer_is_answered_by_the_driver() {
+    let _gpu = Gpu::take();
+    region::begin(Some("driver"), None).unwrap();
+    assert_eq!(unsafe { entries::cuMemAlloc_v2(ptr::null_mut(), PAGE) }, 1);
+    assert_eq!(unsafe { entries::cuMemCreate(ptr::null_mut(), PAGE, properties(0).as_ptr().cast(), 0) }, 1);
+    assert_eq!(unsafe { entries::cuMemCreate(&mut 0, PAGE, ptr::null(), 0) }, 1);
+    assert_eq!(unsafe { entries::cuMemCreate(&mut 0, PAGE, properties(DEVICES).as_ptr().cast(), 0) }, 101);
+    assert_eq!(unsafe { entries::cuMemCreate(&mut 0, PAGE + 1, properties(0).as_ptr().cast(), 0) }, 1);
+    assert_eq!(unsafe { entries::cuMemSetAccess(0, 0, ptr::null(), 1) }, 1);
+    region::end().unwrap();
+}
+
+/// Every call of a pause and a resume of such memory fails once: nothing is lost, and the next attempt works.
+#[test]
+fn a_failed_call_loses_nothing() {
+    let gpu = Gpu::take();
+    let place = Reserved::new(6 * PAGE);
+    let at = |page: u64| place.0 + page * PAGE as u64;
+    let (handle, other, unmapped) =
+        (create("own", None, PAGE).unwrap(), create("own", None, PAGE).unwrap(), create("own", None, PAGE).unwrap());
+    assert_eq!((map(at(0), PAGE, handle), map(at(1), PAGE, other), map(at(3), PAGE, handle)), (0, 0, 0));
+    assert_eq!((open(at(0), 2 * PAGE), open(at(3), PAGE)), (0, 0));
+    let (one, two) = (pattern(6, PAGE), pattern(7, PAGE));
+    assert_eq!((write(at(0), &one), write(at(1), &two)), (0, 0));
+    for call in ["cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemAddressReserve", "cuMemGetInfo_v2"] {
+        for nth in 1..=6 {
+            for resuming in [false, true] {
+                if resuming {
+                    pause(&["own"]).unwrap();
+                }
+                gpu.fail(call, nth, 999, 1);
+                let _ = if resuming { resume(&["own"]) } else { pause(&["own"]) };
+                gpu.clear_faults();
+                resume(&["own"]).unwrap();
+                let seen = (read(at(0), PAGE), read(at(1), PAGE), read(at(3), PAGE));
+                assert!(seen == (Ok(one.clone()), Ok(two.clone()), Ok(one.clone())), "{call} {nth} resuming: {resuming}");
+                assert_eq!(pages_in_use(&gpu), 3, "{call} {nth} resuming: {resuming}");
+            }
+        }
+    }
+    assert_eq!((unmap(place.0, place.1), release(handle), release(other), release(unmapped)), (0, 0, 0, 0));
+    vramctl_driver::sweep();
+    assert_eq!(pages_in_use(&gpu), 0);
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Create,
+    Map(usize, u64),
+    Unmap(u64, u64),
+    Allow(u64, u64, u32),
+    Release(usize),
+    Retain(u64),
+    Write(u64, u64),
+    Pause,
+    Resume,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let page = || 0..PAGES;
+    prop_oneof![
+        3 => Just(Step::Create),
+        6 => (any::<usize>(), page()).prop_map(|(handle, at)| Step::Map(handle, at)),
+        2 => (page(), 1..4_u64).prop_map(|(at, pages)| Step::Unmap(at, pages)),
+        4 => (page(), 1..4_u64, prop_oneof![Just(0_u32), Just(1), Just(3), Just(3)]).prop_map(|(at, pages, flags)| Step::Allow(at, pages, flags)),
+        2 => any::<usize>().prop_map(Step::Release),
+        1 => page().prop_map(Step::Retain),
+        4 => (page(), any::<u64>()).prop_map(|(at, seed)| Step::Write(at, seed)),
+        2 => Just(Step::Pause),
+        2 => Just(Step::Resume),
+    ]
+}
+
+const PAGES: u64 = 8;
+
+/// What the program believes: the driver's rules, without any pause.
+#[derive(Default)]
+struct Model {
+    /// References and contents' seed.
+    handles: BTreeMap<u64, (usize, u64)>,
+    /// Page to handle and flags.
+    mapped: BTreeMap<u64, (u64, u32)>,
+    /// Released, or never there.
+    contents: BTreeMap<u64, u64>,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Random programs see the same answers and contents whether or not they are paused in between.
+    #[test]
+    fn random_programs_notice_nothing(steps in prop::collection::vec(step(), 1..60)) {
+        let gpu = Gpu::take();
+        let place = Reserved::new(PAGES as usize * PAGE);
+        let at = |page: u64| place.0 + page * PAGE as u64;
+        let mut model = Model::default();
+        let mut paused = false;
+        for step in &steps {
+            match *step {
+                Step::Create if model.handles.len() < 6 => {
+                    let handle = create("own", None, PAGE).unwrap();
+                    prop_assert!(model.handles.insert(handle, (1, 0)).is_none());
+                    model.contents.insert(handle, 0);
+                }
+                Step::Map(which, page) => {
+                    let Some((&handle, _)) = model.handles.iter().nth(which % model.handles.len().max(1)) else { continue };
+                    let expected = u32::from(model.mapped.contains_key(&page));
+                    prop_assert_eq!(map(at(page), PAGE, handle), expected);
+                    if expected == 0 {
+                        model.mapped.insert(page, (handle, 0));
+                    }
+                }
+                Step::Unmap(page, pages) => {
+                    let pages = pages.min(PAGES - page);
+                    prop_assert_eq!(unmap(at(page), pages as usize * PAGE), 0);
+                    (page..page + pages).for_each(|page| _ = model.mapped.remove(&page));
+                }
+                Step::Allow(page, pages, flags) => {
+                    let pages = pages.min(PAGES - page);
+                    let whole = (page..page + pages).all(|page| model.mapped.contains_key(&page));
+                    // Ranges with holes are tested above: the driver stops at a hole of the program's.
+                    if whole {
+                        prop_assert_eq!(allow(at(page), pages as usize * PAGE, 0, flags), 0);
+                        (page..page + pages).for_each(|page| model.mapped.get_mut(&page).unwrap().1 = flags);
+                    }
+                }
+                Step::Release(which) => {
+                    let Some((&handle, _)) = model.handles.iter().nth(which % model.handles.len().max(1)) else { continue };
+                    prop_assert_eq!(release(handle), 0);
+                    let references = &mut model.handles.get_mut(&handle).unwrap().0;
+                    *references -= 1;
+                    if *references == 0 {
+                        model.handles.remove(&handle);
+                    }
+                }
+                Step::Retain(page) => {
+                    let expected = model.mapped.get(&page).map(|(handle, _)| *handle).ok_or(1);
+                    prop_assert_eq!(retain(at(page)), expected);
+                    if let Ok(handle) = expected {
+                        model.handles.entry(handle).or_insert((0, 0)).0 += 1;
+                    }
+                }
+                Step::Write(page, seed) if !paused => {
+                    let writable = model.mapped.get(&page).filter(|(_, flags)| *flags == 3).map(|(handle, _)| *handle);
+                    prop_assert_eq!(write(at(page), &pattern(seed, PAGE)) == 0, writable.is_some());
+                    writable.into_iter().for_each(|handle| _ = model.contents.insert(handle, seed));
+                }
+                Step::Pause => {
+                    let any = !Memory::get().status().tags.is_empty();
+                    prop_assert_eq!(pause(&[]).is_ok(), true);
+                    prop_assert!(!any || pages_in_use(&gpu) == 0, "{} pages stay", pages_in_use(&gpu));
+                    paused = true;
+                }
+                Step::Resume => {
+                    resume(&[]).unwrap();
+                    paused = false;
+                    for (page, (handle, flags)) in &model.mapped {
+                        prop_assert_eq!(access(at(*page), 0), Ok(u64::from(*flags)));
+                        let seed = model.contents[handle];
+                        let expected = if seed == 0 { vec![0; PAGE] } else { pattern(seed, PAGE) };
+                        match read(at(*page), PAGE) {
+                            Ok(seen) => prop_assert!(*flags != 0 && seen == expected, "page {page}"),
+                            Err(_) => prop_assert_eq!(*flags, 0),
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+        prop_assert_eq!(unmap(place.0, place.1), 0);
+        for (handle, (references, _)) in &model.handles {
+            (0..*references).for_each(|_| assert_eq!(release(*handle), 0));
+        }
+        prop_assert_eq!(pages_in_use(&gpu), 0);
+        prop_assert_eq!(Memory::get().status().tags.len(), 0);
+    }
+}
