@@ -27,6 +27,7 @@ __all__ = [
     "NotPreloaded",
     "PrefixCache",
     "SeveralProcesses",
+    "Shared",
     "UnknownTag",
     "Unsupported",
     "Work",
@@ -203,6 +204,13 @@ class Ending(Error):
     number = 15
 
 
+class Shared(Error):
+    """Other processes have memory open that would be paused. Let them close it, or end them, first."""
+
+    code = "shared"
+    number = 16
+
+
 class NotPreloaded(Error):
     """The library is not preloaded in this process, so none of its memory is managed."""
 
@@ -248,6 +256,7 @@ _CLASSES: tuple[type[Error], ...] = (
     Disk,
     PrefixCache,
     Ending,
+    Shared,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

@@ -51,6 +51,8 @@ pub enum VramctlResult {
     PrefixCache = 14,
     /// The program is exiting.
     Ending = 15,
+    /// Other processes have memory open that would be paused.
+    Shared = 16,
 }
 
 impl From<Kind> for VramctlResult {
@@ -71,6 +73,7 @@ impl From<Kind> for VramctlResult {
             Kind::Disk => Self::Disk,
             Kind::PrefixCache => Self::PrefixCache,
             Kind::Ending => Self::Ending,
+            Kind::Shared => Self::Shared,
         }
     }
 }

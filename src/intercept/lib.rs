@@ -13,6 +13,7 @@ mod handlers;
 pub mod hooks;
 mod real;
 pub mod resolve;
+mod share;
 pub mod table;
 pub mod tms;
 mod vmm;

@@ -1,6 +1,6 @@
 //! The error type, and its CUDA, C and protocol codes.
 
-use crate::{Bytes, Failure, Holder, code};
+use crate::{Bytes, Failure, Holder, Lent, code};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -40,6 +40,8 @@ pub enum Error {
     Unsupported,
     /// The pause would drop a KV cache that this inference engine's prefix cache still describes.
     PrefixCache(String),
+    /// Other processes have memory open that would be paused.
+    Shared(Vec<Lent>),
     /// The request is invalid; the text says why.
     Invalid(String),
     /// The address is not in a paused allocation whose contents are kept; the text says why.
@@ -108,6 +110,8 @@ pub enum Kind {
     PrefixCache = 14,
     /// The program is exiting.
     Ending = 15,
+    /// Other processes have memory open that would be paused.
+    Shared = 16,
 }
 
 impl Error {
@@ -124,6 +128,7 @@ impl Error {
             Self::Busy(_) => Kind::Busy,
             Self::Unsupported => Kind::Unsupported,
             Self::PrefixCache(_) => Kind::PrefixCache,
+            Self::Shared(_) => Kind::Shared,
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
@@ -142,7 +147,7 @@ impl Error {
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
             Self::Ending => code::DEINITIALIZED,
-            Self::Busy(_) | Self::PrefixCache(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
+            Self::Busy(_) | Self::PrefixCache(_) | Self::Shared(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
         }
     }
 }
@@ -189,6 +194,10 @@ impl fmt::Display for Error {
                  so cached prefixes would read as zeros. Let vramctl reset the prefix cache (--engine URL or VRAMCTL_ENGINE), keep the \
                  contents (--backup host), or use --force if you have reset it yourself"
             ),
+            Self::Shared(lent) => {
+                let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
+                write!(out, "other processes have the memory open: {}. Let them close it, or end them, first", lent.join(", "))
+            }
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
             Self::Ending => write!(out, "the program is exiting, which frees its memory"),
@@ -238,6 +247,7 @@ mod tests {
             (Kind::Disk, 13, "disk"),
             (Kind::PrefixCache, 14, "prefix_cache"),
             (Kind::Ending, 15, "ending"),
+            (Kind::Shared, 16, "shared"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);
