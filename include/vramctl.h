@@ -54,6 +54,8 @@ enum VramctlResult
   VRAMCTL_RESULT_PREFIX_CACHE = 14,
   // The program is exiting.
   VRAMCTL_RESULT_ENDING = 15,
+  // Other processes have memory open that would be paused.
+  VRAMCTL_RESULT_SHARED = 16,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

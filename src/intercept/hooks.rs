@@ -6,8 +6,8 @@
 //! If several copies of the library are loaded, all but the first only forward (`copies`).
 
 use crate::real::originals;
-use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
-use crate::{copies, handlers, hooked_functions};
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
+use crate::{copies, handlers, hooked_functions, share};
 use std::ffi::{c_int, c_uint, c_void};
 use std::panic;
 use vramctl_core::contexts;

@@ -36,6 +36,14 @@ pub struct CudaExtent {
     pub depth: usize,
 }
 
+/// `cudaIpcMemHandle_t` and `CUipcMemHandle`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct IpcHandle {
+    /// Opaque to programs.
+    pub reserved: [u8; 64],
+}
+
 /// The table: each hooked function, its arguments and its handler. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! hooked_functions {
@@ -68,8 +76,12 @@ macro_rules! hooked_functions {
         fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => handlers::enable_peer_access;
         /// `cudaDeviceDisablePeerAccess`.
         fn cudaDeviceDisablePeerAccess(peer: c_int) => handlers::disable_peer_access;
-        /// `cudaIpcGetMemHandle`: logs why it fails for managed memory.
-        fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => handlers::ipc_get_mem_handle;
+        /// `cudaIpcGetMemHandle`: the handle for managed memory is the library's.
+        fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => share::cuda_get;
+        /// `cudaIpcOpenMemHandle`: gets managed memory from its owner.
+        fn cudaIpcOpenMemHandle(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) => share::cuda_open;
+        /// `cudaIpcCloseMemHandle`.
+        fn cudaIpcCloseMemHandle(pointer: *mut c_void) => share::cuda_close;
     } };
 }
 

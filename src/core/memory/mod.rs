@@ -4,9 +4,11 @@
 //! copy happens while a map guard is held.
 
 mod allocation;
+pub mod borrow;
 mod freed;
 mod handles;
 pub mod region;
+pub mod share;
 mod status;
 
 pub use allocation::Allocation;
