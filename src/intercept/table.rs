@@ -149,7 +149,9 @@ macro_rules! driver_functions {
         Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong) => vmm::export;
         Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => forward;
         Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) => register::handle_for_range;
-        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => forward;
+        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => share::driver_get;
+        Shares cuIpcOpenMemHandle_v2 "cuIpcOpenMemHandle" 11000 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open;
+        Shares cuIpcCloseMemHandle "cuIpcCloseMemHandle" 4010 Plain (pointer: CUdeviceptr) => share::driver_close;
         Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) => register::pointer_set_attribute;
         Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => contexts::enable_peer_access;
         Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => contexts::disable_peer_access;
