@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
-use vramctl_intercept::entries::FUNCTIONS;
+use vramctl_intercept::entries;
 use vramctl_intercept::hooks::HOOKED;
 use vramctl_intercept::resolve::RESOLVERS;
 
@@ -947,7 +947,7 @@ fn the_library_needs_little_and_exports_what_it_says() {
     let symbols = tool("nm", &["-D", "--defined-only"]);
     let exported: Vec<_> = symbols.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
     let hooked: Vec<_> =
-        HOOKED.iter().copied().chain(FUNCTIONS.iter().map(|function| function.symbol.to_str().unwrap())).chain(RESOLVERS).collect();
+        HOOKED.iter().copied().chain(entries::all().map(|function| function.symbol.to_str().unwrap())).chain(RESOLVERS).collect();
     for name in &exported {
         let known = hooked.contains(name) || promised.contains(&format!("{name}("));
         assert!(known, "{name} is exported and should not be");

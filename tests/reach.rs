@@ -81,7 +81,7 @@ fn symbols() -> Vec<&'static str> {
     let symbols = Command::new("nm").args(["-D", "--defined-only"]).arg(simulated_libraries().join("libcuda.so.1")).output().unwrap();
     let simulated = String::from_utf8(symbols.stdout).unwrap();
     let simulated: Vec<_> = simulated.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
-    let table = vramctl_intercept::entries::FUNCTIONS.iter().map(|function| function.symbol.to_str().unwrap());
+    let table = vramctl_intercept::entries::all().map(|function| function.symbol.to_str().unwrap());
     table.filter(|name| simulated.contains(name)).collect()
 }
 

@@ -361,6 +361,8 @@ pub mod tests {
             TagStatus { tag: tag.into(), state, allocations: 1, bytes: 1 << 30, paused_bytes, ..TagStatus::default() }
         };
         let memory = Status {
+            held: false,
+            waiting_threads: 0,
             process_tag: None,
             tags: tags.iter().map(tag).collect(),
             devices: Vec::new(),

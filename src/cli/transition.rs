@@ -61,6 +61,12 @@ pub struct PauseArgs {
     /// the rest) or take (pause it too: nobody may use the registration any more)
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
     registered: Registered,
+    /// Hold the program while it is paused: it need not be idle. Calls that start GPU work wait until everything is resumed
+    #[arg(long)]
+    hold: bool,
+    /// With --hold: how many seconds to wait for GPU work in flight, before the program runs on and nothing is paused
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds, requires = "hold")]
+    hold_timeout: Duration,
     #[command(flatten)]
     engine: engine::EngineArgs,
 }
@@ -164,6 +170,7 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
     asking.request.backup = backup;
     asking.request.registered = args.registered;
+    asking.request.hold_ms = args.hold.then(|| u64::try_from(args.hold_timeout.as_millis()).unwrap_or(u64::MAX));
     asking.request.force = args.engine.force();
     if args.dry_run {
         return asking.foretell(args.engine.asks());

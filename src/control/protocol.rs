@@ -83,6 +83,10 @@ pub struct Transition {
     /// Pause only: what to do with memory that another process, a network card or NCCL has registered.
     #[serde(default, skip_serializing_if = "Registered::is_default")]
     pub registered: Registered,
+    /// Pause only: hold the program, so that it need not be idle. How long to wait for its calls and work in flight, in
+    /// milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hold_ms: Option<u64>,
 }
 
 impl From<Transition> for TransitionRequest {
@@ -95,6 +99,7 @@ impl From<Transition> for TransitionRequest {
             backups: transition.backups,
             timeout,
             registered: transition.registered,
+            hold: transition.hold_ms.map(Duration::from_millis),
             ..Self::default()
         }
     }

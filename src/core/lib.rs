@@ -4,6 +4,7 @@
 pub mod contexts;
 mod drain;
 pub mod engine;
+pub mod gate;
 pub mod memory;
 pub mod server;
 pub mod transition;

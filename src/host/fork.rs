@@ -86,7 +86,7 @@ extern "C" fn next_generation() {
 }
 
 /// This process's generation. Each forked child has a new one.
-pub(crate) fn generation() -> u32 {
+pub fn generation() -> u32 {
     count_forks();
     GENERATION.load(Ordering::Relaxed)
 }

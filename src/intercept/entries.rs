@@ -8,7 +8,7 @@
 
 use crate::driver_functions;
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, copies, driver_originals, register, resolve, share, vmm};
+use crate::{alloc, contexts, copies, driver_originals, launch, register, resolve, share, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::panic::{self, AssertUnwindSafe};
@@ -41,9 +41,14 @@ pub struct DriverFunction {
 // SAFETY: a function's address is the same for all threads.
 unsafe impl Sync for DriverFunction {}
 
+/// Every function that the library answers: the table, and what passes the gate.
+pub fn all() -> impl Iterator<Item = &'static DriverFunction> {
+    FUNCTIONS.iter().chain(launch::GATED)
+}
+
 /// The line of a symbol.
 pub fn of_symbol(symbol: &CStr) -> Option<&'static DriverFunction> {
-    FUNCTIONS.iter().find(|function| function.symbol == symbol)
+    all().find(|function| function.symbol == symbol)
 }
 
 macro_rules! entries {
@@ -179,7 +184,7 @@ macro_rules! count {
     ($($argument:ident: $type:ty),*) => { [$(stringify!($argument)),*].len() };
 }
 
-const fn symbol(name: &'static str) -> &'static CStr {
+pub(crate) const fn symbol(name: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(name.as_bytes()) {
         Ok(name) => name,
         Err(_) => panic!("no NUL in a symbol"),

@@ -12,6 +12,7 @@ pub mod entries;
 mod exclude;
 mod handlers;
 pub mod hooks;
+pub mod launch;
 mod real;
 mod register;
 pub mod resolve;

@@ -9,7 +9,7 @@
 //! What `RTLD_NEXT` and `RTLD_DEFAULT` mean depends on who asks. So [`dlsym`] does not call the real one for the program but jumps
 //! there, which leaves the program's return address in place.
 
-use crate::entries::{self, DriverFunction, FUNCTIONS};
+use crate::entries::{self, DriverFunction};
 use crate::real::{DRIVER, Symbol};
 use crate::table::{CudaError, Flavour};
 use crate::{copies, driver_originals};
@@ -318,7 +318,7 @@ unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void
     // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
     unsafe {
         let (name, found) = (CStr::from_ptr(name), *function);
-        let mut same = FUNCTIONS.iter().filter(|line| line.name.as_bytes() == name.to_bytes());
+        let mut same = entries::all().filter(|line| line.name.as_bytes() == name.to_bytes());
         // An entry that was told already, by another of these functions, is nothing that the driver tells.
         if !found.is_null()
             && let Some(line) = same.find(|line| told_for(name, line) == found)

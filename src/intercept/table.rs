@@ -102,6 +102,14 @@ pub enum Effect {
     Ends,
     /// Tells where functions are, these among them.
     Resolves,
+    /// Starts kernels, graphs or host functions.
+    Launches,
+    /// Writes device memory: copies, sets, prefetches.
+    Copies,
+    /// Waits for or writes a value in stream order.
+    Signals,
+    /// Brings code to the device.
+    Loads,
 }
 
 /// Which stream the null stream is to a driver function.
@@ -167,5 +175,190 @@ macro_rules! driver_functions {
 
         Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) => resolve::get_proc_address;
         Resolves cuGetProcAddress_v2 "cuGetProcAddress" 12000 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong, status: *mut c_uint) => resolve::get_proc_address_v2;
+    } };
+}
+
+/// The functions that start device work or change device memory, and so wait at the gate
+/// ([`vramctl_core::gate`]) while the program is held. Each line: what the function does, its exported symbol, name and version for
+/// `cuGetProcAddress`, flavour, and a letter for each argument. All arguments are as wide as a register or narrower, and none is in
+/// floating point, so that they can be passed on without knowing what they mean. Expands to `$with! { … }`.
+#[macro_export]
+macro_rules! gated_functions {
+    ($with:ident) => { $with! {
+        Launches cuGraphLaunch "cuGraphLaunch" 10000 Plain (a b);
+        Launches cuGraphLaunch_ptsz "cuGraphLaunch" 10000 PerThread (a b);
+        Launches cuGraphUpload "cuGraphUpload" 11010 Plain (a b);
+        Launches cuGraphUpload_ptsz "cuGraphUpload" 11010 PerThread (a b);
+        Launches cuLaunch "cuLaunch" 2000 Plain (a);
+        Launches cuLaunchCooperativeKernel "cuLaunchCooperativeKernel" 9000 Plain (a b c d e f g h i j);
+        Launches cuLaunchCooperativeKernel_ptsz "cuLaunchCooperativeKernel" 9000 PerThread (a b c d e f g h i j);
+        Launches cuLaunchCooperativeKernelMultiDevice "cuLaunchCooperativeKernelMultiDevice" 9000 Plain (a b c);
+        Launches cuLaunchGrid "cuLaunchGrid" 2000 Plain (a b c);
+        Launches cuLaunchGridAsync "cuLaunchGridAsync" 2000 Plain (a b c d);
+        Launches cuLaunchHostFunc "cuLaunchHostFunc" 10000 Plain (a b c);
+        Launches cuLaunchHostFunc_ptsz "cuLaunchHostFunc" 10000 PerThread (a b c);
+        Launches cuLaunchHostFunc_v2 "cuLaunchHostFunc" 13010 Plain (a b c d);
+        Launches cuLaunchHostFunc_v2_ptsz "cuLaunchHostFunc" 13010 PerThread (a b c d);
+        Launches cuLaunchKernel "cuLaunchKernel" 4000 Plain (a b c d e f g h i j k);
+        Launches cuLaunchKernel_ptsz "cuLaunchKernel" 7000 PerThread (a b c d e f g h i j k);
+        Launches cuLaunchKernelEx "cuLaunchKernelEx" 11060 Plain (a b c d);
+        Launches cuLaunchKernelEx_ptsz "cuLaunchKernelEx" 11060 PerThread (a b c d);
+
+        Copies cuFabricCpyBatchAsync_ptsz "cuFabricCpyBatchAsync" 13050 PerThread (a b c d);
+        Copies cuFabricCpyBatchAsync "cuFabricCpyBatchAsync" 13050 Plain (a b c d);
+        Copies cuMemBatchDecompressAsync "cuMemBatchDecompressAsync" 12060 Plain (a b c d e);
+        Copies cuMemBatchDecompressAsync_ptsz "cuMemBatchDecompressAsync" 12060 PerThread (a b c d e);
+        Copies cuMemDiscardAndPrefetchBatchAsync "cuMemDiscardAndPrefetchBatchAsync" 13000 Plain (a b c d e f g h);
+        Copies cuMemDiscardAndPrefetchBatchAsync_ptsz "cuMemDiscardAndPrefetchBatchAsync" 13000 PerThread (a b c d e f g h);
+        Copies cuMemDiscardBatchAsync "cuMemDiscardBatchAsync" 13000 Plain (a b c d e);
+        Copies cuMemDiscardBatchAsync_ptsz "cuMemDiscardBatchAsync" 13000 PerThread (a b c d e);
+        Copies cuMemPrefetchAsync "cuMemPrefetchAsync" 8000 Plain (a b c d);
+        Copies cuMemPrefetchAsync_ptsz "cuMemPrefetchAsync" 8000 PerThread (a b c d);
+        Copies cuMemPrefetchAsync_v2 "cuMemPrefetchAsync" 12020 Plain (a b c d e);
+        Copies cuMemPrefetchAsync_v2_ptsz "cuMemPrefetchAsync" 12020 PerThread (a b c d e);
+        Copies cuMemPrefetchBatchAsync "cuMemPrefetchBatchAsync" 13000 Plain (a b c d e f g h);
+        Copies cuMemPrefetchBatchAsync_ptsz "cuMemPrefetchBatchAsync" 13000 PerThread (a b c d e f g h);
+        Copies cuMemcpy "cuMemcpy" 4000 Plain (a b c);
+        Copies cuMemcpy_ptds "cuMemcpy" 7000 PerThread (a b c);
+        Copies cuMemcpy2D "cuMemcpy2D" 2000 Plain (a);
+        Copies cuMemcpy2D_v2 "cuMemcpy2D" 3020 Plain (a);
+        Copies cuMemcpy2D_v2_ptds "cuMemcpy2D" 7000 PerThread (a);
+        Copies cuMemcpy2DAsync "cuMemcpy2DAsync" 2000 Plain (a b);
+        Copies cuMemcpy2DAsync_v2 "cuMemcpy2DAsync" 3020 Plain (a b);
+        Copies cuMemcpy2DAsync_v2_ptsz "cuMemcpy2DAsync" 7000 PerThread (a b);
+        Copies cuMemcpy2DUnaligned "cuMemcpy2DUnaligned" 2000 Plain (a);
+        Copies cuMemcpy2DUnaligned_v2 "cuMemcpy2DUnaligned" 3020 Plain (a);
+        Copies cuMemcpy2DUnaligned_v2_ptds "cuMemcpy2DUnaligned" 7000 PerThread (a);
+        Copies cuMemcpy3D "cuMemcpy3D" 2000 Plain (a);
+        Copies cuMemcpy3D_v2 "cuMemcpy3D" 3020 Plain (a);
+        Copies cuMemcpy3D_v2_ptds "cuMemcpy3D" 7000 PerThread (a);
+        Copies cuMemcpy3DAsync "cuMemcpy3DAsync" 2000 Plain (a b);
+        Copies cuMemcpy3DAsync_v2 "cuMemcpy3DAsync" 3020 Plain (a b);
+        Copies cuMemcpy3DAsync_v2_ptsz "cuMemcpy3DAsync" 7000 PerThread (a b);
+        Copies cuMemcpy3DBatchAsync "cuMemcpy3DBatchAsync" 12080 Plain (a b c d e);
+        Copies cuMemcpy3DBatchAsync_ptsz "cuMemcpy3DBatchAsync" 12080 PerThread (a b c d e);
+        Copies cuMemcpy3DBatchAsync_v2 "cuMemcpy3DBatchAsync" 13000 Plain (a b c d);
+        Copies cuMemcpy3DBatchAsync_v2_ptsz "cuMemcpy3DBatchAsync" 13000 PerThread (a b c d);
+        Copies cuMemcpy3DPeer "cuMemcpy3DPeer" 4000 Plain (a);
+        Copies cuMemcpy3DPeer_ptds "cuMemcpy3DPeer" 7000 PerThread (a);
+        Copies cuMemcpy3DPeerAsync "cuMemcpy3DPeerAsync" 4000 Plain (a b);
+        Copies cuMemcpy3DPeerAsync_ptsz "cuMemcpy3DPeerAsync" 7000 PerThread (a b);
+        Copies cuMemcpy3DWithAttributesAsync "cuMemcpy3DWithAttributesAsync" 13020 Plain (a b c);
+        Copies cuMemcpy3DWithAttributesAsync_ptsz "cuMemcpy3DWithAttributesAsync" 13020 PerThread (a b c);
+        Copies cuMemcpyAsync "cuMemcpyAsync" 4000 Plain (a b c d);
+        Copies cuMemcpyAsync_ptsz "cuMemcpyAsync" 7000 PerThread (a b c d);
+        Copies cuMemcpyAtoA "cuMemcpyAtoA" 2000 Plain (a b c d e);
+        Copies cuMemcpyAtoA_v2 "cuMemcpyAtoA" 3020 Plain (a b c d e);
+        Copies cuMemcpyAtoA_v2_ptds "cuMemcpyAtoA" 7000 PerThread (a b c d e);
+        Copies cuMemcpyAtoD "cuMemcpyAtoD" 2000 Plain (a b c d);
+        Copies cuMemcpyAtoD_v2 "cuMemcpyAtoD" 3020 Plain (a b c d);
+        Copies cuMemcpyAtoD_v2_ptds "cuMemcpyAtoD" 7000 PerThread (a b c d);
+        Copies cuMemcpyAtoH "cuMemcpyAtoH" 2000 Plain (a b c d);
+        Copies cuMemcpyAtoH_v2 "cuMemcpyAtoH" 3020 Plain (a b c d);
+        Copies cuMemcpyAtoH_v2_ptds "cuMemcpyAtoH" 7000 PerThread (a b c d);
+        Copies cuMemcpyAtoHAsync "cuMemcpyAtoHAsync" 2000 Plain (a b c d e);
+        Copies cuMemcpyAtoHAsync_v2 "cuMemcpyAtoHAsync" 3020 Plain (a b c d e);
+        Copies cuMemcpyAtoHAsync_v2_ptsz "cuMemcpyAtoHAsync" 7000 PerThread (a b c d e);
+        Copies cuMemcpyBatchAsync "cuMemcpyBatchAsync" 12080 Plain (a b c d e f g h i);
+        Copies cuMemcpyBatchAsync_ptsz "cuMemcpyBatchAsync" 12080 PerThread (a b c d e f g h i);
+        Copies cuMemcpyBatchAsync_v2 "cuMemcpyBatchAsync" 13000 Plain (a b c d e f g h);
+        Copies cuMemcpyBatchAsync_v2_ptsz "cuMemcpyBatchAsync" 13000 PerThread (a b c d e f g h);
+        Copies cuMemcpyDtoA "cuMemcpyDtoA" 2000 Plain (a b c d);
+        Copies cuMemcpyDtoA_v2 "cuMemcpyDtoA" 3020 Plain (a b c d);
+        Copies cuMemcpyDtoA_v2_ptds "cuMemcpyDtoA" 7000 PerThread (a b c d);
+        Copies cuMemcpyDtoD "cuMemcpyDtoD" 2000 Plain (a b c);
+        Copies cuMemcpyDtoD_v2 "cuMemcpyDtoD" 3020 Plain (a b c);
+        Copies cuMemcpyDtoD_v2_ptds "cuMemcpyDtoD" 7000 PerThread (a b c);
+        Copies cuMemcpyDtoDAsync "cuMemcpyDtoDAsync" 3000 Plain (a b c d);
+        Copies cuMemcpyDtoDAsync_v2 "cuMemcpyDtoDAsync" 3020 Plain (a b c d);
+        Copies cuMemcpyDtoDAsync_v2_ptsz "cuMemcpyDtoDAsync" 7000 PerThread (a b c d);
+        Copies cuMemcpyDtoH "cuMemcpyDtoH" 2000 Plain (a b c);
+        Copies cuMemcpyDtoH_v2 "cuMemcpyDtoH" 3020 Plain (a b c);
+        Copies cuMemcpyDtoH_v2_ptds "cuMemcpyDtoH" 7000 PerThread (a b c);
+        Copies cuMemcpyDtoHAsync "cuMemcpyDtoHAsync" 2000 Plain (a b c d);
+        Copies cuMemcpyDtoHAsync_v2 "cuMemcpyDtoHAsync" 3020 Plain (a b c d);
+        Copies cuMemcpyDtoHAsync_v2_ptsz "cuMemcpyDtoHAsync" 7000 PerThread (a b c d);
+        Copies cuMemcpyHtoA "cuMemcpyHtoA" 2000 Plain (a b c d);
+        Copies cuMemcpyHtoA_v2 "cuMemcpyHtoA" 3020 Plain (a b c d);
+        Copies cuMemcpyHtoA_v2_ptds "cuMemcpyHtoA" 7000 PerThread (a b c d);
+        Copies cuMemcpyHtoAAsync "cuMemcpyHtoAAsync" 2000 Plain (a b c d e);
+        Copies cuMemcpyHtoAAsync_v2 "cuMemcpyHtoAAsync" 3020 Plain (a b c d e);
+        Copies cuMemcpyHtoAAsync_v2_ptsz "cuMemcpyHtoAAsync" 7000 PerThread (a b c d e);
+        Copies cuMemcpyHtoD "cuMemcpyHtoD" 2000 Plain (a b c);
+        Copies cuMemcpyHtoD_v2 "cuMemcpyHtoD" 3020 Plain (a b c);
+        Copies cuMemcpyHtoD_v2_ptds "cuMemcpyHtoD" 7000 PerThread (a b c);
+        Copies cuMemcpyHtoDAsync "cuMemcpyHtoDAsync" 2000 Plain (a b c d);
+        Copies cuMemcpyHtoDAsync_v2 "cuMemcpyHtoDAsync" 3020 Plain (a b c d);
+        Copies cuMemcpyHtoDAsync_v2_ptsz "cuMemcpyHtoDAsync" 7000 PerThread (a b c d);
+        Copies cuMemcpyPeer "cuMemcpyPeer" 4000 Plain (a b c d e);
+        Copies cuMemcpyPeer_ptds "cuMemcpyPeer" 7000 PerThread (a b c d e);
+        Copies cuMemcpyPeerAsync "cuMemcpyPeerAsync" 4000 Plain (a b c d e f);
+        Copies cuMemcpyPeerAsync_ptsz "cuMemcpyPeerAsync" 7000 PerThread (a b c d e f);
+        Copies cuMemcpyWithAttributesAsync "cuMemcpyWithAttributesAsync" 13020 Plain (a b c d e);
+        Copies cuMemcpyWithAttributesAsync_ptsz "cuMemcpyWithAttributesAsync" 13020 PerThread (a b c d e);
+        Copies cuMemsetD16 "cuMemsetD16" 2000 Plain (a b c);
+        Copies cuMemsetD16_v2 "cuMemsetD16" 3020 Plain (a b c);
+        Copies cuMemsetD16_v2_ptds "cuMemsetD16" 7000 PerThread (a b c);
+        Copies cuMemsetD16Async "cuMemsetD16Async" 3020 Plain (a b c d);
+        Copies cuMemsetD16Async_ptsz "cuMemsetD16Async" 7000 PerThread (a b c d);
+        Copies cuMemsetD2D16 "cuMemsetD2D16" 2000 Plain (a b c d e);
+        Copies cuMemsetD2D16_v2 "cuMemsetD2D16" 3020 Plain (a b c d e);
+        Copies cuMemsetD2D16_v2_ptds "cuMemsetD2D16" 7000 PerThread (a b c d e);
+        Copies cuMemsetD2D16Async "cuMemsetD2D16Async" 3020 Plain (a b c d e f);
+        Copies cuMemsetD2D16Async_ptsz "cuMemsetD2D16Async" 7000 PerThread (a b c d e f);
+        Copies cuMemsetD2D32 "cuMemsetD2D32" 2000 Plain (a b c d e);
+        Copies cuMemsetD2D32_v2 "cuMemsetD2D32" 3020 Plain (a b c d e);
+        Copies cuMemsetD2D32_v2_ptds "cuMemsetD2D32" 7000 PerThread (a b c d e);
+        Copies cuMemsetD2D32Async "cuMemsetD2D32Async" 3020 Plain (a b c d e f);
+        Copies cuMemsetD2D32Async_ptsz "cuMemsetD2D32Async" 7000 PerThread (a b c d e f);
+        Copies cuMemsetD2D8 "cuMemsetD2D8" 2000 Plain (a b c d e);
+        Copies cuMemsetD2D8_v2 "cuMemsetD2D8" 3020 Plain (a b c d e);
+        Copies cuMemsetD2D8_v2_ptds "cuMemsetD2D8" 7000 PerThread (a b c d e);
+        Copies cuMemsetD2D8Async "cuMemsetD2D8Async" 3020 Plain (a b c d e f);
+        Copies cuMemsetD2D8Async_ptsz "cuMemsetD2D8Async" 7000 PerThread (a b c d e f);
+        Copies cuMemsetD32 "cuMemsetD32" 2000 Plain (a b c);
+        Copies cuMemsetD32_v2 "cuMemsetD32" 3020 Plain (a b c);
+        Copies cuMemsetD32_v2_ptds "cuMemsetD32" 7000 PerThread (a b c);
+        Copies cuMemsetD32Async "cuMemsetD32Async" 3020 Plain (a b c d);
+        Copies cuMemsetD32Async_ptsz "cuMemsetD32Async" 7000 PerThread (a b c d);
+        Copies cuMemsetD8 "cuMemsetD8" 2000 Plain (a b c);
+        Copies cuMemsetD8_v2 "cuMemsetD8" 3020 Plain (a b c);
+        Copies cuMemsetD8_v2_ptds "cuMemsetD8" 7000 PerThread (a b c);
+        Copies cuMemsetD8Async "cuMemsetD8Async" 3020 Plain (a b c d);
+        Copies cuMemsetD8Async_ptsz "cuMemsetD8Async" 7000 PerThread (a b c d);
+        Copies cuStreamAttachMemAsync "cuStreamAttachMemAsync" 6000 Plain (a b c d);
+        Copies cuStreamAttachMemAsync_ptsz "cuStreamAttachMemAsync" 7000 PerThread (a b c d);
+
+        Signals cuSignalExternalSemaphoresAsync "cuSignalExternalSemaphoresAsync" 10000 Plain (a b c d);
+        Signals cuSignalExternalSemaphoresAsync_ptsz "cuSignalExternalSemaphoresAsync" 10000 PerThread (a b c d);
+        Signals cuStreamBatchMemOp "cuStreamBatchMemOp" 8000 Plain (a b c d);
+        Signals cuStreamBatchMemOp_ptsz "cuStreamBatchMemOp" 8000 PerThread (a b c d);
+        Signals cuStreamBatchMemOp_v2 "cuStreamBatchMemOp" 11070 Plain (a b c d);
+        Signals cuStreamBatchMemOp_v2_ptsz "cuStreamBatchMemOp" 11070 PerThread (a b c d);
+        Signals cuStreamWaitValue32 "cuStreamWaitValue32" 8000 Plain (a b c d);
+        Signals cuStreamWaitValue32_ptsz "cuStreamWaitValue32" 8000 PerThread (a b c d);
+        Signals cuStreamWaitValue32_v2 "cuStreamWaitValue32" 11070 Plain (a b c d);
+        Signals cuStreamWaitValue32_v2_ptsz "cuStreamWaitValue32" 11070 PerThread (a b c d);
+        Signals cuStreamWaitValue64 "cuStreamWaitValue64" 9000 Plain (a b c d);
+        Signals cuStreamWaitValue64_ptsz "cuStreamWaitValue64" 9000 PerThread (a b c d);
+        Signals cuStreamWaitValue64_v2 "cuStreamWaitValue64" 11070 Plain (a b c d);
+        Signals cuStreamWaitValue64_v2_ptsz "cuStreamWaitValue64" 11070 PerThread (a b c d);
+        Signals cuStreamWriteValue32 "cuStreamWriteValue32" 8000 Plain (a b c d);
+        Signals cuStreamWriteValue32_ptsz "cuStreamWriteValue32" 8000 PerThread (a b c d);
+        Signals cuStreamWriteValue32_v2 "cuStreamWriteValue32" 11070 Plain (a b c d);
+        Signals cuStreamWriteValue32_v2_ptsz "cuStreamWriteValue32" 11070 PerThread (a b c d);
+        Signals cuStreamWriteValue64 "cuStreamWriteValue64" 9000 Plain (a b c d);
+        Signals cuStreamWriteValue64_ptsz "cuStreamWriteValue64" 9000 PerThread (a b c d);
+        Signals cuStreamWriteValue64_v2 "cuStreamWriteValue64" 11070 Plain (a b c d);
+        Signals cuStreamWriteValue64_v2_ptsz "cuStreamWriteValue64" 11070 PerThread (a b c d);
+        Signals cuWaitExternalSemaphoresAsync "cuWaitExternalSemaphoresAsync" 10000 Plain (a b c d);
+        Signals cuWaitExternalSemaphoresAsync_ptsz "cuWaitExternalSemaphoresAsync" 10000 PerThread (a b c d);
+
+        Loads cuLibraryLoadData "cuLibraryLoadData" 12000 Plain (a b c d e f g h);
+        Loads cuLibraryLoadFromFile "cuLibraryLoadFromFile" 12000 Plain (a b c d e f g h);
+        Loads cuModuleLoad "cuModuleLoad" 2000 Plain (a b);
+        Loads cuModuleLoadData "cuModuleLoadData" 2000 Plain (a b);
+        Loads cuModuleLoadDataEx "cuModuleLoadDataEx" 2010 Plain (a b c d e);
+        Loads cuModuleLoadFatBinary "cuModuleLoadFatBinary" 2000 Plain (a b);
     } };
 }

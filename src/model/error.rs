@@ -36,6 +36,8 @@ pub enum Error {
     Capturing,
     /// The device did not finish its work in time.
     Busy(Duration),
+    /// The program could not be held in time; the text says what is in the way.
+    NotHeld(String),
     /// The device has no virtual memory management.
     Unsupported,
     /// The pause would drop a KV cache that this inference engine's prefix cache still describes.
@@ -129,7 +131,7 @@ impl Error {
             Self::Disk(_) => Kind::Disk,
             Self::UnknownTag { .. } => Kind::UnknownTag,
             Self::Capturing => Kind::Capturing,
-            Self::Busy(_) => Kind::Busy,
+            Self::Busy(_) | Self::NotHeld(_) => Kind::Busy,
             Self::Unsupported => Kind::Unsupported,
             Self::PrefixCache(_) => Kind::PrefixCache,
             Self::Registered(_) => Kind::Registered,
@@ -152,7 +154,7 @@ impl Error {
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
             Self::Ending => code::DEINITIALIZED,
-            Self::Busy(_) | Self::PrefixCache(_) | Self::Registered(_) | Self::Shared(_) | Self::Disk(_) | Self::Internal(_) => {
+            Self::Busy(_) | Self::NotHeld(_) | Self::PrefixCache(_) | Self::Registered(_) | Self::Shared(_) | Self::Disk(_) | Self::Internal(_) => {
                 code::UNKNOWN
             }
         }
@@ -194,6 +196,7 @@ impl fmt::Display for Error {
             }
             Self::Capturing => write!(out, "a CUDA stream is being captured into a graph; try again when the capture has ended"),
             Self::Busy(waited) => write!(out, "the device's work had not finished after {} ms; nothing has changed", waited.as_millis()),
+            Self::NotHeld(why) => write!(out, "the program could not be held: {why}; it runs on, and nothing has changed"),
             Self::Unsupported => write!(out, "the device has no virtual memory management"),
             Self::PrefixCache(engine) => write!(
                 out,

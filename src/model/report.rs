@@ -26,6 +26,9 @@ pub struct TransitionRequest {
     pub engine: Option<String>,
     /// What to do with registered memory. Pause only.
     pub registered: Registered,
+    /// Holds the program: its calls that start device work wait until everything is resumed. How long to wait for calls and work
+    /// in flight. Pause only.
+    pub hold: Option<Duration>,
 }
 
 /// A stage of a pause or resume.

@@ -7,6 +7,12 @@ use std::collections::BTreeMap;
 /// Everything a process has under management. Other threads keep running while it is taken, so it is no atomic snapshot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
+    /// Whether the program is held: calls that start device work wait until everything is resumed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub held: bool,
+    /// How many of its threads wait.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub waiting_threads: usize,
     /// The tag of allocations outside regions; absent if those are left to CUDA.
     pub process_tag: Option<String>,
     /// By tag, in alphabetical order.
@@ -104,4 +110,9 @@ pub struct HostStatus {
     pub ready_bytes: u64,
     /// Of those, pinned bytes.
     pub pinned_bytes: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+fn is_zero(number: &usize) -> bool {
+    *number == 0
 }

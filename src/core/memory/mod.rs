@@ -200,13 +200,16 @@ impl Memory {
             return Some(Err(failure.into()));
         }
         drop(allocation);
-        let _shared = self.share();
+        let shared = self.share();
         // Remove it first, so that exactly one of two frees of an address succeeds.
         let (_, allocation) = self.allocations.remove(&address)?;
         let freed = allocation.end().map_err(Error::from);
         if freed.is_err() {
             self.allocations.insert(address, allocation);
         }
+        drop(shared);
+        // It may have been the last that was paused.
+        self.let_go();
         Some(freed)
     }
 

@@ -1,6 +1,7 @@
 //! Status by tag and by device.
 
 use super::{Allocation, Memory};
+use crate::gate;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use vramctl_backup::{self as backup, Saved};
@@ -91,6 +92,8 @@ impl Memory {
             DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
         };
         Status {
+            held: gate::is_held(),
+            waiting_threads: gate::waiting(),
             process_tag: self.process_tag().map(|tag| tag.to_string()),
             tags,
             devices: devices.into_values().map(ask).collect(),

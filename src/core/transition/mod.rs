@@ -14,6 +14,7 @@ mod pause;
 mod plan;
 mod resume;
 
+use crate::gate;
 use crate::memory::{Allocation, Memory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -38,6 +39,18 @@ struct Chosen {
 }
 
 impl Memory {
+    /// Whether anything is paused.
+    fn any_paused(&self) -> bool {
+        self.snapshot().iter().any(|allocation| allocation.is_paused())
+    }
+
+    /// Lets a held program go on, once nothing is paused.
+    pub(crate) fn let_go(&self) {
+        if gate::is_held() && !self.any_paused() {
+            gate::open();
+        }
+    }
+
     /// Selects allocations. A tag that no allocation has is an error.
     fn choose(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
         let all = self.snapshot();

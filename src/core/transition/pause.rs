@@ -2,13 +2,14 @@
 
 use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
-use crate::drain;
+use crate::{drain, gate};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use std::{fmt, thread};
 use vramctl_backup::{self as backup, Kept, Saved};
 use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, RelaxedCapture};
@@ -23,7 +24,43 @@ impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
     /// undone on error.
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        unless_ending(|| self.pause_when_idle(request, observer))
+        unless_ending(|| match request.hold {
+            Some(limit) => self.pause_held(request, limit, observer),
+            None => self.pause_when_idle(request, observer),
+        })
+    }
+
+    /// Holds the program first: new calls wait at the gate, calls inside finish, the device's work drains. After a success the
+    /// program stays held until everything is resumed; after a failure it runs on.
+    fn pause_held(&self, request: &TransitionRequest, limit: Duration, observer: &mut dyn Observer) -> Result<Report, Error> {
+        /// How long a program runs on between two attempts, so that it can end a capture.
+        const RUN_ON: Duration = Duration::from_millis(20);
+        let deadline = Instant::now() + limit;
+        let not_held = |why: &dyn fmt::Display| Error::NotHeld(format!("within {} ms, {why}", limit.as_millis()));
+        loop {
+            let closed = gate::close(deadline).map_err(|stuck| not_held(&stuck))?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            let drained = self.pause_when_idle(&TransitionRequest { timeout: Some(left), ..request.clone() }, observer);
+            match drained {
+                Ok(report) => {
+                    if self.any_paused() {
+                        closed.keep();
+                    }
+                    return Ok(report);
+                }
+                Err(Error::Capturing) if Instant::now() < deadline => {
+                    drop(closed);
+                    thread::sleep(RUN_ON);
+                }
+                Err(Error::Capturing) => return Err(not_held(&"a stream capture has not ended")),
+                Err(Error::Busy(_)) => {
+                    let why = "the device's work has not ended: a collective that waits for another rank, a kernel that runs on, or a \
+                               host function that waits for a thread at the gate";
+                    return Err(not_held(&why));
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     fn pause_when_idle(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {

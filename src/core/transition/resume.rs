@@ -17,7 +17,11 @@ impl Memory {
     /// Resumes paused allocations: maps new memory at their addresses and restores their contents. Everything is undone on
     /// error.
     pub fn resume(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        unless_ending(|| self.resume_when_there_is_room(request, observer))
+        let resumed = unless_ending(|| self.resume_when_there_is_room(request, observer));
+        if resumed.is_ok() {
+            self.let_go();
+        }
+        resumed
     }
 
     fn resume_when_there_is_room(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {

@@ -1,0 +1,184 @@
+//! Pauses of programs that are not idle: their calls wait at the gate, and the program notices nothing but time.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{Gate, Gpu, MIB, Stream, malloc_tagged, pattern, read, request, resume, state, write};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_core::gate;
+use vramctl_core::memory::Memory;
+use vramctl_intercept::launch;
+use vramctl_model::{Error, Kind, Report, TagState, TransitionRequest};
+
+fn pause_held(tags: &[&str], limit: Duration) -> Result<Report, Error> {
+    Memory::get().pause(&TransitionRequest { hold: Some(limit), ..request(tags) }, &mut ())
+}
+
+const LONG: Duration = Duration::from_secs(20);
+const SHORT: Duration = Duration::from_millis(100);
+
+/// What a program does all the time: writes, copies on the device, reads.
+fn write_copy_read(from: u64, to: u64, bytes: &[u8], stream: &Stream) {
+    let mut seen = vec![0_u8; bytes.len()];
+    let (from, to) = (from as usize, to as usize);
+    unsafe {
+        assert_eq!(launch::cuMemcpyHtoD_v2(from, bytes.as_ptr() as usize, bytes.len()), 0);
+        assert_eq!(launch::cuMemcpyDtoDAsync_v2(to, from, bytes.len(), stream.0 as usize), 0);
+        assert_eq!(launch::cuMemsetD8Async(from, 0xEE, bytes.len(), stream.0 as usize), 0);
+        assert_eq!(stream.synchronize(), 0);
+        assert_eq!(launch::cuMemcpyDtoH_v2(seen.as_mut_ptr() as usize, to, bytes.len()), 0);
+    }
+    assert!(seen == bytes, "the program saw something else than it wrote");
+}
+
+/// Threads use memory without a pause of their own while it is taken away and given back at random moments. Nobody runs on memory
+/// that is gone: that would be an error of a copy, or a lost context.
+#[test]
+fn a_busy_program_is_paused_at_random_moments() {
+    let gpu = Gpu::take();
+    let stop = AtomicBool::new(false);
+    let (rounds, threads) = (AtomicU64::new(0), 3);
+    const BYTES: usize = 64 << 10;
+    let work = |seed: u64| {
+        let (from, to) = (malloc_tagged("busy", None, 2 * MIB).unwrap(), malloc_tagged("busy", None, 2 * MIB).unwrap());
+        let stream = Stream::create();
+        let mut round = seed << 32;
+        while !stop.load(Ordering::Relaxed) {
+            round += 1;
+            write_copy_read(from, to, &pattern(round, BYTES), &stream);
+            rounds.fetch_add(1, Ordering::Relaxed);
+        }
+        assert_eq!((common::free(from), common::free(to)), (0, 0));
+    };
+    thread::scope(|scope| {
+        let busy: Vec<_> = (0..threads).map(|seed| scope.spawn(move || work(seed))).collect();
+        while rounds.load(Ordering::Relaxed) < threads * 3 {
+            thread::yield_now();
+        }
+        let mut random = 7_u64;
+        for round in 0..40 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            thread::sleep(Duration::from_micros(random >> 54));
+            pause_held(&["busy"], LONG).unwrap_or_else(|error| panic!("round {round}: {error}"));
+            assert_eq!(state("busy"), Some(TagState::Paused));
+            let before = rounds.load(Ordering::Relaxed);
+            thread::sleep(Duration::from_millis(2));
+            assert!(rounds.load(Ordering::Relaxed) <= before + threads, "round {round}: somebody runs on");
+            resume(&["busy"]).unwrap();
+        }
+        assert!(!gate::is_held());
+        let before = rounds.load(Ordering::Relaxed);
+        while rounds.load(Ordering::Relaxed) < before + threads && busy.iter().all(|thread| !thread.is_finished()) {
+            thread::yield_now();
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    drop(gpu);
+}
+
+/// Threads wait until everything that was held is back, not only a part.
+#[test]
+fn the_program_goes_on_when_all_of_it_is_back() {
+    let _gpu = Gpu::take();
+    let (one, two) = (malloc_tagged("one", None, 2 * MIB).unwrap(), malloc_tagged("two", None, 2 * MIB).unwrap());
+    let bytes = pattern(3, MIB);
+    assert_eq!((write(one, &bytes), write(two, &bytes)), (0, 0));
+    pause_held(&[], LONG).unwrap();
+    assert!(Memory::get().status().held);
+    thread::scope(|scope| {
+        let copy = scope.spawn(move || {
+            common::set_device(0);
+            unsafe { launch::cuMemsetD8_v2(one as usize, 1, MIB) }
+        });
+        while Memory::get().status().waiting_threads == 0 {
+            thread::yield_now();
+        }
+        resume(&["one"]).unwrap();
+        thread::sleep(Duration::from_millis(20));
+        assert!(!copy.is_finished() && gate::is_held(), "`two` is still paused");
+        // A second pause of the same, and one that fails, leave the program held.
+        pause_held(&["two"], LONG).unwrap();
+        assert!(pause_held(&["nothing"], LONG).is_err() && gate::is_held());
+        assert_eq!(common::free(two), 0);
+        assert_eq!(copy.join().unwrap(), 0, "what was paused last is gone");
+    });
+    assert!(!gate::is_held() && !Memory::get().status().held);
+    assert_eq!(read(one, MIB), Ok(vec![1; MIB]));
+    assert_eq!(common::free(one), 0);
+}
+
+/// Work that does not end: the program runs on, nothing has changed, and the message says what is in the way.
+#[test]
+fn work_that_does_not_end_is_left_alone() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    let (stream, blocked) = (Stream::create(), Gate::new());
+    stream.wait_for(&blocked);
+    assert_eq!(stream.fill(address, 7, MIB), 0);
+    let begun = Instant::now();
+    let error = pause_held(&["busy"], SHORT).unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    assert_eq!((error.kind(), state("busy")), (Kind::Busy, Some(TagState::Active)));
+    assert!(error.to_string().contains("collective"), "{error}");
+    assert!(!gate::is_held());
+    assert_eq!(unsafe { launch::cuMemsetD8Async(address as usize, 8, 16, stream.0 as usize) }, 0, "it runs on");
+    blocked.open();
+    assert_eq!(stream.synchronize(), 0);
+    pause_held(&["busy"], LONG).unwrap();
+    resume(&["busy"]).unwrap();
+    assert_eq!(read(address, 17).unwrap(), [&[8; 16][..], &[7]].concat());
+    assert_eq!(common::free(address), 0);
+}
+
+/// A thread inside the driver that does not come out, because it waits for something that another thread does at the gate.
+#[test]
+fn a_call_that_does_not_end_is_named() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    let (stream, blocked) = (Stream::create(), Gate::new());
+    stream.wait_in_a_function_for(&blocked);
+    let mut host = [0_u8; 16];
+    let (to, from, stream_handle) = (host.as_mut_ptr() as usize, address as usize, stream.0 as usize);
+    thread::scope(|scope| {
+        let copy = scope.spawn(move || unsafe {
+            common::set_device(0);
+            // In stream order behind the function, and pageable: the call returns when it is done.
+            let queued = launch::cuMemcpyDtoHAsync_v2(to, from, 16, stream_handle);
+            (queued, launch::cuMemcpyDtoH_v2(to, from, 16))
+        });
+        let error = pause_held(&["busy"], SHORT).unwrap_err();
+        assert_eq!(error.kind(), Kind::Busy, "{error}");
+        assert!(!gate::is_held());
+        blocked.open();
+        assert_eq!(copy.join().unwrap(), (0, 0));
+    });
+    assert_eq!(stream.synchronize(), 0);
+    assert_eq!(common::free(address), 0);
+}
+
+/// A failure in the middle of a pause lets the program go on.
+#[test]
+fn a_failed_pause_lets_the_program_go() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    let bytes = pattern(4, MIB);
+    assert_eq!(write(address, &bytes), 0);
+    for call in ["cuMemUnmap", "cuMemcpyDtoHAsync_v2"] {
+        gpu.fail(call, 1, 999, u64::MAX);
+        assert!(pause_held(&["busy"], LONG).is_err(), "{call}");
+        gpu.clear_faults();
+        assert!(!gate::is_held(), "{call}");
+        assert_eq!(read(address, MIB).as_ref(), Ok(&bytes), "{call}");
+    }
+    // A resume that fails keeps it.
+    pause_held(&["busy"], LONG).unwrap();
+    gpu.fail("cuMemCreate", 1, 2, 1);
+    assert!(resume(&["busy"]).is_err());
+    assert!(gate::is_held());
+    gpu.clear_faults();
+    resume(&["busy"]).unwrap();
+    assert_eq!((gate::is_held(), read(address, MIB).as_ref()), (false, Ok(&bytes)));
+    assert_eq!(common::free(address), 0);
+}
