@@ -28,11 +28,12 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         None => {
             let answer = real();
             if answer != code::SUCCESS
-                && let Some(allocation) = memory.find(pointer)
+                // CUDA itself shares no memory of `cuMemCreate` this way.
+                && let Some(allocation) = memory.find(pointer).filter(|allocation| allocation.wanted().is_none())
             {
                 log_once!(
                     log::Level::Warn,
-                    "the managed memory at {pointer:#x} (tag {}) cannot be shared by CUDA IPC. Allocate shared memory in a region without \
+                    "the managed memory at {pointer:#x} (tag {}) cannot be shared by CUDA IPC on this device. Allocate shared memory in a region without \
                      a tag (vramctl_region_begin(NULL, 0)), or start the program with `vramctl run --no-tag` so that only regions are \
                      managed",
                     allocation.tag

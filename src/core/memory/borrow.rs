@@ -3,8 +3,8 @@
 //! There is one connection to each owner, kept while something of it is open: its end tells the owner that all of it is closed,
 //! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open.
 
-use super::share::{Handle, Token};
 use super::Memory;
+use super::share::{Handle, Token};
 use crate::drain;
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
