@@ -8,7 +8,6 @@ use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 /// What each process runs: it evaluates one expression per line.
 const PROGRAM: &str = r#"
@@ -118,15 +117,6 @@ impl Machine {
         assert!(text.contains(&format!("pid {} (python3", by.child.id())) && text.contains("default"), "{text}");
     }
 
-    /// Pauses once the process has noticed that nobody has its memory open any more.
-    fn pause_soon(&self, target: &str) {
-        let end = Instant::now() + Duration::from_secs(10);
-        while !self.ask(&["pause", "--name", target]).status.success() {
-            assert!(Instant::now() < end, "it still counts as open");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-
     fn used(&self) -> u64 {
         let output = self.command(artifacts().join("simgpu-smi")).arg("--json").output().unwrap();
         serde_json::from_slice::<Value>(&output.stdout).unwrap()["devices"][0]["used"].as_u64().unwrap()
@@ -221,7 +211,7 @@ fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
     assert_eq!(other.ask(&format!("read({theirs}, 1)")), "error 1");
 
     for round in 0..2 {
-        machine.pause_soon("owner");
+        machine.done(&["pause", "--name", "owner"]);
         assert_eq!(machine.used(), 0);
         assert_eq!(other.ask(&format!("open_('{handle}')")), "error 401", "paused");
         machine.done(&["resume", "--name", "owner"]);
@@ -252,7 +242,7 @@ fn only_what_is_open_is_not_paused() {
     assert_eq!(one.ask(&format!("close({a}), close({b})")), "(0, 0)");
     machine.refused(&owner.pid(), &two);
     assert_eq!(two.ask(&format!("close({c})")), "0");
-    machine.pause_soon("owner");
+    machine.done(&["pause", "--name", "owner"]);
     machine.done(&["resume", "--name", "owner"]);
     // Both directions at once.
     let mine = two.number(&format!("malloc({})", 4 * MIB));
@@ -274,7 +264,7 @@ fn a_process_that_is_killed_has_nothing_open_any_more() {
     other.number(&format!("open_('{handle}')"));
     machine.refused(&owner.pid(), &other);
     other.kill();
-    machine.pause_soon("owner");
+    machine.done(&["pause", "--name", "owner"]);
     machine.done(&["resume", "--name", "owner"]);
 
     // One that ends with its memory open, too.
@@ -282,7 +272,7 @@ fn a_process_that_is_killed_has_nothing_open_any_more() {
     other.number(&format!("open_('{handle}')"));
     machine.refused(&owner.pid(), &other);
     other.end();
-    machine.pause_soon("owner");
+    machine.done(&["pause", "--name", "owner"]);
 }
 
 #[test]
@@ -367,8 +357,25 @@ fn forked_children_change_nothing() {
     // A child that lives on.
     assert_eq!(other.ask("(child := os.fork()) or signal.pause()").parse::<u32>().map(drop), Ok(()));
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
-    machine.pause_soon("owner");
+    machine.done(&["pause", "--name", "owner"]);
     assert_eq!(other.ask("os.kill(child, 9)"), "None");
+}
+
+#[test]
+fn a_reset_closes_what_was_opened() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    machine.refused(&owner.pid(), &other);
+    assert_eq!(other.ask("cuda.cudaDeviceReset()"), "0");
+    machine.done(&["pause", "--name", "owner"]);
+    machine.done(&["resume", "--name", "owner"]);
+    assert_eq!(other.ask(&format!("close({theirs})")), "1");
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
 }
 
 /// Handles are asked for and opened while the owner is paused and resumed, and by threads of several processes.
@@ -414,6 +421,6 @@ fn opening_and_pausing_at_once() {
             assert!(thread.join().unwrap() > 0);
         }
     });
-    machine.pause_soon("owner");
+    machine.done(&["pause", "--name", "owner"]);
     assert_eq!(machine.used(), 0);
 }

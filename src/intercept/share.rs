@@ -3,7 +3,7 @@
 use crate::real::{self, originals};
 use crate::table::{CudaError, IpcHandle};
 use std::ffi::{c_uint, c_void};
-use vramctl_core::memory::share::{HANDLE_BYTES, Handle};
+use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
 use vramctl_core::memory::{Memory, borrow};
 use vramctl_driver::{CUdeviceptr, Current};
 use vramctl_host::log_once;
@@ -49,7 +49,7 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
 /// # Safety
 /// `pointer` must be null or writable.
 pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let Some(handle) = Handle::parse(&handle.reserved) else { return real() };
+    let Some(handle) = Ticket::parse(&handle.reserved) else { return real() };
     if pointer.is_null() || flags != LAZY {
         return code::INVALID_VALUE;
     }
@@ -80,7 +80,7 @@ pub unsafe fn cuda_get(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
 }
 
 pub unsafe fn cuda_open(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) -> CudaError {
-    if Handle::parse(&handle.reserved).is_some()
+    if Ticket::parse(&handle.reserved).is_some()
         && let Err(error) = real::current_context()
     {
         return error;
