@@ -378,6 +378,34 @@ fn a_reset_closes_what_was_opened() {
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
 }
 
+/// The driver fails each call on the way once.
+#[test]
+fn a_failed_opening_leaves_nothing_open() {
+    let machine = Machine::new();
+    let fail = |call: &'static str| move |command: &mut Command| _ = command.env("SIMGPU_FAIL", format!("{call}:1:999"));
+    let mut owner = machine.start_with("owner", fail("cuMemExportToShareableHandle"));
+    let pointer = owner.number(&format!("malloc({})", PIECE + 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    for call in [
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemGetAllocationPropertiesFromHandle",
+        "cuMemSetAccess",
+    ] {
+        let mut other = machine.start_with("other", fail(call));
+        assert_eq!(other.ask(&format!("open_('{handle}')")), "error 999", "{call}");
+        machine.done(&["pause", "--name", "owner"]);
+        assert_eq!(machine.used(), 0, "{call}");
+        machine.done(&["resume", "--name", "owner"]);
+        let theirs = other.number(&format!("open_('{handle}')"));
+        assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
+        assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    }
+    machine.done(&["pause", "--name", "owner"]);
+}
+
 /// Handles are asked for and opened while the owner is paused and resumed, and by threads of several processes.
 #[test]
 fn opening_and_pausing_at_once() {
