@@ -230,6 +230,7 @@ class Client:
         *,
         backup: Backup = "default",
         force: bool = False,
+        registered: str = "refuse",
         timeout: float | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
@@ -241,6 +242,9 @@ class Client:
 
         `force`: discard an inference engine's KV cache even if its prefix cache still describes it. Reset the engine's
         prefix cache first, or it will serve data that no longer exists. Without `force`, this raises `errors.PrefixCache`.
+
+        `registered`: what to do with memory that another process, a network card or NCCL has registered: ``refuse`` (raise
+        `errors.Registered`), ``keep`` (pause the rest) or ``take`` (pause it too).
 
         `timeout`: seconds to wait for the device's work; None waits indefinitely. It does not limit copying.
 
@@ -262,6 +266,8 @@ class Client:
             request["backup"] = others
         if force:
             request["force"] = True
+        if registered != "refuse":
+            request["registered"] = registered
         return self._transition(request, _request.milliseconds(timeout), progress)
 
     def resume(

@@ -26,6 +26,7 @@ __all__ = [
     "NotPaused",
     "NotPreloaded",
     "PrefixCache",
+    "Registered",
     "SeveralProcesses",
     "Shared",
     "UnknownTag",
@@ -204,11 +205,20 @@ class Ending(Error):
     number = 15
 
 
+class Registered(Error):
+    """The pause would replace memory that another process, a network card or NCCL knows by its physical pages. Pass
+    ``registered="keep"`` to pause the rest, or ``registered="take"`` once nobody uses the registration any more.
+    """
+
+    code = "registered"
+    number = 16
+
+
 class Shared(Error):
     """Other processes have memory open that would be paused. Let them close it, or end them, first."""
 
     code = "shared"
-    number = 16
+    number = 17
 
 
 class NotPreloaded(Error):
@@ -256,6 +266,7 @@ _CLASSES: tuple[type[Error], ...] = (
     Disk,
     PrefixCache,
     Ending,
+    Registered,
     Shared,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}

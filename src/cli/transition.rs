@@ -23,7 +23,7 @@ use vramctl_control::client::ClientError;
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_model::Bytes;
 use vramctl_model::{Backup, HostRoom, Plan, Report, TagPlan, TagState};
-use vramctl_model::{Error, Kind};
+use vramctl_model::{Error, Kind, Registered};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -57,6 +57,10 @@ pub struct PauseArgs {
     /// Where to keep the contents, overriding the tags' policies: host, disk or discard
     #[arg(long, value_name = "POLICY")]
     backup: Option<Backup>,
+    /// What to do with memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause
+    /// the rest) or take (pause it too: nobody may use the registration any more)
+    #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
+    registered: Registered,
     #[command(flatten)]
     engine: engine::EngineArgs,
 }
@@ -159,6 +163,7 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     let patience = args.transition.timeout.unwrap_or_default();
     let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
     asking.request.backup = backup;
+    asking.request.registered = args.registered;
     asking.request.force = args.engine.force();
     if args.dry_run {
         return asking.foretell(args.engine.asks());

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use vramctl_model::{Backup, Error, Kind, Lent, Plan, Progress, Report, Shortage, Status, TransitionRequest};
+use vramctl_model::{Backup, Error, Kind, Lent, Plan, Progress, Registered, Registration, Report, Shortage, Status, TransitionRequest};
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
 /// and requests do not count.
@@ -80,6 +80,9 @@ pub struct Transition {
     /// Pause only: discard a KV cache even if an engine's prefix cache still describes it. The client takes care of that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,
+    /// Pause only: what to do with memory that another process, a network card or NCCL has registered.
+    #[serde(default, skip_serializing_if = "Registered::is_default")]
+    pub registered: Registered,
 }
 
 impl From<Transition> for TransitionRequest {
@@ -91,6 +94,7 @@ impl From<Transition> for TransitionRequest {
             backup: transition.backup,
             backups: transition.backups,
             timeout,
+            registered: transition.registered,
             ..Self::default()
         }
     }
@@ -187,6 +191,9 @@ pub struct Refusal {
     /// With `driver` and `work`: the driver's code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda_code: Option<u32>,
+    /// With `registered`: which memory, and by whom.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub registered: Option<Vec<Registration>>,
 }
 
 impl From<&Error> for Refusal {
@@ -212,6 +219,10 @@ impl From<&Error> for Refusal {
             },
             cuda_code: match error {
                 Error::Driver(failure) | Error::Work(failure) => Some(failure.code),
+                _ => None,
+            },
+            registered: match error {
+                Error::Registered(list) => Some(list.clone()),
                 _ => None,
             },
         }

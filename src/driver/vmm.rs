@@ -5,8 +5,8 @@
 
 use super::{CUdevice, CUdeviceptr, Driver, attribute, pointer_attribute};
 use cudarc::driver::sys::{
-    CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType,
-    CUmemGenericAllocationHandle, CUmemLocationType, CUpointer_attribute,
+    CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType, CUmemGenericAllocationHandle,
+    CUmemLocationType, CUpointer_attribute,
 };
 use std::ffi::{c_int, c_void};
 use std::mem;
@@ -207,11 +207,11 @@ impl Place {
 #[derive(Debug)]
 pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
-    mappings: Vec<Mapping>,
+    mappings: Vec<Mapped>,
 }
 
 #[derive(Debug)]
-struct Mapping {
+struct Mapped {
     place: Place,
     /// Whether it is there now, or only was and is to be again.
     mapped: bool,
@@ -291,7 +291,7 @@ impl Physical {
 
     /// Records that the program has mapped the memory.
     pub fn is_mapped_at(&mut self, place: Place) {
-        self.mappings.push(Mapping { place, mapped: true });
+        self.mappings.push(Mapped { place, mapped: true });
     }
 
     /// Records that the program has unmapped the memory from `address`, or that it need not be mapped there again.
@@ -374,8 +374,7 @@ pub fn open(ranges: impl IntoIterator<Item = (Span, Arc<[Access]>)>) -> Result<(
 ///
 /// The caller must make sure that no device work uses the addresses: the driver does not wait.
 pub fn unmap(memories: &mut [&mut Physical]) -> Result<(), Failure> {
-    let mut mapped: Vec<_> =
-        memories.iter_mut().flat_map(|memory| memory.mappings.iter_mut().filter(|mapping| mapping.mapped)).collect();
+    let mut mapped: Vec<_> = memories.iter_mut().flat_map(|memory| memory.mappings.iter_mut().filter(|mapping| mapping.mapped)).collect();
     mapped.sort_unstable_by_key(|mapping| mapping.place.span.address);
     let mut rest = &mut mapped[..];
     loop {
@@ -385,7 +384,9 @@ pub fn unmap(memories: &mut [&mut Physical]) -> Result<(), Failure> {
         unsafe { Driver::get()?.cuMemUnmap(address, bytes)? };
         let neighbours = rest.iter().take_while(|mapping| mapping.place.span.address < address + bytes as u64).count();
         let (gone, others) = rest.split_at_mut(neighbours);
-        gone.iter_mut().for_each(|mapping| mapping.mapped = false);
+        for mapping in gone {
+            mapping.mapped = false;
+        }
         rest = others;
     }
 }

@@ -2,10 +2,14 @@
 //!
 //! The preloaded library answers `dlsym` and `dlvsym` for the whole process, its own code included: `libc::dlsym` would find what
 //! the library put there itself. So every lookup of ours goes through this module. It finds the C library's functions by reading
-//! the loaded objects' symbol tables, which needs no memory and no lock of ours, and works in programs that are not preloaded.
+//! its symbol table, which needs no memory, and works in programs that are not preloaded.
+//!
+//! Objects are found by an address or a handle, never by walking through the loader's list: `dl_iterate_phdr` takes a lock that a
+//! forked child may inherit locked, for ever, and without a lock the list may change. `dladdr` takes the lock that `dlsym` takes
+//! too, which glibc resets in forked children.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::{mem, ptr};
 
 /// `dlsym`.
@@ -41,28 +45,31 @@ pub fn next_dlvsym() -> Option<Dlvsym> {
 
 /// Whether an address is in this library (in a program that is not preloaded: in the program itself).
 pub fn is_ours(address: *const c_void) -> bool {
-    static BEGIN: AtomicUsize = AtomicUsize::new(0);
-    static END: AtomicUsize = AtomicUsize::new(0);
-    if END.load(Ordering::Acquire) == 0 {
-        let own = ptr::from_ref(&BEGIN) as usize;
-        let (begin, end) = find(|object| object.contains(own).then(|| object.extent())).unwrap_or((0, 1));
-        BEGIN.store(begin, Ordering::Relaxed);
-        // Whoever sees the end sees the beginning.
-        END.store(end, Ordering::Release);
+    static OWN: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    let mut own = OWN.load(Ordering::Relaxed);
+    if own.is_null() {
+        own = map_of(ptr::from_ref(&OWN).cast()).cast_mut().cast();
+        OWN.store(own, Ordering::Relaxed);
     }
-    let address = address as usize;
-    BEGIN.load(Ordering::Relaxed) <= address && address < END.load(Ordering::Acquire)
+    !own.is_null() && map_of(address) == own.cast()
 }
 
-/// Whether the object that contains `address` comes before this library in the order in which objects were loaded, as libraries
-/// that are preloaded in front of it and the program itself do.
+/// Whether the object that contains `address` was loaded before this library, as the program itself is and libraries that are
+/// preloaded in front of this one.
 pub fn is_before_us(address: *const c_void) -> bool {
     static ANCHOR: u8 = 0;
-    let (address, own) = (address as usize, ptr::from_ref(&ANCHOR) as usize);
-    find(|object| if object.contains(own) { Some(false) } else { object.contains(address).then_some(true) }).unwrap_or(false)
+    let (wanted, mut map) = (map_of(address), map_of((&raw const ANCHOR).cast()));
+    while !map.is_null() && !wanted.is_null() {
+        // SAFETY: the loader's entry of this library, which is never unloaded if it is preloaded. Neither is what comes before it.
+        map = unsafe { (*map).previous };
+        if map == wanted {
+            return true;
+        }
+    }
+    false
 }
 
-/// A loaded library that is never unloaded, or not while this is used.
+/// A loaded library. Must not be unloaded while this is used.
 #[derive(Debug, Clone, Copy)]
 pub struct Loaded {
     base: usize,
@@ -78,30 +85,51 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// The first loaded library with this `SONAME`. Neither loads it nor keeps it loaded.
-    pub fn named(soname: &CStr) -> Option<Self> {
-        find(|object| {
-            let library = object.library()?;
-            // SAFETY: the library is loaded; its own table says where its name is.
-            let name = unsafe { library.entry(DT_SONAME).map(|offset| CStr::from_ptr(library.names.add(offset))) };
-            (name == Some(soname)).then_some(library)
-        })
+    /// The library that contains an address.
+    pub fn around(address: *const c_void) -> Option<Self> {
+        // SAFETY: the loader's own entry, or null.
+        unsafe { Self::of_map(map_of(address)) }
     }
 
-    /// Whether a handle of `dlopen` is that of this library.
+    /// The library behind a handle of `dlopen`.
     ///
     /// # Safety
     /// `handle` must be a handle of `dlopen` that is still open.
-    pub unsafe fn is_behind(self, handle: *mut c_void) -> bool {
-        /// The public beginning of `struct link_map` (`link.h`), which is what glibc's handles point to.
-        #[repr(C)]
-        struct LinkMap {
-            base: usize,
-            name: *const c_char,
-            dynamic: *const Dynamic,
+    pub unsafe fn behind(handle: *mut c_void) -> Option<Self> {
+        // SAFETY: glibc's handles are its entries.
+        unsafe { Self::of_map(handle.cast_const().cast()) }
+    }
+
+    unsafe fn of_map(map: *const LinkMap) -> Option<Self> {
+        // SAFETY: null, or an entry of the loader.
+        let map = unsafe { map.as_ref() }?;
+        let mut library = Loaded {
+            base: map.base,
+            dynamic: map.dynamic,
+            names: ptr::null(),
+            symbols: ptr::null(),
+            gnu_hash: ptr::null(),
+            hash: ptr::null(),
+            versions: ptr::null(),
+        };
+        if library.dynamic.is_null() {
+            return None;
         }
-        // SAFETY: the caller's promise.
-        unsafe { (*handle.cast::<LinkMap>()).dynamic == self.dynamic }
+        // SAFETY: the dynamic section of a loaded object, and tables of the types that the ELF specification gives them.
+        unsafe {
+            library.names = library.table(DT_STRTAB);
+            library.symbols = library.table(DT_SYMTAB);
+            library.gnu_hash = library.table(DT_GNU_HASH);
+            library.hash = library.table(DT_HASH);
+            library.versions = library.table(DT_VERSYM);
+        }
+        (!library.names.is_null() && !library.symbols.is_null()).then_some(library)
+    }
+
+    /// Whether this is the library's `SONAME`.
+    pub fn is_named(self, soname: &CStr) -> bool {
+        // SAFETY: the library's own table says where its name is.
+        unsafe { self.entry(DT_SONAME).is_some_and(|offset| CStr::from_ptr(self.names.add(offset)) == soname) }
     }
 
     /// A function that the library defines: what `dlsym` finds with the library's handle, without what it depends on.
@@ -220,10 +248,11 @@ fn c_library_dlsym() -> Option<Dlsym> {
     Some(unsafe { mem::transmute::<*mut c_void, Dlsym>(found) })
 }
 
-/// Before glibc 2.34, `dlsym` and `dlvsym` were in a library of their own, which is loaded wherever they are used.
+/// Before glibc 2.34, `dlsym` and `dlvsym` were in a library of their own, with `dlinfo`. The two functions that show where to look
+/// are such as nobody replaces.
 fn in_c_library(name: &CStr) -> Option<*mut c_void> {
-    let within = |soname| Loaded::named(soname)?.symbol(name);
-    within(c"libc.so.6").or_else(|| within(c"libdl.so.2"))
+    let beside = |function: *const c_void| Loaded::around(function)?.symbol(name);
+    beside(libc::gnu_get_libc_version as *const c_void).or_else(|| beside(libc::dlinfo as *const c_void))
 }
 
 /// The definition of a function in the libraries behind this one.
@@ -257,77 +286,37 @@ const DT_SONAME: i64 = 14;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const DT_VERSYM: i64 = 0x6fff_fff0;
 
-/// An object in the loader's list.
-struct Object<'a>(&'a libc::dl_phdr_info);
-
-impl Object<'_> {
-    fn segments(&self, kind: u32) -> impl Iterator<Item = (usize, usize)> {
-        // SAFETY: the loader tells where the headers are and how many.
-        let headers = (0..usize::from(self.0.dlpi_phnum)).map(|index| unsafe { &*self.0.dlpi_phdr.add(index) });
-        let base = self.0.dlpi_addr as usize;
-        headers.filter(move |header| header.p_type == kind).map(move |header| {
-            let begin = base.wrapping_add(header.p_vaddr as usize);
-            (begin, begin.wrapping_add(header.p_memsz as usize))
-        })
-    }
-
-    fn contains(&self, address: usize) -> bool {
-        self.segments(libc::PT_LOAD).any(|(begin, end)| begin <= address && address < end)
-    }
-
-    fn extent(&self) -> (usize, usize) {
-        self.segments(libc::PT_LOAD).fold((usize::MAX, 0), |(low, high), (begin, end)| (low.min(begin), high.max(end)))
-    }
-
-    fn library(&self) -> Option<Loaded> {
-        let (dynamic, _) = self.segments(libc::PT_DYNAMIC).next()?;
-        let mut library = Loaded {
-            base: self.0.dlpi_addr as usize,
-            dynamic: dynamic as *const Dynamic,
-            names: ptr::null(),
-            symbols: ptr::null(),
-            gnu_hash: ptr::null(),
-            hash: ptr::null(),
-            versions: ptr::null(),
-        };
-        // SAFETY: the dynamic section of a loaded object, and tables of the types that the ELF specification gives them.
-        unsafe {
-            library.names = library.table(DT_STRTAB);
-            library.symbols = library.table(DT_SYMTAB);
-            library.gnu_hash = library.table(DT_GNU_HASH);
-            library.hash = library.table(DT_HASH);
-            library.versions = library.table(DT_VERSYM);
-        }
-        (!library.names.is_null() && !library.symbols.is_null()).then_some(library)
-    }
+/// The public beginning of `struct link_map` (`link.h`), an entry in the loader's list.
+#[repr(C)]
+struct LinkMap {
+    base: usize,
+    name: *const c_char,
+    dynamic: *const Dynamic,
+    next: *const LinkMap,
+    previous: *const LinkMap,
 }
 
-/// The first answer of `look` for the loaded objects, in the order in which they were loaded. `look` runs under a lock of the
-/// loader and must not call it.
-fn find<R, F: FnMut(&Object) -> Option<R>>(look: F) -> Option<R> {
-    struct Search<R, F> {
-        look: F,
-        found: Option<R>,
+/// The loader's entry of the object that contains an address, or null.
+fn map_of(address: *const c_void) -> *const LinkMap {
+    const RTLD_DL_LINKMAP: c_int = 2;
+    let mut map = ptr::null_mut();
+    // SAFETY: `info` is plain data; both outputs are writable.
+    unsafe {
+        let mut info: libc::Dl_info = mem::zeroed();
+        if libc::dladdr1(address, &raw mut info, &raw mut map, RTLD_DL_LINKMAP) == 0 {
+            return ptr::null();
+        }
     }
-    unsafe extern "C" fn visit<R, F: FnMut(&Object) -> Option<R>>(
-        info: *mut libc::dl_phdr_info,
-        _size: libc::size_t,
-        search: *mut c_void,
-    ) -> c_int {
-        // SAFETY: the loader passes a complete entry, and the search that is passed below.
-        let (info, search) = unsafe { (&*info, &mut *search.cast::<Search<R, F>>()) };
-        search.found = (search.look)(&Object(info));
-        c_int::from(search.found.is_some())
-    }
-    let mut search = Search { look, found: None };
-    // SAFETY: the callback gets a search of its own type, which outlives the call.
-    unsafe { libc::dl_iterate_phdr(Some(visit::<R, F>), (&raw mut search).cast()) };
-    search.found
+    map.cast_const().cast()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn c_library() -> Loaded {
+        Loaded::around(libc::gnu_get_libc_version as *const c_void).unwrap()
+    }
 
     /// This test is not preloaded, so the linker's `dlsym` is the real one.
     #[test]
@@ -345,19 +334,20 @@ mod tests {
 
     #[test]
     fn symbols_are_found_as_the_loader_finds_them() {
-        let library = Loaded::named(c"libc.so.6").unwrap();
+        let library = c_library();
         for name in [c"malloc", c"dlopen", c"open64", c"pthread_create", c"no_such_function", c""] {
             // SAFETY: a NUL-terminated name.
             let said = unsafe { dlsym(libc::RTLD_DEFAULT, name) };
             assert_eq!(library.symbol(name).unwrap_or(ptr::null_mut()), said, "{name:?}");
         }
-        assert!(Loaded::named(c"libc.so").is_none() && Loaded::named(c"").is_none());
+        assert!(library.is_named(c"libc.so.6") && !library.is_named(c"libc.so") && !library.is_named(c""));
+        assert!(Loaded::around(ptr::null()).is_none());
     }
 
     /// A library without `DT_GNU_HASH` is searched by `DT_HASH`.
     #[test]
     fn both_kinds_of_hash_tables_are_read() {
-        let library = Loaded::named(c"libc.so.6").unwrap();
+        let library = c_library();
         if library.hash.is_null() || library.gnu_hash.is_null() {
             println!("not run: the C library has only one of them");
             return;
@@ -371,12 +361,12 @@ mod tests {
 
     #[test]
     fn a_handle_is_told_from_others() {
-        let library = Loaded::named(c"libc.so.6").unwrap();
         // SAFETY: both are loaded already.
         unsafe {
             let of_library = libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
             let of_program = libc::dlopen(ptr::null(), libc::RTLD_LAZY);
-            assert!(library.is_behind(of_library) && !library.is_behind(of_program));
+            let named = |handle| Loaded::behind(handle).is_some_and(|library| library.is_named(c"libc.so.6"));
+            assert!(named(of_library) && !named(of_program));
         }
     }
 

@@ -51,8 +51,10 @@ pub enum VramctlResult {
     PrefixCache = 14,
     /// The program is exiting.
     Ending = 15,
+    /// The pause would replace memory that another process, a network card or NCCL knows by its physical pages.
+    Registered = 16,
     /// Other processes have memory open that would be paused.
-    Shared = 16,
+    Shared = 17,
 }
 
 impl From<Kind> for VramctlResult {
@@ -73,6 +75,7 @@ impl From<Kind> for VramctlResult {
             Kind::Disk => Self::Disk,
             Kind::PrefixCache => Self::PrefixCache,
             Kind::Ending => Self::Ending,
+            Kind::Registered => Self::Registered,
             Kind::Shared => Self::Shared,
         }
     }

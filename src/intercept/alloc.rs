@@ -27,9 +27,9 @@ pub trait Door {
 }
 
 /// Calls of the driver's functions.
-struct Driver;
+struct DriverDoor;
 
-impl Door for Driver {
+impl Door for DriverDoor {
     fn current_context(&self) -> Result<Option<Current>, StatusCode> {
         Current::of_thread().map_err(|failure| failure.code)
     }
@@ -40,7 +40,7 @@ impl Door for Driver {
 pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const c_void) -> StatusCode {
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
     // arguments unchanged.
-    unsafe { provide_to(caller, pointer.cast(), bytes, Place::Thread, || driver_originals::cuMemAlloc_v2(pointer, bytes)) }
+    unsafe { provide_to(caller, pointer.cast(), bytes, Source::Thread, || driver_originals::cuMemAlloc_v2(pointer, bytes)) }
 }
 
 pub unsafe fn mem_alloc_pitch(
@@ -59,7 +59,7 @@ pub unsafe fn mem_alloc_pitch(
         }
         let Some((row, bytes)) = rows(width, height, 1) else { return real() };
         let mut managed = ptr::null_mut();
-        let answer = provide_to(caller, &raw mut managed, bytes, Place::Thread, real);
+        let answer = provide_to(caller, &raw mut managed, bytes, Source::Thread, real);
         if !managed.is_null() {
             *pitch = row;
             pointer.write(managed as CUdeviceptr);
@@ -72,7 +72,7 @@ pub unsafe fn mem_alloc_async(pointer: *mut CUdeviceptr, bytes: usize, stream: S
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocAsync(pointer, bytes, stream);
-        provide_to(caller, pointer.cast(), bytes, Place::Stream(stream), real)
+        provide_to(caller, pointer.cast(), bytes, Source::Stream(stream), real)
     }
 }
 
@@ -80,7 +80,7 @@ pub unsafe fn mem_alloc_async_ptsz(pointer: *mut CUdeviceptr, bytes: usize, stre
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocAsync_ptsz(pointer, bytes, stream);
-        provide_to(caller, pointer.cast(), bytes, Place::Stream(stream.of_per_thread_program()), real)
+        provide_to(caller, pointer.cast(), bytes, Source::Stream(stream.of_per_thread_program()), real)
     }
 }
 
@@ -94,7 +94,7 @@ pub unsafe fn mem_alloc_from_pool_async(
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocFromPoolAsync(pointer, bytes, pool, stream);
-        provide_to(caller, pointer.cast(), bytes, Place::Pool(pool, stream), real)
+        provide_to(caller, pointer.cast(), bytes, Source::Pool(pool, stream), real)
     }
 }
 
@@ -108,7 +108,7 @@ pub unsafe fn mem_alloc_from_pool_async_ptsz(
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocFromPoolAsync_ptsz(pointer, bytes, pool, stream);
-        provide_to(caller, pointer.cast(), bytes, Place::Pool(pool, stream.of_per_thread_program()), real)
+        provide_to(caller, pointer.cast(), bytes, Source::Pool(pool, stream.of_per_thread_program()), real)
     }
 }
 
@@ -119,7 +119,7 @@ pub unsafe fn mem_free(pointer: CUdeviceptr) -> StatusCode {
 
 pub unsafe fn mem_free_async(pointer: CUdeviceptr, stream: StreamHandle) -> StatusCode {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&Driver, pointer, stream).unwrap_or_else(|| unsafe { driver_originals::cuMemFreeAsync(pointer, stream) })
+    release_async(&DriverDoor, pointer, stream).unwrap_or_else(|| unsafe { driver_originals::cuMemFreeAsync(pointer, stream) })
 }
 
 pub unsafe fn mem_free_async_ptsz(pointer: CUdeviceptr, stream: StreamHandle) -> StatusCode {
@@ -127,12 +127,12 @@ pub unsafe fn mem_free_async_ptsz(pointer: CUdeviceptr, stream: StreamHandle) ->
         // SAFETY: the arguments are passed on unchanged.
         unsafe { driver_originals::cuMemFreeAsync_ptsz(pointer, stream) }
     };
-    release_async(&Driver, pointer, stream.of_per_thread_program()).unwrap_or_else(real)
+    release_async(&DriverDoor, pointer, stream.of_per_thread_program()).unwrap_or_else(real)
 }
 
 /// Where to allocate.
 #[derive(Clone, Copy)]
-pub enum Place {
+pub enum Source {
     /// On the calling thread's device.
     Thread,
     /// On a stream's device.
@@ -141,17 +141,14 @@ pub enum Place {
     Pool(*mut c_void, StreamHandle),
 }
 
-/// The thread's calls now answer a request that has been left to CUDA already.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Left(bool);
-
 thread_local! {
-    static LEFT: Cell<Left> = const { Cell::new(Left(false)) };
+    /// Whether the thread's calls now answer a request that has been left to CUDA already.
+    static LEFT: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Leaves a request to the real function, whose own calls of the driver's functions then pass as well.
 pub fn leave(real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let before = LEFT.replace(Left(true));
+    let before = LEFT.replace(true);
     let answer = real();
     LEFT.set(before);
     answer
@@ -159,25 +156,37 @@ pub fn leave(real: impl FnOnce() -> StatusCode) -> StatusCode {
 
 /// What the calling thread's memory is recorded under; `None` if this request is left to CUDA.
 pub fn placement(bytes: usize, caller: Option<*const c_void>) -> Option<Placement> {
-    if bytes < Config::get().min_bytes.max(1) || LEFT.get() == Left(true) || caller.is_some_and(exclude::is_excluded) {
+    if bytes < Config::get().min_bytes.max(1) || LEFT.get() || caller.is_some_and(exclude::is_excluded) {
         return None;
     }
     region::current()
 }
 
 /// As [`provide`], for the driver's functions.
-unsafe fn provide_to(caller: *const c_void, pointer: *mut *mut c_void, bytes: usize, place: Place, real: impl FnOnce() -> StatusCode) -> StatusCode {
+unsafe fn provide_to(
+    caller: *const c_void,
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    source: Source,
+    real: impl FnOnce() -> StatusCode,
+) -> StatusCode {
     // SAFETY: the caller's promises.
-    unsafe { provide_as(&Driver, placement(bytes, Some(caller)), pointer, bytes, place, real) }
+    unsafe { provide_as(&DriverDoor, placement(bytes, Some(caller)), pointer, bytes, source, real) }
 }
 
 /// Allocates managed memory if the calling thread's allocations are managed, else calls the real function.
 ///
 /// # Safety
 /// `pointer` must be null or writable.
-pub unsafe fn provide(door: &impl Door, pointer: *mut *mut c_void, bytes: usize, place: Place, real: impl FnOnce() -> StatusCode) -> StatusCode {
+pub unsafe fn provide(
+    door: &impl Door,
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    source: Source,
+    real: impl FnOnce() -> StatusCode,
+) -> StatusCode {
     // SAFETY: the caller's promise.
-    unsafe { provide_as(door, placement(bytes, None), pointer, bytes, place, real) }
+    unsafe { provide_as(door, placement(bytes, None), pointer, bytes, source, real) }
 }
 
 unsafe fn provide_as(
@@ -185,13 +194,13 @@ unsafe fn provide_as(
     placement: Option<Placement>,
     pointer: *mut *mut c_void,
     bytes: usize,
-    place: Place,
+    source: Source,
     real: impl FnOnce() -> StatusCode,
 ) -> StatusCode {
     if pointer.is_null() {
         return leave(real);
     }
-    match placement.and_then(|policy| allocate(door, policy, bytes, place)) {
+    match placement.and_then(|policy| allocate(door, policy, bytes, source)) {
         None => {
             free_up(bytes);
             leave(real)
@@ -211,19 +220,19 @@ unsafe fn provide_as(
 }
 
 /// Allocates managed memory; `None` if the real function must allocate.
-fn allocate(door: &impl Door, policy: Placement, bytes: usize, place: Place) -> Option<Result<*mut c_void, StatusCode>> {
-    let current = match place {
+fn allocate(door: &impl Door, policy: Placement, bytes: usize, source: Source) -> Option<Result<*mut c_void, StatusCode>> {
+    let current = match source {
         // An allocation during capture becomes part of the graph, which only the driver can do.
-        Place::Stream(stream) | Place::Pool(_, stream) if stream.is_capturing() => return None,
-        Place::Stream(stream) | Place::Pool(_, stream) => context_of(door, stream),
-        Place::Thread => door.current_context(),
+        Source::Stream(stream) | Source::Pool(_, stream) if stream.is_capturing() => return None,
+        Source::Stream(stream) | Source::Pool(_, stream) => context_of(door, stream),
+        Source::Thread => door.current_context(),
     };
     let current = match current {
         Ok(current) => current?,
         Err(error) => return Some(Err(error)),
     };
     // A pool of the program's own has a purpose: another device, host memory, sharing with other processes.
-    if matches!(place, Place::Pool(pool, _) if driver::default_pool(current.device()).ok() != Some(pool)) {
+    if matches!(source, Source::Pool(pool, _) if driver::default_pool(current.device()).ok() != Some(pool)) {
         return None;
     }
     let tag = policy.tag.clone();

@@ -7,12 +7,12 @@
 //! they are a few instructions in front of one.
 
 use crate::driver_functions;
-use crate::table::{Effect, Flavour};
-use crate::{alloc, copies, driver_originals, resolve, vmm};
+use crate::table::{Effect, Flavour, IpcHandle};
+use crate::{alloc, contexts, copies, driver_originals, register, resolve, share, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::panic::{self, AssertUnwindSafe};
-use vramctl_core::contexts;
+use vramctl_core::contexts::note_current;
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     ContextHandle, StreamHandle,
@@ -197,7 +197,7 @@ fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnO
         }
         let answer = handler();
         if answer == code::SUCCESS && shows_the_context(effect) {
-            contexts::note_current();
+            note_current();
         }
         answer
     });
@@ -208,4 +208,90 @@ fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnO
 /// the end of a context the driver still calls a dead one current.
 fn shows_the_context(effect: Effect) -> bool {
     matches!(effect, Effect::Allocates | Effect::Frees | Effect::Maps | Effect::Shares)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+    use std::hint::black_box;
+    use std::ptr;
+
+    thread_local! {
+        /// The arguments of the last call, and who called.
+        static SEEN: RefCell<(Vec<usize>, *const c_void)> = const { RefCell::new((Vec::new(), ptr::null())) };
+    }
+
+    /// Functions of the table's shapes, with handlers that note what they get.
+    macro_rules! shapes {
+        ($($symbol:ident($($argument:ident),*);)*) => {
+            #[allow(clippy::wildcard_imports, clippy::items_after_statements)]
+            mod guarded {
+                use super::*;
+                $( pub unsafe extern "C" fn $symbol($($argument: usize,)* caller: *const c_void) -> StatusCode {
+                    SEEN.set((vec![$($argument),*], caller));
+                    7
+                } )*
+            }
+            $( entry! { Allocates $symbol ($($argument: usize),*) } )*
+        };
+    }
+    shapes! {
+        two(a, b);
+        three(a, b, c);
+        four(a, b, c, d);
+        five(a, b, c, d, e);
+    }
+
+    #[inline(never)]
+    fn calls(call: impl FnOnce() -> StatusCode, count: usize) {
+        // Not the last thing that happens here, so that this function is on the way back.
+        assert_eq!(black_box(call)(), 7);
+        let (arguments, caller) = SEEN.take();
+        assert_eq!(arguments, (1..=count).collect::<Vec<_>>());
+        // SAFETY: plain data, and writable.
+        let near = unsafe {
+            let mut info: libc::Dl_info = std::mem::zeroed();
+            libc::dladdr(caller, &raw mut info) != 0 && vramctl_host::symbols::is_ours(caller)
+        };
+        assert!(near, "{caller:p} is not in the program that called");
+    }
+
+    /// A handler that got a wrong register would take memory for somebody else's.
+    #[test]
+    fn entries_that_allocate_pass_the_arguments_and_who_called() {
+        // SAFETY: the functions take any numbers.
+        unsafe {
+            calls(|| two(1, 2), 2);
+            calls(|| three(1, 2, 3), 3);
+            calls(|| four(1, 2, 3, 4), 4);
+            calls(|| five(1, 2, 3, 4, 5), 5);
+        }
+    }
+
+    /// Two call sites in one function are told apart, and one is itself each time.
+    #[test]
+    fn a_call_site_is_known_by_its_address() {
+        let site = || {
+            // SAFETY: as above.
+            unsafe { assert_eq!(black_box(two as unsafe extern "C" fn(usize, usize) -> StatusCode)(1, 2), 7) };
+            SEEN.take().1
+        };
+        let mut sites: Vec<_> = (0..3).map(|_| site()).collect();
+        sites.dedup();
+        assert_eq!(sites.len(), 1);
+        // SAFETY: as above.
+        unsafe { assert_eq!(black_box(two as unsafe extern "C" fn(usize, usize) -> StatusCode)(1, 2), 7) };
+        assert_ne!(SEEN.take().1, sites[0]);
+    }
+
+    #[test]
+    fn no_symbol_is_twice_in_the_table() {
+        let mut symbols: Vec<_> = FUNCTIONS.iter().map(|function| function.symbol).collect();
+        symbols.sort_unstable();
+        symbols.dedup();
+        assert_eq!(symbols.len(), FUNCTIONS.len());
+        assert!(symbols.iter().all(|symbol| of_symbol(symbol).is_some_and(|function| function.symbol == *symbol)));
+        assert!(of_symbol(c"cuMemAlloc").is_none() && of_symbol(c"").is_none());
+    }
 }

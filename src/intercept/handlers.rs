@@ -1,6 +1,6 @@
 //! The handlers of the hooked functions of the CUDA runtime. Invalid arguments are left for the real function to reject.
 
-use crate::alloc::{Door, Place, provide, release, release_async, rows};
+use crate::alloc::{Door, Source, provide, release, release_async, rows};
 use crate::copies;
 use crate::real::{self, originals};
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
@@ -13,31 +13,37 @@ use vramctl_model::code;
 pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize) -> CudaError {
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
     // arguments unchanged.
-    unsafe { provide(&Runtime, pointer, bytes, Place::Thread, || originals::cudaMalloc(pointer, bytes)) }
+    unsafe { provide(&RuntimeDoor, pointer, bytes, Source::Thread, || originals::cudaMalloc(pointer, bytes)) }
 }
 
 pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
-    unsafe { provide(&Runtime, pointer, bytes, Place::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
+    unsafe { provide(&RuntimeDoor, pointer, bytes, Source::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
 }
 
 pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        provide(&Runtime, pointer, bytes, Place::Stream(stream.of_per_thread_program()), || originals::cudaMallocAsync_ptsz(pointer, bytes, stream))
+        provide(&RuntimeDoor, pointer, bytes, Source::Stream(stream.of_per_thread_program()), || {
+            originals::cudaMallocAsync_ptsz(pointer, bytes, stream)
+        })
     }
 }
 
 pub unsafe fn malloc_from_pool_async(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
-    unsafe { provide(&Runtime, pointer, bytes, Place::Pool(pool, stream), || originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)) }
+    unsafe {
+        provide(&RuntimeDoor, pointer, bytes, Source::Pool(pool, stream), || {
+            originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)
+        })
+    }
 }
 
 pub unsafe fn malloc_from_pool_async_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        let place = Place::Pool(pool, stream.of_per_thread_program());
-        provide(&Runtime, pointer, bytes, place, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
+        let source = Source::Pool(pool, stream.of_per_thread_program());
+        provide(&RuntimeDoor, pointer, bytes, source, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
     }
 }
 
@@ -50,7 +56,7 @@ pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: 
         }
         let Some((row, bytes)) = rows(width, height, 1) else { return real() };
         let mut managed = ptr::null_mut();
-        let answer = provide(&Runtime, &raw mut managed, bytes, Place::Thread, real);
+        let answer = provide(&RuntimeDoor, &raw mut managed, bytes, Source::Thread, real);
         if !managed.is_null() {
             *pitch = row;
             pointer.write(managed);
@@ -68,7 +74,7 @@ pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent) -> Cud
         }
         let Some((pitch, bytes)) = rows(extent.width, extent.height, extent.depth) else { return real() };
         let mut managed = ptr::null_mut();
-        let answer = provide(&Runtime, &raw mut managed, bytes, Place::Thread, real);
+        let answer = provide(&RuntimeDoor, &raw mut managed, bytes, Source::Thread, real);
         if !managed.is_null() {
             *pitched = CudaPitchedPtr { pointer: managed, pitch, xsize: extent.width, ysize: extent.height };
         }
@@ -83,12 +89,13 @@ pub unsafe fn free(pointer: *mut c_void) -> CudaError {
 
 pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&Runtime, pointer as u64, stream).unwrap_or_else(|| unsafe { originals::cudaFreeAsync(pointer, stream) })
+    release_async(&RuntimeDoor, pointer as u64, stream).unwrap_or_else(|| unsafe { originals::cudaFreeAsync(pointer, stream) })
 }
 
 pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&Runtime, pointer as u64, stream.of_per_thread_program()).unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
+    release_async(&RuntimeDoor, pointer as u64, stream.of_per_thread_program())
+        .unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
 }
 
 pub unsafe fn device_reset() -> CudaError {
@@ -158,9 +165,9 @@ pub unsafe fn torch_free(pointer: *mut c_void) {
 }
 
 /// Calls through the runtime.
-struct Runtime;
+struct RuntimeDoor;
 
-impl Door for Runtime {
+impl Door for RuntimeDoor {
     fn current_context(&self) -> Result<Option<Current>, CudaError> {
         real::current_context().map(Some)
     }

@@ -5,6 +5,7 @@
 
 pub mod abi;
 mod alloc;
+mod contexts;
 mod copies;
 mod driver_originals;
 pub mod entries;
@@ -12,6 +13,7 @@ mod exclude;
 mod handlers;
 pub mod hooks;
 mod real;
+mod register;
 pub mod resolve;
 mod share;
 pub mod table;

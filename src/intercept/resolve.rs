@@ -218,27 +218,33 @@ unsafe fn judge(function: &DriverFunction, handle: *mut c_void, onward: *mut c_v
     if handle == libc::RTLD_NEXT || copies::another_answers() {
         return Ruling::onward(onward);
     }
-    let driver = Loaded::named(DRIVER);
-    if handle == libc::RTLD_DEFAULT && driver.is_some() {
-        return Ruling::onward(onward);
+    let (found, default) = (real(handle), handle == libc::RTLD_DEFAULT);
+    if symbols::is_ours(found) && !is_function_elsewhere(function) {
+        // Our own export, in a process without a driver: programs look for one this way.
+        return Ruling::answer(ptr::null_mut());
     }
-    let found = real(handle);
-    match driver {
-        // The error that the real function left stays as it is.
-        _ if found.is_null() && handle != libc::RTLD_DEFAULT => Ruling::answer(found),
-        // The driver's own, through whatever handle; or what somebody else puts in its place.
-        // SAFETY: the lookup succeeded, so the handle is open.
-        Some(driver) if driver.symbol(function.symbol) == Some(found) || unsafe { driver.is_behind(handle) } => {
-            Ruling::answer(function.entry.cast_mut())
-        }
-        // Our own export, in a process without a driver: programs look for one this way. This lookup fails in its place, and leaves
-        // the error for `dlerror`.
-        // SAFETY: `RTLD_NEXT` needs no handle.
-        None if symbols::is_ours(found) && unsafe { symbols::dlsym(libc::RTLD_NEXT, function.symbol) }.is_null() => {
-            Ruling::answer(ptr::null_mut())
-        }
-        _ if handle == libc::RTLD_DEFAULT => Ruling::onward(onward),
-        _ => Ruling::answer(found),
+    // SAFETY: the lookup succeeded, so the handle is open.
+    if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } {
+        return Ruling::answer(function.entry.cast_mut());
+    }
+    // If it found nothing, the error that the real function left stays as it is. What the default scope is, depends on who asks.
+    if default { Ruling::onward(onward) } else { Ruling::answer(found) }
+}
+
+/// Whether what was found is the driver's function, through whatever handle, or what somebody else puts in its place.
+unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *mut c_void) -> bool {
+    let itself = |driver: Loaded| driver.is_named(DRIVER) && driver.symbol(function.symbol) == Some(found);
+    // SAFETY: the caller's promise.
+    let through_its_handle = || unsafe { Loaded::behind(handle) }.is_some_and(|library| library.is_named(DRIVER));
+    Loaded::around(found).is_some_and(itself) || through_its_handle()
+}
+
+/// Whether anybody but this library has the function. If not, leaves the loader's error for `dlerror`.
+fn is_function_elsewhere(function: &DriverFunction) -> bool {
+    // SAFETY: a NUL-terminated name; `RTLD_NEXT` needs no handle. What is loaded already stays loaded and is not initialised again.
+    unsafe {
+        let driver = libc::dlopen(DRIVER.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
+        !driver.is_null() || !symbols::dlsym(libc::RTLD_NEXT, function.symbol).is_null()
     }
 }
 
@@ -312,11 +318,11 @@ unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void
     // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
     unsafe {
         let (name, found) = (CStr::from_ptr(name), *function);
-        if found.is_null() || symbols::is_ours(found) {
-            return;
-        }
         let mut same = FUNCTIONS.iter().filter(|line| line.name.as_bytes() == name.to_bytes());
-        if let Some(line) = same.find(|line| told_for(name, line) == found) {
+        // An entry that was told already, by another of these functions, is nothing that the driver tells.
+        if !found.is_null()
+            && let Some(line) = same.find(|line| told_for(name, line) == found)
+        {
             *function = line.entry.cast_mut();
         }
     }

@@ -1,5 +1,6 @@
 //! CUDA IPC: handles of managed memory, and memory of other processes. `real` is the function that the program called.
 
+use crate::driver_originals;
 use crate::real::{self, originals};
 use crate::table::{CudaError, IpcHandle};
 use std::ffi::{c_uint, c_void};
@@ -73,9 +74,24 @@ pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusC
     }
 }
 
-pub unsafe fn cuda_get(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
+pub unsafe fn driver_get(handle: *mut c_void, pointer: CUdeviceptr) -> StatusCode {
     // SAFETY: here and below, the program promises that non-null pointers are writable, and the real function gets the arguments
     // unchanged.
+    unsafe { get(handle, pointer, || driver_originals::cuIpcGetMemHandle(handle, pointer)) }
+}
+
+pub unsafe fn driver_open(pointer: *mut CUdeviceptr, handle: IpcHandle, flags: c_uint) -> StatusCode {
+    // SAFETY: as above.
+    unsafe { open(pointer, &handle, flags, || driver_originals::cuIpcOpenMemHandle_v2(pointer, handle, flags)) }
+}
+
+pub unsafe fn driver_close(pointer: CUdeviceptr) -> StatusCode {
+    // SAFETY: as above.
+    close(pointer, || unsafe { driver_originals::cuIpcCloseMemHandle(pointer) })
+}
+
+pub unsafe fn cuda_get(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
+    // SAFETY: as above.
     unsafe { get(handle, pointer as CUdeviceptr, || originals::cudaIpcGetMemHandle(handle, pointer)) }
 }
 

@@ -143,23 +143,27 @@ macro_rules! driver_functions {
         Maps cuMemMapArrayAsync_ptsz "cuMemMapArrayAsync" 11010 PerThread (list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) => vmm::map_array_ptsz;
         Maps cuMulticastBindMem "cuMulticastBindMem" 12010 Plain (multicast: CUmemGenericAllocationHandle, multicast_offset: usize, handle: CUmemGenericAllocationHandle, offset: usize, bytes: usize, flags: c_ulonglong) => vmm::bind_multicast;
         Maps cuMulticastBindMem_v2 "cuMulticastBindMem" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, handle: CUmemGenericAllocationHandle, offset: usize, bytes: usize, flags: c_ulonglong) => vmm::bind_multicast_v2;
+        Maps cuMulticastBindAddr "cuMulticastBindAddr" 12010 Plain (multicast: CUmemGenericAllocationHandle, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address;
+        Maps cuMulticastBindAddr_v2 "cuMulticastBindAddr" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address_v2;
 
         Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong) => vmm::export;
         Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => forward;
-        Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) => forward;
-        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => forward;
-        Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) => forward;
-        Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => forward;
-        Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => forward;
+        Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) => register::handle_for_range;
+        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => share::driver_get;
+        Shares cuIpcOpenMemHandle_v2 "cuIpcOpenMemHandle" 11000 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open;
+        Shares cuIpcCloseMemHandle "cuIpcCloseMemHandle" 4010 Plain (pointer: CUdeviceptr) => share::driver_close;
+        Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) => register::pointer_set_attribute;
+        Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => contexts::enable_peer_access;
+        Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => contexts::disable_peer_access;
 
         Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) => vmm::get_access;
         Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => forward;
         Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;
         Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain (properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle) => vmm::properties_of;
 
-        Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) => forward;
-        Ends cuDevicePrimaryCtxReset_v2 "cuDevicePrimaryCtxReset" 11000 Plain (device: CUdevice) => forward;
-        Ends cuDevicePrimaryCtxRelease_v2 "cuDevicePrimaryCtxRelease" 11000 Plain (device: CUdevice) => forward;
+        Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) => contexts::destroy;
+        Ends cuDevicePrimaryCtxReset_v2 "cuDevicePrimaryCtxReset" 11000 Plain (device: CUdevice) => contexts::reset_primary;
+        Ends cuDevicePrimaryCtxRelease_v2 "cuDevicePrimaryCtxRelease" 11000 Plain (device: CUdevice) => contexts::release_primary;
 
         Resolves cuGetProcAddress "cuGetProcAddress" 11030 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) => resolve::get_proc_address;
         Resolves cuGetProcAddress_v2 "cuGetProcAddress" 12000 Plain (name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong, status: *mut c_uint) => resolve::get_proc_address_v2;

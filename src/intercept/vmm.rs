@@ -7,8 +7,8 @@ use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
 use vramctl_core::memory::{Memory, is_ours};
 use vramctl_driver::{
-    Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation, Current,
-    Location, Properties, StreamHandle,
+    Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
+    Current, Location, Properties, StreamHandle,
 };
 use vramctl_model::{Span, StatusCode, code};
 
@@ -51,6 +51,7 @@ fn context_on(device: CUdevice) -> Option<Current> {
 }
 
 pub unsafe fn release(handle: Handle) -> StatusCode {
+    // SAFETY: as above.
     existing(|memory| memory.release_handle(handle)).unwrap_or_else(|| unsafe { driver_originals::cuMemRelease(handle) })
 }
 
@@ -63,6 +64,7 @@ pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Han
 }
 
 pub unsafe fn unmap(address: CUdeviceptr, bytes: usize) -> StatusCode {
+    // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMemUnmap(address, bytes) };
     existing(|memory| memory.unmap(Span { address, bytes }, real)).unwrap_or_else(real)
 }
@@ -94,11 +96,13 @@ pub unsafe fn get_access(flags: *mut c_ulonglong, location: *const CUmemLocation
             flags.write(answer);
             code::SUCCESS
         },
+        // SAFETY: as above.
         None => unsafe { driver_originals::cuMemGetAccess(flags, location, address) },
     }
 }
 
 pub unsafe fn address_free(address: CUdeviceptr, bytes: usize) -> StatusCode {
+    // SAFETY: as above.
     existing(|memory| memory.keeps_addresses(Span { address, bytes }))
         .unwrap_or_else(|| unsafe { driver_originals::cuMemAddressFree(address, bytes) })
 }
@@ -111,6 +115,7 @@ pub unsafe fn retain_handle(handle: *mut Handle, address: *mut c_void) -> Status
 
 pub unsafe fn properties_of(properties: *mut CUmemAllocationProp, handle: Handle) -> StatusCode {
     let found = if properties.is_null() { None } else { existing(|memory| memory.properties_of(handle)) };
+    // SAFETY: as above.
     answer_with(properties.cast::<Properties>(), found)
         .unwrap_or_else(|| unsafe { driver_originals::cuMemGetAllocationPropertiesFromHandle(properties, handle) })
 }

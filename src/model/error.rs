@@ -1,6 +1,6 @@
 //! The error type, and its CUDA, C and protocol codes.
 
-use crate::{Bytes, Failure, Holder, Lent, code};
+use crate::{Bytes, Failure, Holder, Lent, Registration, code};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -40,6 +40,8 @@ pub enum Error {
     Unsupported,
     /// The pause would drop a KV cache that this inference engine's prefix cache still describes.
     PrefixCache(String),
+    /// The pause would replace memory that somebody else knows by its physical pages.
+    Registered(Vec<Registration>),
     /// Other processes have memory open that would be paused.
     Shared(Vec<Lent>),
     /// The request is invalid; the text says why.
@@ -110,8 +112,10 @@ pub enum Kind {
     PrefixCache = 14,
     /// The program is exiting.
     Ending = 15,
+    /// The pause would replace memory that somebody else knows by its physical pages.
+    Registered = 16,
     /// Other processes have memory open that would be paused.
-    Shared = 16,
+    Shared = 17,
 }
 
 impl Error {
@@ -128,6 +132,7 @@ impl Error {
             Self::Busy(_) => Kind::Busy,
             Self::Unsupported => Kind::Unsupported,
             Self::PrefixCache(_) => Kind::PrefixCache,
+            Self::Registered(_) => Kind::Registered,
             Self::Shared(_) => Kind::Shared,
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
@@ -147,7 +152,9 @@ impl Error {
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
             Self::Ending => code::DEINITIALIZED,
-            Self::Busy(_) | Self::PrefixCache(_) | Self::Shared(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
+            Self::Busy(_) | Self::PrefixCache(_) | Self::Registered(_) | Self::Shared(_) | Self::Disk(_) | Self::Internal(_) => {
+                code::UNKNOWN
+            }
         }
     }
 }
@@ -194,6 +201,15 @@ impl fmt::Display for Error {
                  so cached prefixes would read as zeros. Let vramctl reset the prefix cache (--engine URL or VRAMCTL_ENGINE), keep the \
                  contents (--backup host), or use --force if you have reset it yourself"
             ),
+            Self::Registered(list) => {
+                let listed: Vec<_> = list.iter().map(ToString::to_string).collect();
+                write!(
+                    out,
+                    "memory is registered and cannot be given new physical pages unnoticed: {}; nothing has changed. Pause the rest \
+                     with --registered keep, or this too with --registered take once nobody uses the registration",
+                    listed.join(", ")
+                )
+            }
             Self::Shared(lent) => {
                 let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
                 write!(out, "other processes have the memory open: {}. Let them close it, or end them, first", lent.join(", "))
@@ -247,7 +263,8 @@ mod tests {
             (Kind::Disk, 13, "disk"),
             (Kind::PrefixCache, 14, "prefix_cache"),
             (Kind::Ending, 15, "ending"),
-            (Kind::Shared, 16, "shared"),
+            (Kind::Registered, 16, "registered"),
+            (Kind::Shared, 17, "shared"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);

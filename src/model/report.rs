@@ -1,6 +1,6 @@
 //! A pause or resume: request, progress and report.
 
-use crate::{Backup, Bytes, Span};
+use crate::{Backup, Bytes, Registered, Span};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,6 +24,8 @@ pub struct TransitionRequest {
     pub unused: Vec<Span>,
     /// The inference engine whose KV cache must not be dropped because its prefix cache describes it. Pause only.
     pub engine: Option<String>,
+    /// What to do with registered memory. Pause only.
+    pub registered: Registered,
 }
 
 /// A stage of a pause or resume.

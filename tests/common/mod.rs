@@ -413,6 +413,11 @@ pub fn set_device(device: i32) {
     assert_eq!(unsafe { (simulated().cuda_set_device)(device) }, 0);
 }
 
+/// Creates a context and makes it current.
+pub fn create_context(context: &mut *mut c_void, device: i32) -> u32 {
+    unsafe { (simulated().cu_ctx_create)(context, 0, device) }
+}
+
 /// A context besides the device's primary one, current on the thread that created it until dropped there.
 pub struct OwnContext(*mut c_void);
 

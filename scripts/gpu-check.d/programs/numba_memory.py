@@ -3,7 +3,13 @@
 import loop
 import numba
 import numpy
-from numba import cuda
+
+# numba-cuda 0.30 still looks up names that NumPy 2.5 has removed.
+for removed, now in {"row_stack": "vstack", "in1d": "isin", "trapz": "trapezoid"}.items():
+    if not hasattr(numpy, removed):
+        setattr(numpy, removed, getattr(numpy, now))
+
+from numba import cuda  # noqa: E402 the names must be there first
 
 GRID, THREADS = 1024, 256
 

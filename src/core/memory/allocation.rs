@@ -105,7 +105,15 @@ impl Allocation {
         key: u64,
         wanted: Option<Properties>,
     ) -> Self {
-        let contents = Contents { memory: Some(memory), saved: None, mappings, references: 1, registrant: None, lending: Lending::default(), context: current.context() };
+        let contents = Contents {
+            memory: Some(memory),
+            saved: None,
+            mappings,
+            references: 1,
+            registrant: None,
+            lending: Lending::default(),
+            context: current.context(),
+        };
         Self {
             tag: policy.tag,
             backup: policy.backup,
@@ -232,7 +240,11 @@ impl Allocation {
     pub fn guests(&self) -> Vec<CUdevice> {
         let contents = self.contents();
         let listed = contents.mappings.iter().filter_map(|mapping| mapping.access.as_ref()).flat_map(|access| access.iter());
-        listed.filter(|access| access.is_any()).filter_map(|access| access.location.device()).filter(|device| *device != self.device).collect()
+        listed
+            .filter(|access| access.is_any())
+            .filter_map(|access| access.location.device())
+            .filter(|device| *device != self.device)
+            .collect()
     }
 
     /// Releases the memory and the saved contents for good. Nothing changes on error.

@@ -136,7 +136,9 @@ impl Memory {
         }
         {
             let mut index = self.index_mut();
-            found.iter().for_each(|(base, _)| drop(index.remove(base)));
+            for (base, _) in &found {
+                index.remove(base);
+            }
         }
         for (base, allocation) in found {
             {
@@ -161,7 +163,9 @@ impl Memory {
         if found.iter().all(|(_, one)| !one.is_paused()) {
             let answer = real(span);
             if answer == code::SUCCESS {
-                found.iter().for_each(|(base, one)| note_access(one, *base, access));
+                for (base, one) in &found {
+                    note_access(one, *base, access);
+                }
             }
             return Some(answer);
         }
@@ -248,6 +252,15 @@ impl Memory {
             contents.registrant = Some(registrant);
         }
         Some(answer)
+    }
+
+    /// Records that the memory at an address is known by its physical pages. Nothing if it is not managed.
+    pub fn register(&self, address: CUdeviceptr, registrant: &'static str) {
+        let _shared = self.share();
+        let found = self.mapped_at(address).map(|(_, allocation)| allocation).or_else(|| self.find(address));
+        if let Some(allocation) = found {
+            allocation.contents().registrant = Some(registrant);
+        }
     }
 
     /// Releases memory that the program neither owns nor has mapped.

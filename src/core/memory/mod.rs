@@ -27,7 +27,7 @@ use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::PerProcess;
-use vramctl_model::{Error, Failure, Shortage, checked_tag, code};
+use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 
 /// Everything this process has under management.
 pub struct Memory {
@@ -175,9 +175,11 @@ impl Memory {
 
     /// New physical memory. Leftovers of failed releases, and memory of destroyed contexts, may make a second try succeed.
     fn physical(&self, create: impl Fn() -> Result<Physical, Failure>) -> Result<Physical, Failure> {
-        create().or_else(|failure| {
-            if failure.code == code::OUT_OF_MEMORY && (driver::sweep() | self.drop_gone()) { create() } else { Err(failure) }
-        })
+        create().or_else(
+            |failure| {
+                if failure.code == code::OUT_OF_MEMORY && (driver::sweep() | self.drop_gone()) { create() } else { Err(failure) }
+            },
+        )
     }
 
     fn check_margin(&self, device: CUdevice, size: usize) -> Result<(), Error> {
@@ -249,6 +251,15 @@ impl Memory {
         backup::forget_context(primary);
     }
 
+    /// Runs a call of the program's that may end a context, between transitions, and drops what has ended with it.
+    pub fn ending_context(&self, end: impl FnOnce() -> StatusCode) -> StatusCode {
+        let _shared = self.share();
+        let answer = end();
+        let _relaxed = RelaxedCapture::enter();
+        self.drop_gone();
+        answer
+    }
+
     /// Drops allocations whose context the program has reset or destroyed, as CUDA does with its own memory. Returns whether
     /// there were any.
     pub(crate) fn drop_gone(&self) -> bool {
@@ -286,7 +297,8 @@ impl Memory {
         let device = current.device();
         let _exclusive = self.exclude();
         let all = self.snapshot();
-        let of_other = all.iter().filter(|allocation| allocation.device == other && allocation.wanted().is_none() && !allocation.is_paused());
+        let of_other =
+            all.iter().filter(|allocation| allocation.device == other && allocation.wanted().is_none() && !allocation.is_paused());
         driver::open(of_other.flat_map(|allocation| allocation.ranges(&[Access::of_device(device)].into())))?;
         self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other), current.context());
         Ok(())

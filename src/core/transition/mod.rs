@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::exit;
-use vramctl_model::{Error, Report, Stage, TransitionRequest};
+use vramctl_model::{Error, Registered, Registration, Report, Stage, TransitionRequest};
 
 /// For messages.
 fn tags_text(request: &TransitionRequest) -> String {
@@ -74,6 +74,33 @@ impl Memory {
             }
         }
         Ok(any)
+    }
+}
+
+impl Chosen {
+    /// Leaves out what is registered, or fails because of it, as the request says.
+    fn spare_registered(&mut self, request: &TransitionRequest) -> Result<(), Error> {
+        let (registered, rest): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.active).into_iter().partition(|allocation| allocation.contents().registrant.is_some());
+        self.active = rest;
+        match request.registered {
+            _ if registered.is_empty() => Ok(()),
+            Registered::Keep => Ok(()),
+            Registered::Take => {
+                self.active.extend(registered);
+                self.active.sort_by_cached_key(|allocation| allocation.address());
+                Ok(())
+            }
+            Registered::Refuse => {
+                let mut bytes = BTreeMap::<(String, String), u64>::new();
+                for allocation in registered {
+                    let registrant = allocation.contents().registrant.unwrap_or_default().to_owned();
+                    *bytes.entry((allocation.tag.to_string(), registrant)).or_default() += allocation.bytes() as u64;
+                }
+                let list = bytes.into_iter().map(|((tag, registrant), bytes)| Registration { tag, registrant, bytes });
+                Err(Error::Registered(list.collect()))
+            }
+        }
     }
 }
 

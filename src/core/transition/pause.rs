@@ -58,8 +58,9 @@ impl Memory {
         observer: &mut dyn Observer,
     ) -> Result<(), Error> {
         let started = Instant::now();
-        let chosen = self.choose(request)?;
+        let mut chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
+        chosen.spare_registered(request)?;
         while let Err(error) = refuse_if_lent(&chosen.active) {
             if started.elapsed() > NOTICED {
                 return Err(error);
@@ -88,8 +89,9 @@ impl Memory {
     ) -> Result<Report, Error> {
         let _exclusive = self.exclude();
         let _relaxed = RelaxedCapture::enter();
-        let chosen = self.choose_settled(request)?;
+        let mut chosen = self.choose_settled(request)?;
         spare_prefix_cache(request, &chosen)?;
+        chosen.spare_registered(request)?;
         refuse_if_lent(&chosen.active)?;
         let Chosen { all, active: victims, paused: already } = chosen;
         if !victims.is_empty() {
@@ -137,8 +139,7 @@ impl Memory {
         progress: &mut dyn FnMut(Progress),
         clock: &mut Clock,
     ) -> Result<Kept, Error> {
-        let kept: Vec<_> =
-            victims.iter().filter(|allocation| policy_for(request, allocation) != Backup::Discard).map(Arc::clone).collect();
+        let kept: Vec<_> = victims.iter().filter(|allocation| policy_for(request, allocation) != Backup::Discard).map(Arc::clone).collect();
         self.make_reachable(&kept)?;
         let of_address: BTreeMap<_, _> = victims.iter().map(|allocation| (allocation.address(), allocation)).collect();
         let mut wanted: Vec<_> = kept.iter().map(|allocation| wanted_of(request, allocation)).collect();

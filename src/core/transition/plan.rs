@@ -11,7 +11,8 @@ use vramctl_model::{Backup, Error, HostRoom, Plan, TagPlan, TransitionRequest};
 impl Memory {
     /// What a pause would do now. Changes nothing and does not block.
     pub fn plan(&self, request: &TransitionRequest) -> Result<Plan, Error> {
-        let chosen = self.choose(request)?;
+        let mut chosen = self.choose(request)?;
+        chosen.spare_registered(request)?;
         let prefix_cache = match spare_prefix_cache(request, &chosen) {
             Err(Error::PrefixCache(engine)) => Some(engine),
             _ => None,

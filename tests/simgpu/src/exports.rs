@@ -2,7 +2,7 @@
 //! before each call are all generated from it.
 
 use crate::abi::{AccessDesc, Address, AllocationProp, Handle, HostFunction, In, IpcHandle, Location, NvmlMemory, NvmlProcess, Out, Uuid};
-use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, Outcome};
+use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
 use crate::pool::PoolProps;
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
@@ -134,6 +134,7 @@ functions! {
     cuMemImportFromShareableHandle(handle: Out<Handle>, shared: usize, kind: u32) Vmm Safe => sharing::import(handle, shared, kind);
 
     // Plain memory.
+    cuMemGetAddressRange(_base: Out<u32>, _bytes: Out<u32>, _pointer: u32) Context Safe => Err(NOT_SUPPORTED);
     cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) Context Safe => device::memory_info(free, total);
     cuMemAlloc_v2(pointer: Out<Address>, bytes: usize) Context CaptureUnsafe => memory::allocate(pointer, bytes);
     cuMemAllocPitch_v2(pointer: Out<Address>, pitch: Out<usize>, width: usize, height: usize, element: u32) Context CaptureUnsafe => memory::allocate_pitch(pointer, pitch, width, height, element);
@@ -153,6 +154,7 @@ functions! {
     cuDeviceGetMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
     cuMemGetAddressRange_v2(base: Out<Address>, bytes: Out<usize>, pointer: Address) Context Safe => memory::address_range(base, bytes, pointer);
     cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Init Safe => memory::pointer_attribute(data, attribute, pointer);
+    cuPointerSetAttribute(value: In<u32>, attribute: i32, pointer: Address) Init Safe => memory::set_pointer_attribute(value, attribute, pointer);
     cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Init Safe => memory::pointer_attributes(count, attributes, data, pointer);
     cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => sharing::get(handle, pointer);
     cuIpcOpenMemHandle_v2(pointer: Out<Address>, handle: IpcHandle, flags: u32) Context Safe => sharing::open(pointer, handle, flags);
@@ -267,7 +269,7 @@ functions! {
     // Error names.
     cuGetErrorName(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(name, _)| name);
     cuGetErrorString(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(_, description)| description);
-    cuGetProcAddress(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64) Nothing Safe => proc_address(name, pointer, version, flags, nothing());
+    cuGetProcAddress(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64) Nothing Safe => proc_address_before(name, pointer, version, flags);
     cuGetProcAddress_v2(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) Nothing Safe => proc_address(name, pointer, version, flags, status);
     cuGetExportTable(_table: Out<*const c_void>, _id: *const c_void) Nothing Safe => Err(NOT_FOUND);
 
@@ -310,53 +312,69 @@ fn error_text(
 
 /// A function's index in the table, by its exact name or else by its name without a version suffix.
 pub fn index_of(name: &str) -> Option<usize> {
-    exact(name).or_else(|| newest(name, i32::MAX, false))
+    exact(name).or_else(|| newest(name, i32::MAX, false).ok())
 }
 
 fn exact(name: &str) -> Option<usize> {
     TABLE.iter().position(|function| function.name == name)
 }
 
-/// Versions of calls whose signature changed, with the first CUDA version that uses them: a program built for an older CUDA
-/// must get the older signature.
-const SINCE: &[(&str, i32)] = &[
-    ("cuGetProcAddress_v2", 12000),
-    ("cuCtxCreate_v4", 12050),
-    ("cuStreamGetCaptureInfo_v2", 12000),
-    ("cuStreamGetCaptureInfo_v3", 12030),
-    ("cuGraphInstantiateWithFlags", 12000),
-];
+/// The variants of each function: name for `cuGetProcAddress`, CUDA version, flavour, number of arguments, symbol, releases.
+const VARIANTS: &str = include_str!("../../data/driver-functions.txt");
 
-/// The newest version of a call for a program built with this CUDA version.
-fn newest(name: &str, version: i32, per_thread: bool) -> Option<usize> {
+/// Why `cuGetProcAddress` finds nothing (`CUdriverProcAddressQueryResult`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+enum Missing {
+    /// There is no such function.
+    Unknown = 1,
+    /// It came with a later version.
+    Later = 2,
+}
+
+/// The newest variant of a function for a program built with this CUDA version, a negative one for no limit.
+fn newest(name: &str, version: i32, per_thread: bool) -> Result<usize, Missing> {
+    let limit = if version < 0 { i32::MAX } else { version };
     // Since CUDA 12 the plain name refers to what was called "WithFlags" before.
-    let renamed = ["cuGraphInstantiateWithFlags"];
-    let renamed = renamed.iter().filter(|_| name == "cuGraphInstantiate").map(ToString::to_string);
-    let versions = renamed.chain(["_v4", "_v3", "_v2", ""].iter().map(|suffix| format!("{name}{suffix}")));
-    versions.filter(|candidate| !SINCE.iter().any(|(since, first)| since == candidate && version < *first)).find_map(|candidate| {
-        let variants: &[&str] = if per_thread { &["_ptsz", "_ptds", ""] } else { &[""] };
-        variants.iter().find_map(|variant| exact(&format!("{candidate}{variant}")))
-    })
+    if name == "cuGraphInstantiate" && limit >= 12000 {
+        return exact("cuGraphInstantiateWithFlags").ok_or(Missing::Unknown);
+    }
+    let variants = VARIANTS.lines().filter_map(|line| {
+        let mut words = line.split(' ');
+        (words.next() == Some(name)).then_some(())?;
+        let since: i32 = words.next()?.parse().ok()?;
+        let of_thread = matches!(words.next()?, "ptsz" | "ptds");
+        Some((since, of_thread, exact(words.nth(1)?)?))
+    });
+    let known: Vec<_> = variants.filter(|(_, of_thread, _)| per_thread || !of_thread).collect();
+    // Of the same version, the one for per-thread default streams is wanted if it is there at all.
+    let newest = known.iter().filter(|(since, ..)| *since <= limit).max_by_key(|(since, of_thread, _)| (*since, *of_thread));
+    newest.map(|(.., index)| *index).ok_or(if known.is_empty() { Missing::Unknown } else { Missing::Later })
 }
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
-/// `cuGetProcAddress`: takes names without a version suffix.
+/// `cuGetProcAddress_v2`: takes names without a version suffix. If it finds nothing, it succeeds, and the status says why.
 fn proc_address(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) -> Outcome {
+    let found = asked_for(name, pointer, version, flags)?;
+    status.put_if_given(found.err().map_or(0, |missing| missing as u32));
+    pointer.put(found.map_or(std::ptr::null(), |index| TABLE[index].address))
+}
+
+/// `cuGetProcAddress` before CUDA 12: if it finds nothing, it fails and leaves the pointer alone.
+fn proc_address_before(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64) -> Outcome {
+    let found = asked_for(name, pointer, version, flags)?.map_err(|_| NOT_FOUND)?;
+    pointer.put(TABLE[found].address)
+}
+
+fn asked_for(name: In<c_char>, pointer: Out<*const c_void>, version: i32, flags: u64) -> Outcome<Result<usize, Missing>> {
     let name = name.text()?;
     pointer.required()?;
-    if flags & !3 != 0 {
+    if flags & !3 != 0 || version > device::VERSION {
         return Err(INVALID_VALUE);
     }
-    if let Some(index) = newest(name, version, flags & PER_THREAD_DEFAULT_STREAM != 0) {
-        status.put_if_given(0);
-        return pointer.put(TABLE[index].address);
-    }
-    // CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
-    status.put_if_given(1);
-    pointer.put(std::ptr::null())?;
-    Err(NOT_FOUND)
+    Ok(newest(name, version, flags & PER_THREAD_DEFAULT_STREAM != 0))
 }
 
 #[cfg(test)]
@@ -364,7 +382,7 @@ mod tests {
     use super::*;
 
     fn resolved(name: &str, version: i32, per_thread: bool) -> Option<&'static str> {
-        newest(name, version, per_thread).map(|index| TABLE[index].name)
+        newest(name, version, per_thread).ok().map(|index| TABLE[index].name)
     }
 
     #[test]
@@ -376,7 +394,13 @@ mod tests {
         assert_eq!(resolved("cuGetProcAddress", 12000, false), Some("cuGetProcAddress_v2"));
         assert_eq!(resolved("cuGraphInstantiate", 11080, false), Some("cuGraphInstantiate_v2"));
         assert_eq!(resolved("cuGraphInstantiate", 12000, false), Some("cuGraphInstantiateWithFlags"));
-        assert_eq!(resolved("cuNoSuchThing", 13000, false), None);
+        assert_eq!(resolved("cuMemGetAddressRange", 3010, false), Some("cuMemGetAddressRange"));
+        assert_eq!(resolved("cuMemGetAddressRange", 3020, false), Some("cuMemGetAddressRange_v2"));
+        assert_eq!(resolved("cuMemAlloc", -1, false), Some("cuMemAlloc_v2"));
+        assert_eq!(newest("cuMemAllocAsync", 11010, false), Err(Missing::Later));
+        assert_eq!(newest("cuNoSuchThing", 13000, false), Err(Missing::Unknown));
+        assert_eq!(newest("cuMemAlloc_v2", 13000, false), Err(Missing::Unknown));
+        assert_eq!(newest("nvmlInit_v2", 13000, false), Err(Missing::Unknown));
     }
 
     #[test]

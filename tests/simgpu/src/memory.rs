@@ -191,6 +191,15 @@ pub fn pointer_attribute(data: *mut c_void, which: i32, address: Address) -> Out
     store(data, look_up(&state(), which, address)?.ok_or(INVALID_VALUE)?)
 }
 
+/// `cuPointerSetAttribute`: only whether copies are synchronous, which the simulated device need not know.
+pub fn set_pointer_attribute(value: In<u32>, which: i32, address: Address) -> Outcome {
+    value.get()?;
+    if which != attribute::SYNC_MEMOPS {
+        return Err(INVALID_VALUE);
+    }
+    look_up(&state(), which, address)?.ok_or(INVALID_VALUE).map(drop)
+}
+
 /// `cuPointerGetAttributes`: "will not return `CUDA_ERROR_INVALID_VALUE` for an unknown pointer"; the attributes are zero
 /// then.
 pub fn pointer_attributes(count: u32, which: In<i32>, data: In<*mut c_void>, address: Address) -> Outcome {

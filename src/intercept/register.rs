@@ -1,0 +1,61 @@
+//! Calls that make memory known by its physical pages: to a network card, to a disk, to another device or process.
+
+use crate::driver_originals;
+use std::ffi::{c_uint, c_ulonglong, c_void};
+use vramctl_core::memory::Memory;
+use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
+use vramctl_model::{StatusCode, code};
+
+/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by who is about to let a network card reach the memory.
+const SYNC_MEMOPS: c_uint = 6;
+
+pub unsafe fn pointer_set_attribute(value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
+    // SAFETY: here and below, the real function gets the arguments unchanged.
+    let answer = unsafe { driver_originals::cuPointerSetAttribute(value, attribute, pointer) };
+    if attribute == SYNC_MEMOPS {
+        register(answer, pointer, "cuPointerSetAttribute(SYNC_MEMOPS)");
+    }
+    answer
+}
+
+pub unsafe fn handle_for_range(shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) -> StatusCode {
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuMemGetHandleForAddressRange(shared, pointer, bytes, kind, flags) };
+    register(answer, pointer, "cuMemGetHandleForAddressRange");
+    answer
+}
+
+pub unsafe fn bind_multicast_address(
+    multicast: CUmemGenericAllocationHandle,
+    offset: usize,
+    pointer: CUdeviceptr,
+    bytes: usize,
+    flags: c_ulonglong,
+) -> StatusCode {
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
+    register(answer, pointer, "cuMulticastBindAddr");
+    answer
+}
+
+pub unsafe fn bind_multicast_address_v2(
+    multicast: CUmemGenericAllocationHandle,
+    device: CUdevice,
+    offset: usize,
+    pointer: CUdeviceptr,
+    bytes: usize,
+    flags: c_ulonglong,
+) -> StatusCode {
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
+    register(answer, pointer, "cuMulticastBindAddr");
+    answer
+}
+
+fn register(answer: StatusCode, pointer: CUdeviceptr, registrant: &'static str) {
+    if answer == code::SUCCESS
+        && let Some(memory) = Memory::existing()
+    {
+        memory.register(pointer, registrant);
+    }
+}

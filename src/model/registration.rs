@@ -1,0 +1,79 @@
+//! Memory that somebody else knows by its physical pages: another process that has imported it, a network card, NCCL.
+
+use crate::{Bytes, Error};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// What a pause does with registered memory. New physical memory behind the same addresses would not be what was registered:
+/// a card would write into pages of somebody else's, a captured collective would hang.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Registered {
+    /// Fails, and pauses nothing.
+    #[default]
+    Refuse,
+    /// Pauses the rest.
+    Keep,
+    /// Pauses it too: the caller answers for it that nobody uses the registration any more.
+    Take,
+}
+
+impl Registered {
+    /// The name used on the command line and in the protocol.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Refuse => "refuse",
+            Self::Keep => "keep",
+            Self::Take => "take",
+        }
+    }
+
+    /// Whether this is what a pause does unless told otherwise.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl FromStr for Registered {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        [Self::Refuse, Self::Keep, Self::Take]
+            .into_iter()
+            .find(|choice| choice.name() == text)
+            .ok_or_else(|| Error::Invalid(format!("'{text}' is not one of refuse, keep and take")))
+    }
+}
+
+/// The registered memory of one tag.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registration {
+    /// The tag.
+    pub tag: String,
+    /// Who registered it: the call by which it was seen, or another process.
+    pub registrant: String,
+    /// Bytes of device memory.
+    pub bytes: u64,
+}
+
+impl fmt::Display for Registration {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} of {} ({})", Bytes(self.bytes), self.tag, self.registrant)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_read_as_they_are_written() {
+        for choice in [Registered::Refuse, Registered::Keep, Registered::Take] {
+            assert_eq!(choice.name().parse::<Registered>().unwrap(), choice);
+            assert_eq!(serde_json::to_string(&choice).unwrap(), format!("\"{}\"", choice.name()));
+        }
+        assert!("all".parse::<Registered>().is_err());
+        assert!(Registered::Refuse.is_default() && !Registered::Keep.is_default());
+    }
+}

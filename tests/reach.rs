@@ -1,0 +1,295 @@
+//! Every way in which a program reaches the driver leads through the preloaded library, and what is not the driver's stays as it
+//! is. The programs are in `tests/apps/reach`; they say whose the functions are that they got.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::{artifacts, own_folder, simulated_libraries};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+/// The folder with the programs, built once.
+fn programs() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder = own_folder().join("reach");
+        fs::create_dir_all(&folder).unwrap();
+        let compile = |name: &str, source: &str, options: &[&str]| {
+            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/reach").join(source);
+            let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+            compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-pedantic", "-fno-builtin"]);
+            compiler.arg("-o").arg(folder.join(name)).arg(source).arg(format!("-L{}", simulated_libraries().display()));
+            compiler.arg(format!("-L{}", folder.display())).args(options).args(["-Wl,--allow-shlib-undefined", "-ldl", "-lpthread"]);
+            let done = compiler.output().unwrap_or_else(|error| panic!("a C compiler ($CC, else cc): {error}"));
+            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        };
+        let library = ["-shared", "-fPIC", "-Wl,-z,now"];
+        compile("reach", "reach.c", &[]);
+        compile("linked", "linked.c", &["-Wl,--no-as-needed", "-l:libcuda.so.1", "-l:libcudart.so.13"]);
+        compile("static_runtime", "static_runtime.c", &[]);
+        compile("libown_names.so", "own_names.c", &library);
+        compile("libneeds_driver.so", "needs_driver.c", &[&library[..], &["-Wl,--no-as-needed", "-l:libcuda.so.1"]].concat());
+        compile("libinterposer.so", "interposer.c", &library);
+        compile("libsecond.so", "next.c", &[&library[..], &["-DSECOND"]].concat());
+        compile("libfirst.so", "next.c", &[&library[..], &["-DFIRST"]].concat());
+        compile("next", "next.c", &["-Wl,--no-as-needed", "-l:libfirst.so", "-l:libsecond.so"]);
+        folder
+    })
+}
+
+fn library() -> PathBuf {
+    artifacts().join("libvramctl.so")
+}
+
+/// Runs a program on a machine of its own, behind these preloaded libraries.
+fn run(preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
+    let machine = tempfile::tempdir().unwrap();
+    // One that hangs is a failure, not a test that never ends.
+    let mut command = Command::new("timeout");
+    command.args(["60", "env"]);
+    if !preloaded.is_empty() {
+        let paths: Vec<_> = preloaded.iter().map(|path| path.to_str().unwrap()).collect();
+        command.arg(format!("LD_PRELOAD={}", paths.join(":")));
+    }
+    command
+        .arg(programs().join(program))
+        .args(arguments)
+        .env("ASAN_OPTIONS", "verify_asan_link_order=0:detect_leaks=0")
+        .env("LD_LIBRARY_PATH", format!("{}:{}", simulated_libraries().display(), programs().display()))
+        .env("SIMGPU_DIR", machine.path())
+        .env("SIMGPU_MEMORY", "256M")
+        .env("VRAMCTL_DIR", machine.path().join("sockets"))
+        .env_remove("LD_PRELOAD");
+    command.output().unwrap()
+}
+
+/// What a program says, if it ends well.
+fn said(output: &Output) -> String {
+    let (text, errors) = (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{}: {text}{errors}", output.status);
+    text
+}
+
+fn reach(arguments: &[&str]) -> String {
+    said(&run(&[&library()], "reach", arguments))
+}
+
+/// The names of the table that the simulated driver has too, as its symbols.
+fn symbols() -> Vec<&'static str> {
+    let symbols = Command::new("nm").args(["-D", "--defined-only"]).arg(simulated_libraries().join("libcuda.so.1")).output().unwrap();
+    let simulated = String::from_utf8(symbols.stdout).unwrap();
+    let simulated: Vec<_> = simulated.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
+    let table = vramctl_intercept::entries::FUNCTIONS.iter().map(|function| function.symbol.to_str().unwrap());
+    table.filter(|name| simulated.contains(name)).collect()
+}
+
+#[test]
+fn through_dlsym_on_the_drivers_handle() {
+    let ours = symbols();
+    let others = ["cuInit", "cuMemGetInfo_v2", "cuLaunchKernel", "cuGetExportTable", "cuNoSuchThing"];
+    let text = reach(&[&["dlsym"], &ours[..], &others[..]].concat());
+    for name in &ours {
+        assert!(text.contains(&format!("{name} libvramctl.so\n")), "{name}: {text}");
+    }
+    for name in &others[..4] {
+        assert!(text.contains(&format!("{name} libcuda.so.1\n")), "{name}: {text}");
+    }
+    assert!(text.contains("cuNoSuchThing null\n") && text.ends_with("use 0\n"), "{text}");
+    assert!(ours.len() > 25, "{ours:?}");
+}
+
+/// Both versions of the function, and the version and flags that are asked for.
+#[test]
+fn through_cu_get_proc_address() {
+    let names = ["cuMemAlloc", "cuMemAllocAsync", "cuMemCreate", "cuMemGetInfo", "cuGetProcAddress", "cuNoSuchThing"];
+    let ask = |version: &str, flags: &str| reach(&[&["proc", version, flags], &names[..]].concat());
+    for (version, flags) in [("13000", "0"), ("13000", "1"), ("13000", "2"), ("13000", "3"), ("12000", "0"), ("11020", "2"), ("-1", "0")] {
+        let text = ask(version, flags);
+        for name in ["cuMemAlloc", "cuMemAllocAsync", "cuMemCreate"] {
+            assert!(text.contains(&format!("{name} 0 libvramctl.so, 0 libvramctl.so status 0\n")), "{version} {flags} {name}: {text}");
+        }
+        assert!(text.contains("cuMemGetInfo 0 libcuda.so.1, 0 libcuda.so.1 status 0\n"), "{text}");
+        assert!(text.contains("cuNoSuchThing 500 null, 0 null status 1\n"), "{text}");
+        assert!(text.ends_with("use 0\n"), "{text}");
+    }
+    assert!(ask("13000", "0").contains("cuGetProcAddress 0 libvramctl.so, 0 libvramctl.so status 0\n"));
+    // A function that came later is not told, and an older variant is not ours.
+    let text = ask("11010", "0");
+    assert!(text.contains("cuMemAllocAsync 500 null, 0 null status 2\n"), "{text}");
+    assert!(text.contains("cuMemCreate 0 libvramctl.so, 0 libvramctl.so status 0\n"), "{text}");
+    let range = |version| reach(&["proc", version, "0", "cuMemGetAddressRange"]);
+    assert!(range("3010").starts_with("cuMemGetAddressRange 0 libcuda.so.1, 0 libcuda.so.1 status 0\n"));
+    assert!(range("3020").starts_with("cuMemGetAddressRange 0 libvramctl.so, 0 libvramctl.so status 0\n"));
+    // Flags and versions that the driver rejects.
+    for (version, flags) in [("13000", "4"), ("99000", "0")] {
+        assert!(ask(version, flags).contains("cuMemAlloc 1 null, 1 null status -1\n"));
+    }
+}
+
+/// The variant for per-thread default streams is told where it is asked for, and the plain one otherwise.
+#[test]
+fn each_variant_has_its_own_entry() {
+    use vramctl_intercept::entries::FUNCTIONS;
+    use vramctl_intercept::table::Flavour;
+    for function in FUNCTIONS.iter().filter(|function| function.flavour == Flavour::PerThread) {
+        let plain = FUNCTIONS.iter().find(|other| other.name == function.name && other.flavour == Flavour::Plain).unwrap();
+        assert_eq!(format!("{}_ptsz", plain.symbol.to_str().unwrap()), function.symbol.to_str().unwrap());
+        assert_eq!((plain.version, plain.arguments), (function.version, function.arguments));
+        assert_ne!(plain.entry, function.entry);
+    }
+    let mut entries: Vec<_> = FUNCTIONS.iter().map(|function| function.entry).collect();
+    entries.sort_unstable();
+    entries.dedup();
+    assert_eq!(entries.len(), FUNCTIONS.len());
+}
+
+#[test]
+fn by_linking_the_driver_and_through_the_runtimes_entry_points() {
+    let text = said(&run(&[&library()], "linked", &[]));
+    assert!(text.contains("linked libvramctl.so libcuda.so.1\n") && text.matches("use 0\n").count() == 2, "{text}");
+    for name in ["cuMemAlloc", "cuMemAllocAsync", "cuGetProcAddress"] {
+        for flags in [0, 2] {
+            let line = format!("entry point {name} {flags}: 0 libvramctl.so 0, 0 libvramctl.so 0\n");
+            assert!(text.contains(&line), "{line}{text}");
+        }
+    }
+    assert!(text.contains("entry point cuMemGetInfo 0: 0 libcuda.so.1 0, 0 libcuda.so.1 0\n"), "{text}");
+    assert!(text.contains("entry point cuNoSuchThing 0: 0 null 1, 0 null 1\n"), "{text}");
+}
+
+#[test]
+fn from_a_static_runtime() {
+    let text = said(&run(&[&library()], "static_runtime", &[]));
+    assert_eq!(text, "runtime static_runtime\ndriver libvramctl.so libvramctl.so\nuse 0 0\n");
+}
+
+/// As `ctypes` does: the driver's own handle, opened by its path.
+#[test]
+fn from_python() {
+    let program = r#"
+import ctypes
+driver = ctypes.CDLL("libcuda.so.1")
+runtime = ctypes.CDLL("libcudart.so.13")
+context, pointer, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+assert driver.cuInit(0) == 0 and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0 and driver.cuCtxSetCurrent(context) == 0
+assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0 and driver.cuMemFree_v2(pointer) == 0
+ours = ctypes.cast(driver.cuMemAlloc_v2, ctypes.c_void_p).value
+assert runtime.cudaGetDriverEntryPoint(b"cuMemAlloc", ctypes.byref(function), ctypes.c_uint64(0), None) == 0
+maps = [line.split() for line in open("/proc/self/maps")]
+def owner(address):
+    return [line[-1].split("/")[-1] for line in maps if int(line[0].split("-")[0], 16) <= address < int(line[0].split("-")[1], 16)][0]
+maps = [line.split() for line in open("/proc/self/maps")]
+print(owner(ours), owner(function.value), owner(ctypes.cast(driver.cuInit, ctypes.c_void_p).value))
+"#;
+    let machine = tempfile::tempdir().unwrap();
+    let mut python = Command::new("python3");
+    python.args(["-c", program]).env("LD_PRELOAD", library()).env("LD_LIBRARY_PATH", simulated_libraries());
+    let output = python.env("SIMGPU_DIR", machine.path()).env("SIMGPU_MEMORY", "256M").output().unwrap();
+    assert_eq!(said(&output), "libvramctl.so libvramctl.so libsimgpu.so\n");
+}
+
+/// A library's function is its own, whatever its name, and what a library is linked with is found through its handle.
+#[test]
+fn through_another_librarys_handle() {
+    let path = |name: &str| programs().join(name).display().to_string();
+    let text = reach(&["library", &path("libown_names.so"), "cudnnCreate", "cuMemAlloc_v2", "cuMemFree_v2"]);
+    assert_eq!(text, "cudnnCreate libown_names.so\ncuMemAlloc_v2 libown_names.so\ncuMemFree_v2 null\n");
+    let text = reach(&["library", &path("libneeds_driver.so"), "cuMemAlloc_v2", "cuInit", "needs_driver"]);
+    assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\ncuInit libcuda.so.1\nneeds_driver libneeds_driver.so\n");
+    assert_eq!(reach(&["library", "libc.so.6", "cuMemAlloc_v2", "malloc"]), "cuMemAlloc_v2 null\nmalloc libc.so.6\n");
+}
+
+/// A program that looks for CUDA in the default scope finds none where there is none, although the library exports the names.
+#[test]
+fn no_driver_is_found_where_none_is_loaded() {
+    let text = reach(&["scope"]);
+    let (before, after) =
+        (["default null, error", "program null, error"], ["default libvramctl.so, no error", "program libvramctl.so, no error"]);
+    assert_eq!(text.lines().collect::<Vec<_>>(), [before, after].concat());
+}
+
+/// `RTLD_NEXT` means what it meant to the library that asks.
+#[test]
+fn the_caller_of_a_lookup_stays_the_caller() {
+    let (with, without) = (run(&[&library()], "next", &[]), run(&[], "next", &[]));
+    assert_eq!(said(&with), "12 0 1 libfirst.so\n");
+    assert_eq!(said(&without), said(&with));
+}
+
+#[test]
+fn failures_and_their_errors_are_the_real_ones() {
+    let (with, without) = (reach(&["errors"]), said(&run(&[], "reach", &["errors"])));
+    assert_eq!(with, without);
+    assert!(with.contains("undefined symbol: cuMemAlloc_v2") && with.ends_with("after a success: null, no error\n"), "{with}");
+}
+
+#[test]
+fn arguments_without_sense_are_answered_as_by_the_driver() {
+    let (with, without) = (reach(&["garbage"]), said(&run(&[], "reach", &["garbage"])));
+    assert!(with.lines().count() > 5_000 && with.contains(": 0 0, 0 0 0\n"));
+    for (with, without) in with.lines().zip(without.lines()) {
+        assert_eq!(with, without);
+    }
+}
+
+#[test]
+fn threads_and_forked_children_look_up_at_once() {
+    for _ in 0..5 {
+        assert_eq!(reach(&["threads"]), "0 0\n");
+    }
+}
+
+/// Another library that answers `dlsym` too, before this one and behind it: both see the lookups, and both their functions run.
+#[test]
+fn with_another_library_that_answers_dlsym() {
+    let (ours, other) = (library(), programs().join("libinterposer.so"));
+    for (order, freed_by) in [([&*other, &*ours], "libinterposer.so"), ([&*ours, &*other], "libvramctl.so")] {
+        let output = run(&order, "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuInit"]);
+        let text = said(&output);
+        assert_eq!(text, format!("cuMemAlloc_v2 libvramctl.so\ncuMemFree_v2 {freed_by}\ncuInit libcuda.so.1\nuse 0\n"));
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "interposer: lookups, frees\n", "{order:?}");
+        for program in ["static_runtime", "linked", "next"] {
+            said(&run(&order, program, &[]));
+        }
+        assert_eq!(said(&run(&order, "reach", &["threads"])), "0 0\n");
+    }
+}
+
+/// A second copy of the library, under another name, changes nothing.
+#[test]
+fn with_a_second_copy() {
+    let copy = own_folder().join("libsecondcopy.so");
+    fs::copy(library(), &copy).unwrap();
+    let text = said(&run(&[&library(), &copy], "reach", &["dlsym", "cuMemAlloc_v2", "cuMemFree_v2", "cuInit"]));
+    assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\ncuMemFree_v2 libvramctl.so\ncuInit libcuda.so.1\nuse 0\n");
+    let text = said(&run(&[&copy, &library()], "reach", &["proc", "13000", "0", "cuMemAlloc"]));
+    assert_eq!(text, "cuMemAlloc 0 libsecondcopy.so, 0 libsecondcopy.so status 0\nuse 0\n");
+}
+
+/// Allocators and sanitizers look functions up before anything else runs.
+#[test]
+fn with_libraries_that_replace_the_allocator() {
+    let find = |name: &str| {
+        let output = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into())).arg(format!("-print-file-name={name}")).output();
+        let asked = output.ok().map(|output| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()));
+        let folders = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
+        asked.into_iter().chain(folders.map(|folder| Path::new(folder).join(name))).find(|path| path.is_absolute() && path.exists())
+    };
+    for name in ["libjemalloc.so.2", "libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libmimalloc.so.2", "libasan.so", "libtsan.so"] {
+        let Some(other) = find(name) else {
+            println!("not run: no {name}");
+            continue;
+        };
+        // Some sanitizers do not run everywhere, such as where addresses are randomised too much.
+        if !run(&[&other], "reach", &["dlsym"]).status.success() {
+            println!("not run: {name} does not run here");
+            continue;
+        }
+        for order in [[&*library(), &*other], [&*other, &*library()]] {
+            let text = said(&run(&order, "reach", &["dlsym", "cuMemAlloc_v2"]));
+            assert_eq!(text, "cuMemAlloc_v2 libvramctl.so\nuse 0\n", "{name}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! The table of driver functions against the headers of several releases of CUDA.
+#![allow(missing_docs)]
+
+use std::collections::BTreeSet;
+use vramctl_intercept::entries::FUNCTIONS;
+use vramctl_intercept::table::Flavour;
+
+/// Written by `scripts/driver-functions`.
+const HEADERS: &str = include_str!("data/driver-functions.txt");
+
+/// A variant of a function in the headers.
+struct Variant {
+    name: &'static str,
+    version: i32,
+    flavour: Flavour,
+    arguments: usize,
+    symbol: &'static str,
+    releases: Vec<&'static str>,
+}
+
+fn variants() -> Vec<Variant> {
+    let variant = |line: &'static str| {
+        let words: Vec<_> = line.split(' ').collect();
+        let [name, version, flavour, arguments, symbol, releases] = words[..] else { panic!("{line}") };
+        Variant {
+            name,
+            version: version.parse().unwrap(),
+            flavour: if flavour == "plain" { Flavour::Plain } else { Flavour::PerThread },
+            arguments: arguments.parse().unwrap(),
+            symbol,
+            releases: releases.split(',').collect(),
+        }
+    };
+    HEADERS.lines().filter(|line| !line.starts_with('#')).map(variant).collect()
+}
+
+#[test]
+fn every_line_is_a_function_of_the_headers() {
+    let variants = variants();
+    assert!(variants.len() > 600);
+    for function in FUNCTIONS {
+        let symbol = function.symbol.to_str().unwrap();
+        let variant = variants.iter().find(|variant| variant.symbol == symbol).unwrap_or_else(|| panic!("{symbol} is in no header"));
+        assert_eq!(
+            (function.name, function.version, function.flavour, function.arguments),
+            (variant.name, variant.version, variant.flavour, variant.arguments),
+            "{symbol}"
+        );
+        assert!(variant.releases.contains(&"13.5"), "{symbol} is gone: {:?}", variant.releases);
+    }
+}
+
+/// A function has all of its variants in the table from the oldest one there on: a newer one would be told instead of ours, and
+/// memory would pass by.
+#[test]
+fn no_newer_variant_is_missing() {
+    for function in FUNCTIONS {
+        for variant in variants().iter().filter(|variant| variant.name == function.name && variant.version >= function.version) {
+            assert!(
+                FUNCTIONS.iter().any(|known| known.symbol.to_str() == Ok(variant.symbol)),
+                "{} has a variant of CUDA {}, {}",
+                function.name,
+                variant.version,
+                variant.symbol
+            );
+        }
+    }
+}
+
+/// Functions about memory that are not in the table, and why. A name that ends with `*` stands for all that begin so.
+const LEFT_OUT: &[(&str, &[&str])] = &[
+    ("only reads or writes contents", &["cuMemcpy*", "cuMemset*"]),
+    ("host memory, which stays where it is", &["cuMemAllocHost", "cuMemFreeHost", "cuMemHost*"]),
+    (
+        "managed memory migrates by itself; other memory it does not concern",
+        &["cuMemAllocManaged", "cuMemAdvise", "cuMemPrefetch*", "cuMemRangeGet*", "cuMemDiscard*"],
+    ),
+    (
+        "asks for no memory and tells of none",
+        &["cuMemGetInfo", "cuMemGetLocationInfo", "cuMemGetAllocationGranularity", "cuMulticastGetGranularity"],
+    ),
+    (
+        "the pool itself: its allocations and frees are in the table",
+        &["cuMemPool*", "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool"],
+    ),
+    ("events, not memory", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
+    ("the multicast object has no memory until some is bound", &["cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastUnbind"]),
+    ("answers for managed memory as for any other", &["cuPointerGetAttribute", "cuPointerGetAttributes"]),
+    ("works on contents, in the order of its stream", &["cuMemBatchDecompressAsync"]),
+];
+
+#[test]
+fn every_other_function_about_memory_is_left_out_for_a_reason() {
+    let about_memory = |name: &str| ["cuMem", "cuIpc", "cuMulticast", "cuPointer"].iter().any(|family| name.starts_with(family));
+    let variants = variants();
+    let names: BTreeSet<_> = variants.iter().map(|variant| variant.name).filter(|name| about_memory(name)).collect();
+    let matches = |pattern: &str, name: &str| pattern.strip_suffix('*').map_or(pattern == name, |beginning| name.starts_with(beginning));
+    let left_out = || LEFT_OUT.iter().flat_map(|(_, patterns)| patterns.iter());
+    for name in &names {
+        let known = FUNCTIONS.iter().any(|function| function.name == *name);
+        let excused = left_out().any(|pattern| matches(pattern, name));
+        assert!(known || excused, "{name}: put it into the table, or say here why not");
+        assert!(!known || !excused, "{name} is in the table");
+    }
+    for pattern in left_out() {
+        assert!(names.iter().any(|name| matches(pattern, name)), "no function is named {pattern}");
+    }
+}
