@@ -34,9 +34,9 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
             {
                 log_once!(
                     log::Level::Warn,
-                    "the managed memory at {pointer:#x} (tag {}) cannot be shared by CUDA IPC on this device. Allocate shared memory in a region without \
-                     a tag (vramctl_region_begin(NULL, 0)), or start the program with `vramctl run --no-tag` so that only regions are \
-                     managed",
+                    "the managed memory at {pointer:#x} (tag {}) cannot be shared by CUDA IPC on this device. Allocate shared memory in \
+                     a region without a tag (vramctl_region_begin(NULL, 0)), or start the program with `vramctl run --no-tag` so that \
+                     only regions are managed",
                     allocation.tag
                 );
             }
