@@ -245,7 +245,8 @@ fn make_all_threads_fence() {
     const REGISTER: libc::c_long = 1 << 4; // MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED
     const EXPEDITED: libc::c_long = 1 << 3; // MEMBARRIER_CMD_PRIVATE_EXPEDITED
     // SAFETY: no pointers. Registering again does nothing.
-    let fenced = unsafe { libc::syscall(libc::SYS_membarrier, REGISTER, 0, 0) == 0 && libc::syscall(libc::SYS_membarrier, EXPEDITED, 0, 0) == 0 };
+    let fenced =
+        unsafe { libc::syscall(libc::SYS_membarrier, REGISTER, 0, 0) == 0 && libc::syscall(libc::SYS_membarrier, EXPEDITED, 0, 0) == 0 };
     if !fenced {
         // Before Linux 4.14, and where it is forbidden. Threads fence from now on; those that are between their store and their
         // load now have long passed it when this returns.
@@ -314,7 +315,13 @@ mod tests {
         let release = Arc::new(AtomicBool::new(false));
         let inside = {
             let release = Arc::clone(&release);
-            thread::spawn(move || pass(&CALL, || while !release.load(Ordering::Relaxed) { thread::yield_now() }))
+            thread::spawn(move || {
+                pass(&CALL, || {
+                    while !release.load(Ordering::Relaxed) {
+                        thread::yield_now()
+                    }
+                })
+            })
         };
         while super::inside().is_empty() {
             thread::yield_now();

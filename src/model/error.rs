@@ -154,9 +154,13 @@ impl Error {
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
             Self::Ending => code::DEINITIALIZED,
-            Self::Busy(_) | Self::NotHeld(_) | Self::PrefixCache(_) | Self::Registered(_) | Self::Shared(_) | Self::Disk(_) | Self::Internal(_) => {
-                code::UNKNOWN
-            }
+            Self::Busy(_)
+            | Self::NotHeld(_)
+            | Self::PrefixCache(_)
+            | Self::Registered(_)
+            | Self::Shared(_)
+            | Self::Disk(_)
+            | Self::Internal(_) => code::UNKNOWN,
         }
     }
 }

@@ -2,15 +2,15 @@
 
 use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
-use crate::{drain, gate};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory};
+use crate::{drain, gate};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
-use std::{fmt, thread};
 use vramctl_backup::{self as backup, Kept, Saved};
 use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, RelaxedCapture};
