@@ -20,7 +20,7 @@ use vramctl_driver::{PHYSICAL_PIECE, StreamHandle};
 use vramctl_intercept::hooks as interpose;
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
 use vramctl_model::Error;
-use vramctl_model::{Backup, Observer, Progress, Span, TagState, TransitionRequest};
+use vramctl_model::{Backup, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -1102,6 +1102,33 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
     assert_eq!(free(address), 0);
 }
 
+/// The wait under the lock is short. A pause that does not get its turn in it starts again.
+#[test]
+fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
+    let (one, other, gate) = (Stream::create(), Stream::create(), Gate::new());
+    gpu.set_op_delay_ms(500);
+    assert_eq!(one.fill(address, 1, MIB), 0);
+    gpu.reset_counts();
+    let pausing = std::thread::spawn(|| pause(&["t"]).map(drop));
+    while gpu.calls("cuMemFree_v2") == 0 {
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    gpu.set_op_delay_ms(0);
+    other.wait_for(&gate);
+    // The first stream is idle, and the wait under the lock is over, too.
+    std::thread::sleep(Duration::from_millis(1000));
+    assert!(!pausing.is_finished());
+    let allocated = malloc_tagged("u", Some(Backup::Discard), 2 * MIB).expect("nobody holds the lock");
+    gate.open();
+    pausing.join().unwrap().unwrap();
+    assert_eq!(state("t"), Some(TagState::Paused));
+    resume(&[]).unwrap();
+    assert_eq!((free(address), free(allocated)), (0, 0));
+}
+
 /// Memory that a sweep fails to release stays on the list.
 #[test]
 fn what_a_sweep_is_refused_is_tried_again() {
@@ -1504,5 +1531,52 @@ fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
         // A program without CUDA gets no message.
         let preload = |variable| said(Path::new("env"), &[&format!("LD_PRELOAD={}", library.display()), "true"], variable);
         assert_eq!(preload(wrong), "");
+    }
+}
+
+/// The figures that people are shown, and that the documents compare.
+#[test]
+fn a_report_says_how_long_each_stage_took() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", Some(Backup::Host), 4 * MIB).unwrap();
+    let slow = [("cuMemRelease", 120), ("cuMemUnmap", 60), ("cuMemMap", 60), ("cuMemcpyHtoDAsync_v2", 120)];
+    for (function, milliseconds) in slow {
+        gpu.slow_down(function, milliseconds);
+    }
+    let check = |report: Report, took: Duration, least: [(Stage, f64); 2]| {
+        for (stage, least) in least {
+            assert!(report.stages[&stage] >= least, "{stage:?}: {report:?}");
+        }
+        assert!(report.stages.values().all(|ms| (0.0..=report.ms).contains(ms)), "{report:?}");
+        assert!(report.ms <= took.as_secs_f64() * 1e3, "{report:?} took {took:?}");
+    };
+    let started = Instant::now();
+    let report = pause(&["t"]).unwrap();
+    // Unmapping overlaps the save; releasing comes last.
+    check(report, started.elapsed(), [(Stage::Save, 60.0), (Stage::Release, 120.0)]);
+    let started = Instant::now();
+    let report = resume(&["t"]).unwrap();
+    check(report, started.elapsed(), [(Stage::Map, 60.0), (Stage::Restore, 180.0)]);
+    for (function, _) in slow {
+        gpu.slow_down(function, 0);
+    }
+    assert_eq!(free(address), 0);
+}
+
+/// If undoing fails too, the error says how many allocations stay paused.
+#[test]
+fn a_pause_that_cannot_be_undone_says_what_stays_paused() {
+    let gpu = Gpu::take();
+    let allocate = |tag| malloc_tagged(tag, Some(Backup::Discard), 2 * MIB).unwrap();
+    // Not neighbours, so that each is unmapped in a call.
+    let all = ["t", "u", "t", "u", "t"].map(allocate);
+    gpu.fail("cuMemUnmap", 3, 999, u64::MAX);
+    gpu.fail("cuMemMap", 1, 999, u64::MAX);
+    let error = pause(&["t"]).unwrap_err().to_string();
+    gpu.clear_faults();
+    assert!(error.contains("2 allocations could not be mapped again and stay paused"), "{error}");
+    resume(&[]).unwrap();
+    for address in all {
+        assert_eq!(free(address), 0);
     }
 }
