@@ -650,6 +650,69 @@ fn peers_reach_each_others_memory() {
     assert!(read(here, 2 * MIB).unwrap().iter().all(|byte| *byte == 7));
 }
 
+/// Access ends with `cudaDeviceDisablePeerAccess`, and with a reset of either device.
+#[test]
+fn a_former_peer_gets_no_access() {
+    let gpu = Gpu::take();
+    let enable = || {
+        set_device(0);
+        assert!(matches!(unsafe { interpose::cudaDeviceEnablePeerAccess(1, 0) }, 0 | 704));
+        last_error();
+    };
+    let opened_for = || {
+        set_device(1);
+        gpu.reset_counts();
+        let address = malloc_tagged("t", Some(Backup::Discard), 2 * MIB).unwrap();
+        let devices = gpu.calls("cuMemSetAccess");
+        assert_eq!(free(address), 0);
+        devices
+    };
+    enable();
+    assert_eq!(opened_for(), 2);
+    set_device(0);
+    assert_eq!(unsafe { interpose::cudaDeviceDisablePeerAccess(1) }, 0);
+    assert_eq!(opened_for(), 1);
+    for device in [0, 1] {
+        enable();
+        assert_eq!(opened_for(), 2);
+        set_device(device);
+        assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+        assert_eq!(opened_for(), 1, "after a reset of {device}");
+    }
+    set_device(0);
+}
+
+#[test]
+fn a_free_waits_for_the_work_of_peers() {
+    let gpu = Gpu::take();
+    set_device(1);
+    let there = malloc_tagged("t", None, 2 * MIB).unwrap();
+    set_device(0);
+    assert!(matches!(unsafe { interpose::cudaDeviceEnablePeerAccess(1, 0) }, 0 | 704));
+    last_error();
+    let stream = Stream::create();
+    gpu.set_op_delay_ms(200);
+    assert_eq!(stream.fill(there, 9, 2 * MIB), 0);
+    set_device(1);
+    assert_eq!(free(there), 0);
+    gpu.set_op_delay_ms(0);
+    set_device(0);
+    assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+}
+
+/// An allocation that finds no memory first gets what the driver refused to take back, and what destroyed contexts left.
+#[test]
+fn what_is_left_over_is_there_for_an_allocation() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 200 * MIB).unwrap();
+    gpu.fail("cuMemRelease", 1, 999, u64::MAX);
+    assert_eq!(free(address), 0);
+    gpu.clear_faults();
+    assert!(gpu.used(0) >= 200 * MIB as u64, "the driver still has it");
+    let again = malloc_tagged("t", None, 200 * MIB).unwrap();
+    assert_eq!(free(again), 0);
+}
+
 /// The program must be able to allocate and free while a pause waits for its work, which may depend on it.
 #[test]
 fn a_waiting_pause_does_not_hold_the_program_up() {
@@ -769,12 +832,13 @@ fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
     drop((stream, gate));
 
     for reset in [true, false] {
-        let address = malloc_tagged("t", None, 4 * MIB).unwrap();
+        let address = malloc_tagged("t", None, 64 * MIB).unwrap();
         let stream = ManuallyDrop::new(Stream::create());
         gpu.set_op_delay_ms(50);
         assert_eq!((stream.fill(address, 1, 4 * MIB), free_async(address, &stream)), (0, 0));
         if reset {
             assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+            assert!(gpu.used(0) <= used, "it was released before the reset, not by the next call");
         } else {
             reset_unseen(0);
             use_again(0);
