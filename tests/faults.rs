@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::process::{Command, Stdio};
 use std::ptr;
-use std::sync::Once;
+use std::sync::{Mutex, Once};
 use vramctl_config::CopyBy;
 use vramctl_core::memory::{Memory, region};
 use vramctl_intercept::hooks as interpose;
@@ -65,20 +65,26 @@ const ANSWERS: [(u32, u64); 3] = [(2, 1), (4242, 1), (999, u64::MAX)];
 
 /// Allocations kept in host memory, retained and hashed in host memory, and kept in a file; and some that are discarded.
 struct Program {
-    kept: Vec<(u64, Vec<u8>)>,
-    dropped: Vec<(u64, Vec<u8>)>,
+    kept: Vec<(u64, &'static [u8])>,
+    dropped: Vec<(u64, &'static [u8])>,
+}
+
+/// The contents of an allocation, made once: there are many hundred cases.
+fn contents(seed: u64, bytes: usize) -> &'static [u8] {
+    static MADE: Mutex<BTreeMap<(u64, usize), &'static [u8]>> = Mutex::new(BTreeMap::new());
+    MADE.lock().unwrap().entry((seed, bytes)).or_insert_with(|| pattern(seed, bytes).leak())
 }
 
 impl Program {
     fn start() -> Self {
         let allocate = |seed: u64, tag: &str, backup, bytes: usize| {
             let address = malloc_tagged(tag, Some(backup), bytes).unwrap();
-            let contents = pattern(seed, bytes);
-            assert_eq!(write(address, &contents), 0);
+            let contents = contents(seed, bytes);
+            assert_eq!(write(address, contents), 0);
             (address, contents)
         };
         let kept = vec![
-            allocate(1, "weights", Backup::Host, 3 * MIB),
+            allocate(1, "weights", Backup::Host, MIB),
             allocate(2, common::RETAINED_TAG, Backup::Host, 3 * MIB),
             allocate(3, "cold", Backup::Disk, MIB),
         ];
@@ -87,9 +93,9 @@ impl Program {
         // Makes a retained copy, one piece of which has been written to since.
         pause(&[common::RETAINED_TAG]).unwrap();
         resume(&[common::RETAINED_TAG]).unwrap();
-        let (address, contents) = &program.kept[1];
-        assert_eq!(write(*address, &pattern(5, 4096)), 0);
-        assert_eq!(write(*address, &contents[..4096]), 0);
+        let (address, wanted) = program.kept[1];
+        assert_eq!(write(address, contents(5, 4096)), 0);
+        assert_eq!(write(address, &wanted[..4096]), 0);
         program
     }
 
@@ -101,7 +107,7 @@ impl Program {
         }
         for (address, contents) in &self.dropped {
             let found = read(*address, contents.len()).unwrap_or_else(|code| panic!("{case}: reading {address:#x}: {code}"));
-            let zero = found.iter().all(|byte| *byte == 0);
+            let zero = found == [0; MIB];
             assert!(
                 if was_paused { zero || found == *contents } else { found == *contents },
                 "{case}: discarded memory is neither kept nor zero"

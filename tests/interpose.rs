@@ -20,7 +20,7 @@ use vramctl_driver::{PHYSICAL_PIECE, StreamHandle};
 use vramctl_intercept::hooks as interpose;
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
 use vramctl_model::Error;
-use vramctl_model::{Backup, Observer, Progress, Span, TagState, TransitionRequest};
+use vramctl_model::{Backup, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -650,6 +650,69 @@ fn peers_reach_each_others_memory() {
     assert!(read(here, 2 * MIB).unwrap().iter().all(|byte| *byte == 7));
 }
 
+/// Access ends with `cudaDeviceDisablePeerAccess`, and with a reset of either device.
+#[test]
+fn a_former_peer_gets_no_access() {
+    let gpu = Gpu::take();
+    let enable = || {
+        set_device(0);
+        assert!(matches!(unsafe { interpose::cudaDeviceEnablePeerAccess(1, 0) }, 0 | 704));
+        last_error();
+    };
+    let opened_for = || {
+        set_device(1);
+        gpu.reset_counts();
+        let address = malloc_tagged("t", Some(Backup::Discard), 2 * MIB).unwrap();
+        let devices = gpu.calls("cuMemSetAccess");
+        assert_eq!(free(address), 0);
+        devices
+    };
+    enable();
+    assert_eq!(opened_for(), 2);
+    set_device(0);
+    assert_eq!(unsafe { interpose::cudaDeviceDisablePeerAccess(1) }, 0);
+    assert_eq!(opened_for(), 1);
+    for device in [0, 1] {
+        enable();
+        assert_eq!(opened_for(), 2);
+        set_device(device);
+        assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+        assert_eq!(opened_for(), 1, "after a reset of {device}");
+    }
+    set_device(0);
+}
+
+#[test]
+fn a_free_waits_for_the_work_of_peers() {
+    let gpu = Gpu::take();
+    set_device(1);
+    let there = malloc_tagged("t", None, 2 * MIB).unwrap();
+    set_device(0);
+    assert!(matches!(unsafe { interpose::cudaDeviceEnablePeerAccess(1, 0) }, 0 | 704));
+    last_error();
+    let stream = Stream::create();
+    gpu.set_op_delay_ms(200);
+    assert_eq!(stream.fill(there, 9, 2 * MIB), 0);
+    set_device(1);
+    assert_eq!(free(there), 0);
+    gpu.set_op_delay_ms(0);
+    set_device(0);
+    assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+}
+
+/// An allocation that finds no memory first gets what the driver refused to take back, and what destroyed contexts left.
+#[test]
+fn what_is_left_over_is_there_for_an_allocation() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", None, 200 * MIB).unwrap();
+    gpu.fail("cuMemRelease", 1, 999, u64::MAX);
+    assert_eq!(free(address), 0);
+    gpu.clear_faults();
+    assert!(gpu.used(0) >= 200 * MIB as u64, "the driver still has it");
+    let again = malloc_tagged("t", None, 200 * MIB).unwrap();
+    assert_eq!(free(again), 0);
+}
+
 /// The program must be able to allocate and free while a pause waits for its work, which may depend on it.
 #[test]
 fn a_waiting_pause_does_not_hold_the_program_up() {
@@ -769,12 +832,13 @@ fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
     drop((stream, gate));
 
     for reset in [true, false] {
-        let address = malloc_tagged("t", None, 4 * MIB).unwrap();
+        let address = malloc_tagged("t", None, 64 * MIB).unwrap();
         let stream = ManuallyDrop::new(Stream::create());
         gpu.set_op_delay_ms(50);
         assert_eq!((stream.fill(address, 1, 4 * MIB), free_async(address, &stream)), (0, 0));
         if reset {
             assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
+            assert!(gpu.used(0) <= used, "it was released before the reset, not by the next call");
         } else {
             reset_unseen(0);
             use_again(0);
@@ -1100,6 +1164,55 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
     assert_eq!((one.synchronize(), other.synchronize()), (0, 0), "the memory was taken away under running work");
     resume(&[]).unwrap();
     assert_eq!(free(address), 0);
+}
+
+/// The wait under the lock is short. A pause that does not get its turn in it starts again.
+#[test]
+fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
+    let (one, other, gate) = (Stream::create(), Stream::create(), Gate::new());
+    gpu.set_op_delay_ms(500);
+    assert_eq!(one.fill(address, 1, MIB), 0);
+    gpu.reset_counts();
+    let pausing = std::thread::spawn(|| pause(&["t"]).map(drop));
+    while gpu.calls("cuMemFree_v2") == 0 {
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    gpu.set_op_delay_ms(0);
+    other.wait_for(&gate);
+    // The first stream is idle, and the wait under the lock is over, too.
+    std::thread::sleep(Duration::from_millis(1000));
+    assert!(!pausing.is_finished());
+    let allocated = malloc_tagged("u", Some(Backup::Discard), 2 * MIB).expect("nobody holds the lock");
+    gate.open();
+    pausing.join().unwrap().unwrap();
+    assert_eq!(state("t"), Some(TagState::Paused));
+    resume(&[]).unwrap();
+    assert_eq!((free(address), free(allocated)), (0, 0));
+}
+
+/// What is kept of neighbours lies side by side in host memory: a part in the wrong place would overwrite another's.
+#[test]
+fn parts_of_several_allocations_are_kept_beside_each_other() {
+    let _gpu = Gpu::take();
+    let all: Vec<_> = (1..4).map(|seed| (malloc_tagged("t", Some(Backup::Host), 8 * MIB).unwrap(), pattern(seed, 8 * MIB))).collect();
+    all.iter().for_each(|(address, contents)| assert_eq!(write(*address, contents), 0));
+    let hole = |which: usize, from: usize, bytes: usize| Span { address: all[which].0 + from as u64, bytes };
+    let unused = vec![hole(0, 0, 2 * MIB), hole(1, 2 * MIB, 2 * MIB), hole(1, 6 * MIB, 2 * MIB)];
+    let kept = [vec![2..8], vec![0..2, 4..6], vec![0..8]];
+    let report = Memory::get().pause(&TransitionRequest { unused, ..request(&["t"]) }, &mut ()).unwrap();
+    assert_eq!(report.kept_bytes, 18 << 20);
+    resume(&[]).unwrap();
+    for ((address, contents), kept) in all.iter().zip(kept) {
+        let found = read(*address, contents.len()).unwrap();
+        for part in kept {
+            let part = part.start * MIB..part.end * MIB;
+            assert!(found[part.clone()] == contents[part.clone()], "{address:#x}: {part:?}");
+        }
+        assert_eq!(free(*address), 0);
+    }
 }
 
 /// Memory that a sweep fails to release stays on the list.
@@ -1504,5 +1617,52 @@ fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
         // A program without CUDA gets no message.
         let preload = |variable| said(Path::new("env"), &[&format!("LD_PRELOAD={}", library.display()), "true"], variable);
         assert_eq!(preload(wrong), "");
+    }
+}
+
+/// The figures that people are shown, and that the documents compare.
+#[test]
+fn a_report_says_how_long_each_stage_took() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", Some(Backup::Host), 4 * MIB).unwrap();
+    let slow = [("cuMemRelease", 120), ("cuMemUnmap", 60), ("cuMemMap", 60), ("cuMemcpyHtoDAsync_v2", 120)];
+    for (function, milliseconds) in slow {
+        gpu.slow_down(function, milliseconds);
+    }
+    let check = |report: Report, took: Duration, least: [(Stage, f64); 2]| {
+        for (stage, least) in least {
+            assert!(report.stages[&stage] >= least, "{stage:?}: {report:?}");
+        }
+        assert!(report.stages.values().all(|ms| (0.0..=report.ms).contains(ms)), "{report:?}");
+        assert!(report.ms <= took.as_secs_f64() * 1e3, "{report:?} took {took:?}");
+    };
+    let started = Instant::now();
+    let report = pause(&["t"]).unwrap();
+    // Unmapping overlaps the save; releasing comes last.
+    check(report, started.elapsed(), [(Stage::Save, 60.0), (Stage::Release, 120.0)]);
+    let started = Instant::now();
+    let report = resume(&["t"]).unwrap();
+    check(report, started.elapsed(), [(Stage::Map, 60.0), (Stage::Restore, 180.0)]);
+    for (function, _) in slow {
+        gpu.slow_down(function, 0);
+    }
+    assert_eq!(free(address), 0);
+}
+
+/// If undoing fails too, the error says how many allocations stay paused.
+#[test]
+fn a_pause_that_cannot_be_undone_says_what_stays_paused() {
+    let gpu = Gpu::take();
+    let allocate = |tag| malloc_tagged(tag, Some(Backup::Discard), 2 * MIB).unwrap();
+    // Not neighbours, so that each is unmapped in a call.
+    let all = ["t", "u", "t", "u", "t"].map(allocate);
+    gpu.fail("cuMemUnmap", 3, 999, u64::MAX);
+    gpu.fail("cuMemMap", 1, 999, u64::MAX);
+    let error = pause(&["t"]).unwrap_err().to_string();
+    gpu.clear_faults();
+    assert!(error.contains("2 allocations could not be mapped again and stay paused"), "{error}");
+    resume(&[]).unwrap();
+    for address in all {
+        assert_eq!(free(address), 0);
     }
 }

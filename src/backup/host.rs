@@ -300,3 +300,41 @@ pub fn prewarm(context: Context) {
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ptr;
+
+    /// What is not in these ranges is not copied at the next pause.
+    #[test]
+    fn pieces_that_differ_are_joined_only_where_they_touch() {
+        let found = |before: [u64; 7], now: [u64; 7]| {
+            let [before, now] = [before, now].map(|numbers| numbers.map(Digest::of));
+            let in_pieces = |range: &ops::Range<usize>| {
+                assert!(range.start.is_multiple_of(DIGEST_PIECE) && range.end.is_multiple_of(DIGEST_PIECE), "{range:?}");
+                (range.start / DIGEST_PIECE, range.end / DIGEST_PIECE)
+            };
+            differing(&before, &now).iter().map(in_pieces).collect::<Vec<_>>()
+        };
+        assert!(found([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]).is_empty());
+        assert_eq!(found([1, 2, 3, 4, 5, 6, 7], [0, 2, 3, 0, 0, 0, 7]), [(0, 1), (3, 6)]);
+        assert_eq!(found([1, 2, 3, 4, 5, 6, 7], [1, 0, 3, 0, 5, 0, 0]), [(1, 2), (3, 4), (5, 7)]);
+        assert_eq!(found([1; 7], [0; 7]), [(0, 7)]);
+    }
+
+    #[test]
+    fn groups_have_all_allocations_in_order_and_end_where_they_are_full() {
+        const GIB: usize = 1 << 30;
+        // SAFETY: never given to the driver.
+        let context: Context = unsafe { std::mem::zeroed() };
+        let extents: Vec<_> = (0..)
+            .zip([GIB, GIB, GIB, 3 * GIB, GIB, GIB / 2])
+            .map(|(address, bytes)| Extent { context, device: 0, address, bytes })
+            .collect();
+        let groups: Vec<Vec<u64>> = groups_of(&extents).map(|group| group.iter().map(|extent| extent.address).collect()).collect();
+        assert_eq!(groups, [vec![0, 1], vec![2, 3], vec![4, 5]]);
+        assert!(ptr::eq(groups_of(&extents[..1]).next().unwrap(), &raw const extents[..1]));
+        assert_eq!(groups_of(&[]).count(), 0);
+    }
+}

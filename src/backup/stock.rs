@@ -154,12 +154,69 @@ impl Stock {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::time::Duration;
 
     fn state() -> Stock {
         Stock { free: FreeRanges::new(100 * HOST_PIECE), ..Stock::default() }
     }
 
+    fn ready(users: usize, until: Option<Instant>) -> Piece {
+        Piece { readiness: Readiness::Ready(None), users, until }
+    }
+
+    #[test]
+    fn what_is_ready_unused_and_not_prewarmed_is_spare_until_it_expires() {
+        let now = Instant::now();
+        let (earlier, later) = (now - Duration::from_secs(1), now + Duration::from_secs(1));
+        let mut state = Stock { kept: 1, pieces: vec![ready(0, None), ready(1, None), Piece::default()], ..state() };
+        // Pre-warmed, in use, and without memory.
+        assert_eq!((state.has_spare(), state.due_piece(now), state.next_due(), state.in_use()), (false, None, None, 2));
+        state.pieces.push(ready(0, Some(later)));
+        assert_eq!((state.has_spare(), state.due_piece(now), state.next_due(), state.in_use()), (true, None, Some(later), 4));
+        assert!(!state.is_releasing(now));
+        state.pieces.push(ready(0, Some(now)));
+        assert_eq!((state.due_piece(now), state.next_due()), (Some(4), Some(now)));
+        assert_eq!((state.due_piece(earlier), state.is_releasing(now)), (None, true));
+        state.expire();
+        assert_eq!(state.due_piece(earlier), Some(3));
+        assert!(state.next_due().is_some_and(|at| at < later));
+        // One that is just losing its memory is spare, not due, and in use.
+        state.pieces = vec![Piece { readiness: Readiness::Changing, ..Piece::default() }, Piece::default()];
+        state.kept = 0;
+        assert_eq!((state.has_spare(), state.due_piece(now), state.next_due(), state.in_use()), (true, None, None, 1));
+        assert_eq!((state.is_releasing(now), state.populated()), (true, 1));
+        state.pieces = vec![Piece::default()];
+        assert_eq!((state.has_spare(), state.is_releasing(now), state.in_use(), state.populated()), (false, false, 0, 0));
+        state.kept = 3;
+        assert_eq!(state.in_use(), 3, "what will be pre-warmed");
+    }
+
+    #[test]
+    fn what_would_be_populated_is_what_is_in_use_and_what_stays() {
+        // Pre-warmed with memory, pre-warmed without, and one that is only ready for now.
+        let state = Stock { kept: 2, pieces: vec![ready(0, None), Piece::default(), ready(0, None)], ..state() };
+        assert_eq!(state.pieces_with(std::iter::empty(), &[]), Some(1));
+        assert_eq!(state.pieces_with(std::iter::empty(), &[2 * HOST_PIECE]), Some(2));
+        assert_eq!(state.pieces_with(std::iter::empty(), &[101 * HOST_PIECE]), None, "more than there are addresses");
+    }
+
     proptest! {
+        /// A pause that would not fit is refused, and retained copies are dropped for one that would, by this number.
+        #[test]
+        fn the_number_of_pieces_is_what_it_was_said_to_become(
+            taken in prop::collection::vec((1usize..60, any::<bool>()), 1..20), sizes in prop::collection::vec(1usize..60, 0..6)
+        ) {
+            const UNIT: usize = 2 << 20;
+            let mut state = state();
+            let taken: Vec<_> = taken.into_iter().map(|(units, goes)| (state.take(units * UNIT).unwrap(), units * UNIT, goes)).collect();
+            let gone = || taken.iter().filter(|(.., goes)| *goes).map(|(offset, bytes, _)| (*offset, *bytes));
+            let sizes: Vec<_> = sizes.into_iter().map(|units| units * UNIT).collect();
+            let said = state.pieces_with(gone(), &sizes);
+            gone().for_each(|(offset, bytes)| state.give_back(offset, bytes, None));
+            let fit = sizes.iter().all(|bytes| state.take(*bytes).is_some());
+            prop_assert_eq!(said, fit.then(|| state.populated()));
+        }
+
         /// Overlapping backups would lose both allocations' contents.
         #[test]
         fn ranges_never_overlap_and_all_comes_back(steps in prop::collection::vec((1usize..90, any::<bool>(), any::<usize>()), 1..200)) {

@@ -263,6 +263,7 @@ pub fn line(message: &impl Serialize) -> Vec<u8> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use vramctl_model::Failure;
 
     #[test]
     fn requests_read_as_documented() {
@@ -286,6 +287,32 @@ mod tests {
         assert!(text(br#"{"version":1,"request":"pause","backup":"tape"}"#).contains("tape"));
         assert!(text(b"\xff\xfe").contains("not a request"));
         assert!(text(b"").contains("not a request"));
+    }
+
+    #[test]
+    fn a_refusal_says_what_its_error_knows_and_nothing_else() {
+        let failure = Failure { call: "cuMemCreate", code: 2 };
+        let shortage = Shortage { device: 1, uuid: None, needed: 7, free: 5, holders: Vec::new() };
+        for (error, code, fields) in [
+            (Error::Driver(failure), Kind::Driver, (None, None, None, Some(2))),
+            (Error::Work(Failure { code: 700, ..failure }), Kind::Work, (None, None, None, Some(700))),
+            (Error::DeviceMemory(shortage.clone()), Kind::DeviceMemory, (None, Some(shortage), None, None)),
+            (
+                Error::HostMemory { needed: 3, available: 2, capped: false },
+                Kind::HostMemory,
+                (None, None, Some(HostShortage { needed: 3, available: 2 }), None),
+            ),
+            (
+                Error::UnknownTag { unknown: vec!["a".into()], known: vec!["b".into()] },
+                Kind::UnknownTag,
+                (Some(vec!["b".to_owned()]), None, None, None),
+            ),
+            (Error::Capturing, Kind::Capturing, (None, None, None, None)),
+        ] {
+            let refusal = Refusal::from(&error);
+            assert_eq!((refusal.code, &refusal.message), (code, &error.to_string()));
+            assert_eq!((refusal.known_tags, refusal.shortage, refusal.host_shortage, refusal.cuda_code), fields);
+        }
     }
 
     proptest! {

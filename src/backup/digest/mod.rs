@@ -32,6 +32,13 @@ const PRIME: u64 = (1 << 61) - 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Digest([u64; 2]);
 
+#[cfg(test)]
+impl Digest {
+    pub(super) fn of(number: u64) -> Self {
+        Self([number, number])
+    }
+}
+
 /// A process's secret key, in the kernel's layout.
 #[repr(C)]
 #[derive(Clone)]

@@ -298,3 +298,23 @@ fn without(all: Range<usize>, parts: impl Iterator<Item = Range<usize>>) -> Vec<
     }
     left
 }
+
+#[cfg(test)]
+mod tests {
+    use super::without;
+    use std::ops::Range;
+
+    /// An empty part counts as contents to keep.
+    #[test]
+    fn what_is_kept_are_the_gaps_between_what_nobody_needs() {
+        let kept = |parts: &[Range<usize>]| {
+            without(0..10, parts.iter().cloned()).into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(&[]), [(0, 10)]);
+        assert_eq!(kept(&[0..3, 7..10]), [(3, 7)]);
+        assert_eq!(kept(&[7..8, 2..4]), [(0, 2), (4, 7), (8, 10)]);
+        assert_eq!(kept(&[2..8, 3..4, 8..9]), [(0, 2), (9, 10)]);
+        assert!(without(0..10, std::iter::once(0..10)).is_empty());
+        assert!(without(0..10, [0..5, 5..10].into_iter()).is_empty());
+    }
+}

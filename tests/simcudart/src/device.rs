@@ -93,6 +93,14 @@ pub fn enable_peer(peer: c_int, flags: u32) -> Outcome {
     done(unsafe { (driver.cuCtxEnablePeerAccess)(peer, flags) })
 }
 
+/// `cudaDeviceDisablePeerAccess`.
+pub fn disable_peer(peer: c_int) -> Outcome {
+    let driver = ready()?;
+    let peer = primary(driver, peer)?;
+    // SAFETY: no pointers.
+    done(unsafe { (driver.cuCtxDisablePeerAccess)(peer) })
+}
+
 /// `cudaGetDriverEntryPoint`: for a missing driver function it succeeds, and the status says so.
 ///
 /// # Safety

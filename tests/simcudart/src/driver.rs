@@ -62,6 +62,7 @@ driver! {
     cuCtxGetId = c"cuCtxGetId", 0: (Handle, *mut u64);
     cuCtxSynchronize = c"cuCtxSynchronize", 0: ();
     cuCtxEnablePeerAccess = c"cuCtxEnablePeerAccess", 0: (Handle, u32);
+    cuCtxDisablePeerAccess = c"cuCtxDisablePeerAccess", 0: (Handle);
     cuMemGetInfo = c"cuMemGetInfo", 0: (*mut usize, *mut usize);
     cuMemAlloc = c"cuMemAlloc", 0: (*mut Address, usize);
     cuMemAllocPitch = c"cuMemAllocPitch", 0: (*mut Address, *mut usize, usize, usize, u32);

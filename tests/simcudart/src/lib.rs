@@ -49,6 +49,7 @@ runtime! {
     cudaDeviceGetAttribute(value: *mut c_int, attribute: c_int, ordinal: c_int) => done((driver::get()?.cuDeviceGetAttribute)(value, attribute, ordinal));
     cudaDeviceCanAccessPeer(answer: *mut c_int, ordinal: c_int, peer: c_int) => done((driver::get()?.cuDeviceCanAccessPeer)(answer, ordinal, peer));
     cudaDeviceEnablePeerAccess(peer: c_int, flags: u32) => device::enable_peer(peer, flags);
+    cudaDeviceDisablePeerAccess(peer: c_int) => device::disable_peer(peer);
     cudaDeviceGetDefaultMemPool(pool: *mut Handle, ordinal: c_int) => done((driver::get()?.cuDeviceGetDefaultMemPool)(pool, ordinal));
     cudaGetDriverEntryPoint(name: *const c_char, pointer: *mut *mut c_void, flags: u64, status: *mut u32) => device::entry_point(name, pointer, driver::VERSION, flags, status);
     cudaGetDriverEntryPointByVersion(name: *const c_char, pointer: *mut *mut c_void, version: u32, flags: u64, status: *mut u32) => device::entry_point(name, pointer, version as c_int, flags, status);

@@ -51,23 +51,34 @@ unsafe impl Sync for Backing {}
 impl Backing {
     fn new(bytes: usize, for_children: bool) -> Option<Self> {
         let space = bytes.checked_next_multiple_of(PAGE)?;
-        // SAFETY: a new mapping at an address chosen by the kernel.
+        // Whole pieces are backed by huge pages: page faults are most of what the simulated memory costs.
+        let huge = is_granular(bytes);
+        let reserved = if huge { space.checked_add(GRANULARITY)? } else { space };
+        // SAFETY: a new mapping at an address chosen by the kernel; what is unmapped again are its ends.
         let start = unsafe {
-            let start = libc::mmap(
+            let reserved_at = libc::mmap(
                 std::ptr::null_mut(),
-                space,
+                reserved,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
                 -1,
                 0,
             );
-            if start == libc::MAP_FAILED {
+            if reserved_at == libc::MAP_FAILED {
                 return None;
             }
-            if !for_children {
-                libc::madvise(start, space, libc::MADV_DONTFORK);
+            let mut start = reserved_at.cast::<u8>();
+            if huge {
+                let before = start.align_offset(GRANULARITY);
+                start = start.add(before);
+                release_addresses(reserved_at as Address, before);
+                release_addresses(start as Address + space as u64, reserved - space - before);
+                libc::madvise(start.cast(), space, libc::MADV_HUGEPAGE);
             }
-            start.cast()
+            if !for_children {
+                libc::madvise(start.cast(), space, libc::MADV_DONTFORK);
+            }
+            start
         };
         Some(Self { start, space, file: OnceLock::new() })
     }
