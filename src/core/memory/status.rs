@@ -1,6 +1,6 @@
 //! Status by tag and by device.
 
-use super::{Allocation, Memory};
+use super::{Allocation, Memory, left};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use vramctl_backup::{self as backup, Saved};
@@ -96,6 +96,7 @@ impl Memory {
             devices: devices.into_values().map(ask).collect(),
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),
+            left_alone: left::status(),
         }
     }
 }
