@@ -3,8 +3,9 @@
 //! Who asked for it is its owner: a library, by its file name. Small requests are not counted: they are many, and the driver
 //! packs them together.
 
-use super::keyed::Keyed;
+use super::keyed::{Keyed, Spread};
 use std::collections::{BTreeMap, HashMap};
+use std::hash::BuildHasherDefault;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_driver::{CUdeviceptr, Context, Current};
 use vramctl_host::PerProcess;
@@ -31,7 +32,7 @@ struct Block {
 #[derive(Debug, Default)]
 struct Handles {
     /// With how often each must be released.
-    handles: HashMap<u64, (Arc<Piece>, usize)>,
+    handles: HashMap<u64, (Arc<Piece>, usize), BuildHasherDefault<Spread>>,
     mapped: BTreeMap<CUdeviceptr, Arc<Piece>>,
 }
 
@@ -122,12 +123,14 @@ pub fn note_mapped(address: CUdeviceptr, handle: u64) {
 
 /// Lets the real function unmap a range.
 pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let taken: Vec<_> = LEFT.existing().map_or_else(Vec::new, |left| {
+    let mut taken = Vec::new();
+    if let Some(left) = LEFT.existing() {
         let mapped = &mut left.handles().mapped;
-        let range = span.address..span.address.saturating_add(span.bytes as u64);
-        let bases: Vec<_> = mapped.range(range).map(|(base, _)| *base).collect();
-        bases.into_iter().filter_map(|base| mapped.remove_entry(&base)).collect()
-    });
+        let end = span.address.saturating_add(span.bytes as u64);
+        while let Some(base) = mapped.range(span.address..end).next().map(|(base, _)| *base) {
+            taken.extend(mapped.remove_entry(&base));
+        }
+    }
     let answer = real();
     if answer != code::SUCCESS && !taken.is_empty() {
         LEFT.get().handles().mapped.extend(taken);
