@@ -7,7 +7,7 @@ use super::keyed::{Keyed, Spread};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::BuildHasherDefault;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramctl_driver::{CUdeviceptr, Context, Current};
+use vramctl_driver::{CUdeviceptr, Context, ContextHandle};
 use vramctl_host::PerProcess;
 use vramctl_model::{LeftAlone, Span, StatusCode, code};
 
@@ -66,7 +66,7 @@ impl Handles {
 
 /// Records memory in the thread's current context.
 pub fn note(address: CUdeviceptr, bytes: usize, owner: &'static str) {
-    let context = Current::of_thread().ok().flatten().map(|current| current.context());
+    let context = ContextHandle::of_thread().ok().flatten().and_then(|handle| handle.context().ok());
     LEFT.get().blocks.insert(address, Block { bytes, owner, context });
 }
 
