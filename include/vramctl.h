@@ -54,6 +54,10 @@ enum VramctlResult
   VRAMCTL_RESULT_PREFIX_CACHE = 14,
   // The program is exiting.
   VRAMCTL_RESULT_ENDING = 15,
+  // The pause would replace memory that another process, a network card or NCCL knows by its physical pages.
+  VRAMCTL_RESULT_REGISTERED = 16,
+  // Other processes have memory open that would be paused.
+  VRAMCTL_RESULT_SHARED = 17,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

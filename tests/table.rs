@@ -83,7 +83,6 @@ const LEFT_OUT: &[(&str, &[&str])] = &[
         "the pool itself: its allocations and frees are in the table",
         &["cuMemPool*", "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool"],
     ),
-    ("memory of another process, which that process manages", &["cuIpcOpenMemHandle", "cuIpcCloseMemHandle"]),
     ("events, not memory", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
     ("the multicast object has no memory until some is bound", &["cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastUnbind"]),
     ("answers for managed memory as for any other", &["cuPointerGetAttribute", "cuPointerGetAttributes"]),

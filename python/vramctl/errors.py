@@ -28,6 +28,7 @@ __all__ = [
     "PrefixCache",
     "Registered",
     "SeveralProcesses",
+    "Shared",
     "UnknownTag",
     "Unsupported",
     "Work",
@@ -213,6 +214,13 @@ class Registered(Error):
     number = 16
 
 
+class Shared(Error):
+    """Other processes have memory open that would be paused. Let them close it, or end them, first."""
+
+    code = "shared"
+    number = 17
+
+
 class NotPreloaded(Error):
     """The library is not preloaded in this process, so none of its memory is managed."""
 
@@ -259,6 +267,7 @@ _CLASSES: tuple[type[Error], ...] = (
     PrefixCache,
     Ending,
     Registered,
+    Shared,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

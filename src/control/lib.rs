@@ -4,5 +4,6 @@
 //! allocations, so the command line does not link that code.
 
 pub mod client;
+pub mod descriptors;
 pub mod discovery;
 pub mod protocol;

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use vramctl_model::{Backup, Error, Kind, Plan, Progress, Registered, Registration, Report, Shortage, Status, TransitionRequest};
+use vramctl_model::{Backup, Error, Kind, Lent, Plan, Progress, Registered, Registration, Report, Shortage, Status, TransitionRequest};
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
 /// and requests do not count.
@@ -41,6 +41,17 @@ pub enum Request {
         /// The tag. If null or absent, such allocations are left to CUDA.
         #[serde(default)]
         tag: Option<String>,
+    },
+    /// Pass me the memory behind an IPC handle. Between the libraries of two processes. The memory counts as open until it is
+    /// closed or the connection ends.
+    Open {
+        /// The token in the handle.
+        token: String,
+    },
+    /// I have closed that memory.
+    Close {
+        /// The token in the handle.
+        token: String,
     },
 }
 
@@ -106,6 +117,13 @@ pub enum Reply {
         /// The new tag.
         tag: Option<String>,
     },
+    /// To `open`: with the line come as many file descriptors.
+    Opened {
+        /// The length of each in bytes.
+        pieces: Vec<u64>,
+    },
+    /// To `close`.
+    Closed,
     /// Progress of a pause or resume.
     Progress(Progress),
     /// The request failed; nothing has changed.
@@ -167,6 +185,9 @@ pub struct Refusal {
     /// With `host_memory`: how much is missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_shortage: Option<HostShortage>,
+    /// With `shared`: the tags, and who has them open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lent: Option<Vec<Lent>>,
     /// With `driver` and `work`: the driver's code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda_code: Option<u32>,
@@ -190,6 +211,10 @@ impl From<&Error> for Refusal {
             },
             host_shortage: match error {
                 Error::HostMemory { needed, available, .. } => Some(HostShortage { needed: *needed, available: *available }),
+                _ => None,
+            },
+            lent: match error {
+                Error::Shared(lent) => Some(lent.clone()),
                 _ => None,
             },
             cuda_code: match error {

@@ -5,15 +5,17 @@
 
 use crate::engine;
 use crate::memory::Memory;
+use crate::memory::share::{Borrower, Pieces};
 use std::mem::ManuallyDrop;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::Once;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 use std::{fs, io, mem, thread};
 use vramctl_config::Config;
+use vramctl_control::descriptors;
 use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
 use vramctl_host::{Held, PerProcess, exit, worker};
@@ -21,6 +23,8 @@ use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest}
 
 /// Connection limit: each connection costs the program a thread.
 const MOST_CONNECTIONS: usize = 16;
+/// The same for processes that have memory of this one open, which stay connected meanwhile.
+const MOST_BORROWERS: usize = 128;
 /// How long a client may take to complete a request or to read a reply.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Delay between attempts to create the socket.
@@ -126,18 +130,18 @@ fn accept(socket: &Held) {
 fn welcome(stream: UnixStream) {
     let refuse = |stream: &UnixStream, why: &str| {
         let refusal = Reply::Error(Refusal::from(&Error::Invalid(why.to_owned())));
-        let _ = send(stream, &refusal, libc::MSG_DONTWAIT);
+        let _ = send(stream, &refusal, &[], libc::MSG_DONTWAIT);
     };
-    match discovery::peer(&stream) {
-        Ok(peer) if peer.uid == discovery::user() || peer.uid == 0 => (),
+    let pid = match discovery::peer(&stream) {
+        Ok(peer) if peer.uid == discovery::user() || peer.uid == 0 => peer.pid as u32,
         Ok(_) => return refuse(&stream, "this process belongs to another user"),
         Err(error) => return log::debug!("SO_PEERCRED: {error}"),
-    }
-    let Some(seat) = Seat::take() else {
+    };
+    let Some(seat) = Seat::take(&CONNECTIONS, MOST_CONNECTIONS) else {
         return refuse(&stream, "too many connections; try again");
     };
     let connection = match Held::new(stream) {
-        Ok(held) => Connection { held, _seat: seat },
+        Ok(held) => Connection::new(held, seat, pid),
         Err(error) => return log::debug!("could not accept a connection: {error}"),
     };
     if let Err(error) = worker::spawn("vramctl-client", move || converse(&connection)) {
@@ -145,37 +149,83 @@ fn welcome(stream: UnixStream) {
     }
 }
 
-/// One of the [`MOST_CONNECTIONS`] slots.
-struct Seat;
+/// One of a limited number of slots.
+struct Seat(&'static AtomicUsize);
 
 static CONNECTIONS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
+static BORROWERS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
 
 impl Seat {
-    fn take() -> Option<Self> {
-        let more = |count| (count < MOST_CONNECTIONS).then_some(count + 1);
-        CONNECTIONS.get().fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self)
+    fn take(taken: &'static PerProcess<AtomicUsize>, most: usize) -> Option<Self> {
+        let more = |count| (count < most).then_some(count + 1);
+        let taken = taken.get();
+        taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self(taken))
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        CONNECTIONS.get().fetch_sub(1, Ordering::Relaxed);
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 struct Connection {
     held: Held,
-    _seat: Seat,
+    seat: Mutex<Seat>,
+    borrower: Borrower,
+    /// Whether the client has opened memory. Then it may be silent as long as it likes.
+    borrows: AtomicBool,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if *self.borrows.get_mut() {
+            Memory::get().take_all_back(self.borrower.connection);
+        }
+    }
 }
 
 impl Connection {
+    fn new(held: Held, seat: Seat, pid: u32) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let borrower = Borrower { connection: NEXT.fetch_add(1, Ordering::Relaxed), pid };
+        Self { held, seat: Mutex::new(seat), borrower, borrows: AtomicBool::new(false) }
+    }
+
+    /// Passes memory to the client, which no longer counts against the clients that ask and go.
+    fn lend(&self, token: &str) -> Result<Pieces, Error> {
+        if !self.borrows.load(Ordering::Relaxed) {
+            let too_many = || Error::Invalid("too many processes have memory of this one open".into());
+            let seat = Seat::take(&BORROWERS, MOST_BORROWERS).ok_or_else(too_many)?;
+            *self.seat.lock().unwrap_or_else(PoisonError::into_inner) = seat;
+            self.borrows.store(true, Ordering::Relaxed);
+        }
+        Memory::get().lend(token, &self.borrower)
+    }
+
+    /// Waits for a request of a client that has memory open.
+    fn wait_while_borrowing(&self) {
+        if self.borrows.load(Ordering::Relaxed)
+            && let Ok(stream) = self.stream()
+        {
+            let mut waiting = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one writable entry. The result does not matter: the read that follows finds out.
+            unsafe { libc::poll(&raw mut waiting, 1, -1) };
+        }
+    }
+
     fn stream(&self) -> io::Result<ManuallyDrop<UnixStream>> {
         self.held.as_type()
     }
 
     /// Sends a line. With `MSG_DONTWAIT` the line is dropped if the client is not reading; a line is never cut short.
     fn send(&self, reply: &Reply, flags: libc::c_int) -> io::Result<()> {
-        send(&*self.stream()?, reply, flags)
+        send(&*self.stream()?, reply, &[], flags)
+    }
+
+    fn send_with(&self, reply: &Reply, files: &[OwnedFd]) -> io::Result<()> {
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        send(&*self.stream()?, reply, &files, 0)
     }
 }
 
@@ -186,32 +236,37 @@ fn converse(connection: &Connection) {
     }
     let mut lines = Lines { connection, unread: Vec::new() };
     loop {
+        if lines.unread.is_empty() {
+            connection.wait_while_borrowing();
+        }
         let line = lines.next();
         // At exit, the program waits for replies in progress, but nothing new starts.
         let Some(_answering) = exit::Answering::unless_ending() else {
             let _ = connection.send(&Reply::Error(Refusal::from(&Error::Ending)), libc::MSG_DONTWAIT);
             return;
         };
+        let mut files = Vec::new();
         let (reply, end) = match line {
             Ok(None) => return,
             Ok(Some(line)) if line.iter().all(u8::is_ascii_whitespace) => continue,
-            Ok(Some(line)) => (answer(&line, connection), false),
+            Ok(Some(line)) => (answer(&line, connection, &mut files), false),
             Err(error) => (Reply::Error(Refusal::from(&error)), true),
         };
-        if connection.send(&reply, 0).is_err() || end {
+        if connection.send_with(&reply, &files).is_err() || end {
             return;
         }
     }
 }
 
-fn answer(line: &[u8], connection: &Connection) -> Reply {
-    let work = || protocol::parse(line).and_then(|request| carry_out(request, connection));
+fn answer(line: &[u8], connection: &Connection, files: &mut Vec<OwnedFd>) -> Reply {
+    let work = || protocol::parse(line).and_then(|request| carry_out(request, connection, files));
     // A bug in the library becomes an error reply and must not end the program.
     let done = panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::Internal("a request panicked".into())));
     done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
 }
 
-fn carry_out(request: Request, connection: &Connection) -> Result<Reply, Error> {
+/// `files`: descriptors to send with the reply.
+fn carry_out(request: Request, connection: &Connection, files: &mut Vec<OwnedFd>) -> Result<Reply, Error> {
     let memory = Memory::get();
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
@@ -228,6 +283,15 @@ fn carry_out(request: Request, connection: &Connection) -> Result<Reply, Error> 
         Request::SetTag { tag } => {
             memory.set_process_tag(tag.as_deref())?;
             Ok(Reply::Tag { tag })
+        }
+        Request::Open { token } => {
+            let pieces;
+            (*files, pieces) = connection.lend(&token)?.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
+            Ok(Reply::Opened { pieces })
+        }
+        Request::Close { token } => {
+            memory.take_back(&token, connection.borrower.connection);
+            Ok(Reply::Closed)
         }
     }
 }
@@ -281,9 +345,12 @@ fn hello() -> Hello {
     }
 }
 
-fn send(stream: &UnixStream, reply: &Reply, flags: libc::c_int) -> io::Result<()> {
+fn send(stream: &UnixStream, reply: &Reply, files: &[BorrowedFd<'_>], flags: libc::c_int) -> io::Result<()> {
     let line = protocol::line(reply);
     let mut rest = line.as_slice();
+    if !files.is_empty() {
+        rest = &rest[descriptors::send(stream, rest, files)?..];
+    }
     while !rest.is_empty() {
         // Once part of the line is sent, the rest must follow.
         let flags = if rest.len() == line.len() { flags } else { 0 };

@@ -21,7 +21,8 @@ pub use nvml::{holders, uuid, uuid_of_index};
 pub use survey::{Gpu, Survey, survey};
 pub use table::Driver;
 pub use vmm::{
-    Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, granularity, leftover_bytes, open, supports_vmm, sweep, unmap,
+    Access, Addresses, Location, PHYSICAL_PIECE, Physical, Place, Properties, granularity, is_shareable, leftover_bytes, open,
+    supports_vmm, sweep, unmap,
 };
 
 use std::ffi::c_void;

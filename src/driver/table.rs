@@ -100,6 +100,9 @@ driver_functions! {
     cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong);
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
     cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+    cuMemExportToShareableHandle(shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong);
+    cuMemImportFromShareableHandle(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint);
+    cuMemGetAllocationPropertiesFromHandle(properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle);
 
     // Kernels and their memory.
     cuModuleLoadData(module: *mut CUmodule, image: *const c_void);

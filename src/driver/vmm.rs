@@ -8,7 +8,9 @@ use cudarc::driver::sys::{
     CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags, CUmemAllocationType, CUmemGenericAllocationHandle,
     CUmemLocationType, CUpointer_attribute,
 };
+use std::ffi::{c_int, c_void};
 use std::mem;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use vramctl_host::PerProcess;
@@ -17,6 +19,15 @@ use vramctl_model::{Failure, Span};
 /// Whether the device supports virtual memory management.
 pub fn supports_vmm(device: CUdevice) -> bool {
     attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED as u32) != 0
+}
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`: memory that can be passed to other processes by file descriptor.
+const BY_DESCRIPTOR: u32 = 1;
+
+/// Whether memory for `cudaMalloc` on this device can be passed to other processes. The one place that decides it: asking the
+/// driver for such memory costs no time, but libraries may treat it differently.
+pub fn is_shareable(device: CUdevice) -> bool {
+    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED as u32) != 0
 }
 
 /// The device's allocation granularity in bytes: sizes must be multiples of it.
@@ -65,13 +76,13 @@ impl Location {
 }
 
 impl Properties {
-    /// Device memory, with `GPUDirect` RDMA where supported: a program must be able to register managed memory for RDMA, as it
-    /// can memory from the real `cudaMalloc`.
+    /// Device memory, with `GPUDirect` RDMA and sharing where supported: a program must be able to register managed memory for RDMA
+    /// and to share it, as it can memory from the real `cudaMalloc`.
     fn of_device(device: CUdevice) -> Self {
         let rdma = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as u32;
         Self {
             kind: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32,
-            handle_types: 0,
+            handle_types: if is_shareable(device) { BY_DESCRIPTOR } else { 0 },
             location: Location::of_device(device),
             metadata: 0,
             compression: 0,
@@ -227,6 +238,43 @@ impl Physical {
             memory.pieces.push((handle, piece));
         }
         Ok(memory)
+    }
+
+    /// Memory that another process has exported: its pieces, in order.
+    pub fn import<'a>(pieces: impl IntoIterator<Item = (BorrowedFd<'a>, usize)>) -> Result<Self, Failure> {
+        let driver = Driver::get()?;
+        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new() };
+        for (file, bytes) in pieces {
+            let (mut handle, file) = (0, file.as_raw_fd() as usize as *mut c_void);
+            // SAFETY: `handle` is writable. The descriptor is passed as the pointer itself, and stays ours.
+            unsafe { driver.cuMemImportFromShareableHandle(&raw mut handle, file, BY_DESCRIPTOR)? };
+            memory.pieces.push((handle, bytes));
+        }
+        Ok(memory)
+    }
+
+    /// A descriptor for each piece, with its length.
+    pub fn export(&self) -> Result<Vec<(OwnedFd, usize)>, Failure> {
+        let driver = Driver::get()?;
+        let export = |(handle, bytes): &(CUmemGenericAllocationHandle, usize)| {
+            let mut file: c_int = -1;
+            // SAFETY: `file` is writable and what this type of handle needs. The descriptor is new, and closed on `exec`.
+            let file = unsafe {
+                driver.cuMemExportToShareableHandle((&raw mut file).cast(), *handle, BY_DESCRIPTOR, 0)?;
+                OwnedFd::from_raw_fd(file)
+            };
+            Ok((file, *bytes))
+        };
+        self.pieces.iter().map(export).collect()
+    }
+
+    /// The device that the memory is on, as the driver tells it; `None` for memory of the host.
+    pub fn device(&self) -> Result<Option<CUdevice>, Failure> {
+        let mut found = Properties::of_device(0);
+        let Some((handle, _)) = self.pieces.first() else { return Ok(None) };
+        // SAFETY: `found` is writable and has the layout of CUDA's.
+        unsafe { Driver::get()?.cuMemGetAllocationPropertiesFromHandle((&raw mut found).cast(), *handle)? };
+        Ok(found.location.device())
     }
 
     /// The driver's handle of memory in one piece.

@@ -53,6 +53,8 @@ pub enum VramctlResult {
     Ending = 15,
     /// The pause would replace memory that another process, a network card or NCCL knows by its physical pages.
     Registered = 16,
+    /// Other processes have memory open that would be paused.
+    Shared = 17,
 }
 
 impl From<Kind> for VramctlResult {
@@ -74,6 +76,7 @@ impl From<Kind> for VramctlResult {
             Kind::PrefixCache => Self::PrefixCache,
             Kind::Ending => Self::Ending,
             Kind::Registered => Self::Registered,
+            Kind::Shared => Self::Shared,
         }
     }
 }

@@ -5,6 +5,7 @@
 
 use crate::driver_functions;
 use crate::real::Symbol;
+use crate::table::IpcHandle;
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::mem;
 use vramctl_driver::{

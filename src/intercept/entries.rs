@@ -7,8 +7,8 @@
 //! they are a few instructions in front of one.
 
 use crate::driver_functions;
-use crate::table::{Effect, Flavour};
-use crate::{alloc, contexts, copies, driver_originals, register, resolve, vmm};
+use crate::table::{Effect, Flavour, IpcHandle};
+use crate::{alloc, contexts, copies, driver_originals, register, resolve, share, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::panic::{self, AssertUnwindSafe};

@@ -8,7 +8,6 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 use vramctl_core::memory::Memory;
 use vramctl_driver::Current;
-use vramctl_host::log_once;
 use vramctl_model::code;
 
 pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize, caller: *const c_void) -> CudaError {
@@ -143,23 +142,6 @@ pub unsafe fn disable_peer_access(peer: c_int) -> CudaError {
     }
     // SAFETY: the arguments are passed on unchanged.
     unsafe { originals::cudaDeviceDisablePeerAccess(peer) }
-}
-
-pub unsafe fn ipc_get_mem_handle(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
-    // SAFETY: the arguments are passed on unchanged.
-    let answer = unsafe { originals::cudaIpcGetMemHandle(handle, pointer) };
-    if answer != code::SUCCESS
-        && let Some(allocation) = Memory::existing().and_then(|memory| memory.find(pointer as u64))
-    {
-        log_once!(
-            log::Level::Warn,
-            "cudaIpcGetMemHandle cannot share the managed memory at {pointer:p} (tag {}): CUDA IPC supports only memory from the real \
-                 cudaMalloc. Allocate shared memory in a region without a tag (vramctl_region_begin(NULL, 0)), or start the program \
-                 with `vramctl run --no-tag` so that only regions are managed",
-            allocation.tag
-        );
-    }
-    answer
 }
 
 /// Allocates on a device for torch's pluggable allocator, as the hooked `cudaMalloc` does. Null if out of memory: torch then

@@ -7,8 +7,8 @@
 
 use crate::entries::{jump, pass_caller};
 use crate::real::originals;
-use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
-use crate::{copies, handlers, hooked_functions};
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
+use crate::{copies, handlers, hooked_functions, share};
 use std::arch::naked_asm;
 use std::ffi::{c_int, c_uint, c_void};
 use std::panic::{self, AssertUnwindSafe};

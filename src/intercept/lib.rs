@@ -15,6 +15,7 @@ pub mod hooks;
 mod real;
 mod register;
 pub mod resolve;
+mod share;
 pub mod table;
 pub mod tms;
 mod vmm;

@@ -318,11 +318,11 @@ unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void
     // SAFETY: after a success the name is NUL-terminated and the function readable and writable, by the program's promise.
     unsafe {
         let (name, found) = (CStr::from_ptr(name), *function);
-        if found.is_null() || symbols::is_ours(found) {
-            return;
-        }
         let mut same = FUNCTIONS.iter().filter(|line| line.name.as_bytes() == name.to_bytes());
-        if let Some(line) = same.find(|line| told_for(name, line) == found) {
+        // An entry that was told already, by another of these functions, is nothing that the driver tells.
+        if !found.is_null()
+            && let Some(line) = same.find(|line| told_for(name, line) == found)
+        {
             *function = line.entry.cast_mut();
         }
     }

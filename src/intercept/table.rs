@@ -36,6 +36,14 @@ pub struct CudaExtent {
     pub depth: usize,
 }
 
+/// `cudaIpcMemHandle_t` and `CUipcMemHandle`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct IpcHandle {
+    /// Opaque to programs.
+    pub reserved: [u8; 64],
+}
+
 /// The table: what each hooked function does, its arguments and its handler, which takes them and, if the function allocates, the
 /// address to which the call returns. Expands to `$with! { … }`.
 #[macro_export]
@@ -69,8 +77,12 @@ macro_rules! hooked_functions {
         Shares fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => handlers::enable_peer_access;
         /// `cudaDeviceDisablePeerAccess`.
         Shares fn cudaDeviceDisablePeerAccess(peer: c_int) => handlers::disable_peer_access;
-        /// `cudaIpcGetMemHandle`: logs why it fails for managed memory.
-        Shares fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => handlers::ipc_get_mem_handle;
+        /// `cudaIpcGetMemHandle`: the handle for managed memory is the library's.
+        Shares fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => share::cuda_get;
+        /// `cudaIpcOpenMemHandle`: gets managed memory from its owner.
+        Shares fn cudaIpcOpenMemHandle(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) => share::cuda_open;
+        /// `cudaIpcCloseMemHandle`.
+        Shares fn cudaIpcCloseMemHandle(pointer: *mut c_void) => share::cuda_close;
     } };
 }
 
@@ -138,7 +150,9 @@ macro_rules! driver_functions {
         Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong) => vmm::export;
         Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => forward;
         Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) => register::handle_for_range;
-        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => forward;
+        Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => share::driver_get;
+        Shares cuIpcOpenMemHandle_v2 "cuIpcOpenMemHandle" 11000 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open;
+        Shares cuIpcCloseMemHandle "cuIpcCloseMemHandle" 4010 Plain (pointer: CUdeviceptr) => share::driver_close;
         Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) => register::pointer_set_attribute;
         Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => contexts::enable_peer_access;
         Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => contexts::disable_peer_access;

@@ -1,6 +1,6 @@
 //! The error type, and its CUDA, C and protocol codes.
 
-use crate::{Bytes, Failure, Holder, Registration, code};
+use crate::{Bytes, Failure, Holder, Lent, Registration, code};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -42,6 +42,8 @@ pub enum Error {
     PrefixCache(String),
     /// The pause would replace memory that somebody else knows by its physical pages.
     Registered(Vec<Registration>),
+    /// Other processes have memory open that would be paused.
+    Shared(Vec<Lent>),
     /// The request is invalid; the text says why.
     Invalid(String),
     /// The address is not in a paused allocation whose contents are kept; the text says why.
@@ -112,6 +114,8 @@ pub enum Kind {
     Ending = 15,
     /// The pause would replace memory that somebody else knows by its physical pages.
     Registered = 16,
+    /// Other processes have memory open that would be paused.
+    Shared = 17,
 }
 
 impl Error {
@@ -129,6 +133,7 @@ impl Error {
             Self::Unsupported => Kind::Unsupported,
             Self::PrefixCache(_) => Kind::PrefixCache,
             Self::Registered(_) => Kind::Registered,
+            Self::Shared(_) => Kind::Shared,
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
@@ -147,7 +152,9 @@ impl Error {
             Self::Capturing => code::STREAM_CAPTURE_UNSUPPORTED,
             Self::Unsupported => code::NOT_SUPPORTED,
             Self::Ending => code::DEINITIALIZED,
-            Self::Busy(_) | Self::PrefixCache(_) | Self::Registered(_) | Self::Disk(_) | Self::Internal(_) => code::UNKNOWN,
+            Self::Busy(_) | Self::PrefixCache(_) | Self::Registered(_) | Self::Shared(_) | Self::Disk(_) | Self::Internal(_) => {
+                code::UNKNOWN
+            }
         }
     }
 }
@@ -203,6 +210,10 @@ impl fmt::Display for Error {
                     listed.join(", ")
                 )
             }
+            Self::Shared(lent) => {
+                let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
+                write!(out, "other processes have the memory open: {}. Let them close it, or end them, first", lent.join(", "))
+            }
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
             Self::Ending => write!(out, "the program is exiting, which frees its memory"),
@@ -253,6 +264,7 @@ mod tests {
             (Kind::PrefixCache, 14, "prefix_cache"),
             (Kind::Ending, 15, "ending"),
             (Kind::Registered, 16, "registered"),
+            (Kind::Shared, 17, "shared"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);

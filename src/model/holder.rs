@@ -29,3 +29,18 @@ impl fmt::Display for Holder {
         }
     }
 }
+
+/// Memory of one tag that another process has open.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lent {
+    /// The tag.
+    pub tag: String,
+    /// Who has it open, and how many bytes. The pid is 0 if the process is in another container.
+    pub by: Holder,
+}
+
+impl fmt::Display for Lent {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} by {}", self.tag, self.by)
+    }
+}

@@ -16,7 +16,7 @@ mod units;
 
 pub use error::{Error, Kind, Shortage};
 pub use failure::{Failure, StatusCode, code};
-pub use holder::Holder;
+pub use holder::{Holder, Lent};
 pub use plan::{HostRoom, Plan, TagPlan};
 pub use policy::{Backup, DEFAULT_TAG, LONGEST_TAG, checked_tag};
 pub use registration::{Registered, Registration};

@@ -4,6 +4,7 @@
 //! handle of the library's for it and maps it wherever, and as often as, it likes (`handles`).
 
 use super::Placement;
+use super::share::Lending;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
@@ -45,6 +46,8 @@ pub struct Contents {
     pub references: usize,
     /// Who knows the physical memory itself, so that it cannot be replaced.
     pub registrant: Option<&'static str>,
+    /// Which other processes have it open.
+    pub lending: Lending,
     /// A context of the device, for copies.
     context: Context,
 }
@@ -102,8 +105,15 @@ impl Allocation {
         key: u64,
         wanted: Option<Properties>,
     ) -> Self {
-        let contents =
-            Contents { memory: Some(memory), saved: None, mappings, references: 1, registrant: None, context: current.context() };
+        let contents = Contents {
+            memory: Some(memory),
+            saved: None,
+            mappings,
+            references: 1,
+            registrant: None,
+            lending: Lending::default(),
+            context: current.context(),
+        };
         Self {
             tag: policy.tag,
             backup: policy.backup,

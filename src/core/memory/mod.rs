@@ -4,11 +4,13 @@
 //! copy happens while a map guard is held.
 
 mod allocation;
+pub mod borrow;
 mod freed;
 mod handles;
 mod keyed;
 pub mod left;
 pub mod region;
+pub mod share;
 mod status;
 
 pub use allocation::Allocation;

@@ -3,6 +3,7 @@
 use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
 use crate::drain;
+use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -55,6 +56,7 @@ impl Memory {
         let mut chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
+        refuse_if_lent(&chosen.active)?;
         let Chosen { all, active, .. } = chosen;
         // With nothing to pause, there is nothing to wait for.
         if active.is_empty() {
@@ -80,6 +82,7 @@ impl Memory {
         let mut chosen = self.choose_settled(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
+        refuse_if_lent(&chosen.active)?;
         let Chosen { all, active: victims, paused: already } = chosen;
         if !victims.is_empty() {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));

@@ -1,0 +1,112 @@
+//! Passing file descriptors over a socket (`SCM_RIGHTS`).
+
+use std::io;
+use std::mem;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use vramctl_host::above_standard;
+
+/// The most descriptors that one message can have (`SCM_MAX_FD` in Linux).
+pub const MOST: usize = 253;
+
+/// Room for a control message with `MOST` descriptors, aligned as it must be.
+type Room = [u64; 130];
+const _: () = {
+    // SAFETY: a calculation.
+    assert!(unsafe { libc::CMSG_SPACE((MOST * size_of::<RawFd>()) as u32) } as usize <= size_of::<Room>());
+};
+
+/// Sends bytes and, with the first of them, descriptors. Returns how many bytes were sent.
+pub fn send(stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    if files.len() > MOST {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let mut room: Room = [0; 130];
+    let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    // SAFETY: plain data, for which all zeroes is a value; the room is large enough and aligned; the bytes are only read.
+    let sent = unsafe {
+        let mut message: libc::msghdr = mem::zeroed();
+        message.msg_iov = &raw mut part;
+        message.msg_iovlen = 1;
+        if !files.is_empty() {
+            let length = size_of_val(files) as u32;
+            message.msg_control = room.as_mut_ptr().cast();
+            message.msg_controllen = libc::CMSG_SPACE(length) as _;
+            let header = libc::CMSG_FIRSTHDR(&raw const message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = libc::CMSG_LEN(length) as _;
+            for (at, file) in files.iter().enumerate() {
+                libc::CMSG_DATA(header).cast::<RawFd>().add(at).write_unaligned(file.as_raw_fd());
+            }
+        }
+        // The program may handle SIGPIPE.
+        libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
+    };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+/// Receives bytes, and the descriptors that came with them. 0 at the end.
+pub fn receive(stream: &UnixStream, bytes: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    let mut room: Room = [0; 130];
+    let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    // SAFETY: plain data, for which all zeroes is a value; the room is aligned, and the bytes are writable.
+    let (received, message) = unsafe {
+        let mut message: libc::msghdr = mem::zeroed();
+        message.msg_iov = &raw mut part;
+        message.msg_iovlen = 1;
+        message.msg_control = room.as_mut_ptr().cast();
+        message.msg_controllen = size_of::<Room>() as _;
+        (libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC), message)
+    };
+    let received = usize::try_from(received).map_err(|_| io::Error::last_os_error())?;
+    let mut passed = Vec::new();
+    // SAFETY: the kernel has filled the room with whole messages. The descriptors are new, and nobody else's.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+        while !header.is_null() {
+            if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
+                let data = libc::CMSG_DATA(header).cast::<RawFd>();
+                let length = (*header).cmsg_len as usize - libc::CMSG_LEN(0) as usize;
+                passed.extend((0..length / size_of::<RawFd>()).map(|at| OwnedFd::from_raw_fd(data.add(at).read_unaligned())));
+            }
+            header = libc::CMSG_NXTHDR(&raw const message, header);
+        }
+    }
+    for file in passed {
+        files.push(above_standard(file)?);
+    }
+    Ok(received)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::io::{Read, Seek, Write};
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn descriptors_arrive_with_the_bytes_and_are_closed_on_exec() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"contents").unwrap();
+        let many = vec![file.as_fd(); MOST];
+        assert_eq!(send(&here, b"line\n", &many).unwrap(), 5);
+        assert_eq!(send(&here, b"more\n", &[]).unwrap(), 5);
+        assert!(send(&here, b"x", &vec![file.as_fd(); MOST + 1]).is_err());
+        let (mut bytes, mut files) = ([0; 64], Vec::new());
+        let count = receive(&there, &mut bytes, &mut files).unwrap();
+        assert!(bytes[..count].starts_with(b"line\n"));
+        assert_eq!(files.len(), MOST);
+        // SAFETY: touches no memory.
+        assert_eq!(unsafe { libc::fcntl(files[MOST - 1].as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
+        let mut text = String::new();
+        let mut copy = File::from(files.pop().unwrap());
+        copy.rewind().unwrap();
+        copy.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "contents");
+        drop(here);
+        while receive(&there, &mut bytes, &mut files).unwrap() > 0 {}
+    }
+}

@@ -1,0 +1,195 @@
+//! Memory of this process that other processes have open (CUDA IPC).
+//!
+//! The driver makes IPC handles only for its own plain memory. So a handle for managed memory is the library's: who the owner is,
+//! and a token that nobody can guess. The library of the process that opens it ([`super::borrow`]) shows the token at the owner's
+//! control socket and gets descriptors of the physical memory. Its connection is the lease: while it lasts, and the memory was
+//! not given back on it, the memory is not paused.
+
+use super::{Allocation, Memory};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::{fs, io};
+use vramctl_control::descriptors;
+use vramctl_driver::{self as driver, CUdeviceptr};
+use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, code};
+
+/// The size of `CUipcMemHandle` and `cudaIpcMemHandle_t`.
+pub const HANDLE_BYTES: usize = 64;
+/// How a handle of the library's begins. The driver's begin with a number of its own for the process.
+const MAGIC: &[u8; 8] = b"vramctl\x01";
+const TOKEN_BYTES: usize = 24;
+
+/// An IPC handle of the library's. Layout: magic, owner, zeros, token, zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Handle {
+    /// The owner, by the name of its socket.
+    pub owner: u32,
+    /// The allocation.
+    pub token: Token,
+}
+
+impl Handle {
+    /// The handle in these bytes; `None` if it is not one of the library's.
+    pub fn parse(bytes: &[u8; HANDLE_BYTES]) -> Option<Self> {
+        let rest = bytes.strip_prefix(MAGIC)?;
+        let (owner, rest) = rest.split_first_chunk()?;
+        let token = rest.get(4..)?.first_chunk()?;
+        Some(Self { owner: u32::from_le_bytes(*owner), token: Token(*token) })
+    }
+
+    /// As the program gets it.
+    pub fn bytes(&self) -> [u8; HANDLE_BYTES] {
+        let mut bytes = [0; HANDLE_BYTES];
+        bytes[..8].copy_from_slice(MAGIC);
+        bytes[8..12].copy_from_slice(&self.owner.to_le_bytes());
+        bytes[16..16 + TOKEN_BYTES].copy_from_slice(&self.token.0);
+        bytes
+    }
+}
+
+/// Names an allocation to whoever has the handle. Random, so it is not found by trying, and no later process with the same pid
+/// knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Token([u8; TOKEN_BYTES]);
+
+impl Token {
+    fn random() -> io::Result<Self> {
+        let mut bytes = [0; TOKEN_BYTES];
+        // SAFETY: writable for the length. Requests this small are not interrupted.
+        let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), TOKEN_BYTES, 0) };
+        if got == TOKEN_BYTES as isize { Ok(Self(bytes)) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// As in requests.
+    pub fn text(&self) -> String {
+        self.0.iter().fold(String::new(), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+    }
+}
+
+/// A connection from another process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Borrower {
+    /// Tells connections apart.
+    pub connection: u64,
+    /// The process, as seen here; 0 if it is not.
+    pub pid: u32,
+}
+
+/// What other processes have of an allocation.
+#[derive(Debug, Default)]
+pub struct Lending {
+    /// Once a handle was asked for.
+    token: Option<Token>,
+    /// Who has it open, by connection.
+    open: BTreeMap<u64, Borrower>,
+}
+
+/// The descriptors of an allocation's memory, each with its length.
+pub type Pieces = Vec<(OwnedFd, usize)>;
+
+impl Memory {
+    /// `cuIpcGetMemHandle`: every address of an allocation gives the same handle. `None` if the real function is to answer: the
+    /// memory is not managed, or comes from `cuMemCreate`, or the device cannot share it.
+    pub fn ipc_handle(&self, address: CUdeviceptr) -> Option<Result<Handle, StatusCode>> {
+        let allocation = self.find(address).filter(|allocation| allocation.wanted().is_none())?;
+        if !driver::is_shareable(allocation.device) {
+            return None;
+        }
+        let mut contents = allocation.contents();
+        let token = match contents.lending.token {
+            Some(token) => token,
+            None => match Token::random() {
+                Ok(token) => *contents.lending.token.insert(token),
+                Err(error) => {
+                    log::debug!("getrandom: {error}");
+                    return Some(Err(code::OPERATING_SYSTEM));
+                }
+            },
+        };
+        Some(Ok(Handle { owner: std::process::id(), token }))
+    }
+
+    fn with_token(&self, is_it: impl Fn(&Token) -> bool) -> Option<Arc<Allocation>> {
+        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.token.as_ref().is_some_and(&is_it))
+    }
+
+    /// Whether this process has given out the token.
+    pub fn has_given(&self, token: &Token) -> bool {
+        self.with_token(|other| other == token).is_some()
+    }
+
+    /// Passes memory to another process, which has it open from now on. The errors have the codes for `cuIpcOpenMemHandle`.
+    pub fn lend(&self, token: &str, borrower: &Borrower) -> Result<Pieces, Error> {
+        let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
+        // Not during a pause or resume.
+        let _shared = self.share();
+        let Some(allocation) = self.with_token(|other| other.text() == token) else { return refuse(code::INVALID_HANDLE) };
+        let mut contents = allocation.contents();
+        let Some(memory) = contents.memory.as_ref().filter(|memory| memory.is_mapped()) else { return refuse(code::ILLEGAL_STATE) };
+        let pieces = memory.export()?;
+        if pieces.len() > descriptors::MOST {
+            return refuse(code::NOT_SUPPORTED);
+        }
+        contents.lending.open.insert(borrower.connection, borrower.clone());
+        Ok(pieces)
+    }
+
+    /// Notes that another process has closed memory.
+    pub fn take_back(&self, token: &str, connection: u64) {
+        if let Some(allocation) = self.with_token(|other| other.text() == token) {
+            allocation.contents().lending.open.remove(&connection);
+        }
+    }
+
+    /// Notes that another process has closed everything, or has ended.
+    pub fn take_all_back(&self, connection: u64) {
+        self.snapshot().iter().for_each(|allocation| drop(allocation.contents().lending.open.remove(&connection)));
+    }
+}
+
+/// Refuses to pause what other processes have open: they would go on using memory that the allocation no longer has.
+pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>]) -> Result<(), Error> {
+    let mut bytes = BTreeMap::<(Arc<str>, u32), u64>::new();
+    for allocation in victims {
+        let contents = allocation.contents();
+        // A process that has several connections has the memory once.
+        let pids: std::collections::BTreeSet<_> = contents.lending.open.values().map(|borrower| borrower.pid).collect();
+        for pid in pids {
+            *bytes.entry((Arc::clone(&allocation.tag), pid)).or_default() += allocation.bytes() as u64;
+        }
+    }
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let lent = bytes.into_iter().map(|((tag, pid), bytes)| {
+        let program = fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim().to_owned());
+        Lent { tag: tag.to_string(), by: Holder { pid, bytes: Some(bytes), program } }
+    });
+    Err(Error::Shared(lent.collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_are_told_from_the_drivers() {
+        let handle = Handle { owner: 4711, token: Token::random().unwrap() };
+        let mut bytes = handle.bytes();
+        assert_eq!(Handle::parse(&bytes), Some(handle));
+        assert_ne!(Token::random().unwrap(), handle.token);
+        bytes[20] ^= 1;
+        assert_ne!(Handle::parse(&bytes), Some(handle));
+        for at in 0..8 {
+            let mut bytes = handle.bytes();
+            bytes[at] ^= 1;
+            assert_eq!(Handle::parse(&bytes), None);
+        }
+        assert_eq!(Handle::parse(&[0; HANDLE_BYTES]), None);
+    }
+}

@@ -1,0 +1,110 @@
+//! CUDA IPC: handles of managed memory, and memory of other processes. `real` is the function that the program called.
+
+use crate::driver_originals;
+use crate::real::{self, originals};
+use crate::table::{CudaError, IpcHandle};
+use std::ffi::{c_uint, c_void};
+use vramctl_core::memory::share::{HANDLE_BYTES, Handle};
+use vramctl_core::memory::{Memory, borrow};
+use vramctl_driver::{CUdeviceptr, Current};
+use vramctl_host::log_once;
+use vramctl_model::{StatusCode, code};
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: the driver accepts nothing else.
+const LAZY: c_uint = 1;
+
+/// `cuIpcGetMemHandle`.
+///
+/// # Safety
+/// `handle` must be null or writable for a handle.
+pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    let Some(memory) = Memory::existing().filter(|_| !handle.is_null()) else { return real() };
+    match memory.ipc_handle(pointer) {
+        Some(Ok(made)) => {
+            // SAFETY: not null, and writable by the caller's promise.
+            unsafe { handle.cast::<[u8; HANDLE_BYTES]>().write_unaligned(made.bytes()) };
+            code::SUCCESS
+        }
+        Some(Err(error)) => error,
+        None => {
+            let answer = real();
+            if answer != code::SUCCESS
+                && let Some(allocation) = memory.find(pointer)
+            {
+                log_once!(
+                    log::Level::Warn,
+                    "the managed memory at {pointer:#x} (tag {}) cannot be shared by CUDA IPC. Allocate shared memory in a region without \
+                     a tag (vramctl_region_begin(NULL, 0)), or start the program with `vramctl run --no-tag` so that only regions are \
+                     managed",
+                    allocation.tag
+                );
+            }
+            answer
+        }
+    }
+}
+
+/// `cuIpcOpenMemHandle`. The library's handles are opened in the thread's current context.
+///
+/// # Safety
+/// `pointer` must be null or writable.
+pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    let Some(handle) = Handle::parse(&handle.reserved) else { return real() };
+    if pointer.is_null() || flags != LAZY {
+        return code::INVALID_VALUE;
+    }
+    // The real function knows what to answer where the driver is not initialised or there is no context.
+    let Ok(Some(current)) = Current::of_thread() else { return real() };
+    match borrow::open(&handle, &current) {
+        Ok(address) => {
+            // SAFETY: not null, and writable by the caller's promise.
+            unsafe { pointer.write(address) };
+            code::SUCCESS
+        }
+        Err(error) => error,
+    }
+}
+
+/// `cuIpcCloseMemHandle`.
+pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    match borrow::close(pointer) {
+        Some(closed) => closed.err().unwrap_or(code::SUCCESS),
+        None => real(),
+    }
+}
+
+pub unsafe fn driver_get(handle: *mut c_void, pointer: CUdeviceptr) -> StatusCode {
+    // SAFETY: here and below, the program promises that non-null pointers are writable, and the real function gets the arguments
+    // unchanged.
+    unsafe { get(handle, pointer, || driver_originals::cuIpcGetMemHandle(handle, pointer)) }
+}
+
+pub unsafe fn driver_open(pointer: *mut CUdeviceptr, handle: IpcHandle, flags: c_uint) -> StatusCode {
+    // SAFETY: as above.
+    unsafe { open(pointer, &handle, flags, || driver_originals::cuIpcOpenMemHandle_v2(pointer, handle, flags)) }
+}
+
+pub unsafe fn driver_close(pointer: CUdeviceptr) -> StatusCode {
+    // SAFETY: as above.
+    close(pointer, || unsafe { driver_originals::cuIpcCloseMemHandle(pointer) })
+}
+
+pub unsafe fn cuda_get(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
+    // SAFETY: as above.
+    unsafe { get(handle, pointer as CUdeviceptr, || originals::cudaIpcGetMemHandle(handle, pointer)) }
+}
+
+pub unsafe fn cuda_open(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) -> CudaError {
+    if Handle::parse(&handle.reserved).is_some()
+        && let Err(error) = real::current_context()
+    {
+        return error;
+    }
+    // SAFETY: as above.
+    unsafe { open(pointer.cast(), &handle, flags, || originals::cudaIpcOpenMemHandle(pointer, handle, flags)) }
+}
+
+pub unsafe fn cuda_close(pointer: *mut c_void) -> CudaError {
+    // SAFETY: as above.
+    close(pointer as CUdeviceptr, || unsafe { originals::cudaIpcCloseMemHandle(pointer) })
+}
