@@ -30,7 +30,13 @@ pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream:
     }
 }
 
-pub unsafe fn malloc_from_pool_async(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream, caller: *const c_void) -> CudaError {
+pub unsafe fn malloc_from_pool_async(
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    pool: *mut c_void,
+    stream: CudaStream,
+    caller: *const c_void,
+) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
         provide(&RuntimeDoor, caller, pointer, bytes, Source::Pool(pool, stream), || {
@@ -39,7 +45,13 @@ pub unsafe fn malloc_from_pool_async(pointer: *mut *mut c_void, bytes: usize, po
     }
 }
 
-pub unsafe fn malloc_from_pool_async_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream, caller: *const c_void) -> CudaError {
+pub unsafe fn malloc_from_pool_async_ptsz(
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    pool: *mut c_void,
+    stream: CudaStream,
+    caller: *const c_void,
+) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
         let source = Source::Pool(pool, stream.of_per_thread_program());
@@ -155,7 +167,11 @@ pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
     let mut pointer = ptr::null_mut();
     // SAFETY: `pointer` is writable.
     let answer = unsafe {
-        if copies::another_is_first() { originals::cudaMalloc(&raw mut pointer, bytes) } else { malloc(&raw mut pointer, bytes, ptr::null()) }
+        if copies::another_is_first() {
+            originals::cudaMalloc(&raw mut pointer, bytes)
+        } else {
+            malloc(&raw mut pointer, bytes, ptr::null())
+        }
     };
     if let Some(before) = before.filter(|before| *before != device) {
         real::set_device(before);

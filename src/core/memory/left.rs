@@ -4,7 +4,7 @@
 //! packs them together.
 
 use super::keyed::{Keyed, Spread};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_driver::{CUdeviceptr, Context, ContextHandle};
@@ -85,7 +85,7 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
 
 /// Records what `cuMemCreate` has made.
 pub fn note_handle(handle: u64, bytes: usize, owner: &'static str) {
-    LEFT.get().handles().hold(handle, Arc::new(Piece { bytes, owner }));
+    LEFT.get().handles().handles.insert(handle, (Arc::new(Piece { bytes, owner }), 1));
 }
 
 /// Lets the real function release a handle.
@@ -141,15 +141,10 @@ pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
 /// What is left to CUDA now, by owner in alphabetical order. Forgets what has ended with its context.
 pub fn status() -> Vec<LeftAlone> {
     let Some(left) = LEFT.existing() else { return Vec::new() };
-    let mut gone = BTreeMap::new();
-    for block in &left.blocks {
-        gone.extend(block.context.map(|context| (context, false)));
-    }
     // No driver call under a guard of the map.
-    for (context, is_gone) in &mut gone {
-        *is_gone = context.is_gone();
-    }
-    left.blocks.retain(|_, block| !block.context.is_some_and(|context| gone.get(&context) == Some(&true)));
+    let mut contexts: BTreeSet<_> = left.blocks.iter().filter_map(|block| block.context).collect();
+    contexts.retain(|context| context.is_gone());
+    left.blocks.retain(|_, block| block.context.is_none_or(|context| !contexts.contains(&context)));
 
     let mut owners = BTreeMap::<&str, u64>::new();
     for block in &left.blocks {
