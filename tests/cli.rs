@@ -303,6 +303,7 @@ impl State {
             devices: vec![device],
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
+            left_alone: Vec::new(),
         };
         ProcessStatus { process: self.hello(), memory }
     }

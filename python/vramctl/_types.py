@@ -100,6 +100,16 @@ class Host:
 
 
 @dataclass(frozen=True)
+class LeftAlone:
+    """Memory that the library sees but leaves to CUDA."""
+
+    #: The file name of the library, or of the program, that asked CUDA for it.
+    owner: str = ""
+    #: Asked for and not freed, without small requests.
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Status:
     """The managed memory of a process."""
 
@@ -111,6 +121,8 @@ class Status:
     host: Host = Host()
     #: Bytes that the driver has so far refused to release; the library retries.
     late_bytes: int = 0
+    #: By owner, in alphabetical order.
+    left_alone: tuple[LeftAlone, ...] = ()
 
     @classmethod
     def _from(cls, reply: Mapping[str, Any]) -> Status:
@@ -120,6 +132,7 @@ class Status:
             tags=tuple(Tag._from(tag) for tag in reply.get("tags", ())),
             devices=tuple(_read(Device, device) for device in reply.get("devices", ())),
             host=_read(Host, reply.get("host") or {}),
+            left_alone=tuple(_read(LeftAlone, left) for left in reply.get("left_alone", ())),
         )
 
     def tag(self, name: str) -> Tag | None:

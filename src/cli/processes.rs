@@ -368,6 +368,7 @@ pub mod tests {
             devices: Vec::new(),
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
+            left_alone: Vec::new(),
         };
         Process { pid, name: Some(name.into()), status: Ok(ProcessStatus { process: hello, memory }) }
     }

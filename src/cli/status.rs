@@ -97,6 +97,9 @@ fn describe(status: &ProcessStatus) -> String {
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));
     }
+    for left in &memory.left_alone {
+        let _ = write!(text, "\nLeft to CUDA: {} of {}.", Bytes(left.bytes), left.owner);
+    }
     text
 }
 

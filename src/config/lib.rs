@@ -12,6 +12,7 @@
 //! | `VRAMCTL_HOST_KEEP` | how many seconds host memory stays ready for the next pause after a resume, unless the host runs short | 60 |
 //! | `VRAMCTL_PREWARM` | how much host memory to prepare in the background at the first allocation, and to keep ready, in bytes | 0 |
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; in bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
+//! | `VRAMCTL_EXCLUDE` | `NAME,…`: libraries, by the beginning of their file names, whose requests are left to CUDA | none |
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
 //! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
 //! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what goes to stderr | `warn` |

@@ -7,10 +7,9 @@ use crate::driver_originals;
 use crate::exclude;
 use std::cell::Cell;
 use std::ffi::{c_uint, c_void};
-use std::ptr;
 use vramctl_backup as backup;
 use vramctl_config::Config;
-use vramctl_core::memory::{Memory, Placement, region};
+use vramctl_core::memory::{Memory, Placement, left, region};
 use vramctl_core::server;
 use vramctl_driver::{self as driver, CUdeviceptr, Current, StreamHandle};
 use vramctl_host::log_once;
@@ -40,7 +39,7 @@ impl Door for DriverDoor {
 pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const c_void) -> StatusCode {
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
     // arguments unchanged.
-    unsafe { provide_to(caller, pointer.cast(), bytes, Source::Thread, || driver_originals::cuMemAlloc_v2(pointer, bytes)) }
+    unsafe { provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Thread, || driver_originals::cuMemAlloc_v2(pointer, bytes)) }
 }
 
 pub unsafe fn mem_alloc_pitch(
@@ -58,11 +57,13 @@ pub unsafe fn mem_alloc_pitch(
             return real();
         }
         let Some((row, bytes)) = rows(width, height, 1) else { return real() };
-        let mut managed = ptr::null_mut();
-        let answer = provide_to(caller, &raw mut managed, bytes, Source::Thread, real);
-        if !managed.is_null() {
+        let mut asked = false;
+        let answer = provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Thread, || {
+            asked = true;
+            real()
+        });
+        if answer == code::SUCCESS && !asked {
             *pitch = row;
-            pointer.write(managed as CUdeviceptr);
         }
         answer
     }
@@ -72,7 +73,7 @@ pub unsafe fn mem_alloc_async(pointer: *mut CUdeviceptr, bytes: usize, stream: S
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocAsync(pointer, bytes, stream);
-        provide_to(caller, pointer.cast(), bytes, Source::Stream(stream), real)
+        provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Stream(stream), real)
     }
 }
 
@@ -80,7 +81,7 @@ pub unsafe fn mem_alloc_async_ptsz(pointer: *mut CUdeviceptr, bytes: usize, stre
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocAsync_ptsz(pointer, bytes, stream);
-        provide_to(caller, pointer.cast(), bytes, Source::Stream(stream.of_per_thread_program()), real)
+        provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Stream(stream.of_per_thread_program()), real)
     }
 }
 
@@ -94,7 +95,7 @@ pub unsafe fn mem_alloc_from_pool_async(
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocFromPoolAsync(pointer, bytes, pool, stream);
-        provide_to(caller, pointer.cast(), bytes, Source::Pool(pool, stream), real)
+        provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Pool(pool, stream), real)
     }
 }
 
@@ -108,18 +109,18 @@ pub unsafe fn mem_alloc_from_pool_async_ptsz(
     // SAFETY: as in `mem_alloc`.
     unsafe {
         let real = || driver_originals::cuMemAllocFromPoolAsync_ptsz(pointer, bytes, pool, stream);
-        provide_to(caller, pointer.cast(), bytes, Source::Pool(pool, stream.of_per_thread_program()), real)
+        provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Pool(pool, stream.of_per_thread_program()), real)
     }
 }
 
 pub unsafe fn mem_free(pointer: CUdeviceptr) -> StatusCode {
     // SAFETY: the arguments are passed on unchanged.
-    release(pointer).unwrap_or_else(|| unsafe { driver_originals::cuMemFree_v2(pointer) })
+    release(pointer, || unsafe { driver_originals::cuMemFree_v2(pointer) })
 }
 
 pub unsafe fn mem_free_async(pointer: CUdeviceptr, stream: StreamHandle) -> StatusCode {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&DriverDoor, pointer, stream).unwrap_or_else(|| unsafe { driver_originals::cuMemFreeAsync(pointer, stream) })
+    release_async(&DriverDoor, pointer, stream, || unsafe { driver_originals::cuMemFreeAsync(pointer, stream) })
 }
 
 pub unsafe fn mem_free_async_ptsz(pointer: CUdeviceptr, stream: StreamHandle) -> StatusCode {
@@ -127,7 +128,7 @@ pub unsafe fn mem_free_async_ptsz(pointer: CUdeviceptr, stream: StreamHandle) ->
         // SAFETY: the arguments are passed on unchanged.
         unsafe { driver_originals::cuMemFreeAsync_ptsz(pointer, stream) }
     };
-    release_async(&DriverDoor, pointer, stream.of_per_thread_program()).unwrap_or_else(real)
+    release_async(&DriverDoor, pointer, stream.of_per_thread_program(), real)
 }
 
 /// Where to allocate.
@@ -146,64 +147,54 @@ thread_local! {
     static LEFT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Leaves a request to the real function, whose own calls of the driver's functions then pass as well.
-pub fn leave(real: impl FnOnce() -> StatusCode) -> StatusCode {
+/// Leaves a request to the real function, whose own calls of the driver's functions then pass as well. What it gives is counted as
+/// left alone, by `note`, which is told whose it is: the first of our functions that a request passes knows.
+pub fn leave(caller: *const c_void, bytes: usize, real: impl FnOnce() -> StatusCode, note: impl FnOnce(&'static str)) -> StatusCode {
     let before = LEFT.replace(true);
     let answer = real();
     LEFT.set(before);
+    if !is_small(bytes) && answer == code::SUCCESS && !before {
+        note(exclude::library_at(caller).name());
+    }
     answer
 }
 
-/// What the calling thread's memory is recorded under; `None` if this request is left to CUDA.
-pub fn placement(bytes: usize, caller: Option<*const c_void>) -> Option<Placement> {
-    if bytes < Config::get().min_bytes.max(1) || LEFT.get() || caller.is_some_and(exclude::is_excluded) {
+/// Whether a request is left to CUDA, and not counted, because of its size.
+#[inline]
+fn is_small(bytes: usize) -> bool {
+    bytes < Config::get().min_bytes.max(1)
+}
+
+/// What the calling thread's memory is recorded under; `None` if this request is left to CUDA. `caller`: where it returns to.
+pub fn placement(bytes: usize, caller: *const c_void) -> Option<Placement> {
+    if is_small(bytes) || LEFT.get() || exclude::library_at(caller).is_excluded() {
         return None;
     }
     region::current()
 }
 
-/// As [`provide`], for the driver's functions.
-unsafe fn provide_to(
+/// Allocates managed memory if the calling thread's allocations are managed, else calls the real function, which puts the address
+/// into `pointer` too.
+///
+/// # Safety
+/// `pointer` must be null or writable.
+pub unsafe fn provide(
+    door: &impl Door,
     caller: *const c_void,
     pointer: *mut *mut c_void,
     bytes: usize,
     source: Source,
     real: impl FnOnce() -> StatusCode,
 ) -> StatusCode {
-    // SAFETY: the caller's promises.
-    unsafe { provide_as(&DriverDoor, placement(bytes, Some(caller)), pointer, bytes, source, real) }
-}
-
-/// Allocates managed memory if the calling thread's allocations are managed, else calls the real function.
-///
-/// # Safety
-/// `pointer` must be null or writable.
-pub unsafe fn provide(
-    door: &impl Door,
-    pointer: *mut *mut c_void,
-    bytes: usize,
-    source: Source,
-    real: impl FnOnce() -> StatusCode,
-) -> StatusCode {
-    // SAFETY: the caller's promise.
-    unsafe { provide_as(door, placement(bytes, None), pointer, bytes, source, real) }
-}
-
-unsafe fn provide_as(
-    door: &impl Door,
-    placement: Option<Placement>,
-    pointer: *mut *mut c_void,
-    bytes: usize,
-    source: Source,
-    real: impl FnOnce() -> StatusCode,
-) -> StatusCode {
     if pointer.is_null() {
-        return leave(real);
+        return real();
     }
-    match placement.and_then(|policy| allocate(door, policy, bytes, source)) {
+    // SAFETY: not null, and the real function has succeeded.
+    let note = |owner| left::note(unsafe { pointer.read() } as CUdeviceptr, bytes, owner);
+    match placement(bytes, caller).and_then(|policy| allocate(door, policy, bytes, source)) {
         None => {
             free_up(bytes);
-            leave(real)
+            leave(caller, bytes, real, note)
         }
         Some(Ok(address)) => {
             // SAFETY: not null, and writable by the caller's promise.
@@ -269,6 +260,7 @@ pub fn rows(width: usize, height: usize, depth: usize) -> Option<(usize, usize)>
 /// Makes room for the real function by releasing memory whose stream-ordered free is still pending.
 fn free_up(bytes: usize) {
     if let Some(memory) = Memory::existing()
+        && memory.has_freed()
         && let Ok(Some(current)) = Current::of_thread()
     {
         memory.free_up(current.device(), bytes);
@@ -280,8 +272,12 @@ fn context_of(door: &impl Door, stream: StreamHandle) -> Result<Option<Current>,
     if stream.is_default() { door.current_context() } else { Current::push_of_stream(stream).map(Some).map_err(|failure| failure.code) }
 }
 
-/// Frees managed memory; `None` if the real function must free it.
-pub fn release(pointer: CUdeviceptr) -> Option<StatusCode> {
+/// Frees memory: managed, or by the real function.
+pub fn release(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    release_managed(pointer).unwrap_or_else(|| left::free(pointer, real))
+}
+
+fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
     let memory = Memory::existing()?;
     memory.release_freed();
     let freed = memory.free(pointer)?;
@@ -294,8 +290,12 @@ pub fn release(pointer: CUdeviceptr) -> Option<StatusCode> {
     ))
 }
 
-/// Frees managed memory in stream order; `None` if the real function must free it.
-pub fn release_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {
+/// Frees memory in stream order: managed, or by the real function.
+pub fn release_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    release_managed_async(door, pointer, stream).unwrap_or_else(|| left::free(pointer, real))
+}
+
+fn release_managed_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {
     let memory = Memory::existing()?;
     // A free during capture becomes part of the graph, which only the real function can do or reject.
     if !memory.manages(pointer) || stream.is_capturing() {

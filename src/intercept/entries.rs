@@ -104,6 +104,10 @@ macro_rules! entry {
 /// Puts the address to which the call returns behind the arguments, the last of which is in the register before.
 #[cfg(target_arch = "x86_64")]
 macro_rules! pass_caller {
+    // `cudaMalloc3D`: the extent is on the stack.
+    (pitched extent) => {
+        "mov rsi, [rsp]"
+    };
     ($a:ident $b:ident) => {
         "mov rdx, [rsp]"
     };
@@ -144,6 +148,8 @@ macro_rules! jump {
         "b {to}"
     };
 }
+
+pub(crate) use {jump, pass_caller};
 
 /// The Rust function behind an entry.
 macro_rules! guard {

@@ -1,48 +1,97 @@
-//! Memory that is left to CUDA because of who asks for it: libraries whose memory other processes, network cards or disks are
-//! wired to, and whatever `VRAMCTL_EXCLUDE` names.
+//! Which library a call comes from: whose memory it is that is left to CUDA, and whether it is left because of that. Other processes,
+//! network cards or disks are wired to the memory of some libraries, and `VRAMCTL_EXCLUDE` names more.
 //!
 //! The library is recognised by the address that its call returns to, once per call site.
 
 use std::ffi::{CStr, c_void};
 use std::mem;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use vramctl_config::Config;
+use vramctl_host::PerProcess;
 
 /// Libraries, by the beginning of their file names.
 const ALWAYS: &[&str] = &["libnccl", "libnvshmem", "nvshmem_", "libcufile"];
 
-/// Call sites and whether they are excluded. A full table only costs the next call sites a lookup each time.
-static SITES: [AtomicUsize; 512] = [const { AtomicUsize::new(0) }; 512];
-/// Set in an excluded call site's entry; no address has it.
-const EXCLUDED: usize = 1 << (usize::BITS - 1);
+/// A library that calls, or the program itself.
+#[derive(Debug)]
+pub struct Library {
+    name: String,
+    is_excluded: bool,
+}
 
-/// Whether the call that returns to `caller` comes from an excluded library.
+impl Library {
+    /// Its file name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether its memory is left to CUDA.
+    pub fn is_excluded(&self) -> bool {
+        self.is_excluded
+    }
+}
+
+/// A call site. Whoever finds its address without its library looks for itself.
+struct Site {
+    address: AtomicUsize,
+    library: AtomicPtr<Library>,
+}
+
+/// The call sites seen. A full table only costs the next call sites a lookup each time.
+static SITES: [Site; 512] = [const { Site { address: AtomicUsize::new(0), library: AtomicPtr::new(ptr::null_mut()) } }; 512];
+
+/// The library that contains the address that a call returns to. It stays known when it is unloaded.
 #[inline]
-pub fn is_excluded(caller: *const c_void) -> bool {
+pub fn library_at(caller: *const c_void) -> &'static Library {
     let site = caller as usize;
-    let first = (site >> 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (usize::BITS - 9);
-    for probe in 0..8 {
-        match SITES[(first + probe) % SITES.len()].load(Ordering::Relaxed) {
+    for known in places_of(site) {
+        match known.address.load(Ordering::Acquire) {
             0 => break,
-            known if known & !EXCLUDED == site => return known & EXCLUDED != 0,
+            address if address == site => {
+                // SAFETY: null, or a library of `known_as`, none of which is ever freed.
+                if let Some(library) = unsafe { known.library.load(Ordering::Acquire).as_ref() } {
+                    return library;
+                }
+                break;
+            }
             _ => (),
         }
     }
-    look_up(site, first)
+    look_up(site)
+}
+
+/// Where a call site may be in the table.
+fn places_of(site: usize) -> impl Iterator<Item = &'static Site> {
+    let first = (site >> 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (usize::BITS - 9);
+    (first..first + 8).map(|place| &SITES[place % SITES.len()])
 }
 
 #[cold]
-fn look_up(site: usize, first: usize) -> bool {
-    let excluded = library_of(site as *const c_void).is_some_and(|name| is_named(&name));
-    let entry = site | if excluded { EXCLUDED } else { 0 };
-    for probe in 0..8 {
-        let place = &SITES[(first + probe) % SITES.len()];
-        if place.compare_exchange(0, entry, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-            break;
-        }
+fn look_up(site: usize) -> &'static Library {
+    let library = known_as(library_of(site as *const c_void).unwrap_or_else(|| "unknown".to_owned()));
+    let free = |place: &&Site| place.address.compare_exchange(0, site, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+    if site != 0
+        && let Some(place) = places_of(site).find(free)
+    {
+        place.library.store(ptr::from_ref(library).cast_mut(), Ordering::Release);
     }
-    excluded
+    library
+}
+
+/// The library of this name. There are few, and they are kept.
+fn known_as(name: String) -> &'static Library {
+    static KNOWN: PerProcess<Mutex<Vec<&'static Library>>> = PerProcess::new(Mutex::default);
+    let mut known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(library) = known.iter().find(|library| library.name == name) {
+        return library;
+    }
+    let is_excluded = is_named(&name);
+    let library: &'static Library = Box::leak(Box::new(Library { name, is_excluded }));
+    known.push(library);
+    library
 }
 
 fn is_named(file: &str) -> bool {
@@ -75,13 +124,15 @@ mod tests {
 
     /// The second time, the answer comes from the table, which must not mix up call sites.
     #[test]
-    fn a_call_site_keeps_its_answer() {
-        let sites = [is_named as *const c_void, library_of as *const c_void, libc::malloc as *const c_void];
+    fn a_call_site_keeps_its_library() {
+        let own = library_at(is_named as *const c_void);
         for _ in 0..2 {
-            assert!(sites.iter().all(|site| !is_excluded(*site)));
+            assert!(ptr::eq(library_at(is_named as *const c_void), own));
+            assert!(ptr::eq(library_at(library_of as *const c_void), own));
+            let other = library_at(libc::malloc as *const c_void);
+            assert!(other.name() != own.name() && !other.is_excluded(), "{}", other.name());
+            assert_eq!(library_at(ptr::null()).name(), "unknown");
+            assert_eq!(library_at(ptr::without_provenance(0x1234_5678)).name(), "unknown", "an address in no library is nobody's");
         }
-        let (site, first) = (0x1234_5678, 7);
-        SITES[first].store(site | EXCLUDED, Ordering::Relaxed);
-        assert!(!look_up(site, first), "an address in no library is nobody's");
     }
 }

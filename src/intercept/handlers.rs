@@ -10,44 +10,56 @@ use vramctl_core::memory::Memory;
 use vramctl_driver::Current;
 use vramctl_model::code;
 
-pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize) -> CudaError {
+pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize, caller: *const c_void) -> CudaError {
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
     // arguments unchanged.
-    unsafe { provide(&RuntimeDoor, pointer, bytes, Source::Thread, || originals::cudaMalloc(pointer, bytes)) }
+    unsafe { provide(&RuntimeDoor, caller, pointer, bytes, Source::Thread, || originals::cudaMalloc(pointer, bytes)) }
 }
 
-pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
+pub unsafe fn malloc_async(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream, caller: *const c_void) -> CudaError {
     // SAFETY: as in `malloc`.
-    unsafe { provide(&RuntimeDoor, pointer, bytes, Source::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
+    unsafe { provide(&RuntimeDoor, caller, pointer, bytes, Source::Stream(stream), || originals::cudaMallocAsync(pointer, bytes, stream)) }
 }
 
-pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) -> CudaError {
+pub unsafe fn malloc_async_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream, caller: *const c_void) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        provide(&RuntimeDoor, pointer, bytes, Source::Stream(stream.of_per_thread_program()), || {
+        provide(&RuntimeDoor, caller, pointer, bytes, Source::Stream(stream.of_per_thread_program()), || {
             originals::cudaMallocAsync_ptsz(pointer, bytes, stream)
         })
     }
 }
 
-pub unsafe fn malloc_from_pool_async(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
+pub unsafe fn malloc_from_pool_async(
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    pool: *mut c_void,
+    stream: CudaStream,
+    caller: *const c_void,
+) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        provide(&RuntimeDoor, pointer, bytes, Source::Pool(pool, stream), || {
+        provide(&RuntimeDoor, caller, pointer, bytes, Source::Pool(pool, stream), || {
             originals::cudaMallocFromPoolAsync(pointer, bytes, pool, stream)
         })
     }
 }
 
-pub unsafe fn malloc_from_pool_async_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) -> CudaError {
+pub unsafe fn malloc_from_pool_async_ptsz(
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    pool: *mut c_void,
+    stream: CudaStream,
+    caller: *const c_void,
+) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
         let source = Source::Pool(pool, stream.of_per_thread_program());
-        provide(&RuntimeDoor, pointer, bytes, source, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
+        provide(&RuntimeDoor, caller, pointer, bytes, source, || originals::cudaMallocFromPoolAsync_ptsz(pointer, bytes, pool, stream))
     }
 }
 
-pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) -> CudaError {
+pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize, caller: *const c_void) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
         let real = || originals::cudaMallocPitch(pointer, pitch, width, height);
@@ -55,47 +67,59 @@ pub unsafe fn malloc_pitch(pointer: *mut *mut c_void, pitch: *mut usize, width: 
             return real();
         }
         let Some((row, bytes)) = rows(width, height, 1) else { return real() };
-        let mut managed = ptr::null_mut();
-        let answer = provide(&RuntimeDoor, &raw mut managed, bytes, Source::Thread, real);
-        if !managed.is_null() {
+        let mut asked = false;
+        let answer = provide(&RuntimeDoor, caller, pointer, bytes, Source::Thread, || {
+            asked = true;
+            real()
+        });
+        if answer == code::SUCCESS && !asked {
             *pitch = row;
-            pointer.write(managed);
         }
         answer
     }
 }
 
-pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent) -> CudaError {
+pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent, caller: *const c_void) -> CudaError {
     // SAFETY: as in `malloc`.
     unsafe {
-        let real = || originals::cudaMalloc3D(pitched, extent);
+        let real = move || originals::cudaMalloc3D(pitched, extent);
         if pitched.is_null() {
             return real();
         }
         let Some((pitch, bytes)) = rows(extent.width, extent.height, extent.depth) else { return real() };
-        let mut managed = ptr::null_mut();
-        let answer = provide(&RuntimeDoor, &raw mut managed, bytes, Source::Thread, real);
-        if !managed.is_null() {
-            *pitched = CudaPitchedPtr { pointer: managed, pitch, xsize: extent.width, ysize: extent.height };
+        let (pointer, mut asked) = (&raw mut (*pitched).pointer, false);
+        let answer = provide(&RuntimeDoor, caller, pointer, bytes, Source::Thread, || {
+            asked = true;
+            real()
+        });
+        if answer == code::SUCCESS && !asked {
+            *pitched = CudaPitchedPtr { pointer: pointer.read(), pitch, xsize: extent.width, ysize: extent.height };
         }
         answer
     }
 }
 
+/// Unified memory, which is always left to CUDA: it migrates by itself, so nobody can say how much of it the device has.
+pub unsafe fn malloc_managed(pointer: *mut *mut c_void, bytes: usize, flags: c_uint, _caller: *const c_void) -> CudaError {
+    // SAFETY: the arguments are passed on unchanged.
+    unsafe { originals::cudaMallocManaged(pointer, bytes, flags) }
+}
+
 pub unsafe fn free(pointer: *mut c_void) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release(pointer as u64).unwrap_or_else(|| unsafe { originals::cudaFree(pointer) })
+    release(pointer as u64, || unsafe { originals::cudaFree(pointer) })
 }
 
 pub unsafe fn free_async(pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&RuntimeDoor, pointer as u64, stream).unwrap_or_else(|| unsafe { originals::cudaFreeAsync(pointer, stream) })
+    release_async(&RuntimeDoor, pointer as u64, stream, || unsafe { originals::cudaFreeAsync(pointer, stream) })
 }
 
 pub unsafe fn free_async_ptsz(pointer: *mut c_void, stream: CudaStream) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    release_async(&RuntimeDoor, pointer as u64, stream.of_per_thread_program())
-        .unwrap_or_else(|| unsafe { originals::cudaFreeAsync_ptsz(pointer, stream) })
+    release_async(&RuntimeDoor, pointer as u64, stream.of_per_thread_program(), || unsafe {
+        originals::cudaFreeAsync_ptsz(pointer, stream)
+    })
 }
 
 pub unsafe fn device_reset() -> CudaError {
@@ -143,7 +167,11 @@ pub fn torch_malloc(bytes: usize, device: c_int) -> *mut c_void {
     let mut pointer = ptr::null_mut();
     // SAFETY: `pointer` is writable.
     let answer = unsafe {
-        if copies::another_is_first() { originals::cudaMalloc(&raw mut pointer, bytes) } else { malloc(&raw mut pointer, bytes) }
+        if copies::another_is_first() {
+            originals::cudaMalloc(&raw mut pointer, bytes)
+        } else {
+            malloc(&raw mut pointer, bytes, ptr::null())
+        }
     };
     if let Some(before) = before.filter(|before| *before != device) {
         real::set_device(before);

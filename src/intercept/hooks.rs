@@ -5,43 +5,81 @@
 //!
 //! If several copies of the library are loaded, all but the first only forward (`copies`).
 
+use crate::entries::{jump, pass_caller};
 use crate::real::originals;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
 use crate::{copies, handlers, hooked_functions, share};
+use std::arch::naked_asm;
 use std::ffi::{c_int, c_uint, c_void};
-use std::panic;
+use std::panic::{self, AssertUnwindSafe};
 use vramctl_core::contexts;
 use vramctl_model::code;
 
 macro_rules! exports {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => {
-        $(
-            $(#[$doc])*
-            ///
-            /// # Safety
-            /// As the CUDA runtime's function of this name.
-            #[allow(non_snake_case)]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
-                // A panic must not unwind into the program: the call fails instead.
-                panic::catch_unwind(|| {
-                    if copies::another_is_first() {
-                        // SAFETY: the arguments are passed on unchanged.
-                        return unsafe { originals::$name($($argument),*) };
-                    }
-                    // SAFETY: as above.
-                    let answer = unsafe { $handler($($argument),*) };
-                    if answer == code::SUCCESS {
-                        contexts::note_current();
-                    }
-                    answer
-                })
-                .unwrap_or(code::UNKNOWN)
-            }
-        )*
+    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => {
+        $( hook! { $effect $(#[$doc])* $name ($($argument: $type),*) $handler } )*
+
+        /// The Rust functions behind those that allocate.
+        #[allow(non_snake_case, clippy::wildcard_imports)]
+        mod guarded {
+            use super::*;
+            $( guard! { $effect $name ($($argument: $type),*) $handler } )*
+        }
 
         /// The names of the hooked functions.
         pub const HOOKED: &[&str] = &[$(stringify!($name)),*];
     };
 }
 
+macro_rules! hook {
+    (Allocates $(#[$doc:meta])* $name:ident ($($argument:ident: $type:ty),*) $handler:path) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// As the CUDA runtime's function of this name.
+        #[allow(non_snake_case)]
+        #[unsafe(naked)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
+            naked_asm!(pass_caller!($($argument)*), jump!(), to = sym guarded::$name)
+        }
+    };
+    ($effect:ident $(#[$doc:meta])* $name:ident ($($argument:ident: $type:ty),*) $handler:path) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// As the CUDA runtime's function of this name.
+        #[allow(non_snake_case)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
+            // SAFETY: the arguments are passed on unchanged.
+            unsafe { call(|| originals::$name($($argument),*), || $handler($($argument),*)) }
+        }
+    };
+}
+
+macro_rules! guard {
+    (Allocates $name:ident ($($argument:ident: $type:ty),*) $handler:path) => {
+        pub unsafe extern "C" fn $name($($argument: $type,)* caller: *const c_void) -> CudaError {
+            // SAFETY: the arguments are passed on unchanged.
+            unsafe { call(|| originals::$name($($argument),*), || $handler($($argument,)* caller)) }
+        }
+    };
+    ($effect:ident $name:ident $arguments:tt $handler:path) => {};
+}
+
 hooked_functions!(exports);
+
+/// Runs a handler. A panic must not unwind into the program: the call fails instead.
+#[inline]
+fn call(original: impl FnOnce() -> CudaError, handler: impl FnOnce() -> CudaError) -> CudaError {
+    let guarded = AssertUnwindSafe(|| {
+        if copies::another_is_first() {
+            return original();
+        }
+        let answer = handler();
+        if answer == code::SUCCESS {
+            contexts::note_current();
+        }
+        answer
+    });
+    panic::catch_unwind(guarded).unwrap_or(code::UNKNOWN)
+}

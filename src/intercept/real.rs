@@ -11,7 +11,7 @@ use vramctl_host::symbols;
 use vramctl_model::code;
 
 macro_rules! originals {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => {
+    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => {
         /// The runtime's own functions. A missing one returns [`code::SHARED_OBJECT_SYMBOL_NOT_FOUND`].
         #[allow(non_snake_case, clippy::wildcard_imports)]
         pub mod originals {

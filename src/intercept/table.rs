@@ -44,44 +44,45 @@ pub struct IpcHandle {
     pub reserved: [u8; 64],
 }
 
-/// The table: each hooked function, its arguments and its handler. Expands to `$with! { … }`.
+/// The table: what each hooked function does, its arguments and its handler, which takes them and, if the function allocates, the
+/// address to which the call returns. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! hooked_functions {
     ($with:ident) => { $with! {
         /// `cudaMalloc`.
-        fn cudaMalloc(pointer: *mut *mut c_void, bytes: usize) => handlers::malloc;
+        Allocates fn cudaMalloc(pointer: *mut *mut c_void, bytes: usize) => handlers::malloc;
         /// `cudaMallocPitch`.
-        fn cudaMallocPitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) => handlers::malloc_pitch;
+        Allocates fn cudaMallocPitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) => handlers::malloc_pitch;
         /// `cudaMalloc3D`.
-        fn cudaMalloc3D(pitched: *mut CudaPitchedPtr, extent: CudaExtent) => handlers::malloc_3d;
+        Allocates fn cudaMalloc3D(pitched: *mut CudaPitchedPtr, extent: CudaExtent) => handlers::malloc_3d;
         /// `cudaMallocManaged`: always left to CUDA, because unified memory migrates by itself.
-        fn cudaMallocManaged(pointer: *mut *mut c_void, bytes: usize, flags: c_uint) => originals::cudaMallocManaged;
+        Allocates fn cudaMallocManaged(pointer: *mut *mut c_void, bytes: usize, flags: c_uint) => handlers::malloc_managed;
         /// `cudaMallocAsync`.
-        fn cudaMallocAsync(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) => handlers::malloc_async;
+        Allocates fn cudaMallocAsync(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) => handlers::malloc_async;
         /// `cudaMallocAsync` in programs built for per-thread default streams.
-        fn cudaMallocAsync_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) => handlers::malloc_async_ptsz;
+        Allocates fn cudaMallocAsync_ptsz(pointer: *mut *mut c_void, bytes: usize, stream: CudaStream) => handlers::malloc_async_ptsz;
         /// `cudaMallocFromPoolAsync`.
-        fn cudaMallocFromPoolAsync(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) => handlers::malloc_from_pool_async;
+        Allocates fn cudaMallocFromPoolAsync(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) => handlers::malloc_from_pool_async;
         /// `cudaMallocFromPoolAsync` in programs built for per-thread default streams.
-        fn cudaMallocFromPoolAsync_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) => handlers::malloc_from_pool_async_ptsz;
+        Allocates fn cudaMallocFromPoolAsync_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) => handlers::malloc_from_pool_async_ptsz;
         /// `cudaFree`.
-        fn cudaFree(pointer: *mut c_void) => handlers::free;
+        Frees fn cudaFree(pointer: *mut c_void) => handlers::free;
         /// `cudaFreeAsync`.
-        fn cudaFreeAsync(pointer: *mut c_void, stream: CudaStream) => handlers::free_async;
+        Frees fn cudaFreeAsync(pointer: *mut c_void, stream: CudaStream) => handlers::free_async;
         /// `cudaFreeAsync` in programs built for per-thread default streams.
-        fn cudaFreeAsync_ptsz(pointer: *mut c_void, stream: CudaStream) => handlers::free_async_ptsz;
+        Frees fn cudaFreeAsync_ptsz(pointer: *mut c_void, stream: CudaStream) => handlers::free_async_ptsz;
         /// `cudaDeviceReset`: forgets the managed memory that it destroys.
-        fn cudaDeviceReset() => handlers::device_reset;
+        Ends fn cudaDeviceReset() => handlers::device_reset;
         /// `cudaDeviceEnablePeerAccess`: also gives the peer access to managed memory.
-        fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => handlers::enable_peer_access;
+        Shares fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => handlers::enable_peer_access;
         /// `cudaDeviceDisablePeerAccess`.
-        fn cudaDeviceDisablePeerAccess(peer: c_int) => handlers::disable_peer_access;
+        Shares fn cudaDeviceDisablePeerAccess(peer: c_int) => handlers::disable_peer_access;
         /// `cudaIpcGetMemHandle`: the handle for managed memory is the library's.
-        fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => share::cuda_get;
+        Shares fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => share::cuda_get;
         /// `cudaIpcOpenMemHandle`: gets managed memory from its owner.
-        fn cudaIpcOpenMemHandle(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) => share::cuda_open;
+        Shares fn cudaIpcOpenMemHandle(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) => share::cuda_open;
         /// `cudaIpcCloseMemHandle`.
-        fn cudaIpcCloseMemHandle(pointer: *mut c_void) => share::cuda_close;
+        Shares fn cudaIpcCloseMemHandle(pointer: *mut c_void) => share::cuda_close;
     } };
 }
 

@@ -5,7 +5,7 @@ use crate::alloc::{leave, managed, placement};
 use crate::driver_originals;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
-use vramctl_core::memory::{Memory, is_ours};
+use vramctl_core::memory::{Memory, is_ours, left};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
@@ -21,15 +21,15 @@ pub unsafe fn create(
     flags: c_ulonglong,
     caller: *const c_void,
 ) -> StatusCode {
-    let real = || {
-        // SAFETY: here and below, the real function gets the arguments unchanged.
-        leave(|| unsafe { driver_originals::cuMemCreate(handle, bytes, properties, flags) })
-    };
+    // SAFETY: here and below, the real function gets the arguments unchanged.
+    let real = || unsafe { driver_originals::cuMemCreate(handle, bytes, properties, flags) };
     // SAFETY: the program promises that a non-null pointer points to CUDA's structure, which `Properties` has the layout of.
     let wanted = unsafe { properties.cast::<Properties>().as_ref() };
     let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return real() };
     let Some(device) = wanted.device() else { return real() };
-    let Some(policy) = placement(bytes, Some(caller)) else { return real() };
+    // SAFETY: not null, and the real function has succeeded.
+    let real = || leave(caller, bytes, real, |owner| left::note_handle(unsafe { handle.read() }, bytes, owner));
+    let Some(policy) = placement(bytes, caller) else { return real() };
     let Some(current) = context_on(device) else { return real() };
     let tag = policy.tag.clone();
     match managed(&current, &tag, Memory::get().create(policy, wanted, bytes, &current), bytes) {
@@ -52,7 +52,8 @@ fn context_on(device: CUdevice) -> Option<Current> {
 
 pub unsafe fn release(handle: Handle) -> StatusCode {
     // SAFETY: as above.
-    existing(|memory| memory.release_handle(handle)).unwrap_or_else(|| unsafe { driver_originals::cuMemRelease(handle) })
+    let real = || unsafe { driver_originals::cuMemRelease(handle) };
+    existing(|memory| memory.release_handle(handle)).unwrap_or_else(|| left::release(handle, real))
 }
 
 pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Handle, flags: c_ulonglong) -> StatusCode {
@@ -60,13 +61,21 @@ pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Han
         // SAFETY: as above, but for the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemMap(address, bytes, offset, handle, flags) }
     };
-    existing(|memory| memory.map(Span { address, bytes }, offset, handle, real)).unwrap_or_else(|| real(handle))
+    existing(|memory| memory.map(Span { address, bytes }, offset, handle, real)).unwrap_or_else(|| {
+        let answer = real(handle);
+        if answer == code::SUCCESS {
+            left::note_mapped(address, handle);
+        }
+        answer
+    })
 }
 
 pub unsafe fn unmap(address: CUdeviceptr, bytes: usize) -> StatusCode {
     // SAFETY: as above.
-    let real = || unsafe { driver_originals::cuMemUnmap(address, bytes) };
-    existing(|memory| memory.unmap(Span { address, bytes }, real)).unwrap_or_else(real)
+    let unmap = || unsafe { driver_originals::cuMemUnmap(address, bytes) };
+    let span = Span { address, bytes };
+    let real = || left::unmap(span, unmap);
+    existing(|memory| memory.unmap(span, real)).unwrap_or_else(real)
 }
 
 pub unsafe fn set_access(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize) -> StatusCode {
@@ -110,7 +119,13 @@ pub unsafe fn address_free(address: CUdeviceptr, bytes: usize) -> StatusCode {
 pub unsafe fn retain_handle(handle: *mut Handle, address: *mut c_void) -> StatusCode {
     let found = if handle.is_null() { None } else { existing(|memory| memory.retain_handle(address as CUdeviceptr)) };
     // SAFETY: not null, and writable by the program's promise.
-    answer_with(handle, found).unwrap_or_else(|| unsafe { driver_originals::cuMemRetainAllocationHandle(handle, address) })
+    answer_with(handle, found).unwrap_or_else(|| unsafe {
+        let answer = driver_originals::cuMemRetainAllocationHandle(handle, address);
+        if answer == code::SUCCESS && !handle.is_null() {
+            left::note_retained(handle.read(), address as CUdeviceptr);
+        }
+        answer
+    })
 }
 
 pub unsafe fn properties_of(properties: *mut CUmemAllocationProp, handle: Handle) -> StatusCode {

@@ -23,6 +23,18 @@ pub struct Status {
     pub host: HostStatus,
     /// Bytes that the driver has refused to take back so far.
     pub late_bytes: u64,
+    /// Memory that the library sees but leaves to CUDA, by owner in alphabetical order.
+    #[serde(default)]
+    pub left_alone: Vec<LeftAlone>,
+}
+
+/// Memory of one owner that is left to CUDA.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftAlone {
+    /// The file name of the library, or of the program, that asked CUDA for it.
+    pub owner: String,
+    /// Bytes asked for and not freed, without small requests.
+    pub bytes: u64,
 }
 
 /// One tag.

@@ -30,7 +30,7 @@ macro_rules! export {
 }
 
 macro_rules! runtime {
-    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => { $( export!($name, hooks::$name); )* };
+    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => { $( export!($name, hooks::$name); )* };
 }
 vramctl_intercept::hooked_functions!(runtime);
 

@@ -4,7 +4,8 @@
 //! call that finds the stream past the free releases it; an allocation short of memory waits for the stream.
 
 use super::{Allocation, Memory};
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current, Event, RelaxedCapture, StreamHandle};
 use vramctl_model::Failure;
 
@@ -15,6 +16,40 @@ pub(super) struct Freed {
     stream: StreamHandle,
     /// Marks the work queued on the stream before the free.
     before: Event,
+}
+
+/// All such allocations, oldest first.
+#[derive(Debug, Default)]
+pub(super) struct Waiting {
+    list: Mutex<Vec<Arc<Freed>>>,
+    /// Whether there are any. Every call that allocates or frees asks, mostly for nothing.
+    any: AtomicBool,
+}
+
+impl Waiting {
+    fn are_there(&self) -> bool {
+        self.any.load(Ordering::Acquire)
+    }
+
+    fn list(&self) -> MutexGuard<'_, Vec<Arc<Freed>>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn all(&self) -> Vec<Arc<Freed>> {
+        if self.are_there() { self.list().clone() } else { Vec::new() }
+    }
+
+    fn add(&self, freed: Freed) {
+        let mut list = self.list();
+        list.push(Arc::new(freed));
+        self.any.store(true, Ordering::Release);
+    }
+
+    fn remove(&self, freed: &Arc<Freed>) {
+        let mut list = self.list();
+        list.retain(|other| !Arc::ptr_eq(other, freed));
+        self.any.store(!list.is_empty(), Ordering::Release);
+    }
 }
 
 impl Memory {
@@ -34,19 +69,21 @@ impl Memory {
             let _shared = self.share();
             // Remove it first, so that exactly one of two frees of an address succeeds.
             let (_, allocation) = self.allocations.remove(&address)?;
-            self.freed().push(Arc::new(Freed { allocation, stream, before }));
+            self.freed.add(Freed { allocation, stream, before });
         }
         self.release_freed();
         Some(Ok(()))
     }
 
-    fn freed(&self) -> MutexGuard<'_, Vec<Arc<Freed>>> {
-        self.freed.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Whether memory waits for its stream.
+    #[inline]
+    pub fn has_freed(&self) -> bool {
+        self.freed.are_there()
     }
 
     /// Releases allocations whose streams have reached their frees.
     pub fn release_freed(&self) {
-        let freed = self.freed().clone();
+        let freed = self.freed.all();
         if freed.is_empty() {
             return;
         }
@@ -62,7 +99,7 @@ impl Memory {
                 continue;
             }
             match one.allocation.end() {
-                Ok(()) => self.freed().retain(|other| !Arc::ptr_eq(other, &one)),
+                Ok(()) => self.freed.remove(&one),
                 Err(failure) => log::debug!("{failure}; will retry"),
             }
         }
@@ -70,7 +107,7 @@ impl Memory {
 
     /// Waits for the matching frees, then releases their memory.
     fn wait_for_freed(&self, is_meant: impl Fn(&Freed) -> bool) {
-        let freed = self.freed().clone();
+        let freed = self.freed.all();
         for one in freed.iter().filter(|one| is_meant(one)) {
             let _relaxed = RelaxedCapture::enter();
             one.before.wait();
@@ -90,7 +127,7 @@ impl Memory {
         const SLACK: u64 = 64 << 20;
         self.release_freed();
         let is_there = |freed: &Freed| freed.allocation.device == device;
-        if !self.freed().iter().any(|freed| is_there(freed)) {
+        if !self.freed.all().iter().any(|freed| is_there(freed)) {
             return;
         }
         if driver::memory_info().is_ok_and(|(free, _)| free < (bytes as u64).saturating_add(SLACK)) {

@@ -7,6 +7,8 @@ mod allocation;
 pub mod borrow;
 mod freed;
 mod handles;
+mod keyed;
+pub mod left;
 pub mod region;
 pub mod share;
 mod status;
@@ -16,8 +18,8 @@ pub use handles::is_ours;
 pub use region::Placement;
 
 use crate::{contexts, drain};
-use dashmap::DashMap;
-use freed::Freed;
+use freed::Waiting;
+use keyed::Keyed;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -32,11 +34,11 @@ use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 /// Everything this process has under management.
 pub struct Memory {
     /// By address, or by handle.
-    allocations: DashMap<u64, Arc<Allocation>>,
+    allocations: Keyed<Arc<Allocation>>,
     /// What the program itself has mapped, by address.
     index: RwLock<handles::Index>,
-    /// Freed in stream order and not released yet, oldest first.
-    freed: Mutex<Vec<Arc<Freed>>>,
+    /// Freed in stream order and not released yet.
+    freed: Waiting,
     pub(crate) transition: RwLock<()>,
     /// The pause or resume in progress, for status. Held briefly.
     under_way: Mutex<Option<status::UnderWay>>,
@@ -49,9 +51,9 @@ pub struct Memory {
 }
 
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
-    allocations: DashMap::new(),
+    allocations: Keyed::default(),
     index: RwLock::default(),
-    freed: Mutex::default(),
+    freed: Waiting::default(),
     transition: RwLock::default(),
     under_way: Mutex::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),

@@ -1,6 +1,6 @@
 //! Status by tag and by device.
 
-use super::{Allocation, Memory};
+use super::{Allocation, Memory, left};
 use crate::gate;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -99,6 +99,7 @@ impl Memory {
             devices: devices.into_values().map(ask).collect(),
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),
+            left_alone: left::status(),
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::sharing::Opened;
 use crate::stream::{self, Streams};
 use crate::vmm::Space;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -46,8 +46,11 @@ pub struct State {
 }
 
 static STATE: OnceLock<Mutex<State>> = OnceLock::new();
-/// The process that called `cuInit`; 0 if none has.
-static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
+/// Whether `cuInit` has been called.
+static INITIALISED: AtomicBool = AtomicBool::new(false);
+/// Whether this process is a child of one that had called it. Set in the child, so that no call has to ask for the process's id:
+/// that would take longer than a call of the real driver.
+static FORKED: AtomicBool = AtomicBool::new(false);
 /// Whether the process is exiting and has reached the exit handler that `cuInit` registered.
 static ENDED: AtomicBool = AtomicBool::new(false);
 /// The thread that runs the exit handlers.
@@ -108,11 +111,18 @@ pub fn init(flags: u32) -> Outcome {
     // Exit handlers run in reverse order of registration. Those that the program registers after this still have a driver;
     // earlier ones, and destructors, do not.
     REGISTERED.call_once(|| {
-        // SAFETY: the handler is a function of this library, which is never unloaded.
-        unsafe { libc::atexit(end) };
+        // SAFETY: the handlers are functions of this library, which is never unloaded.
+        unsafe {
+            libc::atexit(end);
+            libc::pthread_atfork(None, None, Some(forked));
+        }
     });
-    INITIALISED_BY.store(std::process::id(), Ordering::Release);
+    INITIALISED.store(true, Ordering::Release);
     Ok(())
+}
+
+extern "C" fn forked() {
+    FORKED.store(true, Ordering::Release);
 }
 
 extern "C" fn end() {
@@ -143,16 +153,15 @@ fn thread() -> i32 {
 
 /// Whether `cuInit` has been called in this process.
 pub fn is_initialised() -> bool {
-    INITIALISED_BY.load(Ordering::Acquire) == std::process::id()
+    INITIALISED.load(Ordering::Acquire) && !FORKED.load(Ordering::Acquire)
 }
 
 /// Runs one external call: counts it, applies injected faults, checks the function's requirements, and converts the outcome
 /// to a C result code. Panics do not reach the caller.
 pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -> Code {
-    let initialised_by = INITIALISED_BY.load(Ordering::Acquire);
     // CUDA does not survive fork: the child of an initialised process has inherited the state but not the driver behind it.
     // Takes no lock, because another thread of the parent may have held it at the fork.
-    if initialised_by != 0 && initialised_by != std::process::id() && function.needs != Needs::Nothing {
+    if FORKED.load(Ordering::Acquire) && function.needs != Needs::Nothing {
         return NOT_INITIALIZED;
     }
     let fault = faults::use_of(index);

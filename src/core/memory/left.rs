@@ -1,0 +1,239 @@
+//! Memory that the library sees but leaves to CUDA: how much there is, and whose. It is counted for the status and nothing else.
+//!
+//! Who asked for it is its owner: a library, by its file name. Small requests are not counted: they are many, and the driver
+//! packs them together.
+
+use super::keyed::{Keyed, Spread};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::BuildHasherDefault;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramctl_driver::{CUdeviceptr, Context, ContextHandle};
+use vramctl_host::PerProcess;
+use vramctl_model::{LeftAlone, Span, StatusCode, code};
+
+static LEFT: PerProcess<Left> = PerProcess::new(Left::default);
+
+#[derive(Default)]
+struct Left {
+    /// By address. An entry goes before the driver frees the memory, because afterwards another thread may get the address.
+    blocks: Keyed<Block>,
+    handles: Mutex<Handles>,
+}
+
+#[derive(Debug)]
+struct Block {
+    bytes: usize,
+    owner: &'static str,
+    /// It ends with this context.
+    context: Option<Context>,
+}
+
+/// What `cuMemCreate` has made. It is there as long as one has a handle of it or a mapping.
+#[derive(Debug, Default)]
+struct Handles {
+    /// With how often each must be released.
+    handles: HashMap<u64, (Arc<Piece>, usize), BuildHasherDefault<Spread>>,
+    mapped: BTreeMap<CUdeviceptr, Arc<Piece>>,
+}
+
+#[derive(Debug)]
+struct Piece {
+    bytes: usize,
+    owner: &'static str,
+}
+
+impl Left {
+    fn handles(&self) -> MutexGuard<'_, Handles> {
+        self.handles.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Handles {
+    fn hold(&mut self, handle: u64, piece: Arc<Piece>) {
+        self.handles.entry(handle).or_insert((piece, 0)).1 += 1;
+    }
+
+    fn let_go(&mut self, handle: u64) -> Option<Arc<Piece>> {
+        let (piece, times) = self.handles.get_mut(&handle)?;
+        *times -= 1;
+        let piece = Arc::clone(piece);
+        if *times == 0 {
+            self.handles.remove(&handle);
+        }
+        Some(piece)
+    }
+}
+
+/// Records memory in the thread's current context.
+pub fn note(address: CUdeviceptr, bytes: usize, owner: &'static str) {
+    let context = ContextHandle::of_thread().ok().flatten().and_then(|handle| handle.context().ok());
+    LEFT.get().blocks.insert(address, Block { bytes, owner, context });
+}
+
+/// Lets the real function free what is at an address.
+#[inline]
+pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    let taken = LEFT.existing().and_then(|left| left.blocks.remove(&address));
+    let answer = real();
+    if answer != code::SUCCESS
+        && let Some((_, block)) = taken
+    {
+        LEFT.get().blocks.insert(address, block);
+    }
+    answer
+}
+
+/// Records what `cuMemCreate` has made.
+pub fn note_handle(handle: u64, bytes: usize, owner: &'static str) {
+    LEFT.get().handles().handles.insert(handle, (Arc::new(Piece { bytes, owner }), 1));
+}
+
+/// Lets the real function release a handle.
+pub fn release(handle: u64, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    let taken = LEFT.existing().and_then(|left| left.handles().let_go(handle));
+    let answer = real();
+    if answer != code::SUCCESS
+        && let Some(piece) = taken
+    {
+        LEFT.get().handles().hold(handle, piece);
+    }
+    answer
+}
+
+/// Records a handle that `cuMemRetainAllocationHandle` has given for an address.
+pub fn note_retained(handle: u64, address: CUdeviceptr) {
+    let Some(left) = LEFT.existing() else { return };
+    let mut handles = left.handles();
+    let found = handles.mapped.range(..=address).next_back().filter(|(base, piece)| address - **base < piece.bytes as u64);
+    let found = found.map(|(_, piece)| Arc::clone(piece));
+    if let Some(piece) = found {
+        handles.hold(handle, piece);
+    }
+}
+
+/// Records what `cuMemMap` has mapped.
+pub fn note_mapped(address: CUdeviceptr, handle: u64) {
+    let Some(left) = LEFT.existing() else { return };
+    let mut handles = left.handles();
+    let found = handles.handles.get(&handle).map(|(piece, _)| Arc::clone(piece));
+    if let Some(piece) = found {
+        handles.mapped.insert(address, piece);
+    }
+}
+
+/// Lets the real function unmap a range.
+pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    let mut taken = Vec::new();
+    if let Some(left) = LEFT.existing() {
+        let mapped = &mut left.handles().mapped;
+        let end = span.address.saturating_add(span.bytes as u64);
+        while let Some(base) = mapped.range(span.address..end).next().map(|(base, _)| *base) {
+            taken.extend(mapped.remove_entry(&base));
+        }
+    }
+    let answer = real();
+    if answer != code::SUCCESS && !taken.is_empty() {
+        LEFT.get().handles().mapped.extend(taken);
+    }
+    answer
+}
+
+/// What is left to CUDA now, by owner in alphabetical order. Forgets what has ended with its context.
+pub fn status() -> Vec<LeftAlone> {
+    let Some(left) = LEFT.existing() else { return Vec::new() };
+    // No driver call under a guard of the map.
+    let mut contexts: BTreeSet<_> = left.blocks.iter().filter_map(|block| block.context).collect();
+    contexts.retain(|context| context.is_gone());
+    left.blocks.retain(|_, block| block.context.is_none_or(|context| !contexts.contains(&context)));
+
+    let mut owners = BTreeMap::<&str, u64>::new();
+    for block in &left.blocks {
+        *owners.entry(block.owner).or_default() += block.bytes as u64;
+    }
+    {
+        let handles = left.handles();
+        let held = handles.handles.values().map(|(piece, _)| piece);
+        let pieces: BTreeMap<_, _> = held.chain(handles.mapped.values()).map(|piece| (Arc::as_ptr(piece), piece)).collect();
+        for piece in pieces.values() {
+            *owners.entry(piece.owner).or_default() += piece.bytes as u64;
+        }
+    }
+    owners.into_iter().map(|(owner, bytes)| LeftAlone { owner: owner.to_owned(), bytes }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: usize = 2 << 20;
+
+    /// Tests share the process, so each counts under an owner of its own.
+    fn bytes_of(owner: &str) -> u64 {
+        status().iter().filter(|left| left.owner == owner).map(|left| left.bytes).sum()
+    }
+
+    fn done() -> StatusCode {
+        code::SUCCESS
+    }
+
+    #[test]
+    fn what_is_freed_is_no_longer_counted_unless_the_free_fails() {
+        let (first, second) = (0x1000_0000, 0x2000_0000);
+        note(first, PAGE, "blocks");
+        note(second, 2 * PAGE, "blocks");
+        assert_eq!(bytes_of("blocks"), 3 * PAGE as u64);
+        assert_eq!(free(first, || code::UNKNOWN), code::UNKNOWN);
+        assert_eq!(bytes_of("blocks"), 3 * PAGE as u64);
+        assert_eq!(free(first, done), code::SUCCESS);
+        assert_eq!(bytes_of("blocks"), 2 * PAGE as u64);
+        // Another thread may be given the address before the driver's call returns.
+        free(second, || {
+            note(second, PAGE, "blocks");
+            code::SUCCESS
+        });
+        assert_eq!(bytes_of("blocks"), PAGE as u64);
+        free(second, done);
+    }
+
+    #[test]
+    fn physical_memory_is_there_while_it_has_a_handle_or_a_mapping() {
+        let (handle, at) = (0x5555_0000_0000, 0x3000_0000);
+        let span = Span { address: at, bytes: 4 * PAGE };
+        note_handle(handle, PAGE, "handles");
+        note_mapped(at, handle);
+        note_mapped(at + 2 * PAGE as u64, handle);
+        assert_eq!(bytes_of("handles"), PAGE as u64, "two mappings, one memory");
+        release(handle, || code::UNKNOWN);
+        release(handle, done);
+        assert_eq!(bytes_of("handles"), PAGE as u64, "mapped");
+        note_retained(handle, at + PAGE as u64 - 1);
+        note_retained(handle + 1, at + PAGE as u64);
+        unmap(span, || code::UNKNOWN);
+        assert_eq!(unmap(span, done), code::SUCCESS);
+        assert_eq!(bytes_of("handles"), PAGE as u64, "retained");
+        note_mapped(at, handle);
+        release(handle, done);
+        unmap(Span { address: at, bytes: PAGE }, done);
+        assert_eq!(bytes_of("handles"), 0);
+        release(handle, done);
+        assert_eq!(bytes_of("handles"), 0);
+    }
+
+    #[test]
+    fn a_forked_child_has_none_of_it() {
+        note(0x4000_0000, PAGE, "parent");
+        // SAFETY: the child leaves by `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let fine = status().is_empty() && free(0x4000_0000, done) == code::SUCCESS;
+            // SAFETY: ends the child without running the test harness's exit handlers.
+            unsafe { libc::_exit(i32::from(!fine)) };
+        }
+        let mut ended = -1;
+        // SAFETY: `child` is ours and `ended` is writable.
+        unsafe { libc::waitpid(child, &raw mut ended, 0) };
+        assert_eq!(ended, 0);
+        assert_eq!(bytes_of("parent"), PAGE as u64);
+        free(0x4000_0000, done);
+    }
+}
