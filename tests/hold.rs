@@ -58,7 +58,7 @@ fn a_busy_program_is_paused_at_random_moments() {
             thread::yield_now();
         }
         let mut random = 7_u64;
-        for round in 0..40 {
+        for round in 0..25 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             thread::sleep(Duration::from_micros(random >> 54));
             pause_held(&["busy"], LONG).unwrap_or_else(|error| panic!("round {round}: {error}"));

@@ -88,7 +88,7 @@ fn retain(address: u64) -> Result<u64, u32> {
 
 /// Beyond what an idle device has in use: nothing here takes memory of the second one.
 fn pages_in_use(gpu: &Gpu) -> u64 {
-    (gpu.used(0) - gpu.used(1)) / PAGE as u64
+    gpu.used(0).saturating_sub(gpu.used(1)) / PAGE as u64
 }
 
 /// The life of a handle with two mappings, as an allocator that grows a segment has it.
@@ -144,7 +144,15 @@ fn what_the_program_changes_while_paused_is_so_after_the_resume() {
     assert_eq!(release(gone), 1, "released already");
     let fresh = create("own", None, PAGE).unwrap();
     assert_eq!((map(at(6), PAGE, fresh), open(at(6), PAGE)), (0, 0), "the program goes on allocating");
-    assert_eq!(open(at(4), 2 * PAGE), 0, "a range that ends in a hole, as far as it is mapped");
+    assert_eq!(open(at(4), 2 * PAGE), 1, "a range that ends in a hole");
+    let foreign = {
+        let (mut handle, wanted) = (0, properties(0));
+        assert_eq!(unsafe { entries::cuMemCreate(&raw mut handle, PAGE, wanted.as_ptr().cast(), 0) }, 0);
+        handle
+    };
+    assert_eq!((map(at(5), PAGE, foreign), open(at(4), 2 * PAGE), access(at(5), 0)), (0, 0, Ok(3)), "what is not managed gets its access");
+    assert_eq!((unmap(at(5), PAGE), release(foreign)), (0, 0));
+    assert_eq!(map(at(6), PAGE, kept), 1, "taken by memory that is there");
 
     resume(&["own"]).unwrap();
     assert_eq!(read(at(4), PAGE), Ok(bytes));
@@ -378,6 +386,49 @@ fn what_ends_with_a_context_and_what_does_not() {
     resume(&[]).unwrap();
     assert_eq!(read(place.0, PAGE), Ok(bytes));
     assert_eq!((unmap(place.0, PAGE), release(handle), common::free(primary)), (0, 0, 0));
+}
+
+/// The last context of the device ends while memory is paused: a later context must be able to bring it back.
+#[test]
+fn paused_memory_survives_the_last_context() {
+    let _gpu = Gpu::take();
+    let place = Reserved::new(PAGE);
+    let mut context = ptr::null_mut();
+    assert_eq!(common::create_context(&mut context, 0), 0);
+    let handle = create("own", None, PAGE).unwrap();
+    assert_eq!((map(place.0, PAGE, handle), open(place.0, PAGE)), (0, 0));
+    let bytes = pattern(10, PAGE);
+    assert_eq!(write(place.0, &bytes), 0);
+    pause(&["own"]).unwrap();
+    common::reset_unseen(0);
+    assert_eq!(
+        unsafe { entries::cuCtxDestroy_v2(std::mem::transmute::<*mut std::ffi::c_void, vramctl_driver::ContextHandle>(context)) },
+        0
+    );
+    common::use_again(0);
+    resume(&["own"]).unwrap();
+    assert_eq!(read(place.0, PAGE), Ok(bytes));
+    assert_eq!((unmap(place.0, PAGE), release(handle)), (0, 0));
+}
+
+/// What shares interior pointers computes their offset from this: it must be the allocation's, not that of one of its pieces.
+#[test]
+fn the_range_of_an_address_is_its_allocation() {
+    let _gpu = Gpu::take();
+    let bytes = 40 * MIB + 100;
+    let address = malloc_tagged("range", None, bytes).unwrap();
+    let range = |at: u64| {
+        let (mut base, mut length) = (0, 0);
+        (unsafe { entries::cuMemGetAddressRange_v2(&raw mut base, &raw mut length, at) }, base, length)
+    };
+    for paused in [false, true] {
+        if paused {
+            pause(&["range"]).unwrap();
+        }
+        assert_eq!((range(address), range(address + 36 * MIB as u64)), ((0, address, bytes), (0, address, bytes)), "paused: {paused}");
+    }
+    assert_eq!(common::free(address), 0);
+    assert_ne!(range(address).0, 0);
 }
 
 /// Every call of a pause and a resume of such memory fails once: nothing is lost, and the next attempt works.

@@ -29,6 +29,11 @@ pub fn note(current: &Current) {
     }
 }
 
+/// Whether a context is known and not known to be destroyed.
+pub fn knows(context: Context) -> bool {
+    read().contains_key(&context)
+}
+
 /// Records this thread's current context. Runs at every hooked call, so it must be cheap: whether a known handle now belongs
 /// to a new context is checked only when it matters.
 #[inline]

@@ -49,7 +49,15 @@ pub fn memory_info() -> Result<(u64, u64), Failure> {
     Ok((free as u64, total as u64))
 }
 
-/// The pool from which a device serves stream-ordered allocations, unless the program has chosen another.
+/// The pool from which a device serves stream-ordered allocations.
+pub fn current_pool(device: CUdevice) -> Result<*mut c_void, Failure> {
+    let mut pool = std::ptr::null_mut();
+    // SAFETY: `pool` is writable.
+    unsafe { Driver::get()?.cuDeviceGetMemPool(&raw mut pool, device)? };
+    Ok(pool)
+}
+
+/// The pool that does so unless the program chooses another.
 pub fn default_pool(device: CUdevice) -> Result<*mut c_void, Failure> {
     let mut pool = std::ptr::null_mut();
     // SAFETY: `pool` is writable.

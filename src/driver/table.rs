@@ -64,6 +64,7 @@ driver_functions! {
     cuDeviceGetName(name: *mut c_char, room: c_int, device: CUdevice);
     cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: CUdevice);
     cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
+    cuDeviceGetMemPool(pool: *mut *mut c_void, device: CUdevice);
     cuDeviceGetDefaultMemPool(pool: *mut *mut c_void, device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize);

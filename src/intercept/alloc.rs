@@ -6,13 +6,15 @@
 use crate::driver_originals;
 use crate::exclude;
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::ffi::{c_uint, c_void};
+use std::sync::{PoisonError, RwLock};
 use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_core::memory::{Memory, Placement, left, region};
 use vramctl_core::server;
-use vramctl_driver::{self as driver, CUdeviceptr, Current, StreamHandle};
-use vramctl_host::log_once;
+use vramctl_driver::{self as driver, CUdeviceptr, CUmemAccessDesc, Current, StreamHandle};
+use vramctl_host::{PerProcess, log_once};
 use vramctl_model::{Error, StatusCode, code};
 
 /// The functions through which a request came.
@@ -159,6 +161,14 @@ pub fn leave(caller: *const c_void, bytes: usize, real: impl FnOnce() -> StatusC
     answer
 }
 
+/// Calls a function of the runtime for the library's own sake: what it does passes the driver's functions.
+pub fn pass_by<R>(call: impl FnOnce() -> R) -> R {
+    let before = LEFT.replace(true);
+    let answer = call();
+    LEFT.set(before);
+    answer
+}
+
 /// Whether a request is left to CUDA, and not counted, because of its size.
 #[inline]
 fn is_small(bytes: usize) -> bool {
@@ -223,12 +233,35 @@ fn allocate(door: &impl Door, policy: Placement, bytes: usize, source: Source) -
         Err(error) => return Some(Err(error)),
     };
     // A pool of the program's own has a purpose: another device, host memory, sharing with other processes.
-    if matches!(source, Source::Pool(pool, _) if driver::default_pool(current.device()).ok() != Some(pool)) {
+    let pool = match source {
+        Source::Pool(pool, _) => Some(pool),
+        Source::Stream(_) => driver::current_pool(current.device()).ok(),
+        Source::Thread => None,
+    };
+    if let Some(pool) = pool
+        && (driver::default_pool(current.device()).ok() != Some(pool) || is_opened(pool))
+    {
         return None;
     }
     let tag = policy.tag.clone();
     let address = managed(&current, &tag, Memory::get().allocate(policy, bytes, &current), bytes)?;
     Some(address.map(|address| address as *mut c_void))
+}
+
+/// Pools that other devices were given access to, as the driver knows them. Their memory is left to CUDA.
+static OPENED: PerProcess<RwLock<BTreeSet<usize>>> = PerProcess::new(RwLock::default);
+
+fn is_opened(pool: *mut c_void) -> bool {
+    OPENED.existing().is_some_and(|pools| pools.read().unwrap_or_else(PoisonError::into_inner).contains(&(pool as usize)))
+}
+
+pub unsafe fn pool_set_access(pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) -> StatusCode {
+    // SAFETY: the arguments are passed on unchanged.
+    let answer = unsafe { driver_originals::cuMemPoolSetAccess(pool, access, count) };
+    if answer == code::SUCCESS && !access.is_null() {
+        OPENED.get().write().unwrap_or_else(PoisonError::into_inner).insert(pool as usize);
+    }
+    answer
 }
 
 /// What follows a request for managed memory; `None` if the real function must answer it.

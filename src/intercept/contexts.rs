@@ -4,6 +4,7 @@ use crate::driver_originals;
 use std::ffi::c_uint;
 use vramctl_core::memory::Memory;
 use vramctl_driver::{CUdevice, ContextHandle, Current};
+use vramctl_host::exit;
 use vramctl_model::{Failure, StatusCode, code};
 
 pub unsafe fn enable_peer_access(peer: ContextHandle, flags: c_uint) -> StatusCode {
@@ -54,6 +55,7 @@ pub unsafe fn release_primary(device: CUdevice) -> StatusCode {
 
 /// Ends a context, and at once the managed memory that ends with it: CUDA's own would be free now.
 fn ending(real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let Some(memory) = Memory::existing() else { return real() };
+    // While the program exits, a frame that it has interrupted may hold our locks; and its memory goes with it.
+    let Some(memory) = Memory::existing().filter(|_| !exit::is_ending()) else { return real() };
     memory.ending_context(real)
 }

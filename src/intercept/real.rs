@@ -1,5 +1,6 @@
 //! The real functions behind the hooks. They are looked up lazily, because a preloaded library is loaded before the runtime.
 
+use crate::alloc::pass_by;
 use crate::hooked_functions;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -53,7 +54,7 @@ pub fn set_device(device: CUdevice) -> bool {
 pub fn current_context() -> Result<Current, CudaError> {
     let _relaxed = RelaxedCapture::enter();
     // SAFETY: freeing null only initialises the context.
-    match unsafe { originals::cudaFree(ptr::null_mut()) } {
+    match pass_by(|| unsafe { originals::cudaFree(ptr::null_mut()) }) {
         code::SUCCESS => Current::of_thread().map_err(|failure| failure.code)?.ok_or(code::INVALID_CONTEXT),
         error => Err(error),
     }
@@ -65,7 +66,7 @@ pub fn leave_out_of_memory_as_last_error() {
     let _relaxed = RelaxedCapture::enter();
     let mut never = ptr::null_mut();
     // SAFETY: `never` is writable. No device has this much memory.
-    unsafe { originals::cudaMalloc(&raw mut never, usize::MAX >> 2) };
+    pass_by(|| unsafe { originals::cudaMalloc(&raw mut never, usize::MAX >> 2) });
 }
 
 /// A function of CUDA, looked up at first use. A miss is not cached: the library may be loaded later.

@@ -11,18 +11,15 @@ const SYNC_MEMOPS: c_uint = 6;
 
 pub unsafe fn pointer_set_attribute(value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
     // SAFETY: here and below, the real function gets the arguments unchanged.
-    let answer = unsafe { driver_originals::cuPointerSetAttribute(value, attribute, pointer) };
-    if attribute == SYNC_MEMOPS {
-        register(answer, pointer, "cuPointerSetAttribute(SYNC_MEMOPS)");
-    }
-    answer
+    let real = || unsafe { driver_originals::cuPointerSetAttribute(value, attribute, pointer) };
+    if attribute == SYNC_MEMOPS { register(pointer, "cuPointerSetAttribute(SYNC_MEMOPS)", real) } else { real() }
 }
 
 pub unsafe fn handle_for_range(shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) -> StatusCode {
     // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuMemGetHandleForAddressRange(shared, pointer, bytes, kind, flags) };
-    register(answer, pointer, "cuMemGetHandleForAddressRange");
-    answer
+    register(pointer, "cuMemGetHandleForAddressRange", || unsafe {
+        driver_originals::cuMemGetHandleForAddressRange(shared, pointer, bytes, kind, flags)
+    })
 }
 
 pub unsafe fn bind_multicast_address(
@@ -33,9 +30,7 @@ pub unsafe fn bind_multicast_address(
     flags: c_ulonglong,
 ) -> StatusCode {
     // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
-    register(answer, pointer, "cuMulticastBindAddr");
-    answer
+    register(pointer, "cuMulticastBindAddr", || unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) })
 }
 
 pub unsafe fn bind_multicast_address_v2(
@@ -47,15 +42,33 @@ pub unsafe fn bind_multicast_address_v2(
     flags: c_ulonglong,
 ) -> StatusCode {
     // SAFETY: as above.
-    let answer = unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
-    register(answer, pointer, "cuMulticastBindAddr");
-    answer
+    register(pointer, "cuMulticastBindAddr", || unsafe {
+        driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags)
+    })
 }
 
-fn register(answer: StatusCode, pointer: CUdeviceptr, registrant: &'static str) {
-    if answer == code::SUCCESS
-        && let Some(memory) = Memory::existing()
-    {
-        memory.register(pointer, registrant);
+pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
+    // The driver tells one of the pieces that large memory is made of, and nothing of paused memory.
+    let found = Memory::existing().and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.wanted().is_none());
+    let Some(allocation) = found else {
+        // SAFETY: as above.
+        return unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, pointer) };
+    };
+    // SAFETY: the program promises that pointers that are not null are writable.
+    unsafe {
+        if !base.is_null() {
+            base.write(allocation.key());
+        }
+        if !bytes.is_null() {
+            bytes.write(allocation.requested);
+        }
+    }
+    code::SUCCESS
+}
+
+fn register(pointer: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    match Memory::existing() {
+        Some(memory) => memory.register(pointer, registrant, real),
+        None => real(),
     }
 }

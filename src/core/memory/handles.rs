@@ -70,7 +70,7 @@ impl Memory {
     }
 
     /// The memory that the program has mapped at an address, and where that mapping begins.
-    fn mapped_at(&self, address: CUdeviceptr) -> Option<(CUdeviceptr, Arc<Allocation>)> {
+    pub(super) fn mapped_at(&self, address: CUdeviceptr) -> Option<(CUdeviceptr, Arc<Allocation>)> {
         self.mapped_in(Span { address, bytes: 1 }).pop()
     }
 
@@ -99,6 +99,8 @@ impl Memory {
         } else if offset != 0 || span.bytes != allocation.bytes() {
             // As driver 580 answers for a part of a handle.
             return Some(code::NOT_SUPPORTED);
+        } else if !self.mapped_in(span).is_empty() {
+            return Some(code::INVALID_VALUE);
         }
         // Nobody has access to a new mapping.
         contents.mappings.push(Mapping { place, access: Some(Arc::default()) });
@@ -128,7 +130,7 @@ impl Memory {
         }
         let covered: usize = found.iter().map(|(_, one)| one.bytes()).sum();
         // The driver ignores the holes that paused memory leaves.
-        if covered < span.bytes || found.iter().any(|(_, one)| !one.is_paused()) {
+        if covered < span.bytes || found.iter().any(|(_, one)| one.contents().memory.is_some()) {
             let answer = real();
             if answer != code::SUCCESS {
                 return Some(answer);
@@ -169,13 +171,14 @@ impl Memory {
             }
             return Some(answer);
         }
-        // The driver would stop at the hole that paused memory leaves, so it gets what is mapped piece by piece.
-        for (base, allocation) in &found {
-            let one = Span { address: *base, bytes: allocation.bytes() };
-            let answer = if allocation.is_paused() { code::SUCCESS } else { real(one) };
+        // The driver would stop at the hole that paused memory leaves, so it gets what is between, which may be somebody else's.
+        for between in without_paused(span, &found) {
+            let answer = real(between);
             if answer != code::SUCCESS {
                 return Some(answer);
             }
+        }
+        for (base, allocation) in &found {
             note_access(allocation, *base, access);
         }
         Some(code::SUCCESS)
@@ -254,13 +257,16 @@ impl Memory {
         Some(answer)
     }
 
-    /// Records that the memory at an address is known by its physical pages. Nothing if it is not managed.
-    pub fn register(&self, address: CUdeviceptr, registrant: &'static str) {
+    /// Runs a call that makes the memory at an address known by its physical pages, and records that. No pause comes in between.
+    pub fn register(&self, address: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {
         let _shared = self.share();
-        let found = self.mapped_at(address).map(|(_, allocation)| allocation).or_else(|| self.find(address));
-        if let Some(allocation) = found {
+        let answer = real();
+        if answer == code::SUCCESS
+            && let Some(allocation) = self.find(address)
+        {
             allocation.contents().registrant = Some(registrant);
         }
+        answer
     }
 
     /// Releases memory that the program neither owns nor has mapped.
@@ -290,6 +296,20 @@ impl Memory {
         }
         Ok(())
     }
+}
+
+/// What paused mappings leave of a range.
+fn without_paused(span: Span, found: &[(CUdeviceptr, Arc<Allocation>)]) -> Vec<Span> {
+    let end = span.address.saturating_add(span.bytes as u64);
+    let paused = found.iter().filter(|(_, one)| one.is_paused()).map(|(base, one)| (*base, base + one.bytes() as u64));
+    let (mut from, mut rest) = (span.address, Vec::new());
+    for (base, upto) in paused.chain([(end, end)]) {
+        if base > from {
+            rest.push(Span { address: from, bytes: (base - from) as usize });
+        }
+        from = upto;
+    }
+    rest
 }
 
 /// Records access, by location.

@@ -270,10 +270,12 @@ impl Memory {
     pub(crate) fn drop_gone(&self) -> bool {
         let gone = contexts::forget_gone();
         borrow::forget_gone(None);
-        let (doomed, rest): (Vec<_>, Vec<_>) = self.of_contexts(&gone).into_iter().partition(|allocation| allocation.goes_with_context());
+        let (doomed, rest): (Vec<_>, Vec<_>) = self.snapshot().into_iter().partition(|allocation| allocation.goes_with_context());
+        let doomed: Vec<_> = doomed.into_iter().filter(|allocation| gone.contains(&allocation.context())).collect();
         let any = !doomed.is_empty();
         self.drop_all(doomed);
-        for allocation in rest {
+        // The device may have had no other context when its last one ended, so look again every time.
+        for allocation in rest.iter().filter(|allocation| !contexts::knows(allocation.context())) {
             if let Some(other) = contexts::of_devices(&BTreeSet::from([allocation.device])).first() {
                 allocation.move_to(*other);
             }
@@ -350,7 +352,10 @@ impl Memory {
     /// The allocation that contains `address`.
     pub fn find(&self, address: CUdeviceptr) -> Option<Arc<Allocation>> {
         let exact = self.allocations.get(&address).map(|entry| Arc::clone(&entry));
-        exact.or_else(|| self.snapshot().into_iter().find(|allocation| allocation.offset_of(address).is_some()))
+        exact.or_else(|| self.mapped_at(address).map(|(_, allocation)| allocation)).or_else(|| {
+            let holds = |allocation: &Allocation| allocation.wanted().is_none() && allocation.offset_of(address).is_some();
+            self.allocations.iter().find(|entry| holds(entry)).map(|entry| Arc::clone(&entry))
+        })
     }
 
     /// The addresses that `cudaMalloc` has returned.
