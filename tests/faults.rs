@@ -69,6 +69,8 @@ struct Program {
     dropped: Vec<(u64, &'static [u8])>,
 }
 
+static ZEROES: [u8; MIB] = [0; MIB];
+
 /// The contents of an allocation, made once: there are many hundred cases.
 fn contents(seed: u64, bytes: usize) -> &'static [u8] {
     static MADE: Mutex<BTreeMap<(u64, usize), &'static [u8]>> = Mutex::new(BTreeMap::new());
@@ -107,7 +109,7 @@ impl Program {
         }
         for (address, contents) in &self.dropped {
             let found = read(*address, contents.len()).unwrap_or_else(|code| panic!("{case}: reading {address:#x}: {code}"));
-            let zero = found == [0; MIB];
+            let zero = found == ZEROES;
             assert!(
                 if was_paused { zero || found == *contents } else { found == *contents },
                 "{case}: discarded memory is neither kept nor zero"

@@ -1183,7 +1183,7 @@ fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
     gpu.set_op_delay_ms(0);
     other.wait_for(&gate);
     // The first stream is idle, and the wait under the lock is over, too.
-    std::thread::sleep(Duration::from_millis(1000));
+    std::thread::sleep(Duration::from_secs(1));
     assert!(!pausing.is_finished());
     let allocated = malloc_tagged("u", Some(Backup::Discard), 2 * MIB).expect("nobody holds the lock");
     gate.open();
@@ -1198,17 +1198,19 @@ fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
 fn parts_of_several_allocations_are_kept_beside_each_other() {
     let _gpu = Gpu::take();
     let all: Vec<_> = (1..4).map(|seed| (malloc_tagged("t", Some(Backup::Host), 8 * MIB).unwrap(), pattern(seed, 8 * MIB))).collect();
-    all.iter().for_each(|(address, contents)| assert_eq!(write(*address, contents), 0));
+    for (address, contents) in &all {
+        assert_eq!(write(*address, contents), 0);
+    }
     let hole = |which: usize, from: usize, bytes: usize| Span { address: all[which].0 + from as u64, bytes };
     let unused = vec![hole(0, 0, 2 * MIB), hole(1, 2 * MIB, 2 * MIB), hole(1, 6 * MIB, 2 * MIB)];
-    let kept = [vec![2..8], vec![0..2, 4..6], vec![0..8]];
+    let kept: [&[(usize, usize)]; 3] = [&[(2, 8)], &[(0, 2), (4, 6)], &[(0, 8)]];
     let report = Memory::get().pause(&TransitionRequest { unused, ..request(&["t"]) }, &mut ()).unwrap();
     assert_eq!(report.kept_bytes, 18 << 20);
     resume(&[]).unwrap();
     for ((address, contents), kept) in all.iter().zip(kept) {
         let found = read(*address, contents.len()).unwrap();
-        for part in kept {
-            let part = part.start * MIB..part.end * MIB;
+        for (start, end) in kept {
+            let part = start * MIB..end * MIB;
             assert!(found[part.clone()] == contents[part.clone()], "{address:#x}: {part:?}");
         }
         assert_eq!(free(*address), 0);

@@ -34,9 +34,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 
 #: Skip optimisation: it dominates the build time and does not affect these tests.
-QUICK = {
-    f"CARGO_PROFILE_RELEASE_{name}": value for name, value in (("LTO", "off"), ("OPT_LEVEL", "0"), ("CODEGEN_UNITS", "1"))
-}
+QUICK = {f"CARGO_PROFILE_RELEASE_{name}": value for name, value in (("LTO", "off"), ("OPT_LEVEL", "0"), ("CODEGEN_UNITS", "1"))}
 
 
 def done(arguments: list[str], **environment: str) -> str:

@@ -166,8 +166,8 @@ mod tests {
 
     #[test]
     fn what_is_ready_unused_and_not_prewarmed_is_spare_until_it_expires() {
-        let now = Instant::now();
-        let (earlier, later) = (now - Duration::from_secs(1), now + Duration::from_secs(1));
+        let earlier = Instant::now();
+        let [now, later] = [1, 2].map(|seconds| earlier + Duration::from_secs(seconds));
         let mut state = Stock { kept: 1, pieces: vec![ready(0, None), ready(1, None), Piece::default()], ..state() };
         // Pre-warmed, in use, and without memory.
         assert_eq!((state.has_spare(), state.due_piece(now), state.next_due(), state.in_use()), (false, None, None, 2));
