@@ -10,6 +10,7 @@ import sys
 import time
 
 PAIR_LIMIT_NS = 100.0
+LAUNCH_LIMIT_NS = 5.0
 START_LIMIT_MS = 2.0
 IMPORT_LIMIT = 0.01  # of the time without the library
 # Live managed allocations while pairs of unmanaged ones are timed.
@@ -23,6 +24,7 @@ DRIVER_CALLS = {
     "address_alloc": ("cuGetProcAddress of cuMemAlloc", None),
     "address_other": ("cuGetProcAddress of cuDeviceGetCount", None),
     "alloc_free": ("cuMemAlloc + cuMemFree, 4 KiB", PAIR_LIMIT_NS),
+    "launch": ("cuLaunchKernel of an empty kernel", LAUNCH_LIMIT_NS),
     "create": ("cuMemCreate, 2 MiB", None),
     "map": ("cuMemMap, 2 MiB", None),
     "access": ("cuMemSetAccess, 2 MiB", None),
@@ -140,6 +142,8 @@ def driver_rows(program, rounds, variants):
     base, *others = figures
     rows = []
     for call, (what, limit) in DRIVER_CALLS.items():
+        if call not in figures[base][0]:  # the simulated GPU runs no kernels
+            continue
         scatter = statistics.median(abs(round_[call][2]) for round_ in figures[base])
         for name in others:
             found, own, extra, same = zip(*(round_[call] for round_ in figures[name]))

@@ -563,6 +563,17 @@ class Check:
         self.expect("the program ends well", code == 0, f"exit code {code}: {text[-500:]}")
         self.say(f"  waits ({taken:.1f} s)")
 
+    def hold(self):
+        program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / "hold.py"
+        code, text, taken = self.command(sys.executable, program, self.bin / "vramctl", seconds=150)
+        for line in text.splitlines():
+            if line.startswith(("ok: ", "FAILED: ")):
+                state, _, what = line.partition(": ")
+                self.say(f"  {line}")
+                self.expect(what, state == "ok", what)
+        self.expect("hold.py ends well", code == 0, f"exit code {code}: {text[-500:]}")
+        self.say(f"  hold ({taken:.1f} s)")
+
     def oom(self):
         options = self.options
         real = options.smi == "nvidia-smi"

@@ -21,6 +21,7 @@ static const char help[] =
 	"  dlsym_cuda, dlsym_other    the look-up of a CUDA function and of one of libc\n"
 	"  address_alloc, address_other  cuGetProcAddress of cuMemAlloc and of cuDeviceGetCount\n"
 	"  alloc_free                 a pair of cuMemAlloc and cuMemFree, 4 KiB\n"
+	"  launch                     a kernel that does nothing, where the device runs kernels\n"
 	"  create, map, access, unmap, release  the program's own virtual memory, 2 MiB\n";
 
 #define HANDLES 64
@@ -39,6 +40,8 @@ struct functions {
 	CUresult (*access)(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *access, size_t count);
 	CUresult (*unmap)(CUdeviceptr at, size_t bytes);
 	CUresult (*release)(CUmemGenericAllocationHandle handle);
+	CUresult (*launch)(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+	                   unsigned shared, CUstream stream, void **arguments, void **extra);
 };
 
 static void *driver;
@@ -123,6 +126,7 @@ static struct functions functions(void *(*find)(void *library, const char *name)
 		find(driver, "cuMemSetAccess"),
 		find(driver, "cuMemUnmap"),
 		find(driver, "cuMemRelease"),
+		find(driver, "cuLaunchKernel"),
 	};
 	_Static_assert(sizeof found == sizeof f, "one pointer for each function");
 	memcpy(&f, found, sizeof f);
@@ -233,6 +237,31 @@ static void own_memory(const struct functions *f, double *ns)
 		ns[i] = (times[i + 1] - times[i]) / HANDLES;
 }
 
+static CUfunction nothing;
+static CUresult (*synchronize)(void);
+
+static void launch(const struct functions *f, double *ns)
+{
+	need(synchronize(), "cuCtxSynchronize");
+	double from = now();
+	/* Fewer than the queue holds: a launch does not wait for an earlier one. */
+	for (int i = 0; i < 500; i++)
+		need(f->launch(nothing, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL), "cuLaunchKernel");
+	*ns = (now() - from) / 500;
+}
+
+/* A kernel that does nothing, where the device runs kernels. */
+static bool load_nothing(void)
+{
+	static const char ptx[] = ".version 7.0\n.target sm_50\n.address_size 64\n.visible .entry nothing() { ret; }\n";
+	CUresult (*load)(CUmodule *, const void *) = (CUresult(*)(CUmodule *, const void *))own(driver, "cuModuleLoadData");
+	CUresult (*get)(CUfunction *, CUmodule, const char *) =
+		(CUresult(*)(CUfunction *, CUmodule, const char *))own(driver, "cuModuleGetFunction");
+	CUmodule module;
+	synchronize = (CUresult(*)(void))own(driver, "cuCtxSynchronize");
+	return load(&module, ptx) == 0 && get(&nothing, module, "nothing") == 0;
+}
+
 /* Runs a measurement with both in turns, and prints a line for each of its names. */
 static void compare(measurement *measure, const struct functions *both, size_t batches, int count,
                     const char *const *names, const bool *same)
@@ -320,6 +349,9 @@ int main(int argc, char **argv)
 	compare(address_alloc, both, batches, 1, (const char *const[]){"address_alloc"}, &lookups[1]);
 	compare(address_other, both, batches, 1, (const char *const[]){"address_other"}, &lookups[1]);
 	compare(alloc_free, both, batches, 1, (const char *const[]){"alloc_free"}, &lookups[2]);
+	const bool launches[] = {SAME(launch)};
+	if (load_nothing())
+		compare(launch, both, batches, 1, (const char *const[]){"launch"}, launches);
 	compare(own_memory, both, batches < 20 ? batches : 20, 5,
 	        (const char *const[]){"create", "map", "access", "unmap", "release"}, memory);
 	return 0;

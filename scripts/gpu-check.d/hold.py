@@ -1,0 +1,120 @@
+"""A PyTorch training loop is paused with --hold at random moments, from outside: its losses are those of an undisturbed run, bit for bit.
+
+usage: hold.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check
+       hold.py --program            the training loop, which hold.py starts under `vramctl run`
+"""
+
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+STEPS = 1500
+
+
+def program():
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(True)
+
+    def losses():
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(2048, 4096), torch.nn.GELU(), torch.nn.LayerNorm(4096), torch.nn.Linear(4096, 2048)
+        ).cuda()
+        adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        host = torch.randn(16, 512, 2048).pin_memory()
+        seen = []
+        for step in range(STEPS):
+            data = host[step % 16].to("cuda", non_blocking=True)
+            loss = (model(data) - data.flip(0)).square().mean()
+            adam.zero_grad(set_to_none=step % 2 == 0)
+            loss.backward()
+            adam.step()
+            # Half of the steps run behind each other, and half wait for the device.
+            seen.append(loss.item() if step % 2 else loss.detach())
+        return [float(loss) for loss in seen]
+
+    keep = torch.empty(8 << 30, dtype=torch.uint8, device="cuda").fill_(7)
+    graph_input = torch.ones(1 << 20, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph_output = (graph_input * 3).cumsum(0)
+    losses()
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
+        began = time.monotonic()
+        seen = losses()
+        graph.replay()
+        same = bool((keep == 7).all()) and float(graph_output[-1]) == float(3 << 20)
+        digest = hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+        print(json.dumps({"digest": digest, "last": seen[-1], "same": same, "s": time.monotonic() - began}), flush=True)
+
+
+def used_mib():
+    smi = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
+def main():
+    vramctl, times = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20
+
+    def check(what, ok, detail=""):
+        print(f"{'ok' if ok else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
+
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    command = [vramctl, "run", "--name", "hold", "--", sys.executable, __file__, "--program"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        child.stdout.readline()
+
+        def ask():
+            child.stdin.write("\n")
+            child.stdin.flush()
+
+        ask()
+        undisturbed = json.loads(child.stdout.readline())
+        ask()
+        again = json.loads(child.stdout.readline())
+        check("two undisturbed runs are the same", undisturbed["digest"] == again["digest"], f"{undisturbed['s']:.1f} s each")
+
+        chance, paused_ms, resumed_ms, least, refused = random.Random(5), [], [], [], []
+        ask()
+        for number in range(times):
+            time.sleep(chance.uniform(0, 0.9 * undisturbed["s"] / times))
+            answer = subprocess.run(
+                [vramctl, "pause", "--name", "hold", "--hold", "--json"], capture_output=True, text=True, timeout=60
+            )
+            if answer.returncode:
+                refused.append(answer.stdout + answer.stderr)
+                continue
+            paused_ms.append(json.loads(answer.stdout)["processes"][0]["report"]["ms"])
+            least.append(used_mib())
+            answer = subprocess.run([vramctl, "resume", "--name", "hold", "--json"], capture_output=True, text=True, timeout=60)
+            if answer.returncode:
+                check(f"resume {number}", False, answer.stdout + answer.stderr)
+                return
+            resumed_ms.append(json.loads(answer.stdout)["processes"][0]["report"]["ms"])
+        disturbed = json.loads(child.stdout.readline())
+        check(f"{times} pauses at random moments", not refused and bool(paused_ms), f"{len(refused)} refused {refused[:1]}")
+        check("every loss is the same, bit for bit", disturbed["digest"] == undisturbed["digest"], f"the last is {disturbed['last']}")
+        check("memory that the loop does not use, and a captured graph", disturbed["same"])
+        check(
+            "the memory was free meanwhile",
+            max(least, default=99999) < 1331,
+            f"at most {max(least, default=0)} MiB in use; pause {statistics.median(paused_ms):.0f} ms, "
+            f"resume {statistics.median(resumed_ms):.0f} ms (medians of {len(paused_ms)})",
+        )
+        child.stdin.close()
+        check("the program ends well", child.wait(30) == 0)
+    finally:
+        child.kill()
+
+
+if __name__ == "__main__":
+    program() if sys.argv[1:] == ["--program"] else main()
