@@ -4,16 +4,17 @@ use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::{ptr, slice};
 use vramctl_host::above_standard;
 
 /// The most descriptors that one message can have (`SCM_MAX_FD` in Linux).
 pub const MOST: usize = 253;
 
-/// Room for a control message with `MOST` descriptors, aligned as it must be.
-type Room = [u64; 130];
+/// Ancillary for a control message with `MOST` descriptors, aligned as it must be.
+type Ancillary = [u64; 130];
 const _: () = {
     // SAFETY: a calculation.
-    assert!(unsafe { libc::CMSG_SPACE((MOST * size_of::<RawFd>()) as u32) } as usize <= size_of::<Room>());
+    assert!(unsafe { libc::CMSG_SPACE((MOST * size_of::<RawFd>()) as u32) } as usize <= size_of::<Ancillary>());
 };
 
 /// Sends bytes and, with the first of them, descriptors. Returns how many bytes were sent.
@@ -21,7 +22,7 @@ pub fn send(stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::
     if files.len() > MOST {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    let mut room: Room = [0; 130];
+    let mut room: Ancillary = [0; 130];
     let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     // SAFETY: plain data, for which all zeroes is a value; the room is large enough and aligned; the bytes are only read.
     let sent = unsafe {
@@ -37,7 +38,8 @@ pub fn send(stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::
             (*header).cmsg_type = libc::SCM_RIGHTS;
             (*header).cmsg_len = libc::CMSG_LEN(length) as _;
             for (at, file) in files.iter().enumerate() {
-                libc::CMSG_DATA(header).cast::<RawFd>().add(at).write_unaligned(file.as_raw_fd());
+                let place = libc::CMSG_DATA(header).add(at * size_of::<RawFd>());
+                ptr::copy_nonoverlapping(file.as_raw_fd().to_ne_bytes().as_ptr(), place, size_of::<RawFd>());
             }
         }
         // The program may handle SIGPIPE.
@@ -48,7 +50,7 @@ pub fn send(stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::
 
 /// Receives bytes, and the descriptors that came with them. 0 at the end.
 pub fn receive(stream: &UnixStream, bytes: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
-    let mut room: Room = [0; 130];
+    let mut room: Ancillary = [0; 130];
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     // SAFETY: plain data, for which all zeroes is a value; the room is aligned, and the bytes are writable.
     let (received, message) = unsafe {
@@ -56,7 +58,7 @@ pub fn receive(stream: &UnixStream, bytes: &mut [u8], files: &mut Vec<OwnedFd>) 
         message.msg_iov = &raw mut part;
         message.msg_iovlen = 1;
         message.msg_control = room.as_mut_ptr().cast();
-        message.msg_controllen = size_of::<Room>() as _;
+        message.msg_controllen = size_of::<Ancillary>() as _;
         (libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC), message)
     };
     let received = usize::try_from(received).map_err(|_| io::Error::last_os_error())?;
@@ -66,9 +68,9 @@ pub fn receive(stream: &UnixStream, bytes: &mut [u8], files: &mut Vec<OwnedFd>) 
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while !header.is_null() {
             if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
-                let data = libc::CMSG_DATA(header).cast::<RawFd>();
                 let length = (*header).cmsg_len as usize - libc::CMSG_LEN(0) as usize;
-                passed.extend((0..length / size_of::<RawFd>()).map(|at| OwnedFd::from_raw_fd(data.add(at).read_unaligned())));
+                let numbers = slice::from_raw_parts(libc::CMSG_DATA(header), length).chunks_exact(size_of::<RawFd>());
+                passed.extend(numbers.filter_map(|number| Some(OwnedFd::from_raw_fd(RawFd::from_ne_bytes(number.try_into().ok()?)))));
             }
             header = libc::CMSG_NXTHDR(&raw const message, header);
         }

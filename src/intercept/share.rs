@@ -4,7 +4,7 @@ use crate::driver_originals;
 use crate::real::{self, originals};
 use crate::table::{CudaError, IpcHandle};
 use std::ffi::{c_uint, c_void};
-use vramctl_core::memory::share::{HANDLE_BYTES, Handle};
+use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
 use vramctl_core::memory::{Memory, borrow};
 use vramctl_driver::{CUdeviceptr, Current};
 use vramctl_host::log_once;
@@ -29,13 +29,14 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         None => {
             let answer = real();
             if answer != code::SUCCESS
-                && let Some(allocation) = memory.find(pointer)
+                // CUDA itself shares no memory of `cuMemCreate` this way.
+                && let Some(allocation) = memory.find(pointer).filter(|allocation| allocation.wanted().is_none())
             {
                 log_once!(
                     log::Level::Warn,
-                    "the managed memory at {pointer:#x} (tag {}) cannot be shared by CUDA IPC. Allocate shared memory in a region without \
-                     a tag (vramctl_region_begin(NULL, 0)), or start the program with `vramctl run --no-tag` so that only regions are \
-                     managed",
+                    "the managed memory at {pointer:#x} (tag {}) cannot be shared by CUDA IPC on this device. Allocate shared memory in \
+                     a region without a tag (vramctl_region_begin(NULL, 0)), or start the program with `vramctl run --no-tag` so that \
+                     only regions are managed",
                     allocation.tag
                 );
             }
@@ -49,7 +50,7 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
 /// # Safety
 /// `pointer` must be null or writable.
 pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let Some(handle) = Handle::parse(&handle.reserved) else { return real() };
+    let Some(handle) = Ticket::parse(&handle.reserved) else { return real() };
     if pointer.is_null() || flags != LAZY {
         return code::INVALID_VALUE;
     }
@@ -95,7 +96,7 @@ pub unsafe fn cuda_get(handle: *mut c_void, pointer: *mut c_void) -> CudaError {
 }
 
 pub unsafe fn cuda_open(pointer: *mut *mut c_void, handle: IpcHandle, flags: c_uint) -> CudaError {
-    if Handle::parse(&handle.reserved).is_some()
+    if Ticket::parse(&handle.reserved).is_some()
         && let Err(error) = real::current_context()
     {
         return error;

@@ -4,8 +4,8 @@
 //! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open.
 
 use super::Memory;
-use super::share::{Handle, Token};
-use crate::drain;
+use super::share::{Ticket, Token};
+use crate::{contexts, drain};
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -52,11 +52,14 @@ fn borrowed() -> MutexGuard<'static, Borrowed> {
 
 /// `cuIpcOpenMemHandle`, for a handle of the library's: the address of the allocation's first byte. Memory that is open already has
 /// the same address.
-pub fn open(handle: &Handle, current: &Current) -> Result<CUdeviceptr, StatusCode> {
+pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCode> {
     // As the driver answers in the process that made the handle.
     if handle.owner == process::id() && Memory::existing().is_some_and(|memory| memory.has_given(&handle.token)) {
         return Err(code::INVALID_CONTEXT);
     }
+    contexts::note(current);
+    // From now on, resets of devices are seen.
+    Memory::get();
     let _relaxed = RelaxedCapture::enter();
     let mut borrowed = borrowed();
     if let Some(opened) = borrowed.open.get_mut(&handle.token) {
@@ -111,6 +114,23 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
     Some(Ok(()))
 }
 
+/// Closes what was opened in contexts that are gone or about to go, as CUDA does.
+///
+/// Never waits for a thread that is opening something: that one may wait for the other process's pause, the caller may hold this
+/// process's, and the other process may be doing the same. What stays open is closed the next time.
+pub(super) fn forget_gone(doomed: Option<Context>) {
+    let Some(Ok(mut borrowed)) = BORROWED.existing().map(Mutex::try_lock) else { return };
+    for opened in borrowed.open.values_mut() {
+        opened.contexts.retain(|context| Some(*context) != doomed && !context.is_gone());
+    }
+    let closed: Vec<_> = borrowed.open.extract_if(|_, opened| opened.contexts.is_empty()).collect();
+    for (token, opened) in closed {
+        let owner = opened.owner;
+        drop(opened);
+        borrowed.give_back(owner, &token);
+    }
+}
+
 impl Opened {
     fn map(owner: u32, pieces: &[(OwnedFd, usize)], current: &Current) -> Result<Self, Failure> {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
@@ -145,7 +165,7 @@ impl Opened {
 
 impl Borrowed {
     /// Gets the memory behind a handle from its owner.
-    fn ask(&mut self, handle: &Handle) -> Result<Vec<(OwnedFd, usize)>, StatusCode> {
+    fn ask(&mut self, handle: &Ticket) -> Result<Vec<(OwnedFd, usize)>, StatusCode> {
         let known = self.owners.contains_key(&handle.owner);
         let mut answer = self.try_ask(handle);
         if known && answer.is_err() {
@@ -176,7 +196,7 @@ impl Borrowed {
         }
     }
 
-    fn try_ask(&mut self, handle: &Handle) -> io::Result<(Reply, Vec<OwnedFd>)> {
+    fn try_ask(&mut self, handle: &Ticket) -> io::Result<(Reply, Vec<OwnedFd>)> {
         let asked = self.connection(handle.owner).and_then(|connection| {
             let connection = connection.as_type::<UnixStream>()?;
             exchange(&connection, Request::Open { token: handle.token.text() })
@@ -203,9 +223,7 @@ impl Borrowed {
 
     /// Tells the owner that memory is closed.
     fn give_back(&mut self, owner: u32, token: &Token) {
-        if self.hang_up_if_unused(owner) {
-            return;
-        }
+        // Also before hanging up: when this process goes on, the owner knows.
         let told = self.owners.get(&owner).map(|connection| {
             let connection = connection.as_type::<UnixStream>()?;
             exchange(&connection, Request::Close { token: token.text() })
@@ -213,14 +231,13 @@ impl Borrowed {
         if let Some(Err(error)) = told {
             log::debug!("process {owner} could not be told that its memory is closed: {error}");
         }
+        self.hang_up_if_unused(owner);
     }
 
-    fn hang_up_if_unused(&mut self, owner: u32) -> bool {
-        let unused = self.open.values().all(|opened| opened.owner != owner);
-        if unused {
+    fn hang_up_if_unused(&mut self, owner: u32) {
+        if self.open.values().all(|opened| opened.owner != owner) {
             self.owners.remove(&owner);
         }
-        unused
     }
 }
 

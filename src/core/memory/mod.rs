@@ -249,6 +249,7 @@ impl Memory {
         // Failed device work is no reason to keep memory that is about to be destroyed.
         let _ = drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
         self.drop_all(doomed);
+        borrow::forget_gone(Some(primary));
         backup::forget_context(primary);
     }
 
@@ -265,6 +266,7 @@ impl Memory {
     /// there were any.
     pub(crate) fn drop_gone(&self) -> bool {
         let gone = contexts::forget_gone();
+        borrow::forget_gone(None);
         let (doomed, rest): (Vec<_>, Vec<_>) = self.of_contexts(&gone).into_iter().partition(|allocation| allocation.goes_with_context());
         let any = !doomed.is_empty();
         self.drop_all(doomed);

@@ -23,14 +23,14 @@ const TOKEN_BYTES: usize = 24;
 
 /// An IPC handle of the library's. Layout: magic, owner, zeros, token, zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Handle {
+pub struct Ticket {
     /// The owner, by the name of its socket.
     pub owner: u32,
     /// The allocation.
     pub token: Token,
 }
 
-impl Handle {
+impl Ticket {
     /// The handle in these bytes; `None` if it is not one of the library's.
     pub fn parse(bytes: &[u8; HANDLE_BYTES]) -> Option<Self> {
         let rest = bytes.strip_prefix(MAGIC)?;
@@ -60,6 +60,15 @@ impl Token {
         // SAFETY: writable for the length. Requests this small are not interrupted.
         let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), TOKEN_BYTES, 0) };
         if got == TOKEN_BYTES as isize { Ok(Self(bytes)) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// As [`text`](Self::text) has it.
+    fn parse(text: &str) -> Option<Self> {
+        let mut bytes = [0; TOKEN_BYTES];
+        for (at, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(text.get(2 * at..2 * at + 2)?, 16).ok()?;
+        }
+        (text.len() == 2 * TOKEN_BYTES).then_some(Self(bytes))
     }
 
     /// As in requests.
@@ -95,7 +104,7 @@ pub type Pieces = Vec<(OwnedFd, usize)>;
 impl Memory {
     /// `cuIpcGetMemHandle`: every address of an allocation gives the same handle. `None` if the real function is to answer: the
     /// memory is not managed, or comes from `cuMemCreate`, or the device cannot share it.
-    pub fn ipc_handle(&self, address: CUdeviceptr) -> Option<Result<Handle, StatusCode>> {
+    pub fn ipc_handle(&self, address: CUdeviceptr) -> Option<Result<Ticket, StatusCode>> {
         let allocation = self.find(address).filter(|allocation| allocation.wanted().is_none())?;
         if !driver::is_shareable(allocation.device) {
             return None;
@@ -111,16 +120,16 @@ impl Memory {
                 }
             },
         };
-        Some(Ok(Handle { owner: std::process::id(), token }))
+        Some(Ok(Ticket { owner: std::process::id(), token }))
     }
 
-    fn with_token(&self, is_it: impl Fn(&Token) -> bool) -> Option<Arc<Allocation>> {
-        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.token.as_ref().is_some_and(&is_it))
+    fn with_token(&self, token: &Token) -> Option<Arc<Allocation>> {
+        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.token.as_ref() == Some(token))
     }
 
     /// Whether this process has given out the token.
     pub fn has_given(&self, token: &Token) -> bool {
-        self.with_token(|other| other == token).is_some()
+        self.with_token(token).is_some()
     }
 
     /// Passes memory to another process, which has it open from now on. The errors have the codes for `cuIpcOpenMemHandle`.
@@ -128,7 +137,7 @@ impl Memory {
         let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
         // Not during a pause or resume.
         let _shared = self.share();
-        let Some(allocation) = self.with_token(|other| other.text() == token) else { return refuse(code::INVALID_HANDLE) };
+        let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) else { return refuse(code::INVALID_HANDLE) };
         let mut contents = allocation.contents();
         let Some(memory) = contents.memory.as_ref().filter(|memory| memory.is_mapped()) else { return refuse(code::ILLEGAL_STATE) };
         let pieces = memory.export()?;
@@ -141,14 +150,16 @@ impl Memory {
 
     /// Notes that another process has closed memory.
     pub fn take_back(&self, token: &str, connection: u64) {
-        if let Some(allocation) = self.with_token(|other| other.text() == token) {
+        if let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) {
             allocation.contents().lending.open.remove(&connection);
         }
     }
 
     /// Notes that another process has closed everything, or has ended.
     pub fn take_all_back(&self, connection: u64) {
-        self.snapshot().iter().for_each(|allocation| drop(allocation.contents().lending.open.remove(&connection)));
+        for allocation in self.snapshot() {
+            allocation.contents().lending.open.remove(&connection);
+        }
     }
 }
 
@@ -179,17 +190,27 @@ mod tests {
 
     #[test]
     fn handles_are_told_from_the_drivers() {
-        let handle = Handle { owner: 4711, token: Token::random().unwrap() };
+        let handle = Ticket { owner: 4711, token: Token::random().unwrap() };
         let mut bytes = handle.bytes();
-        assert_eq!(Handle::parse(&bytes), Some(handle));
+        assert_eq!(Ticket::parse(&bytes), Some(handle));
         assert_ne!(Token::random().unwrap(), handle.token);
         bytes[20] ^= 1;
-        assert_ne!(Handle::parse(&bytes), Some(handle));
+        assert_ne!(Ticket::parse(&bytes), Some(handle));
         for at in 0..8 {
             let mut bytes = handle.bytes();
             bytes[at] ^= 1;
-            assert_eq!(Handle::parse(&bytes), None);
+            assert_eq!(Ticket::parse(&bytes), None);
         }
-        assert_eq!(Handle::parse(&[0; HANDLE_BYTES]), None);
+        assert_eq!(Ticket::parse(&[0; HANDLE_BYTES]), None);
+    }
+
+    #[test]
+    fn tokens_are_read_as_they_are_written() {
+        let token = Token::random().unwrap();
+        let text = token.text();
+        assert_eq!(Token::parse(&text), Some(token));
+        for wrong in [&text[1..], &text[2..], &format!("{text}00"), "", "zz", "ääää"] {
+            assert_eq!(Token::parse(wrong), None, "{wrong}");
+        }
     }
 }

@@ -8,6 +8,7 @@ use crate::memory::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept, Saved};
 use vramctl_config::CpuBackupBackend;
@@ -18,6 +19,9 @@ use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Span, St
 /// How long a pause waits under the lock for work started since its first wait. Short, because the program may need to
 /// allocate to finish that work.
 const WAIT_LOCKED: Duration = Duration::from_millis(100);
+
+/// How soon it is noticed that a process which had memory open has ended.
+const NOTICED: Duration = Duration::from_millis(200);
 
 impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
@@ -53,10 +57,16 @@ impl Memory {
         clock: &mut Clock,
         observer: &mut dyn Observer,
     ) -> Result<(), Error> {
+        let started = Instant::now();
         let mut chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
-        refuse_if_lent(&chosen.active)?;
+        while let Err(error) = refuse_if_lent(&chosen.active) {
+            if started.elapsed() > NOTICED {
+                return Err(error);
+            }
+            thread::sleep(NOTICED / 20);
+        }
         let Chosen { all, active, .. } = chosen;
         // With nothing to pause, there is nothing to wait for.
         if active.is_empty() {

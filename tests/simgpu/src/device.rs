@@ -130,9 +130,8 @@ pub fn attribute(value: Out<i32>, attribute: i32, device: i32) -> Outcome {
     let device = driver::device(device)?;
     value.put(match attribute {
         PCI_BUS_ID => bus(device) as i32,
-        VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED | HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED | GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED => {
-            i32::from(!settings().no_vmm)
-        }
+        VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED | GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED => i32::from(!settings().no_vmm),
+        HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED => i32::from(!settings().no_vmm && !settings().no_sharing),
         attribute if attribute <= 0 => return Err(INVALID_VALUE),
         attribute => ATTRIBUTES.iter().find(|(known, _)| *known == attribute).map_or(0, |&(_, value)| value),
     })

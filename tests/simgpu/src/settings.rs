@@ -18,6 +18,8 @@ pub struct Settings {
     pub faults: String,
     /// `SIMGPU_NO_VMM`: the devices lack virtual memory management.
     pub no_vmm: bool,
+    /// `SIMGPU_NO_SHARING`: the devices' virtual memory cannot be exported.
+    pub no_sharing: bool,
     /// `SIMGPU_CONTEXT_BYTES`: device memory taken by a primary context.
     pub context_bytes: u64,
     /// `SIMGPU_END_MS`: how long the driver's shutdown takes at exit. If set, calls during or after it abort the process.
@@ -46,6 +48,7 @@ pub fn get() -> &'static Settings {
             delay_ms: number("SIMGPU_OP_DELAY_MS", 0),
             faults: text("SIMGPU_FAIL"),
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
+            no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),
             context_bytes: number("SIMGPU_CONTEXT_BYTES", 0),
             end_ms: Some(number("SIMGPU_END_MS", 0)).filter(|milliseconds| *milliseconds > 0),
         }

@@ -558,6 +558,7 @@ fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
     }
     let device = driver::device(prop.location.id)?;
     match prop.handle_types {
+        HANDLE_TYPE_FILE if driver::settings().no_sharing => Err(NOT_SUPPORTED),
         0 | HANDLE_TYPE_FILE => Ok((prop, device)),
         // Fabric handles need a service that this machine does not run.
         types if types & HANDLE_TYPE_FABRIC != 0 => Err(NOT_PERMITTED),

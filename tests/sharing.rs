@@ -1,0 +1,454 @@
+//! CUDA IPC of managed memory, between real processes under the preloaded library on a simulated machine.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{artifacts, simulated_libraries};
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+
+/// What each process runs: it evaluates one expression per line.
+const PROGRAM: &str = r#"
+import ctypes, os, signal, sys
+ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
+cuda = ctypes.CDLL(None)
+
+class Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+
+def malloc(size):
+    pointer = ctypes.c_void_p()
+    code = cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
+    return pointer.value if code == 0 else f"error {code}"
+
+def free(pointer):
+    return cuda.cudaFree(ctypes.c_void_p(pointer))
+
+def get(pointer):
+    handle = Handle()
+    code = cuda.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(pointer))
+    return bytes(handle.bytes).hex() if code == 0 else f"error {code}"
+
+def open_(text, flags=1):
+    handle, pointer = Handle(), ctypes.c_void_p(0xdead)
+    handle.bytes[:] = list(bytes.fromhex(text))
+    code = cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), handle, flags)
+    if code != 0:
+        assert pointer.value == 0xdead
+        return f"error {code}"
+    return pointer.value
+
+def close(pointer):
+    return cuda.cudaIpcCloseMemHandle(ctypes.c_void_p(pointer))
+
+def fill(pointer, value, size):
+    return cuda.cudaMemset(ctypes.c_void_p(pointer), value, ctypes.c_size_t(size))
+
+def read(pointer, size):
+    data = (ctypes.c_ubyte * size)()
+    code = cuda.cudaMemcpy(data, ctypes.c_void_p(pointer), ctypes.c_size_t(size), 2)
+    return sorted(set(bytes(data))) if code == 0 else f"error {code}"
+
+def fork(work):
+    child = os.fork()
+    if child == 0:
+        os._exit(work() & 0x7f)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+print("ready", flush=True)
+for line in sys.stdin:
+    print(eval(line), flush=True)
+"#;
+
+const MIB: u64 = 1 << 20;
+/// Of the library's pieces of physical memory, in debug builds.
+const PIECE: u64 = 32 * MIB;
+
+struct Machine(tempfile::TempDir);
+
+impl Machine {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("gpu")).unwrap();
+        Self(folder)
+    }
+
+    fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        command
+            .env_remove("LD_PRELOAD")
+            .env("LD_LIBRARY_PATH", simulated_libraries())
+            .env("SIMGPU_DIR", self.0.path().join("gpu"))
+            .env("SIMGPU_MEMORY", "512M")
+            .env("VRAMCTL_DIR", self.0.path().join("sockets"))
+            .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"));
+        command
+    }
+
+    fn start(&self, name: &str) -> Program {
+        self.start_with(name, |_| ())
+    }
+
+    fn start_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Program {
+        let mut command = self.command(common::command_line());
+        command.args(["run", "--name", name, "--", "python3", "-c", PROGRAM]);
+        change(&mut command);
+        Program::spawn(&mut command)
+    }
+
+    fn ask(&self, arguments: &[&str]) -> Output {
+        self.command(common::command_line()).args(arguments).output().unwrap()
+    }
+
+    fn done(&self, arguments: &[&str]) -> String {
+        let output = self.ask(arguments);
+        let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "vramctl {arguments:?}: {text}");
+        text
+    }
+
+    /// A pause that must be refused because another process has the memory open.
+    fn refused(&self, target: &str, by: &Program) {
+        let output = self.ask(&["pause", "--pid", target]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(5), "{text}");
+        assert!(text.contains(&format!("pid {} (python3", by.child.id())) && text.contains("default"), "{text}");
+    }
+
+    fn used(&self) -> u64 {
+        let output = self.command(artifacts().join("simgpu-smi")).arg("--json").output().unwrap();
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()["devices"][0]["used"].as_u64().unwrap()
+    }
+}
+
+struct Program {
+    child: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Program {
+    fn spawn(command: &mut Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut program = Self { child, output };
+        assert_eq!(program.line(), "ready");
+        program
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    fn ask(&mut self, expression: &str) -> String {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{expression}").unwrap();
+        self.line()
+    }
+
+    fn number(&mut self, expression: &str) -> u64 {
+        let answer = self.ask(expression);
+        answer.parse().unwrap_or_else(|_| panic!("{expression}: {answer}"))
+    }
+
+    fn pid(&self) -> String {
+        self.child.id().to_string()
+    }
+
+    fn end(mut self) {
+        drop(self.child.stdin.take());
+        assert!(self.child.wait().unwrap().success());
+    }
+
+    fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    // Several pieces of physical memory.
+    let bytes = 2 * PIECE + 6 * MIB;
+    let pointer = owner.number(&format!("malloc({bytes})"));
+    assert_eq!(owner.ask(&format!("fill({pointer}, 1, {bytes})")), "0");
+    let handle = owner.ask(&format!("get({pointer})"));
+    assert_eq!(owner.ask(&format!("get({})", pointer + PIECE)), handle, "every address gives the handle of the allocation");
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(other.ask(&format!("read({theirs}, {bytes})")), "[1]");
+    assert_eq!(machine.used(), bytes);
+    let last = bytes - MIB;
+    assert_eq!(other.ask(&format!("fill({}, 2, {MIB})", theirs + last)), "0");
+    assert_eq!(owner.ask(&format!("read({}, {MIB})", pointer + last)), "[2]");
+    assert_eq!(owner.ask(&format!("fill({pointer}, 3, 100)")), "0");
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[3]");
+
+    assert_eq!(other.number(&format!("open_('{handle}')")), theirs, "open already");
+    machine.refused(&owner.pid(), &other);
+    assert_eq!(machine.used(), bytes);
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    machine.refused(&owner.pid(), &other);
+    let json: Value = serde_json::from_slice(&machine.ask(&["pause", "--name", "owner", "--json"]).stdout).unwrap();
+    assert!(json.to_string().contains("shared"), "{json}");
+    for wrong in [theirs + MIB, 0x1234] {
+        assert_eq!(other.ask(&format!("close({wrong})")), "1");
+    }
+    assert_eq!(other.ask(&format!("free({theirs})")), "1");
+    assert_eq!(other.ask(&format!("get({theirs})")), "error 1", "what is open is not shared on");
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    assert_eq!(other.ask(&format!("close({theirs})")), "1", "as often as it was opened");
+    assert_eq!(other.ask(&format!("read({theirs}, 1)")), "error 1");
+
+    for round in 0..2 {
+        machine.done(&["pause", "--name", "owner"]);
+        assert_eq!(machine.used(), 0);
+        assert_eq!(other.ask(&format!("open_('{handle}')")), "error 401", "paused");
+        machine.done(&["resume", "--name", "owner"]);
+        let theirs = other.number(&format!("open_('{handle}')"));
+        assert_eq!(other.ask(&format!("read({}, {MIB})", theirs + last)), format!("[{}]", round + 2));
+        assert_eq!(other.ask(&format!("fill({}, {}, {MIB})", theirs + last, round + 3)), "0");
+        assert_eq!(other.ask(&format!("close({theirs})")), "0");
+        assert_eq!(owner.ask(&format!("read({}, {MIB})", pointer + last)), format!("[{}]", round + 3));
+    }
+    assert_eq!(owner.ask(&format!("free({pointer})")), "0");
+    assert_eq!(other.ask(&format!("open_('{handle}')")), "error 400", "freed");
+    assert_eq!(machine.used(), 0);
+    owner.end();
+    other.end();
+}
+
+#[test]
+fn only_what_is_open_is_not_paused() {
+    let machine = Machine::new();
+    let (mut owner, mut one, mut two) = (machine.start("owner"), machine.start("one"), machine.start("two"));
+    let pointers: Vec<_> = (0..3).map(|_| owner.number(&format!("malloc({})", 4 * MIB))).collect();
+    let handles: Vec<_> = pointers.iter().map(|pointer| owner.ask(&format!("get({pointer})"))).collect();
+    let a = one.number(&format!("open_('{}')", handles[0]));
+    let b = one.number(&format!("open_('{}')", handles[1]));
+    let c = two.number(&format!("open_('{}')", handles[1]));
+    assert_ne!(a, b);
+    machine.refused(&owner.pid(), &one);
+    assert_eq!(one.ask(&format!("close({a}), close({b})")), "(0, 0)");
+    machine.refused(&owner.pid(), &two);
+    assert_eq!(two.ask(&format!("close({c})")), "0");
+    machine.done(&["pause", "--name", "owner"]);
+    machine.done(&["resume", "--name", "owner"]);
+    // Both directions at once.
+    let mine = two.number(&format!("malloc({})", 4 * MIB));
+    let handle = two.ask(&format!("get({mine})"));
+    let there = owner.number(&format!("open_('{handle}')"));
+    let back = two.number(&format!("open_('{}')", handles[2]));
+    assert_eq!(two.ask(&format!("fill({mine}, 9, 10), fill({back}, 8, 10)")), "(0, 0)");
+    assert_eq!(owner.ask(&format!("read({there}, 10), read({}, 10)", pointers[2])), "([9], [8])");
+    machine.refused(&owner.pid(), &two);
+    machine.refused(&two.pid(), &owner);
+}
+
+#[test]
+fn a_process_that_is_killed_has_nothing_open_any_more() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    other.number(&format!("open_('{handle}')"));
+    machine.refused(&owner.pid(), &other);
+    other.kill();
+    machine.done(&["pause", "--name", "owner"]);
+    machine.done(&["resume", "--name", "owner"]);
+
+    // One that ends with its memory open, too.
+    let mut other = machine.start("other");
+    other.number(&format!("open_('{handle}')"));
+    machine.refused(&owner.pid(), &other);
+    other.end();
+    machine.done(&["pause", "--name", "owner"]);
+}
+
+#[test]
+fn memory_outlives_its_owner_and_handles_do_not() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    assert_eq!(owner.ask(&format!("fill({pointer}, 5, {})", 4 * MIB)), "0");
+    let handle = owner.ask(&format!("get({pointer})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    owner.kill();
+    assert_eq!(other.ask(&format!("read({theirs}, {})", 4 * MIB)), "[5]");
+    assert_eq!(machine.used(), 4 * MIB);
+    assert_eq!(other.number(&format!("open_('{handle}')")), theirs, "open already");
+    assert_eq!(other.ask(&format!("close({theirs}), close({theirs})")), "(0, 0)");
+    assert_eq!(machine.used(), 0);
+    assert_eq!(other.ask(&format!("open_('{handle}')")), "error 400");
+    other.end();
+}
+
+#[test]
+fn wrong_handles_get_the_codes_of_the_driver() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    assert_eq!(handle.len(), 128);
+    assert_eq!(owner.ask(&format!("open_('{handle}')")), "error 201", "not in the process itself");
+    for flags in [0, 2] {
+        assert_eq!(other.ask(&format!("open_('{handle}', {flags})")), "error 1");
+    }
+    // Of the library, and unknown: the owner's pid, and the token.
+    for (at, code) in [(16, 400), (17, 400), (32, 400), (79, 400), (0, 1), (14, 1)] {
+        let mut wrong = handle.clone().into_bytes();
+        wrong[at] = if wrong[at] == b'0' { b'1' } else { b'0' };
+        let wrong = String::from_utf8(wrong).unwrap();
+        assert_eq!(other.ask(&format!("open_('{wrong}')")), format!("error {code}"), "{at}");
+    }
+    assert_eq!(other.ask("open_('00' * 64), open_('ff' * 64)"), "('error 1', 'error 1')");
+    for wrong in ["0", "0x1234"] {
+        assert_eq!(owner.ask(&format!("get({wrong})")), "error 1");
+    }
+    machine.done(&["pause", "--name", "owner"]);
+}
+
+/// Plain memory is shared by the driver, and a process without the library opens only that.
+#[test]
+fn unmanaged_memory_and_unmanaged_processes() {
+    let machine = Machine::new();
+    let mut owner = machine.start_with("owner", |command| _ = command.env("VRAMCTL_MIN_BYTES", "1M"));
+    let mut other = machine.start("other");
+    let mut bare = Program::spawn(machine.command("python3").args(["-c", PROGRAM]));
+    let (plain, managed) = (owner.number("malloc(4096)"), owner.number(&format!("malloc({})", 4 * MIB)));
+    assert_eq!(owner.ask(&format!("fill({plain}, 6, 4096)")), "0");
+    let handle = owner.ask(&format!("get({plain})"));
+    for process in [&mut other, &mut bare] {
+        let theirs = process.number(&format!("open_('{handle}')"));
+        assert_eq!(process.ask(&format!("read({theirs}, 4096)")), "[6]");
+        assert_eq!(process.ask(&format!("close({theirs}), close({theirs})")), "(0, 1)");
+    }
+    let handle = owner.ask(&format!("get({managed})"));
+    assert_eq!(bare.ask(&format!("open_('{handle}')")), "error 1");
+    let of_bare = bare.number("malloc(4096)");
+    let handle = bare.ask(&format!("get({of_bare})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+}
+
+/// A forked child has no CUDA. It neither closes what its parent has open nor keeps it open.
+#[test]
+fn forked_children_change_nothing() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(other.ask(&format!("fork(lambda: close({theirs}))")), "3");
+    assert_eq!(other.ask(&format!("fork(lambda: int(open_('{handle}')[6:]))")), "3");
+    assert_eq!(owner.ask(&format!("fork(lambda: int(get({pointer})[6:]))")), "3");
+    machine.refused(&owner.pid(), &other);
+    assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
+    // A child that lives on.
+    assert_eq!(other.ask("(child := os.fork()) or signal.pause()").parse::<u32>().map(drop), Ok(()));
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    machine.done(&["pause", "--name", "owner"]);
+    assert_eq!(other.ask("os.kill(child, 9)"), "None");
+}
+
+#[test]
+fn a_reset_closes_what_was_opened() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    machine.refused(&owner.pid(), &other);
+    assert_eq!(other.ask("cuda.cudaDeviceReset()"), "0");
+    machine.done(&["pause", "--name", "owner"]);
+    machine.done(&["resume", "--name", "owner"]);
+    assert_eq!(other.ask(&format!("close({theirs})")), "1");
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+}
+
+/// The driver fails each call on the way once.
+#[test]
+fn a_failed_opening_leaves_nothing_open() {
+    let machine = Machine::new();
+    let fail = |call: &'static str| move |command: &mut Command| _ = command.env("SIMGPU_FAIL", format!("{call}:1:999"));
+    let mut owner = machine.start_with("owner", fail("cuMemExportToShareableHandle"));
+    let pointer = owner.number(&format!("malloc({})", PIECE + 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    for call in [
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemGetAllocationPropertiesFromHandle",
+        "cuMemSetAccess",
+    ] {
+        let mut other = machine.start_with("other", fail(call));
+        assert_eq!(other.ask(&format!("open_('{handle}')")), "error 999", "{call}");
+        machine.done(&["pause", "--name", "owner"]);
+        assert_eq!(machine.used(), 0, "{call}");
+        machine.done(&["resume", "--name", "owner"]);
+        let theirs = other.number(&format!("open_('{handle}')"));
+        assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
+        assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    }
+    machine.done(&["pause", "--name", "owner"]);
+}
+
+/// Handles are asked for and opened while the owner is paused and resumed, and by threads of several processes.
+#[test]
+fn opening_and_pausing_at_once() {
+    let machine = Machine::new();
+    let mut owner = machine.start("owner");
+    let handles: Vec<_> = (0..8)
+        .map(|_| {
+            let pointer = owner.number(&format!("malloc({})", 2 * MIB));
+            assert_eq!(owner.ask(&format!("fill({pointer}, 7, {})", 2 * MIB)), "0");
+            owner.ask(&format!("get({pointer})"))
+        })
+        .collect();
+    std::thread::scope(|scope| {
+        let opening: Vec<_> = (0..3)
+            .map(|index| {
+                let (machine, handles) = (&machine, &handles);
+                scope.spawn(move || {
+                    let mut other = machine.start(&format!("other{index}"));
+                    let mut opened = 0;
+                    for round in 0..60 {
+                        let handle = &handles[(round * 3 + index) % handles.len()];
+                        let answer = other.ask(&format!("open_('{handle}')"));
+                        let Ok(pointer) = answer.parse::<u64>() else {
+                            assert_eq!(answer, "error 401");
+                            continue;
+                        };
+                        assert_eq!(other.ask(&format!("read({pointer}, {})", 2 * MIB)), "[7]");
+                        assert_eq!(other.ask(&format!("close({pointer})")), "0");
+                        opened += 1;
+                    }
+                    opened
+                })
+            })
+            .collect();
+        while opening.iter().any(|thread| !thread.is_finished()) {
+            let output = machine.ask(&["pause", "--name", "owner"]);
+            assert!(matches!(output.status.code(), Some(0 | 5)), "{output:?}");
+            machine.done(&["resume", "--name", "owner"]);
+        }
+        for thread in opening {
+            assert!(thread.join().unwrap() > 0);
+        }
+    });
+    machine.done(&["pause", "--name", "owner"]);
+    assert_eq!(machine.used(), 0);
+}
