@@ -706,11 +706,12 @@ fn status_says_what_is_not_back_yet_and_why() {
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let usual = place.vramctl("status");
     usual.expect(0, "kv_cache", "");
-    assert!(["go back", "not taken", "Host memory"].iter().all(|text| !usual.out.contains(text)), "{}", usual.out);
+    assert!(["go back", "not taken", "Host memory", "Left to CUDA"].iter().all(|text| !usual.out.contains(text)), "{}", usual.out);
     let mut status = engine.state.lock().unwrap().status();
     drop(engine);
 
     status.memory.late_bytes = GIB / 8;
+    status.memory.left_alone = vec![vramctl_model::LeftAlone { owner: "libnccl.so.2".into(), bytes: GIB / 4 }];
     status.memory.host.ready_bytes = 4 * GIB;
     status.memory.host.used_bytes = GIB;
     status.memory.host.pinned_bytes = 3 * GIB;
@@ -719,6 +720,7 @@ fn status_says_what_is_not_back_yet_and_why() {
     });
     let status = place.vramctl("status");
     status.expect(0, "The driver has not taken 128.00 MiB back yet; every pause and resume retries.", "");
+    status.expect(0, "Left to CUDA: 256.00 MiB of libnccl.so.2.", "");
     status.expect(
         0,
         "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be pinned",

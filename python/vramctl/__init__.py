@@ -34,7 +34,7 @@ from typing import Any
 
 from . import _library, _request, _torch, errors
 from ._request import Backup, Tags
-from ._types import Device, Hello, Host, Progress, Report, Status, Tag
+from ._types import Device, Hello, Host, LeftAlone, Progress, Report, Status, Tag
 from .client import Client, Process, processes
 from .errors import Error
 
@@ -44,6 +44,7 @@ __all__ = [
     "Error",
     "Hello",
     "Host",
+    "LeftAlone",
     "Process",
     "Progress",
     "Report",

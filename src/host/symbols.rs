@@ -298,6 +298,44 @@ struct LinkMap {
 
 /// The loader's entry of the object that contains an address, or null.
 fn map_of(address: *const c_void) -> *const LinkMap {
+    let mut found = FoundObject { flags: 0, start: ptr::null(), end: ptr::null(), map: ptr::null(), rest: [0; 16] };
+    match find_object() {
+        // SAFETY: `found` is writable. The function takes no lock.
+        Some(find) if unsafe { find(address, &raw mut found) } == 0 => found.map,
+        // An older C library, or an object that is being loaded.
+        _ => map_by_symbol(address),
+    }
+}
+
+/// `struct dl_find_object`, and room for more.
+#[repr(C)]
+struct FoundObject {
+    flags: u64,
+    start: *const c_void,
+    end: *const c_void,
+    map: *const LinkMap,
+    rest: [usize; 16],
+}
+
+type FindObject = unsafe extern "C" fn(*const c_void, *mut FoundObject) -> c_int;
+
+/// The C library's `_dl_find_object`, which came with glibc 2.35.
+fn find_object() -> Option<FindObject> {
+    static KNOWN: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    const NONE: *mut c_void = ptr::without_provenance_mut(1);
+    let mut known = KNOWN.load(Ordering::Relaxed);
+    if known.is_null() {
+        let library = map_by_symbol(libc::gnu_get_libc_version as *const c_void);
+        // SAFETY: the loader's own entry, or null.
+        known = unsafe { Loaded::of_map(library) }.and_then(|library| library.symbol(c"_dl_find_object")).unwrap_or(NONE);
+        KNOWN.store(known, Ordering::Relaxed);
+    }
+    // SAFETY: glibc's function of this name has this type.
+    (known != NONE).then(|| unsafe { mem::transmute::<*mut c_void, FindObject>(known) })
+}
+
+/// The same by the nearest symbol: it looks at every symbol that the object has.
+fn map_by_symbol(address: *const c_void) -> *const LinkMap {
     const RTLD_DL_LINKMAP: c_int = 2;
     let mut map = ptr::null_mut();
     // SAFETY: `info` is plain data; both outputs are writable.
@@ -357,6 +395,23 @@ mod tests {
             assert_eq!(old.symbol(name), library.symbol(name), "{name:?}");
         }
         assert_eq!(Loaded { hash: ptr::null(), ..old }.symbol(c"malloc"), None);
+    }
+
+    #[test]
+    fn an_object_is_found_by_any_address_in_it() {
+        let inside = [map_of as *const c_void, libc::malloc as *const c_void, find_object as *const c_void, c"".as_ptr().cast()];
+        for address in inside {
+            assert!(!map_of(address).is_null());
+            assert_eq!(map_of(address), map_by_symbol(address));
+        }
+        assert_eq!(map_of(inside[0]), map_of(inside[2]));
+        assert_ne!(map_of(inside[0]), map_of(inside[1]));
+        let stack = 0;
+        assert!(map_of((&raw const stack).cast()).is_null() && map_of(ptr::null()).is_null());
+        // SAFETY: `gnu_get_libc_version` returns a NUL-terminated text.
+        let version = unsafe { CStr::from_ptr(libc::gnu_get_libc_version()) }.to_str().unwrap();
+        let minor: u32 = version.split('.').nth(1).unwrap().parse().unwrap();
+        assert_eq!(find_object().is_some(), minor >= 35, "glibc {version}");
     }
 
     #[test]

@@ -236,7 +236,7 @@ unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *m
     let itself = |driver: Loaded| driver.is_named(DRIVER) && driver.symbol(function.symbol) == Some(found);
     // SAFETY: the caller's promise.
     let through_its_handle = || unsafe { Loaded::behind(handle) }.is_some_and(|library| library.is_named(DRIVER));
-    Loaded::around(found).is_some_and(itself) || through_its_handle()
+    through_its_handle() || Loaded::around(found).is_some_and(itself)
 }
 
 /// Whether anybody but this library has the function. If not, leaves the loader's error for `dlerror`.

@@ -20,13 +20,13 @@ pub(super) struct Freed {
 
 /// All such allocations, oldest first.
 #[derive(Debug, Default)]
-pub(super) struct Waiting {
+pub(super) struct Unreleased {
     list: Mutex<Vec<Arc<Freed>>>,
     /// Whether there are any. Every call that allocates or frees asks, mostly for nothing.
     any: AtomicBool,
 }
 
-impl Waiting {
+impl Unreleased {
     fn are_there(&self) -> bool {
         self.any.load(Ordering::Acquire)
     }

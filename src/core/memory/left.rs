@@ -11,17 +11,17 @@ use vramctl_driver::{CUdeviceptr, Context, ContextHandle};
 use vramctl_host::PerProcess;
 use vramctl_model::{LeftAlone, Span, StatusCode, code};
 
-static LEFT: PerProcess<Left> = PerProcess::new(Left::default);
+static LEFT: PerProcess<LeftToCuda> = PerProcess::new(LeftToCuda::default);
 
 #[derive(Default)]
-struct Left {
+struct LeftToCuda {
     /// By address. An entry goes before the driver frees the memory, because afterwards another thread may get the address.
-    blocks: Keyed<Block>,
+    blocks: Keyed<Given>,
     handles: Mutex<Handles>,
 }
 
 #[derive(Debug)]
-struct Block {
+struct Given {
     bytes: usize,
     owner: &'static str,
     /// It ends with this context.
@@ -32,28 +32,28 @@ struct Block {
 #[derive(Debug, Default)]
 struct Handles {
     /// With how often each must be released.
-    handles: HashMap<u64, (Arc<Piece>, usize), BuildHasherDefault<Spread>>,
-    mapped: BTreeMap<CUdeviceptr, Arc<Piece>>,
+    handles: HashMap<u64, (Arc<Created>, usize), BuildHasherDefault<Spread>>,
+    mapped: BTreeMap<CUdeviceptr, Arc<Created>>,
 }
 
 #[derive(Debug)]
-struct Piece {
+struct Created {
     bytes: usize,
     owner: &'static str,
 }
 
-impl Left {
+impl LeftToCuda {
     fn handles(&self) -> MutexGuard<'_, Handles> {
         self.handles.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Handles {
-    fn hold(&mut self, handle: u64, piece: Arc<Piece>) {
+    fn hold(&mut self, handle: u64, piece: Arc<Created>) {
         self.handles.entry(handle).or_insert((piece, 0)).1 += 1;
     }
 
-    fn let_go(&mut self, handle: u64) -> Option<Arc<Piece>> {
+    fn let_go(&mut self, handle: u64) -> Option<Arc<Created>> {
         let (piece, times) = self.handles.get_mut(&handle)?;
         *times -= 1;
         let piece = Arc::clone(piece);
@@ -67,7 +67,7 @@ impl Handles {
 /// Records memory in the thread's current context.
 pub fn note(address: CUdeviceptr, bytes: usize, owner: &'static str) {
     let context = ContextHandle::of_thread().ok().flatten().and_then(|handle| handle.context().ok());
-    LEFT.get().blocks.insert(address, Block { bytes, owner, context });
+    LEFT.get().blocks.insert(address, Given { bytes, owner, context });
 }
 
 /// Lets the real function free what is at an address.
@@ -85,7 +85,7 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
 
 /// Records what `cuMemCreate` has made.
 pub fn note_handle(handle: u64, bytes: usize, owner: &'static str) {
-    LEFT.get().handles().handles.insert(handle, (Arc::new(Piece { bytes, owner }), 1));
+    LEFT.get().handles().handles.insert(handle, (Arc::new(Created { bytes, owner }), 1));
 }
 
 /// Lets the real function release a handle.

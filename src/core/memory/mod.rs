@@ -18,7 +18,7 @@ pub use handles::is_ours;
 pub use region::Placement;
 
 use crate::{contexts, drain};
-use freed::Waiting;
+use freed::Unreleased;
 use keyed::Keyed;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -38,7 +38,7 @@ pub struct Memory {
     /// What the program itself has mapped, by address.
     index: RwLock<handles::Index>,
     /// Freed in stream order and not released yet.
-    freed: Waiting,
+    freed: Unreleased,
     pub(crate) transition: RwLock<()>,
     /// The pause or resume in progress, for status. Held briefly.
     under_way: Mutex<Option<status::UnderWay>>,
@@ -53,7 +53,7 @@ pub struct Memory {
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     allocations: Keyed::default(),
     index: RwLock::default(),
-    freed: Waiting::default(),
+    freed: Unreleased::default(),
     transition: RwLock::default(),
     under_way: Mutex::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),
