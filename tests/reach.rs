@@ -88,7 +88,7 @@ fn symbols() -> Vec<&'static str> {
 #[test]
 fn through_dlsym_on_the_drivers_handle() {
     let ours = symbols();
-    let others = ["cuInit", "cuMemGetInfo_v2", "cuLaunchKernel", "cuGetExportTable", "cuNoSuchThing"];
+    let others = ["cuInit", "cuMemGetInfo_v2", "cuModuleGetFunction", "cuGetExportTable", "cuNoSuchThing"];
     let text = reach(&[&["dlsym"], &ours[..], &others[..]].concat());
     for name in &ours {
         assert!(text.contains(&format!("{name} libvramctl.so\n")), "{name}: {text}");
@@ -149,6 +149,8 @@ fn each_variant_has_its_own_entry() {
 fn by_linking_the_driver_and_through_the_runtimes_entry_points() {
     let text = said(&run(&[&library()], "linked", &[]));
     assert!(text.contains("linked libvramctl.so libcuda.so.1\n") && text.matches("use 0\n").count() == 2, "{text}");
+    // The runtime's own, which asks the driver: a process may have several runtimes, each with versions of its own.
+    assert!(text.contains("runtime libcudart.so.13 libcudart.so.13\n"), "{text}");
     for name in ["cuMemAlloc", "cuMemAllocAsync", "cuGetProcAddress"] {
         for flags in [0, 2] {
             let line = format!("entry point {name} {flags}: 0 libvramctl.so 0, 0 libvramctl.so 0\n");

@@ -1,6 +1,6 @@
-//! The functions that tell where functions are: `dlsym` and `dlvsym`, the driver's `cuGetProcAddress` and the runtime's
-//! `cudaGetDriverEntryPoint`. Where a program is told a function of the driver that has an entry ([`entries`]), it is told the
-//! entry instead.
+//! The functions that tell where functions are: `dlsym` and `dlvsym`, and the driver's `cuGetProcAddress`. Where a program is told a
+//! function of the driver that has an entry ([`entries`]), it is told the entry instead. The runtime's `cudaGetDriverEntryPoint`
+//! asks `cuGetProcAddress`, so it needs nothing of its own.
 //!
 //! The real function is always asked first. Only what it has found is replaced, and only if it is exactly the function that the
 //! entry stands for. Nothing is remembered between lookups, and no lookup is widened. Nothing here allocates or takes a lock of
@@ -10,24 +10,17 @@
 //! there, which leaves the program's return address in place.
 
 use crate::entries::{self, DriverFunction};
-use crate::real::{DRIVER, Symbol};
-use crate::table::{CudaError, Flavour};
+use crate::real::DRIVER;
+use crate::table::Flavour;
 use crate::{copies, driver_originals};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-use std::{mem, panic, ptr};
+use std::{panic, ptr};
 use vramctl_host::symbols::{self, Loaded};
 use vramctl_model::{StatusCode, code};
 
 /// The names of this module's functions that are exported beside the entries.
-pub const RESOLVERS: [&str; 6] = [
-    "dlsym",
-    "dlvsym",
-    "cudaGetDriverEntryPoint",
-    "cudaGetDriverEntryPoint_ptsz",
-    "cudaGetDriverEntryPointByVersion",
-    "cudaGetDriverEntryPointByVersion_ptsz",
-];
+pub const RESOLVERS: [&str; 2] = ["dlsym", "dlvsym"];
 
 /// What becomes of a lookup. Returned in two registers.
 #[repr(C)]
@@ -274,39 +267,6 @@ pub(crate) unsafe fn get_proc_address_v2(
     }
 }
 
-/// Declares the runtime's functions that tell where the driver's functions are. Their last argument came with CUDA 12; before, it
-/// is a register that nobody reads.
-macro_rules! runtime_resolvers {
-    ($($name:ident($function_name:ident: $name_type:ty, $function:ident: $function_type:ty $(, $argument:ident: $type:ty)*);)*) => { $(
-        /// The runtime's function of this name.
-        ///
-        /// # Safety
-        /// As the runtime's.
-        #[allow(non_snake_case)]
-        pub unsafe extern "C" fn $name($function_name: $name_type, $function: $function_type $(, $argument: $type)*) -> CudaError {
-            static SYMBOL: Symbol = Symbol::of_runtime(concat!(stringify!($name), "\0"));
-            type Real = unsafe extern "C" fn($name_type, $function_type $(, $type)*) -> CudaError;
-            panic::catch_unwind(|| {
-                let Some(address) = SYMBOL.address() else { return code::SHARED_OBJECT_SYMBOL_NOT_FOUND };
-                // SAFETY: the type matches the runtime's function; the program promises that the pointers are valid.
-                unsafe {
-                    let answer = mem::transmute::<*mut c_void, Real>(address.as_ptr())($function_name, $function $(, $argument)*);
-                    replace_if(answer == code::SUCCESS, $function_name, $function);
-                    answer
-                }
-            })
-            .unwrap_or(code::UNKNOWN)
-        }
-    )* };
-}
-
-runtime_resolvers! {
-    cudaGetDriverEntryPoint(name: *const c_char, function: *mut *mut c_void, flags: c_ulonglong, status: *mut c_uint);
-    cudaGetDriverEntryPoint_ptsz(name: *const c_char, function: *mut *mut c_void, flags: c_ulonglong, status: *mut c_uint);
-    cudaGetDriverEntryPointByVersion(name: *const c_char, function: *mut *mut c_void, version: c_uint, flags: c_ulonglong, status: *mut c_uint);
-    cudaGetDriverEntryPointByVersion_ptsz(name: *const c_char, function: *mut *mut c_void, version: c_uint, flags: c_ulonglong, status: *mut c_uint);
-}
-
 /// Replaces a function that the driver has told by its entry, if it has one.
 ///
 /// Which variant of a name it is follows from the version and the flags that were asked for, in ways that newer drivers add to. So
@@ -319,7 +279,6 @@ unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void
     unsafe {
         let (name, found) = (CStr::from_ptr(name), *function);
         let mut same = entries::all().filter(|line| line.name.as_bytes() == name.to_bytes());
-        // An entry that was told already, by another of these functions, is nothing that the driver tells.
         if !found.is_null()
             && let Some(line) = same.find(|line| told_for(name, line) == found)
         {
