@@ -15,7 +15,8 @@ use crate::table::Flavour;
 use crate::{copies, driver_originals};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-use std::{panic, ptr};
+use std::panic;
+use std::ptr::{self, NonNull};
 use vramctl_host::symbols::{self, Loaded};
 use vramctl_model::{StatusCode, code};
 
@@ -50,6 +51,8 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
     #[cfg(target_arch = "x86_64")]
     naked_asm!(
         ".cfi_startproc",
+        // Who asks.
+        "mov rdx, [rsp]",
         "push rdi",
         ".cfi_adjust_cfa_offset 8",
         "push rsi",
@@ -80,6 +83,8 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
         ".cfi_offset 29, -32",
         ".cfi_offset 30, -24",
         "stp x0, x1, [sp, #16]",
+        // Who asks.
+        "mov x2, x30",
         "bl {judge}",
         "cbz x1, 2f",
         "mov x16, x1",
@@ -150,7 +155,7 @@ pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, versio
     );
 }
 
-unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char) -> Ruling {
+unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char, caller: *const c_void) -> Ruling {
     // Without a real function there is nothing to find.
     let Some(real) = symbols::next_dlsym() else { return Ruling::answer(ptr::null_mut()) };
     let onward = real as *mut c_void;
@@ -158,7 +163,7 @@ unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char) -> Ru
         // SAFETY: the program promises that the name is null or NUL-terminated.
         let Some(function) = (unsafe { function_named(name) }) else { return Ruling::onward(onward) };
         // SAFETY: the program's promises about the handle.
-        unsafe { judge(function, handle, onward, |handle| real(handle, name)) }
+        unsafe { judge(function, handle, caller, onward, |handle| real(handle, name)) }
     })
     .unwrap_or(Ruling::onward(onward))
 }
@@ -174,7 +179,7 @@ unsafe extern "C" fn judge_dlvsym(handle: *mut c_void, name: *const c_char, vers
         // SAFETY: as above.
         let Some(function) = (unsafe { function_named(name) }) else { return Ruling::onward(onward) };
         // SAFETY: as above.
-        unsafe { judge(function, handle, onward, |handle| real(handle, name, version)) }
+        unsafe { judge(function, handle, caller, onward, |handle| real(handle, name, version)) }
     })
     .unwrap_or(Ruling::onward(onward))
 }
@@ -207,7 +212,13 @@ unsafe fn function_named(name: *const c_char) -> Option<&'static DriverFunction>
 }
 
 /// Judges the lookup of a function of the table.
-unsafe fn judge(function: &DriverFunction, handle: *mut c_void, onward: *mut c_void, real: impl Fn(*mut c_void) -> *mut c_void) -> Ruling {
+unsafe fn judge(
+    function: &DriverFunction,
+    handle: *mut c_void,
+    caller: *const c_void,
+    onward: *mut c_void,
+    real: impl Fn(*mut c_void) -> *mut c_void,
+) -> Ruling {
     if handle == libc::RTLD_NEXT || copies::another_answers() {
         return Ruling::onward(onward);
     }
@@ -217,7 +228,7 @@ unsafe fn judge(function: &DriverFunction, handle: *mut c_void, onward: *mut c_v
         return Ruling::answer(ptr::null_mut());
     }
     // SAFETY: the lookup succeeded, so the handle is open.
-    if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } {
+    if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } && !is_behind(function, caller) {
         return Ruling::answer(function.entry.cast_mut());
     }
     // If it found nothing, the error that the real function left stays as it is. What the default scope is, depends on who asks.
@@ -232,6 +243,13 @@ unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *m
     Loaded::around(found).is_some_and(itself) || through_its_handle()
 }
 
+/// Whether the one who asks has the function that the entry calls: another library that interposes, behind this one, or one that
+/// stands in for the driver. It is looking for what its own function calls. With the entry, each would call the other for ever.
+fn is_behind(function: &DriverFunction, caller: *const c_void) -> bool {
+    let own = Loaded::around(caller).and_then(|library| library.symbol(function.symbol)).and_then(NonNull::new);
+    own.is_some() && own == function.original.address()
+}
+
 /// Whether anybody but this library has the function. If not, leaves the loader's error for `dlerror`.
 fn is_function_elsewhere(function: &DriverFunction) -> bool {
     // SAFETY: a NUL-terminated name; `RTLD_NEXT` needs no handle. What is loaded already stays loaded and is not initialised again.
@@ -242,11 +260,17 @@ fn is_function_elsewhere(function: &DriverFunction) -> bool {
 }
 
 /// The handler of `cuGetProcAddress`.
-pub(crate) unsafe fn get_proc_address(name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) -> StatusCode {
+pub(crate) unsafe fn get_proc_address(
+    name: *const c_char,
+    function: *mut *mut c_void,
+    version: c_int,
+    flags: c_ulonglong,
+    caller: *const c_void,
+) -> StatusCode {
     // SAFETY: the arguments are passed on unchanged; the program promises that the pointers are valid.
     unsafe {
         let answer = driver_originals::cuGetProcAddress(name, function, version, flags);
-        replace_if(answer == code::SUCCESS, name, function);
+        replace_if(answer == code::SUCCESS, name, function, caller);
         answer
     }
 }
@@ -258,11 +282,12 @@ pub(crate) unsafe fn get_proc_address_v2(
     version: c_int,
     flags: c_ulonglong,
     status: *mut c_uint,
+    caller: *const c_void,
 ) -> StatusCode {
     // SAFETY: as in `get_proc_address`.
     unsafe {
         let answer = driver_originals::cuGetProcAddress_v2(name, function, version, flags, status);
-        replace_if(answer == code::SUCCESS, name, function);
+        replace_if(answer == code::SUCCESS, name, function, caller);
         answer
     }
 }
@@ -271,7 +296,7 @@ pub(crate) unsafe fn get_proc_address_v2(
 ///
 /// Which variant of a name it is follows from the version and the flags that were asked for, in ways that newer drivers add to. So
 /// the driver is asked: an entry takes the place of what the driver tells for exactly its own version and flavour.
-unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void) {
+unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void, caller: *const c_void) {
     if !told || name.is_null() || function.is_null() || copies::another_answers() {
         return;
     }
@@ -281,6 +306,7 @@ unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void
         let mut same = entries::all().filter(|line| line.name.as_bytes() == name.to_bytes());
         if !found.is_null()
             && let Some(line) = same.find(|line| told_for(name, line) == found)
+            && !is_behind(line, caller)
         {
             *function = line.entry.cast_mut();
         }
