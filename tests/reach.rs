@@ -32,6 +32,14 @@ fn programs() -> &'static Path {
         compile("libown_names.so", "own_names.c", &library);
         compile("libneeds_driver.so", "needs_driver.c", &[&library[..], &["-Wl,--no-as-needed", "-l:libcuda.so.1"]].concat());
         compile("libinterposer.so", "interposer.c", &library);
+        compile("libbehind.so", "behind.c", &library);
+        compile("libbehind_by_proc_address.so", "behind.c", &[&library[..], &["-DBY_PROC_ADDRESS"]].concat());
+        let names: String = of_driver().iter().map(|name| format!("WHOLE({name})\n")).collect();
+        fs::create_dir_all(folder.join("stand_in")).unwrap();
+        fs::write(folder.join("stand_in/driver_names.h"), names).unwrap();
+        let include = format!("-I{}", folder.join("stand_in").display());
+        let stand_in = ["-DSTANDS_IN", "-Wl,-soname,libcuda.so.1", &include];
+        compile("stand_in/libcuda.so.1", "behind.c", &[&library[..], &stand_in].concat());
         compile("libsecond.so", "next.c", &[&library[..], &["-DSECOND"]].concat());
         compile("libfirst.so", "next.c", &[&library[..], &["-DFIRST"]].concat());
         compile("next", "next.c", &["-Wl,--no-as-needed", "-l:libfirst.so", "-l:libsecond.so"]);
@@ -45,6 +53,11 @@ fn library() -> PathBuf {
 
 /// Runs a program on a machine of its own, behind these preloaded libraries.
 fn run(preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
+    run_with(&simulated_libraries(), preloaded, program, arguments)
+}
+
+/// The same with the driver in this folder.
+fn run_with(driver: &Path, preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
     let machine = tempfile::tempdir().unwrap();
     // One that hangs is a failure, not a test that never ends.
     let mut command = Command::new("timeout");
@@ -57,7 +70,8 @@ fn run(preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
         .arg(programs().join(program))
         .args(arguments)
         .env("ASAN_OPTIONS", "verify_asan_link_order=0:detect_leaks=0")
-        .env("LD_LIBRARY_PATH", format!("{}:{}", simulated_libraries().display(), programs().display()))
+        .env("LD_LIBRARY_PATH", format!("{}:{}:{}", driver.display(), simulated_libraries().display(), programs().display()))
+        .env("REAL_DRIVER", simulated_libraries().join("libcuda.so.1"))
         .env("SIMGPU_DIR", machine.path())
         .env("SIMGPU_MEMORY", "256M")
         .env("VRAMCTL_DIR", machine.path().join("sockets"))
@@ -76,19 +90,25 @@ fn reach(arguments: &[&str]) -> String {
     said(&run(&[&library()], "reach", arguments))
 }
 
-/// The names of the table that the simulated driver has too, as its symbols.
-fn symbols() -> Vec<&'static str> {
+/// The simulated driver's functions.
+fn of_driver() -> Vec<String> {
     let symbols = Command::new("nm").args(["-D", "--defined-only"]).arg(simulated_libraries().join("libcuda.so.1")).output().unwrap();
     let simulated = String::from_utf8(symbols.stdout).unwrap();
-    let simulated: Vec<_> = simulated.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
+    let names = simulated.lines().filter_map(|line| line.split_whitespace().nth(2));
+    names.filter(|name| name.starts_with("cu")).map(str::to_owned).collect()
+}
+
+/// The names of the table that the simulated driver has too, as its symbols.
+fn symbols() -> Vec<&'static str> {
+    let simulated = of_driver();
     let table = vramctl_intercept::entries::all().map(|function| function.symbol.to_str().unwrap());
-    table.filter(|name| simulated.contains(name)).collect()
+    table.filter(|name| simulated.iter().any(|one| one == name)).collect()
 }
 
 #[test]
 fn through_dlsym_on_the_drivers_handle() {
     let ours = symbols();
-    let others = ["cuInit", "cuMemGetInfo_v2", "cuLaunchKernel", "cuGetExportTable", "cuNoSuchThing"];
+    let others = ["cuInit", "cuMemGetInfo_v2", "cuModuleGetFunction", "cuGetExportTable", "cuNoSuchThing"];
     let text = reach(&[&["dlsym"], &ours[..], &others[..]].concat());
     for name in &ours {
         assert!(text.contains(&format!("{name} libvramctl.so\n")), "{name}: {text}");
@@ -149,6 +169,8 @@ fn each_variant_has_its_own_entry() {
 fn by_linking_the_driver_and_through_the_runtimes_entry_points() {
     let text = said(&run(&[&library()], "linked", &[]));
     assert!(text.contains("linked libvramctl.so libcuda.so.1\n") && text.matches("use 0\n").count() == 2, "{text}");
+    // The runtime's own, which asks the driver: a process may have several runtimes, each with versions of its own.
+    assert!(text.contains("runtime libcudart.so.13 libcudart.so.13\n"), "{text}");
     for name in ["cuMemAlloc", "cuMemAllocAsync", "cuGetProcAddress"] {
         for flags in [0, 2] {
             let line = format!("entry point {name} {flags}: 0 libvramctl.so 0, 0 libvramctl.so 0\n");
@@ -255,6 +277,37 @@ fn with_another_library_that_answers_dlsym() {
         }
         assert_eq!(said(&run(&order, "reach", &["threads"])), "0 0\n");
     }
+}
+
+/// A library behind this one that has functions of the driver, and finds the real ones in the driver: it is told those, for with the
+/// entries it would come back to itself. In front of this one it is told the entries, as a program is.
+#[test]
+fn with_another_library_that_has_the_drivers_functions() {
+    let ours = library();
+    for other in ["libbehind.so", "libbehind_by_proc_address.so"].map(|name| programs().join(name)) {
+        for order in [[&*ours, &*other], [&*other, &*ours]] {
+            let output = run(&order, "reach", &["both"]);
+            let text = said(&output);
+            assert_eq!(text, "libvramctl.so libvramctl.so libvramctl.so: 0 0 0\n".repeat(4), "{order:?}");
+            for program in ["static_runtime", "linked"] {
+                said(&run(&order, program, &[]));
+            }
+        }
+        let output = run(&[&ours, &other], "reach", &["both"]);
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "behind: called\n");
+    }
+}
+
+/// A library that is `libcuda.so.1` to programs, and opens the real one by its path.
+#[test]
+fn with_a_library_that_stands_in_for_the_driver() {
+    let folder = programs().join("stand_in");
+    for program in ["static_runtime", "linked"] {
+        said(&run_with(&folder, &[&library()], program, &[]));
+    }
+    let output = run_with(&folder, &[&library()], "reach", &["both"]);
+    assert_eq!(said(&output), "libvramctl.so libvramctl.so libvramctl.so: 0 0 0\n".repeat(4));
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "behind: called\n");
 }
 
 /// A second copy of the library, under another name, changes nothing.

@@ -15,15 +15,22 @@ use vramctl_driver::{
 use vramctl_model::{StatusCode, code};
 
 macro_rules! originals {
-    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident ($($argument:ident: $type:ty),*) => $($handler:ident)::+;)*) => { $(
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident ($($argument:ident: $type:ty),*) => $($handler:ident)::+;)*) => {
+        /// Where they are.
+        #[allow(non_upper_case_globals)]
+        pub mod symbols {
+            use super::Symbol;
+            $( pub static $symbol: Symbol = Symbol::of_driver(concat!(stringify!($symbol), "\0")); )*
+        }
+        $(
         #[allow(non_snake_case, clippy::too_many_arguments)]
         #[inline]
         pub unsafe fn $symbol($($argument: $type),*) -> StatusCode {
-            static SYMBOL: Symbol = Symbol::of_driver(concat!(stringify!($symbol), "\0"));
-            let Some(address) = SYMBOL.address() else { return code::NOT_FOUND };
+            let Some(address) = symbols::$symbol.address() else { return code::NOT_FOUND };
             // SAFETY: the type matches the driver's function; the arguments are the caller's.
             unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> StatusCode>(address.as_ptr())($($argument),*) }
         }
-    )* };
+        )*
+    };
 }
 driver_functions!(originals);

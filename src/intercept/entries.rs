@@ -3,10 +3,11 @@
 //! However a program reaches the driver, it ends up here: by linking it, through `dlsym`, or through the functions that tell where
 //! functions are ([`resolve`]). An entry calls its handler or, where the table says `forward`, the original.
 //!
-//! Entries that allocate also tell their handler where the call came from: whose memory it is. A Rust function cannot see that, so
-//! they are a few instructions in front of one.
+//! Entries that allocate also tell their handler where the call came from: whose memory it is. So do those that tell where functions
+//! are, because the answer may depend on who asks. A Rust function cannot see that, so they are a few instructions in front of one.
 
 use crate::driver_functions;
+use crate::real::Symbol;
 use crate::table::{Effect, Flavour, IpcHandle};
 use crate::{alloc, contexts, copies, driver_originals, launch, register, resolve, share, vmm};
 use std::arch::naked_asm;
@@ -36,6 +37,8 @@ pub struct DriverFunction {
     pub arguments: usize,
     /// What the program gets instead of it.
     pub entry: *const c_void,
+    /// What the entry calls.
+    pub original: &'static Symbol,
 }
 
 // SAFETY: a function's address is the same for all threads.
@@ -71,13 +74,20 @@ macro_rules! entries {
             flavour: Flavour::$flavour,
             arguments: count! $arguments,
             entry: $symbol as *const c_void,
+            original: &driver_originals::symbols::$symbol,
         } ),*];
     };
 }
 
 /// An exported function.
 macro_rules! entry {
-    (Allocates $symbol:ident ($($argument:ident: $type:ty),*)) => {
+    (Allocates $symbol:ident $arguments:tt) => {
+        entry! { @asks_who $symbol $arguments }
+    };
+    (Resolves $symbol:ident $arguments:tt) => {
+        entry! { @asks_who $symbol $arguments }
+    };
+    (@asks_who $symbol:ident ($($argument:ident: $type:ty),*)) => {
         /// The driver's function of this name.
         ///
         /// # Safety
@@ -154,9 +164,9 @@ pub(crate) use {jump, pass_caller};
 /// The Rust function behind an entry.
 macro_rules! guard {
     (Resolves $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
-        pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
+        pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
-            panic::catch_unwind(|| unsafe { handle!($handler $symbol($($argument),*)) }).unwrap_or(code::UNKNOWN)
+            panic::catch_unwind(|| unsafe { handle!($handler $symbol($($argument),*) caller) }).unwrap_or(code::UNKNOWN)
         }
     };
     (Allocates $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {

@@ -20,15 +20,21 @@ macro_rules! gated {
             /// in eight bytes of the stack, and so it is when passed on.
             #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names)]
             pub unsafe extern "C" fn $symbol($($argument: usize),*) -> StatusCode {
-                static REAL: Symbol = Symbol::of_driver(concat!(stringify!($symbol), "\0"));
                 static HERE: Gated = Gated(stringify!($symbol));
-                let Some(address) = REAL.address() else { return code::NOT_FOUND };
+                let Some(address) = originals::$symbol.address() else { return code::NOT_FOUND };
                 // SAFETY: the driver's function takes these arguments, as `cuda.h` says.
                 gate::pass(&HERE, || unsafe {
                     mem::transmute::<*mut c_void, unsafe extern "C" fn($(gated!(@width $argument)),*) -> StatusCode>(address.as_ptr())($($argument),*)
                 })
             }
         )*
+
+        /// Where the driver's functions are.
+        #[allow(non_upper_case_globals)]
+        mod originals {
+            use super::Symbol;
+            $( pub static $symbol: Symbol = Symbol::of_driver(concat!(stringify!($symbol), "\0")); )*
+        }
 
         /// The table.
         pub static GATED: &[DriverFunction] = &[$( DriverFunction {
@@ -39,6 +45,7 @@ macro_rules! gated {
             flavour: Flavour::$flavour,
             arguments: [$(stringify!($argument)),*].len(),
             entry: $symbol as *const c_void,
+            original: &originals::$symbol,
         } ),*];
     };
     (@width $argument:ident) => { usize };

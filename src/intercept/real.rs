@@ -70,6 +70,7 @@ pub fn leave_out_of_memory_as_last_error() {
 }
 
 /// A function of CUDA, looked up at first use. A miss is not cached: the library may be loaded later.
+#[derive(Debug)]
 pub struct Symbol {
     name: &'static CStr,
     /// Where else to look for it.

@@ -1,6 +1,6 @@
-//! The functions that tell where functions are: `dlsym` and `dlvsym`, the driver's `cuGetProcAddress` and the runtime's
-//! `cudaGetDriverEntryPoint`. Where a program is told a function of the driver that has an entry ([`entries`]), it is told the
-//! entry instead.
+//! The functions that tell where functions are: `dlsym` and `dlvsym`, and the driver's `cuGetProcAddress`. Where a program is told a
+//! function of the driver that has an entry ([`entries`]), it is told the entry instead. The runtime's `cudaGetDriverEntryPoint`
+//! asks `cuGetProcAddress`, so it needs nothing of its own.
 //!
 //! The real function is always asked first. Only what it has found is replaced, and only if it is exactly the function that the
 //! entry stands for. Nothing is remembered between lookups, and no lookup is widened. Nothing here allocates or takes a lock of
@@ -10,24 +10,18 @@
 //! there, which leaves the program's return address in place.
 
 use crate::entries::{self, DriverFunction};
-use crate::real::{DRIVER, Symbol};
-use crate::table::{CudaError, Flavour};
+use crate::real::DRIVER;
+use crate::table::Flavour;
 use crate::{copies, driver_originals};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-use std::{mem, panic, ptr};
+use std::panic;
+use std::ptr::{self, NonNull};
 use vramctl_host::symbols::{self, Loaded};
 use vramctl_model::{StatusCode, code};
 
 /// The names of this module's functions that are exported beside the entries.
-pub const RESOLVERS: [&str; 6] = [
-    "dlsym",
-    "dlvsym",
-    "cudaGetDriverEntryPoint",
-    "cudaGetDriverEntryPoint_ptsz",
-    "cudaGetDriverEntryPointByVersion",
-    "cudaGetDriverEntryPointByVersion_ptsz",
-];
+pub const RESOLVERS: [&str; 2] = ["dlsym", "dlvsym"];
 
 /// What becomes of a lookup. Returned in two registers.
 #[repr(C)]
@@ -57,6 +51,8 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
     #[cfg(target_arch = "x86_64")]
     naked_asm!(
         ".cfi_startproc",
+        // Who asks.
+        "mov rdx, [rsp]",
         "push rdi",
         ".cfi_adjust_cfa_offset 8",
         "push rsi",
@@ -87,6 +83,8 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
         ".cfi_offset 29, -32",
         ".cfi_offset 30, -24",
         "stp x0, x1, [sp, #16]",
+        // Who asks.
+        "mov x2, x30",
         "bl {judge}",
         "cbz x1, 2f",
         "mov x16, x1",
@@ -157,7 +155,7 @@ pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, versio
     );
 }
 
-unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char) -> Ruling {
+unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char, caller: *const c_void) -> Ruling {
     // Without a real function there is nothing to find.
     let Some(real) = symbols::next_dlsym() else { return Ruling::answer(ptr::null_mut()) };
     let onward = real as *mut c_void;
@@ -165,7 +163,7 @@ unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char) -> Ru
         // SAFETY: the program promises that the name is null or NUL-terminated.
         let Some(function) = (unsafe { function_named(name) }) else { return Ruling::onward(onward) };
         // SAFETY: the program's promises about the handle.
-        unsafe { judge(function, handle, onward, |handle| real(handle, name)) }
+        unsafe { judge(function, handle, caller, onward, |handle| real(handle, name)) }
     })
     .unwrap_or(Ruling::onward(onward))
 }
@@ -181,7 +179,7 @@ unsafe extern "C" fn judge_dlvsym(handle: *mut c_void, name: *const c_char, vers
         // SAFETY: as above.
         let Some(function) = (unsafe { function_named(name) }) else { return Ruling::onward(onward) };
         // SAFETY: as above.
-        unsafe { judge(function, handle, onward, |handle| real(handle, name, version)) }
+        unsafe { judge(function, handle, caller, onward, |handle| real(handle, name, version)) }
     })
     .unwrap_or(Ruling::onward(onward))
 }
@@ -214,7 +212,13 @@ unsafe fn function_named(name: *const c_char) -> Option<&'static DriverFunction>
 }
 
 /// Judges the lookup of a function of the table.
-unsafe fn judge(function: &DriverFunction, handle: *mut c_void, onward: *mut c_void, real: impl Fn(*mut c_void) -> *mut c_void) -> Ruling {
+unsafe fn judge(
+    function: &DriverFunction,
+    handle: *mut c_void,
+    caller: *const c_void,
+    onward: *mut c_void,
+    real: impl Fn(*mut c_void) -> *mut c_void,
+) -> Ruling {
     if handle == libc::RTLD_NEXT || copies::another_answers() {
         return Ruling::onward(onward);
     }
@@ -224,7 +228,7 @@ unsafe fn judge(function: &DriverFunction, handle: *mut c_void, onward: *mut c_v
         return Ruling::answer(ptr::null_mut());
     }
     // SAFETY: the lookup succeeded, so the handle is open.
-    if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } {
+    if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } && !is_behind(function, caller) {
         return Ruling::answer(function.entry.cast_mut());
     }
     // If it found nothing, the error that the real function left stays as it is. What the default scope is, depends on who asks.
@@ -239,6 +243,13 @@ unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *m
     through_its_handle() || Loaded::around(found).is_some_and(itself)
 }
 
+/// Whether the one who asks has the function that the entry calls: another library that interposes, behind this one, or one that
+/// stands in for the driver. It is looking for what its own function calls. With the entry, each would call the other for ever.
+fn is_behind(function: &DriverFunction, caller: *const c_void) -> bool {
+    let own = Loaded::around(caller).and_then(|library| library.symbol(function.symbol)).and_then(NonNull::new);
+    own.is_some() && own == function.original.address()
+}
+
 /// Whether anybody but this library has the function. If not, leaves the loader's error for `dlerror`.
 fn is_function_elsewhere(function: &DriverFunction) -> bool {
     // SAFETY: a NUL-terminated name; `RTLD_NEXT` needs no handle. What is loaded already stays loaded and is not initialised again.
@@ -249,11 +260,17 @@ fn is_function_elsewhere(function: &DriverFunction) -> bool {
 }
 
 /// The handler of `cuGetProcAddress`.
-pub(crate) unsafe fn get_proc_address(name: *const c_char, function: *mut *mut c_void, version: c_int, flags: c_ulonglong) -> StatusCode {
+pub(crate) unsafe fn get_proc_address(
+    name: *const c_char,
+    function: *mut *mut c_void,
+    version: c_int,
+    flags: c_ulonglong,
+    caller: *const c_void,
+) -> StatusCode {
     // SAFETY: the arguments are passed on unchanged; the program promises that the pointers are valid.
     unsafe {
         let answer = driver_originals::cuGetProcAddress(name, function, version, flags);
-        replace_if(answer == code::SUCCESS, name, function);
+        replace_if(answer == code::SUCCESS, name, function, caller);
         answer
     }
 }
@@ -265,53 +282,21 @@ pub(crate) unsafe fn get_proc_address_v2(
     version: c_int,
     flags: c_ulonglong,
     status: *mut c_uint,
+    caller: *const c_void,
 ) -> StatusCode {
     // SAFETY: as in `get_proc_address`.
     unsafe {
         let answer = driver_originals::cuGetProcAddress_v2(name, function, version, flags, status);
-        replace_if(answer == code::SUCCESS, name, function);
+        replace_if(answer == code::SUCCESS, name, function, caller);
         answer
     }
-}
-
-/// Declares the runtime's functions that tell where the driver's functions are. Their last argument came with CUDA 12; before, it
-/// is a register that nobody reads.
-macro_rules! runtime_resolvers {
-    ($($name:ident($function_name:ident: $name_type:ty, $function:ident: $function_type:ty $(, $argument:ident: $type:ty)*);)*) => { $(
-        /// The runtime's function of this name.
-        ///
-        /// # Safety
-        /// As the runtime's.
-        #[allow(non_snake_case)]
-        pub unsafe extern "C" fn $name($function_name: $name_type, $function: $function_type $(, $argument: $type)*) -> CudaError {
-            static SYMBOL: Symbol = Symbol::of_runtime(concat!(stringify!($name), "\0"));
-            type Real = unsafe extern "C" fn($name_type, $function_type $(, $type)*) -> CudaError;
-            panic::catch_unwind(|| {
-                let Some(address) = SYMBOL.address() else { return code::SHARED_OBJECT_SYMBOL_NOT_FOUND };
-                // SAFETY: the type matches the runtime's function; the program promises that the pointers are valid.
-                unsafe {
-                    let answer = mem::transmute::<*mut c_void, Real>(address.as_ptr())($function_name, $function $(, $argument)*);
-                    replace_if(answer == code::SUCCESS, $function_name, $function);
-                    answer
-                }
-            })
-            .unwrap_or(code::UNKNOWN)
-        }
-    )* };
-}
-
-runtime_resolvers! {
-    cudaGetDriverEntryPoint(name: *const c_char, function: *mut *mut c_void, flags: c_ulonglong, status: *mut c_uint);
-    cudaGetDriverEntryPoint_ptsz(name: *const c_char, function: *mut *mut c_void, flags: c_ulonglong, status: *mut c_uint);
-    cudaGetDriverEntryPointByVersion(name: *const c_char, function: *mut *mut c_void, version: c_uint, flags: c_ulonglong, status: *mut c_uint);
-    cudaGetDriverEntryPointByVersion_ptsz(name: *const c_char, function: *mut *mut c_void, version: c_uint, flags: c_ulonglong, status: *mut c_uint);
 }
 
 /// Replaces a function that the driver has told by its entry, if it has one.
 ///
 /// Which variant of a name it is follows from the version and the flags that were asked for, in ways that newer drivers add to. So
 /// the driver is asked: an entry takes the place of what the driver tells for exactly its own version and flavour.
-unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void) {
+unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void, caller: *const c_void) {
     if !told || name.is_null() || function.is_null() || copies::another_answers() {
         return;
     }
@@ -319,9 +304,9 @@ unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void
     unsafe {
         let (name, found) = (CStr::from_ptr(name), *function);
         let mut same = entries::all().filter(|line| line.name.as_bytes() == name.to_bytes());
-        // An entry that was told already, by another of these functions, is nothing that the driver tells.
         if !found.is_null()
             && let Some(line) = same.find(|line| told_for(name, line) == found)
+            && !is_behind(line, caller)
         {
             *function = line.entry.cast_mut();
         }

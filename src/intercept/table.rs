@@ -126,7 +126,7 @@ pub enum Flavour {
 /// `cuGetProcAddress` knows it, its flavour, its arguments, and its handler or `forward`. Expands to `$with! { … }`.
 ///
 /// The versions are those of `cudaTypedefs.h`, where each function has a type `PFN_NAME_vVERSION`. A handler takes the function's
-/// arguments and, if it allocates, the address to which the call returns.
+/// arguments and, if it allocates or tells where functions are, the address to which the call returns.
 #[macro_export]
 macro_rules! driver_functions {
     ($with:ident) => { $with! {

@@ -48,7 +48,3 @@ vramctl_intercept::gated_functions!(gated);
 
 export!(dlsym, resolve::dlsym);
 export!(dlvsym, resolve::dlvsym);
-export!(cudaGetDriverEntryPoint, resolve::cudaGetDriverEntryPoint);
-export!(cudaGetDriverEntryPoint_ptsz, resolve::cudaGetDriverEntryPoint_ptsz);
-export!(cudaGetDriverEntryPointByVersion, resolve::cudaGetDriverEntryPointByVersion);
-export!(cudaGetDriverEntryPointByVersion_ptsz, resolve::cudaGetDriverEntryPointByVersion_ptsz);

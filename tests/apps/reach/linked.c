@@ -18,6 +18,7 @@ int main(void)
 		return 1;
 	printf("linked %s %s\n", owner((void *)cuMemAlloc_v2), owner((void *)cuMemGetInfo_v2));
 	printf("use %d\n", use((void *)cuMemAlloc_v2, (void *)cuMemFree_v2));
+	printf("runtime %s %s\n", owner((void *)cudaGetDriverEntryPoint), owner((void *)cudaGetDriverEntryPointByVersion));
 	static const char *const names[] = {"cuMemAlloc", "cuMemAllocAsync", "cuMemGetInfo", "cuGetProcAddress", "cuNoSuchThing"};
 	for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
 		for (unsigned flags = 0; flags < 3; flags += 2) {

@@ -61,6 +61,32 @@ static int by_proc_address(char **arguments)
 	return 0;
 }
 
+/* Memory that is too small to be managed, and some that is not, written and freed: through dlsym and through cuGetProcAddress. */
+static int by_both(void)
+{
+	static const char *const symbols[] = {"cuMemAlloc_v2", "cuMemsetD8_v2", "cuMemFree_v2"};
+	static const char *const names[] = {"cuMemAlloc", "cuMemsetD8", "cuMemFree"};
+	void *driver = open_driver(), *functions[3] = {NULL};
+	get_v2_fn get = FUNCTION(get_v2_fn, dlsym(driver, "cuGetProcAddress_v2"));
+	if (start(driver))
+		return 1;
+	for (int way = 0; way < 2; way++) {
+		for (int i = 0; i < 3; i++)
+			if (way == 0)
+				functions[i] = dlsym(driver, symbols[i]);
+			else if (get(names[i], &functions[i], 13000, 0, NULL))
+				return 2;
+		for (size_t bytes = 64; bytes <= 4 << 20; bytes <<= 16) {
+			uint64_t address = 0;
+			int allocated = FUNCTION(alloc_fn, functions[0])(&address, bytes);
+			int set = FUNCTION(set_fn, functions[1])(address, 1, bytes);
+			printf("%s %s %s: %d %d %d\n", owner(functions[0]), owner(functions[1]), owner(functions[2]), allocated, set,
+			       FUNCTION(free_fn, functions[2])(address));
+		}
+	}
+	return 0;
+}
+
 /* The default scope and the program's own handle, before and after the driver is loaded. */
 static int by_scope(void)
 {
@@ -195,6 +221,8 @@ int main(int count, char **arguments)
 		return by_dlsym(arguments + 2);
 	if (strcmp(way, "proc") == 0)
 		return by_proc_address(arguments + 2);
+	if (strcmp(way, "both") == 0)
+		return by_both();
 	if (strcmp(way, "scope") == 0)
 		return by_scope();
 	if (strcmp(way, "library") == 0)

@@ -16,6 +16,7 @@ typedef int (*retain_fn)(void **context, int device);
 typedef int (*set_current_fn)(void *context);
 typedef int (*alloc_fn)(uint64_t *address, size_t bytes);
 typedef int (*free_fn)(uint64_t address);
+typedef int (*set_fn)(uint64_t address, unsigned char value, size_t bytes);
 typedef int (*get_v1_fn)(const char *name, void **function, int version, uint64_t flags);
 typedef int (*get_v2_fn)(const char *name, void **function, int version, uint64_t flags, int *status);
 typedef void *(*dlsym_fn)(void *handle, const char *name);
