@@ -44,7 +44,8 @@ def close(pointer):
     return cuda.cudaIpcCloseMemHandle(ctypes.c_void_p(pointer))
 
 def fill(pointer, value, size):
-    return cuda.cudaMemset(ctypes.c_void_p(pointer), value, ctypes.c_size_t(size))
+    # Another process must not read before it is done.
+    return cuda.cudaMemset(ctypes.c_void_p(pointer), value, ctypes.c_size_t(size)) or cuda.cudaDeviceSynchronize()
 
 def read(pointer, size):
     data = (ctypes.c_ubyte * size)()
@@ -253,6 +254,36 @@ fn only_what_is_open_is_not_paused() {
     assert_eq!(owner.ask(&format!("read({there}, 10), read({}, 10)", pointers[2])), "([9], [8])");
     machine.refused(&owner.pid(), &two);
     machine.refused(&two.pid(), &owner);
+}
+
+/// Some programs keep memory open for as long as they run.
+#[test]
+fn what_is_open_can_be_left_out_of_a_pause() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let lent = owner.number(&format!("malloc({})", 4 * MIB));
+    owner.number(&format!("malloc({})", 6 * MIB));
+    let handle = owner.ask(&format!("get({lent})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    for how in [&["--registered", "refuse"][..], &["--registered", "take"], &["--dry-run"], &["--dry-run", "--registered", "take"]] {
+        let output = machine.ask(&[&["pause", "--name", "owner", "--json"], how].concat());
+        assert_eq!(output.status.code(), Some(5), "{how:?}: {output:?}");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("\"shared\"") && text.contains(&other.pid()), "{how:?}: {text}");
+        assert_eq!(machine.used(), 10 * MIB);
+    }
+    let keep = ["pause", "--name", "owner", "--registered", "keep"];
+    assert!(machine.done(&[&keep[..], &["--dry-run"]].concat()).contains("6.00 MiB"));
+    assert_eq!(machine.used(), 10 * MIB);
+    machine.done(&keep);
+    assert_eq!(machine.used(), 4 * MIB);
+    assert_eq!(other.ask(&format!("fill({theirs}, 4, 10)")), "0");
+    assert_eq!(owner.ask(&format!("read({lent}, 10)")), "[4]");
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    machine.done(&keep);
+    assert_eq!(machine.used(), 0);
+    machine.done(&["resume", "--name", "owner"]);
+    assert_eq!(owner.ask(&format!("read({lent}, 10)")), "[4]");
 }
 
 #[test]
