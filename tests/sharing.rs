@@ -7,11 +7,14 @@ use common::{artifacts, simulated_libraries};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// What each process runs: it evaluates one expression per line.
 const PROGRAM: &str = r#"
-import ctypes, os, signal, sys
+import ctypes, os, resource, signal, sys, threading
 ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
 cuda = ctypes.CDLL(None)
 
@@ -44,7 +47,8 @@ def close(pointer):
     return cuda.cudaIpcCloseMemHandle(ctypes.c_void_p(pointer))
 
 def fill(pointer, value, size):
-    return cuda.cudaMemset(ctypes.c_void_p(pointer), value, ctypes.c_size_t(size))
+    # Another process must not read before it is done.
+    return cuda.cudaMemset(ctypes.c_void_p(pointer), value, ctypes.c_size_t(size)) or cuda.cudaDeviceSynchronize()
 
 def read(pointer, size):
     data = (ctypes.c_ubyte * size)()
@@ -56,6 +60,31 @@ def fork(work):
     if child == 0:
         os._exit(work() & 0x7f)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def start(work):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(work()))
+    thread.start()
+    def end():
+        thread.join()
+        return answers[0]
+    return end
+
+def with_descriptors(count, work):
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+    for _ in range(count):
+        os.close(taken.pop())
+    answer = work()
+    for descriptor in taken:
+        os.close(descriptor)
+    return answer
 
 print("ready", flush=True)
 for line in sys.stdin:
@@ -255,6 +284,36 @@ fn only_what_is_open_is_not_paused() {
     machine.refused(&two.pid(), &owner);
 }
 
+/// Some programs keep memory open for as long as they run.
+#[test]
+fn what_is_open_can_be_left_out_of_a_pause() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let lent = owner.number(&format!("malloc({})", 4 * MIB));
+    owner.number(&format!("malloc({})", 6 * MIB));
+    let handle = owner.ask(&format!("get({lent})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    for how in [&["--registered", "refuse"][..], &["--registered", "take"], &["--dry-run"], &["--dry-run", "--registered", "take"]] {
+        let output = machine.ask(&[&["pause", "--name", "owner", "--json"], how].concat());
+        assert_eq!(output.status.code(), Some(5), "{how:?}: {output:?}");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("\"shared\"") && text.contains(&other.pid()), "{how:?}: {text}");
+        assert_eq!(machine.used(), 10 * MIB);
+    }
+    let keep = ["pause", "--name", "owner", "--registered", "keep"];
+    assert!(machine.done(&[&keep[..], &["--dry-run"]].concat()).contains("6.00 MiB"));
+    assert_eq!(machine.used(), 10 * MIB);
+    machine.done(&keep);
+    assert_eq!(machine.used(), 4 * MIB);
+    assert_eq!(other.ask(&format!("fill({theirs}, 4, 10)")), "0");
+    assert_eq!(owner.ask(&format!("read({lent}, 10)")), "[4]");
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    machine.done(&keep);
+    assert_eq!(machine.used(), 0);
+    machine.done(&["resume", "--name", "owner"]);
+    assert_eq!(owner.ask(&format!("read({lent}, 10)")), "[4]");
+}
+
 #[test]
 fn a_process_that_is_killed_has_nothing_open_any_more() {
     let machine = Machine::new();
@@ -406,6 +465,95 @@ fn a_failed_opening_leaves_nothing_open() {
     machine.done(&["pause", "--name", "owner"]);
 }
 
+#[test]
+fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    // Several pieces, of which the first arrives.
+    let pointer = owner.number(&format!("malloc({})", 2 * PIECE + 4 * MIB));
+    let small = owner.number(&format!("malloc({})", 2 * MIB));
+    let (handle, small) = (owner.ask(&format!("get({pointer})")), owner.ask(&format!("get({small})")));
+    // With other memory open, the connection stays.
+    let kept = other.number(&format!("open_('{small}')"));
+    assert_eq!(other.ask(&format!("with_descriptors(1, lambda: open_('{handle}'))")), "error 999");
+    machine.refused(&owner.pid(), &other);
+    assert!(machine.done(&["pause", "--name", "owner", "--registered", "keep"]).contains("paused"));
+    assert_eq!(machine.used(), 2 * MIB);
+    machine.done(&["resume", "--name", "owner"]);
+    assert_eq!(other.ask(&format!("close({kept})")), "0");
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+}
+
+/// As one that is paused for long does not.
+#[test]
+fn an_owner_that_does_not_answer_keeps_nobody_from_the_memory_of_others() {
+    let machine = Machine::new();
+    let (mut stopped, mut running, mut other) = (machine.start("stopped"), machine.start("running"), machine.start("other"));
+    let handles = |owner: &mut Program| {
+        let pointer = owner.number(&format!("malloc({})", 2 * MIB));
+        owner.ask(&format!("get({pointer})"))
+    };
+    let (first, second, of_running) = (handles(&mut stopped), handles(&mut stopped), handles(&mut running));
+    let known = other.number(&format!("open_('{first}')"));
+    let theirs = other.number(&format!("open_('{of_running}')"));
+    let pid = stopped.pid();
+    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGSTOP)")), "None");
+    other.ask(&format!("(opening := start(lambda: open_('{second}')))"));
+    thread::sleep(Duration::from_millis(200));
+    let started = Instant::now();
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    let theirs = other.number(&format!("open_('{of_running}')"));
+    assert_eq!(other.number(&format!("open_('{first}')")), known, "open already");
+    assert_eq!(other.ask(&format!("close({known})")), "0");
+    assert!(started.elapsed() < Duration::from_secs(30));
+    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");
+    let opened = other.number("opening()");
+    assert_eq!(other.ask(&format!("close({opened}), close({known}), close({theirs})")), "(0, 0, 0)");
+    machine.done(&["pause", "--name", "stopped"]);
+}
+
+#[test]
+fn an_owner_with_too_many_connections_is_asked_again() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 2 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    let socket = machine.0.path().join(format!("sockets/{}.sock", owner.pid()));
+    let others: Vec<_> = (0..16).map(|_| UnixStream::connect(&socket).unwrap()).collect();
+    let mut refused = String::new();
+    BufReader::new(UnixStream::connect(&socket).unwrap()).read_line(&mut refused).unwrap();
+    assert!(refused.contains("\"busy\""), "{refused}");
+    other.ask(&format!("(opening := start(lambda: open_('{handle}')))"));
+    thread::sleep(Duration::from_millis(300));
+    drop(others);
+    let theirs = other.number("opening()");
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    machine.done(&["pause", "--name", "owner"]);
+}
+
+/// Whichever of several closings is the last waits for the device.
+#[test]
+fn closings_at_once() {
+    let machine = Machine::new();
+    let mut owner = machine.start("owner");
+    let mut other = machine.start_with("other", |command| _ = command.env("SIMGPU_OP_DELAY_MS", "20"));
+    let pointer = owner.number(&format!("malloc({})", 2 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    for _ in 0..10 {
+        let theirs = other.number(&format!("open_('{handle}')"));
+        assert_eq!(other.number(&format!("open_('{handle}')")), theirs);
+        let set = format!("cuda.cudaMemset(ctypes.c_void_p({theirs}), 3, ctypes.c_size_t({MIB}))");
+        let close = format!("start(lambda: close({theirs}))");
+        assert_eq!(other.ask(&format!("({set}, *[end() for end in [{close}, {close}]])")), "(0, 0, 0)");
+        assert_eq!(other.ask("cuda.cudaDeviceSynchronize()"), "0");
+        assert_eq!(owner.ask(&format!("read({pointer}, {MIB})")), "[3]");
+        assert_eq!(other.ask(&format!("close({theirs})")), "1");
+    }
+    machine.done(&["pause", "--name", "owner"]);
+}
+
 /// Handles are asked for and opened while the owner is paused and resumed, and by threads of several processes.
 #[test]
 fn opening_and_pausing_at_once() {
@@ -418,7 +566,7 @@ fn opening_and_pausing_at_once() {
             owner.ask(&format!("get({pointer})"))
         })
         .collect();
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let opening: Vec<_> = (0..3)
             .map(|index| {
                 let (machine, handles) = (&machine, &handles);

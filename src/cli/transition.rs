@@ -58,7 +58,7 @@ pub struct PauseArgs {
     #[arg(long, value_name = "POLICY")]
     backup: Option<Backup>,
     /// What to do with memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause
-    /// the rest) or take (pause it too: nobody may use the registration any more)
+    /// the rest, also without what another process has open) or take (pause it too: nobody may use the registration any more)
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
     registered: Registered,
     /// Hold the program while it is paused: it need not be idle. Calls that start GPU work wait until everything is resumed

@@ -19,7 +19,7 @@ use vramctl_control::descriptors;
 use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::{self, Hello, LONGEST_REQUEST, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
 use vramctl_host::{Held, PerProcess, exit, worker};
-use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest};
+use vramctl_model::{Error, Kind, Observer, Progress, Report, Stage, TransitionRequest};
 
 /// Connection limit: each connection costs the program a thread.
 const MOST_CONNECTIONS: usize = 16;
@@ -128,17 +128,17 @@ fn accept(socket: &Held) {
 }
 
 fn welcome(stream: UnixStream) {
-    let refuse = |stream: &UnixStream, why: &str| {
-        let refusal = Reply::Error(Refusal::from(&Error::Invalid(why.to_owned())));
-        let _ = send(stream, &refusal, &[], libc::MSG_DONTWAIT);
+    let refuse = |stream: &UnixStream, code: Kind, why: &str| {
+        let refusal = Refusal { code, ..Refusal::from(&Error::Invalid(why.to_owned())) };
+        let _ = send(stream, &Reply::Error(refusal), &[], libc::MSG_DONTWAIT);
     };
     let pid = match discovery::peer(&stream) {
         Ok(peer) if peer.uid == discovery::user() || peer.uid == 0 => peer.pid as u32,
-        Ok(_) => return refuse(&stream, "this process belongs to another user"),
+        Ok(_) => return refuse(&stream, Kind::Invalid, "this process belongs to another user"),
         Err(error) => return log::debug!("SO_PEERCRED: {error}"),
     };
     let Some(seat) = Seat::take(&CONNECTIONS, MOST_CONNECTIONS) else {
-        return refuse(&stream, "too many connections; try again");
+        return refuse(&stream, Kind::Busy, "too many connections; try again");
     };
     let connection = match Held::new(stream) {
         Ok(held) => Connection::new(held, seat, pid),

@@ -219,7 +219,12 @@ impl fmt::Display for Error {
             }
             Self::Shared(lent) => {
                 let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
-                write!(out, "other processes have the memory open: {}. Let them close it, or end them, first", lent.join(", "))
+                write!(
+                    out,
+                    "other processes have the memory open: {}. Let them close it, or end them, first, or pause the rest with \
+                     --registered keep",
+                    lent.join(", ")
+                )
             }
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),

@@ -13,9 +13,10 @@ pub enum Registered {
     /// Fails, and pauses nothing.
     #[default]
     Refuse,
-    /// Pauses the rest.
+    /// Pauses the rest, without what other processes have open (CUDA IPC).
     Keep,
-    /// Pauses it too: the caller answers for it that nobody uses the registration any more.
+    /// Pauses it too: the caller answers for it that nobody uses the registration any more. What other processes have open is
+    /// still refused.
     Take,
 }
 

@@ -2,6 +2,8 @@
 //!
 //! There is one connection to each owner, kept while something of it is open: its end tells the owner that all of it is closed,
 //! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open.
+//!
+//! Locks: a connection's, then that of [`Borrowed`]. An owner may take long to answer, so only its connection's is held meanwhile.
 
 use super::Memory;
 use super::share::{Ticket, Token};
@@ -10,23 +12,27 @@ use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
-use std::{io, process};
+use std::time::{Duration, Instant};
+use std::{io, process, thread};
 use vramctl_control::descriptors;
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Message, Reply, Request, VERSION};
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::{Held, PerProcess};
-use vramctl_model::{Failure, StatusCode, code};
+use vramctl_model::{Failure, Kind, StatusCode, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// How long to wait before asking an owner again that has no time for this process: at first, and at most.
+const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(100));
 
-/// What is open, and from whom.
+/// What is open, and whom to ask for more.
 #[derive(Default)]
 struct Borrowed {
     open: HashMap<Token, Opened>,
-    owners: HashMap<u32, Held>,
+    owners: HashMap<u32, Arc<Lease>>,
+    /// Counts openings and closings.
+    changes: u64,
 }
 
 static BORROWED: PerProcess<Mutex<Borrowed>> = PerProcess::new(Mutex::default);
@@ -34,10 +40,12 @@ static BORROWED: PerProcess<Mutex<Borrowed>> = PerProcess::new(Mutex::default);
 /// Memory of another process. Dropping it unmaps and releases it.
 #[derive(Debug)]
 struct Opened {
-    owner: u32,
+    lease: Arc<Lease>,
     address: CUdeviceptr,
     /// How often it was opened and not closed.
     count: usize,
+    /// When that changed last, in [`Borrowed::changes`].
+    changed: u64,
     place: Place,
     /// The devices that may use it.
     devices: BTreeSet<CUdevice>,
@@ -46,8 +54,28 @@ struct Opened {
     _memory: Physical,
 }
 
+/// A connection to an owner, for as long as something is open that came over it.
+#[derive(Debug)]
+struct Lease {
+    owner: u32,
+    connection: Held,
+    state: Mutex<State>,
+}
+
+/// Whether a connection is still good for questions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Open,
+    /// An answer is outstanding, or nothing is open any more.
+    Retired,
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn borrowed() -> MutexGuard<'static, Borrowed> {
-    BORROWED.get().lock().unwrap_or_else(PoisonError::into_inner)
+    lock(BORROWED.get())
 }
 
 /// `cuIpcOpenMemHandle`, for a handle of the library's: the address of the allocation's first byte. Memory that is open already has
@@ -61,23 +89,75 @@ pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCod
     // From now on, resets of devices are seen.
     Memory::get();
     let _relaxed = RelaxedCapture::enter();
-    let mut borrowed = borrowed();
-    if let Some(opened) = borrowed.open.get_mut(&handle.token) {
-        opened.open_to(current).map_err(|failure| failure.code)?;
-        opened.count += 1;
-        return Ok(opened.address);
+    let deadline = Instant::now() + PATIENCE;
+    let mut pause = ASK_AGAIN.0;
+    loop {
+        match try_open(handle, current) {
+            Err(Refused::Finally(code)) => return Err(code),
+            Err(Refused::ForNow) if Instant::now() >= deadline => return Err(code::OPERATING_SYSTEM),
+            Err(Refused::ForNow) => {
+                thread::sleep(pause);
+                pause = (2 * pause).min(ASK_AGAIN.1);
+            }
+            Ok(address) => return Ok(address),
+        }
     }
-    let pieces = borrowed.ask(handle)?;
-    match Opened::map(handle.owner, &pieces, current) {
+}
+
+/// Why memory could not be opened.
+enum Refused {
+    /// The program gets this code.
+    Finally(StatusCode),
+    /// The owner has too many connections, or has hung up; another may be listening.
+    ForNow,
+}
+
+impl From<Failure> for Refused {
+    fn from(failure: Failure) -> Self {
+        Self::Finally(failure.code)
+    }
+}
+
+impl Refused {
+    fn because(owner: u32, error: &io::Error) -> Self {
+        use io::ErrorKind as Why;
+        log::debug!("process {owner} does not share its memory: {error}");
+        match error.kind() {
+            Why::TimedOut => Self::Finally(code::OPERATING_SYSTEM),
+            // `WouldBlock` is of `connect`: the queue is full.
+            Why::WouldBlock | Why::UnexpectedEof | Why::BrokenPipe | Why::ConnectionReset | Why::NotConnected => Self::ForNow,
+            _ => Self::Finally(code::INVALID_HANDLE),
+        }
+    }
+}
+
+fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> {
+    let lease = {
+        let mut borrowed = borrowed();
+        if let Some(address) = borrowed.open_again(&handle.token, current)? {
+            return Ok(address);
+        }
+        borrowed.lease(handle.owner).map_err(|error| Refused::because(handle.owner, &error))?
+    };
+    let mut state = lock(&lease.state);
+    // Another thread may have opened it meanwhile, or have lost the connection.
+    if let Some(address) = borrowed().open_again(&handle.token, current)? {
+        return Ok(address);
+    }
+    if *state == State::Retired {
+        return Err(Refused::ForNow);
+    }
+    let pieces = lease.ask(&mut state, &handle.token)?;
+    match Opened::map(&lease, &pieces, current) {
         Ok(opened) => {
             let address = opened.address;
-            borrowed.open.insert(handle.token, opened);
+            borrowed().insert(handle.token, opened);
             Ok(address)
         }
         Err(failure) => {
             log::debug!("cannot open memory of process {}: {failure}", handle.owner);
-            borrowed.give_back(handle.owner, &handle.token);
-            Err(failure.code)
+            lease.give_back(&mut state, &handle.token);
+            Err(failure.into())
         }
     }
 }
@@ -85,33 +165,33 @@ pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCod
 /// `cuIpcCloseMemHandle`; `None` if nothing that was opened here begins at the address. The last close waits for the work of the
 /// contexts that have opened it, as a free would.
 pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
-    let borrowed = BORROWED.existing()?;
-    let lock = || borrowed.lock().unwrap_or_else(PoisonError::into_inner);
+    let existing = BORROWED.existing()?;
     let _relaxed = RelaxedCapture::enter();
-    let find = |borrowed: &mut Borrowed| {
-        let found = borrowed.open.iter_mut().find(|(_, opened)| opened.address == address);
-        found.map(|(token, opened)| (*token, opened.contexts.clone(), opened.count))
-    };
-    let (_, contexts, count) = find(&mut lock())?;
-    if count == 1
-        && let Err(failure) = drain::wait(contexts)
-    {
-        return Some(Err(failure.code));
+    let mut waited = None;
+    loop {
+        let (token, lease, contexts, changed) = {
+            let mut borrowed = lock(existing);
+            let now = borrowed.changes + 1;
+            let (token, opened) = borrowed.open.iter_mut().find(|(_, opened)| opened.address == address)?;
+            if opened.count > 1 {
+                opened.count -= 1;
+                opened.changed = now;
+                borrowed.changes = now;
+                return Some(Ok(()));
+            }
+            (*token, Arc::clone(&opened.lease), opened.contexts.clone(), opened.changed)
+        };
+        // Whoever closed it before, or opened it meanwhile, may have left work that was not waited for.
+        if waited != Some(changed) {
+            if let Err(failure) = drain::wait(contexts) {
+                return Some(Err(failure.code));
+            }
+            waited = Some(changed);
+        }
+        if lease.end(&mut lock(&lease.state), &token, |opened| opened.changed == changed) {
+            return Some(Ok(()));
+        }
     }
-    let mut borrowed = lock();
-    // Another thread may have closed it meanwhile.
-    let (token, ..) = find(&mut borrowed)?;
-    let opened = borrowed.open.get_mut(&token)?;
-    opened.count -= 1;
-    if opened.count == 0
-        && let Some(opened) = borrowed.open.remove(&token)
-    {
-        let owner = opened.owner;
-        // Before the owner may pause it.
-        drop(opened);
-        borrowed.give_back(owner, &token);
-    }
-    Some(Ok(()))
 }
 
 /// Closes what was opened in contexts that are gone or about to go, as CUDA does.
@@ -123,23 +203,26 @@ pub(super) fn forget_gone(doomed: Option<Context>) {
     for opened in borrowed.open.values_mut() {
         opened.contexts.retain(|context| Some(*context) != doomed && !context.is_gone());
     }
-    let closed: Vec<_> = borrowed.open.extract_if(|_, opened| opened.contexts.is_empty()).collect();
-    for (token, opened) in closed {
-        let owner = opened.owner;
-        drop(opened);
-        borrowed.give_back(owner, &token);
+    let unused = |opened: &Opened| opened.contexts.is_empty();
+    let closed: Vec<_> =
+        borrowed.open.iter().filter(|(_, opened)| unused(opened)).map(|(token, opened)| (*token, Arc::clone(&opened.lease))).collect();
+    drop(borrowed);
+    for (token, lease) in closed {
+        if let Ok(mut state) = lease.state.try_lock() {
+            lease.end(&mut state, &token, unused);
+        }
     }
 }
 
 impl Opened {
-    fn map(owner: u32, pieces: &[(OwnedFd, usize)], current: &Current) -> Result<Self, Failure> {
+    fn map(lease: &Arc<Lease>, pieces: &[(OwnedFd, usize)], current: &Current) -> Result<Self, Failure> {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
         let addresses = Arc::new(Addresses::reserve(pieces.iter().map(|(_, bytes)| bytes).sum())?);
         let place = Place::of(&addresses);
         memory.map(&place)?;
         let own = memory.device()?;
         let (address, devices, contexts) = (addresses.base(), BTreeSet::new(), BTreeSet::new());
-        let mut opened = Self { owner, address, count: 1, place, devices, contexts, _memory: memory };
+        let mut opened = Self { lease: Arc::clone(lease), address, count: 1, changed: 0, place, devices, contexts, _memory: memory };
         opened.open_to(current)?;
         // Copies between devices may run on the memory's own.
         if let Some(own) = own {
@@ -164,20 +247,49 @@ impl Opened {
 }
 
 impl Borrowed {
-    /// Gets the memory behind a handle from its owner.
-    fn ask(&mut self, handle: &Ticket) -> Result<Vec<(OwnedFd, usize)>, StatusCode> {
-        let known = self.owners.contains_key(&handle.owner);
-        let mut answer = self.try_ask(handle);
-        if known && answer.is_err() {
-            // The owner may have a new socket, or be another process with the same pid.
-            answer = self.try_ask(handle);
-        }
-        let (reply, files) = answer.map_err(|error| {
-            log::debug!("process {} does not share its memory: {error}", handle.owner);
-            match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => code::OPERATING_SYSTEM,
-                _ => code::INVALID_HANDLE,
+    /// Opens what is open already.
+    fn open_again(&mut self, token: &Token, current: &Current) -> Result<Option<CUdeviceptr>, Failure> {
+        let Some(opened) = self.open.get_mut(token) else { return Ok(None) };
+        opened.open_to(current)?;
+        opened.count += 1;
+        self.changes += 1;
+        opened.changed = self.changes;
+        Ok(Some(opened.address))
+    }
+
+    fn insert(&mut self, token: Token, opened: Opened) {
+        self.changes += 1;
+        self.open.insert(token, Opened { changed: self.changes, ..opened });
+    }
+
+    /// The connection for questions to an owner.
+    fn lease(&mut self, owner: u32) -> io::Result<Arc<Lease>> {
+        use std::collections::hash_map::Entry;
+        match self.owners.entry(owner) {
+            Entry::Occupied(known) => Ok(Arc::clone(known.get())),
+            Entry::Vacant(place) => {
+                let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
+                let stream = directory.connect(owner)?;
+                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_write_timeout(Some(PATIENCE))?;
+                let connection = Held::new(stream)?;
+                Ok(Arc::clone(place.insert(Arc::new(Lease { owner, connection, state: Mutex::new(State::Open) }))))
             }
+        }
+    }
+}
+
+/// All with the connection locked: an opening and a closing of the same memory must not cross.
+impl Lease {
+    /// Gets the memory behind a handle from its owner.
+    fn ask(self: &Arc<Self>, state: &mut State, token: &Token) -> Result<Vec<(OwnedFd, usize)>, Refused> {
+        let (reply, files) = self.exchange(Request::Open { token: token.text() }).map_err(|error| {
+            self.retire(state);
+            if error.kind() == io::ErrorKind::TimedOut {
+                // The owner may still lend it.
+                self.say(Request::Close { token: token.text() });
+            }
+            Refused::because(self.owner, &error)
         })?;
         match reply {
             Reply::Opened { pieces } if pieces.len() == files.len() => {
@@ -185,69 +297,110 @@ impl Borrowed {
             }
             Reply::Error(refusal) => {
                 if refusal.cuda_code == Some(code::ILLEGAL_STATE) {
-                    log::warn!("the memory that process {} shares is paused; resume it before another process opens it", handle.owner);
+                    log::warn!("the memory that process {} shares is paused; resume it before another process opens it", self.owner);
                 } else {
-                    log::debug!("process {} does not share its memory: {}", handle.owner, refusal.message);
+                    log::debug!("process {} does not share its memory: {}", self.owner, refusal.message);
                 }
-                self.hang_up_if_unused(handle.owner);
-                Err(refusal.cuda_code.unwrap_or(code::UNKNOWN))
+                self.retire_if_unused(state);
+                match refusal.cuda_code {
+                    Some(code) => Err(Refused::Finally(code)),
+                    None if refusal.code == Kind::Busy => {
+                        // It has hung up.
+                        self.retire(state);
+                        Err(Refused::ForNow)
+                    }
+                    None => Err(Refused::Finally(code::UNKNOWN)),
+                }
             }
-            _ => Err(code::UNKNOWN),
+            _ => {
+                // Not all descriptors fit into this process.
+                log::debug!("process {} shares its memory, but not all of it arrived", self.owner);
+                drop(files);
+                self.give_back(state, token);
+                Err(Refused::Finally(code::UNKNOWN))
+            }
         }
     }
 
-    fn try_ask(&mut self, handle: &Ticket) -> io::Result<(Reply, Vec<OwnedFd>)> {
-        let asked = self.connection(handle.owner).and_then(|connection| {
-            let connection = connection.as_type::<UnixStream>()?;
-            exchange(&connection, Request::Open { token: handle.token.text() })
-        });
-        if asked.is_err() {
-            self.owners.remove(&handle.owner);
-        }
-        asked
-    }
-
-    fn connection(&mut self, owner: u32) -> io::Result<&Held> {
-        use std::collections::hash_map::Entry;
-        match self.owners.entry(owner) {
-            Entry::Occupied(known) => Ok(known.into_mut()),
-            Entry::Vacant(place) => {
-                let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
-                let stream = directory.connect(owner)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
-                stream.set_write_timeout(Some(PATIENCE))?;
-                Ok(place.insert(Held::new(stream)?))
+    /// Closes memory if it is still open and `meant`. Returns whether it was.
+    fn end(self: &Arc<Self>, state: &mut State, token: &Token, meant: impl Fn(&Opened) -> bool) -> bool {
+        let opened = {
+            let mut borrowed = borrowed();
+            let is_meant = |opened: &Opened| Arc::ptr_eq(&opened.lease, self) && meant(opened);
+            if !borrowed.open.get(token).is_some_and(is_meant) {
+                return false;
             }
-        }
+            borrowed.open.remove(token)
+        };
+        // Before the owner may pause it.
+        drop(opened);
+        self.give_back(state, token);
+        true
     }
 
     /// Tells the owner that memory is closed.
-    fn give_back(&mut self, owner: u32, token: &Token) {
-        // Also before hanging up: when this process goes on, the owner knows.
-        let told = self.owners.get(&owner).map(|connection| {
-            let connection = connection.as_type::<UnixStream>()?;
-            exchange(&connection, Request::Close { token: token.text() })
-        });
-        if let Some(Err(error)) = told {
-            log::debug!("process {owner} could not be told that its memory is closed: {error}");
+    fn give_back(self: &Arc<Self>, state: &mut State, token: &Token) {
+        let request = Request::Close { token: token.text() };
+        // Waits for the answer, also before hanging up: when this process goes on, the owner knows.
+        if *state == State::Retired {
+            self.say(request);
+        } else if let Err(error) = self.exchange(request) {
+            log::debug!("process {} could not be told that its memory is closed: {error}", self.owner);
+            self.retire(state);
         }
-        self.hang_up_if_unused(owner);
+        self.retire_if_unused(state);
     }
 
-    fn hang_up_if_unused(&mut self, owner: u32) {
-        if self.open.values().all(|opened| opened.owner != owner) {
-            self.owners.remove(&owner);
+    /// Asks no more questions over this connection. It remains while something is open that came over it.
+    fn retire(self: &Arc<Self>, state: &mut State) {
+        *state = State::Retired;
+        let mut borrowed = borrowed();
+        if borrowed.owners.get(&self.owner).is_some_and(|current| Arc::ptr_eq(current, self)) {
+            borrowed.owners.remove(&self.owner);
+        }
+    }
+
+    fn retire_if_unused(self: &Arc<Self>, state: &mut State) {
+        let used = borrowed().open.values().any(|opened| Arc::ptr_eq(&opened.lease, self));
+        if !used {
+            self.retire(state);
+        }
+    }
+
+    /// Sends a request whose answer does not matter.
+    fn say(&self, request: Request) {
+        let said = self.connection.as_type::<UnixStream>().and_then(|stream| send(&stream, &line_of(request)));
+        if let Err(error) = said {
+            log::debug!("process {}: {error}", self.owner);
+        }
+    }
+
+    /// Sends a request and receives the answer, with the descriptors that come with it. `TimedOut` if there is none in time.
+    fn exchange(&self, request: Request) -> io::Result<(Reply, Vec<OwnedFd>)> {
+        let stream = self.connection.as_type::<UnixStream>()?;
+        let in_time = |error: io::Error| if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error };
+        match send(&stream, &line_of(request)) {
+            // An owner that has no time for this process says so, unasked, and hangs up.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => receive(&stream).map_err(|_| error),
+            Err(error) => Err(in_time(error)),
+            Ok(()) => receive(&stream).map_err(in_time),
         }
     }
 }
 
-/// Sends a request and receives the answer, with the descriptors that come with it.
-fn exchange(stream: &UnixStream, request: Request) -> io::Result<(Reply, Vec<OwnedFd>)> {
-    let line = protocol::line(&Message { version: VERSION, request });
+fn line_of(request: Request) -> Vec<u8> {
+    protocol::line(&Message { version: VERSION, request })
+}
+
+fn send(stream: &UnixStream, line: &[u8]) -> io::Result<()> {
     let mut sent = 0;
     while sent < line.len() {
         sent += retry(|| descriptors::send(stream, &line[sent..], &[]))?;
     }
+    Ok(())
+}
+
+fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<OwnedFd>)> {
     let (mut answer, mut files) = (Vec::new(), Vec::new());
     while answer.last() != Some(&b'\n') {
         let mut part = [0; 4096];

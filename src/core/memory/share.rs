@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::{fs, io};
 use vramctl_control::descriptors;
-use vramctl_driver::{self as driver, CUdeviceptr};
+use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
 use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, code};
 
 /// The size of `CUipcMemHandle` and `cudaIpcMemHandle_t`.
@@ -98,6 +98,13 @@ pub struct Lending {
     open: BTreeMap<u64, Borrower>,
 }
 
+impl Lending {
+    /// Whether another process has it open.
+    pub fn is_lent(&self) -> bool {
+        !self.open.is_empty()
+    }
+}
+
 /// The descriptors of an allocation's memory, each with its length.
 pub type Pieces = Vec<(OwnedFd, usize)>;
 
@@ -137,6 +144,7 @@ impl Memory {
         let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
         // Not during a pause or resume.
         let _shared = self.share();
+        let _relaxed = RelaxedCapture::enter();
         let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) else { return refuse(code::INVALID_HANDLE) };
         let mut contents = allocation.contents();
         let Some(memory) = contents.memory.as_ref().filter(|memory| memory.is_mapped()) else { return refuse(code::ILLEGAL_STATE) };

@@ -91,8 +91,12 @@ impl Memory {
 }
 
 impl Chosen {
-    /// Leaves out what is registered, or fails because of it, as the request says.
+    /// Leaves out what is registered, or fails because of it, as the request says. Memory that other processes have open is left
+    /// out with it; there is no taking that, see [`refuse_if_lent`](crate::memory::share::refuse_if_lent).
     fn spare_registered(&mut self, request: &TransitionRequest) -> Result<(), Error> {
+        if request.registered == Registered::Keep {
+            self.active.retain(|allocation| !allocation.contents().lending.is_lent());
+        }
         let (registered, rest): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.active).into_iter().partition(|allocation| allocation.contents().registrant.is_some());
         self.active = rest;

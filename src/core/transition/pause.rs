@@ -94,16 +94,10 @@ impl Memory {
         clock: &mut Clock,
         observer: &mut dyn Observer,
     ) -> Result<(), Error> {
-        let started = Instant::now();
         let mut chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
-        while let Err(error) = refuse_if_lent(&chosen.active) {
-            if started.elapsed() > NOTICED {
-                return Err(error);
-            }
-            thread::sleep(NOTICED / 20);
-        }
+        refuse_if_still_lent(&chosen.active)?;
         let Chosen { all, active, .. } = chosen;
         // With nothing to pause, there is nothing to wait for.
         if active.is_empty() {
@@ -233,6 +227,18 @@ impl Memory {
         }
         !given_up.is_empty()
     }
+}
+
+/// Like [`refuse_if_lent`], but first gives the end of a process that had memory open time to be noticed.
+pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>]) -> Result<(), Error> {
+    let started = Instant::now();
+    while let Err(error) = refuse_if_lent(victims) {
+        if started.elapsed() > NOTICED {
+            return Err(error);
+        }
+        thread::sleep(NOTICED / 20);
+    }
+    Ok(())
 }
 
 /// Unmaps memory, adjacent ranges in one call; it keeps its contents. On error, some may be unmapped.

@@ -1,7 +1,7 @@
 //! Dry runs, and the check that protects prefix caches.
 
 use super::Chosen;
-use super::pause::{policy_for, wanted_of};
+use super::pause::{policy_for, refuse_if_still_lent, wanted_of};
 use crate::memory::Memory;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use vramctl_backup as backup;
 use vramctl_model::{Backup, Error, HostRoom, Plan, TagPlan, TransitionRequest};
 
 impl Memory {
-    /// What a pause would do now. Changes nothing and does not block.
+    /// What a pause would do now. Changes nothing, and does not wait for the device.
     pub fn plan(&self, request: &TransitionRequest) -> Result<Plan, Error> {
         let mut chosen = self.choose(request)?;
         chosen.spare_registered(request)?;
@@ -17,6 +17,7 @@ impl Memory {
             Err(Error::PrefixCache(engine)) => Some(engine),
             _ => None,
         };
+        refuse_if_still_lent(&chosen.active)?;
         let (mut tags, mut needed_bytes) = (BTreeMap::<_, TagPlan>::new(), 0);
         for allocation in &chosen.active {
             let wanted = wanted_of(request, allocation);
