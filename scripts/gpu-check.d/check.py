@@ -691,6 +691,7 @@ class Check:
             "saver": (self.saver, 250),
             "engine": (self.engine, 160),
             "waits": (self.waits, 60),
+            "hold": (self.hold, 160),
             "oom": (self.oom, 120),
             "overhead": (self.overhead_section, 200),
             "programs": (lambda: kinds.section(self), 540),

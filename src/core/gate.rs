@@ -23,7 +23,7 @@ pub struct Gated(pub &'static str);
 
 /// A thread's mark: the function that it is inside, or null. In a cache line of its own.
 #[repr(align(128))]
-struct Mark {
+struct ThreadMark {
     inside: AtomicPtr<Gated>,
     /// Whether a thread has it.
     taken: AtomicBool,
@@ -42,18 +42,18 @@ fn generation() -> u32 {
 static FENCE: AtomicBool = AtomicBool::new(false);
 
 /// All marks of the process. They are never freed, and used again by later threads.
-static MARKS: PerProcess<Mutex<Vec<&'static Mark>>> = PerProcess::new(Mutex::default);
+static MARKS: PerProcess<Mutex<Vec<&'static ThreadMark>>> = PerProcess::new(Mutex::default);
 
 /// Threads that wait at the gate.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    static MARK: Cell<*const Mark> = const { Cell::new(ptr::null()) };
+    static MARK: Cell<*const ThreadMark> = const { Cell::new(ptr::null()) };
     /// Gives the mark back when the thread ends.
     static OWNED: Cell<Option<Owned>> = const { Cell::new(None) };
 }
 
-struct Owned(&'static Mark);
+struct Owned(&'static ThreadMark);
 
 impl Drop for Owned {
     fn drop(&mut self) {
@@ -90,7 +90,7 @@ pub fn pass<R>(gated: &'static Gated, call: impl FnOnce() -> R) -> R {
     call()
 }
 
-struct Leave(&'static Mark);
+struct Leave(&'static ThreadMark);
 
 impl Drop for Leave {
     #[inline]
@@ -101,19 +101,19 @@ impl Drop for Leave {
 
 /// This thread's mark. `None` if the thread is ending: what it still calls is not held.
 #[inline]
-fn my_mark() -> Option<&'static Mark> {
+fn my_mark() -> Option<&'static ThreadMark> {
     let mark = MARK.try_with(Cell::get).ok()?;
     // SAFETY: null, or one of `MARKS`, which are never freed.
     unsafe { mark.as_ref() }.or_else(take_mark)
 }
 
 #[cold]
-fn take_mark() -> Option<&'static Mark> {
+fn take_mark() -> Option<&'static ThreadMark> {
     let mut marks = marks();
-    let free = |mark: &&&'static Mark| mark.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+    let free = |mark: &&&'static ThreadMark| mark.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
     let found = marks.iter().find(free).copied();
     let mark = found.unwrap_or_else(|| {
-        let new: &'static Mark = Box::leak(Box::new(Mark { inside: AtomicPtr::default(), taken: AtomicBool::new(true) }));
+        let new: &'static ThreadMark = Box::leak(Box::new(ThreadMark { inside: AtomicPtr::default(), taken: AtomicBool::new(true) }));
         marks.push(new);
         new
     });
@@ -126,7 +126,7 @@ fn take_mark() -> Option<&'static Mark> {
     Some(mark)
 }
 
-fn marks() -> MutexGuard<'static, Vec<&'static Mark>> {
+fn marks() -> MutexGuard<'static, Vec<&'static ThreadMark>> {
     MARKS.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -318,9 +318,9 @@ mod tests {
             thread::spawn(move || {
                 pass(&CALL, || {
                     while !release.load(Ordering::Relaxed) {
-                        thread::yield_now()
+                        thread::yield_now();
                     }
-                })
+                });
             })
         };
         while super::inside().is_empty() {
@@ -358,13 +358,13 @@ mod tests {
     /// The closer must not wait for threads that no longer exist.
     #[test]
     fn a_thread_that_ends_inside_a_call_is_not_waited_for() {
-        let _turn = turn();
         extern "C" fn end(_: *mut libc::c_void) -> *mut libc::c_void {
             pass(&CALL, || ());
             // As a thread that is cancelled within a call: its mark still says inside.
             my_mark().unwrap().inside.store(ptr::from_ref(&CALL).cast_mut(), Ordering::SeqCst);
             ptr::null_mut()
         }
+        let _turn = turn();
         let mut thread = 0;
         // SAFETY: the function needs nothing, and the thread is joined.
         unsafe {

@@ -3,9 +3,9 @@
 //! A request is managed by the first of our functions that it passes. What that one leaves to CUDA passes through the driver's
 //! functions later ([`leave`]): they leave it alone, too.
 
+use crate::decided;
 use crate::driver_originals;
 use crate::exclude;
-use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ffi::{c_uint, c_void};
 use std::sync::{PoisonError, RwLock};
@@ -144,28 +144,14 @@ pub enum Source {
     Pool(*mut c_void, StreamHandle),
 }
 
-thread_local! {
-    /// Whether the thread's calls now answer a request that has been left to CUDA already.
-    static LEFT: Cell<bool> = const { Cell::new(false) };
-}
-
 /// Leaves a request to the real function, whose own calls of the driver's functions then pass as well. What it gives is counted as
 /// left alone, by `note`, which is told whose it is: the first of our functions that a request passes knows.
 pub fn leave(caller: *const c_void, bytes: usize, real: impl FnOnce() -> StatusCode, note: impl FnOnce(&'static str)) -> StatusCode {
-    let before = LEFT.replace(true);
-    let answer = real();
-    LEFT.set(before);
+    let before = decided::is_decided();
+    let answer = decided::pass_by(real);
     if !is_small(bytes) && answer == code::SUCCESS && !before {
         note(exclude::library_at(caller).name());
     }
-    answer
-}
-
-/// Calls a function of the runtime for the library's own sake: what it does passes the driver's functions.
-pub fn pass_by<R>(call: impl FnOnce() -> R) -> R {
-    let before = LEFT.replace(true);
-    let answer = call();
-    LEFT.set(before);
     answer
 }
 
@@ -177,7 +163,7 @@ fn is_small(bytes: usize) -> bool {
 
 /// What the calling thread's memory is recorded under; `None` if this request is left to CUDA. `caller`: where it returns to.
 pub fn placement(bytes: usize, caller: *const c_void) -> Option<Placement> {
-    if is_small(bytes) || LEFT.get() || exclude::library_at(caller).is_excluded() {
+    if is_small(bytes) || decided::is_decided() || exclude::library_at(caller).is_excluded() {
         return None;
     }
     region::current()

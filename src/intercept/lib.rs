@@ -7,6 +7,7 @@ pub mod abi;
 mod alloc;
 mod contexts;
 mod copies;
+mod decided;
 mod driver_originals;
 pub mod entries;
 mod exclude;

@@ -1,6 +1,6 @@
 //! The real functions behind the hooks. They are looked up lazily, because a preloaded library is loaded before the runtime.
 
-use crate::alloc::pass_by;
+use crate::decided::pass_by;
 use crate::hooked_functions;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};

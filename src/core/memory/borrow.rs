@@ -59,12 +59,12 @@ struct Opened {
 struct Lease {
     owner: u32,
     connection: Held,
-    state: Mutex<State>,
+    state: Mutex<LeaseState>,
 }
 
 /// Whether a connection is still good for questions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum LeaseState {
     Open,
     /// An answer is outstanding, or nothing is open any more.
     Retired,
@@ -144,7 +144,7 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
     if let Some(address) = borrowed().open_again(&handle.token, current)? {
         return Ok(address);
     }
-    if *state == State::Retired {
+    if *state == LeaseState::Retired {
         return Err(Refused::ForNow);
     }
     let pieces = lease.ask(&mut state, &handle.token)?;
@@ -273,7 +273,7 @@ impl Borrowed {
                 stream.set_read_timeout(Some(PATIENCE))?;
                 stream.set_write_timeout(Some(PATIENCE))?;
                 let connection = Held::new(stream)?;
-                Ok(Arc::clone(place.insert(Arc::new(Lease { owner, connection, state: Mutex::new(State::Open) }))))
+                Ok(Arc::clone(place.insert(Arc::new(Lease { owner, connection, state: Mutex::new(LeaseState::Open) }))))
             }
         }
     }
@@ -282,7 +282,7 @@ impl Borrowed {
 /// All with the connection locked: an opening and a closing of the same memory must not cross.
 impl Lease {
     /// Gets the memory behind a handle from its owner.
-    fn ask(self: &Arc<Self>, state: &mut State, token: &Token) -> Result<Vec<(OwnedFd, usize)>, Refused> {
+    fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<Vec<(OwnedFd, usize)>, Refused> {
         let (reply, files) = self.exchange(Request::Open { token: token.text() }).map_err(|error| {
             self.retire(state);
             if error.kind() == io::ErrorKind::TimedOut {
@@ -323,7 +323,7 @@ impl Lease {
     }
 
     /// Closes memory if it is still open and `meant`. Returns whether it was.
-    fn end(self: &Arc<Self>, state: &mut State, token: &Token, meant: impl Fn(&Opened) -> bool) -> bool {
+    fn end(self: &Arc<Self>, state: &mut LeaseState, token: &Token, meant: impl Fn(&Opened) -> bool) -> bool {
         let opened = {
             let mut borrowed = borrowed();
             let is_meant = |opened: &Opened| Arc::ptr_eq(&opened.lease, self) && meant(opened);
@@ -339,10 +339,10 @@ impl Lease {
     }
 
     /// Tells the owner that memory is closed.
-    fn give_back(self: &Arc<Self>, state: &mut State, token: &Token) {
+    fn give_back(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
         let request = Request::Close { token: token.text() };
         // Waits for the answer, also before hanging up: when this process goes on, the owner knows.
-        if *state == State::Retired {
+        if *state == LeaseState::Retired {
             self.say(request);
         } else if let Err(error) = self.exchange(request) {
             log::debug!("process {} could not be told that its memory is closed: {error}", self.owner);
@@ -352,15 +352,15 @@ impl Lease {
     }
 
     /// Asks no more questions over this connection. It remains while something is open that came over it.
-    fn retire(self: &Arc<Self>, state: &mut State) {
-        *state = State::Retired;
+    fn retire(self: &Arc<Self>, state: &mut LeaseState) {
+        *state = LeaseState::Retired;
         let mut borrowed = borrowed();
         if borrowed.owners.get(&self.owner).is_some_and(|current| Arc::ptr_eq(current, self)) {
             borrowed.owners.remove(&self.owner);
         }
     }
 
-    fn retire_if_unused(self: &Arc<Self>, state: &mut State) {
+    fn retire_if_unused(self: &Arc<Self>, state: &mut LeaseState) {
         let used = borrowed().open.values().any(|opened| Arc::ptr_eq(&opened.lease, self));
         if !used {
             self.retire(state);
