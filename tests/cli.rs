@@ -298,6 +298,8 @@ impl State {
             total_bytes: Some(80 * GIB),
         };
         let memory = Status {
+            held: false,
+            waiting_threads: 0,
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
             devices: vec![device],

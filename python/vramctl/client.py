@@ -231,6 +231,7 @@ class Client:
         backup: Backup = "default",
         force: bool = False,
         registered: str = "refuse",
+        hold: float | None = None,
         timeout: float | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
@@ -245,6 +246,10 @@ class Client:
 
         `registered`: what to do with memory that another process, a network card or NCCL has registered: ``refuse`` (raise
         `errors.Registered`), ``keep`` (pause the rest) or ``take`` (pause it too).
+
+        `hold`: hold the process, so that it need not be idle: its calls that start GPU work wait until everything is resumed.
+        Seconds to wait for calls and work in flight; after that `errors.Busy`, and it runs on. Not for this very process: a
+        thread that waits may have the interpreter's lock.
 
         `timeout`: seconds to wait for the device's work; None waits indefinitely. It does not limit copying.
 
@@ -268,6 +273,8 @@ class Client:
             request["force"] = True
         if registered != "refuse":
             request["registered"] = registered
+        if hold is not None:
+            request["hold_ms"] = _request.milliseconds(hold)
         return self._transition(request, _request.milliseconds(timeout), progress)
 
     def resume(

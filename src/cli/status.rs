@@ -70,6 +70,9 @@ fn describe(status: &ProcessStatus) -> String {
     if let Some(engine) = &process.engine {
         let _ = writeln!(text, "Inference engine: {engine}.");
     }
+    if memory.held {
+        let _ = writeln!(text, "Held: {} threads wait to start GPU work, until everything is resumed.", memory.waiting_threads);
+    }
     let _ = match &memory.process_tag {
         Some(tag) => writeln!(text, "New allocations outside regions get the tag {tag}."),
         None => writeln!(text, "New allocations outside regions are left to CUDA."),

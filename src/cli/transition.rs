@@ -28,7 +28,7 @@ use vramctl_model::{Error, Kind, Registered};
 #[derive(clap::Args)]
 #[command(after_help = "\
 Without tags, pauses all of them. The process keeps running and keeps its addresses. Pause idle programs: GPU work that touches \
-paused memory fails. A pause first waits for running GPU work, at most --timeout seconds if given. It keeps contents in host \
+paused memory fails. Or hold them with --hold: calls that start GPU work then wait until everything is resumed. A pause first waits for running GPU work, at most --timeout seconds if given. It keeps contents in host \
 memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails changes nothing. ^C \
 cancels the wait for GPU work; a pause that is already saving continues, and the command says so.
 
@@ -41,6 +41,7 @@ Examples:
   vramctl pause kv_cache --discard --all     this tag in every process; drop the contents
   vramctl pause weights --backup disk        keep the contents in a file in $VRAMCTL_DISK_DIR
   vramctl pause --name engine --timeout 2.5
+  vramctl pause --name trainer --hold        at any moment: its GPU work waits until it is resumed
   vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
   vramctl pause --dry-run                    show what would be paused, and change nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
