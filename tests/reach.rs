@@ -34,9 +34,9 @@ fn programs() -> &'static Path {
         compile("libinterposer.so", "interposer.c", &library);
         compile("libbehind.so", "behind.c", &library);
         compile("libbehind_by_proc_address.so", "behind.c", &[&library[..], &["-DBY_PROC_ADDRESS"]].concat());
-        let names: String = of_driver().iter().map(|name| format!("WHOLE({name})\n")).collect();
+        let names: Vec<_> = of_driver().iter().map(|name| format!("WHOLE({name})")).collect();
         fs::create_dir_all(folder.join("stand_in")).unwrap();
-        fs::write(folder.join("stand_in/driver_names.h"), names).unwrap();
+        fs::write(folder.join("stand_in/driver_names.h"), names.join("\n")).unwrap();
         let include = format!("-I{}", folder.join("stand_in").display());
         let stand_in = ["-DSTANDS_IN", "-Wl,-soname,libcuda.so.1", &include];
         compile("stand_in/libcuda.so.1", "behind.c", &[&library[..], &stand_in].concat());
@@ -53,7 +53,7 @@ fn library() -> PathBuf {
 
 /// Runs a program on a machine of its own, behind these preloaded libraries.
 fn run(preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
-    run_with(&simulated_libraries(), preloaded, program, arguments)
+    run_with(simulated_libraries(), preloaded, program, arguments)
 }
 
 /// The same with the driver in this folder.
