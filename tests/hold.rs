@@ -16,6 +16,8 @@ fn pause_held(tags: &[&str], limit: Duration) -> Result<Report, Error> {
     Memory::get().pause(&TransitionRequest { hold: Some(limit), ..request(tags) }, &mut ())
 }
 
+/// How much a busy thread writes at a time.
+const BYTES: usize = 64 << 10;
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(100);
 
@@ -40,7 +42,6 @@ fn a_busy_program_is_paused_at_random_moments() {
     let gpu = Gpu::take();
     let stop = AtomicBool::new(false);
     let (rounds, threads) = (AtomicU64::new(0), 3);
-    const BYTES: usize = 64 << 10;
     let work = |seed: u64| {
         let (from, to) = (malloc_tagged("busy", None, 2 * MIB).unwrap(), malloc_tagged("busy", None, 2 * MIB).unwrap());
         let stream = Stream::create();

@@ -3,7 +3,7 @@
 //! There is one connection to each owner, kept while something of it is open: its end tells the owner that all of it is closed,
 //! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open.
 //!
-//! Locks: a connection's, then that of [`Borrowed`]. An owner may take long to answer, so only its connection's is held meanwhile.
+//! Locks: a connection's, then that of `Borrowed`. An owner may take long to answer, so only its connection's is held meanwhile.
 
 use super::Memory;
 use super::share::{Ticket, Token};
