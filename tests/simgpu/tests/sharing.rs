@@ -152,7 +152,8 @@ fn answers_another_process() {
                 0
             }
             "release" => u64::from(unsafe { (gpu.cuMemRelease)(number(1)) }),
-            "fill" => u64::from(unsafe { (gpu.cuMemsetD8_v2)(number(1), number(2) as u8, MIB2) }),
+            // A memset does not wait, and another process does not wait for it.
+            "fill" => u64::from(unsafe { (gpu.cuMemsetD8_v2)(number(1), number(2) as u8, MIB2).max((gpu.cuCtxSynchronize)()) }),
             "read" => u64::from(gpu.download(number(1), MIB2)[MIB2 - 1]),
             "alloc" => gpu.alloc(number(1) as usize),
             "free" => u64::from(unsafe { (gpu.cuMemFree_v2)(number(1)) }),
@@ -220,6 +221,7 @@ fn what_can_be_exported_and_imported() {
         let (one, other) = (gpu.map_at_new(shareable, MIB2), gpu.map_at_new(handle, MIB2));
         fails!(1, gpu.cuIpcGetMemHandle(&mut [0; 64], one));
         ok!(gpu.cuMemsetD8_v2(one, 7, MIB2));
+        ok!(gpu.cuCtxSynchronize());
         assert_eq!(gpu.download(other, MIB2), vec![7; MIB2]);
         assert_eq!(gpu.used(), 2 * MIB2 as u64);
         for (pointer, handle) in [(one, shareable), (other, handle)] {
@@ -240,6 +242,7 @@ fn a_shareable_handle_is_the_same_memory_in_another_process() {
         let handle = gpu.create_shareable(2 * MIB2);
         let pointer = gpu.map_at_new(handle, 2 * MIB2);
         ok!(gpu.cuMemsetD8_v2(pointer, 1, MIB2));
+        ok!(gpu.cuCtxSynchronize());
         let file = gpu.export(handle);
         let mut other = Other::start(&directory(), Some(file));
         let (imported, again) = (other.number("import"), other.number("import"));
@@ -297,6 +300,7 @@ fn plain_memory_is_opened_by_other_processes() {
         let mut other = Other::start(&directory(), None);
         let pointer = gpu.alloc(2 * MIB2);
         ok!(gpu.cuMemsetD8_v2(pointer, 3, MIB2));
+        ok!(gpu.cuCtxSynchronize());
         let handle = gpu.ipc(pointer);
         assert_eq!(gpu.ipc(pointer + 512), handle, "every address gives the handle of the allocation");
         assert_eq!(gpu.open(handle), Err(201), "not in the process itself");
