@@ -159,6 +159,29 @@ fn a_call_that_does_not_end_is_named() {
     assert_eq!(common::free(address), 0);
 }
 
+/// A resume, or a free, that comes while the gate is being closed must not open it: the pause would run beside the program's work.
+#[test]
+fn nobody_opens_the_gate_that_another_is_closing() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    let (stream, blocked) = (Stream::create(), Gate::new());
+    stream.wait_for(&blocked);
+    thread::scope(|scope| {
+        let pausing = scope.spawn(|| pause_held(&["busy"], LONG));
+        while !gate::is_held() {
+            thread::yield_now();
+        }
+        resume(&[]).unwrap();
+        assert!(gate::is_held(), "nothing is paused yet, and still it stays closed");
+        blocked.open();
+        pausing.join().unwrap().unwrap();
+    });
+    assert!(gate::is_held());
+    resume(&[]).unwrap();
+    assert!(!gate::is_held());
+    assert_eq!((stream.synchronize(), common::free(address)), (0, 0));
+}
+
 /// A failure in the middle of a pause lets the program go on.
 #[test]
 fn a_failed_pause_lets_the_program_go() {

@@ -150,15 +150,13 @@ fn wait_at_gate() {
     WAITING.fetch_sub(1, Ordering::Relaxed);
 }
 
-/// One at a time closes the gate.
+/// Whether the program is held: the gate stays closed behind its last closer. Whoever closes the gate has the lock until it is done,
+/// so that nobody opens it meanwhile.
 static CLOSER: PerProcess<Mutex<bool>> = PerProcess::new(Mutex::default);
 
-/// The closed gate. Opens when dropped, unless the program stays held.
+/// The closed gate. Opens when dropped, unless the program is held.
 #[derive(Debug)]
-pub struct Closed {
-    /// Whether the program was held already.
-    before: bool,
-}
+pub struct Closed(MutexGuard<'static, bool>);
 
 /// Calls that have not come out of the driver in time, with how many threads are in each.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -173,11 +171,8 @@ impl fmt::Display for Stuck {
 
 /// Closes the gate, and waits until nobody is inside, at most until `deadline`. After an error it is as it was before.
 pub fn close(deadline: Instant) -> Result<Closed, Stuck> {
-    let mut held = CLOSER.get().lock().unwrap_or_else(PoisonError::into_inner);
-    let closed = Closed { before: *held };
+    let closed = Closed(CLOSER.get().lock().unwrap_or_else(PoisonError::into_inner));
     CLOSED.store(generation(), Ordering::SeqCst);
-    *held = true;
-    drop(held);
     make_all_threads_fence();
     loop {
         let inside = inside();
@@ -204,35 +199,44 @@ fn inside() -> BTreeMap<&'static str, usize> {
 }
 
 impl Closed {
-    /// Leaves the gate closed: the program is held until [`open`].
+    /// Leaves the gate closed: the program is held until [`let_go`].
     pub fn keep(mut self) {
-        self.before = true;
+        *self.0 = true;
     }
 }
 
 impl Drop for Closed {
     fn drop(&mut self) {
-        if !self.before {
+        if !*self.0 {
             open();
         }
     }
 }
 
-/// Opens the gate.
-pub fn open() {
-    let mut held = CLOSER.get().lock().unwrap_or_else(PoisonError::into_inner);
-    *held = false;
+/// Opens the gate for a held program, unless there is still a reason to hold it. Does nothing while somebody is closing it, who
+/// looks for reasons afterwards.
+pub fn let_go(is_reason: impl FnOnce() -> bool) {
+    if is_held()
+        && let Ok(mut held) = CLOSER.get().try_lock()
+        && *held
+        && !is_reason()
+    {
+        *held = false;
+        open();
+    }
+}
+
+fn open() {
     CLOSED.store(OPEN, Ordering::SeqCst);
-    drop(held);
     // SAFETY: as in `wait_at_gate`.
     unsafe {
         libc::syscall(libc::SYS_futex, CLOSED.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
     }
 }
 
-/// Whether the program is held.
+/// Whether the gate is closed: the program is held, or about to be.
 pub fn is_held() -> bool {
-    CLOSER.existing().is_some_and(|held| *held.lock().unwrap_or_else(PoisonError::into_inner))
+    CLOSED.load(Ordering::Acquire) == generation()
 }
 
 /// How many threads wait at the gate.
@@ -328,7 +332,7 @@ mod tests {
         }
         let stuck = close(Instant::now() + Duration::from_millis(20)).unwrap_err();
         assert_eq!(stuck.to_string(), "threads have not come out of the driver: 1 in call");
-        open();
+        assert!(!is_held());
         release.store(true, Ordering::Relaxed);
         inside.join().unwrap();
         drop(close(soon()).unwrap());
@@ -350,7 +354,9 @@ mod tests {
         // A second hold, given up, leaves the first in place.
         drop(close(soon()).unwrap());
         assert!(is_held() && !passed.load(Ordering::SeqCst));
-        open();
+        let_go(|| true);
+        assert!(is_held(), "there is a reason");
+        let_go(|| false);
         waiting_thread.join().unwrap();
         assert!(passed.load(Ordering::SeqCst) && !is_held());
     }

@@ -248,7 +248,7 @@ impl Memory {
         self.wait_for_freed_in(primary);
         self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|(one, other), _| *one != device && *other != device);
         let _exclusive = self.exclude();
-        let doomed: Vec<_> = self.of_contexts(&[primary]).into_iter().filter(|allocation| allocation.goes_with_context()).collect();
+        let doomed = self.ending_with(&[primary]);
         // Failed device work is no reason to keep memory that is about to be destroyed.
         let _ = drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
         self.drop_all(doomed);
@@ -270,12 +270,12 @@ impl Memory {
     pub(crate) fn drop_gone(&self) -> bool {
         let gone = contexts::forget_gone();
         borrow::forget_gone(None);
-        let (doomed, rest): (Vec<_>, Vec<_>) = self.snapshot().into_iter().partition(|allocation| allocation.goes_with_context());
-        let doomed: Vec<_> = doomed.into_iter().filter(|allocation| gone.contains(&allocation.context())).collect();
+        let doomed = self.ending_with(&gone);
         let any = !doomed.is_empty();
         self.drop_all(doomed);
         // The device may have had no other context when its last one ended, so look again every time.
-        for allocation in rest.iter().filter(|allocation| !contexts::knows(allocation.context())) {
+        let rest = self.snapshot().into_iter().filter(|allocation| !allocation.goes_with_context());
+        for allocation in rest.filter(|allocation| !contexts::knows(allocation.context())) {
             if let Some(other) = contexts::of_devices(&BTreeSet::from([allocation.device])).first() {
                 allocation.move_to(*other);
             }
@@ -285,8 +285,10 @@ impl Memory {
         any
     }
 
-    fn of_contexts(&self, contexts: &[Context]) -> Vec<Arc<Allocation>> {
-        self.snapshot().into_iter().filter(|allocation| contexts.contains(&allocation.context())).collect()
+    /// The allocations that end with these contexts.
+    fn ending_with(&self, contexts: &[Context]) -> Vec<Arc<Allocation>> {
+        let ends = |allocation: &Arc<Allocation>| allocation.goes_with_context() && contexts.contains(&allocation.context());
+        self.snapshot().into_iter().filter(ends).collect()
     }
 
     fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {

@@ -46,9 +46,7 @@ impl Memory {
 
     /// Lets a held program go on, once nothing is paused.
     pub(crate) fn let_go(&self) {
-        if gate::is_held() && !self.any_paused() {
-            gate::open();
-        }
+        gate::let_go(|| self.any_paused());
     }
 
     /// Selects allocations. A tag that no allocation has is an error.
@@ -94,28 +92,24 @@ impl Chosen {
     /// Leaves out what is registered, or fails because of it, as the request says. Memory that other processes have open is left
     /// out with it; there is no taking that, see [`refuse_if_lent`](crate::memory::share::refuse_if_lent).
     fn spare_registered(&mut self, request: &TransitionRequest) -> Result<(), Error> {
-        if request.registered == Registered::Keep {
-            self.active.retain(|allocation| !allocation.contents().lending.is_lent());
-        }
-        let (registered, rest): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.active).into_iter().partition(|allocation| allocation.contents().registrant.is_some());
-        self.active = rest;
         match request.registered {
-            _ if registered.is_empty() => Ok(()),
-            Registered::Keep => Ok(()),
-            Registered::Take => {
-                self.active.extend(registered);
-                self.active.sort_by_cached_key(|allocation| allocation.address());
+            Registered::Take => Ok(()),
+            Registered::Keep => {
+                self.active.retain(|allocation| {
+                    let contents = allocation.contents();
+                    contents.registrant.is_none() && !contents.lending.is_lent()
+                });
                 Ok(())
             }
             Registered::Refuse => {
                 let mut bytes = BTreeMap::<(String, String), u64>::new();
-                for allocation in registered {
-                    let registrant = allocation.contents().registrant.unwrap_or_default().to_owned();
-                    *bytes.entry((allocation.tag.to_string(), registrant)).or_default() += allocation.bytes() as u64;
+                for allocation in &self.active {
+                    if let Some(registrant) = allocation.contents().registrant {
+                        *bytes.entry((allocation.tag.to_string(), registrant.to_owned())).or_default() += allocation.bytes() as u64;
+                    }
                 }
-                let list = bytes.into_iter().map(|((tag, registrant), bytes)| Registration { tag, registrant, bytes });
-                Err(Error::Registered(list.collect()))
+                let list: Vec<_> = bytes.into_iter().map(|((tag, registrant), bytes)| Registration { tag, registrant, bytes }).collect();
+                if list.is_empty() { Ok(()) } else { Err(Error::Registered(list)) }
             }
         }
     }

@@ -29,7 +29,12 @@ impl Memory {
     /// undone on error.
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         unless_ending(|| match request.hold {
-            Some(limit) => self.pause_held(request, limit, observer),
+            Some(limit) => {
+                let paused = self.pause_held(request, limit, observer);
+                // What was paused before may have been resumed or freed while the gate was being closed.
+                self.let_go();
+                paused
+            }
             None => self.pause_when_idle(request, observer),
         })
     }
