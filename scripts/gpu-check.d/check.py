@@ -115,17 +115,27 @@ class Child:
         self.check.log(f"{self.name}: {line[:500]}")
         return line
 
-    def ask(self, question, seconds=60):
+    def tell(self, question):
         with contextlib.suppress(BrokenPipeError):  # hear() reports how it ended
             self.process.stdin.write(question + "\n")
             self.process.stdin.flush()
+
+    def ask(self, question, seconds=60):
+        self.tell(question)
         return self.hear(seconds)
 
-    def ask_json(self, question, seconds=60):
-        reply = json.loads(self.ask(question, seconds))
+    def hear_json(self, question, seconds=60):
+        reply = json.loads(self.hear(seconds))
         if "error" in reply:
             raise Failed(f"{question}: {reply['error']}")
         return reply
+
+    def ask_json(self, question, seconds=60):
+        self.tell(question)
+        return self.hear_json(question, seconds)
+
+    def has_answered(self):
+        return not self.lines.empty()
 
     def finish(self, seconds=30):
         """Closes its stdin, waits for it, and returns the exit code."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pathlib
+import random
 import re
 import shlex
 import sys
@@ -37,6 +38,8 @@ class Engines(Check):
         # The other process and the interpreter run without the engine's environment.
         self.plain_env = dict(self.env)
         self.env.update(given(options))
+        if options.gpus == 1:
+            self.env["CUDA_VISIBLE_DEVICES"] = self.plain_env["CUDA_VISIBLE_DEVICES"] = str(options.gpu)
         if options.engine_dir:
             paths = [options.engine_dir, self.env.get("PYTHONPATH", "")]
             self.env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -57,6 +60,8 @@ class Engines(Check):
             settings["VRAMCTL_PREWARM"] = self.options.prewarm
         if part == "retained":
             settings["VRAMCTL_RETAIN"] = "weights"
+        if part == "hold" and self.options.engine == "vllm":
+            settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return settings
 
     def started(self, part):
@@ -109,6 +114,12 @@ class Engines(Check):
             "baseline": cycles("baseline"),
             "retained": cycles("retained"),
             "outside": outside,
+            "hold": [
+                ["env", *(f"{name}={value}" for name, value in self.settings("hold").items()), *outside[0]],
+                [*self.other(), "--serve"],
+                [vramctl, *self.held_pause()],
+                [vramctl, "resume", "--name", NAME, "--json"],
+            ],
             "tpot": both * self.options.rounds,
         }
         names = ("PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON", "VRAMCTL_LOG", *given(self.options))
@@ -124,7 +135,7 @@ class Engines(Check):
     def gpu(self, what):
         """Memory in use, on the fullest GPU."""
         if what != "memory.used" or self.options.gpus == 1:
-            return super().gpu(what)
+            return self.smi(f"--id={self.options.gpu}", f"--query-gpu={what}", "--format=csv,noheader,nounits")
         used = self.smi("--query-gpu=memory.used", "--format=csv,noheader,nounits").split()
         return max(used[: self.options.gpus], key=int)
 
@@ -160,10 +171,10 @@ class Engines(Check):
         self.say(f"the model is in {made}, after {taken:.0f} s")
         self.options.model = self.options.model or made
 
-    def start_program(self, managed):
+    def start_program(self, managed, part=""):
         command = self.under_library(self.program(), managed)
         with no_end():
-            program = Program(self, "program.py", command, self.env)
+            program = Program(self, "program.py", command, {**self.env, **self.settings(part)})
             self.children.append(program)
         started = json.loads(program.hear(300))
         self.version = started["version"]
@@ -200,6 +211,59 @@ class Engines(Check):
             )
         kv = "discarded" if self.options.discard else "kept"
         return {"cycles": cycles, "tags": tags, "kv": kv, "started": self.started("outside")}
+
+    def hold(self):
+        program = self.start_program(managed=True, part="hold")
+        tags = {name: tag["bytes"] for name, tag in self.states(NAME).items()}
+        self.expect(f"the tags {', '.join(self.tags)} exist", set(self.tags) <= set(tags), json.dumps(tags))
+        with no_end():
+            other = Child(self, "other.py", [*self.other(), "--serve"], self.plain_env)
+            self.children.append(other)
+        other.hear(60)
+        chance = random.Random(self.options.pauses)
+        loads = [
+            {"requests": requests, "tokens": tokens, **self.hold_in_flight(program, other, f"burst {requests} {tokens}", chance)}
+            for requests, tokens in ((1, 600), (32, 200))
+        ]
+        return {"loads": loads, "tags": tags, "started": self.started("hold")}
+
+    def hold_in_flight(self, program, other, burst, chance):
+        """Pauses the engine at random moments while it works on a burst of requests."""
+        # Warm up, so that the first answer does not come from kernels that are still being autotuned; the second is compared with.
+        requests = int(burst.split()[1])
+        program.ask_json(burst.replace("burst", "warm"), 240)
+        program.ask_json(burst, 240)
+        alone = program.ask_json(burst, 240)
+        self.expect(f"{requests} in flight: undisturbed runs are the same", not alone["differ"], alone)
+        pauses, runs, failed = [], 0, []
+        while len(pauses) < self.options.pauses and not failed:
+            program.tell(burst)
+            runs += 1
+            # Half of the pauses come early, when the engine may be in a prefill.
+            time.sleep(chance.uniform(0, 0.15 if runs % 2 else alone["s"] / 2))
+            while len(pauses) < self.options.pauses and not program.has_answered() and not failed:
+                code, answer, text, _ = self.vramctl(*self.held_pause())
+                if code != 0 or answer is None:
+                    failed.append(text)
+                    break
+                used_mib, in_flight = self.used_mib(below=8 * 1024), not program.has_answered()
+                used = other.ask("use", 60)
+                resume_ms = self.shell("resume", "--name", NAME, "--json", "--timeout", "10")
+                if not used.startswith("verified"):
+                    failed.append(used)
+                elif in_flight:
+                    pause_ms = max(one["report"]["ms"] for one in answer["processes"])
+                    pauses.append({"pause_ms": pause_ms, "resume_ms": resume_ms, "used_mib": used_mib})
+                time.sleep(chance.uniform(0, alone["s"] / 4))
+            reply = program.hear_json(burst, 240)
+            if reply["differ"] or not reply["complete"]:
+                failed.append(f"requests {reply['differ']} of run {runs} differ")
+        name = f"{requests} in flight, paused {len(pauses)} times in {runs} runs: same tokens and log-probabilities"
+        self.expect(name, not failed and len(pauses) == self.options.pauses, "; ".join(failed))
+        return {"runs": runs, "pauses": pauses, "alone_s": alone["s"], "same": not failed}
+
+    def held_pause(self):
+        return ["pause", "--hold", "--force", "--name", NAME]
 
     def shell(self, *arguments):
         """One pause or resume: the milliseconds reported by the slowest process."""
@@ -282,7 +346,7 @@ class Engines(Check):
             self.deadline = Deadline(max(self.options.limit - 15 - (start - begin), 0.1))
             measured = {}
             try:
-                work = {"outside": self.outside, "tpot": self.tpot}.get(part)
+                work = {"outside": self.outside, "hold": self.hold, "tpot": self.tpot}.get(part)
                 measured = work() if work else self.cycle_script(part)
             except Exception as error:
                 self.expect("runs to its end", False, f"{type(error).__name__}: {error}")
@@ -321,6 +385,7 @@ EMPTY = {
     "baseline": _NO_CYCLES,
     "retained": _NO_CYCLES,
     "outside": {"cycles": [], "tags": {}, "kv": "?"},
+    "hold": {"loads": [], "tags": {}},
     "tpot": {"ms": {"without": [], "with": []}},
 }
 
@@ -329,7 +394,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("engine", "engine-dir", "scripts", "part", "model", "bin", "python", "out", "work"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("other-gib", "cycles", "gpus", "rounds", "limit"):
+    for name in ("other-gib", "cycles", "pauses", "gpus", "gpu", "rounds", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--fraction", type=float, required=True)
     parser.add_argument("--prewarm", required=True)

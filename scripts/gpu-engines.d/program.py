@@ -3,7 +3,8 @@
     program.py sglang|vllm MODEL FRACTION GPUS
 
 Each answer is "@ " and a line of JSON, because engines write to stdout, too. `generate`: whether tokens and log-probabilities
-equal the first ones; `forget`: reset the engine's prefix cache; `tpot`: milliseconds per output token; `end`.
+equal the first ones; `burst REQUESTS TOKENS` (or `warm`): the same for that many requests in flight at once; `forget`: reset the engine's
+prefix cache; `tpot`: milliseconds per output token; `end`.
 """
 
 import json
@@ -12,7 +13,12 @@ import statistics
 import sys
 import time
 
-PROMPTS = [[(i * 7919 + j * 104729) % 120000 + 10 for j in range(64)] for i in range(4)]
+
+def prompt(number, tokens):
+    return [(number * 7919 + j * 104729) % 120000 + 10 for j in range(tokens)]
+
+
+PROMPTS = [prompt(number, 64) for number in range(4)]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -26,7 +32,8 @@ class Vllm:
             OFFLINE,
             VLLM_NO_USAGE_STATS="1",
             VLLM_USE_FLASHINFER_SAMPLER="0",
-            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            # With the core in this process, which requests are batched together is not random.
+            VLLM_ENABLE_V1_MULTIPROCESSING=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1"),
             VLLM_LOGGING_LEVEL="WARNING",
         )
         import vllm
@@ -39,8 +46,8 @@ class Vllm:
             max_model_len=4096,
             gpu_memory_utilization=fraction,
             tensor_parallel_size=gpus,
-            max_num_seqs=16,
-            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
+            max_num_seqs=32,
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
         )
 
     def forget(self):
@@ -68,7 +75,7 @@ class Sglang:
             sampling_backend="pytorch",
             mem_fraction_static=fraction,
             tp_size=gpus,
-            cuda_graph_max_bs_decode=8,
+            cuda_graph_max_bs_decode=32,
             log_level="warning",
         )
 
@@ -97,7 +104,7 @@ def main():
     name, model, fraction, gpus = sys.argv[1:]
     start = time.perf_counter()
     engine = {"vllm": Vllm, "sglang": Sglang}[name](model, float(fraction), int(gpus))
-    first = None
+    first, bursts = None, {}
 
     def answer(**fields):
         print("@ " + json.dumps(fields), flush=True)
@@ -112,6 +119,15 @@ def main():
                 first = first or outputs
                 tokens = [one[0] for one in outputs] == [one[0] for one in first]
                 answer(tokens=tokens, logprobs=outputs == first, sample=outputs[0][0][:6])
+            elif request.startswith(("burst ", "warm ")):
+                count, tokens = map(int, request.split()[1:])
+                engine.forget()
+                began = time.perf_counter()
+                outputs = engine.run([prompt(number, 200) for number in range(count)], tokens)
+                took = time.perf_counter() - began
+                want = bursts.setdefault(request, outputs)
+                differ = [number for number in range(count) if outputs[number] != want[number]]
+                answer(s=took, complete=all(len(one[0]) == tokens for one in outputs), differ=differ, sample=outputs[-1][0][:6])
             elif request == "forget":
                 engine.forget()
                 answer(done=True)

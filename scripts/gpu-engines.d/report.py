@@ -200,6 +200,19 @@ def markdown(parts):
         lines.append("")
     rows = []
     for name, measured in parts.items():
+        for load in measured.get("loads", []) if name.endswith("/hold") else []:
+            if load["pauses"]:
+                middle = [statistics.median(one[what] for one in load["pauses"]) for what in ("pause_ms", "resume_ms")]
+                used = max(one["used_mib"] for one in load["pauses"])
+                rows.append(
+                    f"| {measured['engine']} {measured['version']} | {load['requests']} | {len(load['pauses'])} | "
+                    f"{seconds(middle[0])} | {seconds(middle[1])} | {used / 1024:.2f} GiB | {'yes' if load['same'] else 'NO'} |"
+                )
+    if rows:
+        header = "| held in the middle of requests | in flight | pauses | pause | resume | in use while paused | same tokens |"
+        lines += [header, "| --- | ---: | ---: | ---: | ---: | ---: | --- |", *rows, ""]
+    rows = []
+    for name, measured in parts.items():
         if name.endswith("/tpot") and all(measured["ms"].values()):
             without, library = measured["ms"]["without"], measured["ms"]["with"]
             more = statistics.median(library) / statistics.median(without) - 1
