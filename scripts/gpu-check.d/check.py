@@ -573,16 +573,17 @@ class Check:
         self.expect("the program ends well", code == 0, f"exit code {code}: {text[-500:]}")
         self.say(f"  waits ({taken:.1f} s)")
 
-    def hold(self):
-        program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / "hold.py"
-        code, text, taken = self.command(sys.executable, program, self.bin / "vramctl", seconds=150)
+    def script(self, name, seconds):
+        """Runs a program that pauses what it starts, and prints a line for each check."""
+        program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / name
+        code, text, taken = self.command(sys.executable, program, self.bin / "vramctl", seconds=seconds)
         for line in text.splitlines():
             if line.startswith(("ok: ", "FAILED: ")):
                 state, _, what = line.partition(": ")
                 self.say(f"  {line}")
                 self.expect(what, state == "ok", what)
-        self.expect("hold.py ends well", code == 0, f"exit code {code}: {text[-500:]}")
-        self.say(f"  hold ({taken:.1f} s)")
+        self.expect(f"{name} ends well", code == 0, f"exit code {code}: {text[-500:]}")
+        self.say(f"  {name} ({taken:.1f} s)")
 
     def oom(self):
         options = self.options
@@ -701,7 +702,9 @@ class Check:
             "saver": (self.saver, 250),
             "engine": (self.engine, 160),
             "waits": (self.waits, 60),
-            "hold": (self.hold, 160),
+            "hold": (lambda: self.script("hold.py", 150), 160),
+            "sharing": (lambda: self.script("handover.py", 110), 120),
+            "two": (lambda: self.script("two.py", 110), 120),
             "oom": (self.oom, 120),
             "overhead": (self.overhead_section, 200),
             "programs": (lambda: kinds.section(self), 540),

@@ -1,0 +1,149 @@
+"""Hands weights from a trainer to an engine by CUDA IPC, bucket by bucket, both processes managed, and pauses the engine in between.
+
+usage: handover.py VRAMCTL [GIB]    prints a line `ok: …` or `FAILED: …` for each check
+       handover.py --trainer GIB, handover.py --engine GIB: the two programs, which handover.py starts under `vramctl run`
+
+The trainer copies parameters into a bucket of 512 MiB, shares it with torch's own tensor sharing, and waits until the engine has
+copied it out, as frameworks that update weights in buckets do.
+"""
+
+import base64
+import json
+import pickle
+import subprocess
+import sys
+import time
+
+BUCKET = 512 << 20
+
+
+def answer(**fields):
+    print(json.dumps(fields), flush=True)
+
+
+def parameters(torch, gib, round_number):
+    """The weights of a round, in pieces of a bucket each."""
+    count = (gib << 30) // BUCKET
+    return [torch.full((BUCKET // 4,), round_number * 1000.0 + number, device="cuda") for number in range(count)]
+
+
+def trainer(gib):
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    weights = parameters(torch, gib, 0)
+    bucket = torch.empty(BUCKET // 4, device="cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(3):
+        for piece in weights:
+            bucket.copy_(piece)
+    torch.cuda.synchronize()
+    answer(ready=True, device_gbs=3 * len(weights) * BUCKET / (time.perf_counter() - start) / 1e9)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "fill" in request:
+            for number, piece in enumerate(weights):
+                piece.fill_(request["fill"] * 1000.0 + number)
+            torch.cuda.synchronize()
+            answer(done=True)
+            continue
+        bucket.copy_(weights[request["bucket"]])
+        torch.cuda.synchronize()
+        answer(tensor=base64.b64encode(pickle.dumps(reduce_tensor(bucket))).decode())
+
+
+def engine(gib):
+    import torch
+
+    weights = parameters(torch, gib, -1)
+    for piece in weights:
+        piece.zero_()
+    torch.cuda.synchronize()
+    answer(ready=True, addresses=[piece.data_ptr() for piece in weights])
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "check" in request:
+            wrong = [
+                number
+                for number, piece in enumerate(weights)
+                if not bool((piece == request["check"] * 1000.0 + number).all())
+            ]
+            answer(wrong=wrong, addresses=[piece.data_ptr() for piece in weights])
+            continue
+        rebuild, arguments = pickle.loads(base64.b64decode(request["tensor"]))
+        shared = rebuild(*arguments)
+        weights[request["bucket"]].copy_(shared)
+        torch.cuda.synchronize()
+        del shared
+        answer(done=True)
+
+
+def main():
+    vramctl, gib = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 15
+    ok = True
+
+    def check(what, holds, detail=""):
+        nonlocal ok
+        ok = ok and holds
+        print(f"{'ok' if holds else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
+
+    def start(role):
+        command = [vramctl, "run", "--name", role, "--", sys.executable, __file__, f"--{role}", str(gib)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(child, **request):
+        child.stdin.write(json.dumps(request) + "\n")
+        child.stdin.flush()
+        return json.loads(child.stdout.readline())
+
+    def command(*arguments):
+        done = subprocess.run([vramctl, *arguments, "--json"], capture_output=True, text=True, timeout=120)
+        return done.returncode == 0, (done.stdout + done.stderr).strip()[-400:]
+
+    both = [start("trainer"), start("engine")]
+    sender, receiver = both
+    try:
+        device_gbs = json.loads(sender.stdout.readline())["device_gbs"]
+        addresses = json.loads(receiver.stdout.readline())["addresses"]
+        # The parent passes each handle on, as frameworks do by their own messages. The first round also opens the bucket.
+        for number in range(3):
+            ask(sender, fill=number)
+            began = time.perf_counter()
+            for bucket in range(len(addresses)):
+                ask(receiver, bucket=bucket, tensor=ask(sender, bucket=bucket)["tensor"])
+            took = time.perf_counter() - began
+            seen = ask(receiver, check=number)
+            gbs = (gib << 30) / took / 1e9
+            check(
+                f"round {number}: {gib} GiB arrive at the same addresses",
+                not seen["wrong"] and seen["addresses"] == addresses,
+                f"{took:.2f} s, {gbs:.1f} GB/s; the device copies one bucket after the other at {device_gbs:.0f} GB/s; {seen['wrong']}",
+            )
+            paused, text = command("pause", "--name", "engine")
+            check("the engine is paused", paused, text if not paused else "")
+            resumed, text = command("resume", "--name", "engine")
+            check("and resumed", resumed, text if not resumed else "")
+            check("with what was sent", not ask(receiver, check=number)["wrong"])
+        paused, text = command("pause", "--name", "trainer")
+        # Torch keeps the bucket open in the engine until its cache of opened memory is emptied.
+        check("the trainer is paused, or refuses because its bucket is open", paused or "shared" in text, text if not paused else "")
+        if paused:
+            check("and resumed", *command("resume", "--name", "trainer"))
+    finally:
+        for child in both:
+            child.stdin.close()
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--trainer":
+        trainer(int(sys.argv[2]))
+    elif sys.argv[1] == "--engine":
+        engine(int(sys.argv[2]))
+    else:
+        sys.exit(main())
