@@ -58,6 +58,8 @@ enum VramctlResult
   VRAMCTL_RESULT_REGISTERED = 16,
   // Other processes have memory open that would be paused.
   VRAMCTL_RESULT_SHARED = 17,
+  // Over the socket only: the pause or resume was taken back before its commit.
+  VRAMCTL_RESULT_ABORTED = 18,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

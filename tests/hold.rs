@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::launch;
-use vramctl_model::{Error, Kind, Report, TagState, TransitionRequest};
+use vramctl_model::{Error, Kind, Observer, Report, TagState, TransitionRequest};
 
 fn pause_held(tags: &[&str], limit: Duration) -> Result<Report, Error> {
     Memory::get().pause(&TransitionRequest { hold: Some(limit), ..request(tags) }, &mut ())
@@ -205,4 +205,51 @@ fn a_failed_pause_lets_the_program_go() {
     resume(&["busy"]).unwrap();
     assert_eq!((gate::is_held(), read(address, MIB).as_ref()), (false, Ok(&bytes)));
     assert_eq!(common::free(address), 0);
+}
+
+/// Says no at the last point where everything can be undone, and looks at the machine there.
+struct Refuses<'a>(&'a Gpu, Option<u64>);
+
+impl Observer for Refuses<'_> {
+    fn consent(&mut self) -> Result<(), Error> {
+        self.1 = Some(self.0.footprint().used()[0]);
+        Err(Error::Aborted("a test".into()))
+    }
+}
+
+/// Nothing is given up before the consent: without it, a pause and a resume leave everything as it was.
+#[test]
+fn without_consent_everything_is_taken_back() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("job", None, 2 * MIB).unwrap();
+    let bytes = pattern(9, MIB);
+    assert_eq!(write(address, &bytes), 0);
+    let active = gpu.footprint();
+    let mut refuses = Refuses(&gpu, None);
+    let error = Memory::get().hold().unwrap().pause(&request(&["job"]), &mut refuses).unwrap_err();
+    assert_eq!((error.kind(), error.to_string().as_str()), (Kind::Aborted, "taken back: a test; nothing has changed"));
+    assert_eq!(refuses.1, Some(active.used()[0]), "the memory is still there when consent is asked for");
+    assert_eq!((state("job"), gate::is_held()), (Some(TagState::Active), false));
+    assert_eq!((read(address, MIB).as_ref(), gpu.footprint().used()), (Ok(&bytes), active.used()));
+
+    pause_held(&["job"], LONG).unwrap();
+    let paused = gpu.footprint();
+    assert_eq!(Memory::get().resume(&request(&["job"]), &mut refuses).unwrap_err().kind(), Kind::Aborted);
+    assert_eq!(refuses.1, Some(active.used()[0]), "the new memory is there when consent is asked for");
+    assert_eq!((state("job"), gate::is_held(), gpu.footprint().used()), (Some(TagState::Paused), true, paused.used()));
+    resume(&["job"]).unwrap();
+    assert_eq!((read(address, MIB).as_ref(), gate::is_held()), (Ok(&bytes), false));
+    assert_eq!(common::free(address), 0);
+}
+
+/// Two that hold a program do not wait for each other. The second may try again.
+#[test]
+fn a_program_is_held_by_one_at_a_time() {
+    let _gpu = Gpu::take();
+    let first = Memory::get().hold().unwrap();
+    let second = thread::spawn(|| Memory::get().hold().map(|_| ()).unwrap_err().kind()).join().unwrap();
+    assert_eq!((second, gate::is_held()), (Kind::Busy, true));
+    drop(first);
+    assert!(!gate::is_held());
+    drop(Memory::get().hold().unwrap());
 }

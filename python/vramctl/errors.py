@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 __all__ = [
+    "Aborted",
     "Busy",
     "BufferTooSmall",
     "Capturing",
@@ -221,6 +222,13 @@ class Shared(Error):
     number = 17
 
 
+class Aborted(Error):
+    """The pause or resume was taken back before its commit, because another process of the job could not do it."""
+
+    code = "aborted"
+    number = 18
+
+
 class NotPreloaded(Error):
     """The library is not preloaded in this process, so none of its memory is managed."""
 
@@ -268,6 +276,7 @@ _CLASSES: tuple[type[Error], ...] = (
     Ending,
     Registered,
     Shared,
+    Aborted,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

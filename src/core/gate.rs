@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering, compiler_fence, fence};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_host::PerProcess;
@@ -171,19 +171,25 @@ impl fmt::Display for Stuck {
 
 /// Closes the gate, and waits until nobody is inside, at most until `deadline`. After an error it is as it was before.
 pub fn close(deadline: Instant) -> Result<Closed, Stuck> {
-    let closed = Closed(CLOSER.get().lock().unwrap_or_else(PoisonError::into_inner));
+    let closed = shut(CLOSER.get().lock().unwrap_or_else(PoisonError::into_inner));
+    closed.wait_until_empty(deadline)?;
+    Ok(closed)
+}
+
+/// Closes the gate without waiting for anything: from now on, new calls wait. `None` if somebody else is closing it.
+pub fn try_shut() -> Option<Closed> {
+    match CLOSER.get().try_lock() {
+        Ok(closer) => Some(shut(closer)),
+        Err(TryLockError::Poisoned(closer)) => Some(shut(closer.into_inner())),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+fn shut(closer: MutexGuard<'static, bool>) -> Closed {
+    let closed = Closed(closer);
     CLOSED.store(generation(), Ordering::SeqCst);
     make_all_threads_fence();
-    loop {
-        let inside = inside();
-        if inside.is_empty() {
-            return Ok(closed);
-        }
-        if Instant::now() >= deadline {
-            return Err(Stuck(inside));
-        }
-        thread::sleep(Duration::from_micros(50));
-    }
+    closed
 }
 
 /// The functions that threads are inside.
@@ -199,6 +205,20 @@ fn inside() -> BTreeMap<&'static str, usize> {
 }
 
 impl Closed {
+    /// Waits until nobody is inside, at most until `deadline`.
+    pub fn wait_until_empty(&self, deadline: Instant) -> Result<(), Stuck> {
+        loop {
+            let inside = inside();
+            if inside.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(Stuck(inside));
+            }
+            thread::sleep(Duration::from_micros(50));
+        }
+    }
+
     /// Leaves the gate closed: the program is held until [`let_go`].
     pub fn keep(mut self) {
         *self.0 = true;

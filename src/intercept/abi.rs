@@ -55,6 +55,8 @@ pub enum VramctlResult {
     Registered = 16,
     /// Other processes have memory open that would be paused.
     Shared = 17,
+    /// Over the socket only: the pause or resume was taken back before its commit.
+    Aborted = 18,
 }
 
 impl From<Kind> for VramctlResult {
@@ -77,6 +79,7 @@ impl From<Kind> for VramctlResult {
             Kind::Ending => Self::Ending,
             Kind::Registered => Self::Registered,
             Kind::Shared => Self::Shared,
+            Kind::Aborted => Self::Aborted,
         }
     }
 }

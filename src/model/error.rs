@@ -59,6 +59,10 @@ pub enum Error {
     },
     /// The program is exiting. Transitions in progress are abandoned, and none is started.
     Ending,
+    /// The transition was taken back before its commit; the text says why.
+    Aborted(String),
+    /// Another client is in the middle of a transition of this process.
+    Leased,
     /// A bug in the library.
     Internal(String),
 }
@@ -118,6 +122,8 @@ pub enum Kind {
     Registered = 16,
     /// Other processes have memory open that would be paused.
     Shared = 17,
+    /// The transition was taken back before its commit.
+    Aborted = 18,
 }
 
 impl Error {
@@ -131,11 +137,12 @@ impl Error {
             Self::Disk(_) => Kind::Disk,
             Self::UnknownTag { .. } => Kind::UnknownTag,
             Self::Capturing => Kind::Capturing,
-            Self::Busy(_) | Self::NotHeld(_) => Kind::Busy,
+            Self::Busy(_) | Self::NotHeld(_) | Self::Leased => Kind::Busy,
             Self::Unsupported => Kind::Unsupported,
             Self::PrefixCache(_) => Kind::PrefixCache,
             Self::Registered(_) => Kind::Registered,
             Self::Shared(_) => Kind::Shared,
+            Self::Aborted(_) => Kind::Aborted,
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
@@ -159,6 +166,8 @@ impl Error {
             | Self::PrefixCache(_)
             | Self::Registered(_)
             | Self::Shared(_)
+            | Self::Aborted(_)
+            | Self::Leased
             | Self::Disk(_)
             | Self::Internal(_) => code::UNKNOWN,
         }
@@ -228,6 +237,8 @@ impl fmt::Display for Error {
             }
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
+            Self::Aborted(why) => write!(out, "taken back: {why}; nothing has changed"),
+            Self::Leased => write!(out, "another client is pausing or resuming this process right now; try again"),
             Self::Ending => write!(out, "the program is exiting, which frees its memory"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
         }
@@ -277,6 +288,7 @@ mod tests {
             (Kind::Ending, 15, "ending"),
             (Kind::Registered, 16, "registered"),
             (Kind::Shared, 17, "shared"),
+            (Kind::Aborted, 18, "aborted"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);

@@ -1,6 +1,6 @@
 //! A pause or resume: request, progress and report.
 
-use crate::{Backup, Bytes, Registered, Span};
+use crate::{Backup, Bytes, Error, Registered, Span};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -117,6 +117,12 @@ pub trait Observer {
     /// still waiting for memory are then abandoned.
     fn is_gone(&mut self) -> Option<bool> {
         None
+    }
+
+    /// Asked when all that can fail has been done and all of it can be undone. May wait. Without its consent, everything is
+    /// taken back; the error says why.
+    fn consent(&mut self) -> Result<(), Error> {
+        Ok(())
     }
 }
 

@@ -10,9 +10,12 @@
 //! counts it as late.
 
 pub mod cleaning;
+mod hold;
 mod pause;
 mod plan;
 mod resume;
+
+pub use hold::Holding;
 
 use crate::gate;
 use crate::memory::{Allocation, Memory};
@@ -21,7 +24,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::exit;
-use vramctl_model::{Error, Registered, Registration, Report, Stage, TransitionRequest};
+use vramctl_model::{Error, Registered, Registration, Stage, TransitionRequest};
 
 /// For messages.
 fn tags_text(request: &TransitionRequest) -> String {
@@ -123,7 +126,7 @@ fn is_meant(request: &TransitionRequest, allocation: &Allocation) -> bool {
 
 /// Runs a pause or resume as library work, whoever requested it: once the program is exiting, it makes no driver call, and
 /// fails for that reason.
-fn unless_ending(work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
+fn unless_ending<R>(work: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
     exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
 }
 

@@ -2,11 +2,10 @@
 
 use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
+use crate::drain;
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory};
-use crate::{drain, gate};
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
@@ -29,50 +28,12 @@ impl Memory {
     /// undone on error.
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         unless_ending(|| match request.hold {
-            Some(limit) => {
-                let paused = self.pause_held(request, limit, observer);
-                // What was paused before may have been resumed or freed while the gate was being closed.
-                self.let_go();
-                paused
-            }
+            Some(limit) => self.hold_and_pause(request, limit, observer),
             None => self.pause_when_idle(request, observer),
         })
     }
 
-    /// Holds the program first: new calls wait at the gate, calls inside finish, the device's work drains. After a success the
-    /// program stays held until everything is resumed; after a failure it runs on.
-    fn pause_held(&self, request: &TransitionRequest, limit: Duration, observer: &mut dyn Observer) -> Result<Report, Error> {
-        /// How long a program runs on between two attempts, so that it can end a capture.
-        const RUN_ON: Duration = Duration::from_millis(20);
-        let deadline = Instant::now() + limit;
-        let not_held = |why: &dyn fmt::Display| Error::NotHeld(format!("within {} ms, {why}", limit.as_millis()));
-        loop {
-            let closed = gate::close(deadline).map_err(|stuck| not_held(&stuck))?;
-            let left = deadline.saturating_duration_since(Instant::now());
-            let drained = self.pause_when_idle(&TransitionRequest { timeout: Some(left), ..request.clone() }, observer);
-            match drained {
-                Ok(report) => {
-                    if self.any_paused() {
-                        closed.keep();
-                    }
-                    return Ok(report);
-                }
-                Err(Error::Capturing) if Instant::now() < deadline => {
-                    drop(closed);
-                    thread::sleep(RUN_ON);
-                }
-                Err(Error::Capturing) => return Err(not_held(&"a stream capture has not ended")),
-                Err(Error::Busy(_)) => {
-                    let why = "the device's work has not ended: a collective that waits for another rank, a kernel that runs on, or a \
-                               host function that waits for a thread at the gate";
-                    return Err(not_held(&why));
-                }
-                Err(error) => return Err(error),
-            }
-        }
-    }
-
-    fn pause_when_idle(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
+    pub(super) fn pause_when_idle(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         let mut clock = Clock::default();
         let left = || request.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
@@ -146,6 +107,7 @@ impl Memory {
             clock,
         )?;
         clock.time(Stage::Unmap, || unmap(&victims)).map_err(|failure| self.map_back(&victims, failure.into()))?;
+        observer.consent().map_err(|refused| self.map_back(&victims, refused))?;
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();

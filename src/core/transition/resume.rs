@@ -55,6 +55,8 @@ impl Memory {
             observer.progress(now);
         };
         let memories = self.bring_back(&paused, &nearly_idle(&all), &mut clock, &mut progress)?;
+        // Without consent, the new memory is released; the backups are untouched.
+        observer.consent()?;
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
         for (allocation, memory) in paused.iter().zip(memories) {

@@ -1,0 +1,90 @@
+//! A held program: its new calls wait at the gate, so that it need not be idle to be paused.
+
+use super::unless_ending;
+use crate::memory::Memory;
+use crate::{drain, gate};
+use std::fmt;
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_model::{Error, Observer, Report, TransitionRequest};
+
+/// A held program. Runs on when dropped, unless anything is paused by then.
+pub struct Holding<'a> {
+    memory: &'a Memory,
+    /// Until the end.
+    closed: Option<gate::Closed>,
+}
+
+impl Drop for Holding<'_> {
+    fn drop(&mut self) {
+        self.closed.take();
+        // What was paused before may have been resumed or freed while the gate was closed.
+        self.memory.let_go();
+    }
+}
+
+/// What keeps a held program from being paused.
+const STILL_WORKING: &str = "the device's work has not ended: a collective that waits for another rank, a kernel that runs on, or a \
+                             host function that waits for a thread at the gate";
+
+fn not_held(limit: Duration, why: &dyn fmt::Display) -> Error {
+    Error::NotHeld(format!("within {} ms, {why}", limit.as_millis()))
+}
+
+impl Memory {
+    /// Holds the program at once: from now on, its new calls wait.
+    pub fn hold(&self) -> Result<Holding<'_>, Error> {
+        let closed = gate::try_shut().ok_or(Error::Leased)?;
+        Ok(Holding { memory: self, closed: Some(closed) })
+    }
+
+    /// Holds the program, once calls inside have finished, and pauses it.
+    pub(super) fn hold_and_pause(
+        &self,
+        request: &TransitionRequest,
+        limit: Duration,
+        observer: &mut dyn Observer,
+    ) -> Result<Report, Error> {
+        /// How long a program runs on between two attempts, so that it can end a capture.
+        const RUN_ON: Duration = Duration::from_millis(20);
+        let deadline = Instant::now() + limit;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        loop {
+            let mut holding = Holding { memory: self, closed: None };
+            holding.closed = Some(gate::close(deadline).map_err(|stuck| not_held(limit, &stuck))?);
+            match holding.pause(&TransitionRequest { timeout: Some(left()), ..request.clone() }, observer) {
+                Err(Error::Capturing) if !left().is_zero() => thread::sleep(RUN_ON),
+                Err(Error::Capturing) => return Err(not_held(limit, &"a stream capture has not ended")),
+                Err(Error::Busy(_)) => return Err(not_held(limit, &STILL_WORKING)),
+                answer => return answer,
+            }
+        }
+    }
+}
+
+impl Holding<'_> {
+    /// Waits until the program's calls are out of the driver and the device's work has finished.
+    pub fn drain(&self, limit: Duration, observer: &mut dyn Observer) -> Result<(), Error> {
+        let begun = Instant::now();
+        let Some(closed) = &self.closed else { return Ok(()) };
+        closed.wait_until_empty(begun + limit).map_err(|stuck| not_held(limit, &stuck))?;
+        let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
+        let left = limit.saturating_sub(begun.elapsed());
+        unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true))).map_err(|error| match error {
+            Error::Busy(_) => not_held(limit, &STILL_WORKING),
+            other => other,
+        })
+    }
+
+    /// Pauses. After a success, the program stays held until everything is resumed.
+    pub fn pause(mut self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
+        let paused = unless_ending(|| self.memory.pause_when_idle(request, observer));
+        if paused.is_ok()
+            && self.memory.any_paused()
+            && let Some(closed) = self.closed.take()
+        {
+            closed.keep();
+        }
+        paused
+    }
+}
