@@ -91,6 +91,7 @@ impl Out<c_char> {
 
 /// An input pointer.
 #[repr(transparent)]
+#[derive(Debug)]
 pub struct In<T>(*const T);
 
 impl<T> Clone for In<T> {

@@ -29,7 +29,7 @@ pub fn name(name: Out<c_char>, room: c_int, device: i32) -> Outcome {
 
 /// `cuDeviceGetUuid`.
 pub fn uuid(uuid: Out<Uuid>, device: i32) -> Outcome {
-    uuid.put(Uuid { bytes: uuid_bytes(driver::device(device)?) })
+    uuid.put(Uuid { bytes: uuid_bytes(machine()?.place(driver::device(device)?)) })
 }
 
 /// A device's UUID.
@@ -56,7 +56,7 @@ pub fn bus(device: usize) -> u32 {
     0x10 + device as u32
 }
 
-/// `cuDeviceGetPCIBusId`.
+/// `cuDeviceGetPCIBusId`: still that of the first device after a restore onto another.
 pub fn pci_bus_id(text: Out<c_char>, room: c_int, device: i32) -> Outcome {
     let device = driver::device(device)?;
     text.put_text(&format!("0000:{:02X}:00.0", bus(device)), room)
@@ -83,8 +83,8 @@ pub fn total_memory(bytes: Out<usize>, device: i32) -> Outcome {
 
 /// `cuMemGetInfo`, for the current context's device.
 pub fn memory_info(free: Out<usize>, total: Out<usize>) -> Outcome {
-    let device = context::current()?.device;
     let machine = machine()?;
+    let device = machine.place(context::current()?.device);
     free.put_if_given((machine.memory() - machine.used(device)) as usize);
     total.put_if_given(machine.memory() as usize);
     Ok(())

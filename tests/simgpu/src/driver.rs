@@ -10,7 +10,7 @@ use crate::faults;
 use crate::graph::Graphs;
 use crate::host::HostMemory;
 use crate::kernel::Modules;
-use crate::machine::Machine;
+use crate::machine::{Hand, Machine};
 use crate::pool::Pools;
 use crate::settings::{self, Settings};
 use crate::sharing::Opened;
@@ -53,6 +53,8 @@ static INITIALISED: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// Whether the process is exiting and has reached the exit handler that `cuInit` registered.
 static ENDED: AtomicBool = AtomicBool::new(false);
+/// What other processes do to this one.
+static HAND: OnceLock<Option<Hand>> = OnceLock::new();
 /// The thread that runs the exit handlers.
 static ENDER: AtomicI32 = AtomicI32::new(0);
 
@@ -118,6 +120,7 @@ pub fn init(flags: u32) -> Outcome {
         }
     });
     INITIALISED.store(true, Ordering::Release);
+    let _ = HAND.set(machine.hand());
     Ok(())
 }
 
@@ -169,6 +172,7 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     if ENDED.load(Ordering::Acquire) && function.name.starts_with("cu") {
         return call_after_the_end(function);
     }
+    let _inside = waits_while_locked(function).then(|| HAND.get().copied().flatten().map(Hand::enter));
     faults::delay(index);
     if let Some(code) = fault {
         return code;
@@ -182,6 +186,11 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
         Ok(Err(code)) => code,
         Err(_) => UNKNOWN,
     }
+}
+
+/// Whether a locked process waits in it. Host functions end although it is locked; what they call is refused anyway.
+fn waits_while_locked(function: &Function) -> bool {
+    function.needs != Needs::Nothing && !function.name.starts_with("cuCheckpoint") && !stream::in_host_function()
 }
 
 /// Checks a function's requirements.

@@ -6,7 +6,7 @@ use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome}
 use crate::copy::{self, Sides};
 use crate::pool::PoolProps;
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
-use crate::{capture, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
+use crate::{capture, checkpoint, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
 use std::ffi::{c_char, c_int, c_void};
 
 /// What a function requires.
@@ -265,6 +265,14 @@ functions! {
     cuModuleGetFunction(function: Out<Handle>, module: Handle, name: In<c_char>) Context Safe => kernel::get_function(function, module, name);
     cuLaunchKernel(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], stream, arguments, extra);
     cuLaunchKernel_ptsz(function: Handle, blocks_x: u32, blocks_y: u32, blocks_z: u32, threads_x: u32, threads_y: u32, threads_z: u32, _shared: u32, stream: Handle, arguments: In<*const c_void>, extra: usize) Context Safe => kernel::launch(function, [blocks_x, blocks_y, blocks_z], [threads_x, threads_y, threads_z], per_thread(stream), arguments, extra);
+
+    // Checkpoints of other processes.
+    cuCheckpointProcessGetState(pid: i32, state: Out<u32>) Init Safe => checkpoint::state(pid, state);
+    cuCheckpointProcessGetRestoreThreadId(pid: i32, thread: Out<i32>) Init Safe => checkpoint::restore_thread(pid, thread);
+    cuCheckpointProcessLock(pid: i32, args: In<checkpoint::LockArgs>) Init Safe => checkpoint::lock(pid, args);
+    cuCheckpointProcessCheckpoint(pid: i32, args: In<checkpoint::NoArgs>) Init Safe => checkpoint::checkpoint(pid, args);
+    cuCheckpointProcessRestore(pid: i32, args: In<checkpoint::RestoreArgs>) Init Safe => checkpoint::restore(pid, args);
+    cuCheckpointProcessUnlock(pid: i32, args: In<checkpoint::NoArgs>) Init Safe => checkpoint::unlock(pid, args);
 
     // Error names.
     cuGetErrorName(code: Code, text: Out<*const c_char>) Nothing Safe => error_text(code, text, |(name, _)| name);

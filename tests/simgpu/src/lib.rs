@@ -16,6 +16,7 @@
 //! - [`kernel`]: modules and launches of known kernels;
 //! - [`stream`]: streams, events and synchronisation; [`mod@copy`]: stream operations;
 //! - [`capture`] and [`graph`]: operations that are recorded and replayed;
+//! - [`checkpoint`]: what other processes do to a process;
 //! - [`nvml`]: the monitoring functions.
 //!
 //! All per-process state is one [`driver::State`] under one lock. The processes on a simulated machine share only the use of
@@ -29,6 +30,7 @@
 
 pub mod abi;
 pub mod capture;
+pub mod checkpoint;
 pub mod codes;
 pub mod context;
 pub mod control;

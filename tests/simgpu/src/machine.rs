@@ -11,8 +11,9 @@
 //! POSIX locks are per process, and closing any descriptor of the file drops them all. So a process opens the file once and
 //! never closes it, and its threads also exclude each other with a mutex.
 
+use crate::codes::{ILLEGAL_STATE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, OPERATING_SYSTEM, OUT_OF_MEMORY, Outcome};
 use crate::settings::Settings;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -20,6 +21,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// The most devices a machine can have.
 pub const MAX_DEVICES: usize = 8;
@@ -30,7 +32,7 @@ const MEMORIES: usize = 1024;
 pub type Key = (u64, u64);
 const COMMAND: usize = 64;
 /// Changes with the layout of [`Shared`], so that different versions do not share a machine.
-const MAGIC: u64 = 0x7369_6d67_7075_0002;
+const MAGIC: u64 = 0x7369_6d67_7075_0003;
 /// The byte that is locked while capacity is handed out; the slots' bytes and those of shared memories follow it. Record locks apply to offsets, so the
 /// file need not have a byte there.
 const DOOR: i64 = 1 << 40;
@@ -38,8 +40,19 @@ const DOOR: i64 = 1 << 40;
 #[repr(C)]
 struct Slot {
     pid: AtomicU32,
-    reserved: AtomicU32,
+    /// A [`checkpoint`](crate::checkpoint) state. Other processes change it.
+    state: AtomicU32,
+    /// The process's calls in progress, which a lock waits for.
+    inside: AtomicU32,
+    /// Shared memories that the process refers to.
+    shares: AtomicU32,
+    /// Whether a restore has failed for good.
+    spoilt: AtomicU32,
     used: [AtomicU64; MAX_DEVICES],
+    /// What it used when it was checkpointed.
+    saved: [AtomicU64; MAX_DEVICES],
+    /// The device behind each of the process's ordinals: a restore may change it.
+    place: [AtomicU32; MAX_DEVICES],
     /// Bytes that a test pretends another process uses.
     occupied: [AtomicU64; MAX_DEVICES],
     command: [AtomicU8; COMMAND],
@@ -68,6 +81,61 @@ struct Shared {
 
 fn place_of_common(place: usize) -> i64 {
     DOOR + 1 + (SLOTS + place) as i64
+}
+
+/// What a checkpoint makes of a process: `CUprocessState`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum State {
+    /// As always.
+    Running,
+    /// Its calls wait.
+    Locked,
+    /// They wait, and it has nothing on any device.
+    Checkpointed,
+    /// It is lost.
+    Failed,
+}
+
+impl Slot {
+    fn state(&self) -> State {
+        [State::Running, State::Locked, State::Checkpointed, State::Failed][self.state.load(Ordering::SeqCst) as usize & 3]
+    }
+}
+
+/// This process, as other processes handle it.
+#[derive(Debug, Clone, Copy)]
+pub struct Hand(&'static Slot);
+
+impl std::fmt::Debug for Slot {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Slot").finish_non_exhaustive()
+    }
+}
+
+/// A call in progress.
+#[derive(Debug)]
+pub struct Inside(Hand);
+
+impl Hand {
+    /// Begins a call, once the process is not locked.
+    pub fn enter(self) -> Inside {
+        loop {
+            self.0.inside.fetch_add(1, Ordering::SeqCst);
+            let inside = Inside(self);
+            if self.0.state() == State::Running {
+                return inside;
+            }
+            drop(inside);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        self.0.0.inside.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// A process's use of the devices, as NVML reports it.
@@ -269,6 +337,7 @@ impl Machine {
                 return;
             }
             common.remove(&place);
+            self.tell_shares(&common);
         }
         let memory = &self.shared.memories[place];
         if let (Some(counts), Some(own)) = (self.counts_it(memory), self.own())
@@ -296,8 +365,17 @@ impl Machine {
         Some(place)
     }
 
+    fn tell_shares(&self, common: &BTreeMap<usize, usize>) {
+        if let Some(slot) = self.own() {
+            slot.shares.store(common.len() as u32, Ordering::Relaxed);
+        }
+    }
+
     fn refer(&self, place: usize) {
-        *self.common().entry(place).or_default() += 1;
+        let mut common = self.common();
+        *common.entry(place).or_default() += 1;
+        self.tell_shares(&common);
+        drop(common);
         self.record_lock(libc::F_SETLK, libc::F_RDLCK, place_of_common(place));
     }
 
@@ -309,6 +387,16 @@ impl Machine {
     /// Bytes of a device in use by this process.
     pub fn used_here(&self, device: usize) -> u64 {
         self.own().map_or(0, |slot| slot.used[device].load(Ordering::Relaxed))
+    }
+
+    /// The device that this process has under an ordinal.
+    pub fn place(&self, ordinal: usize) -> usize {
+        self.own().map_or(ordinal, |slot| slot.place[ordinal].load(Ordering::Relaxed) as usize)
+    }
+
+    /// The ordinal under which this process has a device.
+    pub fn ordinal(&self, device: usize) -> usize {
+        (0..MAX_DEVICES).find(|&ordinal| self.place(ordinal) == device).unwrap_or(device)
     }
 
     /// The live processes that have joined the machine.
@@ -333,10 +421,103 @@ impl Machine {
         self.claim().is_some()
     }
 
+    /// What other processes do to this one, once it has joined.
+    pub fn hand(&'static self) -> Option<Hand> {
+        self.own().map(Hand)
+    }
+
+    /// The living process with this id.
+    fn process(&self, pid: u32) -> Option<&Slot> {
+        self.living().map(|(_, slot)| slot).find(|slot| slot.pid.load(Ordering::Acquire) == pid)
+    }
+
+    /// A process's state.
+    pub fn state_of(&self, pid: u32) -> Outcome<State> {
+        let _door = self.enter();
+        self.process(pid).ok_or(INVALID_VALUE).map(Slot::state)
+    }
+
+    /// Makes the calls of a running process wait, and waits for those that have begun.
+    pub fn lock_process(&self, pid: u32, limit: Option<Duration>) -> Outcome {
+        self.change(pid, State::Running, State::Locked, |_| Ok(()))?;
+        let begun = Instant::now();
+        loop {
+            let door = self.enter();
+            let slot = self.process(pid).ok_or(INVALID_VALUE)?;
+            if slot.inside.load(Ordering::SeqCst) == 0 {
+                return Ok(());
+            }
+            if limit.is_some_and(|limit| begun.elapsed() >= limit) {
+                slot.state.store(State::Running as u32, Ordering::SeqCst);
+                return Err(NOT_READY);
+            }
+            drop(door);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Takes all that a locked process has on the devices.
+    pub fn checkpoint_process(&self, pid: u32) -> Outcome {
+        self.change(pid, State::Locked, State::Checkpointed, |slot| {
+            for (used, saved) in slot.used.iter().zip(&slot.saved) {
+                saved.store(used.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+            }
+            Ok(())
+        })
+    }
+
+    /// Gives it back, on other devices if there is a map of all of them.
+    pub fn restore_process(&self, pid: u32, map: Option<&BTreeMap<usize, usize>>) -> Outcome {
+        self.change(pid, State::Checkpointed, State::Locked, |slot| {
+            let new: BTreeMap<usize, usize> = map.cloned().unwrap_or_else(|| (0..self.devices()).map(|device| (device, device)).collect());
+            let targets: BTreeSet<_> = new.values().copied().collect();
+            if (0..self.devices()).any(|device| !new.contains_key(&device) || !targets.contains(&device)) {
+                return Err(INVALID_VALUE);
+            }
+            // Observed: a restore that has failed for lack of memory leaves a process that cannot be restored at all.
+            if slot.spoilt.load(Ordering::Relaxed) != 0 {
+                return Err(OPERATING_SYSTEM);
+            }
+            if slot.shares.load(Ordering::Relaxed) > 0 {
+                slot.state.store(State::Failed as u32, Ordering::SeqCst);
+                return Err(NOT_SUPPORTED);
+            }
+            let saved = |device: usize| slot.saved[device].load(Ordering::Relaxed);
+            if new.iter().any(|(&old, &new)| saved(old) > self.memory() - self.used(new)) {
+                slot.spoilt.store(1, Ordering::Relaxed);
+                return Err(OUT_OF_MEMORY);
+            }
+            for (&old, &new) in &new {
+                slot.used[new].store(saved(old), Ordering::Relaxed);
+            }
+            for place in &slot.place[..self.devices()] {
+                place.store(new[&(place.load(Ordering::Relaxed) as usize)] as u32, Ordering::Relaxed);
+            }
+            Ok(())
+        })
+    }
+
+    /// Lets a locked process's calls go on.
+    pub fn unlock_process(&self, pid: u32) -> Outcome {
+        self.change(pid, State::Locked, State::Running, |_| Ok(()))
+    }
+
+    fn change(&self, pid: u32, from: State, to: State, work: impl FnOnce(&Slot) -> Outcome) -> Outcome {
+        let _door = self.enter();
+        let slot = self.process(pid).ok_or(INVALID_VALUE)?;
+        if slot.state() != from {
+            return Err(ILLEGAL_STATE);
+        }
+        work(slot)?;
+        slot.state.store(to as u32, Ordering::SeqCst);
+        Ok(())
+    }
+
     /// Takes capacity of a device; `false` if too little is left.
-    pub fn take(&self, device: usize, bytes: u64) -> bool {
+    pub fn take(&self, ordinal: usize, bytes: u64) -> bool {
         let _door = self.enter();
         let Some(slot) = self.claim() else { return false };
+        let device = self.place(ordinal);
         if bytes > self.memory() - self.used(device) {
             return false;
         }
@@ -345,9 +526,9 @@ impl Machine {
     }
 
     /// Releases capacity.
-    pub fn give(&self, device: usize, bytes: u64) {
+    pub fn give(&self, ordinal: usize, bytes: u64) {
         if let Some(slot) = self.own() {
-            slot.used[device].fetch_sub(bytes, Ordering::Relaxed);
+            slot.used[self.place(ordinal)].fetch_sub(bytes, Ordering::Relaxed);
         }
     }
 
@@ -377,6 +558,11 @@ impl Machine {
         for device in 0..MAX_DEVICES {
             slot.used[device].store(0, Ordering::Relaxed);
             slot.occupied[device].store(0, Ordering::Relaxed);
+            slot.saved[device].store(0, Ordering::Relaxed);
+            slot.place[device].store(device as u32, Ordering::Relaxed);
+        }
+        for word in [&slot.state, &slot.inside, &slot.shares, &slot.spoilt] {
+            word.store(0, Ordering::SeqCst);
         }
         let command = std::fs::read("/proc/self/comm").unwrap_or_default();
         for (index, byte) in slot.command.iter().enumerate() {

@@ -45,11 +45,11 @@ fn device_of(file: &File) -> Option<usize> {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     let rest = name.to_str()?.strip_prefix(&format!("/memfd:{}", prefix().ok()?))?;
     let device = rest.split(' ').next()?.parse().ok()?;
-    driver::device(device).ok()
+    driver::device(device).ok().and_then(|device| Some(machine().ok()?.ordinal(device)))
 }
 
 fn name_of(physical: &Physical) -> Outcome<String> {
-    Ok(format!("{}{}", prefix()?, physical.device))
+    Ok(format!("{}{}", prefix()?, machine()?.place(physical.device)))
 }
 
 /// `cuMemExportToShareableHandle`.

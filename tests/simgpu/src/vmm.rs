@@ -176,7 +176,7 @@ impl Physical {
     pub fn import(handle: Handle, device: usize, file: File) -> Outcome<Arc<Self>> {
         let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
         let bytes = metadata.len() as usize;
-        let place = machine()?.join_shared(key(&metadata), device, bytes as u64).ok_or(OUT_OF_MEMORY)?;
+        let place = machine()?.join_shared(key(&metadata), machine()?.place(device), bytes as u64).ok_or(OUT_OF_MEMORY)?;
         let backing = Backing::of_file(file).map_err(|_| {
             let _ = machine().map(|machine| machine.leave_shared(place));
             OPERATING_SYSTEM
@@ -200,7 +200,7 @@ impl Physical {
         let file = self.backing.share(name).map_err(|_| OPERATING_SYSTEM)?;
         let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
         if self.shared.get().is_none() {
-            let place = machine()?.share(key(&metadata), self.device, self.charged).ok_or(OPERATING_SYSTEM)?;
+            let place = machine()?.share(key(&metadata), machine()?.place(self.device), self.charged).ok_or(OPERATING_SYSTEM)?;
             let _ = self.shared.set(place);
         }
         Ok(file)

@@ -125,6 +125,15 @@ pub struct Process {
     pub instances: [u32; 2],
 }
 
+/// Old and new UUID of each device.
+#[repr(C)]
+pub struct RestoreArgs {
+    pub pairs: *const [[u8; 16]; 2],
+    pub count: u32,
+    pub reserved: [u8; 44],
+    pub reserved_too: u64,
+}
+
 macro_rules! library {
     ($($name:ident($($kind:ty),*) -> $result:ty;)*) => {
         /// The library's functions.
@@ -238,6 +247,12 @@ library! {
     cuGraphLaunch(u64, u64) -> u32;
     cuGraphDestroy(u64) -> u32;
     cuGraphExecDestroy(u64) -> u32;
+    cuDeviceGetUuid_v2(*mut [u8; 16], i32) -> u32;
+    cuCheckpointProcessGetState(i32, *mut u32) -> u32;
+    cuCheckpointProcessLock(i32, *const [u32; 16]) -> u32;
+    cuCheckpointProcessCheckpoint(i32, *const [u64; 8]) -> u32;
+    cuCheckpointProcessRestore(i32, *const RestoreArgs) -> u32;
+    cuCheckpointProcessUnlock(i32, *const [u64; 8]) -> u32;
     cuGetProcAddress_v2(*const c_char, *mut *mut c_void, c_int, u64, *mut u32) -> u32;
     cuGetErrorName(u32, *mut *const c_char) -> u32;
     nvmlInit_v2() -> u32;

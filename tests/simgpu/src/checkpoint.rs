@@ -1,0 +1,109 @@
+//! The driver's checkpoint of a process, which another process asks for.
+//!
+//! Locked, a process's calls wait. Checkpointed, it has nothing on any device, and its contents are in its own host memory; here
+//! they always are. The machine's shared state has all of this: [`crate::machine`].
+
+use crate::abi::{In, Out, Uuid};
+use crate::codes::{INVALID_VALUE, Outcome};
+use crate::device;
+use crate::driver::machine;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// `CUcheckpointLockArgs`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct LockArgs {
+    timeout_ms: u32,
+    reserved: u32,
+    reserved_too: [u64; 7],
+}
+
+/// `CUcheckpointCheckpointArgs` and `CUcheckpointUnlockArgs`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NoArgs {
+    reserved: [u64; 8],
+}
+
+/// `CUcheckpointGpuPair`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct GpuPair {
+    old: Uuid,
+    new: Uuid,
+}
+
+/// `CUcheckpointRestoreArgs`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct RestoreArgs {
+    pairs: In<GpuPair>,
+    count: u32,
+    reserved: [u8; 44],
+    reserved_too: u64,
+}
+
+const _: () = assert!(size_of::<LockArgs>() == 64 && size_of::<NoArgs>() == 64 && size_of::<RestoreArgs>() == 64);
+
+fn given<T: Copy>(args: In<T>) -> Option<T> {
+    args.get().ok()
+}
+
+fn process(pid: i32) -> Outcome<u32> {
+    u32::try_from(pid).map_err(|_| INVALID_VALUE)
+}
+
+/// `cuCheckpointProcessGetState`.
+pub fn state(pid: i32, state: Out<u32>) -> Outcome {
+    state.required()?;
+    state.put(machine()?.state_of(process(pid)?)? as u32)
+}
+
+/// `cuCheckpointProcessGetRestoreThreadId`: no such thread is simulated.
+pub fn restore_thread(pid: i32, thread: Out<i32>) -> Outcome {
+    machine()?.state_of(process(pid)?)?;
+    thread.put(pid)
+}
+
+/// `cuCheckpointProcessLock`.
+pub fn lock(pid: i32, args: In<LockArgs>) -> Outcome {
+    let args = given(args);
+    if args.is_some_and(|args| args.reserved != 0 || args.reserved_too != [0; 7]) {
+        return Err(INVALID_VALUE);
+    }
+    let limit = args.map(|args| args.timeout_ms).filter(|&limit| limit > 0);
+    machine()?.lock_process(process(pid)?, limit.map(|limit| Duration::from_millis(limit.into())))
+}
+
+fn checked(args: In<NoArgs>) -> Outcome {
+    if given(args).is_some_and(|args| args.reserved != [0; 8]) { Err(INVALID_VALUE) } else { Ok(()) }
+}
+
+/// `cuCheckpointProcessCheckpoint`.
+pub fn checkpoint(pid: i32, args: In<NoArgs>) -> Outcome {
+    checked(args)?;
+    machine()?.checkpoint_process(process(pid)?)
+}
+
+/// `cuCheckpointProcessRestore`: with pairs, each device of the machine must be in them, on both sides.
+pub fn restore(pid: i32, args: In<RestoreArgs>) -> Outcome {
+    let machine = machine()?;
+    let Some(args) = given(args) else { return machine.restore_process(process(pid)?, None) };
+    if args.reserved != [0; 44] || args.reserved_too != 0 {
+        return Err(INVALID_VALUE);
+    }
+    if args.count == 0 {
+        return machine.restore_process(process(pid)?, None);
+    }
+    let by_uuid = |uuid: Uuid| (0..machine.devices()).find(|&device| device::uuid_bytes(device) == uuid.bytes).ok_or(INVALID_VALUE);
+    let pairs = args.pairs.get_all(args.count as usize)?;
+    let map = pairs.into_iter().map(|pair| Ok((by_uuid(pair.old)?, by_uuid(pair.new)?))).collect::<Outcome<BTreeMap<_, _>>>()?;
+    machine.restore_process(process(pid)?, Some(&map))
+}
+
+/// `cuCheckpointProcessUnlock`.
+pub fn unlock(pid: i32, args: In<NoArgs>) -> Outcome {
+    checked(args)?;
+    machine()?.unlock_process(process(pid)?)
+}

@@ -1,0 +1,281 @@
+//! A process that another one checkpoints. States, codes and refusals are those of driver 580, where known.
+
+// Every call here is a foreign function, with pointers to the test's own variables.
+#![allow(clippy::undocumented_unsafe_blocks)]
+
+#[macro_use]
+mod common;
+use common::{Gpu, Process, RestoreArgs, Scratch, command, isolated, prop};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
+use std::process::{Child, Stdio};
+use std::ptr;
+
+const MACHINE: [(&str, &str); 2] = [("SIMGPU_MEMORY", "64M"), ("SIMGPU_DEVICES", "2")];
+const RUNNING: u32 = 0;
+const LOCKED: u32 = 1;
+const CHECKPOINTED: u32 = 2;
+const FAILED: u32 = 3;
+const MIB: usize = 1 << 20;
+
+/// The process to be checkpointed. It answers one line at a time.
+struct Other(Child, BufReader<std::process::ChildStdout>);
+
+impl Other {
+    fn start() -> Self {
+        let mut command = command("answers_another_process", &MACHINE);
+        let directory = std::env::var("SIMGPU_DIR").unwrap();
+        command.env("SIMGPU_DIR", directory).env("SIMGPU_CONTEXT_BYTES", "4M").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut other = Self(child, output);
+        other.tell("hello");
+        other.answer();
+        other
+    }
+
+    fn pid(&self) -> i32 {
+        self.0.id() as i32
+    }
+
+    fn tell(&mut self, request: &str) {
+        writeln!(self.0.stdin.as_mut().unwrap(), "{request}").unwrap();
+    }
+
+    fn answer(&mut self) -> String {
+        let answer = |line: std::io::Result<String>| line.unwrap().split_once("answer ").map(|(_, answer)| answer.to_owned());
+        (&mut self.1).lines().find_map(answer).expect("an answer")
+    }
+
+    fn ask(&mut self, request: &str) -> String {
+        self.tell(request);
+        self.answer()
+    }
+
+    /// Whether it answers within a moment.
+    fn has_answered(&self) -> bool {
+        let mut waiting = libc::pollfd { fd: self.1.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        !self.1.buffer().is_empty() || unsafe { libc::poll(&raw mut waiting, 1, 30) } == 1
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Not a test: the other process.
+#[test]
+#[ignore = "part of another test"]
+fn answers_another_process() {
+    if std::env::var_os("SIMGPU_DIR").is_none() {
+        return;
+    }
+    let gpu = Gpu::start();
+    let mut memory = 0;
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let mut handle = 0;
+        let answer = match line.split_once(' ').unwrap_or((&line, "")) {
+            ("hello", _) => 0,
+            ("fill", byte) => {
+                memory = gpu.map_new(16 * MIB);
+                gpu.upload(memory, &vec![byte.parse().unwrap(); 16 * MIB]);
+                0
+            }
+            ("read", _) => u64::from(gpu.download(memory, 16 * MIB)[16 * MIB - 1]),
+            ("used", _) => {
+                let (mut free, mut total) = (0, 0);
+                ok!(gpu.cuMemGetInfo_v2(&raw mut free, &raw mut total));
+                (total - free) as u64
+            }
+            ("device", _) => {
+                let mut uuid = [0; 16];
+                ok!(gpu.cuDeviceGetUuid_v2(&raw mut uuid, 0));
+                u64::from(uuid[15] - b'0')
+            }
+            ("wait", _) => {
+                unsafe { (gpu.simgpu_set_op_delay_ms)(300) };
+                memory = gpu.alloc(MIB);
+                ok!(gpu.cuMemsetD8Async(memory, 1, MIB, 0));
+                ok!(gpu.cuCtxSynchronize());
+                0
+            }
+            ("share", _) => {
+                ok!(gpu.cuMemCreate(&raw mut handle, 2 * MIB, &common::Prop { handle_types: 1, ..prop(0) }, 0));
+                ok!(gpu.cuMemExportToShareableHandle(&mut -1, handle, 1, 0));
+                handle
+            }
+            other => panic!("{other:?}"),
+        };
+        println!("answer {answer}");
+    }
+}
+
+fn on_a_machine(test: &str, body: fn()) {
+    if std::env::var_os("SIMGPU_DIR").is_some() {
+        return body();
+    }
+    let scratch = Scratch::new(test);
+    isolated(test, &[MACHINE[0], MACHINE[1], ("SIMGPU_DIR", scratch.text())], body);
+}
+
+impl Gpu {
+    fn state(&self, pid: i32) -> u32 {
+        let (gpu, mut state) = (self, 99);
+        ok!(gpu.cuCheckpointProcessGetState(pid, &raw mut state));
+        state
+    }
+
+    /// What NVML tells of a device: bytes in use, and the processes on it.
+    fn seen(&self, index: u32) -> (u64, u32) {
+        let (gpu, mut device, mut memory, mut count) = (self, 0, [0; 3], 8);
+        ok!(gpu.nvmlInit_v2());
+        ok!(gpu.nvmlDeviceGetHandleByIndex_v2(index, &raw mut device));
+        ok!(gpu.nvmlDeviceGetMemoryInfo(device, &raw mut memory));
+        ok!(gpu.nvmlDeviceGetComputeRunningProcesses_v3(device, &raw mut count, [Process::default(); 8].as_mut_ptr()));
+        (memory[2], count)
+    }
+
+    fn take(&self, pid: i32) {
+        let gpu = self;
+        ok!(gpu.cuCheckpointProcessLock(pid, ptr::null()));
+        ok!(gpu.cuCheckpointProcessCheckpoint(pid, ptr::null()));
+    }
+
+    /// Locks a process for a moment; `false` if it does not get ready.
+    fn lock_shortly(&self, pid: i32) -> bool {
+        let gpu = self;
+        match unsafe { (gpu.cuCheckpointProcessLock)(pid, &[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]) } {
+            600 => false,
+            code => {
+                assert_eq!(code, 0);
+                ok!(gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+                true
+            }
+        }
+    }
+
+    fn restore(&self, pid: i32, pairs: &[(u8, u8)]) -> u32 {
+        let uuid = |device: u8| -> [u8; 16] { [&b"simulated-gpu-0"[..], &[b'0' + device]].concat().try_into().unwrap() };
+        let pairs: Vec<_> = pairs.iter().map(|&(old, new)| [uuid(old), uuid(new)]).collect();
+        let args = RestoreArgs { pairs: pairs.as_ptr(), count: pairs.len() as u32, reserved: [0; 44], reserved_too: 0 };
+        unsafe { (self.cuCheckpointProcessRestore)(pid, &raw const args) }
+    }
+}
+
+#[test]
+fn a_checkpoint_takes_all_and_a_restore_gives_it_back() {
+    on_a_machine("a_checkpoint_takes_all_and_a_restore_gives_it_back", || {
+        let gpu = Gpu::load();
+        let mut other = Other::start();
+        let pid = other.pid();
+        fails!(3, gpu.cuCheckpointProcessLock(pid, ptr::null()));
+        ok!(gpu.cuInit(0));
+        other.ask("fill 7");
+        let before = gpu.seen(0);
+        assert_eq!((before, gpu.state(pid)), ((20 << 20, 1), RUNNING));
+        ok!(gpu.cuCheckpointProcessLock(pid, ptr::null()));
+        assert_eq!((gpu.seen(0), gpu.state(pid)), (before, LOCKED));
+        other.tell("read");
+        assert!(!other.has_answered(), "a locked process's calls wait");
+        ok!(gpu.cuCheckpointProcessCheckpoint(pid, ptr::null()));
+        assert_eq!((gpu.seen(0), gpu.state(pid)), ((0, 0), CHECKPOINTED));
+        ok!(gpu.cuCheckpointProcessRestore(pid, ptr::null()));
+        assert_eq!((gpu.seen(0), gpu.state(pid)), (before, LOCKED));
+        assert!(!other.has_answered());
+        ok!(gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+        assert_eq!(other.answer(), "7");
+        assert_eq!(gpu.state(pid), RUNNING);
+    });
+}
+
+#[test]
+fn each_call_has_its_state_and_each_process_its_own() {
+    on_a_machine("each_call_has_its_state_and_each_process_its_own", || {
+        let gpu = Gpu::load();
+        ok!(gpu.cuInit(0));
+        let other = Other::start();
+        let pid = other.pid();
+        fails!(401, gpu.cuCheckpointProcessCheckpoint(pid, ptr::null()));
+        fails!(401, gpu.cuCheckpointProcessRestore(pid, ptr::null()));
+        fails!(401, gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+        fails!(1, gpu.cuCheckpointProcessLock(pid, &[0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
+        ok!(gpu.cuCheckpointProcessLock(pid, ptr::null()));
+        fails!(401, gpu.cuCheckpointProcessLock(pid, ptr::null()));
+        fails!(401, gpu.cuCheckpointProcessRestore(pid, ptr::null()));
+        ok!(gpu.cuCheckpointProcessCheckpoint(pid, ptr::null()));
+        fails!(401, gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+        let nobody = 1 << 22;
+        fails!(1, gpu.cuCheckpointProcessLock(nobody, ptr::null()));
+        fails!(1, gpu.cuCheckpointProcessGetState(-1, &mut 0));
+        // A call that does not end in time keeps the lock away.
+        let mut slow = Other::start();
+        slow.tell("wait");
+        while gpu.lock_shortly(slow.pid()) {}
+        assert_eq!(gpu.state(slow.pid()), RUNNING);
+        slow.answer();
+        drop(other);
+        fails!(1, gpu.cuCheckpointProcessGetState(pid, &mut 0));
+    });
+}
+
+/// Such a process is not restored even when there is room (NVIDIA/cuda-checkpoint#44).
+#[test]
+fn a_restore_without_room_spoils_the_process() {
+    on_a_machine("a_restore_without_room_spoils_the_process", || {
+        let gpu = Gpu::start();
+        let mut other = Other::start();
+        let pid = other.pid();
+        other.ask("fill 7");
+        gpu.take(pid);
+        let in_the_way = gpu.alloc(50 * MIB);
+        fails!(2, gpu.cuCheckpointProcessRestore(pid, ptr::null()));
+        assert_eq!(gpu.state(pid), CHECKPOINTED);
+        ok!(gpu.cuMemFree_v2(in_the_way));
+        fails!(304, gpu.cuCheckpointProcessRestore(pid, ptr::null()));
+        fails!(401, gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+        assert_eq!(gpu.state(pid), CHECKPOINTED);
+    });
+}
+
+#[test]
+fn shared_memory_makes_a_restore_fail_for_good() {
+    on_a_machine("shared_memory_makes_a_restore_fail_for_good", || {
+        let gpu = Gpu::start();
+        let mut other = Other::start();
+        let pid = other.pid();
+        other.ask("share");
+        gpu.take(pid);
+        fails!(801, gpu.cuCheckpointProcessRestore(pid, ptr::null()));
+        assert_eq!(gpu.state(pid), FAILED);
+        fails!(401, gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+    });
+}
+
+#[test]
+fn a_restore_may_take_another_device() {
+    on_a_machine("a_restore_may_take_another_device", || {
+        let gpu = Gpu::start();
+        let mut other = Other::start();
+        let pid = other.pid();
+        other.ask("fill 9");
+        for round in 0..2_u8 {
+            gpu.take(pid);
+            assert_eq!(gpu.restore(pid, &[(0, 1)]), 1, "not all devices");
+            assert_eq!(gpu.restore(pid, &[(0, 1), (1, 1)]), 1, "not one to one");
+            assert_eq!(gpu.restore(pid, &[(0, 1), (1, 7)]), 1, "no such device");
+            assert_eq!(gpu.state(pid), CHECKPOINTED);
+            assert_eq!(gpu.restore(pid, &[(0, 1), (1, 0)]), 0);
+            ok!(gpu.cuCheckpointProcessUnlock(pid, ptr::null()));
+            let there = u32::from(1 - round);
+            assert_eq!((gpu.seen(there), gpu.seen(1 - there)), ((20 << 20, 1), (0, 0)));
+            assert_eq!(
+                (other.ask("read"), other.ask("used"), other.ask("device")),
+                ("9".into(), (20 << 20).to_string(), there.to_string())
+            );
+        }
+    });
+}
