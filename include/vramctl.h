@@ -60,6 +60,8 @@ enum VramctlResult
   VRAMCTL_RESULT_SHARED = 17,
   // Over the socket only: the pause or resume was taken back before its commit.
   VRAMCTL_RESULT_ABORTED = 18,
+  // Over the socket only: another client is in the middle of a pause or resume of this process.
+  VRAMCTL_RESULT_LEASED = 19,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

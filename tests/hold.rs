@@ -248,7 +248,7 @@ fn a_program_is_held_by_one_at_a_time() {
     let _gpu = Gpu::take();
     let first = Memory::get().hold().unwrap();
     let second = thread::spawn(|| Memory::get().hold().map(|_| ()).unwrap_err().kind()).join().unwrap();
-    assert_eq!((second, gate::is_held()), (Kind::Busy, true));
+    assert_eq!((second, gate::is_held()), (Kind::Leased, true));
     drop(first);
     assert!(!gate::is_held());
     drop(Memory::get().hold().unwrap());

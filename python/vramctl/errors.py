@@ -23,6 +23,7 @@ __all__ = [
     "HostMemory",
     "Internal",
     "Invalid",
+    "Leased",
     "NoProcess",
     "NotPaused",
     "NotPreloaded",
@@ -229,6 +230,13 @@ class Aborted(Error):
     number = 18
 
 
+class Leased(Error):
+    """Another client is in the middle of a pause or resume of this process; try again."""
+
+    code = "leased"
+    number = 19
+
+
 class NotPreloaded(Error):
     """The library is not preloaded in this process, so none of its memory is managed."""
 
@@ -277,6 +285,7 @@ _CLASSES: tuple[type[Error], ...] = (
     Registered,
     Shared,
     Aborted,
+    Leased,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

@@ -55,7 +55,7 @@ impl Exit {
     fn of(kind: Kind) -> Self {
         match kind {
             Kind::DeviceMemory | Kind::HostMemory => Self::NoMemory,
-            Kind::Busy | Kind::Capturing | Kind::Shared => Self::Busy,
+            Kind::Busy | Kind::Capturing | Kind::Shared | Kind::Leased => Self::Busy,
             Kind::UnknownTag => Self::UnknownTag,
             _ => Self::Failed,
         }

@@ -4,6 +4,7 @@
 //! allocations, so the command line does not link that code.
 
 pub mod client;
+pub mod decision;
 pub mod descriptors;
 pub mod discovery;
 pub mod protocol;

@@ -179,14 +179,14 @@ pub fn close(deadline: Instant) -> Result<Closed, Stuck> {
 /// Closes the gate without waiting for anything: from now on, new calls wait. `None` if somebody else is closing it.
 pub fn try_shut() -> Option<Closed> {
     match CLOSER.get().try_lock() {
-        Ok(closer) => Some(shut(closer)),
-        Err(TryLockError::Poisoned(closer)) => Some(shut(closer.into_inner())),
+        Ok(turn) => Some(shut(turn)),
+        Err(TryLockError::Poisoned(turn)) => Some(shut(turn.into_inner())),
         Err(TryLockError::WouldBlock) => None,
     }
 }
 
-fn shut(closer: MutexGuard<'static, bool>) -> Closed {
-    let closed = Closed(closer);
+fn shut(turn: MutexGuard<'static, bool>) -> Closed {
+    let closed = Closed(turn);
     CLOSED.store(generation(), Ordering::SeqCst);
     make_all_threads_fence();
     closed

@@ -57,6 +57,8 @@ pub enum VramctlResult {
     Shared = 17,
     /// Over the socket only: the pause or resume was taken back before its commit.
     Aborted = 18,
+    /// Over the socket only: another client is in the middle of a pause or resume of this process.
+    Leased = 19,
 }
 
 impl From<Kind> for VramctlResult {
@@ -80,6 +82,7 @@ impl From<Kind> for VramctlResult {
             Kind::Registered => Self::Registered,
             Kind::Shared => Self::Shared,
             Kind::Aborted => Self::Aborted,
+            Kind::Leased => Self::Leased,
         }
     }
 }

@@ -124,6 +124,8 @@ pub enum Kind {
     Shared = 17,
     /// The transition was taken back before its commit.
     Aborted = 18,
+    /// Another client is in the middle of a transition of this process.
+    Leased = 19,
 }
 
 impl Error {
@@ -137,12 +139,13 @@ impl Error {
             Self::Disk(_) => Kind::Disk,
             Self::UnknownTag { .. } => Kind::UnknownTag,
             Self::Capturing => Kind::Capturing,
-            Self::Busy(_) | Self::NotHeld(_) | Self::Leased => Kind::Busy,
+            Self::Busy(_) | Self::NotHeld(_) => Kind::Busy,
             Self::Unsupported => Kind::Unsupported,
             Self::PrefixCache(_) => Kind::PrefixCache,
             Self::Registered(_) => Kind::Registered,
             Self::Shared(_) => Kind::Shared,
             Self::Aborted(_) => Kind::Aborted,
+            Self::Leased => Kind::Leased,
             Self::Invalid(_) => Kind::Invalid,
             Self::NotPaused(_) => Kind::NotPaused,
             Self::BufferTooSmall { .. } => Kind::BufferTooSmall,
@@ -289,6 +292,7 @@ mod tests {
             (Kind::Registered, 16, "registered"),
             (Kind::Shared, 17, "shared"),
             (Kind::Aborted, 18, "aborted"),
+            (Kind::Leased, 19, "leased"),
         ];
         for (kind, number, name) in known {
             assert_eq!(kind as i32, number);
