@@ -314,6 +314,106 @@ fn what_is_open_can_be_left_out_of_a_pause() {
     assert_eq!(owner.ask(&format!("read({lent}, 10)")), "[4]");
 }
 
+impl Machine {
+    /// What a client sends for one process of several.
+    fn request(&self, process: &Program, verb: &str, partners: &[&Program]) -> Value {
+        let mut socket = UnixStream::connect(self.0.path().join("sockets").join(format!("{}.sock", process.pid()))).unwrap();
+        let partners: Vec<_> = partners.iter().map(|partner| partner.child.id()).collect();
+        let hold = if verb == "pause" { 5000 } else { 0 };
+        let mut request = serde_json::json!({ "version": 1, "request": verb, "partners": partners });
+        if hold > 0 {
+            request["hold_ms"] = hold.into();
+        }
+        writeln!(socket, "{request}").unwrap();
+        let mut line = String::new();
+        BufReader::new(socket).read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap()
+    }
+
+    fn both(&self, verb: &str, one: &Program, two: &Program) {
+        for (process, partner) in [(one, two), (two, one)] {
+            let answer = self.request(process, verb, &[partner]);
+            assert_eq!(answer["reply"], "done", "{verb}: {answer}");
+        }
+    }
+
+    fn is_held(&self, process: &Program) -> bool {
+        self.request(process, "status", &[])["held"] == true
+    }
+}
+
+/// Custom all-reduce: each process has memory of the other open for as long as it runs.
+#[test]
+fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
+    let machine = Machine::new();
+    let (mut one, mut two) = (machine.start("one"), machine.start("two"));
+    let bytes = PIECE + 4 * MIB;
+    let (a, b) = (one.number(&format!("malloc({bytes})")), two.number(&format!("malloc({bytes})")));
+    let (handle_a, handle_b) = (one.ask(&format!("get({a})")), two.ask(&format!("get({b})")));
+    let (mut a_in_two, b_in_one) = (two.number(&format!("open_('{handle_a}')")), one.number(&format!("open_('{handle_b}')")));
+    for round in 1..4 {
+        assert_eq!(two.ask(&format!("fill({a_in_two}, {round}, {bytes})")), "0");
+        assert_eq!(one.ask(&format!("fill({b_in_one}, {}, {bytes})", 10 + round)), "0");
+        machine.refused(&one.pid(), &two);
+        machine.both("pause", &one, &two);
+        assert_eq!(machine.used(), 0, "neither holds on to the other's");
+        assert_eq!(two.ask(&format!("close({a_in_two})")), "0");
+        assert_eq!(two.ask(&format!("open_('{handle_a}')")), "error 401");
+        machine.both("resume", &one, &two);
+        assert!(machine.is_held(&one), "the other's was not there yet");
+        machine.both("resume", &one, &two);
+        assert!(!machine.is_held(&one) && !machine.is_held(&two));
+        assert_eq!(one.ask(&format!("read({a}, {bytes}), read({b_in_one}, {bytes})")), format!("([{round}], [{}])", 10 + round));
+        a_in_two = two.number(&format!("open_('{handle_a}')"));
+        assert_eq!(two.ask(&format!("read({b}, {bytes}), read({a_in_two}, {bytes})")), format!("([{}], [{round}])", 10 + round));
+    }
+    machine.refused(&one.pid(), &two);
+    assert_eq!(one.ask(&format!("close({b_in_one})")), "0");
+    assert_eq!(two.ask(&format!("close({a_in_two})")), "0");
+    machine.done(&["pause", "--all"]);
+    assert_eq!(machine.used(), 0);
+}
+
+/// Whoever comes back first waits for the other, and for no process that is gone.
+#[test]
+fn a_process_stays_held_until_what_it_has_open_is_back() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointers: Vec<_> = (0..2).map(|_| owner.number(&format!("malloc({})", 4 * MIB))).collect();
+    let opened: Vec<_> = pointers
+        .iter()
+        .map(|pointer| {
+            assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
+            let handle = owner.ask(&format!("get({pointer})"));
+            other.number(&format!("open_('{handle}')"))
+        })
+        .collect();
+    machine.both("pause", &owner, &other);
+    assert_eq!(machine.used(), 0);
+    assert_eq!(machine.request(&other, "resume", &[])["reply"], "done");
+    assert!(machine.is_held(&other), "its calls would use memory that is not there");
+    assert_eq!(machine.request(&owner, "resume", &[])["reply"], "done");
+    assert!(!machine.is_held(&owner) && machine.is_held(&other));
+    assert_eq!(machine.request(&other, "resume", &[])["reply"], "done");
+    assert!(!machine.is_held(&other));
+    assert_eq!(other.ask(&format!("read({}, 100), read({}, 100)", opened[0], opened[1])), "([7], [7])");
+
+    // Freed meanwhile, and then the owner ends.
+    machine.both("pause", &owner, &other);
+    assert_eq!(owner.ask(&format!("free({})", pointers[0])), "0");
+    assert_eq!(machine.request(&owner, "resume", &[])["reply"], "done");
+    assert_eq!(machine.request(&other, "resume", &[])["reply"], "done");
+    assert!(!machine.is_held(&other));
+    assert_eq!(other.ask(&format!("read({}, 100)", opened[1])), "[7]");
+    assert_ne!(other.ask(&format!("read({}, 100)", opened[0])), "[7]");
+    machine.both("pause", &owner, &other);
+    owner.kill();
+    assert_eq!(machine.request(&other, "resume", &[])["reply"], "done");
+    assert!(!machine.is_held(&other));
+    assert_eq!(other.ask(&format!("close({}), close({})", opened[0], opened[1])), "(0, 0)");
+    assert_eq!(machine.used(), 0);
+}
+
 #[test]
 fn a_process_that_is_killed_has_nothing_open_any_more() {
     let machine = Machine::new();

@@ -87,6 +87,10 @@ pub struct Transition {
     /// milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hold_ms: Option<u64>,
+    /// Pause only: the processes that are paused together with this one. Memory that they have open is no obstacle: each closes it
+    /// until it is resumed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub partners: Vec<u32>,
 }
 
 impl From<Transition> for TransitionRequest {
@@ -100,6 +104,7 @@ impl From<Transition> for TransitionRequest {
             timeout,
             registered: transition.registered,
             hold: transition.hold_ms.map(Duration::from_millis),
+            partners: transition.partners,
             ..Self::default()
         }
     }

@@ -6,6 +6,7 @@ use crate::table::{CudaError, IpcHandle};
 use std::ffi::{c_uint, c_void};
 use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
 use vramctl_core::memory::{Memory, borrow};
+use vramctl_core::server;
 use vramctl_driver::{CUdeviceptr, Current};
 use vramctl_host::log_once;
 use vramctl_model::{StatusCode, code};
@@ -58,6 +59,8 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
     let Ok(Some(current)) = Current::of_thread() else { return real() };
     match borrow::open(&handle, &current) {
         Ok(address) => {
+            // For a pause of this process together with the owner.
+            server::ensure_running();
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { pointer.write(address) };
             code::SUCCESS

@@ -1,7 +1,8 @@
 //! Memory of other processes that this one has open (CUDA IPC). The other side is [`super::share`].
 //!
 //! There is one connection to each owner, kept while something of it is open: its end tells the owner that all of it is closed,
-//! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open.
+//! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open, or
+//! together with those who have: then it is set aside here, and opened again at the same addresses.
 //!
 //! Locks: a connection's, then that of `Borrowed`. An owner may take long to answer, so only its connection's is held meanwhile.
 
@@ -51,7 +52,23 @@ struct Opened {
     devices: BTreeSet<CUdevice>,
     /// The contexts in which it was opened.
     contexts: BTreeSet<Context>,
-    _memory: Physical,
+    behind: Behind,
+}
+
+/// What is behind addresses at which memory was opened.
+#[derive(Debug)]
+enum Behind {
+    Memory(Physical),
+    /// Nothing: its owner has paused it.
+    Paused,
+    /// Nothing: its owner has ended or freed it while it was paused.
+    Gone,
+}
+
+impl Opened {
+    fn is_paused(&self) -> bool {
+        matches!(self.behind, Behind::Paused)
+    }
 }
 
 /// A connection to an owner, for as long as something is open that came over it.
@@ -89,19 +106,96 @@ pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCod
     // From now on, resets of devices are seen.
     Memory::get();
     let _relaxed = RelaxedCapture::enter();
+    patiently(|| try_open(handle, current))
+}
+
+/// Tries again what an owner has refused for now.
+fn patiently<R>(mut attempt: impl FnMut() -> Result<R, Refused>) -> Result<R, StatusCode> {
     let deadline = Instant::now() + PATIENCE;
     let mut pause = ASK_AGAIN.0;
     loop {
-        match try_open(handle, current) {
+        match attempt() {
             Err(Refused::Finally(code)) => return Err(code),
             Err(Refused::ForNow) if Instant::now() >= deadline => return Err(code::OPERATING_SYSTEM),
             Err(Refused::ForNow) => {
                 thread::sleep(pause);
                 pause = (2 * pause).min(ASK_AGAIN.1);
             }
-            Ok(address) => return Ok(address),
+            Ok(done) => return Ok(done),
         }
     }
+}
+
+/// Gives up the memory of these processes, and keeps its addresses: it is paused there. Nothing runs on it any more.
+pub(crate) fn set_aside(owners: &[u32]) {
+    let Some(existing) = BORROWED.existing() else { return };
+    let memories: Vec<_> = {
+        let mut borrowed = lock(existing);
+        let is_theirs = |opened: &&mut Opened| owners.contains(&opened.lease.owner) && matches!(opened.behind, Behind::Memory(_));
+        borrowed.open.values_mut().filter(is_theirs).map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused)).collect()
+    };
+    // Unmaps and releases them.
+    drop(memories);
+}
+
+/// Whether anything is set aside.
+pub(crate) fn any_set_aside() -> bool {
+    BORROWED.existing().is_some_and(|existing| lock(existing).open.values().any(Opened::is_paused))
+}
+
+/// The contexts in which memory is open.
+pub(crate) fn contexts() -> BTreeSet<Context> {
+    BORROWED
+        .existing()
+        .map(|existing| lock(existing).open.values().flat_map(|opened| opened.contexts.clone()).collect())
+        .unwrap_or_default()
+}
+
+/// Opens again what was set aside. What its owner has not resumed stays as it is.
+pub(crate) fn bring_back() {
+    let Some(existing) = BORROWED.existing() else { return };
+    let aside: Vec<_> = {
+        let borrowed = lock(existing);
+        borrowed.open.iter().filter(|(_, opened)| opened.is_paused()).map(|(token, opened)| (*token, opened.lease.owner)).collect()
+    };
+    let _relaxed = RelaxedCapture::enter();
+    for (token, owner) in aside {
+        match patiently(|| try_bring_back(&token, owner)) {
+            Ok(()) => (),
+            Err(code::INVALID_HANDLE) => {
+                log::error!("process {owner} has ended or freed memory, while it was paused, that this process has open; it is lost");
+                if let Some(opened) = borrowed().open.get_mut(&token) {
+                    opened.behind = Behind::Gone;
+                }
+            }
+            Err(code) => log::warn!("memory of process {owner} that this process has open is not back (code {code}); resume both"),
+        }
+    }
+}
+
+fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
+    let lease = borrowed().lease(owner).map_err(|error| Refused::because(owner, &error))?;
+    let mut state = lock(&lease.state);
+    if *state == LeaseState::Retired {
+        return Err(Refused::ForNow);
+    }
+    let pieces = lease.ask(&mut state, token)?;
+    let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
+    let mut borrowed = borrowed();
+    let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else {
+        // Closed meanwhile.
+        drop(borrowed);
+        lease.give_back(&mut state, token);
+        return Ok(());
+    };
+    memory.map(&opened.place)?;
+    driver::open([(opened.place.span(), opened.devices.iter().map(|device| Access::of_device(*device)).collect())])?;
+    opened.behind = Behind::Memory(memory);
+    let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
+    drop(borrowed);
+    // Another connection, which may have nothing left.
+    drop(before);
+    Ok(())
 }
 
 /// Why memory could not be opened.
@@ -222,7 +316,8 @@ impl Opened {
         memory.map(&place)?;
         let own = memory.device()?;
         let (address, devices, contexts) = (addresses.base(), BTreeSet::new(), BTreeSet::new());
-        let mut opened = Self { lease: Arc::clone(lease), address, count: 1, changed: 0, place, devices, contexts, _memory: memory };
+        let mut opened =
+            Self { lease: Arc::clone(lease), address, count: 1, changed: 0, place, devices, contexts, behind: Behind::Memory(memory) };
         opened.open_to(current)?;
         // Copies between devices may run on the memory's own.
         if let Some(own) = own {
@@ -239,7 +334,9 @@ impl Opened {
 
     fn give_access(&mut self, device: CUdevice) -> Result<(), Failure> {
         if !self.devices.contains(&device) {
-            driver::open([(self.place.span(), [Access::of_device(device)].into())])?;
+            if matches!(self.behind, Behind::Memory(_)) {
+                driver::open([(self.place.span(), [Access::of_device(device)].into())])?;
+            }
             self.devices.insert(device);
         }
         Ok(())

@@ -239,7 +239,9 @@ impl Memory {
         let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
         devices.extend(peers.keys().filter(|(_, other)| owners.contains(other)).map(|(device, _)| *device));
         drop(peers);
-        contexts::of_devices(&devices)
+        let mut contexts = contexts::of_devices(&devices);
+        contexts.extend(borrow::contexts());
+        contexts
     }
 
     /// Drops the allocations that resetting the device's primary context destroys.

@@ -6,7 +6,7 @@
 //! not given back on it, the memory is not paused.
 
 use super::{Allocation, Memory};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -99,9 +99,10 @@ pub struct Lending {
 }
 
 impl Lending {
-    /// Whether another process has it open.
-    pub fn is_lent(&self) -> bool {
-        !self.open.is_empty()
+    /// Who has it open, apart from processes that are paused together with this one.
+    pub fn to_others(&self, partners: &[u32]) -> BTreeSet<u32> {
+        // A process that has several connections has the memory once.
+        self.open.values().map(|borrower| borrower.pid).filter(|pid| !partners.contains(pid)).collect()
     }
 }
 
@@ -171,14 +172,12 @@ impl Memory {
     }
 }
 
-/// Refuses to pause what other processes have open: they would go on using memory that the allocation no longer has.
-pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>]) -> Result<(), Error> {
+/// Refuses to pause what other processes have open: they would go on using memory that the allocation no longer has. Partners close
+/// it ([`borrow::set_aside`](super::borrow::set_aside)).
+pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>], partners: &[u32]) -> Result<(), Error> {
     let mut bytes = BTreeMap::<(Arc<str>, u32), u64>::new();
     for allocation in victims {
-        let contents = allocation.contents();
-        // A process that has several connections has the memory once.
-        let pids: std::collections::BTreeSet<_> = contents.lending.open.values().map(|borrower| borrower.pid).collect();
-        for pid in pids {
+        for pid in allocation.contents().lending.to_others(partners) {
             *bytes.entry((Arc::clone(&allocation.tag), pid)).or_default() += allocation.bytes() as u64;
         }
     }

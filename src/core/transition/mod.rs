@@ -18,7 +18,7 @@ mod resume;
 pub use hold::Holding;
 
 use crate::gate;
-use crate::memory::{Allocation, Memory};
+use crate::memory::{Allocation, Memory, borrow};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,9 +42,9 @@ struct Chosen {
 }
 
 impl Memory {
-    /// Whether anything is paused.
+    /// Whether anything is paused, also of what this process has open of others.
     fn any_paused(&self) -> bool {
-        self.snapshot().iter().any(|allocation| allocation.is_paused())
+        borrow::any_set_aside() || self.snapshot().iter().any(|allocation| allocation.is_paused())
     }
 
     /// Lets a held program go on, once nothing is paused.
@@ -100,7 +100,7 @@ impl Chosen {
             Registered::Keep => {
                 self.active.retain(|allocation| {
                     let contents = allocation.contents();
-                    contents.registrant.is_none() && !contents.lending.is_lent()
+                    contents.registrant.is_none() && contents.lending.to_others(&request.partners).is_empty()
                 });
                 Ok(())
             }

@@ -4,7 +4,7 @@ use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
 use crate::drain;
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory};
+use crate::memory::{Allocation, Memory, borrow};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ impl Memory {
         let mut chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
-        refuse_if_still_lent(&chosen.active)?;
+        refuse_if_still_lent(&chosen.active, &request.partners)?;
         let Chosen { all, active, .. } = chosen;
         // With nothing to pause, there is nothing to wait for.
         if active.is_empty() {
@@ -89,9 +89,10 @@ impl Memory {
         let mut chosen = self.choose_settled(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
-        refuse_if_lent(&chosen.active)?;
+        refuse_if_lent(&chosen.active, &request.partners)?;
         let Chosen { all, active: victims, paused: already } = chosen;
-        if !victims.is_empty() {
+        // What partners have open here is used by this process.
+        if !victims.is_empty() || !request.partners.is_empty() {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
             clock.time(Stage::Wait, || drain::wait_at_most(contexts, WAIT_LOCKED, &mut || true))?;
         }
@@ -108,6 +109,7 @@ impl Memory {
         )?;
         clock.time(Stage::Unmap, || unmap(&victims)).map_err(|failure| self.map_back(&victims, failure.into()))?;
         observer.consent().map_err(|refused| self.map_back(&victims, refused))?;
+        borrow::set_aside(&request.partners);
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
@@ -197,9 +199,9 @@ impl Memory {
 }
 
 /// Like [`refuse_if_lent`], but first gives the end of a process that had memory open time to be noticed.
-pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>]) -> Result<(), Error> {
+pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>], partners: &[u32]) -> Result<(), Error> {
     let started = Instant::now();
-    while let Err(error) = refuse_if_lent(victims) {
+    while let Err(error) = refuse_if_lent(victims, partners) {
         if started.elapsed() > NOTICED {
             return Err(error);
         }

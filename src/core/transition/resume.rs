@@ -1,7 +1,7 @@
 //! A resume: create, map and fill new memory, then release the backups.
 
 use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
-use crate::memory::{Allocation, Memory};
+use crate::memory::{Allocation, Memory, borrow};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -17,7 +17,12 @@ impl Memory {
     /// Resumes paused allocations: maps new memory at their addresses and restores their contents. Everything is undone on
     /// error.
     pub fn resume(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        let resumed = unless_ending(|| self.resume_when_there_is_room(request, observer));
+        let resumed = unless_ending(|| {
+            let report = self.resume_when_there_is_room(request, observer)?;
+            // Without the lock: its owner may be waiting for memory of this process.
+            borrow::bring_back();
+            Ok(report)
+        });
         if resumed.is_ok() {
             self.let_go();
         }
