@@ -92,7 +92,7 @@ pub fn generation() -> u32 {
 }
 
 /// Runs `handler` in every forked child. It must be async-signal-safe.
-pub(crate) fn on_fork_in_child(handler: unsafe extern "C" fn()) {
+pub fn on_fork_in_child(handler: unsafe extern "C" fn()) {
     // SAFETY: `handler` lives in this library, which is never unloaded. If the call runs out of memory, the handler is not
     // registered; a child that uses its parent's CUDA state then gets errors from the driver, as without the library.
     unsafe { libc::pthread_atfork(None, None, Some(handler)) };

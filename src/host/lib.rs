@@ -14,4 +14,4 @@ pub mod symbols;
 pub mod worker;
 
 pub use descriptor::{Held, above_standard};
-pub use fork::{PerProcess, generation};
+pub use fork::{PerProcess, on_fork_in_child};

@@ -20,14 +20,39 @@ macro_rules! gated {
             /// in eight bytes of the stack, and so it is when passed on.
             #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names)]
             pub unsafe extern "C" fn $symbol($($argument: usize),*) -> StatusCode {
-                static HERE: Gated = Gated(stringify!($symbol));
-                let Some(address) = originals::$symbol.address() else { return code::NOT_FOUND };
+                // Nothing is saved on the way here that only the other way needs: that one has all arguments as they came.
                 // SAFETY: the driver's function takes these arguments, as `cuda.h` says.
-                gate::pass(&HERE, || unsafe {
-                    mem::transmute::<*mut c_void, unsafe extern "C" fn($(gated!(@width $argument)),*) -> StatusCode>(address.as_ptr())($($argument),*)
-                })
+                unsafe {
+                    if let Some(driver) = originals::$symbol.known() && let Some(_inside) = gate::enter(&names::$symbol) {
+                        return mem::transmute::<*mut c_void, gated!(@type $($argument)*)>(driver.as_ptr())($($argument),*);
+                    }
+                    otherwise::$symbol($($argument),*)
+                }
             }
         )*
+
+        /// The functions' other way: the first call of a thread or of the function, a call within a call, a gate that is closed.
+        #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names, clippy::wildcard_imports)]
+        mod otherwise {
+            use super::*;
+            $(
+                #[cold]
+                pub unsafe extern "C" fn $symbol($($argument: usize),*) -> StatusCode {
+                    let Some(driver) = originals::$symbol.address() else { return code::NOT_FOUND };
+                    // SAFETY: as above.
+                    gate::pass(&names::$symbol, || unsafe {
+                        mem::transmute::<*mut c_void, gated!(@type $($argument)*)>(driver.as_ptr())($($argument),*)
+                    })
+                }
+            )*
+        }
+
+        /// What threads say that they are inside.
+        #[allow(non_upper_case_globals)]
+        mod names {
+            use super::Gated;
+            $( pub static $symbol: Gated = Gated(stringify!($symbol)); )*
+        }
 
         /// Where the driver's functions are.
         #[allow(non_upper_case_globals)]
@@ -48,6 +73,7 @@ macro_rules! gated {
             original: &originals::$symbol,
         } ),*];
     };
+    (@type $($argument:ident)*) => { unsafe extern "C" fn($(gated!(@width $argument)),*) -> StatusCode };
     (@width $argument:ident) => { usize };
 }
 

@@ -97,7 +97,13 @@ impl Symbol {
     /// The address; `None` if no runtime or driver is loaded or it lacks the function.
     #[inline]
     pub fn address(&self) -> Option<NonNull<c_void>> {
-        NonNull::new(self.found.load(Ordering::Relaxed)).or_else(|| self.look_up())
+        self.known().or_else(|| self.look_up())
+    }
+
+    /// The address, if it has been looked up before.
+    #[inline]
+    pub fn known(&self) -> Option<NonNull<c_void>> {
+        NonNull::new(self.found.load(Ordering::Relaxed))
     }
 
     #[cold]

@@ -34,7 +34,11 @@ fn not_held(limit: Duration, why: &dyn fmt::Display) -> Error {
 impl Memory {
     /// Holds the program at once: from now on, its new calls wait.
     pub fn hold(&self) -> Result<Holding<'_>, Error> {
-        let closed = gate::try_shut().ok_or(Error::Leased)?;
+        self.hold_until(Instant::now())
+    }
+
+    fn hold_until(&self, deadline: Instant) -> Result<Holding<'_>, Error> {
+        let closed = gate::close(deadline).ok_or(Error::Leased)?;
         Ok(Holding { memory: self, closed: Some(closed) })
     }
 
@@ -50,8 +54,8 @@ impl Memory {
         let deadline = Instant::now() + limit;
         let left = || deadline.saturating_duration_since(Instant::now());
         loop {
-            let mut holding = Holding { memory: self, closed: None };
-            holding.closed = Some(gate::close(deadline).map_err(|stuck| not_held(limit, &stuck))?);
+            let holding = self.hold_until(deadline)?;
+            holding.wait_for_calls(limit, deadline)?;
             match holding.pause(&TransitionRequest { timeout: Some(left()), ..request.clone() }, observer) {
                 Err(Error::Capturing) if !left().is_zero() => thread::sleep(RUN_ON),
                 Err(Error::Capturing) => return Err(not_held(limit, &"a stream capture has not ended")),
@@ -63,11 +67,14 @@ impl Memory {
 }
 
 impl Holding<'_> {
+    fn wait_for_calls(&self, limit: Duration, deadline: Instant) -> Result<(), Error> {
+        self.closed.as_ref().map_or(Ok(()), |closed| closed.wait_until_empty(deadline)).map_err(|stuck| not_held(limit, &stuck))
+    }
+
     /// Waits until the program's calls are out of the driver and the device's work has finished.
     pub fn drain(&self, limit: Duration, observer: &mut dyn Observer) -> Result<(), Error> {
         let begun = Instant::now();
-        let Some(closed) = &self.closed else { return Ok(()) };
-        closed.wait_until_empty(begun + limit).map_err(|stuck| not_held(limit, &stuck))?;
+        self.wait_for_calls(limit, begun + limit)?;
         let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
         let left = limit.saturating_sub(begun.elapsed());
         unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true))).map_err(|error| match error {

@@ -1,0 +1,306 @@
+//! The gate: where the program's calls that start device work wait while it is held.
+//!
+//! Open, it costs two stores to the thread's own cache line and a look at a word that nobody writes, and one store after the call
+//! ([`door`]). So that no fence is needed there, the closing side makes every thread of the process pass one (`membarrier`).
+//!
+//! Closing: new calls wait; calls inside finish; then the device's work is waited for, as at every pause. The library's own calls
+//! do not come by here. A thread waits before it takes any lock of the driver's or the library's. Calls within calls pass: what a
+//! thread inside does has to finish.
+//!
+//! Not met: a fiber that is inside while its thread ends.
+
+mod closer;
+mod door;
+#[cfg(test)]
+mod model;
+mod sync;
+mod threads;
+
+use closer::Closer;
+use door::Door;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ptr;
+use std::sync::atomic::AtomicU32;
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_host::PerProcess;
+
+/// A gated function, by name. Its address marks a thread as inside it.
+#[derive(Debug)]
+#[repr(align(2))]
+pub struct Gated(pub &'static str);
+
+static DOOR: Door = Door(AtomicU32::new(door::OPEN));
+
+/// Inside, until dropped.
+#[derive(Debug)]
+pub struct Inside(&'static door::Mark);
+
+/// Goes inside, if the gate is open and the thread has been here before. If not, it takes [`pass`].
+#[inline]
+pub fn enter(gated: &'static Gated) -> Option<Inside> {
+    let mark = threads::known_mark()?;
+    if mark.enter(&DOOR, number(gated)) { Some(Inside(mark)) } else { None }
+}
+
+impl Drop for Inside {
+    #[inline]
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+/// Calls `make` once the gate is open.
+pub fn pass<R>(gated: &'static Gated, make: impl FnOnce() -> R) -> R {
+    match threads::mark() {
+        Some(mark) => mark.pass(&DOOR, number(gated), make),
+        // The thread is ending: what it still calls is not held.
+        None => make(),
+    }
+}
+
+fn number(gated: &'static Gated) -> usize {
+    ptr::from_ref(gated).expose_provenance()
+}
+
+static CLOSER: PerProcess<Closer> = PerProcess::new(Closer::new);
+
+/// The closed gate. Opens when dropped, unless the program is held.
+#[derive(Debug)]
+pub struct Closed(closer::Closed<'static>);
+
+/// Calls that have not come out of the driver in time, with how many threads are in each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stuck(BTreeMap<&'static str, usize>);
+
+impl fmt::Display for Stuck {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inside: Vec<_> = self.0.iter().map(|(name, threads)| format!("{threads} in {name}")).collect();
+        write!(out, "threads have not come out of the driver: {}", inside.join(", "))
+    }
+}
+
+/// Closes the gate without waiting for anything: from now on, new calls wait. `None` if somebody else is closing it until the
+/// deadline.
+pub fn close(deadline: Instant) -> Option<Closed> {
+    threads::start_clean_in_children();
+    CLOSER.get().close(&DOOR, deadline).map(Closed)
+}
+
+/// The functions that threads are inside.
+fn inside() -> BTreeMap<&'static str, usize> {
+    let mut names = BTreeMap::new();
+    for call in threads::marks().filter_map(door::Mark::call) {
+        // SAFETY: null, or a static.
+        let gated = unsafe { ptr::with_exposed_provenance::<Gated>(call).as_ref() };
+        *names.entry(gated.map_or("a call within a call", |gated| gated.0)).or_default() += 1;
+    }
+    names
+}
+
+impl Closed {
+    /// Waits until nobody is inside, at most until `deadline`.
+    pub fn wait_until_empty(&self, deadline: Instant) -> Result<(), Stuck> {
+        loop {
+            let inside = inside();
+            if inside.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(Stuck(inside));
+            }
+            thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Leaves the gate closed: the program is held until [`let_go`].
+    pub fn keep(self) {
+        self.0.keep();
+    }
+}
+
+/// Opens the gate for a held program, unless there is still a reason to hold it.
+pub fn let_go(is_reason: impl FnOnce() -> bool) {
+    if let Some(closer) = CLOSER.existing() {
+        closer.let_go(&DOOR, is_reason);
+    }
+}
+
+/// Whether the gate is closed: the program is held, or about to be.
+pub fn is_held() -> bool {
+    DOOR.is_closed()
+}
+
+/// How many threads wait at the gate.
+pub fn waiting() -> usize {
+    sync::waiting()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+    static CALL: Gated = Gated("call");
+
+    fn close_soon() -> Closed {
+        let closed = close(soon()).unwrap();
+        closed.wait_until_empty(soon()).unwrap();
+        closed
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(5)
+    }
+
+    /// One test at a time: a process has one gate.
+    fn turn() -> MutexGuard<'static, ()> {
+        static TURN: Mutex<()> = Mutex::new(());
+        TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The invariant: while the gate is closed, nobody is inside.
+    #[test]
+    fn nobody_is_inside_while_it_is_closed() {
+        let _turn = turn();
+        let (working, stop) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let work = |_| {
+            let (working, stop) = (Arc::clone(&working), Arc::clone(&stop));
+            thread::spawn(move || {
+                let mut calls = 0_u64;
+                while !stop.load(Ordering::Relaxed) {
+                    call(|| {
+                        working.fetch_add(1, Ordering::SeqCst);
+                        // A call within a call must not wait for the gate: the outer one would never end.
+                        call(|| working.fetch_sub(1, Ordering::SeqCst));
+                    });
+                    calls += 1;
+                }
+                calls
+            })
+        };
+        let threads: Vec<_> = (0..4).map(work).collect();
+        for round in 0..300 {
+            let closed = close_soon();
+            for _ in 0..20 {
+                assert_eq!(working.load(Ordering::SeqCst), 0, "round {round}");
+                thread::yield_now();
+            }
+            drop(closed);
+            if round % 8 == 0 {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert!(threads.into_iter().map(|thread| thread.join().unwrap()).sum::<u64>() > 0);
+    }
+
+    /// What entries do: the way through an open gate, and the other one.
+    fn call<R>(make: impl FnOnce() -> R) -> R {
+        match enter(&CALL) {
+            Some(_inside) => make(),
+            None => pass(&CALL, make),
+        }
+    }
+
+    #[test]
+    fn a_thread_stays_inside_while_it_makes_a_call_within_a_call() {
+        let _turn = turn();
+        call(|| ());
+        call(|| {
+            call(|| assert_eq!(inside().len(), 1));
+            assert_eq!(inside(), BTreeMap::from([("call", 1)]));
+        });
+        assert!(inside().is_empty());
+    }
+
+    #[test]
+    fn who_does_not_come_out_is_named_and_the_gate_opens_again() {
+        let _turn = turn();
+        let release = Arc::new(AtomicBool::new(false));
+        let inside = {
+            let release = Arc::clone(&release);
+            thread::spawn(move || {
+                pass(&CALL, || {
+                    while !release.load(Ordering::Relaxed) {
+                        thread::yield_now();
+                    }
+                });
+            })
+        };
+        while super::inside().is_empty() {
+            thread::yield_now();
+        }
+        let stuck = close(soon()).unwrap().wait_until_empty(Instant::now() + Duration::from_millis(20)).unwrap_err();
+        assert_eq!(stuck.to_string(), "threads have not come out of the driver: 1 in call");
+        assert!(!is_held());
+        release.store(true, Ordering::Relaxed);
+        inside.join().unwrap();
+        drop(close_soon());
+    }
+
+    #[test]
+    fn a_held_program_waits_until_it_is_let_go() {
+        let _turn = turn();
+        close_soon().keep();
+        assert!(is_held());
+        let passed = Arc::new(AtomicBool::new(false));
+        let waiting_thread = {
+            let passed = Arc::clone(&passed);
+            thread::spawn(move || pass(&CALL, || passed.store(true, Ordering::SeqCst)))
+        };
+        while waiting() == 0 {
+            thread::yield_now();
+        }
+        // A second hold, given up, leaves the first in place.
+        drop(close_soon());
+        assert!(is_held() && !passed.load(Ordering::SeqCst));
+        let_go(|| true);
+        assert!(is_held(), "there is a reason");
+        let_go(|| false);
+        waiting_thread.join().unwrap();
+        assert!(passed.load(Ordering::SeqCst) && !is_held());
+    }
+
+    /// The closer must not wait for threads that no longer exist.
+    #[test]
+    fn a_thread_that_ends_inside_a_call_is_not_waited_for() {
+        extern "C" fn end(_: *mut libc::c_void) -> *mut libc::c_void {
+            pass(&CALL, || ());
+            // As a thread that is cancelled within a call: its mark still says inside.
+            threads::mark().unwrap().want(number(&CALL));
+            ptr::null_mut()
+        }
+        let _turn = turn();
+        let mut thread = 0;
+        // SAFETY: the function needs nothing, and the thread is joined.
+        unsafe {
+            assert_eq!(libc::pthread_create(&raw mut thread, ptr::null(), end, ptr::null_mut()), 0);
+            assert_eq!(libc::pthread_join(thread, ptr::null_mut()), 0);
+        }
+        drop(close_soon());
+    }
+
+    /// A child is forked while the program is held: its calls must reach the driver, which tells it that it cannot use CUDA.
+    #[test]
+    fn a_forked_child_is_not_held() {
+        let _turn = turn();
+        let closed = close_soon();
+        // SAFETY: the child leaves by `_exit`, or by the alarm.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe {
+                libc::alarm(10);
+                pass(&CALL, || libc::_exit(0));
+            }
+        }
+        let mut status = -1;
+        // SAFETY: a child of this process.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+        drop(closed);
+    }
+}

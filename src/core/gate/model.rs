@@ -1,0 +1,375 @@
+//! The door and its closer in all orders of their steps, and with all that the memory model allows each thread to see.
+//!
+//! `membarrier` is modelled by what its manual promises: a fence in every thread, so the light fence is one here. What the model
+//! leaves out: whether the kernel keeps that promise, and, where there is no `membarrier`, that a store reaches the other
+//! processors within 10 ms.
+
+mod sync {
+    pub use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
+    pub use loom::sync::{Condvar, Mutex, MutexGuard};
+    use std::cell::Cell;
+
+    std::thread_local! {
+        /// Whether fences are missing, to see that the model finds it.
+        pub static NO_FENCES: Cell<bool> = const { Cell::new(false) };
+    }
+
+    pub fn light_fence() {
+        if !NO_FENCES.get() {
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    pub fn heavy_fence() -> bool {
+        light_fence();
+        true
+    }
+
+    pub fn rest() {}
+
+    /// The kernel's queue of waiting threads: one word, looked at and left under its lock.
+    pub struct Futex {
+        lock: Mutex<()>,
+        changed: Condvar,
+    }
+
+    loom::lazy_static! {
+        static ref FUTEX: Futex = Futex { lock: Mutex::new(()), changed: Condvar::new() };
+    }
+
+    pub fn wait(word: &AtomicU32, value: u32) {
+        let lock = FUTEX.lock.lock().unwrap();
+        if word.load(Ordering::SeqCst) == value {
+            drop(FUTEX.changed.wait(lock).unwrap());
+        }
+    }
+
+    pub fn wake(_: &AtomicU32) {
+        drop(FUTEX.lock.lock().unwrap());
+        FUTEX.changed.notify_all();
+    }
+}
+
+#[path = "closer.rs"]
+mod closer;
+#[path = "door.rs"]
+#[allow(dead_code)]
+mod door;
+
+use closer::Closer;
+use door::{ADMITTED, Door, FENCED, Mark, NOTHING, OPEN};
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use loom::thread;
+use std::time::{Duration, Instant};
+
+/// A program of two threads, and what a pause takes away.
+struct Program {
+    door: Door,
+    closer: Closer,
+    marks: [Mark; 2],
+    /// Used inside, and by the closer once nobody is. Loom finds uses at once, and such as are not one after the other.
+    memory: UnsafeCell<()>,
+    /// What is paused.
+    paused: AtomicUsize,
+}
+
+const CALL: usize = 2;
+const OTHER_CALL: usize = 4;
+
+impl Program {
+    fn new(word: u32) -> Arc<Self> {
+        let mark = || Mark { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0) };
+        let (door, closer) = (Door(AtomicU32::new(word)), Closer::new());
+        Arc::new(Self { door, closer, marks: [mark(), mark()], memory: UnsafeCell::new(()), paused: AtomicUsize::new(0) })
+    }
+
+    fn work(&self) {
+        self.memory.with(|_| ());
+    }
+
+    /// A call as the entries make it.
+    fn call(&self, thread: usize, work: impl FnOnce()) {
+        let mark = &self.marks[thread];
+        if mark.enter(&self.door, CALL) {
+            work();
+            mark.leave();
+        } else {
+            mark.pass(&self.door, CALL, work);
+        }
+    }
+
+    fn close(&self) -> closer::Closed<'_> {
+        self.closer.close(&self.door, Instant::now() + Duration::from_secs(3600)).unwrap()
+    }
+
+    /// What a closer does, if nobody is inside, who may take longer than it waits.
+    fn take_if_nobody_is_inside(&self) {
+        if self.marks.iter().all(|mark| mark.call().is_none()) {
+            self.memory.with_mut(|_| ());
+        }
+    }
+
+    fn let_go(&self) {
+        self.closer.let_go(&self.door, || self.paused.load(Ordering::Acquire) != 0);
+    }
+}
+
+fn explore(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(2);
+    builder.check(model);
+}
+
+#[test]
+fn nobody_is_inside_while_it_is_closed() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        let threads = [0, 1].map(|thread| {
+            let program = Arc::clone(&program);
+            thread::spawn(move || program.call(thread, || program.work()))
+        });
+        let closed = program.close();
+        program.take_if_nobody_is_inside();
+        drop(closed);
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+}
+
+/// Without the fences, a thread and the closer miss each other.
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn the_model_finds_missing_fences() {
+    explore(|| {
+        sync::NO_FENCES.set(true);
+        let program = Program::new(OPEN);
+        let thread = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || program.call(0, || program.work()))
+        };
+        let closed = program.close();
+        program.take_if_nobody_is_inside();
+        drop(closed);
+        thread.join().unwrap();
+    });
+}
+
+/// Where the kernel has no `membarrier`.
+#[test]
+fn threads_that_fence_for_themselves_are_seen() {
+    explore(|| {
+        let program = Program::new(FENCED);
+        let thread = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                program.call(0, || program.work());
+                program.call(0, || program.work());
+            })
+        };
+        let closed = program.close();
+        program.take_if_nobody_is_inside();
+        drop(closed);
+        thread.join().unwrap();
+    });
+}
+
+/// A call within a call never waits: the closer would wait for the outer one.
+#[test]
+fn a_call_within_a_call_goes_on() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        let thread = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || program.call(0, || program.call(0, || program.work())))
+        };
+        let closed = program.close();
+        while program.marks[0].call().is_some() {
+            thread::yield_now();
+        }
+        program.memory.with_mut(|_| ());
+        drop(closed);
+        thread.join().unwrap();
+    });
+}
+
+/// A signal handler that makes a call, between the two steps of its thread's own.
+#[test]
+fn a_signal_handler_waits_for_itself_and_for_its_thread() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        let thread = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                let mark = &program.marks[0];
+                mark.want(CALL);
+                sync::light_fence();
+                mark.pass(&program.door, OTHER_CALL, || program.work());
+                assert_eq!(mark.inside.load(Ordering::Relaxed), CALL);
+                if mark.look(&program.door, CALL) {
+                    program.work();
+                    mark.leave();
+                }
+            })
+        };
+        for _ in 0..2 {
+            let closed = program.close();
+            program.take_if_nobody_is_inside();
+            drop(closed);
+        }
+        thread.join().unwrap();
+    });
+}
+
+/// The same, where the thread has looked already.
+#[test]
+fn what_a_thread_has_seen_before_a_signal_handler_still_holds() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        let thread = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                let mark = &program.marks[0];
+                mark.want(CALL);
+                sync::light_fence();
+                let open = program.door.0.load(Ordering::Acquire) == OPEN;
+                mark.pass(&program.door, OTHER_CALL, || program.work());
+                if open {
+                    mark.inside.store(CALL | ADMITTED, Ordering::Relaxed);
+                    program.work();
+                }
+                mark.leave();
+            })
+        };
+        for _ in 0..2 {
+            let closed = program.close();
+            program.take_if_nobody_is_inside();
+            drop(closed);
+        }
+        thread.join().unwrap();
+    });
+}
+
+/// A fiber goes inside on one thread and comes out on another, while the first makes a call of its own.
+#[test]
+fn a_fiber_may_change_its_thread_inside() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        assert!(program.marks[0].enter(&program.door, CALL));
+        let fiber = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                program.work();
+                program.marks[0].leave();
+            })
+        };
+        let thread = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || program.call(0, || program.work()))
+        };
+        let closed = program.close();
+        program.take_if_nobody_is_inside();
+        drop(closed);
+        fiber.join().unwrap();
+        thread.join().unwrap();
+    });
+}
+
+/// A pause, and two that resume a part each: whoever is last, the program goes on.
+#[test]
+fn a_held_program_is_let_go_when_nothing_is_paused() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        program.paused.store(2, Ordering::Relaxed);
+        program.close().keep();
+        let resume = || {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                program.paused.fetch_sub(1, Ordering::AcqRel);
+                program.let_go();
+            })
+        };
+        let resumes = [resume(), resume()];
+        program.call(0, || assert_eq!(program.paused.load(Ordering::Acquire), 0));
+        resumes.into_iter().for_each(|thread| thread.join().unwrap());
+        assert!(!program.door.is_closed());
+    });
+}
+
+/// A pause while what it pauses is freed.
+#[test]
+fn a_program_that_frees_what_is_paused_is_let_go() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        program.paused.store(1, Ordering::Relaxed);
+        let free = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                program.paused.store(0, Ordering::Relaxed);
+                program.let_go();
+            })
+        };
+        let closed = program.close();
+        if program.paused.load(Ordering::Relaxed) != 0 {
+            closed.keep();
+        } else {
+            drop(closed);
+        }
+        program.let_go();
+        program.call(0, || ());
+        free.join().unwrap();
+        assert!(!program.door.is_closed());
+    });
+}
+
+/// A second pause of a held program, while what the first has paused is resumed.
+#[test]
+fn nobody_opens_what_another_has_closed() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        program.paused.store(1, Ordering::Relaxed);
+        program.close().keep();
+        let thread = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || program.call(0, || program.work()))
+        };
+        let resume = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                program.paused.store(0, Ordering::Release);
+                program.let_go();
+            })
+        };
+        let closed = program.close();
+        program.take_if_nobody_is_inside();
+        drop(closed);
+        program.let_go();
+        resume.join().unwrap();
+        thread.join().unwrap();
+        assert!(!program.door.is_closed());
+    });
+}
+
+/// Two that close it, one after the other.
+#[test]
+fn one_closes_it_at_a_time() {
+    explore(|| {
+        let program = Program::new(OPEN);
+        let other = {
+            let program = Arc::clone(&program);
+            thread::spawn(move || {
+                let closed = program.close();
+                program.memory.with_mut(|_| ());
+                drop(closed);
+                program.let_go();
+            })
+        };
+        let closed = program.close();
+        program.memory.with_mut(|_| ());
+        assert!(program.door.is_closed());
+        drop(closed);
+        program.let_go();
+        other.join().unwrap();
+        assert!(!program.door.is_closed());
+    });
+}
