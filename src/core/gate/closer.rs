@@ -1,81 +1,81 @@
-//! Who closes the door, and whether it stays closed behind them. `model` explores this, too.
+//! Who closes the latch, and whether it stays closed behind them. `model` explores this, too.
 //!
 //! 1. One closes it at a time, and nobody opens it meanwhile.
 //! 2. The program is held for as long as there is a reason, which [`Closer::let_go`] is told: if everybody who takes a reason away
-//!    calls it afterwards, and so does every closer, the door is open when there is none.
+//!    calls it afterwards, and so does every closer, the latch is open when there is none.
 
-use super::door::Door;
+use super::latch::Latch;
 use super::sync::{self, Condvar, Mutex, MutexGuard, Ordering};
 use std::sync::PoisonError;
 use std::time::Instant;
 
-/// Whose turn it is.
+/// Whose tenure it is.
 #[derive(Debug)]
 pub struct Closer {
-    turn: Mutex<Turn>,
+    tenure: Mutex<Tenure>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct Turn {
-    /// Somebody has the door closed.
+struct Tenure {
+    /// Somebody has the latch closed.
     taken: bool,
     /// It stays closed when nobody has.
     held: bool,
 }
 
-/// A closed door. Opens when dropped, unless the program is held.
+/// A closed latch. Opens when dropped, unless the program is held.
 #[derive(Debug)]
 pub struct Closed<'a> {
     closer: &'a Closer,
-    door: &'a Door,
+    latch: &'a Latch,
 }
 
 impl Closer {
-    /// Nobody's turn.
+    /// Nobody's tenure.
     pub fn new() -> Self {
-        Self { turn: Mutex::new(Turn { taken: false, held: false }), changed: Condvar::new() }
+        Self { tenure: Mutex::new(Tenure { taken: false, held: false }), changed: Condvar::new() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Turn> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Tenure> {
+        self.tenure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the door. `None` if somebody else has it closed until the deadline.
-    pub fn close<'a>(&'a self, door: &'a Door, deadline: Instant) -> Option<Closed<'a>> {
-        let mut turn = self.lock();
-        while turn.taken {
+    /// Closes the latch. `None` if somebody else has it closed until the deadline.
+    pub fn close<'a>(&'a self, latch: &'a Latch, deadline: Instant) -> Option<Closed<'a>> {
+        let mut tenure = self.lock();
+        while tenure.taken {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return None;
             }
-            turn = self.changed.wait_timeout(turn, left).unwrap_or_else(PoisonError::into_inner).0;
+            tenure = self.changed.wait_timeout(tenure, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        turn.taken = true;
-        drop(turn);
-        door.close();
-        Some(Closed { closer: self, door })
+        tenure.taken = true;
+        drop(tenure);
+        latch.close();
+        Some(Closed { closer: self, latch })
     }
 
-    /// Opens the door for a held program, unless there is still a reason to hold it. Does nothing while somebody has it closed, who
+    /// Opens the latch for a held program, unless there is still a reason to hold it. Does nothing while somebody has it closed, who
     /// calls this afterwards.
-    pub fn let_go(&self, door: &Door, is_reason: impl FnOnce() -> bool) {
-        // Either this sees that the door is being closed, or who closes it sees what has been taken away.
+    pub fn let_go(&self, latch: &Latch, is_reason: impl FnOnce() -> bool) {
+        // Either this sees that the latch is being closed, or who closes it sees what has been taken away.
         sync::fence(Ordering::SeqCst);
-        if !door.is_closed() {
+        if !latch.is_closed() {
             return;
         }
         // Whoever takes another reason away waits for the answer, and then asks again.
-        let mut turn = self.lock();
-        if turn.held && !turn.taken && !is_reason() {
-            turn.held = false;
-            door.open();
+        let mut tenure = self.lock();
+        if tenure.held && !tenure.taken && !is_reason() {
+            tenure.held = false;
+            latch.open();
         }
     }
 }
 
 impl Closed<'_> {
-    /// The program is held, whoever has closed the door, until it is let go.
+    /// The program is held, whoever has closed the latch, until it is let go.
     pub fn keep(self) {
         self.closer.lock().held = true;
     }
@@ -83,12 +83,12 @@ impl Closed<'_> {
 
 impl Drop for Closed<'_> {
     fn drop(&mut self) {
-        let mut turn = self.closer.lock();
-        turn.taken = false;
-        if !turn.held {
-            self.door.open();
+        let mut tenure = self.closer.lock();
+        tenure.taken = false;
+        if !tenure.held {
+            self.latch.open();
         }
-        drop(turn);
+        drop(tenure);
         self.closer.changed.notify_one();
     }
 }

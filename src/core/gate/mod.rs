@@ -1,7 +1,7 @@
 //! The gate: where the program's calls that start device work wait while it is held.
 //!
 //! Open, it costs two stores to the thread's own cache line and a look at a word that nobody writes, and one store after the call
-//! ([`door`]). So that no fence is needed there, the closing side makes every thread of the process pass one (`membarrier`).
+//! ([`latch`]). So that no fence is needed there, the closing side makes every thread of the process pass one (`membarrier`).
 //!
 //! Closing: new calls wait; calls inside finish; then the device's work is waited for, as at every pause. The library's own calls
 //! do not come by here. A thread waits before it takes any lock of the driver's or the library's. Calls within calls pass: what a
@@ -10,14 +10,15 @@
 //! Not met: a fiber that is inside while its thread ends.
 
 mod closer;
-mod door;
+mod latch;
 #[cfg(test)]
 mod model;
 mod sync;
 mod threads;
 
+pub use closer::Closed;
 use closer::Closer;
-use door::Door;
+use latch::Latch;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ptr;
@@ -31,17 +32,17 @@ use vramctl_host::PerProcess;
 #[repr(align(2))]
 pub struct Gated(pub &'static str);
 
-static DOOR: Door = Door(AtomicU32::new(door::OPEN));
+static LATCH: Latch = Latch(AtomicU32::new(latch::OPEN));
 
 /// Inside, until dropped.
 #[derive(Debug)]
-pub struct Inside(&'static door::Mark);
+pub struct Inside(&'static latch::ThreadMark);
 
 /// Goes inside, if the gate is open and the thread has been here before. If not, it takes [`pass`].
 #[inline]
 pub fn enter(gated: &'static Gated) -> Option<Inside> {
     let mark = threads::known_mark()?;
-    if mark.enter(&DOOR, number(gated)) { Some(Inside(mark)) } else { None }
+    if mark.enter(&LATCH, number(gated)) { Some(Inside(mark)) } else { None }
 }
 
 impl Drop for Inside {
@@ -54,7 +55,7 @@ impl Drop for Inside {
 /// Calls `make` once the gate is open.
 pub fn pass<R>(gated: &'static Gated, make: impl FnOnce() -> R) -> R {
     match threads::mark() {
-        Some(mark) => mark.pass(&DOOR, number(gated), make),
+        Some(mark) => mark.pass(&LATCH, number(gated), make),
         // The thread is ending: what it still calls is not held.
         None => make(),
     }
@@ -65,10 +66,6 @@ fn number(gated: &'static Gated) -> usize {
 }
 
 static CLOSER: PerProcess<Closer> = PerProcess::new(Closer::new);
-
-/// The closed gate. Opens when dropped, unless the program is held.
-#[derive(Debug)]
-pub struct Closed(closer::Closed<'static>);
 
 /// Calls that have not come out of the driver in time, with how many threads are in each.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,15 +80,15 @@ impl fmt::Display for Stuck {
 
 /// Closes the gate without waiting for anything: from now on, new calls wait. `None` if somebody else is closing it until the
 /// deadline.
-pub fn close(deadline: Instant) -> Option<Closed> {
+pub fn close(deadline: Instant) -> Option<Closed<'static>> {
     threads::start_clean_in_children();
-    CLOSER.get().close(&DOOR, deadline).map(Closed)
+    CLOSER.get().close(&LATCH, deadline)
 }
 
 /// The functions that threads are inside.
 fn inside() -> BTreeMap<&'static str, usize> {
     let mut names = BTreeMap::new();
-    for call in threads::marks().filter_map(door::Mark::call) {
+    for call in threads::marks().filter_map(latch::ThreadMark::call) {
         // SAFETY: null, or a static.
         let gated = unsafe { ptr::with_exposed_provenance::<Gated>(call).as_ref() };
         *names.entry(gated.map_or("a call within a call", |gated| gated.0)).or_default() += 1;
@@ -99,7 +96,7 @@ fn inside() -> BTreeMap<&'static str, usize> {
     names
 }
 
-impl Closed {
+impl Closed<'_> {
     /// Waits until nobody is inside, at most until `deadline`.
     pub fn wait_until_empty(&self, deadline: Instant) -> Result<(), Stuck> {
         loop {
@@ -113,23 +110,18 @@ impl Closed {
             thread::sleep(Duration::from_micros(50));
         }
     }
-
-    /// Leaves the gate closed: the program is held until [`let_go`].
-    pub fn keep(self) {
-        self.0.keep();
-    }
 }
 
 /// Opens the gate for a held program, unless there is still a reason to hold it.
 pub fn let_go(is_reason: impl FnOnce() -> bool) {
     if let Some(closer) = CLOSER.existing() {
-        closer.let_go(&DOOR, is_reason);
+        closer.let_go(&LATCH, is_reason);
     }
 }
 
 /// Whether the gate is closed: the program is held, or about to be.
 pub fn is_held() -> bool {
-    DOOR.is_closed()
+    LATCH.is_closed()
 }
 
 /// How many threads wait at the gate.
@@ -145,7 +137,7 @@ mod tests {
 
     static CALL: Gated = Gated("call");
 
-    fn close_soon() -> Closed {
+    fn close_soon() -> Closed<'static> {
         let closed = close(soon()).unwrap();
         closed.wait_until_empty(soon()).unwrap();
         closed
@@ -254,7 +246,7 @@ mod tests {
         while waiting() == 0 {
             thread::yield_now();
         }
-        // A second hold, given up, leaves the first in place.
+        // A second hold, given up, leaves the first in berth.
         drop(close_soon());
         assert!(is_held() && !passed.load(Ordering::SeqCst));
         let_go(|| true);

@@ -1,4 +1,4 @@
-//! The door and its closer in all orders of their steps, and with all that the memory model allows each thread to see.
+//! The latch and its closer in all orders of their steps, and with all that the memory model allows each thread to see.
 //!
 //! `membarrier` is modelled by what its manual promises: a fence in every thread, so the light fence is one here. What the model
 //! leaves out: whether the kernel keeps that promise, and, where there is no `membarrier`, that a store reaches the other
@@ -51,13 +51,14 @@ mod sync {
 }
 
 #[path = "closer.rs"]
+#[allow(clippy::duplicate_mod)]
 mod closer;
-#[path = "door.rs"]
-#[allow(dead_code)]
-mod door;
+#[path = "latch.rs"]
+#[allow(clippy::duplicate_mod, dead_code)]
+mod latch;
 
 use closer::Closer;
-use door::{ADMITTED, Door, FENCED, Mark, NOTHING, OPEN};
+use latch::{ADMITTED, FENCED, Latch, NOTHING, OPEN, ThreadMark};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -66,9 +67,9 @@ use std::time::{Duration, Instant};
 
 /// A program of two threads, and what a pause takes away.
 struct Program {
-    door: Door,
+    latch: Latch,
     closer: Closer,
-    marks: [Mark; 2],
+    marks: [ThreadMark; 2],
     /// Used inside, and by the closer once nobody is. Loom finds uses at once, and such as are not one after the other.
     memory: UnsafeCell<()>,
     /// What is paused.
@@ -80,9 +81,9 @@ const OTHER_CALL: usize = 4;
 
 impl Program {
     fn new(word: u32) -> Arc<Self> {
-        let mark = || Mark { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0) };
-        let (door, closer) = (Door(AtomicU32::new(word)), Closer::new());
-        Arc::new(Self { door, closer, marks: [mark(), mark()], memory: UnsafeCell::new(()), paused: AtomicUsize::new(0) })
+        let mark = || ThreadMark { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0) };
+        let (latch, closer) = (Latch(AtomicU32::new(word)), Closer::new());
+        Arc::new(Self { latch, closer, marks: [mark(), mark()], memory: UnsafeCell::new(()), paused: AtomicUsize::new(0) })
     }
 
     fn work(&self) {
@@ -92,16 +93,16 @@ impl Program {
     /// A call as the entries make it.
     fn call(&self, thread: usize, work: impl FnOnce()) {
         let mark = &self.marks[thread];
-        if mark.enter(&self.door, CALL) {
+        if mark.enter(&self.latch, CALL) {
             work();
             mark.leave();
         } else {
-            mark.pass(&self.door, CALL, work);
+            mark.pass(&self.latch, CALL, work);
         }
     }
 
     fn close(&self) -> closer::Closed<'_> {
-        self.closer.close(&self.door, Instant::now() + Duration::from_secs(3600)).unwrap()
+        self.closer.close(&self.latch, Instant::now() + Duration::from_secs(3600)).unwrap()
     }
 
     /// What a closer does, if nobody is inside, who may take longer than it waits.
@@ -112,7 +113,7 @@ impl Program {
     }
 
     fn let_go(&self) {
-        self.closer.let_go(&self.door, || self.paused.load(Ordering::Acquire) != 0);
+        self.closer.let_go(&self.latch, || self.paused.load(Ordering::Acquire) != 0);
     }
 }
 
@@ -133,7 +134,9 @@ fn nobody_is_inside_while_it_is_closed() {
         let closed = program.close();
         program.take_if_nobody_is_inside();
         drop(closed);
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }
 
@@ -204,9 +207,9 @@ fn a_signal_handler_waits_for_itself_and_for_its_thread() {
                 let mark = &program.marks[0];
                 mark.want(CALL);
                 sync::light_fence();
-                mark.pass(&program.door, OTHER_CALL, || program.work());
+                mark.pass(&program.latch, OTHER_CALL, || program.work());
                 assert_eq!(mark.inside.load(Ordering::Relaxed), CALL);
-                if mark.look(&program.door, CALL) {
+                if mark.look(&program.latch, CALL) {
                     program.work();
                     mark.leave();
                 }
@@ -232,8 +235,8 @@ fn what_a_thread_has_seen_before_a_signal_handler_still_holds() {
                 let mark = &program.marks[0];
                 mark.want(CALL);
                 sync::light_fence();
-                let open = program.door.0.load(Ordering::Acquire) == OPEN;
-                mark.pass(&program.door, OTHER_CALL, || program.work());
+                let open = program.latch.0.load(Ordering::Acquire) == OPEN;
+                mark.pass(&program.latch, OTHER_CALL, || program.work());
                 if open {
                     mark.inside.store(CALL | ADMITTED, Ordering::Relaxed);
                     program.work();
@@ -255,7 +258,7 @@ fn what_a_thread_has_seen_before_a_signal_handler_still_holds() {
 fn a_fiber_may_change_its_thread_inside() {
     explore(|| {
         let program = Program::new(OPEN);
-        assert!(program.marks[0].enter(&program.door, CALL));
+        assert!(program.marks[0].enter(&program.latch, CALL));
         let fiber = {
             let program = Arc::clone(&program);
             thread::spawn(move || {
@@ -291,8 +294,10 @@ fn a_held_program_is_let_go_when_nothing_is_paused() {
         };
         let resumes = [resume(), resume()];
         program.call(0, || assert_eq!(program.paused.load(Ordering::Acquire), 0));
-        resumes.into_iter().for_each(|thread| thread.join().unwrap());
-        assert!(!program.door.is_closed());
+        for thread in resumes {
+            thread.join().unwrap();
+        }
+        assert!(!program.latch.is_closed());
     });
 }
 
@@ -318,7 +323,7 @@ fn a_program_that_frees_what_is_paused_is_let_go() {
         program.let_go();
         program.call(0, || ());
         free.join().unwrap();
-        assert!(!program.door.is_closed());
+        assert!(!program.latch.is_closed());
     });
 }
 
@@ -346,7 +351,7 @@ fn nobody_opens_what_another_has_closed() {
         program.let_go();
         resume.join().unwrap();
         thread.join().unwrap();
-        assert!(!program.door.is_closed());
+        assert!(!program.latch.is_closed());
     });
 }
 
@@ -366,10 +371,10 @@ fn one_closes_it_at_a_time() {
         };
         let closed = program.close();
         program.memory.with_mut(|_| ());
-        assert!(program.door.is_closed());
+        assert!(program.latch.is_closed());
         drop(closed);
         program.let_go();
         other.join().unwrap();
-        assert!(!program.door.is_closed());
+        assert!(!program.latch.is_closed());
     });
 }

@@ -1,4 +1,4 @@
-//! What the door is made of. The model in `model.rs` has its own.
+//! What the latch is made of. The model in `model.rs` has its own.
 
 pub use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
 pub use std::sync::{Condvar, Mutex, MutexGuard};

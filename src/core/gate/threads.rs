@@ -3,8 +3,8 @@
 //! A thread finds its mark in thread-local memory of the initial-exec model, at a fixed distance from the thread's own register: the
 //! library is loaded at start. Rust has no such thing, hence the instructions.
 
-use super::door::{Mark, NOTHING};
-use super::{DOOR, sync};
+use super::latch::{NOTHING, ThreadMark};
+use super::{LATCH, sync};
 use std::arch::{asm, global_asm};
 use std::cell::Cell;
 use std::iter;
@@ -13,77 +13,77 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 /// A mark in a cache line of its own. Never freed, and used again by later threads.
 #[repr(align(128))]
-struct Place {
-    mark: Mark,
+struct Berth {
+    mark: ThreadMark,
     /// Whether a thread has it.
     taken: AtomicBool,
-    next: *const Place,
+    next: *const Berth,
 }
 
-// SAFETY: `next` does not change once others see the place.
-unsafe impl Sync for Place {}
+// SAFETY: `next` does not change once others see the berth.
+unsafe impl Sync for Berth {}
 
 /// All of them. Without a lock, for the sake of signal handlers.
-static PLACES: AtomicPtr<Place> = AtomicPtr::new(ptr::null_mut());
+static BERTHS: AtomicPtr<Berth> = AtomicPtr::new(ptr::null_mut());
 
 global_asm!(
-    ".pushsection .tbss.vramctl_place,\"awT\",@nobits",
+    ".pushsection .tbss.vramctl_berth,\"awT\",@nobits",
     ".balign 8",
-    ".hidden vramctl_place",
-    ".globl vramctl_place",
-    ".type vramctl_place, @object",
-    ".size vramctl_place, 8",
-    "vramctl_place:",
+    ".hidden vramctl_berth",
+    ".globl vramctl_berth",
+    ".type vramctl_berth, @object",
+    ".size vramctl_berth, 8",
+    "vramctl_berth:",
     ".zero 8",
     ".popsection",
 );
 
-/// This thread's place, or null.
+/// This thread's berth, or null.
 #[inline]
-fn own() -> *const Place {
-    let place;
+fn own() -> *const Berth {
+    let berth;
     // SAFETY: reads the variable above.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         asm!(
-            "mov {at}, qword ptr [rip + vramctl_place@GOTTPOFF]",
+            "mov {at}, qword ptr [rip + vramctl_berth@GOTTPOFF]",
             "mov {at}, qword ptr fs:[{at}]",
-            at = out(reg) place,
+            at = out(reg) berth,
             options(pure, readonly, nostack, preserves_flags)
         );
         #[cfg(target_arch = "aarch64")]
         asm!(
-            "adrp {at}, :gottprel:vramctl_place",
-            "ldr {at}, [{at}, :gottprel_lo12:vramctl_place]",
+            "adrp {at}, :gottprel:vramctl_berth",
+            "ldr {at}, [{at}, :gottprel_lo12:vramctl_berth]",
             "mrs {base}, tpidr_el0",
             "ldr {at}, [{base}, {at}]",
-            at = out(reg) place,
+            at = out(reg) berth,
             base = out(reg) _,
             options(pure, readonly, nostack, preserves_flags)
         );
     }
-    place
+    berth
 }
 
 /// Sets what [`own`] answers.
-fn set_own(place: *const Place) {
+fn set_own(berth: *const Berth) {
     // SAFETY: writes the variable above.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         asm!(
-            "mov {at}, qword ptr [rip + vramctl_place@GOTTPOFF]",
-            "mov qword ptr fs:[{at}], {place}",
-            place = in(reg) place,
+            "mov {at}, qword ptr [rip + vramctl_berth@GOTTPOFF]",
+            "mov qword ptr fs:[{at}], {berth}",
+            berth = in(reg) berth,
             at = out(reg) _,
             options(nostack, preserves_flags)
         );
         #[cfg(target_arch = "aarch64")]
         asm!(
-            "adrp {at}, :gottprel:vramctl_place",
-            "ldr {at}, [{at}, :gottprel_lo12:vramctl_place]",
+            "adrp {at}, :gottprel:vramctl_berth",
+            "ldr {at}, [{at}, :gottprel_lo12:vramctl_berth]",
             "mrs {base}, tpidr_el0",
-            "str {place}, [{base}, {at}]",
-            place = in(reg) place,
+            "str {berth}, [{base}, {at}]",
+            berth = in(reg) berth,
             at = out(reg) _,
             base = out(reg) _,
             options(nostack, preserves_flags)
@@ -93,34 +93,34 @@ fn set_own(place: *const Place) {
 
 /// This thread's mark, if it has one.
 #[inline]
-pub fn known_mark() -> Option<&'static Mark> {
-    // SAFETY: null, or one of `PLACES`, which are never freed.
-    unsafe { own().as_ref().map(|place| &place.mark) }
+pub fn known_mark() -> Option<&'static ThreadMark> {
+    // SAFETY: null, or one of `BERTHS`, which are never freed.
+    unsafe { own().as_ref().map(|berth| &berth.mark) }
 }
 
 /// This thread's mark. `None` if the thread is ending.
-pub fn mark() -> Option<&'static Mark> {
+pub fn mark() -> Option<&'static ThreadMark> {
     known_mark().or_else(take)
 }
 
 #[cold]
-fn take() -> Option<&'static Mark> {
+fn take() -> Option<&'static ThreadMark> {
     thread_local! {
-        /// Gives the place back when the thread ends.
+        /// Gives the berth back when the thread ends.
         static OWNED: Cell<Option<Owned>> = const { Cell::new(None) };
     }
     start_clean_in_children();
-    let free = |place: &&'static Place| place.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-    let place = places().find(free).unwrap_or_else(add);
-    if OWNED.try_with(|owned| owned.set(Some(Owned(place)))).is_err() {
-        place.taken.store(false, Ordering::Release);
+    let free = |berth: &&'static Berth| berth.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+    let berth = berths().find(free).unwrap_or_else(add);
+    if OWNED.try_with(|owned| owned.set(Some(Owned(berth)))).is_err() {
+        berth.taken.store(false, Ordering::Release);
         return None;
     }
-    set_own(place);
-    Some(&place.mark)
+    set_own(berth);
+    Some(&berth.mark)
 }
 
-struct Owned(&'static Place);
+struct Owned(&'static Berth);
 
 impl Drop for Owned {
     fn drop(&mut self) {
@@ -129,7 +129,7 @@ impl Drop for Owned {
     }
 }
 
-impl Place {
+impl Berth {
     /// A thread that ends inside a call never comes out of it.
     fn give_back(&self) {
         self.mark.clear();
@@ -137,38 +137,38 @@ impl Place {
     }
 }
 
-/// A new place, taken.
-fn add() -> &'static Place {
-    let mark = Mark { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0) };
-    let place = Box::into_raw(Box::new(Place { mark, taken: AtomicBool::new(true), next: ptr::null() }));
-    let publish = |before: *mut Place| {
+/// A new berth, taken.
+fn add() -> &'static Berth {
+    let mark = ThreadMark { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0) };
+    let berth = Box::into_raw(Box::new(Berth { mark, taken: AtomicBool::new(true), next: ptr::null() }));
+    let publish = |before: *mut Berth| {
         // SAFETY: nobody else knows it yet.
-        unsafe { (*place).next = before };
-        Some(place)
+        unsafe { (*berth).next = before };
+        Some(berth)
     };
-    let _ = PLACES.fetch_update(Ordering::AcqRel, Ordering::Acquire, publish);
+    let _ = BERTHS.fetch_update(Ordering::AcqRel, Ordering::Acquire, publish);
     // SAFETY: never freed.
-    unsafe { &*place }
+    unsafe { &*berth }
 }
 
-fn places() -> impl Iterator<Item = &'static Place> {
-    // SAFETY: null, or a place, which is never freed.
-    let place = |place: *const Place| unsafe { place.as_ref() };
-    iter::successors(place(PLACES.load(Ordering::Acquire)), move |before| place(before.next))
+fn berths() -> impl Iterator<Item = &'static Berth> {
+    // SAFETY: null, or a berth, which is never freed.
+    let berth = |berth: *const Berth| unsafe { berth.as_ref() };
+    iter::successors(berth(BERTHS.load(Ordering::Acquire)), move |before| berth(before.next))
 }
 
 /// The marks of all threads.
-pub fn marks() -> impl Iterator<Item = &'static Mark> {
-    places().map(|place| &place.mark)
+pub fn marks() -> impl Iterator<Item = &'static ThreadMark> {
+    berths().map(|berth| &berth.mark)
 }
 
 /// A forked child has one thread, and nobody in it has closed the gate.
 pub fn start_clean_in_children() {
     extern "C" fn start_clean() {
         let own = own();
-        places().filter(|place| !ptr::eq(*place, own)).for_each(Place::give_back);
+        berths().filter(|berth| !ptr::eq(*berth, own)).for_each(Berth::give_back);
         sync::forget_waiting();
-        DOOR.open();
+        LATCH.open();
     }
     static DONE: AtomicBool = AtomicBool::new(false);
     // Twice is harmless. Waiting for another thread to do it is not: a child forked meanwhile would wait for ever.

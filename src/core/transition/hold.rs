@@ -12,7 +12,7 @@ use vramctl_model::{Error, Observer, Report, TransitionRequest};
 pub struct Holding<'a> {
     memory: &'a Memory,
     /// Until the end.
-    closed: Option<gate::Closed>,
+    closed: Option<gate::Closed<'static>>,
 }
 
 impl Drop for Holding<'_> {

@@ -1,19 +1,19 @@
-//! The door of the gate: a word that closes it, and a mark of each thread. `model` explores it in all orders.
+//! The latch of the gate: a word that closes it, and a mark of each thread. `model` explores it in all orders.
 //!
 //! What holds, whatever happens in which order:
 //!
-//! 1. Nobody is inside while the door is closed and its closer has found nobody inside.
-//! 2. A thread waits only while the door is closed. Who opens it wakes all.
+//! 1. Nobody is inside while the latch is closed and its closer has found nobody inside.
+//! 2. A thread waits only while the latch is closed. Who opens it wakes all.
 //! 3. A call within a call does not wait: the outer one could not end.
 //!
-//! A thread marks itself, then looks at the door; the closer closes the door, then looks at the marks. So one of them sees the
+//! A thread marks itself, then looks at the latch; the closer closes the latch, then looks at the marks. So one of them sees the
 //! other, if neither looks before its own store has reached the other's processor. The closer sees to that for both ([`sync::heavy_fence`]).
 
 use super::sync::{self, AtomicU32, AtomicUsize, Ordering};
 
 /// The word.
 #[derive(Debug)]
-pub struct Door(pub AtomicU32);
+pub struct Latch(pub AtomicU32);
 
 /// Threads pass after a look.
 pub const OPEN: u32 = 0;
@@ -24,8 +24,8 @@ pub const CLOSED: u32 = 2;
 
 /// What a thread is doing.
 #[derive(Debug)]
-pub struct Mark {
-    /// [`NOTHING`], or the call that the thread wants to make, and [`ADMITTED`] once it has found the door open.
+pub struct ThreadMark {
+    /// [`NOTHING`], or the call that the thread wants to make, and [`ADMITTED`] once it has found the latch open.
     pub inside: AtomicUsize,
     /// How many calls it makes within calls.
     pub nested: AtomicUsize,
@@ -36,17 +36,17 @@ pub const NOTHING: usize = 0;
 /// Added to a call, which is an even number.
 pub const ADMITTED: usize = 1;
 
-impl Mark {
-    /// Goes inside, if that needs no more than a look at the door. Then the caller must [`leave`](Self::leave).
+impl ThreadMark {
+    /// Goes inside, if that needs no more than a look at the latch. Then the caller must [`leave`](Self::leave).
     #[inline]
-    pub fn enter(&self, door: &Door, call: usize) -> bool {
+    pub fn enter(&self, latch: &Latch, call: usize) -> bool {
         // Within a call, or in a signal handler.
         if self.inside.load(Ordering::Relaxed) != NOTHING {
             return false;
         }
         self.want(call);
         sync::light_fence();
-        self.look(door, call)
+        self.look(latch, call)
     }
 
     /// The first half of [`enter`](Self::enter).
@@ -57,8 +57,8 @@ impl Mark {
 
     /// The second half.
     #[inline]
-    pub fn look(&self, door: &Door, call: usize) -> bool {
-        if door.0.load(Ordering::Acquire) != OPEN {
+    pub fn look(&self, latch: &Latch, call: usize) -> bool {
+        if latch.0.load(Ordering::Acquire) != OPEN {
             self.turn_back();
             return false;
         }
@@ -77,12 +77,12 @@ impl Mark {
         self.inside.store(NOTHING, Ordering::Release);
     }
 
-    /// Makes a call, once the door is open.
-    pub fn pass<R>(&self, door: &Door, call: usize, make: impl FnOnce() -> R) -> R {
+    /// Makes a call, once the latch is open.
+    pub fn pass<R>(&self, latch: &Latch, call: usize, make: impl FnOnce() -> R) -> R {
         loop {
             match self.inside.load(Ordering::Relaxed) {
                 NOTHING => {
-                    self.wait_and_enter(door, call);
+                    self.wait_and_enter(latch, call);
                     let _leave = OnDrop(|| self.leave());
                     return make();
                 }
@@ -97,13 +97,13 @@ impl Mark {
                     }
                 }
                 // A signal handler, and the thread has not been admitted yet. It goes first; the thread then finds its mark as it
-                // left it, and the door as its mark demands.
+                // left it, and the latch as its mark demands.
                 interrupted => {
                     let _return = OnDrop(|| {
-                        self.wait_and_enter(door, interrupted);
+                        self.wait_and_enter(latch, interrupted);
                         self.want(interrupted);
                     });
-                    self.wait_and_enter(door, call);
+                    self.wait_and_enter(latch, call);
                     let _leave = OnDrop(|| self.leave());
                     return make();
                 }
@@ -111,16 +111,16 @@ impl Mark {
         }
     }
 
-    fn wait_and_enter(&self, door: &Door, call: usize) {
+    fn wait_and_enter(&self, latch: &Latch, call: usize) {
         loop {
             self.want(call);
             sync::fence(Ordering::SeqCst);
-            let seen = door.0.load(Ordering::Acquire);
+            let seen = latch.0.load(Ordering::Acquire);
             if seen & CLOSED == 0 {
                 return self.inside.store(call | ADMITTED, Ordering::Release);
             }
             self.leave();
-            sync::wait(&door.0, seen);
+            sync::wait(&latch.0, seen);
         }
     }
 
@@ -139,8 +139,8 @@ impl Mark {
     }
 }
 
-impl Door {
-    /// Closes it. From now on, whoever is inside has a [`Mark::call`].
+impl Latch {
+    /// Closes it. From now on, whoever is inside has a [`ThreadMark::call`].
     pub fn close(&self) {
         self.0.fetch_or(CLOSED, Ordering::SeqCst);
         if !sync::heavy_fence() {
