@@ -341,7 +341,6 @@ class Contract(test_engines.Engine):
         for place in vllm.KV_CACHE.places:
             if self.found.defines(place):
                 self.assertEqual(self.allocated(self.function(place)), "kv_cache", place.name)
-        self.assertIsNone(self.allocated(self.function(vllm.SHARED_BUFFERS.places[0])))
 
     def vllm_asleep(self, ours: Any) -> None:
         worker = mock.Mock(vllm_config=test_engines.vllm_config(sleep=True))

@@ -234,17 +234,6 @@ VLLM = {
             def load_model(self, *, load_dummy_weights=False):
                 return torch.zeros("weights")
         """,
-    "vllm/distributed/device_communicators/custom_all_reduce.py": """
-        import torch
-        class CustomAllreduce:
-            def __init__(self, group):
-                self.meta_ptrs = self.create_shared_buffer(8, group=group, uncached=True)
-                self.buffer_ptrs = self.create_shared_buffer(8, group=group)
-                self.rank_data = torch.zeros("rank data")
-            @staticmethod
-            def create_shared_buffer(size_in_bytes, group=None, uncached=False):
-                return [torch.zeros(f"shared buffer, {uncached}")]
-        """,
 }
 
 #: What differs in 0.33.
@@ -588,34 +577,14 @@ class VllmFromOutside(Engine):
         self.assertEqual(self.gpu.regions, [])
         graph.capture_end()
 
-    def test_graphs_that_workers_share_are_left_to_cuda(self):
-        """Custom all-reduce gets IPC handles for captured memory, which work only with CUDA's own memory."""
+    def test_graphs_that_workers_share_are_left_to_cuda_in_sleep_mode(self):
+        """Each worker falls asleep by itself, and cannot pause what another has open (custom all-reduce)."""
         self.engine(VLLM, "vllm")
-        run_vllm(vllm_config(tp=2))
+        run_vllm(vllm_config(sleep=True, tp=2))
         self.assertIsNone(self.gpu.tags()["output"])
-        run_vllm(vllm_config(tp=2, disable=True))
-        self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
-
-    def test_buffers_that_workers_hand_each_other_are_left_to_cuda(self):
-        """Otherwise tensor parallelism fails at startup, when it gets an IPC handle for such a buffer."""
-        for files in (VLLM, VLLM_33):
-            with self.subTest(files["vllm/__init__.py"]):
-                self.doCleanups()
-                self.setUp()
-                self.engine(files, "vllm")
-                custom_all_reduce = importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
-                with self.silent():
-                    reducer = custom_all_reduce.CustomAllreduce("group")
-                self.assertEqual(reducer.meta_ptrs, ["shared buffer, True"])
-                wanted = {"shared buffer, True": None, "shared buffer, False": None, "rank data": "default"}
-                self.assertEqual(self.gpu.tags(), wanted)
-                self.assertEqual(self.gpu.regions, [])
-
-    def test_a_version_that_makes_those_buffers_otherwise_says_so(self):
-        name = "vllm/distributed/device_communicators/custom_all_reduce.py"
-        with self.warned("vllm 0.26.0 lacks CustomAllreduce.create_shared_buffer"):
-            self.engine({**VLLM, name: "class CustomAllreduce: ..."}, "vllm").install()
-            importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
+        for disable in (False, True):
+            run_vllm(vllm_config(tp=2, disable=disable))
+            self.assertEqual(self.gpu.tags()["output"], "cuda_graph")
 
     def test_expert_buffers_are_left_to_cuda(self):
         """DeepEP gets an IPC handle for its buffer on creation."""
@@ -657,7 +626,7 @@ class VllmFromOutside(Engine):
 
     def test_whatever_fails_in_our_code_vllm_starts(self):
         ours = self.engine(VLLM, "vllm")
-        with mock.patch.object(ours, "_shares_graphs", side_effect=KeyError("ours")), self.warned("Worker.load_model"):
+        with mock.patch.object(ours.engines, "tag_graphs", side_effect=KeyError("ours")), self.warned("Worker.load_model"):
             run_vllm(vllm_config())
             run_vllm(vllm_config())
         self.assertEqual(self.gpu.tags()["weights"], "default")
@@ -1045,10 +1014,11 @@ class Sglang(Engine):
         self.assertEqual((self.gpu.tags()["not to be paused"], self.gpu.tags()["output"]), ("default", "default"))
         self.assertEqual(self.gpu.engine, "sglang")
 
-    def test_graphs_that_workers_share_are_left_to_cuda(self):
+    def test_graphs_that_workers_share_are_left_to_cuda_with_the_saver(self):
+        """Each worker releases its memory by itself, and cannot pause what another has open (custom all-reduce)."""
         self.engine(self.files, "sglang")
         cases = [
-            ({"tp_size": 2}, None, None),
+            ({"tp_size": 2}, None, "cuda_graph"),
             ({"tp_size": 2, "enable_memory_saver": True}, None, None),
             ({"tp_size": 2, "disable_custom_all_reduce": True}, None, "cuda_graph"),
             ({"tp_size": 2}, "1", "cuda_graph"),
@@ -1090,11 +1060,11 @@ class Sglang(Engine):
     def test_whatever_fails_in_our_code_sglang_starts(self):
         ours = self.engine(self.files, "sglang")
         settings = self.start()
-        for broken in ("_settings", "_hands_over_graphs"):
+        for owner, broken in ((ours, "_settings"), (ours.engines, "tag_graphs")):
             with self.subTest(broken):
                 ours.engines._said.clear()
                 with (
-                    mock.patch.object(ours, broken, side_effect=KeyError("ours")),
+                    mock.patch.object(owner, broken, side_effect=KeyError("ours")),
                     self.warned("TorchMemorySaverAdapter.create"),
                 ):
                     for _ in range(2):

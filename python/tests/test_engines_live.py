@@ -34,11 +34,6 @@ FILES = {
         def init_kv_cache():
             return _allocate_kv_cache(None, {}, "cuda"), torch.empty(2 << 20)
         """,
-    "vllm/distributed/device_communicators/custom_all_reduce.py": """
-        class CustomAllreduce:
-            @staticmethod
-            def create_shared_buffer(size_in_bytes, group=None): ...
-        """,
     "vllm/v1/worker/gpu_worker.py": """
         import torch
         class Worker:

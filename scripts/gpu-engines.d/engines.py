@@ -43,8 +43,7 @@ class Engines(Check):
         if options.engine_dir:
             paths = [options.engine_dir, self.env.get("PYTHONPATH", "")]
             self.env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        # With several GPUs, workers share graph memory by CUDA IPC, so it is left to CUDA.
-        self.tags = ["kv_cache", "weights"] if options.gpus > 1 else ["cuda_graph", "kv_cache", "weights"]
+        self.tags = ["cuda_graph", "kv_cache", "weights"]
         self.parts = report.join(json.loads(pathlib.Path(file).read_text()) for file in options.join)
 
     # ---- commands (printed by --dry-run) ----

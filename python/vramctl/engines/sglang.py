@@ -98,10 +98,10 @@ def _create(original: engines.Function, *arguments: Any, **keywords: Any) -> Any
         return saver
     engines.announce("sglang")
     theirs = bool(settings.enable_memory_saver)
-    if _hands_over_graphs(settings):
-        engines.tag_graphs(None)
-    elif not theirs:
+    if not theirs:
         engines.tag_graphs("cuda_graph")
+    elif _hands_over_graphs(settings):
+        engines.tag_graphs(None)
     # With the saver on, leave memory outside it alone: graphs, unless SGLANG_MEMORY_SAVER_CUDA_GRAPH is set.
     if not theirs:
         saver.region = _region
@@ -128,7 +128,8 @@ def _settings() -> Any | None:
 
 
 def _hands_over_graphs(settings: Any) -> bool:
-    """Whether workers share CUDA graph memory by CUDA IPC (custom all-reduce), which needs CUDA's own allocations."""
+    """Whether workers have each other's CUDA graph memory open (custom all-reduce). Each releases its memory by itself, and one
+    alone cannot pause such memory; from outside, all are paused together."""
     return (
         settings.tp_size > 1
         and not settings.disable_custom_all_reduce

@@ -52,13 +52,6 @@ KV_CACHE = Hook(
     ),
     without="the KV cache keeps the process's tag",
 )
-SHARED_BUFFERS = Hook(
-    what="leaves the buffers of custom all-reduce to CUDA, for CUDA IPC",
-    through=engines.BY_NAME,
-    places=(Place("vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.create_shared_buffer", "0.26"),),
-    without="with tensor parallelism, start with `vramctl run --no-tag` or `--disable-custom-all-reduce`",
-    around=engines.leave_to_cuda,
-)
 SETTINGS = Hook(
     what="reads the engine's settings",
     through=engines.READ,
@@ -72,7 +65,7 @@ SETTINGS = Hook(
     ),
     without="all memory keeps the process's tag",
 )
-HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, SHARED_BUFFERS, SETTINGS)
+HOOKS = (PLUGIN, BACKEND, ALLOCATOR, WEIGHTS, KV_CACHE, SETTINGS)
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger("vllm.vramctl")
@@ -105,10 +98,10 @@ def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keyw
     config = worker.vllm_config
     model = config.model_config
     _own_mode = bool(getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False))
-    if _shares_graphs(config):
-        engines.tag_graphs(None)
-    elif not _own_mode:
+    if not _own_mode:
         engines.tag_graphs("cuda_graph")
+    elif _shares_graphs(config):
+        engines.tag_graphs(None)
     elif getattr(model, "sleep_mode_backend", None) == _OURS:
         engines.tag_graphs("cuda_graph")
         Allocator.get_instance().add_graphs()
@@ -119,7 +112,8 @@ def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keyw
 
 
 def _shares_graphs(config: Any) -> bool:
-    """Whether workers share CUDA graph memory by CUDA IPC (custom all-reduce), which needs CUDA's own allocations."""
+    """Whether workers have each other's CUDA graph memory open (custom all-reduce). Each falls asleep by itself, and one alone
+    cannot pause such memory; from outside, all are paused together."""
     parallel = config.parallel_config
     return (
         getattr(parallel, "tensor_parallel_size", 1) > 1
