@@ -58,7 +58,8 @@ struct Opened {
 /// What is behind addresses at which memory was opened.
 #[derive(Debug)]
 enum Behind {
-    Memory(Physical),
+    /// Never read: dropping it unmaps and releases it.
+    Memory(#[expect(dead_code)] Physical),
     /// Nothing: its owner has paused it.
     Paused,
     /// Nothing: its owner has ended or freed it while it was paused.
