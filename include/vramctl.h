@@ -62,6 +62,10 @@ enum VramctlResult
   VRAMCTL_RESULT_ABORTED = 18,
   // Over the socket only: another client is in the middle of a pause or resume of this process.
   VRAMCTL_RESULT_LEASED = 19,
+  // Over the socket only: the process is suspended, and the request needs its driver.
+  VRAMCTL_RESULT_SUSPENDED = 20,
+  // Over the socket only: the driver could checkpoint the process, but not restore it.
+  VRAMCTL_RESULT_NOT_RESTORABLE = 21,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

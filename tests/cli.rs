@@ -237,6 +237,7 @@ impl State {
                 self.asked.push(request.clone());
                 self.transition(wanted, TagState::Active)
             }
+            Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Open { .. } | Request::Close { .. } => panic!("the command line shares no memory"),
         }
     }
@@ -300,6 +301,8 @@ impl State {
         let memory = Status {
             held: false,
             waiting_threads: 0,
+            suspended: None,
+            obstacles: Vec::new(),
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
             devices: vec![device],

@@ -70,7 +70,7 @@ fn no_newer_variant_is_missing() {
 /// Functions about memory that are not in the table, and why. A name that ends with `*` stands for all that begin so.
 const LEFT_OUT: &[(&str, &[&str])] = &[
     ("host memory, which stays where it is", &["cuMemAllocHost", "cuMemFreeHost", "cuMemHost*"]),
-    ("managed memory migrates by itself; other memory it does not concern", &["cuMemAllocManaged", "cuMemAdvise", "cuMemRangeGet*"]),
+    ("managed memory migrates by itself; other memory it does not concern", &["cuMemAdvise", "cuMemRangeGet*"]),
     (
         "asks for no memory and tells of none",
         &["cuMemGetInfo", "cuMemGetLocationInfo", "cuMemGetAllocationGranularity", "cuMulticastGetGranularity"],
@@ -92,6 +92,7 @@ const LEFT_OUT: &[(&str, &[&str])] = &[
     ),
     ("events, not memory", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
     ("the multicast object has no memory until some is bound", &["cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastUnbind"]),
+    ("answers for managed memory as for any other", &["cuPointerGetAttribute", "cuPointerGetAttributes"]),
 ];
 
 #[test]

@@ -431,44 +431,6 @@ fn the_range_of_an_address_is_its_allocation() {
     assert_ne!(range(address).0, 0);
 }
 
-/// Libraries decide by the attributes how to share memory, and a held program goes on asking.
-#[test]
-fn the_attributes_of_managed_memory_are_those_of_plain_memory_also_while_it_is_paused() {
-    let _gpu = Gpu::take();
-    let bytes = 40 * MIB;
-    let (managed, plain) = (malloc_tagged("asked", None, bytes).unwrap(), common::malloc(bytes).unwrap());
-    let one = |which: u32, at: u64| {
-        let mut value = 0xCCCC_CCCC_CCCC_CCCC_u64;
-        (unsafe { entries::cuPointerGetAttribute((&raw mut value).cast(), which, at) }, value)
-    };
-    let all = |at: u64| {
-        let (which, mut values) = ([1, 2, 3, 8, 9, 11, 12, 13, 14_u32], [0xCCCC_CCCC_CCCC_CCCC_u64; 9]);
-        let mut places: Vec<_> = values.iter_mut().map(|value| ptr::from_mut(value).cast()).collect();
-        assert_eq!(unsafe { entries::cuPointerGetAttributes(9, which.as_ptr(), places.as_mut_ptr(), at) }, 0);
-        values
-    };
-    // Where they begin is all that differs.
-    let relative = |at: u64, of: u64| {
-        let shift = |value: u64| if (of..of + bytes as u64).contains(&value) { value - of } else { value };
-        let each = [1, 2, 3, 8, 9, 11, 12, 13, 14].map(|which| one(which, at)).map(|(code, value)| (code, shift(value)));
-        (each, all(at).map(shift))
-    };
-    for offset in [0, 36 * MIB as u64] {
-        let wanted = relative(plain + offset, plain);
-        assert!(wanted.0.iter().all(|(code, _)| *code == 0), "{wanted:?}");
-        assert_eq!(relative(managed + offset, managed), wanted);
-        pause(&["asked"]).unwrap();
-        assert_eq!(relative(managed + offset, managed), wanted, "paused");
-        assert_eq!(one(10, managed).1 as u32, 0, "NCCL would register it");
-        resume(&["asked"]).unwrap();
-        assert_eq!((one(10, managed).1 as u32, one(10, plain).1 as u32), (0, 1));
-    }
-    assert_eq!(unsafe { entries::cuPointerGetAttribute(ptr::null_mut(), 11, managed) }, 1);
-    assert_eq!((common::free(managed), common::free(plain)), (0, 0));
-    assert_eq!(one(2, managed).0, 1);
-    assert_eq!(all(managed)[1] as u32, 0);
-}
-
 /// Every call of a pause and a resume of such memory fails once: nothing is lost, and the next attempt works.
 #[test]
 fn a_failed_call_loses_nothing() {

@@ -27,10 +27,12 @@ __all__ = [
     "NoProcess",
     "NotPaused",
     "NotPreloaded",
+    "NotRestorable",
     "PrefixCache",
     "Registered",
     "SeveralProcesses",
     "Shared",
+    "Suspended",
     "UnknownTag",
     "Unsupported",
     "Work",
@@ -230,6 +232,20 @@ class Aborted(Error):
     number = 18
 
 
+class Suspended(Error):
+    """The process is suspended, and the request needs its driver; ``vramctl resume`` brings it back."""
+
+    code = "suspended"
+    number = 20
+
+
+class NotRestorable(Error):
+    """The driver could checkpoint the process, but not restore it."""
+
+    code = "not_restorable"
+    number = 21
+
+
 class Leased(Error):
     """Another client is in the middle of a pause or resume of this process; try again."""
 
@@ -286,6 +302,8 @@ _CLASSES: tuple[type[Error], ...] = (
     Shared,
     Aborted,
     Leased,
+    Suspended,
+    NotRestorable,
 )
 _BY_NUMBER = {kind.number: kind for kind in _CLASSES}
 _BY_CODE = {kind.code: kind for kind in _CLASSES}

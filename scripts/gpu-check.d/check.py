@@ -703,6 +703,7 @@ class Check:
             "engine": (self.engine, 160),
             "waits": (self.waits, 60),
             "hold": (lambda: self.script("hold.py", 150), 160),
+            "suspend": (lambda: self.script("suspend.py", 150), 160),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 110), 120),
             "oom": (self.oom, 120),

@@ -20,12 +20,13 @@ pub enum Exit {
     NoMemory = 4,
     Busy = 5,
     UnknownTag = 6,
+    Unsuspendable = 7,
     NotExecutable = 126,
     NotFound = 127,
 }
 
 impl Exit {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Done,
         Self::Failed,
         Self::Usage,
@@ -33,6 +34,7 @@ impl Exit {
         Self::NoMemory,
         Self::Busy,
         Self::UnknownTag,
+        Self::Unsuspendable,
         Self::NotExecutable,
         Self::NotFound,
     ];
@@ -47,6 +49,7 @@ impl Exit {
             Self::NoMemory => "not enough GPU or host memory",
             Self::Busy => "timed out: GPU work, a graph capture or requests still running, or no answer",
             Self::UnknownTag => "no allocation has this tag",
+            Self::Unsuspendable => "suspend, move: paused by tag only, because the driver could not restore the process",
             Self::NotExecutable => "run: the command cannot be executed",
             Self::NotFound => "run: the command was not found; otherwise `run` returns the command's exit code",
         }
@@ -55,7 +58,8 @@ impl Exit {
     fn of(kind: Kind) -> Self {
         match kind {
             Kind::DeviceMemory | Kind::HostMemory => Self::NoMemory,
-            Kind::Busy | Kind::Capturing | Kind::Shared | Kind::Leased => Self::Busy,
+            Kind::Busy | Kind::Capturing | Kind::Shared | Kind::Leased | Kind::Suspended => Self::Busy,
+            Kind::NotRestorable => Self::Unsuspendable,
             Kind::UnknownTag => Self::UnknownTag,
             _ => Self::Failed,
         }
@@ -153,7 +157,7 @@ mod tests {
     /// Scripts compare these; a changed one breaks them silently.
     #[test]
     fn the_exit_codes_never_change() {
-        assert_eq!(Exit::ALL.map(|exit| exit as u8), [0, 1, 2, 3, 4, 5, 6, 126, 127]);
+        assert_eq!(Exit::ALL.map(|exit| exit as u8), [0, 1, 2, 3, 4, 5, 6, 7, 126, 127]);
         assert_eq!(CommandError::from(&Error::Capturing).exit(), Exit::Busy);
         assert_eq!(CommandError::from(&Error::HostMemory { needed: 2, available: 1, capped: false }).exit(), Exit::NoMemory);
         assert_eq!(CommandError::from(&Error::Unsupported).exit(), Exit::Failed);

@@ -13,6 +13,7 @@ mod ps;
 mod python_path;
 mod run;
 mod status;
+mod suspend;
 mod tag;
 mod target;
 mod transition;
@@ -42,6 +43,8 @@ enum Command {
     Pause(transition::PauseArgs),
     /// Give processes their GPU memory back, with its contents
     Resume(transition::ResumeArgs),
+    /// Take processes off their GPUs entirely: pause, then have the driver checkpoint the rest. `resume` brings them back
+    Suspend(suspend::Args),
     /// Set the tag for a process's future allocations
     SetTag(tag::Args),
     /// Check this machine, and report what would fail
@@ -71,6 +74,7 @@ impl Command {
             Self::Status(args) => status::status(args),
             Self::Pause(args) => transition::pause(args),
             Self::Resume(args) => transition::resume(args),
+            Self::Suspend(args) => suspend::suspend(args),
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
@@ -84,6 +88,7 @@ impl Command {
             Self::Status(args) => args.json,
             Self::Pause(args) => args.transition.json,
             Self::Resume(args) => args.transition.json,
+            Self::Suspend(args) => args.json,
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
             Self::Run(_) | Self::PythonPath(_) | Self::Completions(_) => false,
@@ -98,6 +103,7 @@ fn after_help() -> String {
   vramctl status engine                            show its memory
   vramctl pause kv_cache --discard                 free a tag and drop its contents
   vramctl pause && vramctl resume                  all tags of the only managed process
+  vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back
   vramctl doctor                                   check this machine
 
 Environment:

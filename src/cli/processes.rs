@@ -16,7 +16,7 @@ use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_driver::uuid_of_index;
 use vramctl_model::Bytes;
-use vramctl_model::{TagState, TagStatus};
+use vramctl_model::{GpuUse, TagState, TagStatus};
 
 /// Which processes to act on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,12 +65,20 @@ impl Process {
         devices.iter().filter_map(|device| device.uuid.as_deref())
     }
 
+    /// While it is suspended: the GPUs that it sees, and what a restore needs there.
+    pub fn suspended(&self) -> Option<&[GpuUse]> {
+        self.status.as_ref().ok()?.memory.suspended.as_deref()
+    }
+
     pub fn tags(&self) -> &[TagStatus] {
         self.status.as_ref().map_or(&[], |status| &status.memory.tags)
     }
 
     /// The state over all tags, as text. If they differ, lists those that are not active.
     pub fn state(&self) -> String {
+        if self.suspended().is_some() {
+            return "suspended".into();
+        }
         let tags = self.tags();
         match tags {
             [] => "empty".into(),
@@ -363,6 +371,8 @@ pub mod tests {
         let memory = Status {
             held: false,
             waiting_threads: 0,
+            suspended: None,
+            obstacles: Vec::new(),
             process_tag: None,
             tags: tags.iter().map(tag).collect(),
             devices: Vec::new(),

@@ -70,7 +70,10 @@ fn describe(status: &ProcessStatus) -> String {
     if let Some(engine) = &process.engine {
         let _ = writeln!(text, "Inference engine: {engine}.");
     }
-    if memory.held {
+    if let Some(gpus) = &memory.suspended {
+        let bytes = Bytes(gpus.iter().map(|gpu| gpu.bytes).sum());
+        let _ = writeln!(text, "Suspended: it has nothing on any GPU. A resume needs {bytes} besides what is paused.");
+    } else if memory.held {
         let _ = writeln!(text, "Held: {} threads wait to start GPU work, until everything is resumed.", memory.waiting_threads);
     }
     let _ = match &memory.process_tag {
@@ -99,6 +102,9 @@ fn describe(status: &ProcessStatus) -> String {
     }
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));
+    }
+    for obstacle in &memory.obstacles {
+        let _ = write!(text, "\nCannot be suspended: {obstacle}.");
     }
     for left in &memory.left_alone {
         let _ = write!(text, "\nLeft to CUDA: {} of {}.", Bytes(left.bytes), left.owner);

@@ -3,10 +3,11 @@
 use crate::completions;
 use crate::processes::Target;
 use clap_complete::ArgValueCandidates;
+use std::time::Duration;
 use vramctl_model as model;
 
 /// The options that choose processes.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 #[group(id = "target", multiple = false)]
 pub struct TargetArgs {
     /// The process with this id
@@ -42,4 +43,10 @@ impl From<TargetArgs> for Target {
 /// A tag as an argument.
 pub fn checked_tag(text: &str) -> Result<String, String> {
     model::checked_tag(text).map(|tag| tag.to_string()).map_err(|error| error.to_string())
+}
+
+/// A duration as an argument.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    let number: f64 = text.parse().map_err(|_| "not a number of seconds")?;
+    Duration::try_from_secs_f64(number).map_err(|error| error.to_string())
 }

@@ -8,7 +8,8 @@ use crate::output;
 use crate::processes::{Found, Process, Target};
 use crate::progress::Bars;
 use crate::status::come_so_far;
-use crate::target::{GpuArgs, TargetArgs, checked_tag};
+use crate::suspend;
+use crate::target::{GpuArgs, TargetArgs, checked_tag, seconds};
 use clap_complete::ArgValueCandidates;
 use serde::Serialize;
 use serde_json::json;
@@ -91,25 +92,20 @@ pub struct ResumeArgs {
 pub struct Args {
     /// Tags [default: all]
     #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
-    tags: Vec<String>,
+    pub tags: Vec<String>,
     #[command(flatten)]
-    target: TargetArgs,
+    pub target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
     /// Wait at most this many seconds; fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
-    timeout: Option<Duration>,
+    pub timeout: Option<Duration>,
     /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only
     #[arg(long, short, conflicts_with = "json")]
-    quiet: bool,
-}
-
-fn seconds(text: &str) -> Result<Duration, String> {
-    let number: f64 = text.parse().map_err(|_| "not a number of seconds")?;
-    Duration::try_from_secs_f64(number).map_err(|error| error.to_string())
+    pub quiet: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -183,6 +179,8 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
 }
 
 pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
+    let Args { target, tags, timeout, json, quiet, .. } = &args.transition;
+    suspend::bring_back(&Target::from(target.clone()), tags.is_empty(), timeout.unwrap_or_default(), *json || *quiet)?;
     Asking::prepare(Verb::Resume, args.transition)?.run()
 }
 

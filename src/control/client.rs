@@ -6,7 +6,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
-use vramctl_model::{Plan, Progress, Report};
+use vramctl_model::{GpuUse, Plan, Progress, Report};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -116,6 +116,27 @@ impl Client {
     /// Resumes.
     pub fn resume(&mut self, transition: Transition, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
         self.transition(Request::Resume(transition), progress)
+    }
+
+    /// The server's pid as seen from here; 0 if it cannot be seen.
+    pub fn seen_as(&self) -> i32 {
+        self.seen_as
+    }
+
+    /// Makes the process ready for the driver's checkpoint. Returns what a restore needs.
+    pub fn suspend(&mut self) -> Result<Vec<GpuUse>, ClientError> {
+        match self.ask(Request::Suspend, &mut |_| ())? {
+            Reply::Suspended { gpus } => Ok(gpus),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Tells it that its driver is back.
+    pub fn awake(&mut self) -> Result<(), ClientError> {
+        match self.ask(Request::Awake, &mut |_| ())? {
+            Reply::Awake => Ok(()),
+            other => Err(self.unexpected(&other)),
+        }
     }
 
     /// Sets the tag of allocations outside regions.

@@ -3,7 +3,9 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use vramctl_model::{Backup, Error, Kind, Lent, Plan, Progress, Registered, Registration, Report, Shortage, Status, TransitionRequest};
+use vramctl_model::{
+    Backup, Error, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage, Status, TransitionRequest,
+};
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
 /// and requests do not count.
@@ -36,6 +38,11 @@ pub enum Request {
     Plan(Transition),
     /// Give memory back.
     Resume(Transition),
+    /// Get ready for the driver's checkpoint: from the answer on, the library stays out of the driver. Only `hello`, `status` and
+    /// `awake` are answered then.
+    Suspend,
+    /// The process is running again: the library may use the driver.
+    Awake,
     /// Set the tag of future allocations outside regions.
     SetTag {
         /// The tag. If null or absent, such allocations are left to CUDA.
@@ -122,6 +129,13 @@ pub enum Reply {
     Done(Report),
     /// To `plan`.
     Plan(Plan),
+    /// To `suspend`: it may be checkpointed now.
+    Suspended {
+        /// The GPUs that it sees, and what a restore needs there.
+        gpus: Vec<GpuUse>,
+    },
+    /// To `awake`.
+    Awake,
     /// To `set-tag`.
     Tag {
         /// The new tag.
@@ -201,6 +215,9 @@ pub struct Refusal {
     /// With `driver` and `work`: the driver's code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda_code: Option<u32>,
+    /// With `not_restorable`: why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub obstacles: Option<Vec<Obstacle>>,
     /// With `registered`: which memory, and by whom.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub registered: Option<Vec<Registration>>,
@@ -229,6 +246,10 @@ impl From<&Error> for Refusal {
             },
             cuda_code: match error {
                 Error::Driver(failure) | Error::Work(failure) => Some(failure.code),
+                _ => None,
+            },
+            obstacles: match error {
+                Error::NotRestorable(list) => Some(list.clone()),
                 _ => None,
             },
             registered: match error {

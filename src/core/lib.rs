@@ -1,5 +1,5 @@
 //! The memory this process has under management and the operations on it: allocations by address ([`memory`]), the contexts
-//! whose work may use them ([`contexts`]), pause and resume ([`transition`]), and the control server ([`server`]).
+//! whose work may use them ([`contexts`]), pause and resume ([`transition`]), standing aside for a checkpoint (`suspend`), and the control server ([`server`]).
 
 pub mod contexts;
 mod drain;
@@ -7,4 +7,5 @@ pub mod engine;
 pub mod gate;
 pub mod memory;
 pub mod server;
+mod suspend;
 pub mod transition;

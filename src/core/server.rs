@@ -6,6 +6,7 @@
 use crate::engine;
 use crate::memory::Memory;
 use crate::memory::share::{Borrower, Pieces};
+use crate::suspend::suspended;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -268,6 +269,9 @@ fn answer(line: &[u8], connection: &Connection, files: &mut Vec<OwnedFd>) -> Rep
 /// `files`: descriptors to send with the reply.
 fn carry_out(request: Request, connection: &Connection, files: &mut Vec<OwnedFd>) -> Result<Reply, Error> {
     let memory = Memory::get();
+    if suspended().is_some() && !matches!(request, Request::Hello | Request::Status | Request::Suspend | Request::Awake) {
+        return Err(Error::Suspended);
+    }
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
@@ -280,6 +284,11 @@ fn carry_out(request: Request, connection: &Connection, files: &mut Vec<OwnedFd>
             Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
         }
         Request::Resume(wanted) => transition(wanted, connection, |request, client| memory.resume(&request, client)),
+        Request::Suspend => memory.suspend().map(|gpus| Reply::Suspended { gpus }),
+        Request::Awake => {
+            memory.awake();
+            Ok(Reply::Awake)
+        }
         Request::SetTag { tag } => {
             memory.set_process_tag(tag.as_deref())?;
             Ok(Reply::Tag { tag })

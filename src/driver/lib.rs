@@ -2,6 +2,7 @@
 //!
 //! No other crate calls the driver, and this one knows nothing of tags, backups or sockets.
 
+pub mod checkpoint;
 mod context;
 mod copy;
 mod kernel;
@@ -17,7 +18,7 @@ pub use cudarc::driver::sys::{
 };
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use kernel::{Parts, Resident};
-pub use nvml::{holders, uuid, uuid_of_index};
+pub use nvml::{Card, cards, holders, holders_of, uses, uuid, uuid_of_index};
 pub use survey::{Gpu, Survey, survey};
 pub use table::Driver;
 pub use vmm::{
@@ -81,6 +82,13 @@ fn pointer_attribute(address: CUdeviceptr, attribute: CUpointer_attribute) -> Re
     // The driver reports success for an unknown address, with attributes of 0.
     let known = if value == 0 { code::INVALID_VALUE } else { code::SUCCESS };
     Failure::check("cuPointerGetAttributes", known).map(|()| value)
+}
+
+/// Whether a device's contexts are behind MPS.
+pub fn is_behind_mps(device: CUdevice) -> bool {
+    /// `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
+    const MPS_ENABLED: u32 = 133;
+    attribute(device, MPS_ENABLED) != 0
 }
 
 /// A device attribute; 0 if the driver does not know it.

@@ -4,7 +4,7 @@ use super::{CUdevice, Driver};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
 use std::{fs, mem, process, ptr};
 use vramctl_host::symbols;
-use vramctl_model::Holder;
+use vramctl_model::{GpuUse, Holder};
 
 /// The other processes that hold memory of `device`, largest first. Empty if NVML is missing or does not report them.
 pub fn holders(device: CUdevice) -> Vec<Holder> {
@@ -12,6 +12,60 @@ pub fn holders(device: CUdevice) -> Vec<Holder> {
     holders.retain(|holder| holder.pid != process::id());
     holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
     holders
+}
+
+/// A GPU of this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Card {
+    /// Its index in `nvidia-smi`.
+    pub index: u32,
+    /// `GPU-…`.
+    pub uuid: String,
+    /// The model.
+    pub name: String,
+    /// Its address on the bus, `00000000:18:00.0`.
+    pub bus: String,
+    /// Bytes free.
+    pub free: u64,
+}
+
+/// The GPUs of this machine, or container. Empty if NVML is missing.
+pub fn cards() -> Vec<Card> {
+    let Some(nvml) = Nvml::load() else { return Vec::new() };
+    let mut count = 0;
+    // SAFETY: NVML is initialised; `count` is writable.
+    let answered = unsafe { (nvml.count)(&raw mut count) } == SUCCESS;
+    (0..if answered { count } else { 0 }).filter_map(|index| nvml.card(index)).collect()
+}
+
+/// The processes that hold memory of the GPU with this UUID, largest first.
+pub fn holders_of(uuid: &str) -> Vec<Holder> {
+    let mut holders = Nvml::load().map_or_else(Vec::new, |nvml| nvml.processes_on(uuid));
+    holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
+    holders
+}
+
+/// What this process has on each GPU that it sees.
+pub fn uses() -> Vec<GpuUse> {
+    /// Where NVML cannot tell this process from others, as in some containers. Programs have 0.8 to 0.9 GiB besides what is paused.
+    const USUAL: u64 = 1 << 30;
+    let (nvml, mut count) = (Nvml::load(), 0);
+    // SAFETY: `count` is writable.
+    let counted = Driver::get().and_then(|driver| unsafe { driver.cuDeviceGetCount(&raw mut count) });
+    let devices = counted.map_or(0..0, |()| 0..count);
+    let has_context = |device| {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: both are writable.
+        let asked = Driver::get().and_then(|driver| unsafe { driver.cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active) });
+        asked.is_ok() && active != 0
+    };
+    let of = |device| {
+        let known = nvml.as_ref().map_or_else(Vec::new, |nvml| nvml.processes(device));
+        let own = known.iter().find(|holder| holder.pid == process::id());
+        let bytes = own.and_then(|own| own.bytes).unwrap_or_else(|| if has_context(device) { USUAL } else { 0 });
+        Some(GpuUse { uuid: uuid(device)?, bytes })
+    };
+    devices.filter_map(of).collect()
 }
 
 /// `nvmlProcessInfo_t` of `nvml.h`, as `nvmlDeviceGetComputeRunningProcesses_v3` fills it.
@@ -29,7 +83,27 @@ const NOT_AVAILABLE: u64 = u64::MAX;
 /// `NVML_SUCCESS`.
 const SUCCESS: c_uint = 0;
 
+/// `nvmlMemory_t`.
+#[repr(C)]
+struct MemoryInfo {
+    total: u64,
+    free: u64,
+    used: u64,
+}
+
+/// `nvmlPciInfo_t`, as `nvmlDeviceGetPciInfo_v3` fills it.
+#[repr(C)]
+struct PciInfo {
+    legacy_bus: [c_char; 16],
+    numbers: [c_uint; 5],
+    bus: [c_char; 32],
+}
+
 struct Nvml {
+    count: unsafe extern "C" fn(*mut c_uint) -> c_uint,
+    name: unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint,
+    bus: unsafe extern "C" fn(*mut c_void, *mut PciInfo) -> c_uint,
+    memory: unsafe extern "C" fn(*mut c_void, *mut MemoryInfo) -> c_uint,
     shutdown: unsafe extern "C" fn() -> c_uint,
     by_index: unsafe extern "C" fn(c_uint, *mut *mut c_void) -> c_uint,
     uuid: unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint,
@@ -49,6 +123,16 @@ impl Nvml {
             let symbol = |name: &CStr| ptr::NonNull::new(symbols::dlsym(library, name)).map(ptr::NonNull::as_ptr);
             let init = mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlInit_v2")?);
             let nvml = Self {
+                count: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_uint) -> c_uint>(symbol(c"nvmlDeviceGetCount_v2")?),
+                name: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint>(symbol(
+                    c"nvmlDeviceGetName",
+                )?),
+                bus: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut PciInfo) -> c_uint>(symbol(
+                    c"nvmlDeviceGetPciInfo_v3",
+                )?),
+                memory: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut MemoryInfo) -> c_uint>(symbol(
+                    c"nvmlDeviceGetMemoryInfo",
+                )?),
                 shutdown: mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlShutdown")?),
                 by_index: mem::transmute::<*mut c_void, unsafe extern "C" fn(c_uint, *mut *mut c_void) -> c_uint>(symbol(
                     c"nvmlDeviceGetHandleByIndex_v2",
@@ -77,8 +161,28 @@ impl Nvml {
         answered.then(|| unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
     }
 
+    fn card(&self, index: u32) -> Option<Card> {
+        let (mut handle, mut text) = (ptr::null_mut(), [0 as c_char; 96]);
+        // SAFETY: NVML is initialised, and the structures are plain data; all places are writable and of the sizes told, and NVML
+        // NUL-terminates within them.
+        unsafe {
+            let (mut memory, mut bus): (MemoryInfo, PciInfo) = (mem::zeroed(), mem::zeroed());
+            let read = |text: &[c_char]| CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned();
+            let uuid = self.uuid_of_index(index)?;
+            let answered = (self.by_index)(index, &raw mut handle) == SUCCESS
+                && (self.name)(handle, text.as_mut_ptr(), text.len() as c_uint) == SUCCESS
+                && (self.bus)(handle, &raw mut bus) == SUCCESS
+                && (self.memory)(handle, &raw mut memory) == SUCCESS;
+            answered.then(|| Card { index, uuid, name: read(&text), bus: read(&bus.bus), free: memory.free })
+        }
+    }
+
     fn processes(&self, device: CUdevice) -> Vec<Holder> {
-        let Some(uuid) = uuid(device).and_then(|uuid| CString::new(uuid).ok()) else { return Vec::new() };
+        uuid(device).map_or_else(Vec::new, |uuid| self.processes_on(&uuid))
+    }
+
+    fn processes_on(&self, uuid: &str) -> Vec<Holder> {
+        let Ok(uuid) = CString::new(uuid) else { return Vec::new() };
         let mut handle = ptr::null_mut();
         let mut infos = [ProcessInfo { pid: 0, used_gpu_memory: 0, gpu_instance: 0, compute_instance: 0 }; 128];
         let mut count = infos.len() as c_uint;

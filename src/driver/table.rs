@@ -4,6 +4,7 @@
 //! [`code::NOT_FOUND`]. cudarc's loader would panic instead and take the host process down, so only its types and constants
 //! are used here.
 
+use crate::checkpoint::{LockArgs, NoArgs, RestoreArgs};
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmodule,
     CUstream, CUuuid,
@@ -104,6 +105,13 @@ driver_functions! {
     cuMemExportToShareableHandle(shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong);
     cuMemImportFromShareableHandle(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint);
     cuMemGetAllocationPropertiesFromHandle(properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle);
+
+    // Checkpoints of other processes.
+    cuCheckpointProcessGetState(pid: c_int, state: *mut c_int);
+    cuCheckpointProcessLock(pid: c_int, arguments: *const LockArgs);
+    cuCheckpointProcessCheckpoint(pid: c_int, arguments: *const NoArgs);
+    cuCheckpointProcessRestore(pid: c_int, arguments: *const RestoreArgs);
+    cuCheckpointProcessUnlock(pid: c_int, arguments: *const NoArgs);
 
     // Kernels and their memory.
     cuModuleLoadData(module: *mut CUmodule, image: *const c_void);

@@ -12,7 +12,7 @@
 
 use crate::PerProcess;
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -62,13 +62,50 @@ pub struct InDriver(Option<&'static AtomicUsize>);
 /// must not be called.
 #[inline]
 pub fn enter_driver() -> Option<InDriver> {
-    let counted = match ROLE.get() {
+    let of_role: fn(&Work) -> &AtomicUsize = match ROLE.get() {
         Role::Program => return Some(InDriver(None)),
-        Role::Worker => begin(|work| &work.in_driver)?,
-        Role::Waiter => begin(|work| &work.waiting)?,
+        Role::Worker => |work| &work.in_driver,
+        Role::Waiter => |work| &work.waiting,
     };
-    INSIDE.set(INSIDE.get() + 1);
-    Some(InDriver(Some(counted)))
+    loop {
+        let counted = begin(of_role)?;
+        let work = WORK.get();
+        if work.resting.load(Ordering::SeqCst) == 0 {
+            INSIDE.set(INSIDE.get() + 1);
+            return Some(InDriver(Some(counted)));
+        }
+        counted.fetch_sub(1, Ordering::SeqCst);
+        sleep_until_woken(&work.resting);
+    }
+}
+
+/// Keeps the library's work out of the driver until [`wake`]: whoever would call it waits. Returns whether nobody is inside any
+/// more; if not so within `limit`, nobody waits.
+pub fn rest(limit: Duration) -> bool {
+    let work = WORK.get();
+    work.resting.store(1, Ordering::SeqCst);
+    let out = || work.in_driver.load(Ordering::SeqCst) == 0 && work.waiting.load(Ordering::SeqCst) == 0;
+    let rests = wait_until(limit, out);
+    if !rests {
+        wake();
+    }
+    rests
+}
+
+/// Ends [`rest`].
+pub fn wake() {
+    let resting = &WORK.get().resting;
+    resting.store(0, Ordering::SeqCst);
+    // SAFETY: as in `sleep_until_woken`.
+    unsafe { libc::syscall(libc::SYS_futex, resting.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
+}
+
+fn sleep_until_woken(resting: &AtomicU32) {
+    // SAFETY: the word lives as long as the process. A signal or a spurious end makes the caller look again.
+    unsafe {
+        let nothing = std::ptr::null::<libc::timespec>();
+        libc::syscall(libc::SYS_futex, resting.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, 1, nothing);
+    }
 }
 
 impl Drop for InDriver {
@@ -110,6 +147,8 @@ struct Work {
     waiting: AtomicUsize,
     answering: AtomicUsize,
     ending: AtomicBool,
+    /// 1 while the library's work stays out of the driver.
+    resting: AtomicU32,
 }
 
 static WORK: PerProcess<Work> = PerProcess::new(Work::default);
@@ -154,6 +193,8 @@ fn end(work: &Work) -> bool {
     /// Enough for work that is about to finish.
     const WAITS: Duration = Duration::from_millis(500);
     work.ending.store(true, Ordering::SeqCst);
+    // Who rests must find out.
+    wake();
     // This thread's own calls are interrupted and cannot finish.
     let interrupted = INSIDE.get();
     let calls = wait_until(CALLS, || work.in_driver.load(Ordering::SeqCst) <= interrupted);
@@ -249,6 +290,33 @@ mod tests {
             let _inside = as_worker(enter_driver);
             close_driver();
             is_ending() && in_child(|| !is_ending() && as_worker(enter_driver).is_some())
+        }));
+    }
+
+    #[test]
+    fn work_that_rests_waits_outside_until_it_is_woken_or_the_program_ends() {
+        assert!(in_child(|| {
+            static INSIDE_DRIVER: AtomicUsize = AtomicUsize::new(0);
+            let inside = as_worker(enter_driver);
+            let refused = !rest(Duration::from_millis(20)) && as_worker(enter_driver).is_some();
+            drop(inside);
+            let rests = rest(Duration::from_secs(5));
+            let call = || {
+                worker::spawn("vramctl-call", || {
+                    INSIDE_DRIVER.fetch_add(usize::from(enter_driver().is_some()), Ordering::SeqCst);
+                    INSIDE_DRIVER.fetch_add(10, Ordering::SeqCst);
+                })
+            };
+            let after = |count| wait_until(Duration::from_secs(5), || INSIDE_DRIVER.load(Ordering::SeqCst) == count);
+            let started = call().is_ok();
+            thread::sleep(Duration::from_millis(20));
+            let waits = INSIDE_DRIVER.load(Ordering::SeqCst) == 0 && enter_driver().is_some();
+            wake();
+            let woken = after(11);
+            let again = rest(Duration::from_secs(5)) && call().is_ok();
+            thread::sleep(Duration::from_millis(20));
+            close_driver();
+            refused && rests && started && waits && woken && again && after(21)
         }));
     }
 

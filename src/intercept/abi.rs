@@ -59,6 +59,10 @@ pub enum VramctlResult {
     Aborted = 18,
     /// Over the socket only: another client is in the middle of a pause or resume of this process.
     Leased = 19,
+    /// Over the socket only: the process is suspended, and the request needs its driver.
+    Suspended = 20,
+    /// Over the socket only: the driver could checkpoint the process, but not restore it.
+    NotRestorable = 21,
 }
 
 impl From<Kind> for VramctlResult {
@@ -83,6 +87,8 @@ impl From<Kind> for VramctlResult {
             Kind::Shared => Self::Shared,
             Kind::Aborted => Self::Aborted,
             Kind::Leased => Self::Leased,
+            Kind::Suspended => Self::Suspended,
+            Kind::NotRestorable => Self::NotRestorable,
         }
     }
 }

@@ -11,11 +11,11 @@ use std::ffi::{c_uint, c_void};
 use std::sync::{PoisonError, RwLock};
 use vramctl_backup as backup;
 use vramctl_config::Config;
-use vramctl_core::memory::{Memory, Placement, left, region};
+use vramctl_core::memory::{Memory, Placement, left, obstacles, region};
 use vramctl_core::server;
 use vramctl_driver::{self as driver, CUdeviceptr, CUmemAccessDesc, Current, StreamHandle};
 use vramctl_host::{PerProcess, log_once};
-use vramctl_model::{Error, StatusCode, code};
+use vramctl_model::{Error, ObstacleKind, StatusCode, code};
 
 /// The functions through which a request came.
 pub trait Door {
@@ -42,6 +42,17 @@ pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const 
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
     // arguments unchanged.
     unsafe { provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Thread, || driver_originals::cuMemAlloc_v2(pointer, bytes)) }
+}
+
+/// Unified memory, which is left to CUDA, see [`malloc_managed`](crate::handlers::malloc_managed).
+pub unsafe fn mem_alloc_managed(pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint, _caller: *const c_void) -> StatusCode {
+    // SAFETY: the arguments are passed on unchanged.
+    let answer = unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
+    if answer == code::SUCCESS && !pointer.is_null() {
+        // SAFETY: not null, and written by the real function.
+        obstacles::note(ObstacleKind::Unified, unsafe { pointer.read() });
+    }
+    answer
 }
 
 pub unsafe fn mem_alloc_pitch(

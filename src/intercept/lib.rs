@@ -14,7 +14,6 @@ mod exclude;
 mod handlers;
 pub mod hooks;
 pub mod launch;
-mod queries;
 mod real;
 mod register;
 pub mod resolve;

@@ -1,10 +1,11 @@
 //! Calls that make memory known by its physical pages: to a network card, to a disk, to another device or process.
 
 use crate::driver_originals;
+use crate::vmm::noting_multicast;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use vramctl_core::memory::Memory;
 use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
-use vramctl_model::StatusCode;
+use vramctl_model::{StatusCode, code};
 
 /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by who is about to let a network card reach the memory.
 const SYNC_MEMOPS: c_uint = 6;
@@ -30,7 +31,8 @@ pub unsafe fn bind_multicast_address(
     flags: c_ulonglong,
 ) -> StatusCode {
     // SAFETY: as above.
-    register(pointer, "cuMulticastBindAddr", || unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) })
+    let real = || unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
+    noting_multicast(multicast, register(pointer, "cuMulticastBindAddr", real))
 }
 
 pub unsafe fn bind_multicast_address_v2(
@@ -42,9 +44,27 @@ pub unsafe fn bind_multicast_address_v2(
     flags: c_ulonglong,
 ) -> StatusCode {
     // SAFETY: as above.
-    register(pointer, "cuMulticastBindAddr", || unsafe {
-        driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags)
-    })
+    let real = || unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
+    noting_multicast(multicast, register(pointer, "cuMulticastBindAddr", real))
+}
+
+pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
+    // The driver tells one of the pieces that large memory is made of, and nothing of paused memory.
+    let found = Memory::existing().and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.wanted().is_none());
+    let Some(allocation) = found else {
+        // SAFETY: as above.
+        return unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, pointer) };
+    };
+    // SAFETY: the program promises that pointers that are not null are writable.
+    unsafe {
+        if !base.is_null() {
+            base.write(allocation.key());
+        }
+        if !bytes.is_null() {
+            bytes.write(allocation.requested);
+        }
+    }
+    code::SUCCESS
 }
 
 fn register(pointer: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {

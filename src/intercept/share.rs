@@ -5,11 +5,11 @@ use crate::real::{self, originals};
 use crate::table::{CudaError, IpcHandle};
 use std::ffi::{c_uint, c_void};
 use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
-use vramctl_core::memory::{Memory, borrow};
+use vramctl_core::memory::{Memory, borrow, obstacles};
 use vramctl_core::server;
-use vramctl_driver::{CUdeviceptr, Current};
+use vramctl_driver::{CUdeviceptr, CUmemGenericAllocationHandle, Current};
 use vramctl_host::log_once;
-use vramctl_model::{StatusCode, code};
+use vramctl_model::{ObstacleKind, StatusCode, code};
 
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: the driver accepts nothing else.
 const LAZY: c_uint = 1;
@@ -19,8 +19,11 @@ const LAZY: c_uint = 1;
 /// # Safety
 /// `handle` must be null or writable for a handle.
 pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let Some(memory) = Memory::existing().filter(|_| !handle.is_null()) else { return real() };
-    match memory.ipc_handle(pointer) {
+    if handle.is_null() {
+        return real();
+    }
+    let memory = Memory::existing();
+    match memory.and_then(|memory| memory.ipc_handle(pointer)) {
         Some(Ok(made)) => {
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { handle.cast::<[u8; HANDLE_BYTES]>().write_unaligned(made.bytes()) };
@@ -29,9 +32,12 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         Some(Err(error)) => error,
         None => {
             let answer = real();
+            if answer == code::SUCCESS {
+                obstacles::note(ObstacleKind::Shared, pointer);
+            }
             if answer != code::SUCCESS
                 // CUDA itself shares no memory of `cuMemCreate` this way.
-                && let Some(allocation) = memory.find(pointer).filter(|allocation| allocation.wanted().is_none())
+                && let Some(allocation) = memory.and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.wanted().is_none())
             {
                 log_once!(
                     log::Level::Warn,
@@ -51,7 +57,14 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
 /// # Safety
 /// `pointer` must be null or writable.
 pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    let Some(handle) = Ticket::parse(&handle.reserved) else { return real() };
+    let Some(handle) = Ticket::parse(&handle.reserved) else {
+        let answer = real();
+        if answer == code::SUCCESS && !pointer.is_null() {
+            // SAFETY: not null, and written by the real function.
+            obstacles::note(ObstacleKind::Shared, unsafe { pointer.read() });
+        }
+        return answer;
+    };
     if pointer.is_null() || flags != LAZY {
         return code::INVALID_VALUE;
     }
@@ -71,10 +84,25 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
 
 /// `cuIpcCloseMemHandle`.
 pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    match borrow::close(pointer) {
-        Some(closed) => closed.err().unwrap_or(code::SUCCESS),
-        None => real(),
+    if let Some(closed) = borrow::close(pointer) {
+        return closed.err().unwrap_or(code::SUCCESS);
     }
+    let answer = real();
+    if answer == code::SUCCESS {
+        obstacles::forget(pointer);
+    }
+    answer
+}
+
+/// `cuMemImportFromShareableHandle`.
+pub unsafe fn import(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) -> StatusCode {
+    // SAFETY: the arguments are passed on unchanged.
+    let answer = unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
+    if answer == code::SUCCESS && !handle.is_null() {
+        // SAFETY: not null, and written by the real function.
+        obstacles::note(ObstacleKind::Shared, unsafe { handle.read() });
+    }
+    answer
 }
 
 pub unsafe fn driver_get(handle: *mut c_void, pointer: CUdeviceptr) -> StatusCode {

@@ -137,6 +137,7 @@ macro_rules! driver_functions {
         Allocates cuMemAllocFromPoolAsync "cuMemAllocFromPoolAsync" 11020 Plain (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) => alloc::mem_alloc_from_pool_async;
         Allocates cuMemAllocFromPoolAsync_ptsz "cuMemAllocFromPoolAsync" 11020 PerThread (pointer: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: StreamHandle) => alloc::mem_alloc_from_pool_async_ptsz;
         Allocates cuMemCreate "cuMemCreate" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: c_ulonglong) => vmm::create;
+        Allocates cuMemAllocManaged "cuMemAllocManaged" 6000 Plain (pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint) => alloc::mem_alloc_managed;
 
         Frees cuMemFree_v2 "cuMemFree" 3020 Plain (pointer: CUdeviceptr) => alloc::mem_free;
         Frees cuMemFreeAsync "cuMemFreeAsync" 11020 Plain (pointer: CUdeviceptr, stream: StreamHandle) => alloc::mem_free_async;
@@ -156,7 +157,7 @@ macro_rules! driver_functions {
         Maps cuMulticastBindAddr_v2 "cuMulticastBindAddr" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address_v2;
 
         Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong) => vmm::export;
-        Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => forward;
+        Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => share::import;
         Shares cuMemGetHandleForAddressRange "cuMemGetHandleForAddressRange" 11070 Plain (shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) => register::handle_for_range;
         Shares cuIpcGetMemHandle "cuIpcGetMemHandle" 4010 Plain (shared: *mut c_void, pointer: CUdeviceptr) => share::driver_get;
         Shares cuIpcOpenMemHandle_v2 "cuIpcOpenMemHandle" 11000 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open;
@@ -168,9 +169,7 @@ macro_rules! driver_functions {
         Shares cuMemPoolSetAccess "cuMemPoolSetAccess" 11020 Plain (pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) => alloc::pool_set_access;
 
         Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) => vmm::get_access;
-        Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => queries::address_range;
-        Queries cuPointerGetAttribute "cuPointerGetAttribute" 4000 Plain (value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) => queries::pointer_attribute;
-        Queries cuPointerGetAttributes "cuPointerGetAttributes" 7000 Plain (count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) => queries::pointer_attributes;
+        Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => register::address_range;
         Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;
         Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain (properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle) => vmm::properties_of;
 

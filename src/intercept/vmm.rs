@@ -5,12 +5,12 @@ use crate::alloc::{leave, managed, placement};
 use crate::driver_originals;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
-use vramctl_core::memory::{Memory, is_ours, left};
+use vramctl_core::memory::{Memory, is_ours, left, obstacles};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
 };
-use vramctl_model::{Span, StatusCode, code};
+use vramctl_model::{ObstacleKind, Span, StatusCode, code};
 
 type Handle = CUmemGenericAllocationHandle;
 
@@ -153,7 +153,21 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
         // SAFETY: as above, but for the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemExportToShareableHandle(shared, handle, kind, flags) }
     };
-    existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", real)).unwrap_or_else(|| real(handle))
+    existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", real)).unwrap_or_else(|| {
+        let answer = real(handle);
+        if answer == code::SUCCESS {
+            obstacles::note(ObstacleKind::Shared, handle);
+        }
+        answer
+    })
+}
+
+/// Notes that a multicast object is in use.
+pub fn noting_multicast(multicast: Handle, answer: StatusCode) -> StatusCode {
+    if answer == code::SUCCESS {
+        obstacles::note(ObstacleKind::Multicast, multicast);
+    }
+    answer
 }
 
 pub unsafe fn bind_multicast(
@@ -168,7 +182,7 @@ pub unsafe fn bind_multicast(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem(multicast, multicast_offset, handle, offset, bytes, flags) }
     };
-    existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle))
+    noting_multicast(multicast, existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle)))
 }
 
 pub unsafe fn bind_multicast_v2(
@@ -184,7 +198,7 @@ pub unsafe fn bind_multicast_v2(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem_v2(multicast, device, multicast_offset, handle, offset, bytes, flags) }
     };
-    existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle))
+    noting_multicast(multicast, existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle)))
 }
 
 pub unsafe fn map_array(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {

@@ -1,6 +1,6 @@
 //! The error type, and its CUDA, C and protocol codes.
 
-use crate::{Bytes, Failure, Holder, Lent, Registration, code};
+use crate::{Bytes, Failure, Holder, Lent, Obstacle, Registration, code};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -46,6 +46,10 @@ pub enum Error {
     Registered(Vec<Registration>),
     /// Other processes have memory open that would be paused.
     Shared(Vec<Lent>),
+    /// The process is suspended, and the request needs its driver.
+    Suspended,
+    /// The process could be checkpointed, but not restored.
+    NotRestorable(Vec<Obstacle>),
     /// The request is invalid; the text says why.
     Invalid(String),
     /// The address is not in a paused allocation whose contents are kept; the text says why.
@@ -122,6 +126,10 @@ pub enum Kind {
     Registered = 16,
     /// Other processes have memory open that would be paused.
     Shared = 17,
+    /// The process is suspended.
+    Suspended = 20,
+    /// The process could be checkpointed, but not restored.
+    NotRestorable = 21,
     /// The transition was taken back before its commit.
     Aborted = 18,
     /// Another client is in the middle of a transition of this process.
@@ -144,6 +152,8 @@ impl Error {
             Self::PrefixCache(_) => Kind::PrefixCache,
             Self::Registered(_) => Kind::Registered,
             Self::Shared(_) => Kind::Shared,
+            Self::Suspended => Kind::Suspended,
+            Self::NotRestorable(_) => Kind::NotRestorable,
             Self::Aborted(_) => Kind::Aborted,
             Self::Leased => Kind::Leased,
             Self::Invalid(_) => Kind::Invalid,
@@ -169,6 +179,8 @@ impl Error {
             | Self::PrefixCache(_)
             | Self::Registered(_)
             | Self::Shared(_)
+            | Self::Suspended
+            | Self::NotRestorable(_)
             | Self::Aborted(_)
             | Self::Leased
             | Self::Disk(_)
@@ -238,6 +250,11 @@ impl fmt::Display for Error {
                     lent.join(", ")
                 )
             }
+            Self::Suspended => write!(out, "the process is suspended: it has nothing on any GPU. `vramctl resume` brings it back"),
+            Self::NotRestorable(obstacles) => {
+                let obstacles: Vec<_> = obstacles.iter().map(ToString::to_string).collect();
+                write!(out, "the driver could checkpoint the process, but not restore it: {}", obstacles.join("; "))
+            }
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
             Self::Aborted(why) => write!(out, "taken back: {why}; nothing has changed"),
@@ -291,6 +308,8 @@ mod tests {
             (Kind::Ending, 15, "ending"),
             (Kind::Registered, 16, "registered"),
             (Kind::Shared, 17, "shared"),
+            (Kind::Suspended, 20, "suspended"),
+            (Kind::NotRestorable, 21, "not_restorable"),
             (Kind::Aborted, 18, "aborted"),
             (Kind::Leased, 19, "leased"),
         ];

@@ -6,6 +6,7 @@
 mod error;
 mod failure;
 mod holder;
+mod obstacle;
 mod plan;
 mod policy;
 mod registration;
@@ -17,6 +18,7 @@ mod units;
 pub use error::{Error, Kind, Shortage};
 pub use failure::{Failure, StatusCode, code};
 pub use holder::{Holder, Lent};
+pub use obstacle::{GpuUse, Obstacle, ObstacleKind};
 pub use plan::{HostRoom, Plan, TagPlan};
 pub use policy::{Backup, DEFAULT_TAG, LONGEST_TAG, checked_tag};
 pub use registration::{Registered, Registration};

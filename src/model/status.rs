@@ -1,6 +1,6 @@
 //! The state of a process, by tag and by device.
 
-use crate::{Backup, Progress};
+use crate::{Backup, GpuUse, Obstacle, Progress};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -13,6 +13,12 @@ pub struct Status {
     /// How many of its threads wait.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub waiting_threads: usize,
+    /// While the process is suspended: the GPUs that it sees, and what a restore needs there. The rest of the status is from before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspended: Option<Vec<GpuUse>>,
+    /// What keeps it from being suspended.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub obstacles: Vec<Obstacle>,
     /// The tag of allocations outside regions; absent if those are left to CUDA.
     pub process_tag: Option<String>,
     /// By tag, in alphabetical order.

@@ -257,6 +257,12 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
     }
 }
 
+/// How many pieces of other processes' memory are open, and not set aside.
+pub fn count() -> usize {
+    let is_there = |opened: &&Opened| matches!(opened.behind, Behind::Memory(_));
+    BORROWED.existing().map_or(0, |borrowed| lock(borrowed).open.values().filter(is_there).count())
+}
+
 /// `cuIpcCloseMemHandle`; `None` if nothing that was opened here begins at the address. The last close waits for the work of the
 /// contexts that have opened it, as a free would.
 pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {

@@ -4,6 +4,7 @@
 //! packs them together.
 
 use super::keyed::{Keyed, Spread};
+use super::obstacles;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -73,6 +74,7 @@ pub fn note(address: CUdeviceptr, bytes: usize, owner: &'static str) {
 /// Lets the real function free what is at an address.
 #[inline]
 pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    obstacles::forget(address);
     let taken = LEFT.existing().and_then(|left| left.blocks.remove(&address));
     let answer = real();
     if answer != code::SUCCESS

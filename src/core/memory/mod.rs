@@ -9,6 +9,7 @@ mod freed;
 mod handles;
 mod keyed;
 pub mod left;
+pub mod obstacles;
 pub mod region;
 pub mod share;
 mod status;

@@ -45,8 +45,8 @@ impl Memory {
         Shown(self)
     }
 
-    /// The current status.
-    pub fn status(&self) -> Status {
+    /// The current status, as the driver tells it.
+    pub(crate) fn status_now(&self) -> Status {
         let mut tags = BTreeMap::<String, TagStatus>::new();
         let mut devices = BTreeMap::<CUdevice, (DeviceStatus, Context)>::new();
         let all = self.snapshot();
@@ -94,6 +94,8 @@ impl Memory {
         Status {
             held: gate::is_held(),
             waiting_threads: gate::waiting(),
+            suspended: None,
+            obstacles: self.obstacles(),
             process_tag: self.process_tag().map(|tag| tag.to_string()),
             tags,
             devices: devices.into_values().map(ask).collect(),

@@ -204,6 +204,18 @@ pub struct NvmlMemory {
     pub used: u64,
 }
 
+/// `nvmlPciInfo_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NvmlPci {
+    /// The bus id with a short domain.
+    pub legacy: [u8; 16],
+    /// Domain, bus, device, and two identifiers.
+    pub numbers: [u32; 5],
+    /// The bus id.
+    pub bus: [u8; 32],
+}
+
 /// `nvmlProcessInfo_t` of `nvmlDeviceGetComputeRunningProcesses_v3`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

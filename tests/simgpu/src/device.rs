@@ -24,8 +24,11 @@ pub fn get(device: Out<i32>, ordinal: i32) -> Outcome {
 /// `cuDeviceGetName`.
 pub fn name(name: Out<c_char>, room: c_int, device: i32) -> Outcome {
     driver::device(device)?;
-    name.put_text("Simulated GPU", room)
+    name.put_text(NAME, room)
 }
+
+/// What all devices are called.
+pub const NAME: &str = "Simulated GPU";
 
 /// `cuDeviceGetUuid`.
 pub fn uuid(uuid: Out<Uuid>, device: i32) -> Outcome {

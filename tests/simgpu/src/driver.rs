@@ -174,14 +174,20 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     }
     let _inside = waits_while_locked(function).then(|| HAND.get().copied().flatten().map(Hand::enter));
     faults::delay(index);
-    if let Some(code) = fault {
-        return code;
+    match fault {
+        None | Some(faults::KILLED_AFTER) => (),
+        Some(faults::KILLED_BEFORE) => faults::kill(),
+        Some(code) => return code,
     }
     let checked = AssertUnwindSafe(|| {
         admit(function)?;
         body()
     });
-    match catch_unwind(checked) {
+    let done = catch_unwind(checked);
+    if fault == Some(faults::KILLED_AFTER) {
+        faults::kill();
+    }
+    match done {
         Ok(Ok(())) => 0,
         Ok(Err(code)) => code,
         Err(_) => UNKNOWN,

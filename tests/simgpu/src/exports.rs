@@ -1,7 +1,9 @@
 //! The table of exported functions. The exports themselves, `cuGetProcAddress`, fault injection, call counts and the checks
 //! before each call are all generated from it.
 
-use crate::abi::{AccessDesc, Address, AllocationProp, Handle, HostFunction, In, IpcHandle, Location, NvmlMemory, NvmlProcess, Out, Uuid};
+use crate::abi::{
+    AccessDesc, Address, AllocationProp, Handle, HostFunction, In, IpcHandle, Location, NvmlMemory, NvmlPci, NvmlProcess, Out, Uuid,
+};
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
 use crate::pool::PoolProps;
@@ -290,6 +292,8 @@ functions! {
     nvmlDeviceGetHandleByPciBusId_v2(text: In<c_char>, device: Out<nvml::Device>) Nothing Safe => nvml::by_pci_bus_id(text, device);
     nvmlDeviceGetHandleByUUID(text: In<c_char>, device: Out<nvml::Device>) Nothing Safe => nvml::by_uuid(text, device);
     nvmlDeviceGetUUID(device: nvml::Device, text: Out<c_char>, room: u32) Nothing Safe => nvml::uuid(device, text, room);
+    nvmlDeviceGetName(device: nvml::Device, text: Out<c_char>, room: u32) Nothing Safe => nvml::name(device, text, room);
+    nvmlDeviceGetPciInfo_v3(device: nvml::Device, info: Out<NvmlPci>) Nothing Safe => nvml::pci(device, info);
     nvmlDeviceGetMemoryInfo(device: nvml::Device, memory: Out<NvmlMemory>) Nothing Safe => nvml::memory(device, memory);
     nvmlDeviceGetComputeRunningProcesses_v3(device: nvml::Device, count: Out<u32>, processes: Out<NvmlProcess>) Nothing Safe => nvml::processes(device, count, processes);
 }

@@ -6,6 +6,17 @@ use crate::exports::{self, FUNCTIONS};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 
+/// The codes of faults that end the process, as `kill -9` does: instead of the call, and once it is carried out.
+pub const KILLED_BEFORE: Code = Code::MAX - 1;
+/// See [`KILLED_BEFORE`].
+pub const KILLED_AFTER: Code = Code::MAX;
+
+/// Ends the process as `kill -9` does.
+pub fn kill() {
+    // SAFETY: touches no memory.
+    unsafe { libc::raise(libc::SIGKILL) };
+}
+
 /// A pending fault.
 #[derive(Clone, Copy, Debug)]
 struct Fault {
@@ -166,7 +177,11 @@ fn parse(item: &str) -> Option<(&str, u64, Code, u64)> {
     let mut parts = item.split(':');
     let name = parts.next()?;
     let nth = parts.next()?.parse().ok()?;
-    let code = parts.next()?.parse().ok()?;
+    let code = match parts.next()? {
+        "kill-before" => KILLED_BEFORE,
+        "kill-after" => KILLED_AFTER,
+        code => code.parse().ok()?,
+    };
     let count = match parts.next() {
         None => 1,
         Some("*") => u64::MAX,
@@ -184,6 +199,7 @@ mod tests {
         assert_eq!(parse("cuMemCreate:3:2"), Some(("cuMemCreate", 3, 2, 1)));
         assert_eq!(parse("cuMemMap:1:999:2"), Some(("cuMemMap", 1, 999, 2)));
         assert_eq!(parse("cuMemMap:1:999:*"), Some(("cuMemMap", 1, 999, u64::MAX)));
+        assert_eq!(parse("cuMemMap:1:kill-after"), Some(("cuMemMap", 1, u32::MAX, 1)));
         assert_eq!(parse("cuMemMap:1"), None);
         assert_eq!(parse("cuMemMap:1:2:3:4"), None);
     }

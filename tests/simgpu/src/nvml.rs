@@ -2,7 +2,7 @@
 //!
 //! Like the real library, they work without `cuInit`: they need only the machine.
 
-use crate::abi::{In, NvmlMemory, NvmlProcess, Out};
+use crate::abi::{In, NvmlMemory, NvmlPci, NvmlProcess, Out};
 use crate::device;
 use crate::driver::{machine, settings};
 use crate::machine::Machine;
@@ -104,6 +104,22 @@ pub fn uuid(device: Device, text: Out<c_char>, room: u32) -> Result<(), u32> {
         return Err(INSUFFICIENT_SIZE);
     }
     text.put_text(&uuid, room as c_int).map_err(|_| INVALID_ARGUMENT)
+}
+
+/// `nvmlDeviceGetName`.
+pub fn name(device: Device, text: Out<c_char>, room: u32) -> Result<(), u32> {
+    ordinal(device)?;
+    text.put_text(device::NAME, room as c_int).map_err(|_| INVALID_ARGUMENT)
+}
+
+/// `nvmlDeviceGetPciInfo_v3`.
+pub fn pci(device: Device, info: Out<NvmlPci>) -> Result<(), u32> {
+    let (_, device) = ordinal(device)?;
+    let (mut legacy, mut bus) = ([0; 16], [0; 32]);
+    let fill = |to: &mut [u8], text: String| to[..text.len()].copy_from_slice(text.as_bytes());
+    fill(&mut legacy, format!("0000:{:02X}:00.0", device::bus(device)));
+    fill(&mut bus, format!("00000000:{:02X}:00.0", device::bus(device)));
+    put(info, NvmlPci { legacy, numbers: [0, device::bus(device), 0, 0, 0], bus })
 }
 
 /// `nvmlDeviceGetMemoryInfo`.

@@ -1,0 +1,251 @@
+"""A PyTorch program with a captured graph leaves the GPU in the middle of its work, again and again, and comes back; on two GPUs it
+moves from one to the other. Next to it: the driver's checkpoint alone, of the same program.
+
+usage: suspend.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check, and a table
+       suspend.py --program GIB        the program, which suspend.py starts under `vramctl run`
+       suspend.py --driver PID         the driver's checkpoint of a process, and back
+       suspend.py --fill GIB           takes and writes that much
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+GIB = 16
+STEPS = 2000
+
+
+def program(gib):
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    keep = torch.empty(gib << 30, dtype=torch.uint8, device="cuda")
+    for at, part in enumerate(keep.split(1 << 30)):
+        part.fill_(at + 1)
+    x = torch.ones(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = (x * 3).cumsum(0)
+    host = torch.randn(16, 512, 2048, generator=torch.Generator().manual_seed(1)).pin_memory()
+
+    def work():
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(torch.nn.Linear(2048, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 2048)).cuda()
+        adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        seen = []
+        for step in range(STEPS):
+            data = host[step % 16].to("cuda", non_blocking=True)
+            loss = (model(data) - data.flip(0)).square().mean()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            seen.append(loss.item() if step % 2 else loss.detach())
+        return [float(loss) for loss in seen]
+
+    work()
+    print(json.dumps({"ready": True}), flush=True)
+    for request in sys.stdin:
+        began = time.monotonic()
+        digest = hashlib.sha256(json.dumps(work()).encode()).hexdigest() if request.strip() == "work" else ""
+        y.zero_()
+        graph.replay()
+        new = torch.empty(64 << 20, dtype=torch.uint8, device="cuda").fill_(9)
+        same = all(bool((part == at + 1).all()) for at, part in enumerate(keep.split(1 << 30)))
+        same = same and float(y[-1]) == float(3 << 20) and bool((new == 9).all())
+        uuid = str(torch.cuda.get_device_properties(0).uuid)
+        print(json.dumps({"digest": digest, "same": same, "uuid": uuid, "s": time.monotonic() - began}), flush=True)
+
+
+def driver(pid):
+    """The four calls, with their milliseconds."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    times = {"cuInit": 0.0}
+
+    def call(name, *arguments):
+        began = time.monotonic()
+        code = getattr(cuda, name)(*arguments)
+        times[name] = 1e3 * (time.monotonic() - began)
+        if code:
+            times["failed"] = f"{name} returned {code}"
+        return code == 0
+
+    steps = ["Lock", "Checkpoint", "Restore", "Unlock"]
+    call("cuInit", 0) and all(call(f"cuCheckpointProcess{step}", pid, None) for step in steps)
+    print(json.dumps(times))
+
+
+def fill(gib):
+    """Takes memory and writes it, without PyTorch, which takes long to start."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context, address = ctypes.c_void_p(), ctypes.c_uint64()
+    for code in (
+        cuda.cuInit(0),
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0),
+        cuda.cuCtxSetCurrent(context),
+        cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(gib << 30)),
+        cuda.cuMemsetD8_v2(address, ctypes.c_ubyte(0xA5), ctypes.c_size_t(gib << 30)),
+        cuda.cuCtxSynchronize(),
+    ):
+        if code:
+            sys.exit(f"CUDA error {code}")
+
+
+def smi(query):
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def used_mib():
+    return [int(mib) for mib in smi("memory.used")]
+
+
+def check(what, ok, detail=""):
+    print(f"{'ok' if ok else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
+    return ok
+
+
+@contextlib.contextmanager
+def started(command, **environment):
+    settings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings)
+    try:
+        child.stdout.readline()
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def tell(child, request):
+    child.stdin.write(request + "\n")
+    child.stdin.flush()
+
+
+def ask(child, request):
+    tell(child, request)
+    return json.loads(child.stdout.readline())
+
+
+def run(*command):
+    began = time.monotonic()
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ms = 1e3 * (time.monotonic() - began)
+    return answer.returncode, (answer.stdout + answer.stderr).strip(), ms
+
+
+def stages(text):
+    """Of the first process of a JSON answer."""
+    report = json.loads(text)["processes"][0]
+    return report.get("report", {}).get("stages", {})
+
+
+def median(rows, stage):
+    values = [row[stage] for row in rows if stage in row]
+    return f"{statistics.median(values):.0f}" if values else "-"
+
+
+def suspend_and_resume(vramctl, times):
+    own = [sys.executable, os.path.abspath(__file__), "--program", str(GIB)]
+    with started([vramctl, "run", "--name", "suspended", "--", *own]) as child:
+        undisturbed = ask(child, "work")
+        there = used_mib()[0]
+        chance, down, up, meanwhile, fitted = random.Random(3), [], [], [], None
+        down_ms, up_ms, failed = [], [], []
+        for number in range(times):
+            tell(child, "work")
+            time.sleep(chance.uniform(0.05, 0.8 * undisturbed["s"]))
+            code, text, ms = run(vramctl, "suspend", "suspended", "--json")
+            if code:
+                failed.append(f"suspend {number}: exit code {code}: {text}")
+                break
+            down.append(stages(text))
+            down_ms.append(ms)
+            meanwhile.append(used_mib()[0])
+            if number in (0, times - 1):
+                code, text, _ = run(sys.executable, os.path.abspath(__file__), "--fill", "130")
+                fitted = code == 0 and fitted is not False
+            code, text, ms = run(vramctl, "resume", "--name", "suspended", "--json")
+            if code:
+                failed.append(f"resume {number}: exit code {code}: {text}")
+                break
+            up.append(stages(text))
+            up_ms.append(ms)
+            after = json.loads(child.stdout.readline())
+            if not after["same"] or after["digest"] != undisturbed["digest"]:
+                failed.append(f"round {number}: {after}, undisturbed {undisturbed}")
+        check(f"{times} times suspended in the middle of its work, resumed, and every loss equal", not failed, " ".join(failed)[:2000])
+        check("nothing of it was on the GPU", meanwhile and max(meanwhile) <= 16, f"{meanwhile} MiB in use, {there} before")
+        check("another process took 130 GiB meanwhile", fitted)
+        check("it ends as it was", abs(used_mib()[0] - there) < 1024, f"{used_mib()[0]} MiB in use")
+        if down_ms and up_ms:
+            print(
+                f"  vramctl suspend: {statistics.median(down_ms):.0f} ms (pause {median(down, 'pause')}, lock {median(down, 'lock')}, "
+                f"checkpoint {median(down, 'checkpoint')}); resume: {statistics.median(up_ms):.0f} ms "
+                f"({', '.join(f'{stage} {median(up, stage)}' for stage in dict.fromkeys(stage for row in up for stage in row))})",
+                flush=True,
+            )
+    with started(own) as child:
+        ask(child, "check")
+        alone = []
+        for _ in range(2):
+            _, text, _ = run(sys.executable, os.path.abspath(__file__), "--driver", str(child.pid))
+            alone.append(json.loads(text))
+        check("the driver alone, without a pause by tag", not any("failed" in row for row in alone) and ask(child, "check")["same"], str(alone[-1].get("failed", "")))
+        first = " ".join(f"{name.removeprefix('cuCheckpointProcess')} {median(alone, name)}" for name in alone[0] if name != "failed")
+        print(f"  the driver's checkpoint alone: {first} ms", flush=True)
+
+
+def move(vramctl, times):
+    uuids = smi("uuid")
+    own = [sys.executable, os.path.abspath(__file__), "--program", str(GIB)]
+    with started([vramctl, "run", "--name", "moved", "--", *own]) as child:
+        undisturbed = ask(child, "work")
+        failed, took, told = [], [], []
+        for number in range(2 * times):
+            there = 1 - number % 2
+            tell(child, "work")
+            time.sleep(0.3 * undisturbed["s"])
+            code, text, ms = run(vramctl, "move", "moved", "--to", str(there), "--json")
+            if code:
+                failed.append(f"move {number}: exit code {code}: {text}")
+                break
+            took.append(ms)
+            after = json.loads(child.stdout.readline())
+            used = used_mib()
+            told.append(after["uuid"])
+            status = json.loads(run(vramctl, "status", "moved", "--json")[1])["processes"][0]
+            if after["digest"] != undisturbed["digest"] or not after["same"]:
+                failed.append(f"move {number}: {after}")
+            if used[there] < GIB << 10 or used[1 - there] > 1024:
+                failed.append(f"move {number}: {used} MiB in use")
+            if status["devices"][0]["uuid"] != uuids[there]:
+                failed.append(f"move {number}: status says {status['devices'][0]['uuid']}, it is on {uuids[there]}")
+        check(f"{times} times to the other GPU and back, in the middle of its work, results equal", not failed, " ".join(failed)[:2000])
+        if took:
+            print(f"  vramctl move: {statistics.median(took):.0f} ms; the program is told {told}, the GPUs are {uuids}", flush=True)
+
+
+def main():
+    vramctl, times = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 10
+    suspend_and_resume(vramctl, times)
+    if len(smi("uuid")) > 1:
+        move(vramctl, times // 2 or 1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--program"]:
+        program(int(sys.argv[2]))
+    elif sys.argv[1:2] == ["--driver"]:
+        driver(int(sys.argv[2]))
+    elif sys.argv[1:2] == ["--fill"]:
+        fill(int(sys.argv[2]))
+    else:
+        main()

@@ -1,0 +1,149 @@
+//! The driver's checkpoint of another process: `cuCheckpointProcess*`, of drivers from 570 on.
+
+use super::Driver;
+use cudarc::driver::sys::CUuuid;
+use std::ffi::{c_int, c_uint};
+use std::ptr;
+use std::time::Duration;
+use vramctl_model::{Failure, code};
+
+/// `CUprocessState`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ProcessState {
+    /// As always.
+    Running,
+    /// Its CUDA calls wait.
+    Locked,
+    /// They wait, and it has nothing on any GPU.
+    Checkpointed,
+    /// A checkpoint or restore went wrong in the middle; the process is lost.
+    Failed,
+}
+
+/// `CUcheckpointLockArgs`.
+#[repr(C)]
+pub struct LockArgs {
+    /// 0 is no limit.
+    timeout_ms: c_uint,
+    reserved: c_uint,
+    reserved_too: [u64; 7],
+}
+
+/// `CUcheckpointCheckpointArgs` and `CUcheckpointUnlockArgs`.
+#[repr(C)]
+pub struct NoArgs([u64; 8]);
+
+/// `CUcheckpointGpuPair`.
+#[repr(C)]
+pub struct GpuPair {
+    old: CUuuid,
+    new: CUuuid,
+}
+
+/// `CUcheckpointRestoreArgs`. Before CUDA 13, all of it was reserved.
+#[repr(C)]
+pub struct RestoreArgs {
+    pairs: *const GpuPair,
+    count: c_uint,
+    reserved: [u8; 52 - size_of::<*const GpuPair>()],
+    reserved_too: u64,
+}
+
+const _: () = assert!(size_of::<LockArgs>() == 64 && size_of::<NoArgs>() == 64 && size_of::<RestoreArgs>() == 64);
+
+/// Where a process's GPUs are after a restore: pairs of UUIDs, old and new.
+pub type GpuMap = Vec<(String, String)>;
+
+/// Makes this process able to checkpoint others. The error has [`code::NOT_FOUND`] if the driver is older than 570.
+pub fn prepare() -> Result<(), Failure> {
+    let driver = Driver::get()?;
+    driver.has_checkpoints()?;
+    // A restore needs a GPU that is awake.
+    // SAFETY: no pointers.
+    unsafe { driver.cuInit(0) }
+}
+
+/// What a checkpoint has made of a process.
+pub fn state(pid: i32) -> Result<ProcessState, Failure> {
+    let mut state = 0;
+    // SAFETY: `state` is writable.
+    unsafe { Driver::get()?.cuCheckpointProcessGetState(pid, &raw mut state)? };
+    match state {
+        0 => Ok(ProcessState::Running),
+        1 => Ok(ProcessState::Locked),
+        2 => Ok(ProcessState::Checkpointed),
+        3 => Ok(ProcessState::Failed),
+        _ => Err(Failure { call: "cuCheckpointProcessGetState", code: code::UNKNOWN }),
+    }
+}
+
+/// Makes the process's CUDA calls wait, from running to locked. If those in progress do not end in time, the error has
+/// [`code::NOT_READY`], and the process is running.
+pub fn lock(pid: i32, limit: Duration) -> Result<(), Failure> {
+    let timeout_ms = c_uint::try_from(limit.as_millis()).unwrap_or(c_uint::MAX).max(1);
+    let args = LockArgs { timeout_ms, reserved: 0, reserved_too: [0; 7] };
+    // SAFETY: the arguments are as the driver has them.
+    unsafe { Driver::get()?.cuCheckpointProcessLock(pid, &raw const args) }
+}
+
+/// Takes all that the process has on the GPUs, from locked to checkpointed.
+pub fn checkpoint(pid: i32) -> Result<(), Failure> {
+    // SAFETY: null is no arguments.
+    unsafe { Driver::get()?.cuCheckpointProcessCheckpoint(pid, ptr::null()) }
+}
+
+/// Gives it back, from checkpointed to locked. With a map, on other GPUs; the map must have all that the process sees.
+///
+/// Driver 580 cannot restore a process any more once a restore has failed for lack of memory: make sure that there is enough.
+pub fn restore(pid: i32, map: &[(String, String)]) -> Result<(), Failure> {
+    let unknown = Failure { call: "cuCheckpointProcessRestore", code: code::INVALID_VALUE };
+    let pair = |(old, new): &(String, String)| Some(GpuPair { old: parse_uuid(old)?, new: parse_uuid(new)? });
+    let pairs = map.iter().map(pair).collect::<Option<Vec<_>>>().ok_or(unknown)?;
+    let args = RestoreArgs {
+        pairs: pairs.as_ptr(),
+        count: pairs.len() as c_uint,
+        reserved: [0; 52 - size_of::<*const GpuPair>()],
+        reserved_too: 0,
+    };
+    let args = if pairs.is_empty() { ptr::null() } else { &raw const args };
+    // SAFETY: the arguments are as the driver has them, and live until it returns.
+    unsafe { Driver::get()?.cuCheckpointProcessRestore(pid, args) }
+}
+
+/// Lets the process's CUDA calls go on, from locked to running.
+pub fn unlock(pid: i32) -> Result<(), Failure> {
+    // SAFETY: null is no arguments.
+    unsafe { Driver::get()?.cuCheckpointProcessUnlock(pid, ptr::null()) }
+}
+
+/// `GPU-0f5c2b8e-93d4-4a6b-8c1d-2e7f60a1b3c4` as the driver has it.
+fn parse_uuid(text: &str) -> Option<CUuuid> {
+    let digits = text.strip_prefix("GPU-")?.replace('-', "");
+    let number = (digits.len() == 32).then(|| u128::from_str_radix(&digits, 16).ok())??;
+    Some(CUuuid { bytes: number.to_be_bytes().map(|byte| byte as _) })
+}
+
+impl Driver {
+    fn has_checkpoints(&self) -> Result<(), Failure> {
+        let mut state: c_int = 0;
+        // SAFETY: `state` is writable; there is no process -1, so a driver that has the function refuses.
+        match unsafe { self.cuCheckpointProcessGetState(-1, &raw mut state) } {
+            Err(missing) if missing.code == code::NOT_FOUND => Err(missing),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_uuid;
+
+    #[test]
+    fn uuids_are_those_of_nvml() {
+        let uuid = parse_uuid("GPU-0f5c2b8e-93d4-4a6b-8c1d-2e7f60a1b3c4").unwrap();
+        assert_eq!(uuid.bytes.map(|byte| byte as u8)[..4], [0x0f, 0x5c, 0x2b, 0x8e]);
+        for wrong in ["", "GPU-", "MIG-0f5c2b8e-93d4-4a6b-8c1d-2e7f60a1b3c4", "GPU-0f5c2b8e-93d4-4a6b-8c1d-2e7f60a1b3cx"] {
+            assert!(parse_uuid(wrong).is_none(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! What keeps a process from being suspended, and what a suspended one had.
+
+use crate::Bytes;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Something that the driver checkpoints but cannot restore: the process would be lost.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Obstacle {
+    /// What kind of thing.
+    pub kind: ObstacleKind,
+    /// Whose, or how many: for people.
+    pub what: String,
+    /// Its bytes of device memory, where they are known.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub bytes: u64,
+}
+
+/// The kinds of obstacles. These names never change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ObstacleKind {
+    /// A library's connections to other GPUs: NCCL, NVSHMEM.
+    Communicator,
+    /// Memory of this process that others have open, or memory of others.
+    Shared,
+    /// Memory that somebody knows by its physical pages.
+    Registered,
+    /// Memory of one GPU that another may reach.
+    Peers,
+    /// A multicast object.
+    Multicast,
+    /// Unified memory.
+    Unified,
+    /// The GPU is behind MPS.
+    Mps,
+}
+
+impl fmt::Display for Obstacle {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.what)?;
+        if self.bytes > 0 { write!(out, " ({})", Bytes(self.bytes)) } else { Ok(()) }
+    }
+}
+
+/// What a process has on a GPU besides what is paused.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuUse {
+    /// The GPU's UUID.
+    pub uuid: String,
+    /// Bytes of its memory, which a restore needs.
+    pub bytes: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}

@@ -1,0 +1,282 @@
+//! Processes that leave the GPU entirely and come back: real programs on a simulated machine, and the command line.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::{artifacts, own_folder, simulated_libraries};
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+/// What a process has besides its allocations.
+const CONTEXT: u64 = 32 * MIB;
+
+/// A simulated machine with two GPUs of 256 MiB.
+struct Machine(tempfile::TempDir);
+
+fn programs() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder = own_folder().join("programs");
+        fs::create_dir(&folder).unwrap();
+        let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
+        let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        folder
+    })
+}
+
+/// What a command has said.
+struct Said {
+    code: Option<i32>,
+    text: String,
+}
+
+impl Said {
+    fn of(output: &Output) -> Self {
+        Self { code: output.status.code(), text: [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat() }
+    }
+
+    #[track_caller]
+    fn expect(&self, code: i32, text: &str) {
+        assert_eq!(self.code, Some(code), "{}", self.text);
+        assert!(self.text.contains(text), "{text:?} is not in {}", self.text);
+    }
+}
+
+impl Machine {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("gpu")).unwrap();
+        Self(folder)
+    }
+
+    fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command
+            .args(arguments)
+            .env_remove("LD_PRELOAD")
+            .env("LD_LIBRARY_PATH", simulated_libraries())
+            .env("SIMGPU_DIR", self.0.path().join("gpu"))
+            .env("SIMGPU_MEMORY", "256M")
+            .env("SIMGPU_DEVICES", "2")
+            .env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string())
+            .env("VRAMCTL_DIR", self.0.path().join("sockets"))
+            .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"));
+        command
+    }
+
+    fn vramctl(&self, arguments: &str) -> Said {
+        self.vramctl_failing("", arguments)
+    }
+
+    /// With faults of the driver in the command line's own process.
+    fn vramctl_failing(&self, faults: &str, arguments: &str) -> Said {
+        let arguments: Vec<_> = arguments.split(' ').collect();
+        Said::of(&self.command(common::command_line(), &arguments).env("SIMGPU_FAIL", faults).output().unwrap())
+    }
+
+    fn start(&self, name: &str) -> Engine {
+        self.start_with(name, |_| ())
+    }
+
+    fn start_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Engine {
+        let engine = programs().join("engine");
+        let mut command = self.command(common::command_line(), &["run", "--name", name, "--", engine.to_str().unwrap()]);
+        command.args(["--weights-mib", "32", "--kv-mib", "16"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        change(&mut command);
+        let mut child = command.spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut engine = Engine { child, output, answers: 0 };
+        engine.line("ready");
+        engine
+    }
+
+    /// Bytes in use on each GPU, and processes that NVML lists there.
+    fn gpus(&self) -> Vec<(u64, usize)> {
+        let output = self.command(artifacts().join("simgpu-smi"), &["--json"]).output().unwrap();
+        let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+        let gpu = |gpu: &Value| (gpu["used"].as_u64().unwrap(), gpu["processes"].as_array().unwrap().len());
+        status["devices"].as_array().unwrap().iter().map(gpu).collect()
+    }
+
+    fn status(&self, name: &str) -> Value {
+        let said = self.vramctl(&format!("status {name} --json"));
+        serde_json::from_str(&said.text).unwrap_or_else(|error| panic!("{error}: {}", said.text))
+    }
+}
+
+struct Engine {
+    child: Child,
+    output: BufReader<ChildStdout>,
+    answers: u32,
+}
+
+impl Engine {
+    fn tell(&mut self, request: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{request}").unwrap();
+    }
+
+    #[track_caller]
+    fn line(&mut self, beginning: &str) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        assert!(line.starts_with(beginning), "{beginning:?} does not begin {line:?}");
+        line
+    }
+
+    /// It works, its memory is as it was, and it answers as any other engine.
+    #[track_caller]
+    fn is_well(&mut self) {
+        self.tell("verify");
+        let verified = self.line("verify");
+        assert!(verified.contains("weights ok") && verified.contains("kv ok"), "{verified}");
+        self.answers += 1;
+        let request = format!("generate {}", self.answers);
+        self.tell(&request);
+        self.line("answer");
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    engine.is_well();
+    let before = machine.gpus();
+    assert!(before[0].0 > CONTEXT && before[0].1 == 1, "{before:?}");
+    for _ in 0..3 {
+        machine.vramctl("suspend engine").expect(0, "suspended engine");
+        assert_eq!(machine.gpus(), [(0, 0), (0, 0)]);
+        let status = machine.status("engine");
+        let process = &status["processes"][0];
+        let needed = process["suspended"][0]["bytes"].as_u64().unwrap();
+        assert_eq!(needed, before[0].0 - process["tags"][0]["bytes"].as_u64().unwrap(), "{status}");
+        assert_eq!(process["tags"][0]["state"], "paused", "{status}");
+        machine.vramctl("ps").expect(0, "suspended");
+        machine.vramctl("pause").expect(5, "vramctl resume");
+        machine.vramctl("set-tag x").expect(5, "suspended");
+        machine.vramctl("suspend --name engine").expect(0, "");
+        engine.tell("verify");
+        machine.vramctl("resume").expect(0, "resumed default of engine");
+        engine.line("verify");
+        assert_eq!(machine.gpus(), before);
+        engine.is_well();
+    }
+    assert!(machine.status("engine")["processes"][0].get("suspended").is_none());
+}
+
+#[test]
+fn a_resume_without_room_changes_nothing_and_waits_if_told() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended");
+    let hog = programs().join("hog");
+    let mut hog = machine.command(&hog, &["--mib", "180", "--seconds", "600"]);
+    let mut hog = hog.stdout(Stdio::piped()).spawn().unwrap();
+    let mut ready = String::new();
+    BufReader::new(hog.stdout.take().unwrap()).read_line(&mut ready).unwrap();
+    let short = machine.vramctl("resume");
+    short.expect(4, "nothing is lost");
+    assert!(short.text.contains("needed") && short.text.contains("(hog) "), "{}", short.text);
+    assert_eq!(machine.gpus()[0].1, 1, "the hog");
+    let waiting = machine.command(common::command_line(), &["resume", "--timeout", "60"]).stdout(Stdio::null()).spawn();
+    std::thread::sleep(Duration::from_millis(50));
+    hog.kill().unwrap();
+    hog.wait().unwrap();
+    assert!(waiting.unwrap().wait().unwrap().success());
+    engine.is_well();
+}
+
+/// The caller may die at any step: whoever comes next goes on from there, in either direction.
+#[test]
+fn a_caller_may_be_killed_at_any_step() {
+    let steps = ["GetState", "Lock", "Checkpoint", "Restore", "Unlock"];
+    let deaths = steps
+        .iter()
+        .flat_map(|step| [format!("cuCheckpointProcess{step}:1:kill-before"), format!("cuCheckpointProcess{step}:1:kill-after")]);
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    for (round, death) in deaths.chain(["cuCheckpointProcessGetState:2:kill-before".into()]).enumerate() {
+        for command in ["suspend engine", "resume"] {
+            let killed = machine.vramctl_failing(&death, command);
+            // Not every command makes every call.
+            assert!(killed.code.is_none_or(|code| code == 0), "{death} {command}: {}", killed.text);
+            let state = machine.status("engine");
+            assert!(state["processes"][0].get("error").is_none(), "{death} {command}: {state}");
+            if round % 2 == 0 {
+                machine.vramctl("suspend engine").expect(0, "suspended");
+                assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{death} {command}");
+            }
+            machine.vramctl("resume").expect(0, "engine");
+            assert_eq!(machine.gpus(), before, "{death} {command}");
+            engine.is_well();
+            machine.vramctl("suspend engine").expect(0, "suspended");
+        }
+        machine.vramctl("resume").expect(0, "resumed");
+    }
+}
+
+/// A driver that refuses a call: everything is as it was but for the tags, and the next command works.
+#[test]
+fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    for call in ["Lock:1:999", "Lock:1:600", "Checkpoint:1:999", "GetState:2:999", "GetState:3:999"] {
+        let refused = machine.vramctl_failing(&format!("cuCheckpointProcess{call}"), "suspend engine");
+        assert!(matches!(refused.code, Some(1 | 5)), "{call}: {}", refused.text);
+        assert!(refused.text.contains("All tags are paused"), "{call}: {}", refused.text);
+        assert!(refused.text.contains("cuCheckpointProcess") || refused.text.contains("has not ended"), "{call}: {}", refused.text);
+        let status = machine.status("engine");
+        assert_eq!(status["processes"][0]["tags"][0]["state"], "paused", "{call}");
+        machine.vramctl("resume").expect(0, "resumed");
+        engine.is_well();
+    }
+    for call in ["Restore:1:999", "Restore:1:1", "Unlock:1:999", "GetState:3:999", "GetState:4:999"] {
+        machine.vramctl("suspend engine").expect(0, "suspended");
+        let refused = machine.vramctl_failing(&format!("cuCheckpointProcess{call}"), "resume");
+        refused.expect(1, "cuCheckpointProcess");
+        machine.vramctl("resume").expect(0, "resumed");
+        engine.is_well();
+    }
+    assert_eq!(machine.gpus(), before);
+}
+
+#[test]
+fn a_process_may_be_killed_while_it_is_suspended() {
+    let machine = Machine::new();
+    let engine = machine.start("engine");
+    let mut other = machine.start("other");
+    machine.vramctl("suspend engine").expect(0, "suspended");
+    drop(engine);
+    machine.vramctl("resume --name engine").expect(3, "engine");
+    machine.vramctl("suspend other").expect(0, "suspended");
+    machine.vramctl("resume --name other").expect(0, "resumed");
+    other.is_well();
+}
+
+/// The process is lost with such a restore, so it must not come to that.
+#[test]
+fn what_could_not_be_restored_is_paused_by_tag() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let old = machine.vramctl_failing("cuCheckpointProcessGetState:1:500", "suspend engine");
+    old.expect(7, "older than 570");
+    assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused");
+    machine.vramctl("resume").expect(0, "resumed");
+    engine.is_well();
+}
