@@ -20,9 +20,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use vramctl_control::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, Transition};
+use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, Transition};
 use vramctl_model::{
-    Backup, DeviceStatus, Error, Holder, HostRoom, Plan, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
+    Backup, DeviceStatus, Error, Holder, HostRoom, Plan, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus, Verb,
 };
 
 const GIB: u64 = 1 << 30;
@@ -187,27 +187,45 @@ impl Drop for Fake {
 }
 
 fn converse(mut stream: &UnixStream, state: &Mutex<State>, react: &dyn Fn(&Request) -> Option<Reaction>) {
-    let note = |request: &Request| {
-        state.lock().unwrap().transitions += usize::from(is_transition(request));
-        react(request)
-    };
+    // What waits for the commit. As the real ones, it fails before, if at all.
+    let mut prepared = None;
     for line in BufReader::new(stream).lines() {
         let Ok(line) = line else { return };
-        let reply = match protocol::parse(line.as_bytes()) {
-            Err(error) => Reply::Error(Refusal::from(&error)),
-            Ok(request) => match note(&request) {
-                Some(Reaction::Answer(reply)) => reply,
-                Some(Reaction::HangUp) => return,
-                Some(Reaction::BeSilent) => loop {
-                    thread::park();
-                },
-                None => {
-                    if let Request::Pause(Transition { progress: true, .. }) = &request {
-                        let progress = Reply::Progress(Progress { stage: Stage::Save, done: 1, total: 2 });
-                        let _ = stream.write_all(&protocol::line(&progress));
-                    }
-                    state.lock().unwrap().carry_out(&request)
+        let mut request = match protocol::parse(line.as_bytes()) {
+            Ok(request) => request,
+            Err(error) => {
+                let _ = stream.write_all(&protocol::line(&Reply::Error(Refusal::from(&error))));
+                continue;
+            }
+        };
+        let in_steps = matches!(request, Request::Prepare(_));
+        if let Request::Prepare(Prepare { of, transition, .. }) = request {
+            request = if of == Verb::Pause { Request::Pause(transition) } else { Request::Resume(transition) };
+        }
+        state.lock().unwrap().transitions += usize::from(is_transition(&request));
+        if let Request::Pause(Transition { progress: true, .. }) = &request {
+            let progress = Reply::Progress(Progress { stage: Stage::Save, done: 1, total: 2 });
+            let _ = stream.write_all(&protocol::line(&progress));
+        }
+        let reply = match (react(&request), request) {
+            (Some(Reaction::Answer(done @ Reply::Done(_))), _) if in_steps => {
+                prepared = Some(done);
+                Reply::Prepared
+            }
+            (Some(Reaction::Answer(reply)), _) => reply,
+            (Some(Reaction::HangUp), _) => return,
+            (Some(Reaction::BeSilent), _) => loop {
+                thread::park();
+            },
+            (None, Request::Renew) => continue,
+            (None, Request::Commit) => prepared.take().expect("something is prepared"),
+            (None, Request::Abort) => Reply::Error(Refusal::from(&Error::Aborted("a test".into()))),
+            (None, request) => match state.lock().unwrap().carry_out(&request) {
+                done @ Reply::Done(_) if in_steps => {
+                    prepared = Some(done);
+                    Reply::Prepared
                 }
+                reply => reply,
             },
         };
         if stream.write_all(&protocol::line(&reply)).is_err() {
@@ -238,6 +256,9 @@ impl State {
                 self.transition(wanted, TagState::Active)
             }
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
+            Request::Hold { .. } => Reply::Held,
+            Request::Drain { .. } => Reply::Drained,
+            Request::Prepare(_) | Request::Renew | Request::Commit | Request::Abort => panic!("the conversation knows the steps"),
             Request::Open { .. } | Request::Close { .. } => panic!("the command line shares no memory"),
         }
     }
@@ -274,7 +295,16 @@ impl State {
 
     fn hello(&self) -> Hello {
         let program = format!("{} --serve", self.name);
-        Hello { protocol: 1, library: "9.9.9".into(), pid: self.pid, name: self.name.clone(), program, engine: self.engine.clone() }
+        Hello {
+            protocol: 1,
+            library: "9.9.9".into(),
+            pid: self.pid,
+            name: self.name.clone(),
+            program,
+            engine: self.engine.clone(),
+            job: None,
+            prepares: true,
+        }
     }
 
     fn status(&self) -> ProcessStatus {
@@ -798,7 +828,7 @@ fn a_message_in_json_has_no_table_in_it() {
     place.vramctl("pause").expect(2, "", "PID");
 }
 
-/// After ^C, users want to know whether the pause continues.
+/// After ^C, users want to know what becomes of the pause.
 #[test]
 fn an_interrupted_command_says_what_becomes_of_the_pause() {
     let interrupted = |place: &Place, engine: &Fake, line: &[&str]| {
@@ -824,7 +854,10 @@ fn an_interrupted_command_says_what_becomes_of_the_pause() {
     let place = Place::new();
     let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     let text = interrupted(&place, &engine, &["pause"]);
-    assert!(text.contains(&format!("engine (pid {}): the pause continues (save 256.00 MiB of 1.00 GiB)", engine.pid())), "{text}");
+    assert!(
+        text.contains(&format!("engine (pid {}): the pause is being taken back (save 256.00 MiB of 1.00 GiB)", engine.pid())),
+        "{text}"
+    );
     assert_eq!(text.lines().count(), 1, "{text}");
     drop(engine);
 
@@ -869,7 +902,7 @@ sys.stdout.buffer.write(said)";
     let said = String::from_utf8(ran.stdout).unwrap();
     let (before, message) = said.rsplit_once("\r\u{1b}[2K").unwrap_or_else(|| panic!("nothing was wiped: {said:?}"));
     assert!(before.contains("wait") && message.starts_with("interrupted: engine"), "{said:?}");
-    assert!(message.contains("the pause continues") && message.ends_with('\n') && message.lines().count() == 1, "{said:?}");
+    assert!(message.contains("the pause is being taken back") && message.ends_with('\n') && message.lines().count() == 1, "{said:?}");
 }
 
 #[test]
@@ -906,7 +939,7 @@ listener = socket.socket(socket.AF_UNIX)
 listener.bind(os.environ["VRAMCTL_DIR"] + "/%d.sock" % os.getpid())
 listener.listen()
 print("ready", flush=True)
-hello = dict(protocol=1, library="9.9.9", pid=os.getpid(), name="engine", program="engine")
+hello = dict(protocol=1, library="9.9.9", pid=os.getpid(), name="engine", program="engine", prepares=True)
 tag = dict(tag="weights", state="active", allocations=1, bytes=1, paused_bytes=0, host_bytes=0, disk_bytes=0, backup={})
 host = dict(used_bytes=0, ready_bytes=0, pinned_bytes=0)
 status = dict(hello, reply="status", process_tag=None, tags=[tag], devices=[], host=host, late_bytes=0)

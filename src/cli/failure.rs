@@ -111,6 +111,10 @@ impl CommandError {
         self
     }
 
+    pub fn is(&self, kind: Kind) -> bool {
+        matches!(self, Self::Refused(refusal) if refusal.code == kind)
+    }
+
     pub fn exit(&self) -> Exit {
         match self {
             Self::Refused(refusal) => Exit::of(refusal.code),
@@ -138,6 +142,7 @@ impl From<ClientError> for CommandError {
             ClientError::Io { error, .. } if error.kind() == ErrorKind::WouldBlock => {
                 Self::new(Exit::Busy, "no answer: it takes no connections; is it stopped?")
             }
+            ClientError::Io { error, .. } if error.kind() == ErrorKind::TimedOut => Self::new(Exit::Busy, error.to_string()),
             ClientError::Io { pid, error } if gone(error.kind()) => Self::new(Exit::NoProcess, format!("process {pid} has ended")),
             error @ ClientError::Io { .. } => Self::new(Exit::Failed, error.to_string()),
         }

@@ -13,6 +13,7 @@ use std::{fmt, fs, io, thread};
 use vramctl_config as config;
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
+use vramctl_control::job::{Follower, Job, JobReport};
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_driver::uuid_of_index;
 use vramctl_model::Bytes;
@@ -21,7 +22,7 @@ use vramctl_model::{GpuUse, TagState, TagStatus};
 /// Which processes to act on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
-    /// The only managed process.
+    /// The only managed process, or the processes of the only job.
     Only,
     Pid(u32),
     /// All with this name.
@@ -48,6 +49,16 @@ pub struct Process {
 impl Process {
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
+    }
+
+    /// The job that it belongs to.
+    pub fn job(&self) -> Option<&str> {
+        self.status.as_ref().ok()?.process.job.as_deref()
+    }
+
+    /// Whether its library can pause and resume in steps.
+    pub fn prepares(&self) -> bool {
+        self.status.as_ref().is_ok_and(|status| status.process.prepares)
     }
 
     /// Managed bytes that are not paused.
@@ -213,6 +224,14 @@ impl Found {
         Client::connect(self.directory.as_deref().ok_or_else(nowhere)?, pid)
     }
 
+    /// Pauses or resumes a job of them.
+    pub fn carry_out(&self, job: &Job, follower: &dyn Follower) -> JobReport {
+        match &self.directory {
+            Some(directory) => job.carry_out(directory, follower),
+            None => JobReport { results: Vec::new(), committed: false, attempts: 0, ms: 0.0 },
+        }
+    }
+
     /// The message for "no managed process", with likely reasons.
     pub fn nothing(&self) -> String {
         let path = config::socket_directory();
@@ -312,8 +331,11 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Comman
         let failure = CommandError::new(exit, why);
         Err(if processes.is_empty() { failure } else { failure.with_table(list(processes)) })
     };
+    let is_one_job = || chosen[0].job().is_some() && chosen.iter().all(|process| process.job() == chosen[0].job());
     match (target, chosen.len()) {
-        (Target::Only, 2..) => fail(Exit::Usage, "several processes are managed; choose with --pid, --name or --all".into()),
+        (Target::Only, 2..) if !is_one_job() => {
+            fail(Exit::Usage, "several processes are managed; choose with --pid, --name or --all".into())
+        }
         (Target::Pid(pid), 0) => fail(Exit::NoProcess, not_managed(*pid)),
         (Target::Name(name), 0) => fail(Exit::NoProcess, format!("no managed process is named {name}")),
         (_, 0) => fail(Exit::NoProcess, "no process is managed".into()),
@@ -363,7 +385,16 @@ pub mod tests {
 
     /// A process with tags of one GiB each, in these states.
     pub fn process(pid: u32, name: &str, tags: &[(&str, TagState)]) -> Process {
-        let hello = Hello { protocol: 1, library: "0".into(), pid, name: name.into(), program: name.into(), engine: None };
+        let hello = Hello {
+            protocol: 1,
+            library: "0".into(),
+            pid,
+            name: name.into(),
+            program: name.into(),
+            engine: None,
+            job: None,
+            prepares: true,
+        };
         let tag = |&(tag, state): &(&str, TagState)| {
             let paused_bytes = if state == TagState::Paused { 1 << 30 } else { 0 };
             TagStatus { tag: tag.into(), state, allocations: 1, bytes: 1 << 30, paused_bytes, ..TagStatus::default() }

@@ -6,6 +6,7 @@ use crate::target::checked_tag;
 use clap::ValueEnum;
 use std::env;
 use std::ffi::{OsStr, OsString};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::ErrorKind;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
@@ -85,6 +86,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
             None => command.env_remove(name),
         };
     }
+    // Whatever it starts belongs together.
+    command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
     let error = command.exec();
     let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
     Err(CommandError::new(exit, format!("{}: {error}", Path::new(program).display())))

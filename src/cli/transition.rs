@@ -6,32 +6,34 @@ use crate::failure::{CommandError, Exit};
 use crate::interrupt;
 use crate::output;
 use crate::processes::{Found, Process, Target};
-use crate::progress::Bars;
+use crate::progress::{Bar, Bars};
 use crate::status::come_so_far;
 use crate::suspend;
 use crate::target::{GpuArgs, TargetArgs, checked_tag, seconds};
 use clap_complete::ArgValueCandidates;
 use serde::Serialize;
 use serde_json::json;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write};
+use std::io::ErrorKind;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
+use vramctl_control::job::{Follower, Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, HostRoom, Plan, Report, TagPlan, TagState};
+use vramctl_model::{Backup, HostRoom, Plan, Progress, Report, TagPlan, TagState, Verb};
 use vramctl_model::{Error, Kind, Registered};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
 Without tags, pauses all of them. The process keeps running and keeps its addresses. Pause idle programs: GPU work that touches \
 paused memory fails. Or hold them with --hold: calls that start GPU work then wait until everything is resumed. A pause first waits for running GPU work, at most --timeout seconds if given. It keeps contents in host \
-memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails changes nothing. ^C \
-cancels the wait for GPU work; a pause that is already saving continues, and the command says so.
+memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails changes nothing, in \
+any process of the job. ^C takes back what is not complete.
 
 An inference engine must be idle. With --engine, the command asks it first and refuses to pause while it has requests (with \
 --timeout, if they have not finished by then). Before its KV cache is discarded, the engine is told to reset its prefix cache. If \
@@ -108,30 +110,6 @@ pub struct Args {
     pub quiet: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Verb {
-    Pause,
-    Resume,
-}
-
-impl Verb {
-    /// The command's name.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Pause => "pause",
-            Self::Resume => "resume",
-        }
-    }
-
-    /// The state of a tag afterwards.
-    fn end(self) -> TagState {
-        match self {
-            Self::Pause => TagState::Paused,
-            Self::Resume => TagState::Active,
-        }
-    }
-}
-
 /// The request for one process. Empty if the process has none of the tags.
 #[derive(Debug)]
 struct Task {
@@ -159,6 +137,35 @@ struct Outcome {
 enum Answer {
     Report(Report),
     Error(CommandError),
+}
+
+/// The result for a job.
+#[derive(Debug, Serialize)]
+struct JobOutcome {
+    job: Option<String>,
+    pids: Vec<u32>,
+    committed: bool,
+    /// How often it was tried.
+    attempts: u32,
+    /// From the request until the last process was done.
+    ms: f64,
+}
+
+impl JobOutcome {
+    fn text(&self, direction: Verb, outcomes: &[Outcome]) -> String {
+        let reports = outcomes.iter().filter(|outcome| self.pids.contains(&outcome.pid)).filter_map(|outcome| outcome.result.report());
+        let bytes = reports.map(|report| report.bytes).sum();
+        let (did, moved) = match direction {
+            Verb::Pause => ("paused", "freed"),
+            Verb::Resume => ("resumed", "allocated"),
+        };
+        let job = self.job.as_deref().unwrap_or_default();
+        let mut text = format!("{did} job {job}: {} processes, {} {moved}, {} ms", self.pids.len(), Bytes(bytes), whole(self.ms));
+        if self.attempts > 1 {
+            let _ = write!(text, ", {} attempts", self.attempts);
+        }
+        text
+    }
 }
 
 pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
@@ -261,6 +268,11 @@ impl Asking {
             let meant = found.taken_for_tag(direction.name(), &args.tags).filter(|_| is_choice);
             failure.adding(&meant.unwrap_or_default())
         })?;
+        if let Some(task) = tasks.iter().find(|task| !task.meant.is_empty() && !task.process.prepares()) {
+            let text =
+                "nothing was done: its library is too old for this command; restart the program, or use the vramctl it was started with";
+            return Err(CommandError::new(Exit::Failed, format!("{}: {text}", task.process)));
+        }
         let bars = Bars::on_terminal(!args.quiet && !args.json);
         let timeout_ms = args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
         let request = protocol::Transition { gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
@@ -344,49 +356,91 @@ impl Asking {
         interrupt::hold();
         let interrupted = Arc::clone(&asking);
         interrupt::watch(move || interrupted.give_up());
-        let outcomes = asking.carry_out();
+        let (outcomes, jobs) = asking.carry_out();
         if asking.json {
-            output::json(&outcomes)?;
+            output::print(&format!("{}\n", json!({ "processes": outcomes, "jobs": jobs })))?;
         } else {
             for (task, outcome) in asking.tasks.iter().zip(&outcomes) {
                 asking.tell(task, &outcome.result)?;
             }
+            for job in jobs.iter().filter(|job| job.pids.len() > 1 && job.committed && !asking.quiet) {
+                output::say(&job.text(asking.direction, &outcomes))?;
+            }
         }
-        Ok(outcomes.iter().find_map(|outcome| outcome.result.failure()).map_or(Exit::Done, CommandError::exit))
+        // What was taken back because of another process says less than that one.
+        let failures: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.result.failure()).collect();
+        let cause = failures.iter().find(|failure| !failure.is(Kind::Aborted)).or(failures.first());
+        Ok(cause.map_or(Exit::Done, |failure| failure.exit()))
     }
 
-    /// Runs all processes in parallel.
-    fn carry_out(&self) -> Vec<Outcome> {
-        let ask = |task: &Task| -> Result<Report, CommandError> {
-            if task.meant.is_empty() {
-                return Ok(Report::default());
-            }
-            let mut bar = self.bars.bar(&task.process.to_string());
-            let mut client = self.found.connect(task.process.pid)?;
-            self.connections().open.extend(client.connection());
-            self.stay_if_interrupted();
-            let request = task.request(&self.request);
-            let answer = match self.direction {
-                Verb::Pause => client.pause(request, &mut |now| bar.show(now)),
-                Verb::Resume => client.resume(request, &mut |now| bar.show(now)),
-            };
-            self.stay_if_interrupted();
-            Ok(answer?)
+    /// Runs all jobs in parallel.
+    fn carry_out(&self) -> (Vec<Outcome>, Vec<JobOutcome>) {
+        let jobs = self.jobs();
+        let done: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = jobs.iter().map(|places| scope.spawn(|| self.carry_out_job(places))).collect();
+            threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
+        });
+        let mut results: BTreeMap<usize, Answer> = BTreeMap::new();
+        let mut told = Vec::new();
+        for (places, done) in jobs.into_iter().zip(done) {
+            // A thread that panicked has no results.
+            let Ok(done) = done else { continue };
+            told.push(self.job_outcome(&places, &done));
+            let answers = done.results.into_iter().map(|result| self.answer(result, done.committed));
+            results.extend(places.into_iter().zip(answers));
+        }
+        let unasked = |task: &Task| {
+            let broken = || Answer::Error(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
+            if task.meant.is_empty() { Answer::Report(Report::default()) } else { broken() }
         };
-        thread::scope(|scope| {
-            let threads: Vec<_> = self.tasks.iter().map(|task| (task, scope.spawn(|| ask(task)))).collect();
-            let outcome = |(task, thread): (&Task, thread::ScopedJoinHandle<'_, _>)| Outcome {
-                pid: task.process.pid,
-                name: task.process.name().map(str::to_owned),
-                tags: task.meant.clone(),
-                result: match thread.join() {
-                    Ok(Ok(report)) => Answer::Report(report),
-                    Ok(Err(failure)) => Answer::Error(failure),
-                    Err(_) => Answer::Error(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it")),
-                },
-            };
-            threads.into_iter().map(outcome).collect()
-        })
+        let outcome = |(place, task): (usize, &Task)| Outcome {
+            pid: task.process.pid,
+            name: task.process.name().map(str::to_owned),
+            tags: task.meant.clone(),
+            result: results.remove(&place).unwrap_or_else(|| unasked(task)),
+        };
+        (self.tasks.iter().enumerate().map(outcome).collect(), told)
+    }
+
+    /// The places of the tasks that have something to say to their processes, by job.
+    fn jobs(&self) -> Vec<Vec<usize>> {
+        let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
+        for (place, task) in self.tasks.iter().enumerate().filter(|(_, task)| !task.meant.is_empty()) {
+            jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
+        }
+        jobs.into_values().collect()
+    }
+
+    fn carry_out_job(&self, places: &[usize]) -> JobReport {
+        let rank = |place: &usize| Rank { pid: self.tasks[*place].process.pid, tags: self.tasks[*place].tags.clone() };
+        let job = Job { verb: self.direction, wanted: self.request.clone(), ranks: places.iter().map(rank).collect() };
+        let bars = places.iter().map(|place| Mutex::new(self.bars.bar(&self.tasks[*place].process.to_string()))).collect();
+        let done = self.found.carry_out(&job, &Following { asking: self, bars });
+        self.stay_if_interrupted();
+        done
+    }
+
+    fn job_outcome(&self, places: &[usize], done: &JobReport) -> JobOutcome {
+        let processes: Vec<_> = places.iter().map(|place| &self.tasks[*place].process).collect();
+        JobOutcome {
+            job: processes[0].job().map(str::to_owned),
+            pids: processes.iter().map(|process| process.pid).collect(),
+            committed: done.committed,
+            attempts: done.attempts,
+            ms: done.ms,
+        }
+    }
+
+    fn answer(&self, result: Result<Report, ClientError>, committed: bool) -> Answer {
+        match result {
+            Ok(report) => Answer::Report(report),
+            Err(error) => {
+                let is_stopped = matches!(&error, ClientError::Io { error, .. } if error.kind() == ErrorKind::TimedOut);
+                let later =
+                    format!("; the {} of its job is complete, and this process completes it when it goes on", self.direction.name());
+                Answer::Error(CommandError::from(error).adding(if committed && is_stopped { &later } else { "" }))
+            }
+        }
     }
 
     fn tell(&self, task: &Task, answer: &Answer) -> Result<(), CommandError> {
@@ -452,6 +506,23 @@ impl Asking {
     }
 }
 
+/// Shows how far a job has come, and lets go of it when interrupted.
+struct Following<'a> {
+    asking: &'a Asking,
+    bars: Vec<Mutex<Bar>>,
+}
+
+impl Follower for Following<'_> {
+    fn connected(&self, _: usize, stream: UnixStream) {
+        self.asking.connections().open.push(stream);
+        self.asking.stay_if_interrupted();
+    }
+
+    fn progress(&self, member: usize, now: Progress) {
+        self.bars[member].lock().unwrap_or_else(PoisonError::into_inner).show(now);
+    }
+}
+
 /// How an interrupted command leaves a process.
 #[derive(Debug, PartialEq, Eq)]
 enum Left {
@@ -465,7 +536,7 @@ enum Left {
 impl fmt::Display for Left {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::GoingOn(so_far) => write!(out, "continues{so_far}; `vramctl status` shows its progress"),
+            Self::GoingOn(so_far) => write!(out, "is being taken back{so_far}; `vramctl status` shows when that is done"),
             Self::Done => write!(out, "is complete"),
             Self::AsItWas => write!(out, "was cancelled; nothing has changed"),
             Self::Unknown(why) => write!(out, "has an unknown outcome: {why}"),
@@ -474,6 +545,13 @@ impl fmt::Display for Left {
 }
 
 impl Answer {
+    fn report(&self) -> Option<&Report> {
+        match self {
+            Self::Report(report) => Some(report),
+            Self::Error(_) => None,
+        }
+    }
+
     fn failure(&self) -> Option<&CommandError> {
         match self {
             Self::Report(_) => None,

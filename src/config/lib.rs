@@ -14,6 +14,7 @@
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; in bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
 //! | `VRAMCTL_EXCLUDE` | `NAME,…`: libraries, by the beginning of their file names, whose requests are left to CUDA | none |
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
+//! | `VRAMCTL_JOB` | identifies the job of processes without a name; `vramctl run` sets it | unset |
 //! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
 //! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what goes to stderr | `warn` |
 //!
@@ -112,6 +113,8 @@ pub struct Config {
     pub exclude: Vec<String>,
     /// `VRAMCTL_NAME`.
     pub name: Option<String>,
+    /// The job that this process belongs to: its name, else `VRAMCTL_JOB`.
+    pub job: Option<String>,
     /// The directories of sockets and backups.
     pub directories: Directories,
     /// Errors in the variables, to be logged once.
@@ -220,6 +223,7 @@ impl Config {
         let tag = tag.and_then(|tag| tag.map_err(|error| complaints.push(format!("VRAMCTL_TAG: {error}; ignored"))).ok());
         let tag = tag.or_else(|| manages_all.then(|| DEFAULT_TAG.into()));
         let name = set("VRAMCTL_NAME");
+        let job = name.clone().or_else(|| set("VRAMCTL_JOB"));
         let exclude = set("VRAMCTL_EXCLUDE").unwrap_or_default();
         let exclude = exclude.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
         Self {
@@ -236,6 +240,7 @@ impl Config {
             min_bytes,
             exclude,
             name,
+            job,
             directories,
             complaints,
         }

@@ -2,7 +2,9 @@
 
 use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
-use std::io::{self, BufRead, BufReader, Write};
+use crate::descriptors;
+use std::io::{self, BufRead, BufReader};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
@@ -11,6 +13,7 @@ use vramctl_model::{GpuUse, Plan, Progress, Report};
 /// A connection to one process.
 #[derive(Debug)]
 pub struct Client {
+    directory: Directory,
     pid: u32,
     /// The server's pid as seen here, which differs from `pid` if it runs in another container. 0 if it cannot be seen.
     seen_as: i32,
@@ -46,6 +49,9 @@ impl std::error::Error for ClientError {}
 /// never answers and never closes.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
+/// How long a process may take to say who it is, whatever else it is doing. A stopped one never does.
+const HELLO_WITHIN: Duration = Duration::from_secs(3);
+
 /// How long a process may take to replace a closed socket.
 const NEW_SOCKET: Duration = Duration::from_millis(500);
 
@@ -74,7 +80,7 @@ impl Client {
             let stream = directory.connect(pid)?;
             stream.set_read_timeout(Some(LOOK_AFTER))?;
             let seen_as = discovery::peer(&stream)?.pid;
-            Ok(Self { pid, seen_as, stream: BufReader::new(stream) })
+            Ok(Self { directory: directory.again()?, pid, seen_as, stream: BufReader::new(stream) })
         };
         connect().map_err(|error| ClientError::Io { pid, error })
     }
@@ -86,7 +92,7 @@ impl Client {
 
     /// Asks who it is.
     pub fn hello(&mut self) -> Result<Hello, ClientError> {
-        match self.ask(Request::Hello, &mut |_| ())? {
+        match self.ask(Request::Hello, None, &mut |_| ())? {
             Reply::Hello(hello) => Ok(hello),
             other => Err(self.unexpected(&other)),
         }
@@ -94,26 +100,26 @@ impl Client {
 
     /// Asks for its status.
     pub fn status(&mut self) -> Result<ProcessStatus, ClientError> {
-        match self.ask(Request::Status, &mut |_| ())? {
+        match self.ask(Request::Status, None, &mut |_| ())? {
             Reply::Status(status) => Ok(status),
             other => Err(self.unexpected(&other)),
         }
     }
 
-    /// Pauses.
-    pub fn pause(&mut self, transition: Transition, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
-        self.transition(Request::Pause(transition), progress)
-    }
-
     /// Asks what a pause would do.
     pub fn plan(&mut self, transition: Transition) -> Result<Plan, ClientError> {
-        match self.ask(Request::Plan(transition), &mut |_| ())? {
+        match self.ask(Request::Plan(transition), None, &mut |_| ())? {
             Reply::Plan(plan) => Ok(plan),
             other => Err(self.unexpected(&other)),
         }
     }
 
-    /// Resumes.
+    /// Pauses this one process.
+    pub fn pause(&mut self, transition: Transition, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
+        self.transition(Request::Pause(transition), progress)
+    }
+
+    /// Resumes this one process.
     pub fn resume(&mut self, transition: Transition, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
         self.transition(Request::Resume(transition), progress)
     }
@@ -125,7 +131,7 @@ impl Client {
 
     /// Makes the process ready for the driver's checkpoint. Returns what a restore needs.
     pub fn suspend(&mut self) -> Result<Vec<GpuUse>, ClientError> {
-        match self.ask(Request::Suspend, &mut |_| ())? {
+        match self.ask(Request::Suspend, None, &mut |_| ())? {
             Reply::Suspended { gpus } => Ok(gpus),
             other => Err(self.unexpected(&other)),
         }
@@ -133,7 +139,7 @@ impl Client {
 
     /// Tells it that its driver is back.
     pub fn awake(&mut self) -> Result<(), ClientError> {
-        match self.ask(Request::Awake, &mut |_| ())? {
+        match self.ask(Request::Awake, None, &mut |_| ())? {
             Reply::Awake => Ok(()),
             other => Err(self.unexpected(&other)),
         }
@@ -141,23 +147,28 @@ impl Client {
 
     /// Sets the tag of allocations outside regions.
     pub fn set_tag(&mut self, tag: Option<String>) -> Result<Option<String>, ClientError> {
-        match self.ask(Request::SetTag { tag }, &mut |_| ())? {
+        match self.ask(Request::SetTag { tag }, None, &mut |_| ())? {
             Reply::Tag { tag } => Ok(tag),
             other => Err(self.unexpected(&other)),
         }
     }
 
     fn transition(&mut self, request: Request, progress: &mut dyn FnMut(Progress)) -> Result<Report, ClientError> {
-        match self.ask(request, progress)? {
+        match self.ask(request, None, progress)? {
             Reply::Done(report) => Ok(report),
             other => Err(self.unexpected(&other)),
         }
     }
 
-    fn ask(&mut self, request: Request, progress: &mut dyn FnMut(Progress)) -> Result<Reply, ClientError> {
-        let pid = self.pid;
-        let fail = move |error| ClientError::Io { pid, error };
-        let written = self.stream.get_mut().write_all(&protocol::line(&Message { version: VERSION, request }));
+    /// Sends a request, with a descriptor, and waits for the answer as long as the process is there. `progress` sees what comes
+    /// before.
+    pub(crate) fn ask(
+        &mut self,
+        request: Request,
+        file: Option<BorrowedFd<'_>>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Reply, ClientError> {
+        let written = self.send(request, file, 0);
         loop {
             match self.read() {
                 Ok(Reply::Progress(now)) => progress(now),
@@ -165,20 +176,61 @@ impl Client {
                 Ok(answer) => return Ok(answer),
                 // A server that refuses the connection says why and hangs up, perhaps before the request is sent. So an
                 // answer takes precedence over a failed write.
-                Err(error) => return Err(fail(written.err().unwrap_or(error))),
+                Err(error) => return Err(self.failed(written.err().unwrap_or(error))),
             }
         }
     }
 
+    /// Tells the process that this client is still there. Never waits: one that does not read does not need to know.
+    pub(crate) fn renew(&mut self) {
+        let _ = self.send(Request::Renew, None, libc::MSG_DONTWAIT);
+    }
+
+    /// What the process says unasked: its lease has ended, or it has.
+    pub(crate) fn unasked(&mut self) -> Option<ClientError> {
+        let mut socket = libc::pollfd { fd: self.stream.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one writable entry; does not block.
+        let silent = self.stream.buffer().is_empty() && unsafe { libc::poll(&raw mut socket, 1, 0) } == 0;
+        if silent {
+            return None;
+        }
+        Some(match self.read() {
+            Ok(Reply::Error(refusal)) => ClientError::Refused(refusal.into()),
+            Ok(other) => self.unexpected(&other),
+            Err(error) => self.failed(error),
+        })
+    }
+
+    /// Whether the process answers anybody: a connection of its own is answered by a thread of its own.
+    fn is_alive(&self) -> bool {
+        let ask = || {
+            let stream = self.directory.connect(self.pid)?;
+            stream.set_read_timeout(Some(HELLO_WITHIN))?;
+            descriptors::send_line(&stream, &protocol::line(&Message { version: VERSION, request: Request::Hello }), &[], 0)?;
+            io::Read::read(&mut &stream, &mut [0])
+        };
+        ask().is_ok_and(|count| count > 0)
+    }
+
+    fn send(&mut self, request: Request, file: Option<BorrowedFd<'_>>, flags: libc::c_int) -> io::Result<()> {
+        let line = protocol::line(&Message { version: VERSION, request });
+        descriptors::send_line(self.stream.get_ref(), &line, file.as_slice(), flags)
+    }
+
     fn read(&mut self) -> io::Result<Reply> {
         let mut line = Vec::new();
+        let ended = || io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it answered");
         loop {
             match self.stream.read_until(b'\n', &mut line) {
                 Ok(_) if line.last() == Some(&b'\n') => break,
-                Ok(_) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it answered")),
+                Ok(_) => return Err(ended()),
                 Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
                     if self.seen_as != 0 && !fs::exists(format!("/proc/{}", self.seen_as)).unwrap_or(true) {
-                        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ended before it answered"));
+                        return Err(ended());
+                    }
+                    if !self.is_alive() {
+                        let why = format!("no answer within {} s; is it stopped?", (LOOK_AFTER + HELLO_WITHIN).as_secs());
+                        return Err(io::Error::new(io::ErrorKind::TimedOut, why));
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
@@ -189,8 +241,11 @@ impl Client {
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("cannot parse the answer: {error}")))
     }
 
-    fn unexpected(&self, reply: &Reply) -> ClientError {
-        let error = io::Error::new(io::ErrorKind::InvalidData, format!("the answer does not match the request: {reply:?}"));
+    pub(crate) fn unexpected(&self, reply: &Reply) -> ClientError {
+        self.failed(io::Error::new(io::ErrorKind::InvalidData, format!("the answer does not match the request: {reply:?}")))
+    }
+
+    fn failed(&self, error: io::Error) -> ClientError {
         ClientError::Io { pid: self.pid, error }
     }
 }

@@ -62,7 +62,7 @@ impl Decision {
             (about, system)
         };
         // Huge pages may run out at the first touch, which kills as well.
-        if system.f_type as i64 != i64::from(libc::TMPFS_MAGIC) || (about.st_size as usize) < size_of::<AtomicU32>() {
+        if system.f_type != libc::TMPFS_MAGIC || (about.st_size as usize) < size_of::<AtomicU32>() {
             return refuse("it is too small, or made of huge pages");
         }
         Self::map(&file).or_else(|error| refuse(&error.to_string()))

@@ -48,6 +48,28 @@ pub fn send(stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
+/// Sends all of a line and, with its first bytes, descriptors. The flags are those of `send`, for its beginning: once part of it
+/// is sent, the rest must follow.
+pub fn send_line(stream: &UnixStream, line: &[u8], files: &[BorrowedFd<'_>], flags: libc::c_int) -> io::Result<()> {
+    let mut rest = line;
+    if !files.is_empty() {
+        rest = &rest[send(stream, rest, files)?..];
+    }
+    while !rest.is_empty() {
+        let flags = if rest.len() == line.len() { flags } else { 0 };
+        // SAFETY: `rest` is readable for its length. `MSG_NOSIGNAL`, because the program may handle SIGPIPE.
+        let sent = unsafe { libc::send(stream.as_raw_fd(), rest.as_ptr().cast(), rest.len(), flags | libc::MSG_NOSIGNAL) };
+        match usize::try_from(sent) {
+            Ok(sent) => rest = &rest[sent..],
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => (),
+                error => return Err(error),
+            },
+        }
+    }
+    Ok(())
+}
+
 /// Receives bytes, and the descriptors that came with them. 0 at the end.
 pub fn receive(stream: &UnixStream, bytes: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
     let mut room: Ancillary = [0; 130];

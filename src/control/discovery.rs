@@ -68,6 +68,11 @@ impl Directory {
         &self.path
     }
 
+    /// The same directory, for somebody who outlives this one.
+    pub fn again(&self) -> io::Result<Self> {
+        Ok(Self { path: self.path.clone(), owner: self.owner, open: self.open.try_clone()? })
+    }
+
     fn within(&self, pid: u32) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}/{pid}.sock", self.open.as_raw_fd()))
     }

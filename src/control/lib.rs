@@ -7,4 +7,5 @@ pub mod client;
 pub mod decision;
 pub mod descriptors;
 pub mod discovery;
+pub mod job;
 pub mod protocol;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use vramctl_model::{
     Backup, Error, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage, Status, TransitionRequest,
+    Verb,
 };
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
@@ -43,6 +44,26 @@ pub enum Request {
     Suspend,
     /// The process is running again: the library may use the driver.
     Awake,
+    /// First step of a held pause: new calls wait from now on. What is begun is taken back when the lease ends.
+    Hold {
+        /// How long the process waits for the client's next line, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        lease_ms: Option<u64>,
+    },
+    /// After `hold`: wait for calls and work in flight.
+    Drain {
+        /// At most this many milliseconds.
+        limit_ms: u64,
+    },
+    /// Do all of a pause or resume that can be undone, and wait for `commit`. With the line may come a descriptor: the
+    /// [`Decision`](super::decision::Decision) that the processes of a job share.
+    Prepare(Prepare),
+    /// I am still there. Has no answer.
+    Renew,
+    /// Complete what is prepared.
+    Commit,
+    /// Take back what was begun.
+    Abort,
     /// Set the tag of future allocations outside regions.
     SetTag {
         /// The tag. If null or absent, such allocations are left to CUDA.
@@ -60,6 +81,19 @@ pub enum Request {
         /// The token in the handle.
         token: String,
     },
+}
+
+/// What to prepare.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Prepare {
+    /// A pause or a resume.
+    pub of: Verb,
+    /// As in `hold`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease_ms: Option<u64>,
+    /// Of what.
+    #[serde(flatten)]
+    pub transition: Transition,
 }
 
 /// What to pause or resume.
@@ -125,8 +159,14 @@ pub enum Reply {
     Hello(Hello),
     /// To `status`.
     Status(ProcessStatus),
-    /// To `pause` and `resume`.
+    /// To `pause`, `resume` and `commit`.
     Done(Report),
+    /// To `hold`: new calls wait.
+    Held,
+    /// To `drain`: nothing runs on the device any more.
+    Drained,
+    /// To `prepare`: all that can fail is done.
+    Prepared,
     /// To `plan`.
     Plan(Plan),
     /// To `suspend`: it may be checkpointed now.
@@ -171,6 +211,13 @@ pub struct Hello {
     /// of `kv_cache`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<String>,
+    /// The job that it belongs to: the name that it was given, else what identifies the `vramctl run` that started it. Absent if
+    /// it was started otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
+    /// Whether it understands `hold` and `prepare`.
+    #[serde(default)]
+    pub prepares: bool,
 }
 
 /// A process and its memory.

@@ -1,10 +1,12 @@
 //! The memory this process has under management and the operations on it: allocations by address ([`memory`]), the contexts
 //! whose work may use them ([`contexts`]), pause and resume ([`transition`]), standing aside for a checkpoint (`suspend`), and the control server ([`server`]).
 
+mod connection;
 pub mod contexts;
 mod drain;
 pub mod engine;
 pub mod gate;
+mod lease;
 pub mod memory;
 pub mod server;
 mod suspend;

@@ -22,7 +22,7 @@ pub use obstacle::{GpuUse, Obstacle, ObstacleKind};
 pub use plan::{HostRoom, Plan, TagPlan};
 pub use policy::{Backup, DEFAULT_TAG, LONGEST_TAG, checked_tag};
 pub use registration::{Registered, Registration};
-pub use report::{Observer, Progress, Report, Stage, TransitionRequest};
+pub use report::{Observer, Progress, Report, Stage, TransitionRequest, Verb};
 pub use span::Span;
 pub use status::{DeviceStatus, HostStatus, LeftAlone, Status, TagState, TagStatus};
 pub use units::{Bytes, parse_bytes};

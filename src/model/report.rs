@@ -1,6 +1,6 @@
 //! A pause or resume: request, progress and report.
 
-use crate::{Backup, Bytes, Error, Registered, Span};
+use crate::{Backup, Bytes, Error, Registered, Span, TagState};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,6 +32,34 @@ pub struct TransitionRequest {
     /// The processes that are paused together with this one. What they have open of its memory does not keep that from being
     /// paused: each closes it for as long.
     pub partners: Vec<u32>,
+}
+
+/// The two transitions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verb {
+    /// Take memory away.
+    Pause,
+    /// Give it back.
+    Resume,
+}
+
+impl Verb {
+    /// The name used in the protocol and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Pause => "pause",
+            Self::Resume => "resume",
+        }
+    }
+
+    /// The state of a tag afterwards.
+    pub fn end(self) -> TagState {
+        match self {
+            Self::Pause => TagState::Paused,
+            Self::Resume => TagState::Active,
+        }
+    }
 }
 
 /// A stage of a pause or resume.

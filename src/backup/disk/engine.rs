@@ -1,4 +1,4 @@
-//! Keeps many file requests in flight: the calling thread submits [`Job`]s, worker threads run one request each, and
+//! Keeps many file requests in flight: the calling thread submits [`FileRequest`]s, worker threads run one request each, and
 //! completed jobs return to the calling thread.
 
 use super::{ALIGNMENT, Spill, file};
@@ -30,7 +30,7 @@ pub enum Operation {
 
 /// A piece of staging memory on its way to or from the file, in as many requests as the kernel needs.
 #[derive(Debug)]
-pub struct Job {
+pub struct FileRequest {
     slot: usize,
     address: NonNull<u8>,
     bytes: usize,
@@ -42,12 +42,12 @@ pub struct Job {
 }
 
 // SAFETY: only the job's holder touches the memory; the calling thread leaves it alone until the job returns.
-unsafe impl Send for Job {}
+unsafe impl Send for FileRequest {}
 
 /// A completed job: the slot of its staging memory, and the result.
 type Landed = (usize, io::Result<()>);
 
-impl Job {
+impl FileRequest {
     /// Transfers all of `piece`, the staging memory of `slot`, at the file offset `at`.
     pub fn new(slot: usize, piece: &mut [u8], at: u64) -> Self {
         Self {
@@ -105,7 +105,7 @@ pub struct Queue<'a> {
 
 #[derive(Default)]
 struct Waiting {
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<FileRequest>,
     /// No more will come.
     closed: bool,
 }
@@ -119,13 +119,13 @@ impl<'a> Queue<'a> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn put(&self, job: Job) {
+    fn put(&self, job: FileRequest) {
         self.lock().jobs.push_back(job);
         self.changed.notify_one();
     }
 
     /// Waits for a job. `None` if there are no more.
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<FileRequest> {
         let idle = |waiting: &mut Waiting| waiting.jobs.is_empty() && !waiting.closed;
         self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner).jobs.pop_front()
     }
@@ -137,7 +137,7 @@ impl<'a> Queue<'a> {
     }
 
     /// Runs a job on this thread.
-    fn perform(&self, mut job: Job) -> Landed {
+    fn perform(&self, mut job: FileRequest) -> Landed {
         loop {
             // Look it up for each request: the program may have closed it.
             let file = match self.spill.file() {
@@ -202,7 +202,7 @@ impl<'a> Flight<'a> {
     }
 
     /// Submits a job. Its memory must not be touched until it has landed.
-    pub fn submit(&mut self, job: Job) {
+    pub fn submit(&mut self, job: FileRequest) {
         self.outstanding += 1;
         self.queue.put(job);
     }

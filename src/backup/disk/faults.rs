@@ -1,7 +1,7 @@
 //! Fault injection: makes requests fail or fall short in tests.
 
 use super::ALIGNMENT;
-use super::engine::{Job, Operation};
+use super::engine::{FileRequest, Operation};
 use std::fmt;
 
 /// Faults to inject.
@@ -26,7 +26,7 @@ pub enum Fault {
 }
 
 impl Faults {
-    pub fn shape(&self, operation: Operation, job: &mut Job, bytes: usize) -> usize {
+    pub fn shape(&self, operation: Operation, job: &mut FileRequest, bytes: usize) -> usize {
         let fault = self.request.as_ref().map_or(Fault::None, |ask| ask(operation, job.at + job.done as u64, bytes));
         match fault {
             Fault::None => bytes,

@@ -14,7 +14,7 @@ mod tests;
 
 pub use names::remove_stale;
 
-use engine::{Flight, Job, Operation, Queue};
+use engine::{FileRequest, Flight, Operation, Queue};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::marker::PhantomData;
@@ -152,7 +152,7 @@ impl Spill {
                 let piece = staging[slot].slice(usize::try_from(end - at).unwrap_or(usize::MAX));
                 fill(at, piece).map_err(SpillError::Copy)?;
                 let length = piece.len();
-                flight.submit(Job::new(slot, piece, at));
+                flight.submit(FileRequest::new(slot, piece, at));
                 at += length as u64;
             }
             while flight.any() {
@@ -177,7 +177,7 @@ impl Spill {
                     let piece = staging[slot].slice(usize::try_from(end - next).unwrap_or(usize::MAX));
                     next += piece.len() as u64;
                     ahead.push_back((slot, piece.len()));
-                    flight.submit(Job::new(slot, piece, next - piece.len() as u64));
+                    flight.submit(FileRequest::new(slot, piece, next - piece.len() as u64));
                 }
                 let Some((slot, length)) = ahead.pop_front() else { break };
                 while !landed[slot] {

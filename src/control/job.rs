@@ -1,0 +1,334 @@
+//! A job: processes that are paused and resumed as one.
+//!
+//! The coordinator, which is this code in the command line, speaks to all of them at once, each over a connection of its own. Each
+//! does all that can fail, and waits ([`Step`]). When all have arrived, they go on; when one cannot, all take back what they have
+//! done. What counts is the [`Decision`] that they share: they commit or abort together, whoever dies.
+//!
+//! A program that is held need not be idle, but its processes may stand at different places: one's GPU waits for a collective that
+//! another, at its gate, has not started. Then all gates open, and a little later all close again.
+
+use crate::client::{Client, ClientError};
+use crate::decision::Decision;
+use crate::discovery::Directory;
+use crate::protocol::{Prepare, Refusal, Reply, Request, Transition};
+use std::collections::BTreeSet;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use std::{io, thread};
+use vramctl_model::{Error, Kind, Progress, Report, Verb};
+
+/// What a job is to do.
+#[derive(Debug)]
+pub struct Job {
+    /// A pause or a resume.
+    pub verb: Verb,
+    /// How, without tags: those differ by process.
+    pub wanted: Transition,
+    /// Its processes.
+    pub ranks: Vec<Rank>,
+}
+
+/// A process of a job.
+#[derive(Debug)]
+pub struct Rank {
+    /// Its id.
+    pub pid: u32,
+    /// Its tags that are meant; none means all.
+    pub tags: Vec<String>,
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub struct JobReport {
+    /// For each process, in order.
+    pub results: Vec<Result<Report, ClientError>>,
+    /// Whether it was committed. Else everything was taken back. A process that failed nevertheless does not answer: it has ended,
+    /// or completes it when it goes on.
+    pub committed: bool,
+    /// How often it was tried.
+    pub attempts: u32,
+    /// Milliseconds from the request until the last process was done.
+    pub ms: f64,
+}
+
+/// Follows along. The numbers are those of the members.
+pub trait Follower: Sync {
+    /// A connection, which ends the attempt when it is shut down.
+    fn connected(&self, _member: usize, _stream: UnixStream) {}
+
+    /// Progress of one process.
+    fn progress(&self, _member: usize, _now: Progress) {}
+}
+
+impl Follower for () {}
+
+/// How long a process waits for this coordinator before it takes everything back.
+const LEASE: Duration = Duration::from_secs(5);
+/// How often to tell a process that the coordinator is still there.
+const RENEW_EVERY: Duration = Duration::from_secs(1);
+/// How long to wait for another client's turn with a process.
+const TURN_WITHIN: Duration = Duration::from_secs(10);
+/// How long the first attempts wait for the work of several processes. Aligned ones drain sooner, the others never.
+const FIRST_DRAIN: Duration = Duration::from_millis(250);
+const LONGEST_DRAIN: Duration = Duration::from_secs(2);
+
+/// Where the processes wait for each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// Those that have to wait for memory have it.
+    Early,
+    /// All gates are closed: before that, it makes no sense to wait for work.
+    Held,
+    /// Nothing runs on any device any more: before that, it makes no sense to copy contents.
+    Drained,
+    /// All that can fail is done.
+    Prepared,
+}
+
+impl Job {
+    /// Pauses or resumes all of them, or none.
+    pub fn carry_out(&self, directory: &Directory, follower: &dyn Follower) -> JobReport {
+        let (begun, mut attempts, mut drain, mut early) = (Instant::now(), 0, FIRST_DRAIN, BTreeSet::new());
+        loop {
+            attempts += 1;
+            let drain_within = if self.ranks.len() > 1 { drain } else { Duration::MAX };
+            let (mut results, committed) = match Attempt::new(self, begun, drain_within, &early) {
+                Ok(attempt) => (attempt.run(directory, follower), !attempt.decision.abort()),
+                Err(error) => (self.ranks.iter().map(|member| Err(failed(member.pid, error.kind().into()))).collect(), false),
+            };
+            // In the next attempt these come first, so that the others do not stand prepared while they wait for memory.
+            let is_short = |member: &usize| results[*member].as_ref().is_err_and(|error| kind(error) == Some(Kind::DeviceMemory));
+            early.extend((0..results.len()).filter(is_short));
+            if committed || !self.is_worth_another(&results, begun) {
+                let ms = begun.elapsed().as_secs_f64() * 1e3;
+                if attempts > 1 {
+                    for error in results.iter_mut().filter_map(|result| result.as_mut().err()) {
+                        add(error, &format!(" ({attempts} attempts in {ms:.0} ms)"));
+                    }
+                }
+                return JobReport { results, committed, attempts, ms };
+            }
+            thread::sleep(a_little());
+            drain = (drain * 2).min(LONGEST_DRAIN);
+        }
+    }
+
+    /// Whether what has failed may succeed a little later, and there is time left.
+    fn is_worth_another(&self, results: &[Result<Report, ClientError>], begun: Instant) -> bool {
+        let hold = self.wanted.hold_ms.filter(|_| self.verb == Verb::Pause).map(Duration::from_millis);
+        let patience = self.wanted.timeout_ms.map(Duration::from_millis);
+        let limit = |error: &ClientError| match (kind(error), self.verb) {
+            (Some(Kind::Aborted), _) => None,
+            (Some(Kind::Leased), _) => Some(hold.or(patience).unwrap_or_default().max(TURN_WITHIN)),
+            (Some(Kind::Busy | Kind::Capturing), Verb::Pause) if hold.is_some() => hold,
+            (Some(Kind::DeviceMemory), Verb::Resume) if patience.is_some() => patience,
+            _ => Some(Duration::ZERO),
+        };
+        let limit = results.iter().filter_map(|result| limit(result.as_ref().err()?)).min();
+        limit.is_some_and(|limit| begun.elapsed() < limit)
+    }
+}
+
+/// Ten to fifty milliseconds. Random, so that two coordinators, or a loop of the program's, do not meet again and again.
+fn a_little() -> Duration {
+    Duration::from_millis(10 + RandomState::new().build_hasher().finish() % 41)
+}
+
+fn kind(error: &ClientError) -> Option<Kind> {
+    match error {
+        ClientError::Refused(refusal) => Some(refusal.code),
+        ClientError::Io { .. } => None,
+    }
+}
+
+fn add(error: &mut ClientError, more: &str) {
+    if let ClientError::Refused(refusal) = error {
+        refusal.message += more;
+    }
+}
+
+fn failed(pid: u32, error: io::Error) -> ClientError {
+    ClientError::Io { pid, error }
+}
+
+/// Asks for a step, whose answer says nothing but that it is done.
+fn expect(client: &mut Client, request: Request, wanted: &Reply) -> Result<(), ClientError> {
+    match client.ask(request, None, &mut |_| ())? {
+        reply if reply == *wanted => Ok(()),
+        reply => Err(client.unexpected(&reply)),
+    }
+}
+
+/// One attempt.
+struct Attempt<'a> {
+    job: &'a Job,
+    begun: Instant,
+    drain_within: Duration,
+    /// The members that have to wait for memory.
+    early: &'a BTreeSet<usize>,
+    decision: Decision,
+    /// Of the decision, for the processes.
+    file: OwnedFd,
+    gathering: Mutex<Gathering>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Gathering {
+    /// How many members have come to each step.
+    arrived: [usize; 4],
+    /// The member that could not go on, before any other.
+    failed: Option<usize>,
+}
+
+/// Why a member does not go on.
+enum Stop {
+    Failed(ClientError),
+    /// Another one could not.
+    Others,
+}
+
+impl From<ClientError> for Stop {
+    fn from(error: ClientError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl<'a> Attempt<'a> {
+    fn new(job: &'a Job, begun: Instant, drain_within: Duration, early: &'a BTreeSet<usize>) -> io::Result<Self> {
+        let (decision, file) = Decision::create()?;
+        Ok(Self { job, begun, drain_within, early, decision, file, gathering: Mutex::default(), changed: Condvar::new() })
+    }
+
+    fn run(&self, directory: &Directory, follower: &dyn Follower) -> Vec<Result<Report, ClientError>> {
+        let members = 0..self.job.ranks.len();
+        let mut results: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = members.map(|member| scope.spawn(move || self.member(member, directory, follower))).collect();
+            let broken = || Err(Stop::Failed(failed(0, io::Error::other("vramctl itself failed here; please report it"))));
+            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| broken())).collect()
+        });
+        let first = self.gathering().failed.map(|member| self.job.ranks[member].pid);
+        let others = |stop| match stop {
+            Stop::Failed(error) => error,
+            Stop::Others => {
+                let why = first
+                    .map_or_else(|| "another process of the job could not do it".into(), |pid| format!("process {pid} could not do it"));
+                ClientError::Refused(Box::new(Refusal::from(&Error::Aborted(why))))
+            }
+        };
+        results.drain(..).map(|result| result.map_err(others)).collect()
+    }
+
+    /// All of one process's part.
+    fn member(&self, member: usize, directory: &Directory, follower: &dyn Follower) -> Result<Report, Stop> {
+        let done = self.prepare_and_commit(member, directory, follower);
+        // If it is committed, this one does not answer, but the others are done.
+        if let Err(Stop::Failed(_)) = done
+            && self.decision.abort()
+        {
+            self.gathering().failed.get_or_insert(member);
+            self.changed.notify_all();
+        }
+        done
+    }
+
+    fn prepare_and_commit(&self, member: usize, directory: &Directory, follower: &dyn Follower) -> Result<Report, Stop> {
+        let pid = self.job.ranks[member].pid;
+        let is_early = self.early.contains(&member);
+        if !is_early {
+            // Without a connection: a process does not wait for a request as long as others may wait for memory.
+            self.meet(Step::Early, None)?;
+        }
+        let mut client = Client::connect(directory, pid)?;
+        if let Ok(stream) = client.connection() {
+            follower.connected(member, stream);
+        }
+        let prepared = self.prepare(member, is_early, &mut client, follower);
+        if let Err(Stop::Others) = prepared {
+            // It says when everything is as it was.
+            return Err(match client.ask(Request::Abort, None, &mut |_| ()) {
+                Err(ClientError::Refused(refusal)) if refusal.code == Kind::Aborted => Stop::Others,
+                Err(error) => error.into(),
+                Ok(reply) => client.unexpected(&reply).into(),
+            });
+        }
+        prepared?;
+        // Every member says so, and the first one decides.
+        self.decision.commit();
+        match client.ask(Request::Commit, None, &mut |_| ()) {
+            Ok(Reply::Done(report)) => Ok(report),
+            Ok(other) => Err(client.unexpected(&other).into()),
+            Err(ClientError::Refused(refusal)) if refusal.code == Kind::Aborted => Err(Stop::Others),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn prepare(&self, member: usize, is_early: bool, client: &mut Client, follower: &dyn Follower) -> Result<(), Stop> {
+        let lease_ms = Some(LEASE.as_millis() as u64);
+        let mut transition = Transition { tags: self.job.ranks[member].tags.clone(), ..self.job.wanted.clone() };
+        if let Some(hold_ms) = transition.hold_ms.take().filter(|_| self.job.verb == Verb::Pause) {
+            let left = Duration::from_millis(hold_ms).saturating_sub(self.begun.elapsed()).min(self.drain_within);
+            let limit_ms = left.as_millis() as u64;
+            expect(client, Request::Hold { lease_ms }, &Reply::Held)?;
+            self.meet(Step::Held, Some(client))?;
+            expect(client, Request::Drain { limit_ms }, &Reply::Drained)?;
+            self.meet(Step::Drained, Some(client))?;
+            transition.timeout_ms = Some(limit_ms);
+        } else if self.job.verb == Verb::Resume {
+            let left = transition.timeout_ms.map(|limit| Duration::from_millis(limit).saturating_sub(self.begun.elapsed()));
+            transition.timeout_ms = left.filter(|_| is_early).map(|left| left.as_millis() as u64);
+        }
+        let prepare = Request::Prepare(Prepare { of: self.job.verb, lease_ms, transition });
+        match client.ask(prepare, Some(self.file.as_fd()), &mut |now| follower.progress(member, now)) {
+            Ok(Reply::Prepared) => (),
+            Ok(other) => return Err(client.unexpected(&other).into()),
+            // It has seen that another one has failed, and given up.
+            Err(ClientError::Refused(refusal)) if self.has_failed() && (refusal.code == Kind::Busy || is_early) => {
+                return Err(Stop::Others);
+            }
+            Err(error) => return Err(error.into()),
+        }
+        if is_early {
+            self.meet(Step::Early, Some(client))?;
+        }
+        self.meet(Step::Prepared, Some(client))
+    }
+
+    /// Waits until all members have come to this step. The process is told that its coordinator is still there.
+    fn meet(&self, step: Step, mut client: Option<&mut Client>) -> Result<(), Stop> {
+        /// How soon it is noticed that a process has ended while it waits for the others.
+        const LOOK_EVERY: Duration = Duration::from_millis(50);
+        let mut gathering = self.gathering();
+        gathering.arrived[step as usize] += 1;
+        self.changed.notify_all();
+        let mut renewed = Instant::now();
+        while gathering.arrived[step as usize] < self.job.ranks.len() {
+            if gathering.failed.is_some() {
+                return Err(Stop::Others);
+            }
+            gathering = self.changed.wait_timeout(gathering, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            let Some(client) = &mut client else { continue };
+            drop(gathering);
+            if let Some(error) = client.unasked() {
+                return Err(error.into());
+            }
+            if renewed.elapsed() >= RENEW_EVERY {
+                client.renew();
+                renewed = Instant::now();
+            }
+            gathering = self.gathering();
+        }
+        Ok(())
+    }
+
+    fn has_failed(&self) -> bool {
+        self.gathering().failed.is_some()
+    }
+
+    fn gathering(&self) -> MutexGuard<'_, Gathering> {
+        self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

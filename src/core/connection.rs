@@ -1,0 +1,183 @@
+//! A client's connection: what it says, line by line, and what it is told.
+
+use crate::memory::Memory;
+use crate::memory::share::{Borrower, Pieces};
+use std::io;
+use std::mem::{self, ManuallyDrop};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use vramctl_control::descriptors;
+use vramctl_control::protocol::{self, LONGEST_REQUEST, Reply};
+use vramctl_host::{Held, PerProcess};
+use vramctl_model::Error;
+
+/// Connection limit: each connection costs the program a thread.
+const MOST_CONNECTIONS: usize = 16;
+/// The same for processes that have memory of this one open, which stay connected meanwhile.
+const MOST_BORROWERS: usize = 128;
+/// How long a client may take to complete a request or to read a reply.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+/// One of a limited number of slots.
+pub struct Seat(&'static AtomicUsize);
+
+static CONNECTIONS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
+static BORROWERS: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
+
+impl Seat {
+    /// For a connection. `None` if there are too many.
+    pub fn for_connection() -> Option<Self> {
+        Self::take(&CONNECTIONS, MOST_CONNECTIONS)
+    }
+
+    fn take(taken: &'static PerProcess<AtomicUsize>, most: usize) -> Option<Self> {
+        let more = |count| (count < most).then_some(count + 1);
+        let taken = taken.get();
+        taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self(taken))
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+pub struct Connection {
+    held: Held,
+    seat: Mutex<Seat>,
+    pub borrower: Borrower,
+    /// Whether the client has opened memory. Then it may be silent as long as it likes.
+    borrows: AtomicBool,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if *self.borrows.get_mut() {
+            Memory::get().take_all_back(self.borrower.connection);
+        }
+    }
+}
+
+impl Connection {
+    pub fn new(held: Held, seat: Seat, pid: u32) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let borrower = Borrower { connection: NEXT.fetch_add(1, Ordering::Relaxed), pid };
+        Self { held, seat: Mutex::new(seat), borrower, borrows: AtomicBool::new(false) }
+    }
+
+    /// Passes memory to the client, which no longer counts against the clients that ask and go.
+    pub fn lend(&self, token: &str) -> Result<Pieces, Error> {
+        if !self.borrows.load(Ordering::Relaxed) {
+            let too_many = || Error::Invalid("too many processes have memory of this one open".into());
+            let seat = Seat::take(&BORROWERS, MOST_BORROWERS).ok_or_else(too_many)?;
+            *self.seat.lock().unwrap_or_else(PoisonError::into_inner) = seat;
+            self.borrows.store(true, Ordering::Relaxed);
+        }
+        Memory::get().lend(token, &self.borrower)
+    }
+
+    /// Waits for a request of a client that has memory open.
+    pub fn wait_while_borrowing(&self) {
+        if self.borrows.load(Ordering::Relaxed)
+            && let Ok(stream) = self.stream()
+        {
+            let mut waiting = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one writable entry. The result does not matter: the read that follows finds out.
+            unsafe { libc::poll(&raw mut waiting, 1, -1) };
+        }
+    }
+
+    pub fn stream(&self) -> io::Result<ManuallyDrop<UnixStream>> {
+        self.held.as_type()
+    }
+
+    /// Sends a line. With `MSG_DONTWAIT` the line is dropped if the client is not reading; a line is never cut short.
+    pub fn send(&self, reply: &Reply, flags: libc::c_int) -> io::Result<()> {
+        send(&*self.stream()?, reply, &[], flags)
+    }
+
+    pub fn send_with(&self, reply: &Reply, files: &[OwnedFd]) -> io::Result<()> {
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        send(&*self.stream()?, reply, &files, 0)
+    }
+}
+
+pub fn send(stream: &UnixStream, reply: &Reply, files: &[BorrowedFd<'_>], flags: libc::c_int) -> io::Result<()> {
+    descriptors::send_line(stream, &protocol::line(reply), files, flags)
+}
+
+/// What has come of a wait for a line.
+pub enum Line {
+    /// A line, with its newline.
+    Complete(Vec<u8>),
+    /// None yet.
+    Late,
+    /// The client has hung up.
+    End,
+}
+
+/// Reads lines, limited in size and time.
+pub struct Lines<'a> {
+    connection: &'a Connection,
+    unread: Vec<u8>,
+    /// The descriptor that came last, if any.
+    files: Vec<OwnedFd>,
+}
+
+impl<'a> Lines<'a> {
+    pub fn of(connection: &'a Connection) -> Self {
+        Self { connection, unread: Vec::new(), files: Vec::new() }
+    }
+
+    /// Whether part of a line is here.
+    pub fn has_begun(&self) -> bool {
+        !self.unread.is_empty()
+    }
+
+    /// The descriptor that came with the last line.
+    pub fn take_file(&mut self) -> Option<OwnedFd> {
+        self.files.pop()
+    }
+
+    /// The next line, if it is complete within this time.
+    pub fn next(&mut self, within: Duration) -> Result<Line, Error> {
+        let deadline = Instant::now() + within;
+        let mut seen = 0;
+        // What came with the line before. A line that is partly here may have come with its own.
+        if !self.has_begun() {
+            self.files.clear();
+        }
+        loop {
+            if let Some(at) = self.unread[seen..].iter().position(|byte| *byte == b'\n') {
+                let rest = self.unread.split_off(seen + at + 1);
+                return Ok(Line::Complete(mem::replace(&mut self.unread, rest)));
+            }
+            seen = self.unread.len();
+            if seen > LONGEST_REQUEST {
+                return Err(Error::Invalid(format!("a request is limited to {LONGEST_REQUEST} bytes")));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            // If the program has closed the descriptor, nobody can be told.
+            let Ok(stream) = self.connection.stream() else { return Ok(Line::End) };
+            if left.is_zero() || stream.set_read_timeout(Some(left)).is_err() {
+                return Ok(Line::Late);
+            }
+            let mut part = [0; 4096];
+            match descriptors::receive(&stream, &mut part, &mut self.files) {
+                Ok(0) if seen == 0 => return Ok(Line::End),
+                Ok(0) => return Err(Error::Invalid("the request ends in the middle of a line".into())),
+                Ok(count) => {
+                    self.unread.extend_from_slice(&part[..count]);
+                    // However many a client sends.
+                    self.files.drain(..self.files.len().saturating_sub(1));
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => return Ok(Line::Late),
+                Err(_) => return Ok(Line::End),
+            }
+        }
+    }
+}

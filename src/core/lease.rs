@@ -1,0 +1,202 @@
+//! Pauses and resumes for clients, at once or in steps.
+//!
+//! In steps, the connection is a lease: what the client has begun is taken back when it hangs up, or says nothing for a while,
+//! unless it is committed by then. So a client that dies at any step leaves nothing behind. One that coordinates several
+//! processes passes a [`Decision`] to all of them, which is what counts at the end, whatever it could still tell each of them.
+
+use crate::connection::{Connection, Line, Lines};
+use crate::engine;
+use crate::memory::Memory;
+use crate::transition::Holding;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
+use vramctl_control::decision::Decision;
+use vramctl_control::protocol::{self, Prepare, Reply, Request, Transition};
+use vramctl_host::{PerProcess, exit};
+use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest, Verb};
+
+/// How long a client may be silent, unless it says how long.
+const USUAL: Duration = Duration::from_secs(5);
+/// However long it says: the program stands still meanwhile.
+const LONGEST: Duration = Duration::from_secs(30);
+/// How often to see whether the program is exiting, or another process of the job has aborted.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Minimum time between progress messages.
+const TELL_EVERY: Duration = Duration::from_millis(50);
+
+/// Pauses or resumes at once.
+pub fn at_once(of: Verb, wanted: Transition, connection: &Connection) -> Result<Report, Error> {
+    let mut asker = Asker::of(connection, wanted.progress, None);
+    carry_out(of, wanted, None, &mut asker)
+}
+
+/// Holds the program, and does what the client asks for next.
+pub fn hold(lease_ms: Option<u64>, connection: &Connection, lines: &mut Lines<'_>) -> Result<Report, Error> {
+    let mut grant = Grant::take(lease_ms, connection, lines)?;
+    let holding = Memory::get().hold()?;
+    grant.tell(&Reply::Held)?;
+    loop {
+        match grant.next()? {
+            Request::Drain { limit_ms } => {
+                holding.drain(Duration::from_millis(limit_ms), &mut Asker::of(connection, false, None))?;
+                grant.tell(&Reply::Drained)?;
+            }
+            Request::Prepare(wanted @ Prepare { of: Verb::Pause, .. }) => return grant.prepare(wanted, Some(holding)),
+            Request::Abort => return Err(aborted_by_client()),
+            _ => return Err(Error::Invalid("after hold comes drain, the prepare of a pause, renew or abort; the program runs on".into())),
+        }
+    }
+}
+
+/// Prepares a pause or resume, and completes it if the client commits.
+pub fn prepare(wanted: Prepare, connection: &Connection, lines: &mut Lines<'_>) -> Result<Report, Error> {
+    Grant::take(wanted.lease_ms, connection, lines)?.prepare(wanted, None)
+}
+
+fn carry_out(of: Verb, wanted: Transition, held: Option<Holding<'_>>, observer: &mut dyn Observer) -> Result<Report, Error> {
+    let engine = if wanted.force { None } else { engine::name() };
+    match (of, held) {
+        (Verb::Pause, None) => Memory::get().pause(&TransitionRequest { engine, ..wanted.into() }, observer),
+        (Verb::Pause, Some(held)) => held.pause(&TransitionRequest { engine, ..wanted.into() }, observer),
+        (Verb::Resume, _) if wanted.backup.is_some() || !wanted.backups.is_empty() => {
+            Err(Error::Invalid("a resume takes no backup policy: it brings back what the pause kept".into()))
+        }
+        (Verb::Resume, _) => Memory::get().resume(&wanted.into(), observer),
+    }
+}
+
+fn aborted_by_client() -> Error {
+    Error::Aborted("the client aborted it".into())
+}
+
+/// What a client may do in steps.
+struct Grant<'a, 'b> {
+    connection: &'a Connection,
+    lines: &'a mut Lines<'b>,
+    /// How long it may be silent.
+    patience: Duration,
+    /// What all processes of the job share.
+    decision: Option<Decision>,
+    /// One client at a time: two that wait for each other, each in another process, would wait for ever.
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl<'a, 'b> Grant<'a, 'b> {
+    fn take(lease_ms: Option<u64>, connection: &'a Connection, lines: &'a mut Lines<'b>) -> Result<Self, Error> {
+        static TURN: PerProcess<Mutex<()>> = PerProcess::new(Mutex::default);
+        let turn = match TURN.get().try_lock() {
+            Ok(turn) => turn,
+            Err(TryLockError::Poisoned(turn)) => turn.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(Error::Leased),
+        };
+        let patience = lease_ms.map_or(USUAL, Duration::from_millis).min(LONGEST);
+        Ok(Self { connection, lines, patience, decision: None, _turn: turn })
+    }
+
+    fn prepare(mut self, wanted: Prepare, held: Option<Holding<'_>>) -> Result<Report, Error> {
+        self.decision = self.lines.take_file().map(|file| Decision::open(file.as_fd())).transpose()?;
+        let mut asker = Asker::of(self.connection, wanted.transition.progress, Some(self));
+        let done = carry_out(wanted.of, wanted.transition, held, &mut asker);
+        if done.is_err() {
+            // The others need not wait to be told.
+            asker.grant.as_ref().map(Grant::abort);
+        }
+        done
+    }
+
+    /// Everything is prepared: does the client commit?
+    fn consent(&mut self) -> Result<(), Error> {
+        let why_not = match self.tell(&Reply::Prepared).and_then(|()| self.next()) {
+            Ok(Request::Commit) if self.decision.as_ref().is_none_or(Decision::commit) => return Ok(()),
+            Ok(Request::Commit) => aborted_by_others(),
+            Ok(Request::Abort) => aborted_by_client(),
+            Ok(_) => Error::Invalid("after prepare comes commit, renew or abort; nothing has changed".into()),
+            Err(error) => error,
+        };
+        if self.abort() { Err(why_not) } else { Ok(()) }
+    }
+
+    /// Aborts, unless it was decided before. Returns whether it is aborted.
+    fn abort(&self) -> bool {
+        self.decision.as_ref().is_none_or(Decision::abort)
+    }
+
+    fn is_aborted(&self) -> bool {
+        self.decision.as_ref().is_some_and(Decision::is_aborted)
+    }
+
+    fn tell(&self, reply: &Reply) -> Result<(), Error> {
+        self.connection.send(reply, 0).map_err(|_| hung_up())
+    }
+
+    /// The client's next request. An error if the lease has ended.
+    fn next(&mut self) -> Result<Request, Error> {
+        let mut deadline = Instant::now() + self.patience;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.next(left.min(LOOK_EVERY))? {
+                Line::Complete(line) if line.iter().all(u8::is_ascii_whitespace) => (),
+                Line::Complete(line) => match protocol::parse(&line)? {
+                    Request::Renew => deadline = Instant::now() + self.patience,
+                    request => return Ok(request),
+                },
+                Line::End => return Err(hung_up()),
+                Line::Late if exit::is_ending() => return Err(Error::Ending),
+                Line::Late if self.is_aborted() => return Err(aborted_by_others()),
+                Line::Late if left.is_zero() => {
+                    return Err(Error::Aborted(format!("the client has said nothing for {} ms", self.patience.as_millis())));
+                }
+                Line::Late => (),
+            }
+        }
+    }
+}
+
+fn hung_up() -> Error {
+    Error::Aborted("the client has hung up".into())
+}
+
+fn aborted_by_others() -> Error {
+    Error::Aborted("another process of the job has not prepared it".into())
+}
+
+/// The client that requested a pause or resume.
+struct Asker<'a, 'b> {
+    connection: &'a Connection,
+    wants_progress: bool,
+    told: Option<(Instant, Stage)>,
+    /// In steps.
+    grant: Option<Grant<'a, 'b>>,
+}
+
+impl<'a, 'b> Asker<'a, 'b> {
+    fn of(connection: &'a Connection, wants_progress: bool, grant: Option<Grant<'a, 'b>>) -> Self {
+        Self { connection, wants_progress, told: None, grant }
+    }
+}
+
+impl Observer for Asker<'_, '_> {
+    fn progress(&mut self, now: Progress) {
+        let due = self.told.is_none_or(|(when, stage)| stage != now.stage || when.elapsed() >= TELL_EVERY) || now.done == now.total;
+        if self.wants_progress && due {
+            self.told = Some((Instant::now(), now.stage));
+            let _ = self.connection.send(&Reply::Progress(now), libc::MSG_DONTWAIT);
+        }
+    }
+
+    /// A client that has only shut down its sending side still reads the reply; one that has hung up does not.
+    fn is_gone(&mut self) -> Option<bool> {
+        if self.grant.as_ref().is_some_and(Grant::is_aborted) {
+            return Some(true);
+        }
+        let Ok(stream) = self.connection.stream() else { return Some(true) };
+        let mut socket = libc::pollfd { fd: stream.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one writable entry; does not block.
+        Some(unsafe { libc::poll(&raw mut socket, 1, 0) == 1 && socket.revents & (libc::POLLHUP | libc::POLLERR) != 0 })
+    }
+
+    fn consent(&mut self) -> Result<(), Error> {
+        self.grant.as_mut().map_or(Ok(()), Grant::consent)
+    }
+}

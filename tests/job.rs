@@ -1,0 +1,396 @@
+//! Jobs: processes that are paused and resumed as one, whoever dies at whatever step. Real programs under the preloaded library on
+//! a simulated machine.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{artifacts, simulated_libraries};
+use serde_json::{Value, json};
+use std::fs::{self, DirBuilder};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_control::decision::Decision;
+use vramctl_control::descriptors;
+
+fn engine() -> &'static PathBuf {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder = common::own_folder().join("programs");
+        fs::create_dir(&folder).unwrap();
+        let build = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
+        let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        folder.join("engine")
+    })
+}
+
+/// A simulated machine, with a job on it.
+struct Machine {
+    folder: tempfile::TempDir,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("gpu")).unwrap();
+        DirBuilder::new().mode(0o700).create(folder.path().join("sockets")).unwrap();
+        Self { folder }
+    }
+
+    fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.env_remove("LD_PRELOAD").env_remove("VRAMCTL_NAME").env_remove("VRAMCTL_JOB").args(arguments);
+        command
+            .env("LD_LIBRARY_PATH", simulated_libraries())
+            .env("SIMGPU_DIR", self.folder.path().join("gpu"))
+            .env("SIMGPU_MEMORY", "1G")
+            .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"))
+            .env("VRAMCTL_DIR", self.folder.path().join("sockets"));
+        command
+    }
+
+    fn vramctl(&self, arguments: &str) -> Ran {
+        let arguments: Vec<_> = arguments.split_whitespace().collect();
+        Ran::new(&self.command(common::command_line(), &arguments).output().unwrap())
+    }
+
+    fn start_with(&self, name: &str, change: impl Fn(&mut Command)) -> Rank {
+        let mut command = self.command(common::command_line(), &["run", "--name", name, "--no-python", "--"]);
+        command.arg(engine()).args(["--weights-mib", "8", "--kv-mib", "8"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        change(&mut command);
+        let mut child = command.spawn().unwrap();
+        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut rank = Rank { child, input, output };
+        assert!(rank.line().starts_with("ready"));
+        rank
+    }
+
+    fn job<const N: usize>(&self, name: &str) -> [Rank; N] {
+        std::array::from_fn(|_| self.start_with(name, |_| ()))
+    }
+
+    fn connect(&self, rank: &Rank) -> Wire {
+        let stream = UnixStream::connect(self.folder.path().join(format!("sockets/{}.sock", rank.pid()))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        Wire(BufReader::new(stream))
+    }
+
+    /// The state of a process over all its tags.
+    fn state(&self, rank: &Rank) -> String {
+        let told = self.connect(rank).ask(&json!({"request": "status"}));
+        let states: Vec<_> = told["tags"].as_array().unwrap().iter().map(|tag| tag["state"].as_str().unwrap().to_owned()).collect();
+        assert!(states.iter().all(|state| *state == states[0]), "{told}");
+        format!("{}{}", states[0], if told["held"] == true { ", held" } else { "" })
+    }
+
+    /// Waits until all survivors are in one state, and nobody is in the middle. Returns it.
+    #[track_caller]
+    fn settled(&self, ranks: &[&Rank]) -> String {
+        let begun = Instant::now();
+        loop {
+            let states: Vec<_> = ranks.iter().map(|rank| self.state(rank)).collect();
+            if states.iter().all(|state| *state == states[0] && ["active", "paused", "paused, held"].contains(&state.as_str())) {
+                return states[0].clone();
+            }
+            assert!(begun.elapsed() < Duration::from_secs(15), "split: {states:?}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+struct Ran {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+impl Ran {
+    fn new(output: &Output) -> Self {
+        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+        Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+    }
+
+    #[track_caller]
+    fn expect(self, code: i32, out: &str, err: &str) -> Self {
+        assert!(self.code == Some(code) && self.out.contains(out) && self.err.contains(err), "{:?}: {}{}", self.code, self.out, self.err);
+        self
+    }
+
+    #[track_caller]
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {}{}", self.out, self.err))
+    }
+}
+
+/// A process of a job.
+struct Rank {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Rank {
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    fn ask(&mut self, line: &str) -> String {
+        writeln!(self.input, "{line}").unwrap();
+        self.line()
+    }
+
+    /// Its memory is as the program left it.
+    #[track_caller]
+    fn verify(&mut self) {
+        let answer = self.ask("verify");
+        assert!(answer.contains("ok") && !answer.contains("corrupt"), "{answer}");
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        assert_eq!(unsafe { libc::kill(self.pid() as i32, signal) }, 0);
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A client that speaks the protocol one step at a time. Dropped, it is a coordinator that was killed.
+struct Wire(BufReader<UnixStream>);
+
+impl Wire {
+    fn send(&mut self, request: &Value, file: Option<BorrowedFd<'_>>) {
+        let mut request = request.clone();
+        request["version"] = json!(1);
+        descriptors::send_line(self.0.get_ref(), format!("{request}\n").as_bytes(), file.as_slice(), 0).unwrap();
+    }
+
+    fn answer(&mut self) -> Value {
+        let mut line = String::new();
+        self.0.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
+    }
+
+    fn ask(&mut self, request: &Value) -> Value {
+        self.send(request, None);
+        self.answer()
+    }
+
+    #[track_caller]
+    fn step(&mut self, request: &Value, file: Option<BorrowedFd<'_>>, wanted: &str) {
+        self.send(request, file);
+        let answer = self.answer();
+        assert_eq!(answer["reply"], wanted, "{answer}");
+    }
+}
+
+#[test]
+fn a_job_is_paused_and_resumed_as_one() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 3] = machine.job("engine");
+    let paused = machine.vramctl("pause --name engine --hold --json").expect(0, "", "").json();
+    assert_eq!(paused["processes"].as_array().unwrap().len(), 3, "{paused}");
+    assert_eq!((&paused["jobs"][0]["job"], &paused["jobs"][0]["committed"]), (&json!("engine"), &json!(true)), "{paused}");
+    assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
+    machine.vramctl("resume --name engine").expect(0, "resumed job engine: 3 processes, ", "");
+    assert_eq!(machine.settled(&ranks.each_ref()), "active");
+    ranks.iter_mut().for_each(Rank::verify);
+    machine.vramctl("pause").expect(0, "paused job engine: 3 processes, ", "");
+    machine.vramctl("resume").expect(0, "", "");
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// How far a coordinator gets before it dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Until {
+    HeldOne,
+    HeldAll,
+    Drained,
+    PreparedOne,
+    PreparedAll,
+    /// And has told nobody.
+    Decided,
+    ToldOne,
+}
+
+impl Until {
+    const ALL: [Self; 7] =
+        [Self::HeldOne, Self::HeldAll, Self::Drained, Self::PreparedOne, Self::PreparedAll, Self::Decided, Self::ToldOne];
+}
+
+/// A coordinator that gets so far. Dropped, it is dead.
+struct Coordinator {
+    wires: Vec<Wire>,
+    decision: (Decision, OwnedFd),
+}
+
+impl Coordinator {
+    fn of(machine: &Machine, ranks: &[Rank], verb: &str, until: Until, lease_ms: u64) -> Self {
+        let mut wires: Vec<_> = ranks.iter().map(|rank| machine.connect(rank)).collect();
+        let decision = Decision::create().unwrap();
+        let one_or_all = |one: Until, all: Until| {
+            if until == one {
+                1
+            } else if until >= all {
+                ranks.len()
+            } else {
+                0
+            }
+        };
+        if verb == "pause" {
+            for wire in &mut wires[..one_or_all(Until::HeldOne, Until::HeldAll)] {
+                wire.step(&json!({"request": "hold", "lease_ms": lease_ms}), None, "held");
+            }
+            for wire in &mut wires[..one_or_all(Until::Drained, Until::Drained)] {
+                wire.step(&json!({"request": "drain", "limit_ms": 10_000}), None, "drained");
+            }
+        }
+        for wire in &mut wires[..one_or_all(Until::PreparedOne, Until::PreparedAll)] {
+            let prepare = json!({"request": "prepare", "of": verb, "lease_ms": lease_ms, "timeout_ms": 10_000});
+            wire.step(&prepare, Some(decision.1.as_fd()), "prepared");
+        }
+        if until >= Until::Decided {
+            assert!(decision.0.commit());
+        }
+        if until == Until::ToldOne {
+            wires[0].step(&json!({"request": "commit"}), None, "done");
+        }
+        Self { wires, decision }
+    }
+}
+
+/// Whenever the coordinator dies, the processes end up in one state, and nobody waits for anybody.
+#[test]
+fn whenever_its_coordinator_dies_a_job_is_in_one_state() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 3] = machine.job("engine");
+    for until in Until::ALL {
+        drop(Coordinator::of(&machine, &ranks, "pause", until, 30_000));
+        let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
+        assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
+        machine.vramctl("pause --hold").expect(0, "", "");
+        drop(Coordinator::of(&machine, &ranks, "resume", until, 30_000));
+        let wanted = if until >= Until::Decided { "active" } else { "paused, held" };
+        assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
+        machine.vramctl("resume").expect(0, "", "");
+    }
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// A coordinator that is stopped is as good as dead, but its connections stay open.
+#[test]
+fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 3] = machine.job("engine");
+    for until in [Until::HeldAll, Until::PreparedOne, Until::PreparedAll, Until::Decided, Until::ToldOne] {
+        let mut stopped = Coordinator::of(&machine, &ranks, "pause", until, 100);
+        let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
+        assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
+        let told = stopped.wires[1].answer();
+        if until >= Until::Decided {
+            assert_eq!(told["reply"], "done", "{told}");
+        } else {
+            assert!(told["code"] == "aborted", "{told}");
+            // It goes on, and learns that it comes too late.
+            let prepared = until >= Until::PreparedOne;
+            assert!(!prepared || !stopped.decision.0.commit(), "{until:?}");
+            let late = stopped.wires[0].ask(&json!({"request": "status"}));
+            assert!(["error", "status"].contains(&late["reply"].as_str().unwrap()), "{late}");
+        }
+        machine.vramctl("resume").expect(0, "", "");
+    }
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// A rank that dies, at each step: the others end up in one state, and the coordinator can tell.
+#[test]
+fn whenever_a_rank_dies_the_others_are_in_one_state() {
+    let machine = Machine::new();
+    let mut survivors: [Rank; 2] = machine.job("engine");
+    for until in Until::ALL {
+        let doomed = machine.start_with("engine", |_| ());
+        let [first, second] = survivors;
+        let mut ranks = [first, doomed, second];
+        let mut coordinator = Coordinator::of(&machine, &ranks, "pause", until, 30_000);
+        ranks[1].signal(libc::SIGKILL);
+        ranks[1].child.wait().unwrap();
+        if until < Until::Decided {
+            assert!(coordinator.decision.0.abort());
+        }
+        for wire in [0, 2] {
+            coordinator.wires[wire].send(&json!({"request": if until < Until::Decided { "abort" } else { "commit" }}), None);
+        }
+        drop(coordinator);
+        let [first, doomed, second] = ranks;
+        survivors = [first, second];
+        drop(doomed);
+        let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
+        assert_eq!(machine.settled(&survivors.each_ref()), wanted, "{until:?}");
+        machine.vramctl("resume").expect(0, "", "");
+    }
+    survivors.iter_mut().for_each(Rank::verify);
+}
+
+/// What does not belong between the steps ends the lease. Nothing has changed, and the program runs on.
+#[test]
+fn garbage_between_the_steps_takes_everything_back() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 1] = machine.job("engine");
+    let (hold, drain) = (json!({"request": "hold"}), json!({"request": "drain", "limit_ms": 10_000}));
+    let prepare = json!({"request": "prepare", "of": "pause", "timeout_ms": 10_000});
+    for steps in [&[][..], &[(&hold, "held")], &[(&hold, "held"), (&drain, "drained")], &[(&hold, "held"), (&prepare, "prepared")]] {
+        for garbage in ["no request\n", "{}\n", "{\"version\":1,\"request\":\"resume\"}\n", "{\"version\":1,\"request\":\"status\"}\n"] {
+            let mut wire = machine.connect(&ranks[0]);
+            for (request, wanted) in steps {
+                wire.step(request, None, wanted);
+            }
+            descriptors::send_line(wire.0.get_ref(), garbage.as_bytes(), &[], 0).unwrap();
+            // The connection is usable, and the lease is over.
+            wire.send(&json!({"request": "commit"}), None);
+            let answer = [wire.answer(), wire.answer()][1].clone();
+            assert_eq!((&answer["reply"], &answer["code"]), (&json!("error"), &json!("invalid")), "{steps:?} {garbage:?}: {answer}");
+            assert_eq!(machine.settled(&ranks.each_ref()), "active");
+        }
+    }
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// Whoever owns the file could cut off the page under the mapping, and kill the program by that.
+#[test]
+fn a_decision_that_could_do_harm_is_refused() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 1] = machine.job("engine");
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(4096).unwrap();
+    for verb in ["pause", "resume"] {
+        let mut wire = machine.connect(&ranks[0]);
+        wire.send(&json!({"request": "prepare", "of": verb}), Some(file.as_fd()));
+        let answer = wire.answer();
+        assert!(answer["code"] == "invalid" && answer["message"].as_str().unwrap().contains("sealed memfd"), "{answer}");
+    }
+    assert_eq!(machine.settled(&ranks.each_ref()), "active");
+    // Without one, the connection alone decides.
+    for verb in ["pause", "resume"] {
+        let mut wire = machine.connect(&ranks[0]);
+        wire.step(&json!({"request": "prepare", "of": verb}), None, "prepared");
+        assert_eq!(machine.connect(&ranks[0]).ask(&json!({"request": "prepare", "of": verb}))["code"], "leased");
+        wire.step(&json!({"request": "commit"}), None, "done");
+    }
+    ranks.iter_mut().for_each(Rank::verify);
+}
