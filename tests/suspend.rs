@@ -246,7 +246,7 @@ fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
         machine.vramctl("resume").expect(0, "resumed");
         engine.is_well();
     }
-    for call in ["Restore:1:999", "Restore:1:1", "Unlock:1:999", "GetState:3:999", "GetState:4:999"] {
+    for call in ["Restore:1:999", "Restore:1:1", "Unlock:1:999", "GetState:4:999", "GetState:5:999"] {
         machine.vramctl("suspend engine").expect(0, "suspended");
         let refused = machine.vramctl_failing(&format!("cuCheckpointProcess{call}"), "resume");
         refused.expect(1, "cuCheckpointProcess");
@@ -254,6 +254,64 @@ fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
         engine.is_well();
     }
     assert_eq!(machine.gpus(), before);
+}
+
+#[test]
+fn a_job_moves_to_another_gpu_and_back() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    engine.is_well();
+    for (round, gpu) in ["1", "0000:10:00.0", "GPU-73696d75-6c61-7465-642d-6770752d3031", "0"].iter().enumerate() {
+        machine.vramctl(&format!("move engine --to {gpu}")).expect(0, "moved engine");
+        let there = 1 - round % 2;
+        let gpus = machine.gpus();
+        assert_eq!((gpus[there], gpus[1 - there]), (before[0], (0, 0)));
+        let status = machine.status("engine");
+        let uuid = status["processes"][0]["devices"][0]["uuid"].as_str().unwrap();
+        assert!(uuid.ends_with(&format!("3{there}")), "{status}");
+        assert_eq!(status["processes"][0]["tags"][0]["state"], "active");
+        engine.is_well();
+        // What knows the GPU by its UUID finds it there.
+        machine.vramctl(&format!("pause --gpu {there}")).expect(0, "paused");
+        assert!(machine.gpus()[there].0 < before[0].0);
+        machine.vramctl(&format!("resume --gpu {there}")).expect(0, "resumed");
+        engine.is_well();
+    }
+}
+
+#[test]
+fn a_move_that_cannot_be_is_refused_before_anything_changes() {
+    let machine = Machine::new();
+    let (mut engine, mut other) = (machine.start("engine"), machine.start("other"));
+    machine.vramctl("move other --to 1").expect(0, "moved");
+    let before = machine.gpus();
+    for (command, code, why) in [
+        ("move engine --to 0", 2, "already"),
+        ("move engine --to 7", 2, "no GPU 7"),
+        ("move engine --to 0,1", 2, "2 are named"),
+        ("move engine --to 1 --swap engine", 2, "itself"),
+        ("move nobody --to 1", 3, "nobody"),
+        ("move engine --to 0 --swap other", 2, "is on GPU 1"),
+    ] {
+        machine.vramctl(command).expect(code, why);
+    }
+    // A third one does not fit, but in the place of another it does.
+    let filler = machine.start("filler");
+    machine.vramctl("move filler --to 1").expect(0, "moved");
+    machine.vramctl("move engine --to 1").expect(4, "Nothing has changed");
+    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other");
+    machine.vramctl("move engine --to 0 --swap other").expect(0, "moved engine");
+    drop(filler);
+    machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other (pid");
+    machine.vramctl("move engine --to 0 --swap other").expect(0, "moved engine");
+    assert_eq!(machine.gpus(), before);
+    // The driver refuses to put it there: it goes home.
+    let refused = machine.vramctl_failing("cuCheckpointProcessRestore:1:801", "move engine --to 1");
+    refused.expect(1, "The job runs where it was");
+    assert_eq!(machine.gpus(), before);
+    engine.is_well();
+    other.is_well();
 }
 
 #[test]

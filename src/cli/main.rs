@@ -1,5 +1,6 @@
 //! `vramctl`: starts programs under the library, shows the memory they hold, and pauses and resumes them.
 
+mod checkpoint;
 mod completions;
 mod doctor;
 mod engine;
@@ -11,6 +12,7 @@ mod processes;
 mod progress;
 mod ps;
 mod python_path;
+mod relocate;
 mod run;
 mod status;
 mod suspend;
@@ -45,6 +47,8 @@ enum Command {
     Resume(transition::ResumeArgs),
     /// Take processes off their GPUs entirely: pause, then have the driver checkpoint the rest. `resume` brings them back
     Suspend(suspend::Args),
+    /// Move processes to other GPUs: suspend, restore there, resume
+    Move(relocate::Args),
     /// Set the tag for a process's future allocations
     SetTag(tag::Args),
     /// Check this machine, and report what would fail
@@ -75,6 +79,7 @@ impl Command {
             Self::Pause(args) => transition::pause(args),
             Self::Resume(args) => transition::resume(args),
             Self::Suspend(args) => suspend::suspend(args),
+            Self::Move(args) => relocate::relocate(args),
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
@@ -89,6 +94,7 @@ impl Command {
             Self::Pause(args) => args.transition.json,
             Self::Resume(args) => args.transition.json,
             Self::Suspend(args) => args.json,
+            Self::Move(args) => args.json,
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
             Self::Run(_) | Self::PythonPath(_) | Self::Completions(_) => false,
@@ -104,6 +110,7 @@ fn after_help() -> String {
   vramctl pause kv_cache --discard                 free a tag and drop its contents
   vramctl pause && vramctl resume                  all tags of the only managed process
   vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back
+  vramctl move engine --to 1                       go on with another GPU
   vramctl doctor                                   check this machine
 
 Environment:

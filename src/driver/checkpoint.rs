@@ -51,7 +51,7 @@ pub struct RestoreArgs {
 
 const _: () = assert!(size_of::<LockArgs>() == 64 && size_of::<NoArgs>() == 64 && size_of::<RestoreArgs>() == 64);
 
-/// Where a process's GPUs are after a restore: pairs of UUIDs, old and new.
+/// Which GPU to restore onto instead of which: pairs of UUIDs, old and new. Empty: each onto its own.
 pub type GpuMap = Vec<(String, String)>;
 
 /// Makes this process able to checkpoint others. The error has [`code::NOT_FOUND`] if the driver is older than 570.
@@ -95,7 +95,7 @@ pub fn checkpoint(pid: i32) -> Result<(), Failure> {
 /// Gives it back, from checkpointed to locked. With a map, on other GPUs; the map must have all that the process sees.
 ///
 /// Driver 580 cannot restore a process any more once a restore has failed for lack of memory: make sure that there is enough.
-pub fn restore(pid: i32, map: &[(String, String)]) -> Result<(), Failure> {
+pub fn restore(pid: i32, map: &GpuMap) -> Result<(), Failure> {
     let unknown = Failure { call: "cuCheckpointProcessRestore", code: code::INVALID_VALUE };
     let pair = |(old, new): &(String, String)| Some(GpuPair { old: parse_uuid(old)?, new: parse_uuid(new)? });
     let pairs = map.iter().map(pair).collect::<Option<Vec<_>>>().ok_or(unknown)?;

@@ -1,0 +1,307 @@
+//! Jobs that leave the GPU: their processes are paused, stand aside, are locked and checkpointed by the driver; and the way back.
+//!
+//! Each step leaves something that the next caller can go on from. What the driver has done is asked of the driver, so a caller may
+//! die anywhere.
+
+use crate::failure::{CommandError, Exit};
+use crate::output;
+use crate::processes::{Found, Process, Target};
+use serde::{Serialize, Serializer};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_control::client::{Client, ClientError};
+use vramctl_control::protocol::Transition;
+use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
+use vramctl_driver::{Card, cards, holders_of};
+use vramctl_model::{Bytes, Error, Failure, GpuUse, Shortage, TagState, code};
+
+/// A process of the job.
+pub struct Member {
+    pub process: Process,
+    client: Client,
+    /// As the driver knows it; 0 if it cannot be seen from here.
+    pid: i32,
+    /// Once it is suspended: the GPUs that it sees, and what a restore needs there.
+    gpus: Vec<GpuUse>,
+    /// The tags that were active, to be resumed.
+    active: Vec<String>,
+    pub done: Done,
+}
+
+/// What has been done to one process.
+#[derive(Debug, Default)]
+pub struct Done {
+    /// Bytes of its tags, paused or resumed.
+    pub tag_bytes: u64,
+    /// Bytes of the rest, checkpointed or restored.
+    rest_bytes: u64,
+    /// Milliseconds in each step, in order.
+    stages: Vec<(&'static str, f64)>,
+}
+
+impl Serialize for Done {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let stages: BTreeMap<_, _> = self.stages.iter().copied().collect();
+        let report =
+            json!({ "bytes": self.bytes(), "tag_bytes": self.tag_bytes, "rest_bytes": self.rest_bytes, "stages": stages, "ms": self.ms() });
+        report.serialize(serializer)
+    }
+}
+
+impl Done {
+    pub fn bytes(&self) -> u64 {
+        self.tag_bytes + self.rest_bytes
+    }
+
+    /// The steps follow one another.
+    fn ms(&self) -> f64 {
+        self.stages.iter().map(|(_, ms)| ms).sum()
+    }
+
+    /// The time of it, for people.
+    pub fn took(&self) -> String {
+        let stages: Vec<_> = self.stages.iter().map(|(stage, ms)| format!("{stage} {ms:.0}")).collect();
+        format!("in {:.0} ms ({})", self.ms(), stages.join(", "))
+    }
+}
+
+/// A job may be on any GPU, also on those that `CUDA_VISIBLE_DEVICES` hides from this command. Call it before there are threads.
+pub fn see_all_gpus() {
+    // SAFETY: no other thread reads the environment yet.
+    unsafe { std::env::remove_var("CUDA_VISIBLE_DEVICES") };
+}
+
+/// Connects to the processes that match.
+pub fn join(found: &Found, target: &Target) -> Result<Vec<Member>, CommandError> {
+    let member = |process: Process| {
+        let client = found.connect(process.pid)?;
+        let gpus = process.suspended().unwrap_or_default().to_vec();
+        let is_active = |state| state != TagState::Paused || !gpus.is_empty();
+        let active = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
+        Ok(Member { pid: client.seen_as(), client, gpus, active, process, done: Done::default() })
+    };
+    found.choose_answering(target)?.into_iter().map(member).collect()
+}
+
+/// Loads the driver, to checkpoint or restore these.
+pub fn prepare(members: &[Member]) -> Result<(), CommandError> {
+    let unable = |why: String| Err(CommandError::new(Exit::Unsuspendable, why));
+    match checkpoint::prepare() {
+        Err(failure) if failure.code == code::NOT_FOUND && failure.call.starts_with("cuCheckpoint") => {
+            return unable("the driver is older than 570 and cannot checkpoint".into());
+        }
+        Err(failure) => return unable(format!("the driver cannot be used from here: {failure}")),
+        Ok(()) => (),
+    }
+    match members.iter().find(|member| member.pid == 0) {
+        Some(away) => unable(format!("{} is in another container: run vramctl there", away.process)),
+        None => Ok(()),
+    }
+}
+
+/// Runs a step for all members at once. `stage`: what its time is called.
+fn all<R: Send>(members: &mut [Member], stage: &'static str, step: impl Fn(&mut Member) -> R + Sync) -> Vec<R> {
+    let step = &|member: &mut Member| member.time(stage, &step);
+    thread::scope(|scope| {
+        let threads: Vec<_> = members.iter_mut().map(|member| scope.spawn(move || step(member))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
+/// The first failure of a step.
+fn first(answers: Vec<Result<(), CommandError>>) -> Result<(), CommandError> {
+    answers.into_iter().collect()
+}
+
+/// Holds and pauses all tags of all of them, or of none.
+pub fn pause(members: &mut [Member], request: &Transition) -> Result<(), CommandError> {
+    let paused = first(all(members, "pause", |member| {
+        if !member.gpus.is_empty() || !member.process.has_memory() {
+            return Ok(());
+        }
+        let report = member.client.pause(request.clone(), &mut |_| ()).map_err(|error| member.failed(error))?;
+        member.done.tag_bytes = report.bytes;
+        Ok(())
+    }));
+    if paused.is_err() {
+        // Those that have succeeded.
+        members.iter_mut().filter(|member| member.done.tag_bytes > 0).for_each(|member| _ = member.resume());
+    }
+    paused
+}
+
+/// Gives the tags back that were active.
+pub fn resume(members: &mut [Member]) -> Result<(), CommandError> {
+    first(all(members, "resume", Member::resume))
+}
+
+/// Has the driver take what the paused processes still have. After a failure they have it back, unless the message says otherwise.
+pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError> {
+    let taken = stand_aside(members)
+        .and_then(|()| first(all(members, "lock", |member| member.lock(limit))))
+        .and_then(|()| first(all(members, "checkpoint", Member::checkpoint)));
+    taken.map_err(|failure| match restore(members, &GpuMap::new(), Duration::ZERO) {
+        Ok(()) => failure,
+        Err(second) => failure.adding(&format!("; {second}. `vramctl resume` tries again")),
+    })
+}
+
+fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
+    first(all(members, "aside", |member| {
+        member.gpus = member.client.suspend().map_err(|error| member.failed(error))?;
+        member.done.rest_bytes = member.gpus.iter().map(|gpu| gpu.bytes).sum();
+        Ok(())
+    }))
+}
+
+/// Brings processes back to running, from wherever each is.
+pub fn restore(members: &mut [Member], map: &GpuMap, timeout: Duration) -> Result<(), CommandError> {
+    wait_for_room(&needs(members, map, false), timeout)?;
+    let restored = first(all(members, "restore", |member| member.restore(map)));
+    let unlocked = first(all(members, "unlock", Member::unlock));
+    restored.and(unlocked)
+}
+
+/// Bytes that a restore needs, by GPU. `with_tags`: and what is paused, so that the job either comes back or stays as it is.
+pub fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, u64> {
+    let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
+    let mut needs = BTreeMap::<_, u64>::new();
+    let has_all = |member: &&Member| matches!(checkpoint::state(member.pid), Ok(ProcessState::Running | ProcessState::Locked));
+    for member in members.iter().filter(|member| !has_all(member)) {
+        for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
+            // A driver that runs out of memory in the middle cannot try again. So there is to be more than what was taken.
+            *needs.entry(onto(&gpu.uuid)).or_default() += gpu.bytes + gpu.bytes / 4;
+        }
+        let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
+        for device in devices.iter().filter(|_| with_tags) {
+            if let Some(uuid) = &device.uuid {
+                *needs.entry(onto(uuid)).or_default() += device.paused_bytes;
+            }
+        }
+    }
+    needs
+}
+
+pub fn wait_for_room(needs: &BTreeMap<String, u64>, timeout: Duration) -> Result<(), CommandError> {
+    const LOOK_AGAIN: Duration = Duration::from_millis(50);
+    let deadline = Instant::now() + timeout;
+    loop {
+        let cards = cards();
+        let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
+        let Some(card) = cards.iter().find(is_short) else { return Ok(()) };
+        if Instant::now() >= deadline {
+            return Err(short(card, needs[&card.uuid]).adding(". The job stays suspended; nothing is lost"));
+        }
+        thread::sleep(LOOK_AGAIN);
+    }
+}
+
+/// Too little memory on a GPU.
+pub fn short(card: &Card, needed: u64) -> CommandError {
+    let (uuid, holders) = (Some(card.uuid.clone()), holders_of(&card.uuid));
+    CommandError::from(&Error::DeviceMemory(Shortage { device: card.index as i32, uuid, needed, free: card.free, holders }))
+}
+
+/// Prints what has been done: as JSON, or a line for each as `line` has it.
+pub fn tell(members: &[Member], as_json: bool, quiet: bool, line: impl Fn(&Member) -> String) -> Result<(), CommandError> {
+    if as_json {
+        let answer = |member: &Member| json!({ "pid": member.process.pid, "name": member.process.name(), "report": member.done });
+        return output::json(&members.iter().map(answer).collect::<Vec<_>>());
+    }
+    members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))
+}
+
+impl Member {
+    fn time<R>(&mut self, stage: &'static str, step: impl FnOnce(&mut Self) -> R) -> R {
+        let started = Instant::now();
+        let result = step(self);
+        self.done.stages.push((stage, started.elapsed().as_secs_f64() * 1e3));
+        result
+    }
+
+    fn failed(&self, error: ClientError) -> CommandError {
+        CommandError::from(error).adding(&format!(" ({})", self.process))
+    }
+
+    fn state(&self) -> Result<ProcessState, CommandError> {
+        checkpoint::state(self.pid).map_err(|failure| self.refused("tell the state of", failure))
+    }
+
+    /// The driver's refusal, with the state that it has left the process in.
+    fn refused(&self, step: &str, failure: Failure) -> CommandError {
+        let lost = match checkpoint::state(self.pid) {
+            Ok(ProcessState::Failed) => "; the driver reports the process as FAILED. It is lost: end it and start it again",
+            // What driver 580 answers then, for ever.
+            Ok(ProcessState::Checkpointed) if step == "restore" && failure.code == code::OPERATING_SYSTEM => {
+                "; an earlier restore has failed for lack of memory. It is lost: end it and start it again"
+            }
+            _ => "",
+        };
+        CommandError::new(Exit::Failed, format!("the driver did not {step} {}: {failure}{lost}", self.process))
+    }
+
+    fn lock(&mut self, limit: Duration) -> Result<(), CommandError> {
+        if self.state()? != ProcessState::Running {
+            return Ok(());
+        }
+        checkpoint::lock(self.pid, limit).map_err(|failure| match failure.code {
+            code::NOT_READY => {
+                CommandError::new(Exit::Busy, format!("{}: a CUDA call has not ended in {} ms", self.process, limit.as_millis()))
+            }
+            _ => self.refused("lock", failure),
+        })
+    }
+
+    fn checkpoint(&mut self) -> Result<(), CommandError> {
+        match self.state()? {
+            ProcessState::Checkpointed => Ok(()),
+            _ => checkpoint::checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure)),
+        }
+    }
+
+    fn restore(&mut self, map: &GpuMap) -> Result<(), CommandError> {
+        if self.state()? != ProcessState::Checkpointed {
+            return Ok(());
+        }
+        let own: GpuMap = map.iter().filter(|(old, _)| self.gpus.iter().any(|gpu| gpu.uuid == *old)).cloned().collect();
+        let restored = match checkpoint::restore(self.pid, map) {
+            // The driver wants every GPU that the process has been shown. What those are, it does not tell.
+            Err(failure) if failure.code == code::INVALID_VALUE && own != *map => checkpoint::restore(self.pid, &own),
+            answer => answer,
+        };
+        restored.map_err(|failure| self.refused("restore", failure))
+    }
+
+    /// Also tells the process that it has its driver back.
+    fn unlock(&mut self) -> Result<(), CommandError> {
+        match self.state()? {
+            ProcessState::Running => (),
+            ProcessState::Locked => checkpoint::unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
+            // As the restore has said.
+            ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
+        }
+        self.client.awake().map_err(|error| self.failed(error))
+    }
+
+    fn resume(&mut self) -> Result<(), CommandError> {
+        if self.active.is_empty() {
+            return Ok(());
+        }
+        let request = Transition { tags: self.active.clone(), ..Transition::default() };
+        let report = self.client.resume(request, &mut |_| ()).map_err(|error| self.failed(error))?;
+        self.done.tag_bytes = report.bytes;
+        Ok(())
+    }
+
+    /// Device memory of libraries that CUDA has given them, which a pause by tag leaves.
+    pub fn left_alone(&self) -> u64 {
+        self.process.status.iter().flat_map(|status| &status.memory.left_alone).map(|left| left.bytes).sum()
+    }
+
+    /// For messages.
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.done.bytes())
+    }
+}

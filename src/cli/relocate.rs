@@ -1,0 +1,250 @@
+//! `vramctl move`: a job leaves its GPUs and comes back on others.
+
+use crate::checkpoint::{self, Member};
+use crate::completions;
+use crate::failure::{CommandError, Exit};
+use crate::processes::{Found, Target};
+use crate::target::{TargetArgs, seconds};
+use clap_complete::ArgValueCandidates;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+use vramctl_control::protocol::Transition;
+use vramctl_driver::checkpoint::GpuMap;
+use vramctl_driver::{Card, cards, holders_of};
+use vramctl_model::ObstacleKind;
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Holds and suspends the job, restores it on other GPUs of the same model, and resumes it: the same addresses, the same contents, and \
+its work goes on. A job on several GPUs needs as many, in the order of their indices. If the job cannot be moved, nothing changes, \
+and the message says why. If the command is interrupted, the job is suspended: `vramctl resume` brings it back where it was.
+
+What the driver could not restore is refused with exit code 7, see `vramctl help suspend`. Programs keep what they have asked about \
+the old GPU, such as its bus id; the driver itself goes on telling the old bus id.
+
+Examples:
+  vramctl move engine --to 1
+  vramctl move engine --to GPU-0f5c2b8e,GPU-93d44a6b
+  vramctl move engine --to 1 --swap other       and the job `other`, which is there, to the GPU of `engine`")]
+pub struct Args {
+    /// The processes with this name, or the one with this id [default: the only managed process]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
+    process: Option<String>,
+    #[command(flatten)]
+    target: TargetArgs,
+    /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id
+    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, add = ArgValueCandidates::new(completions::gpus))]
+    to: Vec<String>,
+    /// Exchange places with the processes of this name
+    #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(completions::names))]
+    swap: Option<String>,
+    /// How many seconds to wait for GPU work in flight, before the program runs on and nothing has changed
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    hold_timeout: Duration,
+    /// Print JSON: {"processes": [{"pid", "name", "report"}]}
+    #[arg(long)]
+    pub json: bool,
+    /// Print errors and warnings only
+    #[arg(long, short, conflicts_with = "json")]
+    quiet: bool,
+}
+
+pub fn relocate(args: Args) -> Result<Exit, CommandError> {
+    checkpoint::see_all_gpus();
+    let target = args.process.map_or_else(|| Target::from(args.target), Target::parse);
+    let found = Found::look(&Target::All)?;
+    let mut members = checkpoint::join(&found, &target)?;
+    let cards = cards();
+    let from = places(&members, &cards)?;
+    let to = args.to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
+    if let Some(other) = args.swap {
+        let others = checkpoint::join(&found, &Target::parse(other))?;
+        if others.iter().any(|other| members.iter().any(|member| member.process.pid == other.process.pid)) {
+            return Err(usage("a job cannot change places with itself"));
+        }
+        let there = places(&others, &cards)?;
+        if there.iter().map(|card| &card.uuid).collect::<BTreeSet<_>>() != to.iter().map(|card| &card.uuid).collect() {
+            return Err(usage(format!("the other job is on {}, not where this one is to go", list(&there))));
+        }
+        members.extend(others);
+    }
+    let map = permutation(&cards, &from, &to)?;
+    check_restorable(&members)?;
+    checkpoint::prepare(&members)?;
+    check_room(&members, &cards, &map)?;
+
+    let request = Transition { hold_ms: Some(u64::try_from(args.hold_timeout.as_millis()).unwrap_or(u64::MAX)), ..Transition::default() };
+    checkpoint::pause(&mut members, &request)?;
+    let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
+        checkpoint::restore(&mut members, &map, Duration::ZERO).map_err(|failure| {
+            // Those that the driver has refused to restore there.
+            let home = checkpoint::restore(&mut members, &GpuMap::new(), Duration::ZERO);
+            home.err().map_or(failure.clone(), |second| failure.adding(&format!("; and back: {second}")))
+        })
+    });
+    let resumed = checkpoint::resume(&mut members);
+    if let Err(failure) = moved {
+        let left = match resumed {
+            Ok(()) => ". The job runs where it was".into(),
+            Err(second) => format!("; and {second}"),
+        };
+        return Err(failure.adding(&left));
+    }
+    resumed?;
+    let line = |member: &Member| {
+        let now: Vec<_> = map.iter().filter(|(old, _)| member.process.gpus().any(|gpu| gpu == old)).map(|(_, new)| new).collect();
+        let now: Vec<_> = cards.iter().filter(|card| now.contains(&&card.uuid)).collect();
+        format!("moved {} to {}: {} {}", member.process, list(&now), member.bytes(), member.done.took())
+    };
+    checkpoint::tell(&members, args.json, args.quiet, line)?;
+    Ok(Exit::Done)
+}
+
+fn usage(why: impl Into<String>) -> CommandError {
+    CommandError::new(Exit::Usage, why)
+}
+
+fn list(gpus: &[&Card]) -> String {
+    let names: Vec<_> = gpus.iter().map(|card| format!("GPU {}", card.index)).collect();
+    names.join(", ")
+}
+
+/// The GPUs that a job is on, by index.
+fn places<'a>(members: &[Member], cards: &'a [Card]) -> Result<Vec<&'a Card>, CommandError> {
+    let uuids: BTreeSet<&str> = members.iter().flat_map(|member| member.process.gpus()).collect();
+    let places: Vec<_> = cards.iter().filter(|card| uuids.contains(&*card.uuid)).collect();
+    match (places.len() == uuids.len(), places.is_empty()) {
+        (true, false) => Ok(places),
+        (true, true) => Err(CommandError::new(Exit::NoProcess, "the job has no managed memory on any GPU, so there is nothing to move")),
+        _ => Err(CommandError::new(Exit::Failed, "NVML does not show all GPUs of the job here, so it cannot be moved")),
+    }
+}
+
+/// The GPU that the user has named.
+fn named<'a>(gpu: &str, cards: &'a [Card]) -> Result<&'a Card, CommandError> {
+    let short = |text: &str| text.to_ascii_lowercase().trim_start_matches("gpu-").to_owned();
+    let bus = |text: &str| text.to_ascii_lowercase().trim_start_matches(['0', ':']).to_owned();
+    let is_it = |card: &&Card| match gpu.parse::<u32>() {
+        Ok(index) => card.index == index,
+        Err(_) if gpu.contains(':') => bus(&card.bus) == bus(gpu),
+        Err(_) => short(&card.uuid).starts_with(&short(gpu)),
+    };
+    let mut meant = cards.iter().filter(is_it);
+    match (meant.next(), meant.next()) {
+        (Some(card), None) => Ok(card),
+        (None, _) => Err(usage(format!("NVML reports no GPU {gpu}; `nvidia-smi -L` lists them"))),
+        _ => Err(usage(format!("{gpu} matches several GPUs; `nvidia-smi -L` lists them"))),
+    }
+}
+
+/// The driver wants to know of every GPU where it goes, one to one. Those that are in the way go where the job comes from.
+fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, CommandError> {
+    if from.len() != to.len() {
+        return Err(usage(format!("the job is on {} GPUs ({}), and {} are named", from.len(), list(from), to.len())));
+    }
+    let targets: BTreeSet<_> = to.iter().map(|card| &card.uuid).collect();
+    if targets.len() < to.len() {
+        return Err(usage("a GPU is named twice"));
+    }
+    if from.iter().zip(to).all(|(from, to)| from.uuid == to.uuid) {
+        return Err(usage(format!("the job is on {} already", list(from))));
+    }
+    if let Some((from, to)) = from.iter().zip(to).find(|(from, to)| from.name != to.name) {
+        let text = format!(
+            "GPU {} is a {}, GPU {} a {}: the driver moves only between GPUs of one model",
+            from.index, from.name, to.index, to.name
+        );
+        return Err(CommandError::new(Exit::Failed, text));
+    }
+    let mut map: BTreeMap<_, _> = from.iter().zip(to).map(|(from, to)| (&from.uuid, &to.uuid)).collect();
+    let mut left = from.iter().map(|card| &card.uuid).filter(|uuid| !targets.contains(uuid));
+    for card in cards.iter().filter(|card| from.iter().all(|from| from.uuid != card.uuid)) {
+        let onto = if targets.contains(&card.uuid) { left.next() } else { Some(&card.uuid) };
+        map.insert(&card.uuid, onto.unwrap_or(&card.uuid));
+    }
+    Ok(map.into_iter().map(|(old, new)| (old.clone(), new.clone())).collect())
+}
+
+/// A pause takes away what is shared or registered, or says what it cannot take.
+fn check_restorable(members: &[Member]) -> Result<(), CommandError> {
+    let statuses = members.iter().filter_map(|member| Some((&member.process, member.process.status.as_ref().ok()?)));
+    for (process, status) in statuses {
+        let stays = |kind| !matches!(kind, ObstacleKind::Shared | ObstacleKind::Registered);
+        if let Some(obstacle) = status.memory.obstacles.iter().find(|obstacle| stays(obstacle.kind)) {
+            let text = format!("the driver could not restore {process}: {obstacle}. Nothing has changed");
+            return Err(CommandError::new(Exit::Unsuspendable, text));
+        }
+    }
+    Ok(())
+}
+
+/// Whether all of it fits, once everybody who moves has left.
+fn check_room(members: &[Member], cards: &[Card], map: &GpuMap) -> Result<(), CommandError> {
+    let (mut arriving, mut leaving) = (BTreeMap::<&str, u64>::new(), BTreeMap::<&str, u64>::new());
+    for member in members {
+        let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
+        for device in devices {
+            let Some((old, new)) = map.iter().find(|(old, _)| device.uuid.as_ref() == Some(old)) else { continue };
+            let holders = holders_of(old);
+            let all = holders.iter().find(|holder| holder.pid == member.process.pid).and_then(|holder| holder.bytes);
+            let now = all.unwrap_or(device.active_bytes);
+            *leaving.entry(old).or_default() += now;
+            *arriving.entry(new).or_default() += now + device.paused_bytes;
+        }
+    }
+    for card in cards {
+        let needed = arriving.get(&*card.uuid).copied().unwrap_or(0);
+        let free = card.free + leaving.get(&*card.uuid).copied().unwrap_or(0);
+        if needed > free {
+            return Err(checkpoint::short(&Card { free, ..card.clone() }, needed).adding(". Nothing has changed"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cards(names: &[&str]) -> Vec<Card> {
+        let card = |(index, name): (usize, &&str)| Card {
+            index: index as u32,
+            uuid: format!("GPU-{index}{index}{index}{index}"),
+            name: (*name).into(),
+            bus: format!("00000000:{index}8:00.0"),
+            free: 1 << 30,
+        };
+        names.iter().enumerate().map(card).collect()
+    }
+
+    fn map(cards: &[Card], from: &[usize], to: &[usize]) -> Result<Vec<usize>, String> {
+        let pick = |places: &[usize]| places.iter().map(|place| &cards[*place]).collect::<Vec<_>>();
+        let map = permutation(cards, &pick(from), &pick(to)).map_err(|failure| failure.to_string())?;
+        Ok(map.iter().map(|(_, new)| cards.iter().position(|card| card.uuid == *new).unwrap()).collect())
+    }
+
+    #[test]
+    fn every_gpu_has_a_place_in_the_map() {
+        let four = cards(&["H200"; 4]);
+        assert_eq!(map(&four, &[0], &[1]), Ok(vec![1, 0, 2, 3]));
+        assert_eq!(map(&four, &[0, 1], &[2, 3]), Ok(vec![2, 3, 0, 1]));
+        assert_eq!(map(&four, &[0, 1], &[1, 2]), Ok(vec![1, 2, 0, 3]));
+        assert_eq!(map(&four, &[0, 1], &[1, 0]), Ok(vec![1, 0, 2, 3]));
+        for (from, to) in [(&[0][..], &[1, 2][..]), (&[0, 1], &[2, 2]), (&[1], &[1])] {
+            assert!(map(&four, from, to).is_err(), "{from:?} {to:?}");
+        }
+        let text = map(&cards(&["H200", "L4"]), &[0], &[1]).unwrap_err();
+        assert!(text.contains("GPU 0 is a H200, GPU 1 a L4"), "{text}");
+    }
+
+    #[test]
+    fn a_gpu_is_named_by_index_uuid_or_bus() {
+        let cards = cards(&["H200"; 3]);
+        let found = |gpu| named(gpu, &cards).map(|card| card.index).map_err(|failure| failure.to_string());
+        for gpu in ["1", "GPU-1111", "GPU-11", "gpu-1111", "00000000:18:00.0", "0000:18:00.0", "18:00.0"] {
+            assert_eq!(found(gpu), Ok(1), "{gpu}");
+        }
+        assert!(found("7").unwrap_err().contains("no GPU 7"));
+        assert!(found("GPU-").unwrap_err().contains("several"));
+    }
+}
