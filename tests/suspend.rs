@@ -327,6 +327,35 @@ fn a_process_may_be_killed_while_it_is_suspended() {
     other.is_well();
 }
 
+/// A job is suspended as one: what one process cannot do is taken back in the others.
+#[test]
+fn several_processes_are_suspended_as_one() {
+    let machine = Machine::new();
+    let mut engines = [machine.start("pair"), machine.start("pair")];
+    let before = machine.gpus();
+    for fault in ["cuCheckpointProcessLock:2:999", "cuCheckpointProcessCheckpoint:2:999"] {
+        machine.vramctl_failing(fault, "suspend pair").expect(1, "All tags are paused");
+        assert_eq!(machine.gpus()[0].1, 2, "{fault}: both are there, paused");
+        machine.vramctl("resume --name pair").expect(0, "resumed");
+    }
+    machine.vramctl("suspend pair").expect(0, "suspended pair");
+    assert_eq!(machine.gpus()[0], (0, 0));
+    // One comes back, the other does not: the next resume goes on.
+    machine.vramctl_failing("cuCheckpointProcessRestore:2:999", "resume --name pair").expect(1, "cuCheckpointProcessRestore");
+    assert_eq!(machine.gpus()[0].1, 1);
+    machine.vramctl("resume --name pair").expect(0, "resumed");
+    assert_eq!(machine.gpus(), before);
+    machine.vramctl("move pair --to 1").expect(0, "moved pair");
+    assert_eq!(machine.gpus()[1], before[0]);
+    // The death of one is not that of the other.
+    machine.vramctl("suspend pair").expect(0, "suspended pair");
+    let [survivor, killed] = &mut engines;
+    killed.child.kill().unwrap();
+    killed.child.wait().unwrap();
+    machine.vramctl("resume --name pair").expect(0, "resumed");
+    survivor.is_well();
+}
+
 /// The process is lost with such a restore, so it must not come to that.
 #[test]
 fn what_could_not_be_restored_is_paused_by_tag() {

@@ -12,10 +12,11 @@ use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
+use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::Transition;
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
-use vramctl_model::{Bytes, Error, Failure, GpuUse, Shortage, TagState, code};
+use vramctl_model::{Bytes, Error, Failure, GpuUse, Kind, Shortage, TagState, Verb, code};
 
 /// A process of the job.
 pub struct Member {
@@ -116,25 +117,39 @@ fn first(answers: Vec<Result<(), CommandError>>) -> Result<(), CommandError> {
 }
 
 /// Holds and pauses all tags of all of them, or of none.
-pub fn pause(members: &mut [Member], request: &Transition) -> Result<(), CommandError> {
-    let paused = first(all(members, "pause", |member| {
-        if !member.gpus.is_empty() || !member.process.has_memory() {
-            return Ok(());
-        }
-        let report = member.client.pause(request.clone(), &mut |_| ()).map_err(|error| member.failed(error))?;
-        member.done.tag_bytes = report.bytes;
-        Ok(())
-    }));
-    if paused.is_err() {
-        // Those that have succeeded.
-        members.iter_mut().filter(|member| member.done.tag_bytes > 0).for_each(|member| _ = member.resume());
-    }
-    paused
+pub fn pause(found: &Found, members: &mut [Member], wanted: Transition) -> Result<(), CommandError> {
+    let is_due = |member: &Member| member.gpus.is_empty() && member.process.has_memory();
+    transition(found, members, Verb::Pause, wanted, |member| is_due(member).then(Vec::new))
 }
 
 /// Gives the tags back that were active.
-pub fn resume(members: &mut [Member]) -> Result<(), CommandError> {
-    first(all(members, "resume", Member::resume))
+pub fn resume(found: &Found, members: &mut [Member]) -> Result<(), CommandError> {
+    let tags = |member: &Member| Some(member.active.clone()).filter(|tags| !tags.is_empty());
+    transition(found, members, Verb::Resume, Transition::default(), tags)
+}
+
+/// Pauses or resumes as one job. `tags`: those of a process; none means all, `None` leaves it out.
+fn transition(
+    found: &Found,
+    members: &mut [Member],
+    verb: Verb,
+    wanted: Transition,
+    tags: impl Fn(&Member) -> Option<Vec<String>>,
+) -> Result<(), CommandError> {
+    let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((tags(member)?, member))).collect();
+    let ranks = due.iter().map(|(tags, member)| Rank { pid: member.process.pid, tags: tags.clone() }).collect();
+    let done = found.carry_out(&Job { verb, wanted, ranks }, &());
+    let mut failures = Vec::new();
+    for ((_, member), result) in due.iter_mut().zip(done.results) {
+        member.done.stages.push((verb.name(), done.ms));
+        match result {
+            Ok(report) => member.done.tag_bytes = report.bytes,
+            Err(error) => failures.push(member.failed(error)),
+        }
+    }
+    // What was taken back because of another process says less than that one.
+    let cause = failures.iter().position(|failure| !failure.is(Kind::Aborted)).unwrap_or(0);
+    if failures.is_empty() { Ok(()) } else { Err(failures.swap_remove(cause)) }
 }
 
 /// Has the driver take what the paused processes still have. After a failure they have it back, unless the message says otherwise.
@@ -283,16 +298,6 @@ impl Member {
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
         self.client.awake().map_err(|error| self.failed(error))
-    }
-
-    fn resume(&mut self) -> Result<(), CommandError> {
-        if self.active.is_empty() {
-            return Ok(());
-        }
-        let request = Transition { tags: self.active.clone(), ..Transition::default() };
-        let report = self.client.resume(request, &mut |_| ()).map_err(|error| self.failed(error))?;
-        self.done.tag_bytes = report.bytes;
-        Ok(())
     }
 
     /// Device memory of libraries that CUDA has given them, which a pause by tag leaves.

@@ -74,7 +74,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     check_room(&members, &cards, &map)?;
 
     let request = Transition { hold_ms: Some(u64::try_from(args.hold_timeout.as_millis()).unwrap_or(u64::MAX)), ..Transition::default() };
-    checkpoint::pause(&mut members, &request)?;
+    checkpoint::pause(&found, &mut members, request)?;
     let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
         checkpoint::restore(&mut members, &map, Duration::ZERO).map_err(|failure| {
             // Those that the driver has refused to restore there.
@@ -82,7 +82,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
             home.err().map_or(failure.clone(), |second| failure.adding(&format!("; and back: {second}")))
         })
     });
-    let resumed = checkpoint::resume(&mut members);
+    let resumed = checkpoint::resume(&found, &mut members);
     if let Err(failure) = moved {
         let left = match resumed {
             Ok(()) => ". The job runs where it was".into(),

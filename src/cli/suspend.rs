@@ -61,7 +61,8 @@ pub struct Args {
 pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     checkpoint::see_all_gpus();
     let target = args.process.map_or_else(|| Target::from(args.target), Target::parse);
-    let mut members = checkpoint::join(&Found::look(&target)?, &target)?;
+    let found = Found::look(&target)?;
+    let mut members = checkpoint::join(&found, &target)?;
     let request = Transition {
         backup: args.discard.then_some(Backup::Discard).or(args.backup),
         registered: args.registered,
@@ -71,7 +72,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     };
 
     let able = checkpoint::prepare(&members);
-    checkpoint::pause(&mut members, &request)?;
+    checkpoint::pause(&found, &mut members, request)?;
     match able.and_then(|()| checkpoint::take(&mut members, args.hold_timeout)) {
         Ok(()) => {
             let line =
