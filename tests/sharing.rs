@@ -374,6 +374,37 @@ fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
     assert_eq!(machine.used(), 0);
 }
 
+/// The command line takes all processes of a job together, also one that has no memory of its own.
+#[test]
+fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
+    let machine = Machine::new();
+    let mut ranks: Vec<_> = (0..3).map(|_| machine.start("job")).collect();
+    let bytes = 4 * MIB;
+    let handles: Vec<_> = ranks[..2]
+        .iter_mut()
+        .zip(1..)
+        .map(|(rank, value)| {
+            let mine = rank.number(&format!("malloc({bytes})"));
+            assert_eq!(rank.ask(&format!("fill({mine}, {value}, {bytes})")), "0");
+            rank.ask(&format!("get({mine})"))
+        })
+        .collect();
+    let opened: Vec<_> = [(0, 1), (1, 0), (2, 0), (2, 1)]
+        .into_iter()
+        .map(|(rank, of)| (rank, of + 1, ranks[rank].number(&format!("open_('{}')", handles[of]))))
+        .collect();
+    for round in 0..3 {
+        machine.done(&["pause", "--name", "job", "--hold"]);
+        assert_eq!(machine.used(), 0, "round {round}");
+        assert!(ranks.iter().all(|rank| machine.is_held(rank)));
+        machine.done(&["resume", "--name", "job"]);
+        assert!(!ranks.iter().any(|rank| machine.is_held(rank)));
+        for (rank, value, at) in &opened {
+            assert_eq!(ranks[*rank].ask(&format!("read({at}, {bytes})")), format!("[{value}]"), "round {round}");
+        }
+    }
+}
+
 /// Whoever comes back first waits for the other, and for no process that is gone.
 #[test]
 fn a_process_stays_held_until_what_it_has_open_is_back() {

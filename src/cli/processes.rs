@@ -61,6 +61,11 @@ impl Process {
         self.status.as_ref().is_ok_and(|status| status.process.prepares)
     }
 
+    /// Whether it is held until everything is resumed.
+    pub fn is_held(&self) -> bool {
+        self.status.as_ref().is_ok_and(|status| status.memory.held)
+    }
+
     /// Managed bytes that are not paused.
     pub fn active_bytes(&self) -> u64 {
         self.tags().iter().map(|tag| tag.bytes - tag.paused_bytes).sum()

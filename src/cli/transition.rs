@@ -310,7 +310,11 @@ impl Asking {
 
     /// What a pause of the process would do. `None` if its library is too old to say.
     fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, CommandError> {
-        match self.found.connect(task.process.pid)?.plan(task.request(&self.request)) {
+        let of_task = |places: &Vec<usize>| places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
+        let job = self.jobs().into_iter().find(of_task).unwrap_or_default();
+        let partners = job.iter().map(|place| self.tasks[*place].process.pid).collect();
+        let request = protocol::Transition { partners, ..task.request(&self.request) };
+        match self.found.connect(task.process.pid)?.plan(request) {
             Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
             answer => Ok(Some(answer?)),
         }
@@ -402,11 +406,17 @@ impl Asking {
         (self.tasks.iter().enumerate().map(outcome).collect(), told)
     }
 
-    /// The places of the tasks that have something to say to their processes, by job.
+    /// The places of the tasks that have something to say to their processes, by job. With all tags, that is all processes of a job:
+    /// one without tags may have memory of the others open.
     fn jobs(&self) -> Vec<Vec<usize>> {
         let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
-        for (place, task) in self.tasks.iter().enumerate().filter(|(_, task)| !task.meant.is_empty()) {
-            jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
+        let job_of = |task: &'_ Task| task.process.job().map(str::to_owned).ok_or(task.process.pid);
+        let is_asked = |task: &Task| !task.meant.is_empty() || (self.direction == Verb::Resume && task.process.is_held());
+        let with_all_tags: BTreeSet<_> = self.tasks.iter().filter(|task| is_asked(task) && task.tags.is_empty()).map(job_of).collect();
+        for (place, task) in self.tasks.iter().enumerate() {
+            if is_asked(task) || (with_all_tags.contains(&job_of(task)) && task.process.prepares()) {
+                jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
+            }
         }
         jobs.into_values().collect()
     }

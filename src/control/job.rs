@@ -268,7 +268,11 @@ impl<'a> Attempt<'a> {
 
     fn prepare(&self, member: usize, is_early: bool, client: &mut Client, follower: &dyn Follower) -> Result<(), Stop> {
         let lease_ms = Some(LEASE.as_millis() as u64);
-        let mut transition = Transition { tags: self.job.ranks[member].tags.clone(), ..self.job.wanted.clone() };
+        let partners = match self.job.verb {
+            Verb::Pause => self.job.ranks.iter().map(|rank| rank.pid).filter(|pid| *pid != self.job.ranks[member].pid).collect(),
+            Verb::Resume => Vec::new(),
+        };
+        let mut transition = Transition { tags: self.job.ranks[member].tags.clone(), partners, ..self.job.wanted.clone() };
         if let Some(hold_ms) = transition.hold_ms.take().filter(|_| self.job.verb == Verb::Pause) {
             let left = Duration::from_millis(hold_ms).saturating_sub(self.begun.elapsed()).min(self.drain_within);
             let limit_ms = left.as_millis() as u64;
