@@ -14,9 +14,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "gpu-check.d")]
 
 import report  # noqa: E402
-from check import Check, Child, Deadline, Failed, end_once, no_end  # noqa: E402
+from check import Check, Child, Deadline, Failed, dig, end_once, no_end  # noqa: E402
 
 NAME = "gpu-engines"
+#: What another process uses while an engine is suspended: nearly all of an H200.
+SUSPENDED_GIB = 130
 
 
 class Program(Child):
@@ -59,7 +61,7 @@ class Engines(Check):
             settings["VRAMCTL_PREWARM"] = self.options.prewarm
         if part == "retained":
             settings["VRAMCTL_RETAIN"] = "weights"
-        if part == "hold" and self.options.engine == "vllm":
+        if part in ("hold", "suspend") and self.options.engine == "vllm":
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return settings
 
@@ -80,9 +82,9 @@ class Engines(Check):
         arguments = (options.engine, options.model or "MODEL", options.fraction, options.gpus)
         return [sys.executable, str(HERE / "program.py"), *map(str, arguments)]
 
-    def other(self):
+    def other(self, gib=None):
         """The command of another process that uses the memory."""
-        return [sys.executable, str(HERE / "other.py"), str(self.options.other_gib), str(self.options.gpus)]
+        return [sys.executable, str(HERE / "other.py"), str(gib or self.options.other_gib), str(self.options.gpus)]
 
     def pause(self):
         """The commands that pause the engine from the shell."""
@@ -113,6 +115,12 @@ class Engines(Check):
             "baseline": cycles("baseline"),
             "retained": cycles("retained"),
             "outside": outside,
+            "suspend": [
+                ["env", *(f"{name}={value}" for name, value in self.settings("suspend").items()), *outside[0]],
+                [vramctl, "suspend", NAME, "--json"],
+                self.other(SUSPENDED_GIB),
+                [vramctl, "resume", "--name", NAME, "--json"],
+            ],
             "hold": [
                 ["env", *(f"{name}={value}" for name, value in self.settings("hold").items()), *outside[0]],
                 [*self.other(), "--serve"],
@@ -261,6 +269,45 @@ class Engines(Check):
         self.expect(name, not failed and len(pauses) == self.options.pauses, "; ".join(failed))
         return {"runs": runs, "pauses": pauses, "alone_s": alone["s"], "same": not failed}
 
+    def suspend(self):
+        """Suspends the engine at random moments while it works on requests."""
+        program = self.start_program(managed=True, part="suspend")
+        chance, burst = random.Random(self.options.pauses), "burst 4 400"
+        program.ask_json(burst.replace("burst", "warm"), 240)
+        program.ask_json(burst, 240)
+        alone = program.ask_json(burst, 240)
+        self.expect("undisturbed runs are the same", not alone["differ"], alone)
+        rounds, failed = [], []
+        while len(rounds) < self.options.pauses and not failed:
+            program.tell(burst)
+            time.sleep(chance.uniform(0, 0.8 * alone["s"]))
+            began = time.monotonic()
+            code, answer, text, _ = self.vramctl("suspend", NAME)
+            if code != 0 or answer is None:
+                failed.append(f"exit code {code}: {text}")
+                break
+            one = {"suspend_ms": 1e3 * (time.monotonic() - began), "down": dig(answer, "stages"), "used_mib": self.used_mib(below=64)}
+            one["in_flight"] = not program.has_answered()
+            if len(rounds) in (0, self.options.pauses - 1):
+                code, text, _ = self.command(*self.other(SUSPENDED_GIB), seconds=120, env=self.plain_env)
+                self.expect(f"another process uses {SUSPENDED_GIB} GiB", code == 0, text)
+            began = time.monotonic()
+            code, answer, text, _ = self.vramctl("resume", "--name", NAME, "--timeout", "10")
+            if code != 0:
+                failed.append(f"exit code {code}: {text}")
+                break
+            one.update(resume_ms=1e3 * (time.monotonic() - began), up=dig(answer, "stages"))
+            reply = program.hear_json(burst, 240)
+            if reply["differ"] or not reply["complete"]:
+                failed.append(f"requests {reply['differ']} differ")
+            rounds.append(one)
+        wanted = [one for one in rounds if one["in_flight"]]
+        name = f"suspended {len(rounds)} times, {len(wanted)} of them in the middle of requests: same tokens and log-probabilities"
+        self.expect(name, not failed and len(rounds) == self.options.pauses and len(wanted) > 0, "; ".join(failed))
+        used = [one["used_mib"] for one in rounds]
+        self.expect("nothing of it stays on the GPU", bool(used) and max(used) < 32, f"{used} MiB in use")
+        return {"rounds": rounds, "started": self.started("suspend")}
+
     def held_pause(self):
         return ["pause", "--hold", "--force", "--name", NAME]
 
@@ -345,7 +392,7 @@ class Engines(Check):
             self.deadline = Deadline(max(self.options.limit - 15 - (start - begin), 0.1))
             measured = {}
             try:
-                work = {"outside": self.outside, "hold": self.hold, "tpot": self.tpot}.get(part)
+                work = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "tpot": self.tpot}.get(part)
                 measured = work() if work else self.cycle_script(part)
             except Exception as error:
                 self.expect("runs to its end", False, f"{type(error).__name__}: {error}")
@@ -385,6 +432,7 @@ EMPTY = {
     "retained": _NO_CYCLES,
     "outside": {"cycles": [], "tags": {}, "kv": "?"},
     "hold": {"loads": [], "tags": {}},
+    "suspend": {"rounds": []},
     "tpot": {"ms": {"without": [], "with": []}},
 }
 

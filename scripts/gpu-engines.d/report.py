@@ -213,6 +213,19 @@ def markdown(parts):
         lines += [header, "| --- | ---: | ---: | ---: | ---: | ---: | --- |", *rows, ""]
     rows = []
     for name, measured in parts.items():
+        if name.endswith("/suspend") and measured["rounds"]:
+            rounds = measured["rounds"]
+            down, up = (statistics.median(one[what] for one in rounds) for what in ("suspend_ms", "resume_ms"))
+            used = max(one["used_mib"] for one in rounds)
+            version = f"{measured['engine']} {measured['version']}"
+            rows.append(
+                f"| {version} | {len(rounds)} | {seconds(down)} ({stages(rounds, 'down')}) | {seconds(up)} ({stages(rounds, 'up')}) | {used} MiB |"
+            )
+    if rows:
+        header = "| suspended in the middle of requests | times | suspend | resume | in use meanwhile |"
+        lines += [header, "| --- | ---: | ---: | ---: | ---: |", *rows, ""]
+    rows = []
+    for name, measured in parts.items():
         if name.endswith("/tpot") and all(measured["ms"].values()):
             without, library = measured["ms"]["without"], measured["ms"]["with"]
             more = statistics.median(library) / statistics.median(without) - 1
@@ -234,6 +247,13 @@ def markdown(parts):
     if failed:
         lines += ["Failed:", "", *[f"- {name}: {check['check']}: {check['detail']}" for name, check in failed], ""]
     return "\n".join(lines)
+
+
+def stages(rounds, direction):
+    """The median milliseconds of each stage."""
+    names = dict.fromkeys(name for one in rounds for name in one[direction] or {})
+    middle = {name: statistics.median(one[direction].get(name, 0) for one in rounds) for name in names}
+    return ", ".join(f"{name} {ms:.0f}" for name, ms in middle.items())
 
 
 def step_of(check):
