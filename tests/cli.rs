@@ -303,6 +303,7 @@ impl State {
             program,
             engine: self.engine.clone(),
             job: None,
+            ranks: Vec::new(),
             prepares: true,
         }
     }

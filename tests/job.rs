@@ -34,6 +34,7 @@ fn engine() -> &'static PathBuf {
 /// A simulated machine, with a job on it.
 struct Machine {
     folder: tempfile::TempDir,
+    memory: &'static str,
 }
 
 impl Machine {
@@ -41,7 +42,7 @@ impl Machine {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("gpu")).unwrap();
         DirBuilder::new().mode(0o700).create(folder.path().join("sockets")).unwrap();
-        Self { folder }
+        Self { folder, memory: "1G" }
     }
 
     fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
@@ -50,7 +51,7 @@ impl Machine {
         command
             .env("LD_LIBRARY_PATH", simulated_libraries())
             .env("SIMGPU_DIR", self.folder.path().join("gpu"))
-            .env("SIMGPU_MEMORY", "1G")
+            .env("SIMGPU_MEMORY", self.memory)
             .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"))
             .env("VRAMCTL_DIR", self.folder.path().join("sockets"));
         command
@@ -392,5 +393,142 @@ fn a_decision_that_could_do_harm_is_refused() {
         assert_eq!(machine.connect(&ranks[0]).ask(&json!({"request": "prepare", "of": verb}))["code"], "leased");
         wire.step(&json!({"request": "commit"}), None, "done");
     }
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// A rank that is stopped, at each step, and goes on when all is over for the others.
+#[test]
+fn a_rank_that_was_stopped_goes_the_way_of_the_others() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 3] = machine.job("engine");
+    for until in Until::ALL {
+        let coordinator = Coordinator::of(&machine, &ranks, "pause", until, 30_000);
+        ranks[1].signal(libc::SIGSTOP);
+        drop(coordinator);
+        let others = machine.settled(&[&ranks[0], &ranks[2]]);
+        ranks[1].signal(libc::SIGCONT);
+        assert_eq!(machine.settled(&ranks.each_ref()), others, "{until:?}");
+        machine.vramctl("resume").expect(0, "", "");
+    }
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// One process that cannot: nothing is paused, and the message says which and why.
+#[test]
+fn one_that_cannot_keeps_the_others_active() {
+    let machine = Machine::new();
+    let [first, second] = machine.job("engine");
+    let third = machine.start_with("engine", |command| _ = command.env("VRAMCTL_HOST_CAP", "1M"));
+    let mut ranks = [first, second, third];
+    for hold in ["", " --hold"] {
+        let ran = machine.vramctl(&format!("pause --name engine{hold}"));
+        let ran = ran.expect(4, "", &format!("engine (pid {}): too little host memory", ranks[2].pid()));
+        let taken_back = format!("engine (pid {}): taken back: process {} could not do it", ranks[0].pid(), ranks[2].pid());
+        ran.expect(4, "", &taken_back);
+        assert_eq!(machine.settled(&ranks.each_ref()), "active");
+    }
+    let told = machine.vramctl("pause --json").json();
+    assert_eq!((&told["processes"][0]["error"]["code"], &told["jobs"][0]["committed"]), (&json!("aborted"), &json!(false)), "{told}");
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// A job that lacks a process is not paused: half of it would be.
+#[test]
+fn a_missing_rank_is_named() {
+    let machine = Machine::new();
+    let [first, second, third] = machine.job("engine");
+    machine.vramctl("pause --ranks 4").expect(3, "", "nothing was done: 3 of 4 processes are there. To do without the rest, add --ranks 3");
+    machine.vramctl("pause --ranks 3").expect(0, "", "");
+    let pid = third.pid();
+    drop(third);
+    // The others must not stay paused because of it.
+    machine.vramctl("resume").expect(0, "resumed job engine: 2 processes", "");
+    machine.vramctl("pause").expect(0, "", "");
+    machine.vramctl("resume").expect(0, "", "");
+    let fourth = machine.start_with("engine", |_| ());
+    machine.vramctl("pause").expect(0, "paused job engine: 3 processes", "");
+    machine.vramctl("resume").expect(0, "", "");
+    let gone = fourth.pid();
+    drop(fourth);
+    let ran = machine.vramctl("pause").expect(3, "", &format!("2 of 3 processes are there: process {gone} has ended"));
+    assert!(!ran.err.contains(&pid.to_string()), "{}", ran.err);
+    assert_eq!(machine.settled(&[&first, &second]), "active");
+    machine.vramctl("pause --ranks 2").expect(0, "", "");
+    assert_eq!(machine.settled(&[&first, &second]), "paused");
+}
+
+/// The command line, while somebody else is busy with one process: it lets all of them run on, and tries again. Killed meanwhile, it
+/// leaves nothing behind.
+#[test]
+fn the_command_tries_again_and_may_be_killed_at_any_time() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 2] = machine.job("engine");
+    let mut other = machine.connect(&ranks[1]);
+    other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
+    let start = || machine.command(common::command_line(), &["pause", "--hold", "--json"]).stdout(Stdio::piped()).spawn().unwrap();
+    let is_held = |rank: &Rank| machine.state(rank).ends_with("held");
+    for _ in 0..5 {
+        let mut command = start();
+        while !is_held(&ranks[0]) {
+            thread::yield_now();
+        }
+        command.kill().unwrap();
+        command.wait().unwrap();
+        assert_eq!(machine.settled(&[&ranks[0]]), "active");
+    }
+    let command = start();
+    while !is_held(&ranks[0]) {
+        thread::yield_now();
+    }
+    // Between two attempts it runs.
+    while is_held(&ranks[0]) {
+        thread::yield_now();
+    }
+    other.send(&json!({"request": "abort"}), None);
+    let told = Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "").json();
+    assert!(told["jobs"][0]["attempts"].as_u64().unwrap() > 1, "{told}");
+    assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
+    machine.vramctl("resume").expect(0, "", "");
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// A process that stops while the command waits for it: the others run on, and the message names it.
+#[test]
+fn a_rank_that_stops_in_the_middle_is_named() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 2] = machine.job("engine");
+    let mut other = machine.connect(&ranks[1]);
+    other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
+    let arguments = ["pause", "--hold", "--hold-timeout", "60"];
+    let command = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
+    while !machine.state(&ranks[0]).ends_with("held") {
+        thread::yield_now();
+    }
+    ranks[1].signal(libc::SIGSTOP);
+    let said = format!("engine (pid {}): no answer within", ranks[1].pid());
+    Ran { out: String::new(), ..Ran::new(&command.wait_with_output().unwrap()) }.expect(5, "", &said);
+    assert_eq!(machine.settled(&[&ranks[0]]), "active");
+    ranks[1].signal(libc::SIGCONT);
+    other.send(&json!({"request": "abort"}), None);
+    assert_eq!(machine.settled(&ranks.each_ref()), "active");
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// Too little memory for one of them: all stay paused. With --timeout they wait, and the memory that the others do not have is no
+/// use to anybody meanwhile.
+#[test]
+fn a_resume_that_finds_too_little_for_one_leaves_all_paused() {
+    let mut machine = Machine::new();
+    machine.memory = "128M";
+    let mut ranks: [Rank; 3] = machine.job("engine");
+    machine.vramctl("pause").expect(0, "", "");
+    let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "64"]));
+    machine.vramctl("resume --name engine").expect(4, "", "too little memory");
+    assert_eq!(machine.settled(&ranks.each_ref()), "paused");
+    let waiting =
+        machine.command(common::command_line(), &["resume", "--name", "engine", "--timeout", "60"]).stdout(Stdio::piped()).spawn();
+    thread::sleep(Duration::from_millis(200));
+    drop(hog);
+    Ran::new(&waiting.unwrap().wait_with_output().unwrap()).expect(0, "resumed job engine: 3 processes", "");
     ranks.iter_mut().for_each(Rank::verify);
 }

@@ -137,8 +137,8 @@ fn transition(
     tags: impl Fn(&Member) -> Option<Vec<String>>,
 ) -> Result<(), CommandError> {
     let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((tags(member)?, member))).collect();
-    let ranks = due.iter().map(|(tags, member)| Rank { pid: member.process.pid, tags: tags.clone() }).collect();
-    let done = found.carry_out(&Job { verb, wanted, ranks }, &());
+    let ranks = due.iter().map(|(tags, member)| Rank { pid: member.process.pid, tags: tags.clone(), lenient: false }).collect();
+    let done = found.carry_out(&Job { verb, wanted, ranks, is_whole: false }, &());
     let mut failures = Vec::new();
     for ((_, member), result) in due.iter_mut().zip(done.results) {
         member.done.stages.push((verb.name(), done.ms));

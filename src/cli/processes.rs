@@ -56,6 +56,11 @@ impl Process {
         self.status.as_ref().ok()?.process.job.as_deref()
     }
 
+    /// The processes that its job had when it was last paused or resumed.
+    pub fn ranks(&self) -> &[u32] {
+        self.status.as_ref().map_or(&[], |status| &status.process.ranks)
+    }
+
     /// Whether its library can pause and resume in steps.
     pub fn prepares(&self) -> bool {
         self.status.as_ref().is_ok_and(|status| status.process.prepares)
@@ -398,6 +403,7 @@ pub mod tests {
             program: name.into(),
             engine: None,
             job: None,
+            ranks: Vec::new(),
             prepares: true,
         };
         let tag = |&(tag, state): &(&str, TagState)| {

@@ -99,6 +99,9 @@ pub struct Args {
     pub target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
+    /// How many processes there must be. Without it, as many as the job had when it was last paused or resumed
+    #[arg(long, value_name = "N")]
+    pub ranks: Option<usize>,
     /// Wait at most this many seconds; fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
@@ -231,10 +234,30 @@ fn plan(direction: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec
         let due: Vec<_> = meant.iter().copied().filter(|tag| tag.state != direction.end()).collect();
         let (meant, due) = (names(&meant), names(&due));
         // An empty list means all tags, including those that appear meanwhile.
-        let tags = if tags.is_empty() { Vec::new() } else { meant.clone() };
+        let tags = match (tags.is_empty(), meant.is_empty()) {
+            (true, _) => Vec::new(),
+            (false, true) => tags.to_vec(),
+            (false, false) => meant.clone(),
+        };
         Task { process, tags, meant, due }
     };
     Ok(processes.into_iter().map(task).collect())
+}
+
+/// What is missing of the jobs, as a message. A resume that the user has not given a number goes on without those that have ended.
+fn missing(direction: Verb, tasks: &[Task], wanted: Option<usize>) -> Option<String> {
+    let there: BTreeSet<_> = tasks.iter().map(|task| task.process.pid).collect();
+    let remembered: BTreeSet<_> = tasks.iter().flat_map(|task| task.process.ranks()).copied().collect();
+    let gone: Vec<_> = remembered.difference(&there).map(|pid| format!("process {pid} has ended")).collect();
+    let what = match wanted {
+        Some(wanted) if there.len() < wanted => format!("{} of {wanted} processes are there", there.len()),
+        None if direction == Verb::Pause && !gone.is_empty() => {
+            format!("{} of {} processes are there", there.len(), there.len() + gone.len())
+        }
+        _ => return None,
+    };
+    let gone = if gone.is_empty() { String::new() } else { format!(": {}", gone.join(", ")) };
+    Some(format!("{what}{gone}. To do without the rest, add --ranks {}", there.len()))
 }
 
 /// A pause or resume of several processes.
@@ -244,6 +267,8 @@ struct Asking {
     tasks: Vec<Task>,
     /// Without tags: those differ per process.
     request: protocol::Transition,
+    /// Whether jobs are meant as a whole, not some of their processes or memory.
+    is_whole: bool,
     json: bool,
     quiet: bool,
     bars: Bars,
@@ -273,10 +298,14 @@ impl Asking {
                 "nothing was done: its library is too old for this command; restart the program, or use the vramctl it was started with";
             return Err(CommandError::new(Exit::Failed, format!("{}: {text}", task.process)));
         }
+        let is_whole = gpus.is_empty() && !matches!(target, Target::Pid(_));
+        if let Some(missing) = missing(direction, &tasks, args.ranks).filter(|_| is_whole || args.ranks.is_some()) {
+            return Err(CommandError::new(Exit::NoProcess, format!("nothing was done: {missing}")));
+        }
         let bars = Bars::on_terminal(!args.quiet && !args.json);
         let timeout_ms = args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
         let request = protocol::Transition { gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
-        Ok(Self { direction, found, tasks, request, json: args.json, quiet: args.quiet, bars, connections: Mutex::default() })
+        Ok(Self { direction, found, tasks, request, is_whole, json: args.json, quiet: args.quiet, bars, connections: Mutex::default() })
     }
 
     /// The tasks with something to do.
@@ -406,24 +435,34 @@ impl Asking {
         (self.tasks.iter().enumerate().map(outcome).collect(), told)
     }
 
-    /// The places of the tasks that have something to say to their processes, by job. With all tags, that is all processes of a job:
-    /// one without tags may have memory of the others open.
+    /// The places of the tasks that have something to say to their processes, by job.
     fn jobs(&self) -> Vec<Vec<usize>> {
         let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
-        let job_of = |task: &'_ Task| task.process.job().map(str::to_owned).ok_or(task.process.pid);
-        let is_asked = |task: &Task| !task.meant.is_empty() || (self.direction == Verb::Resume && task.process.is_held());
-        let with_all_tags: BTreeSet<_> = self.tasks.iter().filter(|task| is_asked(task) && task.tags.is_empty()).map(job_of).collect();
-        for (place, task) in self.tasks.iter().enumerate() {
-            if is_asked(task) || (with_all_tags.contains(&job_of(task)) && task.process.prepares()) {
-                jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
-            }
+        for (place, task) in self.tasks.iter().enumerate().filter(|(_, task)| task.process.prepares()) {
+            jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
         }
-        jobs.into_values().collect()
+        let is_asked = |place: &usize| {
+            let task = &self.tasks[*place];
+            !task.meant.is_empty() || (self.direction == Verb::Resume && task.process.is_held())
+        };
+        // One with none of the tags may have memory of the others open: it is held with them, and goes on with them.
+        let with_all_tags = self.tasks.iter().all(|task| task.tags.is_empty());
+        let all_take_part = with_all_tags || self.direction == Verb::Resume || self.request.hold_ms.is_some();
+        let part = |mut places: Vec<usize>| {
+            let any = places.iter().any(is_asked);
+            places.retain(|place| any && (all_take_part || is_asked(place)));
+            places
+        };
+        jobs.into_values().map(part).filter(|places| !places.is_empty()).collect()
     }
 
     fn carry_out_job(&self, places: &[usize]) -> JobReport {
-        let rank = |place: &usize| Rank { pid: self.tasks[*place].process.pid, tags: self.tasks[*place].tags.clone() };
-        let job = Job { verb: self.direction, wanted: self.request.clone(), ranks: places.iter().map(rank).collect() };
+        let rank = |place: &usize| {
+            let task = &self.tasks[*place];
+            Rank { pid: task.process.pid, tags: task.tags.clone(), lenient: task.meant.is_empty() }
+        };
+        let ranks = places.iter().map(rank).collect();
+        let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole };
         let bars = places.iter().map(|place| Mutex::new(self.bars.bar(&self.tasks[*place].process.to_string()))).collect();
         let done = self.found.carry_out(&job, &Following { asking: self, bars });
         self.stay_if_interrupted();
@@ -596,7 +635,7 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
         return match &task.meant[..] {
             // A tag's state covers all GPUs.
             [_, ..] if on_some_gpus => format!("nothing to do: {process} has nothing there to {}", direction.name()),
-            [] if task.tags.is_empty() && process.has_memory() => format!("nothing to do: {process} has none of these tags"),
+            [] if process.has_memory() => format!("nothing to do: {process} has none of these tags"),
             [] => format!("nothing to do: {process} has no managed memory"),
             [tag] => format!("nothing to do: {tag} of {process} is already {state}"),
             tags => format!("nothing to do: {} of {process} are already {state}", tags.join(", ")),

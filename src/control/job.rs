@@ -29,6 +29,8 @@ pub struct Job {
     pub wanted: Transition,
     /// Its processes.
     pub ranks: Vec<Rank>,
+    /// Whether these are all. Then each remembers the others.
+    pub is_whole: bool,
 }
 
 /// A process of a job.
@@ -38,6 +40,8 @@ pub struct Rank {
     pub pid: u32,
     /// Its tags that are meant; none means all.
     pub tags: Vec<String>,
+    /// It has none of them, but takes part: it may use what others have.
+    pub lenient: bool,
 }
 
 /// What came of it.
@@ -272,7 +276,8 @@ impl<'a> Attempt<'a> {
             Verb::Pause => self.job.ranks.iter().map(|rank| rank.pid).filter(|pid| *pid != self.job.ranks[member].pid).collect(),
             Verb::Resume => Vec::new(),
         };
-        let mut transition = Transition { tags: self.job.ranks[member].tags.clone(), partners, ..self.job.wanted.clone() };
+        let Rank { tags, lenient, .. } = &self.job.ranks[member];
+        let mut transition = Transition { tags: tags.clone(), lenient: *lenient, partners, ..self.job.wanted.clone() };
         if let Some(hold_ms) = transition.hold_ms.take().filter(|_| self.job.verb == Verb::Pause) {
             let left = Duration::from_millis(hold_ms).saturating_sub(self.begun.elapsed()).min(self.drain_within);
             let limit_ms = left.as_millis() as u64;
@@ -285,7 +290,8 @@ impl<'a> Attempt<'a> {
             let left = transition.timeout_ms.map(|limit| Duration::from_millis(limit).saturating_sub(self.begun.elapsed()));
             transition.timeout_ms = left.filter(|_| is_early).map(|left| left.as_millis() as u64);
         }
-        let prepare = Request::Prepare(Prepare { of: self.job.verb, lease_ms, transition });
+        let ranks = if self.job.is_whole { self.job.ranks.iter().map(|rank| rank.pid).collect() } else { Vec::new() };
+        let prepare = Request::Prepare(Prepare { of: self.job.verb, lease_ms, ranks, transition });
         match client.ask(prepare, Some(self.file.as_fd()), &mut |now| follower.progress(member, now)) {
             Ok(Reply::Prepared) => (),
             Ok(other) => return Err(client.unexpected(&other).into()),

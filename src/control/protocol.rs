@@ -91,6 +91,9 @@ pub struct Prepare {
     /// As in `hold`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease_ms: Option<u64>,
+    /// The processes of the job, which this one remembers, so that it is noticed when one is missing. None if these are not all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<u32>,
     /// Of what.
     #[serde(flatten)]
     pub transition: Transition,
@@ -102,6 +105,9 @@ pub struct Transition {
     /// The tags; none means all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tags: Vec<String>,
+    /// Tags that no allocation has are no error: another process of the job has them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lenient: bool,
     /// The GPUs, by their UUIDs; none means all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<String>,
@@ -139,6 +145,7 @@ impl From<Transition> for TransitionRequest {
         let timeout = transition.timeout_ms.map(Duration::from_millis);
         Self {
             tags: transition.tags,
+            lenient: transition.lenient,
             gpus: transition.gpus,
             backup: transition.backup,
             backups: transition.backups,
@@ -215,6 +222,9 @@ pub struct Hello {
     /// it was started otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
+    /// The processes that its job had when it was last paused or resumed as a whole.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<u32>,
     /// Whether it understands `hold` and `prepare`.
     #[serde(default)]
     pub prepares: bool,

@@ -9,7 +9,7 @@ use crate::engine;
 use crate::memory::Memory;
 use crate::transition::Holding;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_control::protocol::{self, Prepare, Reply, Request, Transition};
@@ -66,6 +66,12 @@ fn carry_out(of: Verb, wanted: Transition, held: Option<Holding<'_>>, observer: 
     }
 }
 
+/// The processes that the job had when it was last paused or resumed as a whole.
+pub fn ranks() -> MutexGuard<'static, Vec<u32>> {
+    static RANKS: PerProcess<Mutex<Vec<u32>>> = PerProcess::new(Mutex::default);
+    RANKS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn aborted_by_client() -> Error {
     Error::Aborted("the client aborted it".into())
 }
@@ -98,6 +104,9 @@ impl<'a, 'b> Grant<'a, 'b> {
         self.decision = self.lines.take_file().map(|file| Decision::open(file.as_fd())).transpose()?;
         let mut asker = Asker::of(self.connection, wanted.transition.progress, Some(self));
         let done = carry_out(wanted.of, wanted.transition, held, &mut asker);
+        if done.is_ok() && !wanted.ranks.is_empty() {
+            *ranks() = wanted.ranks;
+        }
         if done.is_err() {
             // The others need not wait to be told.
             asker.grant.as_ref().map(Grant::abort);

@@ -229,6 +229,7 @@ fn hello() -> Hello {
         program: program.trim().chars().take(200).collect(),
         engine: engine::name(),
         job: Config::get().job.clone(),
+        ranks: lease::ranks().clone(),
         prepares: true,
     }
 }

@@ -11,6 +11,8 @@ use std::time::Duration;
 pub struct TransitionRequest {
     /// The tags; empty means all.
     pub tags: Vec<String>,
+    /// Tags that no allocation has are no error.
+    pub lenient: bool,
     /// The UUIDs of the GPUs; empty means all.
     pub gpus: Vec<String>,
     /// Overrides the allocations' own policies. Pause only.

@@ -57,7 +57,7 @@ impl Memory {
         let all = self.snapshot();
         let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
         let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
-        if !unknown.is_empty() {
+        if !unknown.is_empty() && !request.lenient {
             return Err(Error::UnknownTag {
                 unknown: unknown.into_iter().collect(),
                 known: known.into_iter().map(str::to_owned).collect(),
