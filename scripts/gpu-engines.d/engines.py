@@ -309,7 +309,9 @@ class Engines(Check):
         return {"rounds": rounds, "started": self.started("suspend")}
 
     def held_pause(self):
-        return ["pause", "--hold", "--force", "--name", NAME]
+        # Several ranks have torch's symmetric memory, whose pages the others know.
+        keep = ["--registered", "keep"] if self.options.gpus > 1 else []
+        return ["pause", "--hold", "--force", *keep, "--name", NAME]
 
     def shell(self, *arguments):
         """One pause or resume: the milliseconds reported by the slowest process."""
