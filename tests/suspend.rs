@@ -1,16 +1,22 @@
 //! Processes that leave the GPU entirely and come back: real programs on a simulated machine, and the command line.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
 
-use common::{artifacts, own_folder, simulated_libraries};
+use common::{Gpu, artifacts, own_folder, simulated_libraries};
 use serde_json::Value;
+use std::ffi::c_int;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::OnceLock;
+use std::thread;
 use std::time::Duration;
+use vramctl_core::memory::Memory;
+use vramctl_core::transition::cleaning;
+use vramctl_intercept::{entries, hooks};
+use vramctl_model::{Error, Kind, ObstacleKind};
 
 const MIB: u64 = 1 << 20;
 /// What a process has besides its allocations.
@@ -185,17 +191,17 @@ fn a_resume_without_room_changes_nothing_and_waits_if_told() {
     machine.vramctl("suspend engine").expect(0, "suspended");
     let hog = programs().join("hog");
     let mut hog = machine.command(&hog, &["--mib", "180", "--seconds", "600"]);
-    let mut hog = hog.stdout(Stdio::piped()).spawn().unwrap();
-    let mut ready = String::new();
-    BufReader::new(hog.stdout.take().unwrap()).read_line(&mut ready).unwrap();
+    let mut child = hog.stdout(Stdio::piped()).spawn().unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    output.read_line(&mut String::new()).unwrap();
+    let hog = Engine { child, output, answers: 0 };
     let short = machine.vramctl("resume");
     short.expect(4, "nothing is lost");
     assert!(short.text.contains("needed") && short.text.contains("(hog) "), "{}", short.text);
     assert_eq!(machine.gpus()[0].1, 1, "the hog");
     let waiting = machine.command(common::command_line(), &["resume", "--timeout", "60"]).stdout(Stdio::null()).spawn();
-    std::thread::sleep(Duration::from_millis(50));
-    hog.kill().unwrap();
-    hog.wait().unwrap();
+    thread::sleep(Duration::from_millis(50));
+    drop(hog);
     assert!(waiting.unwrap().wait().unwrap().success());
     engine.is_well();
 }
@@ -366,4 +372,95 @@ fn what_could_not_be_restored_is_paused_by_tag() {
     assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused");
     machine.vramctl("resume").expect(0, "resumed");
     engine.is_well();
+}
+
+// ---- within the process ----
+
+fn obstacles() -> Vec<ObstacleKind> {
+    let status = Memory::get().status();
+    status.obstacles.into_iter().map(|obstacle| obstacle.kind).collect()
+}
+
+/// Each is there as long as what it tells of. With it, the process stands not aside.
+#[test]
+fn what_the_driver_could_not_restore_is_known_in_advance() {
+    let _gpu = Gpu::take();
+    let managed = common::malloc_tagged("managed", None, 2 << 20).unwrap();
+    assert_eq!(obstacles(), []);
+    let refused = |kind: ObstacleKind| {
+        assert_eq!(obstacles(), [kind]);
+        let error = Memory::get().suspend().unwrap_err();
+        assert_eq!(error.kind(), Kind::NotRestorable, "{error}");
+        // It goes on as before.
+        assert_eq!(common::pause(&["managed"]).and_then(|_| common::resume(&["managed"])).map(|report| report.allocations).unwrap(), 1);
+    };
+    let (mut unified, mut handle) = (0, [0_u8; 64]);
+    unsafe {
+        assert_eq!(entries::cuMemAllocManaged(&raw mut unified, 4096, 1), 0);
+        refused(ObstacleKind::Unified);
+        assert_eq!(entries::cuMemFree_v2(unified), 0);
+
+        let mut plain = 0;
+        assert_eq!(entries::cuMemAlloc_v2(&raw mut plain, 4096), 0);
+        assert_eq!(entries::cuIpcGetMemHandle(handle.as_mut_ptr().cast(), plain), 0);
+        refused(ObstacleKind::Shared);
+        assert_eq!(entries::cuMemFree_v2(plain), 0);
+
+        assert_eq!(hooks::cudaDeviceEnablePeerAccess(1 as c_int, 0), 0);
+        refused(ObstacleKind::Peers);
+        assert_eq!(hooks::cudaDeviceDisablePeerAccess(1), 0);
+    }
+    assert_eq!(obstacles(), []);
+    assert_eq!(common::free(managed), 0);
+}
+
+/// From the moment it stands aside until it is awake: whatever the library had in mind waits, and the status needs no driver.
+#[test]
+fn a_process_that_stands_aside_calls_no_driver() {
+    let gpu = Gpu::take();
+    let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
+    cleaning::set_when(cleaning::When { after: Duration::from_millis(20), bytes: 1 << 20 });
+    common::pause(&[]).unwrap();
+    let before = Memory::get().status();
+    let gpus = Memory::get().suspend().unwrap();
+    assert_eq!(gpus.len(), common::DEVICES as usize);
+    gpu.reset_counts();
+    // The look that follows a large pause is due by now.
+    thread::sleep(Duration::from_millis(60));
+    let status = Memory::get().status();
+    assert_eq!((status.suspended.as_ref(), &status.tags), (Some(&gpus), &before.tags));
+    assert_eq!(Memory::get().suspend().unwrap(), gpus, "again");
+    assert_eq!(common::calls(""), 0);
+    Memory::get().awake();
+    cleaning::settle();
+    assert!(common::calls("cuMemCreate") > 0, "the look");
+    assert!(Memory::get().status().suspended.is_none());
+    cleaning::set_when(cleaning::When::default());
+    assert_eq!(common::resume(&[]).unwrap().allocations, 1);
+    assert_eq!(common::free(address), 0);
+}
+
+/// A library whose call does not come out of the driver does not stand aside, and goes on.
+#[test]
+fn a_call_in_the_driver_keeps_a_process_from_standing_aside() {
+    let gpu = Gpu::take();
+    let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
+    let blocked = common::Gate::new();
+    let stream = common::Stream::create();
+    stream.wait_for(&blocked);
+    // A pause that gives up leaves its wait in the driver.
+    let mut request = common::request(&[]);
+    request.timeout = Some(Duration::from_millis(50));
+    assert!(matches!(Memory::get().pause(&request, &mut ()), Err(Error::Busy(_))));
+    let opened = thread::scope(|scope| {
+        let suspended = scope.spawn(|| Memory::get().suspend());
+        thread::sleep(Duration::from_millis(30));
+        let waits = !suspended.is_finished();
+        blocked.open();
+        (waits, suspended.join().unwrap().is_ok())
+    });
+    assert_eq!(opened, (true, true));
+    Memory::get().awake();
+    assert_eq!(common::free(address), 0);
+    drop(gpu);
 }
