@@ -116,6 +116,8 @@ struct State {
     engine: Option<String>,
     /// The pauses and resumes it was asked for.
     asked: Vec<Request>,
+    /// How long it is to wait for its work, while it is held.
+    drain_ms: Option<u64>,
     /// The number of them received, whether carried out or not.
     transitions: usize,
     /// The UUID of its GPU.
@@ -140,6 +142,7 @@ impl Fake {
             process_tag: Some("default".into()),
             engine: None,
             asked: Vec::new(),
+            drain_ms: None,
             transitions: 0,
             gpu: GPU.into(),
         };
@@ -244,7 +247,10 @@ impl State {
                 Reply::Tag { tag: tag.clone() }
             }
             Request::Pause(wanted) => {
-                self.asked.push(request.clone());
+                // What is left of the time depends on this machine, so only tens of seconds count.
+                let hold_ms = self.drain_ms.take().map(|limit| limit.max(1).next_multiple_of(10_000));
+                let timeout_ms = wanted.timeout_ms.filter(|_| hold_ms.is_none());
+                self.asked.push(Request::Pause(Transition { hold_ms, timeout_ms, ..wanted.clone() }));
                 match self.plan(wanted).prefix_cache {
                     Some(engine) if !wanted.force => Reply::Error(Refusal::from(&Error::PrefixCache(engine))),
                     _ => self.transition(wanted, TagState::Paused),
@@ -257,7 +263,10 @@ impl State {
             }
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Hold { .. } => Reply::Held,
-            Request::Drain { .. } => Reply::Drained,
+            Request::Drain { limit_ms } => {
+                self.drain_ms = Some(*limit_ms);
+                Reply::Drained
+            }
             Request::Prepare(_) | Request::Renew | Request::Commit | Request::Abort => panic!("the conversation knows the steps"),
             Request::Open { .. } | Request::Close { .. } => panic!("the command line shares no memory"),
         }
@@ -412,7 +421,7 @@ fn gpus_are_named_so_that_everybody_knows_them() {
     place.vramctl("pause --gpu 7").expect(2, "", "nvidia-smi -L");
 
     place.vramctl("pause --gpu aaaab").expect(0, "paused weights of trainer", "");
-    assert_eq!(trainer.asked(), [Request::Pause(Transition { gpus: vec![second.into()], ..Transition::default() })]);
+    assert_eq!(trainer.asked(), [Request::Pause(Transition { gpus: vec![second.into()], hold_ms: Some(10_000), ..Transition::default() })]);
     place.vramctl("pause --gpu aaaab").expect(0, &format!("trainer (pid {}) has nothing there to pause", trainer.pid()), "");
     place.vramctl("resume --all --gpu aaaab").expect(0, "resumed weights of trainer", "");
     assert!(engine.asked().is_empty());
@@ -615,11 +624,12 @@ fn one_process_is_paused_and_resumed_without_a_target() {
     pause.expect(0, "", "");
     assert_eq!(pause.err, "", "no progress bar where there is no terminal");
     let wanted =
-        Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
+        Transition { tags: vec!["kv_cache".into()], backup: Some(Backup::Discard), hold_ms: Some(10_000), ..Transition::default() };
     assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
     place.vramctl("pause").expect(0, &format!("paused weights of {who}: 1.00 GiB freed"), "");
-    assert_eq!(engine.asked()[1], Request::Pause(Transition::default()), "all is asked for as all");
+    let held = Transition { hold_ms: Some(10_000), ..Transition::default() };
+    assert_eq!(engine.asked()[1], Request::Pause(held), "all is asked for as all");
     place.vramctl("pause").expect(0, &format!("nothing to do: kv_cache, weights of {who} are already paused"), "");
     place.vramctl("resume weights").expect(0, &format!("resumed weights of {who}: 1.00 GiB allocated in 23 ms"), "");
     let quiet = place.vramctl("resume --quiet");
@@ -1593,15 +1603,47 @@ fn an_engine_with_requests_is_left_alone() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
-    place.vramctl(&format!("pause --engine {}", busy.address)).expect(5, "", "it has 3 requests");
-    place.vramctl(&format!("pause --engine {} --timeout 0.3", busy.address)).expect(5, "", "it has 3 requests");
     let loaded = Http::sglang(2, (400, "pending"));
-    place.vramctl(&format!("pause --engine {}", loaded.address)).expect(5, "", "it has 2 requests");
+    for how in ["--no-hold", "--discard"] {
+        place.vramctl(&format!("pause {how} --engine {}", busy.address)).expect(5, "", "it has 3 requests");
+        place.vramctl(&format!("pause {how} --engine {} --timeout 0.3", busy.address)).expect(5, "", "it has 3 requests");
+        place.vramctl(&format!("pause {how} --engine {}", loaded.address)).expect(5, "", "it has 2 requests");
+    }
     assert!(engine.asked().is_empty());
     let soon = Http::vllm(&[2, 2, 1, 0], (200, "{}"));
-    place.vramctl(&format!("pause --engine {} --timeout 20", soon.address)).expect(0, "paused kv_cache", "");
+    place.vramctl(&format!("pause --no-hold --engine {} --timeout 20", soon.address)).expect(0, "paused kv_cache", "");
     place.vramctl("resume").expect(0, "resumed", "");
-    place.vramctl(&format!("pause --force --engine {}", busy.address)).expect(0, "paused kv_cache", "");
+    place.vramctl(&format!("pause --no-hold --force --engine {}", busy.address)).expect(0, "paused kv_cache", "");
+}
+
+/// Requests lose nothing if the engine is held and all contents are kept, so nobody is asked.
+#[test]
+fn an_engine_with_requests_is_held() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
+    let busy = Http::vllm(&[3], (200, "{}"));
+    place.vramctl(&format!("pause --engine {}", busy.address)).expect(0, "1.00 GiB kept", "");
+    assert!(busy.asked().is_empty());
+    assert!(matches!(engine.asked()[..], [Request::Pause(Transition { hold_ms: Some(10_000), .. })]));
+}
+
+/// What is asked for comes last, so that an alias can ask for the opposite.
+#[test]
+fn a_program_is_held_unless_told_otherwise() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["cache"]);
+    for (line, wanted) in [
+        ("pause --no-hold", None),
+        ("pause --no-hold --hold", Some(10_000)),
+        ("pause --hold-timeout 300 --timeout 100", Some(300_000)),
+        ("pause --timeout 100", Some(100_000)),
+    ] {
+        place.vramctl(line).expect(0, "paused cache", "");
+        place.vramctl("resume").expect(0, "resumed cache", "");
+        let asked = engine.asked();
+        assert!(matches!(&asked[asked.len() - 2], Request::Pause(Transition { hold_ms, .. }) if *hold_ms == wanted), "{line}: {asked:?}");
+    }
+    place.vramctl("pause --no-hold --hold-timeout 3").expect(2, "", "--hold-timeout");
 }
 
 /// If the engine does not do as it is told, nothing is paused, and the message says what to do.
@@ -1615,7 +1657,7 @@ fn an_engine_that_does_not_forget_keeps_its_memory() {
     pause(&Http::sglang(0, (400, "Flush cache failed.\nmore"))).expect(5, "", "Flush cache failed.");
     pause(&Http::vllm(&[0], (500, "oh"))).expect(1, "", "answers 500: oh");
     pause(&Http::new(|_| (404, String::new()))).expect(1, "", "/v1/loads");
-    place.vramctl("pause --engine http://127.0.0.1:1").expect(1, "", "does not answer");
+    place.vramctl("pause --no-hold --engine http://127.0.0.1:1").expect(1, "", "does not answer");
     place.vramctl("pause --engine 127.0.0.1:8000").expect(2, "", "http://127.0.0.1:8000");
     assert!(engine.asked().is_empty());
 }
@@ -1696,7 +1738,7 @@ fn an_engine_that_no_longer_answers_well_is_not_taken_for_idle() {
         "GET /metrics" => (503, "overloaded".into()),
         _ => (404, String::new()),
     });
-    let ran = place.vramctl(&format!("pause --engine {}", http.address));
+    let ran = place.vramctl(&format!("pause --no-hold --engine {}", http.address));
     assert_eq!(ran.code, Some(1), "{ran:?}");
     assert!(!engine.asked().iter().any(|request| matches!(request, Request::Pause(_))), "{:?}", engine.asked());
 }

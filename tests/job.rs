@@ -454,7 +454,7 @@ fn a_missing_rank_is_named() {
     assert!(!ran.err.contains(&pid.to_string()), "{}", ran.err);
     assert_eq!(machine.settled(&[&first, &second]), "active");
     machine.vramctl("pause --ranks 2").expect(0, "", "");
-    assert_eq!(machine.settled(&[&first, &second]), "paused");
+    assert_eq!(machine.settled(&[&first, &second]), "paused, held");
 }
 
 /// The command line, while somebody else is busy with one process: it lets all of them run on, and tries again. Killed meanwhile, it
@@ -524,7 +524,7 @@ fn a_resume_that_finds_too_little_for_one_leaves_all_paused() {
     machine.vramctl("pause").expect(0, "", "");
     let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "64"]));
     machine.vramctl("resume --name engine").expect(4, "", "too little memory");
-    assert_eq!(machine.settled(&ranks.each_ref()), "paused");
+    assert_eq!(machine.settled(&ranks.each_ref()), "paused, held");
     let waiting =
         machine.command(common::command_line(), &["resume", "--name", "engine", "--timeout", "60"]).stdout(Stdio::piped()).spawn();
     thread::sleep(Duration::from_millis(200));

@@ -655,7 +655,7 @@ fn the_programs_own_failed_work_is_reported() {
     let machine = Machine::new("256M");
     let mut program = machine.start("careless", "odd", &["use-while-paused"]);
     program.expect("ready");
-    machine.done(&["pause"]);
+    machine.done(&["pause", "--no-hold"]);
     program.tell("go on");
     program.expect("failed");
     let before = machine.status("careless")["processes"][0]["tags"].clone();

@@ -300,7 +300,7 @@ fn what_is_open_can_be_left_out_of_a_pause() {
         assert!(text.contains("\"shared\"") && text.contains(&other.pid()), "{how:?}: {text}");
         assert_eq!(machine.used(), 10 * MIB);
     }
-    let keep = ["pause", "--name", "owner", "--registered", "keep"];
+    let keep = ["pause", "--name", "owner", "--no-hold", "--registered", "keep"];
     assert!(machine.done(&[&keep[..], &["--dry-run"]].concat()).contains("6.00 MiB"));
     assert_eq!(machine.used(), 10 * MIB);
     machine.done(&keep);

@@ -18,7 +18,7 @@ from typing import Any, Callable
 from unittest import mock
 
 import vramctl
-from support import MIB, VRAMCTL, Cuda, Program, bare
+from support import HOLDER, MIB, VRAMCTL, Cuda, Program, bare
 from vramctl import errors
 
 #: The socket directory of the tests; their programs inherit it.
@@ -40,6 +40,20 @@ class Real(unittest.TestCase):
             self.assertEqual(client.resume(timeout=None).bytes, 4 * MIB)
             self.assertEqual(client.resume(timeout=float("inf")).unchanged, 2)
             self.assertEqual(engine.ask("check"), "weights ok, cache zero")
+
+    def test_a_process_cannot_hold_itself(self) -> None:
+        source = HOLDER.replace(
+            'print("ready", flush=True)',
+            """try:
+    vramctl.Client(__import__("os").getpid()).pause()
+except vramctl.errors.Invalid as error:
+    assert "cannot hold itself" in str(error), error
+    assert vramctl.Client(__import__("os").getpid()).pause(hold=None).allocations == 2
+    print("ready", flush=True)""",
+        )
+        with Program("own", source) as own, vramctl.Client(own.pid) as client:
+            self.assertEqual(client.resume().allocations, 2)
+            self.assertEqual(own.ask("check"), "weights ok, cache zero")
 
     def test_the_shell_and_python_do_the_same(self) -> None:
         with Program("engine") as engine, vramctl.Client(engine.pid) as client:
@@ -244,19 +258,24 @@ class Pretended(unittest.TestCase):
 
         with vramctl.Client(self.serve(answer)) as client:
             for pause, wanted in [
-                (lambda: client.pause(), {}),
+                (lambda: client.pause(), {"hold_ms": 10000}),
+                (lambda: client.pause(hold=None), {}),
+                (lambda: client.pause(hold=0.5, timeout=9), {"timeout_ms": 9000, "hold_ms": 500}),
                 (
                     lambda: client.pause("kv_cache", backup="discard", timeout=2.4999),
-                    {"tags": ["kv_cache"], "backup": "discard", "timeout_ms": 2500},
+                    {"tags": ["kv_cache"], "backup": "discard", "timeout_ms": 2500, "hold_ms": 2500},
                 ),
-                (lambda: client.pause(tag for tag in "ab"), {"tags": ["a", "b"]}),
-                (lambda: client.pause("kv_cache", force=True), {"tags": ["kv_cache"], "force": True}),
+                (lambda: client.pause((tag for tag in "ab"), hold=None), {"tags": ["a", "b"]}),
+                (lambda: client.pause("kv_cache", force=True, hold=None), {"tags": ["kv_cache"], "force": True}),
                 (
-                    lambda: client.pause({"a": "host", "b": "default"}),
+                    lambda: client.pause({"a": "host", "b": "default"}, hold=None),
                     {"tags": ["a", "b"], "backups": {"a": "host", "b": None}},
                 ),
-                (lambda: client.pause({"a": "disk", None: "discard"}), {"backup": "discard", "backups": {"a": "disk"}}),
-                (lambda: client.pause(progress=lambda _: None), {"progress": True}),
+                (
+                    lambda: client.pause({"a": "disk", None: "discard"}, hold=None),
+                    {"backup": "discard", "backups": {"a": "disk"}},
+                ),
+                (lambda: client.pause(progress=lambda _: None, hold=None), {"progress": True}),
             ]:
                 asked.clear()
                 self.assertEqual(pause().bytes, 5)

@@ -231,7 +231,7 @@ class Client:
         backup: Backup = "default",
         force: bool = False,
         registered: str = "refuse",
-        hold: float | None = None,
+        hold: float | None = 10.0,
         timeout: float | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
@@ -247,11 +247,11 @@ class Client:
         `registered`: what to do with memory that another process, a network card or NCCL has registered: ``refuse`` (raise
         `errors.Registered`), ``keep`` (pause the rest) or ``take`` (pause it too).
 
-        `hold`: hold the process, so that it need not be idle: its calls that start GPU work wait until everything is resumed.
-        Seconds to wait for calls and work in flight; after that `errors.Busy`, and it runs on. Not for this very process: a
-        thread that waits may have the interpreter's lock.
+        `hold`: the process need not be idle: its calls that start GPU work wait until everything is resumed. Seconds to wait
+        for calls and work in flight, no more than `timeout`; after that `errors.Busy`, and it runs on. None: it is not held, and
+        must be idle. A process cannot hold itself, because a thread that waits may have the interpreter's lock: `errors.Invalid`.
 
-        `timeout`: seconds to wait for the device's work; None waits indefinitely. It does not limit copying.
+        `timeout`: seconds to wait for the device's work; None waits for `hold`, or indefinitely. It does not limit copying.
 
         `progress`: called in this thread, at most every 50 ms. If it raises, the pause continues but this call ends.
 
@@ -274,7 +274,7 @@ class Client:
         if registered != "refuse":
             request["registered"] = registered
         if hold is not None:
-            request["hold_ms"] = _request.milliseconds(hold)
+            request["hold_ms"] = _request.milliseconds(hold if timeout is None else min(hold, timeout))
         return self._transition(request, _request.milliseconds(timeout), progress)
 
     def resume(

@@ -1,4 +1,4 @@
-"""A PyTorch training loop is paused with --hold at random moments, from outside: its losses are those of an undisturbed run, bit for bit.
+"""A PyTorch training loop is paused at random moments, from outside: its losses are those of an undisturbed run, bit for bit.
 
 usage: hold.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check
        hold.py --program            the training loop, which hold.py starts under `vramctl run`
@@ -88,7 +88,7 @@ def main():
         for number in range(times):
             time.sleep(chance.uniform(0, 0.9 * undisturbed["s"] / times))
             answer = subprocess.run(
-                [vramctl, "pause", "--name", "hold", "--hold", "--json"], capture_output=True, text=True, timeout=60
+                [vramctl, "pause", "--name", "hold", "--json"], capture_output=True, text=True, timeout=60
             )
             if answer.returncode:
                 refused.append(answer.stdout + answer.stderr)

@@ -14,7 +14,7 @@ use vramctl_model::{Backup, Bytes, Registered};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Holds and pauses the processes as `vramctl pause --hold` does, then has the driver checkpoint what is left: the CUDA contexts, \
+Holds and pauses the processes as `vramctl pause` does, then has the driver checkpoint what is left: the CUDA contexts, \
 the loaded code. Afterwards they have nothing on any GPU, and nvidia-smi does not list them. `vramctl resume` brings them back, \
 and their work goes on.
 

@@ -30,21 +30,23 @@ use vramctl_model::{Error, Kind, Registered};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Without tags, pauses all of them. The process keeps running and keeps its addresses. Pause idle programs: GPU work that touches \
-paused memory fails. Or hold them with --hold: calls that start GPU work then wait until everything is resumed. A pause first waits for running GPU work, at most --timeout seconds if given. It keeps contents in host \
-memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails changes nothing, in \
-any process of the job. ^C takes back what is not complete.
+Without tags, pauses all of them, at any moment. The program stands still until everything is resumed: its calls that start GPU \
+work wait, the rest of it runs on. A pause first waits for the GPU work in flight, at most --hold-timeout seconds. It keeps \
+contents in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails \
+changes nothing, in any process of the job, and the program runs on. ^C takes back what is not complete.
 
-An inference engine must be idle. With --engine, the command asks it first and refuses to pause while it has requests (with \
---timeout, if they have not finished by then). Before its KV cache is discarded, the engine is told to reset its prefix cache. If \
-it requires an API key, set VRAMCTL_ENGINE_KEY.
+With --no-hold, the program runs on while it is paused. Then it must be idle: GPU work that touches paused memory fails.
+
+An inference engine must have no requests if its KV cache is discarded, or with --no-hold. With --engine, the command asks it first and \
+refuses to pause while it has any (with --timeout, if they have not finished by then), and has it reset its prefix cache before \
+the KV cache is discarded. If it requires an API key, set VRAMCTL_ENGINE_KEY.
 
 Examples:
   vramctl pause                              all tags of the only managed process
   vramctl pause kv_cache --discard --all     this tag in every process; drop the contents
   vramctl pause weights --backup disk        keep the contents in a file in $VRAMCTL_DISK_DIR
   vramctl pause --name engine --timeout 2.5
-  vramctl pause --name trainer --hold        at any moment: its GPU work waits until it is resumed
+  vramctl pause cache --no-hold              the program goes on with its other memory
   vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
   vramctl pause --dry-run                    show what would be paused, and change nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
@@ -65,12 +67,15 @@ pub struct PauseArgs {
     /// the rest, also without what another process has open) or take (pause it too: nobody may use the registration any more)
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
     registered: Registered,
-    /// Hold the program while it is paused: it need not be idle. Calls that start GPU work wait until everything is resumed
+    /// Do not hold the program while it is paused. It must be idle, or keep away from the paused memory
     #[arg(long)]
+    no_hold: bool,
+    /// The default, after a --no-hold before it
+    #[arg(long, hide = true, overrides_with = "no_hold")]
     hold: bool,
-    /// With --hold: how many seconds to wait for GPU work in flight, before the program runs on and nothing is paused
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds, requires = "hold")]
-    hold_timeout: Duration,
+    /// How many seconds to wait for GPU work in flight, before the program runs on and nothing is paused [default: --timeout, or 10]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "no_hold")]
+    hold_timeout: Option<Duration>,
     #[command(flatten)]
     engine: engine::EngineArgs,
 }
@@ -171,13 +176,17 @@ impl JobOutcome {
     }
 }
 
+/// How long the program's GPU work in flight may take once it is held.
+const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
+
 pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     let backup = args.discard.then_some(Backup::Discard).or(args.backup);
     let patience = args.transition.timeout.unwrap_or_default();
+    let hold_timeout = args.hold_timeout.or(args.transition.timeout).unwrap_or(HOLD_TIMEOUT);
     let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
     asking.request.backup = backup;
     asking.request.registered = args.registered;
-    asking.request.hold_ms = args.hold.then(|| u64::try_from(args.hold_timeout.as_millis()).unwrap_or(u64::MAX));
+    asking.request.hold_ms = (!args.no_hold).then(|| u64::try_from(hold_timeout.as_millis()).unwrap_or(u64::MAX));
     asking.request.force = args.engine.force();
     if args.dry_run {
         return asking.foretell(args.engine.asks());
@@ -331,7 +340,8 @@ impl Asking {
                 losing.push(&task.process);
             }
         }
-        if engine.asks() {
+        // The requests of a held engine lose nothing if all contents are kept.
+        if engine.asks() && !(losing.is_empty() && self.request.hold_ms.is_some()) {
             engine.agree(&losing, patience)?;
         }
         Ok(!losing.is_empty())

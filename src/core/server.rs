@@ -15,7 +15,7 @@ use std::time::Duration;
 use std::{fs, io, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Directory};
-use vramctl_control::protocol::{self, Hello, ProcessStatus, Refusal, Reply, Request, VERSION};
+use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
 use vramctl_host::{Held, PerProcess, exit, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
@@ -178,11 +178,26 @@ fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &m
     done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
 }
 
+const HOLDS_ITSELF: &str = "a program cannot hold itself: a thread that waits at the gate may have a lock that the asking thread needs \
+                            to go on, such as Python's interpreter lock. Pause it from another process, or without hold while it is idle";
+
+/// Whether the program stands still afterwards.
+fn holds(request: &Request) -> bool {
+    match request {
+        Request::Hold { .. } => true,
+        Request::Pause(wanted) | Request::Prepare(Prepare { transition: wanted, .. }) => wanted.hold_ms.is_some(),
+        _ => false,
+    }
+}
+
 /// `files`: descriptors to send with the reply.
 fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<OwnedFd>) -> Result<Reply, Error> {
     let memory = Memory::get();
     if suspended().is_some() && !matches!(request, Request::Hello | Request::Status | Request::Suspend | Request::Awake) {
         return Err(Error::Suspended);
+    }
+    if holds(&request) && connection.borrower.pid == std::process::id() {
+        return Err(Error::Invalid(HOLDS_ITSELF.into()));
     }
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
