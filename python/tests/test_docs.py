@@ -19,7 +19,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 class Examples(unittest.TestCase):
     def test_each_runs_as_it_is_written(self) -> None:
-        self.assertEqual(len(EXAMPLES), 4)
+        self.assertEqual(len(EXAMPLES), 5)
         with Program("engine"):
             for number, example in enumerate(EXAMPLES):
                 with self.subTest(example.splitlines()[0], number=number):

@@ -14,8 +14,10 @@ Inside a program that was started with ``vramctl run -- python …``::
 
 From another process::
 
-    with vramctl.Client("engine") as engine:
-        engine.pause(["weights", "kv_cache"])
+    with vramctl.Job("engine").paused():        # all its processes, or none
+        ...
+    with vramctl.Client(4711) as process:       # one process
+        process.pause(["weights", "kv_cache"])
 
 Torch is optional; the package uses it if the program has imported it. Sizes are in bytes, timeouts in seconds. Errors
 are exceptions from `vramctl.errors` and carry the numbers. All functions are thread-safe; a region applies to the
@@ -37,6 +39,7 @@ from ._request import Backup, Tags
 from ._types import Device, Hello, Host, LeftAlone, Progress, Report, Status, Tag
 from .client import Client, Process, processes
 from .errors import Error
+from .job import Job, JobReport
 
 __all__ = [
     "Client",
@@ -44,6 +47,8 @@ __all__ = [
     "Error",
     "Hello",
     "Host",
+    "Job",
+    "JobReport",
     "LeftAlone",
     "Process",
     "Progress",

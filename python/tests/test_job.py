@@ -1,0 +1,84 @@
+"""Jobs, through the command line, on the simulated GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import unittest
+
+import vramctl
+from support import MIB, Program
+from vramctl import errors
+
+
+class Jobs(unittest.TestCase):
+    def setUp(self) -> None:
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.ranks = [stack.enter_context(Program("engine")) for _ in range(2)]
+        self.job = vramctl.Job("engine")
+
+    def states(self) -> set[str]:
+        return {tag.state for status in self.job.status().values() for tag in status.tags}
+
+    def test_all_processes_are_paused_and_resumed_as_one(self) -> None:
+        report = self.job.pause()
+        self.assertEqual(set(report.processes), {rank.pid for rank in self.ranks})
+        self.assertEqual((report.bytes, report.attempts, self.states()), (24 * MIB, 1, {"paused"}))
+        self.assertGreater(report.ms, 0)
+        self.assertEqual(self.job.resume(timeout=None).bytes, 24 * MIB)
+        self.assertEqual({rank.ask("check") for rank in self.ranks}, {"weights ok, cache zero"})
+        self.assertEqual(self.job.pause("weights", hold=None, timeout=5, backup="host").bytes, 16 * MIB)
+        self.assertEqual(self.job.resume(iter(["weights", "kv_cache"])).bytes, 16 * MIB)
+
+    def test_it_is_always_resumed(self) -> None:
+        with self.assertRaises(KeyError), self.job.paused(iter(["weights"])) as report:
+            self.assertEqual((report.bytes, self.states()), (16 * MIB, {"paused", "active"}))
+            raise KeyError
+        self.assertEqual(self.states(), {"active"})
+
+    def test_asyncio_has_the_same(self) -> None:
+        async def work() -> None:
+            self.assertEqual((await self.job.pause_async("weights")).bytes, 16 * MIB)
+            self.assertEqual(len(await self.job.status_async()), 2)
+            self.assertEqual((await self.job.resume_async()).bytes, 16 * MIB)
+            async with self.job.paused() as report:
+                self.assertEqual((report.bytes, self.states()), (24 * MIB, {"paused"}))
+            self.assertEqual(self.states(), {"active"})
+
+            async def hang() -> None:
+                async with self.job.paused():
+                    await asyncio.sleep(60)
+
+            # Cancelled before, during and after the pause.
+            for seconds in (0.0, 0.02, 0.5):
+                task = asyncio.ensure_future(hang())
+                await asyncio.sleep(seconds)
+                task.cancel()
+                with self.assertRaises(asyncio.CancelledError):
+                    await task
+                self.assertEqual(self.states(), {"active"}, seconds)
+
+        asyncio.run(work())
+
+    def test_the_reason_of_the_one_that_could_not_is_raised(self) -> None:
+        with Program("engine", VRAMCTL_HOST_CAP="1M"):
+            with self.assertRaises(errors.HostMemory) as short:
+                self.job.pause()
+            self.assertGreater(short.exception.numbers["needed"], short.exception.numbers["available"])
+            self.assertEqual(self.states(), {"active"})
+        with self.assertRaises(errors.UnknownTag) as unknown:
+            self.job.pause(["wieghts"])
+        self.assertEqual(unknown.exception.known_tags, ["kv_cache", "weights"])
+        with self.assertRaisesRegex(errors.NoProcess, "2 of 3 processes are there"):
+            vramctl.Job("engine", ranks=3).pause()
+        with self.assertRaises(errors.NoProcess):
+            vramctl.Job("nobody").resume()
+        with self.assertRaises(errors.Invalid):
+            self.job.pause(backup="tape")  # type: ignore[arg-type]
+        with Program("trainer"), self.assertRaises(errors.SeveralProcesses):
+            vramctl.Job().pause()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,214 @@
+"""Pauses and resumes jobs: all processes that were started together, as one.
+
+Runs the command line, which coordinates them. If this program dies meanwhile, none of them is left half paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Callable, TypeVar
+
+from . import _request, errors
+from ._request import Backup
+from ._types import Report, Status
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Job", "JobReport"]
+
+_T = TypeVar("_T")
+
+#: The command line's own errors. The others are those of the protocol.
+_OF_THE_COMMAND: dict[str, type[errors.Error]] = {
+    "no_process": errors.NoProcess,
+    "usage": errors.SeveralProcesses,
+    "no_memory": errors.DeviceMemory,
+}
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """What a pause or resume of a job did."""
+
+    #: By process id.
+    processes: Mapping[int, Report] = field(default_factory=dict)
+    #: How often it was tried: the processes of a held job may have to run on until they stand at the same place.
+    attempts: int = 0
+    #: Milliseconds from the request until the last process was done.
+    ms: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """The device memory released or taken back, of all processes."""
+        return sum(report.bytes for report in self.processes.values())
+
+
+class Job:
+    """All processes with a name (``vramctl run --name``); without a name, those of the only job there is.
+
+    `ranks`: how many processes there must be; else, as many as when the job was last paused or resumed.
+
+    Either all processes are paused or resumed, or none is: then an exception is raised, with the reason of the one that could not.
+    All functions have an asyncio form, which ends in ``_async``. Thread-safe.
+    """
+
+    def __init__(self, name: str | None = None, *, ranks: int | None = None) -> None:
+        self._target = [] if name is None else [f"--name={name}"]
+        self._ranks = [] if ranks is None else [f"--ranks={ranks}"]
+
+    def pause(
+        self,
+        tags: str | Iterable[str] | None = None,
+        *,
+        backup: Backup = "default",
+        force: bool = False,
+        registered: str = "refuse",
+        hold: float | None = 10.0,
+        timeout: float | None = None,
+    ) -> JobReport:
+        """Returns the GPU memory of the tags (None: all) to the driver.
+
+        `hold`: seconds to wait for the processes' calls and work in flight. They need not be idle: they stand still until
+        everything is resumed. None: they must be idle, and `timeout` is how long to wait for work in flight.
+
+        `backup`, `force`, `registered`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
+        """
+        options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
+        options += ["--force"] if force else []
+        options += [f"--registered={registered}"] if registered != "refuse" else []
+        options += _no_hold() if hold is None else ["--hold", f"--hold-timeout={_seconds(hold)}"]
+        options += [] if timeout is None else [f"--timeout={_seconds(timeout)}"]
+        return self._transition("pause", tags, options)
+
+    def resume(self, tags: str | Iterable[str] | None = None, *, timeout: float | None = 0.0) -> JobReport:
+        """Restores the memory of the tags (None: all) and its contents.
+
+        `timeout`: seconds to wait for memory that others hold; None waits indefinitely. Raises as `Client.resume` does.
+        """
+        return self._transition("resume", tags, [] if timeout == 0 else [f"--timeout={_seconds(timeout)}"])
+
+    def status(self) -> dict[int, Status]:
+        """The managed memory of each process, by its id."""
+        told = _run(["status", *(self._target or ["--all"]), "--json"])
+        return {process["pid"]: Status._from(process) for process in _processes(told)}
+
+    def paused(
+        self, tags: str | Iterable[str] | None = None, *, resume_timeout: float | None = None, **options: Any
+    ) -> _Paused:
+        """A context in which the job is paused, also for ``async with``. It is always resumed, whatever happens.
+
+        `resume_timeout`: as `timeout` of `resume`. The other arguments are those of `pause`.
+        """
+        return _Paused(self, tags, resume_timeout, options)
+
+    async def pause_async(self, tags: str | Iterable[str] | None = None, **options: Any) -> JobReport:
+        """`pause`, for asyncio. When cancelled, it still completes."""
+        return await _in_thread(lambda: self.pause(tags, **options))
+
+    async def resume_async(self, tags: str | Iterable[str] | None = None, *, timeout: float | None = 0.0) -> JobReport:
+        """`resume`, for asyncio. When cancelled, it still completes."""
+        return await _in_thread(lambda: self.resume(tags, timeout=timeout))
+
+    async def status_async(self) -> dict[int, Status]:
+        """`status`, for asyncio."""
+        return await _in_thread(self.status)
+
+    def _transition(self, verb: str, tags: str | Iterable[str] | None, options: list[str]) -> JobReport:
+        chosen = [tag for tag in _request.names(tags) if tag is not None]
+        told = _run([verb, *self._target, *self._ranks, *options, "--json", "--", *chosen])
+        reports = {process["pid"]: Report._from(process["report"]) for process in _processes(told)}
+        job: dict[str, Any] = next(iter(told.get("jobs", ())), {})
+        return JobReport(reports, job.get("attempts", 0), job.get("ms", 0.0))
+
+
+class _Paused(contextlib.AbstractContextManager[JobReport]):
+    def __init__(
+        self, job: Job, tags: str | Iterable[str] | None, resume_timeout: float | None, options: Mapping[str, Any]
+    ) -> None:
+        # A generator of tags is needed twice.
+        self._tags = tags if tags is None or isinstance(tags, str) else list(tags)
+        self._job, self._timeout, self._options = job, resume_timeout, options
+
+    def __enter__(self) -> JobReport:
+        try:
+            return self._job.pause(self._tags, **self._options)
+        except errors.Error:
+            raise
+        except BaseException:  # ^C, perhaps just after the pause was done
+            self._resume()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._resume()
+
+    async def __aenter__(self) -> JobReport:
+        pausing = asyncio.ensure_future(self._job.pause_async(self._tags, **self._options))
+        try:
+            return await asyncio.shield(pausing)
+        except asyncio.CancelledError:
+            with contextlib.suppress(errors.Error):
+                await pausing
+                await self._resume_whatever_comes()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._resume_whatever_comes()
+
+    async def _resume_whatever_comes(self) -> None:
+        resuming = asyncio.ensure_future(_in_thread(self._resume))
+        try:
+            await asyncio.shield(resuming)
+        except asyncio.CancelledError:
+            await resuming
+            raise
+
+    def _resume(self) -> None:
+        self._job.resume(self._tags, timeout=self._timeout)
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def _no_hold() -> list[str]:
+    return []
+
+
+def _seconds(timeout: float | None) -> str:
+    milliseconds = _request.milliseconds(timeout)
+    return "1000000000" if milliseconds is None else str(milliseconds / 1000)
+
+
+def _run(arguments: list[str]) -> dict[str, Any]:
+    from .__main__ import command  # at first use: `python -m vramctl` is about to run that module itself
+
+    ran = subprocess.run(
+        [command(), *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        told = json.loads(ran.stdout)
+        assert isinstance(told, dict)
+        return told
+    except (ValueError, AssertionError):
+        text = ran.stderr.strip() or f"it ended with {ran.returncode}"
+        raise errors.Internal(f"vramctl {arguments[0]}: {text}") from None
+
+
+def _processes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The processes of an answer. Raises what one of them could not do: what was only taken back says less."""
+    failed = [told["error"]] if told.get("error") else []
+    processes: list[dict[str, Any]] = list(told["processes"])
+    failed += [{**process["error"], "pid": process["pid"]} for process in processes if process.get("error")]
+    if failed:
+        cause = next((error for error in failed if error["code"] != "aborted"), failed[0])
+        kind = _OF_THE_COMMAND.get(cause["code"])
+        raise kind(cause["message"]) if kind else errors._from_reply(cause)
+    return processes
