@@ -328,9 +328,18 @@ fn a_process_may_be_killed_while_it_is_suspended() {
     machine.vramctl("suspend engine").expect(0, "suspended");
     drop(engine);
     machine.vramctl("resume --name engine").expect(3, "engine");
+    // At each step of a suspend.
+    for death in ["Lock:1:kill-before", "Checkpoint:1:kill-before", "Checkpoint:1:kill-after"] {
+        let engine = machine.start("engine");
+        assert_eq!(machine.vramctl_failing(&format!("cuCheckpointProcess{death}"), "suspend engine").code, None);
+        drop(engine);
+        machine.vramctl("suspend engine").expect(3, "engine");
+        machine.vramctl("resume --name engine").expect(3, "engine");
+    }
     machine.vramctl("suspend other").expect(0, "suspended");
     machine.vramctl("resume --name other").expect(0, "resumed");
     other.is_well();
+    assert_eq!(machine.gpus()[0].1, 1, "nothing of the others is left");
 }
 
 /// A job is suspended as one: what one process cannot do is taken back in the others.

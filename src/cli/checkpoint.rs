@@ -9,8 +9,13 @@ use crate::processes::{Found, Process, Target};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_config::socket_directory;
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::Transition;
@@ -86,20 +91,20 @@ pub fn join(found: &Found, target: &Target) -> Result<Vec<Member>, CommandError>
     found.choose_answering(target)?.into_iter().map(member).collect()
 }
 
-/// Loads the driver, to checkpoint or restore these.
-pub fn prepare(members: &[Member]) -> Result<(), CommandError> {
-    let unable = |why: String| Err(CommandError::new(Exit::Unsuspendable, why));
-    match checkpoint::prepare() {
-        Err(failure) if failure.code == code::NOT_FOUND && failure.call.starts_with("cuCheckpoint") => {
-            return unable("the driver is older than 570 and cannot checkpoint".into());
-        }
-        Err(failure) => return unable(format!("the driver cannot be used from here: {failure}")),
-        Ok(()) => (),
-    }
-    match members.iter().find(|member| member.pid == 0) {
-        Some(away) => unable(format!("{} is in another container: run vramctl there", away.process)),
-        None => Ok(()),
-    }
+/// Loads the driver, to checkpoint or restore.
+pub fn load() -> Result<(), CommandError> {
+    checkpoint::prepare().map_err(|failure| {
+        let is_old = failure.code == code::NOT_FOUND && failure.call.starts_with("cuCheckpoint");
+        let why = format!("the driver cannot be used from here: {failure}");
+        CommandError::new(Exit::Unsuspendable, if is_old { "the driver is older than 570 and cannot checkpoint".into() } else { why })
+    })
+}
+
+/// Fails if the driver would not know a process by the id that it has here.
+pub fn can_be_seen(members: &[Member]) -> Result<(), CommandError> {
+    let away = |member: &Member| format!("{} is in another container: run vramctl there", member.process);
+    let away = members.iter().find(|member| member.pid == 0).map(away);
+    away.map_or(Ok(()), |why| Err(CommandError::new(Exit::Unsuspendable, why)))
 }
 
 /// Runs a step for all members at once. `stage`: what its time is called.
@@ -173,7 +178,7 @@ fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
 
 /// Brings processes back to running, from wherever each is.
 pub fn restore(members: &mut [Member], map: &GpuMap, timeout: Duration) -> Result<(), CommandError> {
-    wait_for_room(&needs(members, map, false), timeout)?;
+    let _turn = wait_for_room(|| needs(members, map, false), timeout)?;
     let restored = first(all(members, "restore", |member| member.restore(map)));
     let unlocked = first(all(members, "unlock", Member::unlock));
     restored.and(unlocked)
@@ -199,18 +204,28 @@ pub fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<Stri
     needs
 }
 
-pub fn wait_for_room(needs: &BTreeMap<String, u64>, timeout: Duration) -> Result<(), CommandError> {
+/// Waits until there is room for what is needed. Holds the turn among this user's restores, so that no other takes it meanwhile.
+pub fn wait_for_room(needs: impl Fn() -> BTreeMap<String, u64>, timeout: Duration) -> Result<Option<File>, CommandError> {
     const LOOK_AGAIN: Duration = Duration::from_millis(50);
     let deadline = Instant::now() + timeout;
     loop {
-        let cards = cards();
+        let (turn, needs) = (take_turn(), needs());
+        let cards = if needs.is_empty() { Vec::new() } else { cards() };
         let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
-        let Some(card) = cards.iter().find(is_short) else { return Ok(()) };
+        let Some(card) = cards.iter().find(is_short) else { return Ok(turn) };
         if Instant::now() >= deadline {
             return Err(short(card, needs[&card.uuid]).adding(". The job stays suspended; nothing is lost"));
         }
+        drop(turn);
         thread::sleep(LOOK_AGAIN);
     }
+}
+
+/// A lock on a file beside the control sockets, until it is dropped. `None` where there can be no such file.
+fn take_turn() -> Option<File> {
+    let file = File::options().create(true).append(true).mode(0o600).open(socket_directory().join("restore.lock")).ok()?;
+    // SAFETY: an open descriptor. A signal may end the wait: then there is no turn, and all goes on without.
+    (unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) } == 0).then_some(file)
 }
 
 /// Too little memory on a GPU.
@@ -246,6 +261,9 @@ impl Member {
 
     /// The driver's refusal, with the state that it has left the process in.
     fn refused(&self, step: &str, failure: Failure) -> CommandError {
+        if !Path::new(&format!("/proc/{}", self.pid)).exists() {
+            return CommandError::new(Exit::NoProcess, format!("{} has ended", self.process));
+        }
         let lost = match checkpoint::state(self.pid) {
             Ok(ProcessState::Failed) => "; the driver reports the process as FAILED. It is lost: end it and start it again",
             // What driver 580 answers then, for ever.

@@ -70,7 +70,8 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     }
     let map = permutation(&cards, &from, &to)?;
     check_restorable(&members)?;
-    checkpoint::prepare(&members)?;
+    checkpoint::can_be_seen(&members)?;
+    checkpoint::load()?;
     check_room(&members, &cards, &map)?;
 
     let request = Transition { hold_ms: Some(u64::try_from(args.hold_timeout.as_millis()).unwrap_or(u64::MAX)), ..Transition::default() };

@@ -7,6 +7,7 @@ use crate::output;
 use crate::processes::{Found, Target};
 use crate::target::{TargetArgs, seconds};
 use clap_complete::ArgValueCandidates;
+use std::thread;
 use std::time::Duration;
 use vramctl_control::protocol::Transition;
 use vramctl_driver::checkpoint::GpuMap;
@@ -71,8 +72,11 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
         ..Transition::default()
     };
 
-    let able = checkpoint::prepare(&members);
+    // Loading the driver takes a while, which the pause takes anyway.
+    let loading = thread::spawn(checkpoint::load);
     checkpoint::pause(&found, &mut members, request)?;
+    let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    let able = checkpoint::can_be_seen(&members).and(loaded);
     match able.and_then(|()| checkpoint::take(&mut members, args.hold_timeout)) {
         Ok(()) => {
             let line =
@@ -101,8 +105,9 @@ pub fn bring_back(target: &Target, all_tags: bool, timeout: Duration, quiet: boo
     }
     let mut members = checkpoint::join(&found, target)?;
     members.retain(|member| member.process.suspended().is_some());
-    checkpoint::prepare(&members)?;
-    checkpoint::wait_for_room(&checkpoint::needs(&members, &GpuMap::new(), all_tags), timeout)?;
+    checkpoint::can_be_seen(&members)?;
+    checkpoint::load()?;
+    drop(checkpoint::wait_for_room(|| checkpoint::needs(&members, &GpuMap::new(), all_tags), timeout)?);
     checkpoint::restore(&mut members, &GpuMap::new(), timeout)?;
     let line = |member: &checkpoint::Member| format!("restored {} {}", member.process, member.done.took());
     members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))
