@@ -205,6 +205,12 @@ impl Wire {
 fn a_job_is_paused_and_resumed_as_one() {
     let machine = Machine::new();
     let mut ranks: [Rank; 3] = machine.job("engine");
+    let ps = machine.vramctl("ps").expect(0, "", "");
+    for rank in 1..=3 {
+        let of_rank = |line: &str| line.contains("engine") && line.contains("active") && line.contains(&format!("engine {rank}/3"));
+        let line = ps.out.lines().find(|line| of_rank(line)).unwrap_or_else(|| panic!("{}", ps.out));
+        assert!(line.contains("0 GPU-"), "{line}");
+    }
     let paused = machine.vramctl("pause --name engine --hold --json").expect(0, "", "").json();
     assert_eq!(paused["processes"].as_array().unwrap().len(), 3, "{paused}");
     assert_eq!((&paused["jobs"][0]["job"], &paused["jobs"][0]["committed"]), (&json!("engine"), &json!(true)), "{paused}");

@@ -82,7 +82,7 @@ class Job:
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
         options += ["--force"] if force else []
         options += [f"--registered={registered}"] if registered != "refuse" else []
-        options += _no_hold() if hold is None else ["--hold", f"--hold-timeout={_seconds(hold)}"]
+        options += ["--no-hold"] if hold is None else [f"--hold-timeout={_seconds(hold)}"]
         options += [] if timeout is None else [f"--timeout={_seconds(timeout)}"]
         return self._transition("pause", tags, options)
 
@@ -176,10 +176,6 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
 
 async def _in_thread(work: Callable[[], _T]) -> _T:
     return await asyncio.get_running_loop().run_in_executor(None, work)
-
-
-def _no_hold() -> list[str]:
-    return []
 
 
 def _seconds(timeout: float | None) -> str:

@@ -4,11 +4,14 @@ use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Process, Target};
 use crate::target::GpuArgs;
+use std::collections::BTreeMap;
+use vramctl_driver::uuid_of_index;
 use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-A process appears with its first managed allocation. One that does not answer is listed with the reason.
+A process appears with its first managed allocation. One that does not answer is listed with the reason. A job is all processes of \
+one `vramctl run`, or of one --name: \"engine 2/4\" is its second of four processes. They are paused and resumed as one.
 
 Examples:
   vramctl ps
@@ -24,25 +27,55 @@ pub struct Args {
 
 pub fn ps(args: &Args) -> Result<Exit, CommandError> {
     let mut found = Found::look(&Target::All)?;
+    let jobs = Jobs::of(&found.processes);
     found.keep_on(&args.gpu.gpu)?;
     if args.json {
         output::json(&found.processes)?;
     } else if found.processes.is_empty() {
         output::complain("note", &found.nothing());
     } else {
-        output::say(&output::table(&["PID", "NAME", "STATE", "BYTES", "GPU", "TAGS", "PROGRAM"], found.processes.iter().map(row)))?;
+        let indices = indices();
+        let rows = found.processes.iter().map(|process| row(process, &jobs, &indices));
+        output::say(&output::table(&["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"], rows))?;
     }
     Ok(Exit::Done)
 }
 
-fn row(process: &Process) -> Vec<String> {
+/// The processes of each job, in order.
+struct Jobs(BTreeMap<String, Vec<u32>>);
+
+impl Jobs {
+    fn of(processes: &[Process]) -> Self {
+        let mut jobs = BTreeMap::<_, Vec<_>>::new();
+        for process in processes {
+            jobs.entry(process.job().unwrap_or_default().to_owned()).or_default().push(process.pid);
+        }
+        Self(jobs)
+    }
+
+    /// The job, and which of its processes this is.
+    fn place_of(&self, process: &Process) -> String {
+        let Some((job, pids)) = process.job().and_then(|job| self.0.get_key_value(job)) else { return String::new() };
+        let rank = 1 + pids.iter().position(|pid| *pid == process.pid).unwrap_or_default();
+        format!("{job} {rank}/{}", pids.len())
+    }
+}
+
+/// The GPUs' indices in `nvidia-smi`, by UUID. None without NVML.
+fn indices() -> BTreeMap<String, u32> {
+    (0..).map_while(|index| Some((uuid_of_index(index)?, index))).collect()
+}
+
+fn row(process: &Process, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<String> {
     let pid = process.pid.to_string();
     match &process.status {
         Ok(status) => {
             let memory = &status.memory;
             let tags: Vec<_> = memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
             // Enough of the UUID to tell GPUs apart.
-            let gpus: Vec<_> = process.gpus().map(|uuid| uuid.get(..12).unwrap_or(uuid)).collect();
+            let short = |uuid: &str| uuid.get(..12).unwrap_or(uuid).to_owned();
+            let named = |uuid: &str| indices.get(uuid).map_or_else(|| short(uuid), |index| format!("{index} {}", short(uuid)));
+            let gpus: Vec<_> = process.gpus().map(named).collect();
             let bytes = memory.tags.iter().map(|tag| tag.bytes).sum();
             vec![
                 pid,
@@ -50,12 +83,22 @@ fn row(process: &Process) -> Vec<String> {
                 process.state(),
                 Bytes(bytes).to_string(),
                 gpus.join(", "),
+                jobs.place_of(process),
                 tags.join(", "),
                 status.process.program.clone(),
             ]
         }
         Err(failure) => {
-            vec![pid, process.name().unwrap_or("?").into(), "?".into(), "?".into(), "?".into(), String::new(), failure.to_string()]
+            vec![
+                pid,
+                process.name().unwrap_or("?").into(),
+                "?".into(),
+                "?".into(),
+                "?".into(),
+                String::new(),
+                String::new(),
+                failure.to_string(),
+            ]
         }
     }
 }
