@@ -31,6 +31,20 @@ class Jobs(unittest.TestCase):
         self.assertEqual(self.job.pause("weights", hold=None, timeout=5, backup="host").bytes, 16 * MIB)
         self.assertEqual(self.job.resume(iter(["weights", "kv_cache"])).bytes, 16 * MIB)
 
+    def test_it_leaves_the_gpu_and_comes_back(self) -> None:
+        report = self.job.suspend(backup="host")
+        self.assertEqual(set(report), {rank.pid for rank in self.ranks})
+        self.assertEqual(set(report[self.ranks[0].pid].stages), {"pause", "aside", "lock", "checkpoint"})
+        self.assertGreater(report[self.ranks[0].pid].bytes, 0)
+        with self.assertRaises(errors.Suspended):
+            vramctl.Client(self.ranks[0].pid).pause()
+        self.assertEqual(self.job.resume().bytes, 24 * MIB)
+        self.assertEqual(self.states(), {"active"})
+        with self.assertRaises(errors.Error):
+            self.job.move(7)
+        self.assertEqual(len(asyncio.run(self.job.suspend_async())), 2)
+        self.job.resume()
+
     def test_it_is_always_resumed(self) -> None:
         with self.assertRaises(KeyError), self.job.paused(iter(["weights"])) as report:
             self.assertEqual((report.bytes, self.states()), (16 * MIB, {"paused", "active"}))

@@ -39,7 +39,7 @@ from ._request import Backup, Tags
 from ._types import Device, Hello, Host, LeftAlone, Progress, Report, Status, Tag
 from .client import Client, Process, processes
 from .errors import Error
-from .job import Job, JobReport
+from .job import Job, JobReport, StepsReport
 
 __all__ = [
     "Client",
@@ -54,6 +54,7 @@ __all__ = [
     "Progress",
     "Report",
     "Status",
+    "StepsReport",
     "Tag",
     "__version__",
     "backup_of",

@@ -20,7 +20,7 @@ from ._types import Report, Status
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Job", "JobReport"]
+__all__ = ["Job", "JobReport", "StepsReport"]
 
 _T = TypeVar("_T")
 
@@ -29,6 +29,8 @@ _OF_THE_COMMAND: dict[str, type[errors.Error]] = {
     "no_process": errors.NoProcess,
     "usage": errors.SeveralProcesses,
     "no_memory": errors.DeviceMemory,
+    "busy": errors.Busy,
+    "unsuspendable": errors.NotRestorable,
 }
 
 
@@ -47,6 +49,18 @@ class JobReport:
     def bytes(self) -> int:
         """The device memory released or taken back, of all processes."""
         return sum(report.bytes for report in self.processes.values())
+
+
+@dataclass(frozen=True)
+class StepsReport:
+    """What `Job.suspend` or `Job.move` did to one process."""
+
+    #: The device memory released: of its tags, and of the rest.
+    bytes: int
+    #: Milliseconds in all.
+    ms: float
+    #: Milliseconds by step: pause, aside, lock, checkpoint; of a move, restore, unlock and resume, too.
+    stages: Mapping[str, float]
 
 
 class Job:
@@ -92,6 +106,44 @@ class Job:
         `timeout`: seconds to wait for memory that others hold; None waits indefinitely. Raises as `Client.resume` does.
         """
         return self._transition("resume", tags, [] if timeout == 0 else [f"--timeout={_seconds(timeout)}"])
+
+    def suspend(
+        self, *, backup: Backup = "default", force: bool = False, registered: str = "refuse", hold: float = 10.0
+    ) -> dict[int, StepsReport]:
+        """Takes the job off its GPUs entirely: pauses all tags, then has the driver checkpoint the rest. By process id.
+
+        `resume` brings it back. The arguments are those of `pause`. Raises `errors.NotRestorable` for what the driver could not
+        restore: all tags are paused then, and the rest stays on the GPU.
+        """
+        options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
+        options += ["--force"] if force else []
+        options += [f"--registered={registered}", f"--hold-timeout={_seconds(hold)}"]
+        return self._steps("suspend", options)
+
+    def move(
+        self, to: int | str | Iterable[int | str], *, swap: str | None = None, hold: float = 10.0
+    ) -> dict[int, StepsReport]:
+        """Goes on with other GPUs of the same model. By process id.
+
+        `to`: index in ``nvidia-smi``, UUID or bus id; one for each GPU of the job. `swap`: the name of the job that is there, which
+        goes to the GPUs of this one. If it cannot be moved, it runs on where it was, and the exception says why.
+        """
+        gpus = [to] if isinstance(to, (int, str)) else list(to)
+        options = [f"--to={','.join(map(str, gpus))}", f"--hold-timeout={_seconds(hold)}"]
+        return self._steps("move", options + ([] if swap is None else [f"--swap={swap}"]))
+
+    async def suspend_async(self, **options: Any) -> dict[int, StepsReport]:
+        """`suspend`, for asyncio. When cancelled, it still completes."""
+        return await _in_thread(lambda: self.suspend(**options))
+
+    async def move_async(self, to: int | str | Iterable[int | str], **options: Any) -> dict[int, StepsReport]:
+        """`move`, for asyncio. When cancelled, it still completes."""
+        return await _in_thread(lambda: self.move(to, **options))
+
+    def _steps(self, verb: str, options: list[str]) -> dict[int, StepsReport]:
+        told = _run([verb, *self._target, *options, "--json"])
+        reports = {process["pid"]: process["report"] for process in _processes(told)}
+        return {pid: StepsReport(report["bytes"], report["ms"], report["stages"]) for pid, report in reports.items()}
 
     def status(self) -> dict[int, Status]:
         """The managed memory of each process, by its id."""

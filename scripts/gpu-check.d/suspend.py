@@ -181,7 +181,11 @@ def suspend_and_resume(vramctl, times):
             after = json.loads(child.stdout.readline())
             if not after["same"] or after["digest"] != undisturbed["digest"]:
                 failed.append(f"round {number}: {after}, undisturbed {undisturbed}")
-        check(f"{times} times suspended in the middle of its work, resumed, and every loss equal", not failed, " ".join(failed)[:2000])
+        check(
+            f"{times} times suspended in the middle of its work, resumed, and every loss equal",
+            not failed,
+            " ".join(failed)[:2000],
+        )
         check("nothing of it was on the GPU", meanwhile and max(meanwhile) <= 16, f"{meanwhile} MiB in use, {there} before")
         check("another process took 130 GiB meanwhile", fitted)
         # Torch's cache grows meanwhile.
@@ -199,8 +203,14 @@ def suspend_and_resume(vramctl, times):
         for _ in range(2):
             _, text, _ = run(sys.executable, os.path.abspath(__file__), "--driver", str(child.pid))
             alone.append(json.loads(text))
-        check("the driver alone, without a pause by tag", not any("failed" in row for row in alone) and ask(child, "check")["same"], str(alone[-1].get("failed", "")))
-        first = " ".join(f"{name.removeprefix('cuCheckpointProcess')} {median(alone, name)}" for name in alone[0] if name != "failed")
+        check(
+            "the driver alone, without a pause by tag",
+            not any("failed" in row for row in alone) and ask(child, "check")["same"],
+            str(alone[-1].get("failed", "")),
+        )
+        first = " ".join(
+            f"{name.removeprefix('cuCheckpointProcess')} {median(alone, name)}" for name in alone[0] if name != "failed"
+        )
         print(f"  the driver's checkpoint alone: {first} ms", flush=True)
 
 
@@ -229,9 +239,16 @@ def move(vramctl, times):
                 failed.append(f"move {number}: {used} MiB in use")
             if status["devices"][0]["uuid"] != uuids[there]:
                 failed.append(f"move {number}: status says {status['devices'][0]['uuid']}, it is on {uuids[there]}")
-        check(f"{times} times to the other GPU and back, in the middle of its work, results equal", not failed, " ".join(failed)[:2000])
+        check(
+            f"{times} times to the other GPU and back, in the middle of its work, results equal",
+            not failed,
+            " ".join(failed)[:2000],
+        )
         if took:
-            print(f"  vramctl move: {statistics.median(took):.0f} ms; the program is told {told}, the GPUs are {uuids}", flush=True)
+            print(
+                f"  vramctl move: {statistics.median(took):.0f} ms; the program is told {told}, the GPUs are {uuids}",
+                flush=True,
+            )
 
 
 def main():

@@ -62,8 +62,12 @@ pub fn uses() -> Vec<GpuUse> {
     let of = |device| {
         let known = nvml.as_ref().map_or_else(Vec::new, |nvml| nvml.processes(device));
         let own = known.iter().find(|holder| holder.pid == process::id());
-        let bytes = own.and_then(|own| own.bytes).unwrap_or_else(|| if has_context(device) { USUAL } else { 0 });
-        Some(GpuUse { uuid: uuid(device)?, bytes })
+        let uuid = uuid(device)?;
+        let guess = || {
+            let used = nvml.as_ref().and_then(|nvml| nvml.used(&uuid)).unwrap_or(USUAL);
+            if has_context(device) { USUAL.min(used) } else { 0 }
+        };
+        Some(GpuUse { bytes: own.and_then(|own| own.bytes).unwrap_or_else(guess), uuid })
     };
     devices.filter_map(of).collect()
 }
@@ -175,6 +179,16 @@ impl Nvml {
                 && (self.memory)(handle, &raw mut memory) == SUCCESS;
             answered.then(|| Card { index, uuid, name: read(&text), bus: read(&bus.bus), free: memory.free })
         }
+    }
+
+    /// Bytes in use on a GPU, whoever has them.
+    fn used(&self, uuid: &str) -> Option<u64> {
+        let (uuid, mut handle) = (CString::new(uuid).ok()?, ptr::null_mut());
+        let mut memory = MemoryInfo { total: 0, free: 0, used: 0 };
+        // SAFETY: NVML is initialised; `handle` and `memory` are writable.
+        let answered =
+            unsafe { (self.by_uuid)(uuid.as_ptr(), &raw mut handle) == SUCCESS && (self.memory)(handle, &raw mut memory) == SUCCESS };
+        answered.then_some(memory.used)
     }
 
     fn processes(&self, device: CUdevice) -> Vec<Holder> {
