@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
-use vramctl_intercept::launch;
+use vramctl_intercept::{hooks, launch};
 use vramctl_model::{Error, Kind, Observer, Report, TagState, TransitionRequest};
 
 fn pause_held(tags: &[&str], limit: Duration) -> Result<Report, Error> {
@@ -252,4 +252,23 @@ fn a_program_is_held_by_one_at_a_time() {
     drop(first);
     assert!(!gate::is_held());
     drop(Memory::get().hold().unwrap());
+}
+
+/// However the last of what is paused goes, the program goes on: nobody could resume it any more.
+#[test]
+fn a_program_goes_on_when_the_last_of_what_is_paused_goes() {
+    type End = fn(u64) -> u32;
+    let ends: [(&str, End); 3] = [
+        ("cudaFree", common::free),
+        ("cudaFreeAsync", |address| unsafe { hooks::cudaFreeAsync(address as *mut _, Stream::create().handle()) }),
+        ("cudaDeviceReset", |_| unsafe { hooks::cudaDeviceReset() }),
+    ];
+    let _gpu = Gpu::take();
+    for (how, end) in ends {
+        let address = malloc_tagged("last", None, 2 * MIB).unwrap();
+        pause_held(&["last"], LONG).unwrap();
+        assert!(gate::is_held(), "{how}");
+        assert_eq!(end(address), 0, "{how}");
+        assert!(!gate::is_held(), "{how}");
+    }
 }

@@ -8,6 +8,7 @@ use common::{DEVICE_BYTES, DEVICES, Gpu, MIB, Stream, malloc_tagged, pattern, pa
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::ptr;
+use std::time::Duration;
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_intercept::entries;
 use vramctl_model::{Backup, Registered, TagState, TransitionRequest};
@@ -595,4 +596,16 @@ proptest! {
         prop_assert_eq!(pages_in_use(&gpu), 0);
         prop_assert_eq!(Memory::get().status().tags.len(), 0);
     }
+}
+
+/// The release of the last handle that is paused lets a held program go on: nobody could resume it any more.
+#[test]
+fn a_held_program_goes_on_when_its_last_handle_is_released() {
+    let _gpu = Gpu::take();
+    let handle = create("last", None, PAGE).unwrap();
+    let held = TransitionRequest { hold: Some(Duration::from_secs(20)), ..common::request(&["last"]) };
+    Memory::get().pause(&held, &mut ()).unwrap();
+    assert!(vramctl_core::gate::is_held());
+    assert_eq!(unsafe { entries::cuMemRelease(handle) }, 0);
+    assert!(!vramctl_core::gate::is_held());
 }

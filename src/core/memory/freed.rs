@@ -71,6 +71,7 @@ impl Memory {
             let (_, allocation) = self.allocations.remove(&address)?;
             self.freed.add(Freed { allocation, stream, before });
         }
+        self.let_go();
         self.release_freed();
         Some(Ok(()))
     }

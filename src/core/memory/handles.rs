@@ -283,6 +283,7 @@ impl Memory {
         {
             log::debug!("{failure}; will retry");
         }
+        self.let_go();
     }
 
     /// Gives paused or active memory addresses for copies, where the program has mapped it nowhere with full access.

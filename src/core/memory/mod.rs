@@ -211,7 +211,6 @@ impl Memory {
             self.allocations.insert(address, allocation);
         }
         drop(shared);
-        // It may have been the last that was paused.
         self.let_go();
         Some(freed)
     }
@@ -301,6 +300,7 @@ impl Memory {
                 log::debug!("{error}; will retry");
             }
         }
+        self.let_go();
     }
 
     /// Gives the current context's device access to `other`'s memory, present and future. `cudaDeviceEnablePeerAccess`

@@ -47,7 +47,7 @@ impl Memory {
         borrow::any_set_aside() || self.snapshot().iter().any(|allocation| allocation.is_paused())
     }
 
-    /// Lets a held program go on, once nothing is paused.
+    /// Lets a held program go on, once nothing is paused. Called wherever something may have been the last that was.
     pub(crate) fn let_go(&self) {
         gate::let_go(|| self.any_paused());
     }
