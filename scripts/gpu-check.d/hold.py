@@ -1,4 +1,4 @@
-"""A PyTorch training loop is paused at random moments, from outside: its losses are those of an undisturbed run, bit for bit.
+"""A PyTorch training loop (data from worker processes; eager, and compiled) is paused at random moments, from outside: its losses are those of an undisturbed run, bit for bit.
 
 usage: hold.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check
        hold.py --program            the training loop, which hold.py starts under `vramctl run`
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-STEPS = 1500
+STEPS = 1000
 
 
 def program():
@@ -22,17 +22,27 @@ def program():
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(True)
 
-    def losses():
+    class Data(torch.utils.data.Dataset):
+        """Made by worker processes, from the number of the step alone."""
+
+        def __len__(self):
+            return STEPS
+
+        def __getitem__(self, step):
+            return torch.randn(512, 2048, generator=torch.Generator().manual_seed(step % 16))
+
+    def losses(compile):
         torch.manual_seed(7)
         model = torch.nn.Sequential(
             torch.nn.Linear(2048, 4096), torch.nn.GELU(), torch.nn.LayerNorm(4096), torch.nn.Linear(4096, 2048)
         ).cuda()
+        forward = torch.compile(model, dynamic=False) if compile else model
         adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-        host = torch.randn(16, 512, 2048).pin_memory()
+        loader = torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=4, pin_memory=True)
         seen = []
-        for step in range(STEPS):
-            data = host[step % 16].to("cuda", non_blocking=True)
-            loss = (model(data) - data.flip(0)).square().mean()
+        for step, host in enumerate(loader):
+            data = host.to("cuda", non_blocking=True)
+            loss = (forward(data) - data.flip(0)).square().mean()
             adam.zero_grad(set_to_none=step % 2 == 0)
             loss.backward()
             adam.step()
@@ -45,11 +55,11 @@ def program():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         graph_output = (graph_input * 3).cumsum(0)
-    losses()
+    losses(compile=True)
     print(json.dumps({"ready": True}), flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
         began = time.monotonic()
-        seen = losses()
+        seen = losses(compile="compile" in line)
         graph.replay()
         same = bool((keep == 7).all()) and float(graph_output[-1]) == float(3 << 20)
         digest = hashlib.sha256(json.dumps(seen).encode()).hexdigest()
@@ -59,6 +69,48 @@ def program():
 def used_mib():
     smi = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
+def rounds(vramctl, check, ask, child, how, times):
+    """A run of the loop that is paused at random moments. Returns whether the program can go on."""
+    ask(how)
+    undisturbed = json.loads(child.stdout.readline())
+    ask(how)
+    again = json.loads(child.stdout.readline())
+    check(
+        f"{how}: two undisturbed runs are the same", undisturbed["digest"] == again["digest"], f"{undisturbed['s']:.1f} s each"
+    )
+
+    chance, paused_ms, resumed_ms, least, refused = random.Random(how), [], [], [], []
+    ask(how)
+    for number in range(times):
+        time.sleep(chance.uniform(0, 0.9 * undisturbed["s"] / times))
+        answer = subprocess.run([vramctl, "pause", "--name", "hold", "--json"], capture_output=True, text=True, timeout=60)
+        if answer.returncode:
+            refused.append(answer.stdout + answer.stderr)
+            continue
+        paused_ms.append(json.loads(answer.stdout)["processes"][0]["report"]["ms"])
+        least.append(used_mib())
+        answer = subprocess.run([vramctl, "resume", "--name", "hold", "--json"], capture_output=True, text=True, timeout=60)
+        if answer.returncode:
+            check(f"{how}: resume {number}", False, answer.stdout + answer.stderr)
+            return False
+        resumed_ms.append(json.loads(answer.stdout)["processes"][0]["report"]["ms"])
+    disturbed = json.loads(child.stdout.readline())
+    check(f"{how}: {times} pauses at random moments", not refused and bool(paused_ms), f"{len(refused)} refused {refused[:1]}")
+    check(
+        f"{how}: every loss is the same, bit for bit",
+        disturbed["digest"] == undisturbed["digest"],
+        f"the last is {disturbed['last']}",
+    )
+    check(f"{how}: memory that the loop does not use, and a captured graph", disturbed["same"])
+    check(
+        f"{how}: the memory was free meanwhile",
+        max(least, default=99999) < 1331,
+        f"at most {max(least, default=0)} MiB in use; pause {statistics.median(paused_ms):.0f} ms, "
+        f"resume {statistics.median(resumed_ms):.0f} ms (medians of {len(paused_ms)})",
+    )
+    return True
 
 
 def main():
@@ -73,43 +125,13 @@ def main():
     try:
         child.stdout.readline()
 
-        def ask():
-            child.stdin.write("\n")
+        def ask(how):
+            child.stdin.write(f"{how}\n")
             child.stdin.flush()
 
-        ask()
-        undisturbed = json.loads(child.stdout.readline())
-        ask()
-        again = json.loads(child.stdout.readline())
-        check("two undisturbed runs are the same", undisturbed["digest"] == again["digest"], f"{undisturbed['s']:.1f} s each")
-
-        chance, paused_ms, resumed_ms, least, refused = random.Random(5), [], [], [], []
-        ask()
-        for number in range(times):
-            time.sleep(chance.uniform(0, 0.9 * undisturbed["s"] / times))
-            answer = subprocess.run(
-                [vramctl, "pause", "--name", "hold", "--json"], capture_output=True, text=True, timeout=60
-            )
-            if answer.returncode:
-                refused.append(answer.stdout + answer.stderr)
-                continue
-            paused_ms.append(json.loads(answer.stdout)["processes"][0]["report"]["ms"])
-            least.append(used_mib())
-            answer = subprocess.run([vramctl, "resume", "--name", "hold", "--json"], capture_output=True, text=True, timeout=60)
-            if answer.returncode:
-                check(f"resume {number}", False, answer.stdout + answer.stderr)
+        for how, share in (("eager", times // 2), ("compile", times - times // 2)):
+            if not rounds(vramctl, check, ask, child, how, share):
                 return
-            resumed_ms.append(json.loads(answer.stdout)["processes"][0]["report"]["ms"])
-        disturbed = json.loads(child.stdout.readline())
-        check(f"{times} pauses at random moments", not refused and bool(paused_ms), f"{len(refused)} refused {refused[:1]}")
-        check("every loss is the same, bit for bit", disturbed["digest"] == undisturbed["digest"], f"the last is {disturbed['last']}")
-        check("memory that the loop does not use, and a captured graph", disturbed["same"])
-        check(
-            "the memory was free meanwhile",
-            max(least, default=99999) < 1331,
-            f"at most {max(least, default=0)} MiB in use; pause {statistics.median(paused_ms):.0f} ms, "
-            f"resume {statistics.median(resumed_ms):.0f} ms (medians of {len(paused_ms)})",
-        )
         child.stdin.close()
         check("the program ends well", child.wait(30) == 0)
     finally:
