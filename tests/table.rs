@@ -133,10 +133,12 @@ const NOT_GATED: &[(&str, &[&str])] = &[
             "cuFlushGPUDirectRDMAWrites",
         ],
     ),
+    ("waits: threads in it are released when the work ends", &["*Synchronize"]),
     (
-        "waits: threads in it are released when the work ends",
-        &["*Synchronize", "cuStreamWaitEvent", "cuEventRecord*", "cuCtxWaitEvent", "cuCtxRecordEvent"],
+        "orders work that others start, and touches no memory",
+        &["cuStreamWaitEvent", "cuEventRecord*", "cuCtxWaitEvent", "cuCtxRecordEvent"],
     ),
+    ("runs on the host, where calls of CUDA are not permitted", &["cuStreamAddCallback"]),
     (
         "takes or gives memory, which waits for the pause by itself; it does not touch what is paused",
         &[
@@ -171,7 +173,6 @@ const NOT_GATED: &[(&str, &[&str])] = &[
             "cuStreamCreate*",
             "cuStreamDestroy",
             "cuStreamSet*",
-            "cuStreamAddCallback",
             "cuEventCreate*",
             "cuEventDestroy",
             "cuGreenCtx*",
