@@ -174,7 +174,7 @@ fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
         machine.vramctl("ps").expect(0, "suspended");
         machine.vramctl("pause").expect(5, "vramctl resume");
         machine.vramctl("set-tag x").expect(5, "suspended");
-        machine.vramctl("suspend --name engine").expect(0, "");
+        machine.vramctl("suspend --name engine").expect(0, "already suspended");
         engine.tell("verify");
         machine.vramctl("resume").expect(0, "resumed default of engine");
         engine.line("verify");
@@ -340,6 +340,25 @@ fn a_process_may_be_killed_while_it_is_suspended() {
     machine.vramctl("resume --name other").expect(0, "resumed");
     other.is_well();
     assert_eq!(machine.gpus()[0].1, 1, "nothing of the others is left");
+}
+
+/// What the library cannot know of. The message says that the process is lost, and what to do.
+#[test]
+fn a_process_that_the_driver_has_lost_is_reported_as_that() {
+    let machine = Machine::new();
+    let lost = machine.start_with("lost", |command| _ = command.env("SIMGPU_UNRESTORABLE", "1"));
+    machine.vramctl("suspend lost").expect(0, "suspended");
+    for command in ["resume", "resume", "suspend lost"] {
+        machine.vramctl(command).expect(1, "reports the process as FAILED. It is lost: end it and start it again");
+        machine.vramctl("ps").expect(0, "suspended");
+    }
+    drop(lost);
+    let mut engine = machine.start("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended");
+    let spoilt = machine.vramctl_failing("cuCheckpointProcessRestore:1:304", "resume");
+    spoilt.expect(1, "an earlier restore has failed for lack of memory");
+    machine.vramctl("resume").expect(0, "resumed");
+    engine.is_well();
 }
 
 /// A job is suspended as one: what one process cannot do is taken back in the others.

@@ -171,7 +171,6 @@ pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError>
 fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
     first(all(members, "aside", |member| {
         member.gpus = member.client.suspend().map_err(|error| member.failed(error))?;
-        member.done.rest_bytes = member.gpus.iter().map(|gpu| gpu.bytes).sum();
         Ok(())
     }))
 }
@@ -290,13 +289,22 @@ impl Member {
     fn checkpoint(&mut self) -> Result<(), CommandError> {
         match self.state()? {
             ProcessState::Checkpointed => Ok(()),
-            _ => checkpoint::checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure)),
+            _ => {
+                checkpoint::checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure))?;
+                self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
+                Ok(())
+            }
         }
     }
 
     fn restore(&mut self, map: &GpuMap) -> Result<(), CommandError> {
-        if self.state()? != ProcessState::Checkpointed {
-            return Ok(());
+        match self.state()? {
+            ProcessState::Running | ProcessState::Locked => return Ok(()),
+            ProcessState::Checkpointed => (),
+            ProcessState::Failed => {
+                let failure = Failure { call: "cuCheckpointProcessRestore", code: code::ILLEGAL_STATE };
+                return Err(self.refused("restore", failure));
+            }
         }
         let own: GpuMap = map.iter().filter(|(old, _)| self.gpus.iter().any(|gpu| gpu.uuid == *old)).cloned().collect();
         let restored = match checkpoint::restore(self.pid, map) {

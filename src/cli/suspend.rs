@@ -79,8 +79,10 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     let able = checkpoint::can_be_seen(&members).and(loaded);
     match able.and_then(|()| checkpoint::take(&mut members, args.hold_timeout)) {
         Ok(()) => {
-            let line =
-                |member: &checkpoint::Member| format!("suspended {}: {} freed {}", member.process, member.bytes(), member.done.took());
+            let line = |member: &checkpoint::Member| match member.done.bytes() {
+                0 => format!("nothing to do: {} is already suspended", member.process),
+                _ => format!("suspended {}: {} freed {}", member.process, member.bytes(), member.done.took()),
+            };
             checkpoint::tell(&members, args.json, args.quiet, line)?;
             Ok(Exit::Done)
         }

@@ -31,6 +31,10 @@ const MEMORIES: usize = 1024;
 /// What distinguishes a shared memory's file from all others: device and inode.
 pub type Key = (u64, u64);
 const COMMAND: usize = 64;
+/// A restore has lacked room.
+const OUT_OF_ROOM: u32 = 1;
+/// The process has something that is never restored.
+const UNRESTORABLE: u32 = 2;
 /// Changes with the layout of [`Shared`], so that different versions do not share a machine.
 const MAGIC: u64 = 0x7369_6d67_7075_0003;
 /// The byte that is locked while capacity is handed out; the slots' bytes and those of shared memories follow it. Record locks apply to offsets, so the
@@ -46,7 +50,7 @@ struct Slot {
     inside: AtomicU32,
     /// Shared memories that the process refers to.
     shares: AtomicU32,
-    /// Whether a restore has failed for good.
+    /// Why a restore fails for good: 0, [`OUT_OF_ROOM`] or [`UNRESTORABLE`].
     spoilt: AtomicU32,
     used: [AtomicU64; MAX_DEVICES],
     /// What it used when it was checkpointed.
@@ -475,16 +479,17 @@ impl Machine {
                 return Err(INVALID_VALUE);
             }
             // Observed: a restore that has failed for lack of memory leaves a process that cannot be restored at all.
-            if slot.spoilt.load(Ordering::Relaxed) != 0 {
+            let spoilt = slot.spoilt.load(Ordering::Relaxed);
+            if spoilt == OUT_OF_ROOM {
                 return Err(OPERATING_SYSTEM);
             }
-            if slot.shares.load(Ordering::Relaxed) > 0 {
+            if spoilt == UNRESTORABLE || slot.shares.load(Ordering::Relaxed) > 0 {
                 slot.state.store(State::Failed as u32, Ordering::SeqCst);
                 return Err(NOT_SUPPORTED);
             }
             let saved = |device: usize| slot.saved[device].load(Ordering::Relaxed);
             if new.iter().any(|(&old, &new)| saved(old) > self.memory() - self.used(new)) {
-                slot.spoilt.store(1, Ordering::Relaxed);
+                slot.spoilt.store(OUT_OF_ROOM, Ordering::Relaxed);
                 return Err(OUT_OF_MEMORY);
             }
             for (&old, &new) in &new {
@@ -561,9 +566,10 @@ impl Machine {
             slot.saved[device].store(0, Ordering::Relaxed);
             slot.place[device].store(device as u32, Ordering::Relaxed);
         }
-        for word in [&slot.state, &slot.inside, &slot.shares, &slot.spoilt] {
+        for word in [&slot.state, &slot.inside, &slot.shares] {
             word.store(0, Ordering::SeqCst);
         }
+        slot.spoilt.store(if crate::settings::get().unrestorable { UNRESTORABLE } else { 0 }, Ordering::SeqCst);
         let command = std::fs::read("/proc/self/comm").unwrap_or_default();
         for (index, byte) in slot.command.iter().enumerate() {
             let value = command.get(index).copied().filter(|&byte| byte != b'\n').unwrap_or(0);

@@ -20,6 +20,8 @@ pub struct Settings {
     pub no_vmm: bool,
     /// `SIMGPU_NO_SHARING`: the devices' virtual memory cannot be exported.
     pub no_sharing: bool,
+    /// `SIMGPU_UNRESTORABLE`: a restore of this process from a checkpoint fails, as with NCCL.
+    pub unrestorable: bool,
     /// `SIMGPU_CONTEXT_BYTES`: device memory taken by a primary context.
     pub context_bytes: u64,
     /// `SIMGPU_END_MS`: how long the driver's shutdown takes at exit. If set, calls during or after it abort the process.
@@ -49,6 +51,7 @@ pub fn get() -> &'static Settings {
             faults: text("SIMGPU_FAIL"),
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
             no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),
+            unrestorable: !matches!(text("SIMGPU_UNRESTORABLE").as_str(), "" | "0"),
             context_bytes: number("SIMGPU_CONTEXT_BYTES", 0),
             end_ms: Some(number("SIMGPU_END_MS", 0)).filter(|milliseconds| *milliseconds > 0),
         }
