@@ -388,6 +388,8 @@ fn several_processes_are_suspended_as_one() {
     killed.child.wait().unwrap();
     machine.vramctl("resume --name pair").expect(0, "resumed");
     survivor.is_well();
+    machine.vramctl("suspend pair --ranks 2").expect(3, "1 of 2 processes are there");
+    survivor.is_well();
 }
 
 /// The process is lost with such a restore, so it must not come to that.

@@ -8,7 +8,7 @@ use crate::output;
 use crate::processes::{Found, Process, Target};
 use serde::{Serialize, Serializer};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
@@ -141,9 +141,12 @@ fn transition(
     wanted: Transition,
     tags: impl Fn(&Member) -> Option<Vec<String>>,
 ) -> Result<(), CommandError> {
+    // What is chosen may be several jobs, as in an exchange.
+    let jobs: BTreeSet<_> = members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
+    let is_whole = jobs.len() == 1 && !jobs.contains(&None);
     let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((tags(member)?, member))).collect();
     let ranks = due.iter().map(|(tags, member)| Rank { pid: member.process.pid, tags: tags.clone(), lenient: false }).collect();
-    let done = found.carry_out(&Job { verb, wanted, ranks, is_whole: false }, &());
+    let done = found.carry_out(&Job { verb, wanted, ranks, is_whole }, &());
     let mut failures = Vec::new();
     for ((_, member), result) in due.iter_mut().zip(done.results) {
         member.done.stages.push((verb.name(), done.ms));
@@ -287,14 +290,12 @@ impl Member {
     }
 
     fn checkpoint(&mut self) -> Result<(), CommandError> {
-        match self.state()? {
-            ProcessState::Checkpointed => Ok(()),
-            _ => {
-                checkpoint::checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure))?;
-                self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
-                Ok(())
-            }
+        if self.state()? == ProcessState::Checkpointed {
+            return Ok(());
         }
+        checkpoint::checkpoint(self.pid).map_err(|failure| self.refused("checkpoint", failure))?;
+        self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
+        Ok(())
     }
 
     fn restore(&mut self, map: &GpuMap) -> Result<(), CommandError> {

@@ -369,6 +369,26 @@ fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> 
     }
 }
 
+/// Fails if processes of the job are missing: of `wanted`, or else, if `remembers`, of those that it had when it was last paused or
+/// resumed.
+pub fn check_whole<'a>(
+    processes: impl Iterator<Item = &'a Process> + Clone,
+    remembers: bool,
+    wanted: Option<usize>,
+) -> Result<(), CommandError> {
+    let there: BTreeSet<_> = processes.clone().map(|process| process.pid).collect();
+    let remembered: BTreeSet<_> = processes.flat_map(Process::ranks).copied().collect();
+    let gone: Vec<_> = remembered.difference(&there).map(|pid| format!("process {pid} has ended")).collect();
+    let what = match wanted {
+        Some(wanted) if there.len() < wanted => format!("{} of {wanted} processes are there", there.len()),
+        None if remembers && !gone.is_empty() => format!("{} of {} processes are there", there.len(), there.len() + gone.len()),
+        _ => return Ok(()),
+    };
+    let gone = if gone.is_empty() { String::new() } else { format!(": {}", gone.join(", ")) };
+    let text = format!("nothing was done: {what}{gone}. To do without the rest, add --ranks {}", there.len());
+    Err(CommandError::new(Exit::NoProcess, text))
+}
+
 fn not_managed(pid: u32) -> String {
     if Path::new(&format!("/proc/{pid}")).exists() {
         format!("process {pid} is not managed: it was not started under `vramctl run`, or has not allocated GPU memory yet")

@@ -3,7 +3,7 @@
 use crate::checkpoint::{self, Member};
 use crate::completions;
 use crate::failure::{CommandError, Exit};
-use crate::processes::{Found, Target};
+use crate::processes::{Found, Target, check_whole};
 use crate::target::{TargetArgs, seconds};
 use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,6 +35,9 @@ pub struct Args {
     /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id
     #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, add = ArgValueCandidates::new(completions::gpus))]
     to: Vec<String>,
+    /// How many processes there must be [default: as many as when the job was last paused or resumed]
+    #[arg(long, value_name = "N")]
+    ranks: Option<usize>,
     /// Exchange places with the processes of this name
     #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(completions::names))]
     swap: Option<String>,
@@ -54,6 +57,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     let target = args.process.map_or_else(|| Target::from(args.target), Target::parse);
     let found = Found::look(&Target::All)?;
     let mut members = checkpoint::join(&found, &target)?;
+    check_whole(members.iter().map(|member| &member.process), !matches!(target, Target::Pid(_)), args.ranks)?;
     let cards = cards();
     let from = places(&members, &cards)?;
     let to = args.to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;

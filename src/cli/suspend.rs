@@ -4,7 +4,7 @@ use crate::checkpoint;
 use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::output;
-use crate::processes::{Found, Target};
+use crate::processes::{Found, Target, check_whole};
 use crate::target::{TargetArgs, seconds};
 use clap_complete::ArgValueCandidates;
 use std::thread;
@@ -36,6 +36,9 @@ pub struct Args {
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,
+    /// How many processes there must be [default: as many as when the job was last paused or resumed]
+    #[arg(long, value_name = "N")]
+    ranks: Option<usize>,
     /// Drop the contents: the memory reads as zero after the resume. Same as --backup discard
     #[arg(long, conflicts_with = "backup")]
     discard: bool,
@@ -64,6 +67,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     let target = args.process.map_or_else(|| Target::from(args.target), Target::parse);
     let found = Found::look(&target)?;
     let mut members = checkpoint::join(&found, &target)?;
+    check_whole(members.iter().map(|member| &member.process), !matches!(target, Target::Pid(_)), args.ranks)?;
     let request = Transition {
         backup: args.discard.then_some(Backup::Discard).or(args.backup),
         registered: args.registered,

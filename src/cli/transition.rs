@@ -5,7 +5,7 @@ use crate::engine;
 use crate::failure::{CommandError, Exit};
 use crate::interrupt;
 use crate::output;
-use crate::processes::{Found, Process, Target};
+use crate::processes::{Found, Process, Target, check_whole};
 use crate::progress::{Bar, Bars};
 use crate::status::come_so_far;
 use crate::suspend;
@@ -253,22 +253,6 @@ fn plan(direction: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec
     Ok(processes.into_iter().map(task).collect())
 }
 
-/// What is missing of the jobs, as a message. A resume that the user has not given a number goes on without those that have ended.
-fn missing(direction: Verb, tasks: &[Task], wanted: Option<usize>) -> Option<String> {
-    let there: BTreeSet<_> = tasks.iter().map(|task| task.process.pid).collect();
-    let remembered: BTreeSet<_> = tasks.iter().flat_map(|task| task.process.ranks()).copied().collect();
-    let gone: Vec<_> = remembered.difference(&there).map(|pid| format!("process {pid} has ended")).collect();
-    let what = match wanted {
-        Some(wanted) if there.len() < wanted => format!("{} of {wanted} processes are there", there.len()),
-        None if direction == Verb::Pause && !gone.is_empty() => {
-            format!("{} of {} processes are there", there.len(), there.len() + gone.len())
-        }
-        _ => return None,
-    };
-    let gone = if gone.is_empty() { String::new() } else { format!(": {}", gone.join(", ")) };
-    Some(format!("{what}{gone}. To do without the rest, add --ranks {}", there.len()))
-}
-
 /// A pause or resume of several processes.
 struct Asking {
     direction: Verb,
@@ -308,8 +292,9 @@ impl Asking {
             return Err(CommandError::new(Exit::Failed, format!("{}: {text}", task.process)));
         }
         let is_whole = gpus.is_empty() && !matches!(target, Target::Pid(_));
-        if let Some(missing) = missing(direction, &tasks, args.ranks).filter(|_| is_whole || args.ranks.is_some()) {
-            return Err(CommandError::new(Exit::NoProcess, format!("nothing was done: {missing}")));
+        if is_whole || args.ranks.is_some() {
+            // A resume that the user has not given a number goes on without those that have ended.
+            check_whole(tasks.iter().map(|task| &task.process), direction == Verb::Pause, args.ranks)?;
         }
         let bars = Bars::on_terminal(!args.quiet && !args.json);
         let timeout_ms = args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
