@@ -67,6 +67,14 @@ pub struct PauseArgs {
     /// the rest, also without what another process has open) or take (pause it too: nobody may use the registration any more)
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
     registered: Registered,
+    #[command(flatten)]
+    hold: HoldArgs,
+    #[command(flatten)]
+    engine: engine::EngineArgs,
+}
+
+#[derive(clap::Args)]
+struct HoldArgs {
     /// Do not hold the program while it is paused. It must be idle, or keep away from the paused memory
     #[arg(long)]
     no_hold: bool,
@@ -76,8 +84,14 @@ pub struct PauseArgs {
     /// How many seconds to wait for GPU work in flight, before the program runs on and nothing is paused [default: --timeout, or 10]
     #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "no_hold")]
     hold_timeout: Option<Duration>,
-    #[command(flatten)]
-    engine: engine::EngineArgs,
+}
+
+impl HoldArgs {
+    /// How long to wait for work in flight, in milliseconds; `None` if the program is not to be held.
+    fn ms(&self, timeout: Option<Duration>) -> Option<u64> {
+        let limit = self.hold_timeout.or(timeout).unwrap_or(HOLD_TIMEOUT);
+        (!self.no_hold).then(|| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX))
+    }
 }
 
 #[derive(clap::Args)]
@@ -182,11 +196,11 @@ const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
 pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     let backup = args.discard.then_some(Backup::Discard).or(args.backup);
     let patience = args.transition.timeout.unwrap_or_default();
-    let hold_timeout = args.hold_timeout.or(args.transition.timeout).unwrap_or(HOLD_TIMEOUT);
+    let hold_ms = args.hold.ms(args.transition.timeout);
     let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
     asking.request.backup = backup;
     asking.request.registered = args.registered;
-    asking.request.hold_ms = (!args.no_hold).then(|| u64::try_from(hold_timeout.as_millis()).unwrap_or(u64::MAX));
+    asking.request.hold_ms = hold_ms;
     asking.request.force = args.engine.force();
     if args.dry_run {
         return asking.foretell(args.engine.asks());
