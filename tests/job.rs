@@ -85,7 +85,14 @@ impl Machine {
 
     /// The state of a process over all its tags.
     fn state(&self, rank: &Rank) -> String {
-        let told = self.connect(rank).ask(&json!({"request": "status"}));
+        let told = loop {
+            let told = self.connect(rank).ask(&json!({"request": "status"}));
+            // It has too many connections: this is asked again and again.
+            if told["code"] != "busy" {
+                break told;
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
         let states: Vec<_> = told["tags"].as_array().unwrap().iter().map(|tag| tag["state"].as_str().unwrap().to_owned()).collect();
         assert!(states.iter().all(|state| *state == states[0]), "{told}");
         format!("{}{}", states[0], if told["held"] == true { ", held" } else { "" })
@@ -537,4 +544,43 @@ fn a_resume_that_finds_too_little_for_one_leaves_all_paused() {
     drop(hog);
     Ran::new(&waiting.unwrap().wait_with_output().unwrap()).expect(0, "resumed job engine: 3 processes", "");
     ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// Two jobs that want the memory of one GPU: it goes to the one that asked first, and the other is told its place.
+#[test]
+fn memory_goes_to_the_job_that_asked_first() {
+    let mut machine = Machine::new();
+    machine.memory = "128M";
+    let mut first = machine.start_with("first", |_| ());
+    let mut second = machine.start_with("second", |_| ());
+    machine.vramctl("pause --all").expect(0, "", "");
+    let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "76"]));
+    let resume = |name: &str| {
+        let arguments = ["resume", "--name", name, "--timeout", "60"];
+        let mut child = machine.command(common::command_line(), &arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let said = BufReader::new(child.stderr.take().unwrap());
+        (child, said)
+    };
+    let (waiting, _) = resume("first");
+    let begun = Instant::now();
+    // Until the first is in the queue and waits, a second one may still find the way free.
+    let refused = loop {
+        let ran = machine.vramctl("resume --name second");
+        assert_ne!(ran.code, Some(0), "{}", ran.out);
+        if ran.code == Some(5) {
+            break ran;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "{}", ran.err);
+    };
+    refused.expect(5, "", "goes to job first first; this is number 2 in the queue");
+    let (patient, mut said) = resume("second");
+    let mut note = String::new();
+    said.read_line(&mut note).unwrap();
+    assert!(note.contains("number 2 in the queue for GPU memory, behind job first"), "{note}");
+    drop(hog);
+    for (name, child) in [("first", waiting), ("second", patient)] {
+        Ran::new(&child.wait_with_output().unwrap()).expect(0, &format!("of {name}"), "");
+    }
+    first.verify();
+    second.verify();
 }

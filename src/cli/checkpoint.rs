@@ -146,7 +146,7 @@ fn transition(
     let is_whole = jobs.len() == 1 && !jobs.contains(&None);
     let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((tags(member)?, member))).collect();
     let ranks = due.iter().map(|(tags, member)| Rank { pid: member.process.pid, tags: tags.clone(), lenient: false }).collect();
-    let done = found.carry_out(&Job { verb, wanted, ranks, is_whole }, &());
+    let done = found.carry_out(&Job { verb, wanted, ranks, is_whole, ticket: None }, &());
     let mut failures = Vec::new();
     for ((_, member), result) in due.iter_mut().zip(done.results) {
         member.done.stages.push((verb.name(), done.ms));

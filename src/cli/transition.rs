@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use vramctl_control::client::ClientError;
 use vramctl_control::job::{Follower, Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
+use vramctl_control::queue::Claim;
 use vramctl_model::Bytes;
 use vramctl_model::{Backup, HostRoom, Plan, Progress, Report, TagPlan, TagState, Verb};
 use vramctl_model::{Error, Kind, Registered};
@@ -50,6 +51,7 @@ Examples:
   vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
   vramctl pause --dry-run                    show what would be paused, and change nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
+#[allow(clippy::struct_excessive_bools)] // options
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
@@ -97,7 +99,8 @@ impl HoldArgs {
 #[derive(clap::Args)]
 #[command(after_help = "\
 Without tags, resumes all of them. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
-much is missing and who holds it. With --timeout, the resume waits that long for others to free memory.
+much is missing and who holds it. With --timeout, the resume waits that long for others to free memory. \
+Memory goes to the job that asked first; the others are told their place in the queue.
 
 Examples:
   vramctl resume                             all tags of the only managed process
@@ -465,13 +468,23 @@ impl Asking {
         jobs.into_values().map(part).filter(|places| !places.is_empty()).collect()
     }
 
+    /// Whether memory on this GPU is meant.
+    fn wants(&self, gpu: &str) -> bool {
+        self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
+    }
+
     fn carry_out_job(&self, places: &[usize]) -> JobReport {
         let rank = |place: &usize| {
             let task = &self.tasks[*place];
             Rank { pid: task.process.pid, tags: task.tags.clone(), lenient: task.meant.is_empty() }
         };
         let ranks = places.iter().map(rank).collect();
-        let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole };
+        let processes = || places.iter().map(|place| &self.tasks[*place].process);
+        let gpus: BTreeSet<_> = processes().flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
+        let who =
+            processes().next().map_or_else(String::new, |first| first.job().map_or_else(|| first.to_string(), |job| format!("job {job}")));
+        let ticket = Some(Claim { who, gpus: gpus.into_iter().collect(), waits: false });
+        let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole, ticket };
         let bars = places.iter().map(|place| Mutex::new(self.bars.bar(&self.tasks[*place].process.to_string()))).collect();
         let done = self.found.carry_out(&job, &Following { asking: self, bars });
         self.stay_if_interrupted();
@@ -574,6 +587,13 @@ impl Follower for Following<'_> {
     fn connected(&self, _: usize, stream: UnixStream) {
         self.asking.connections().open.push(stream);
         self.asking.stay_if_interrupted();
+    }
+
+    fn queued(&self, before: &[Claim]) {
+        if !self.asking.json && !self.asking.quiet {
+            let first: Vec<_> = before.iter().map(|ticket| ticket.who.as_str()).collect();
+            output::complain("note", &format!("number {} in the queue for GPU memory, behind {}", before.len() + 1, first.join(", ")));
+        }
     }
 
     fn progress(&self, member: usize, now: Progress) {

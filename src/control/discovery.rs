@@ -73,6 +73,18 @@ impl Directory {
         Ok(Self { path: self.path.clone(), owner: self.owner, open: self.open.try_clone()? })
     }
 
+    /// The directory by its descriptor, in this process.
+    pub(crate) fn within_process(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/self/fd/{}", self.open.as_raw_fd()))
+    }
+
+    /// A directory of a test.
+    #[cfg(test)]
+    pub(crate) fn at(path: &Path) -> io::Result<Self> {
+        fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
+        Self::check(path, false)
+    }
+
     fn within(&self, pid: u32) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}/{pid}.sock", self.open.as_raw_fd()))
     }

@@ -11,6 +11,7 @@ use crate::client::{Client, ClientError};
 use crate::decision::Decision;
 use crate::discovery::Directory;
 use crate::protocol::{Prepare, Refusal, Reply, Request, Transition};
+use crate::queue::{Claim, InQueue};
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::{AsFd, OwnedFd};
@@ -31,6 +32,8 @@ pub struct Job {
     pub ranks: Vec<Rank>,
     /// Whether these are all. Then each remembers the others.
     pub is_whole: bool,
+    /// Who it is and which GPUs it needs, for the queue. Without it, a resume queues for nothing.
+    pub ticket: Option<Claim>,
 }
 
 /// A process of a job.
@@ -63,6 +66,9 @@ pub trait Follower: Sync {
     /// A connection, which ends the attempt when it is shut down.
     fn connected(&self, _member: usize, _stream: UnixStream) {}
 
+    /// Others asked for memory of the same GPUs first, and have it or wait for it.
+    fn queued(&self, _before: &[Claim]) {}
+
     /// Progress of one process.
     fn progress(&self, _member: usize, _now: Progress) {}
 }
@@ -75,6 +81,8 @@ const LEASE: Duration = Duration::from_secs(5);
 const RENEW_EVERY: Duration = Duration::from_secs(1);
 /// How long to wait for another client's turn with a process.
 const TURN_WITHIN: Duration = Duration::from_secs(10);
+/// Longer than anyone waits, yet small enough to add to an `Instant`.
+const LONGEST_WAIT: Duration = Duration::from_secs(1 << 32);
 /// How long the first attempts wait for the work of several processes. Aligned ones drain sooner, the others never.
 const FIRST_DRAIN: Duration = Duration::from_millis(250);
 const LONGEST_DRAIN: Duration = Duration::from_secs(2);
@@ -96,6 +104,13 @@ impl Job {
     /// Pauses or resumes all of them, or none.
     pub fn carry_out(&self, directory: &Directory, follower: &dyn Follower) -> JobReport {
         let (begun, mut attempts, mut drain, mut early) = (Instant::now(), 0, FIRST_DRAIN, BTreeSet::new());
+        let mut place = match self.queue(directory, begun, follower) {
+            Ok(place) => place,
+            Err(refusal) => {
+                let results = self.ranks.iter().map(|_| Err(ClientError::Refused(refusal.clone()))).collect();
+                return JobReport { results, committed: false, attempts, ms: begun.elapsed().as_secs_f64() * 1e3 };
+            }
+        };
         loop {
             attempts += 1;
             let drain_within = if self.ranks.len() > 1 { drain } else { Duration::MAX };
@@ -115,9 +130,34 @@ impl Job {
                 }
                 return JobReport { results, committed, attempts, ms };
             }
+            if let Some(place) = place.as_mut().filter(|_| !early.is_empty()) {
+                place.waits_for_memory();
+            }
             thread::sleep(a_little());
             drain = (drain * 2).min(LONGEST_DRAIN);
         }
+    }
+
+    /// A place in the queue, once it is the first; with a timeout, it waits for that. `None` if it needs none.
+    fn queue(&self, directory: &Directory, begun: Instant, follower: &dyn Follower) -> Result<Option<InQueue>, Box<Refusal>> {
+        let Some(ticket) = self.ticket.as_ref().filter(|ticket| self.verb == Verb::Resume && !ticket.gpus.is_empty()) else {
+            return Ok(None);
+        };
+        let patience = self.wanted.timeout_ms.map(Duration::from_millis);
+        // A directory that cannot be written to holds nobody up.
+        let Ok(place) = InQueue::take(directory, ticket.clone()) else { return Ok(None) };
+        let deadline = begun + patience.unwrap_or(TURN_WITHIN).min(LONGEST_WAIT);
+        place.wait(deadline, patience.is_some(), &mut |before| follower.queued(before)).map_err(|before| {
+            let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
+            let why = format!(
+                "memory of {} goes to {} first; this is number {} in the queue. Wait with --timeout, or try again",
+                ticket.gpus.join(", "),
+                first.join(", "),
+                before.len() + 1
+            );
+            Box::new(Refusal { message: why, ..Refusal::from(&Error::Busy(begun.elapsed())) })
+        })?;
+        Ok(Some(place))
     }
 
     /// Whether what has failed may succeed a little later, and there is time left.

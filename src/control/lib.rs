@@ -9,3 +9,4 @@ pub mod descriptors;
 pub mod discovery;
 pub mod job;
 pub mod protocol;
+pub mod queue;
