@@ -110,6 +110,28 @@ fn the_program_goes_on_when_all_of_it_is_back() {
     assert_eq!(common::free(one), 0);
 }
 
+/// An allocation in stream order is work of its stream. A free is none: it may be what gives memory back.
+#[test]
+fn what_allocates_in_stream_order_waits() {
+    let _gpu = Gpu::take();
+    let (address, stream) = (malloc_tagged("one", None, 2 * MIB).unwrap(), Stream::create());
+    pause_held(&[], LONG).unwrap();
+    let handle = stream.handle();
+    thread::scope(|scope| {
+        let allocated = scope.spawn(move || {
+            common::set_device(0);
+            let mut pointer = std::ptr::null_mut();
+            (unsafe { hooks::cudaMallocAsync(&raw mut pointer, 2 * MIB, handle) }, pointer as u64)
+        });
+        while Memory::get().status().waiting_threads == 0 {
+            thread::yield_now();
+        }
+        resume(&[]).unwrap();
+        let (code, pointer) = allocated.join().unwrap();
+        assert_eq!((code, common::free(pointer), common::free(address)), (0, 0, 0));
+    });
+}
+
 /// Work that does not end: the program runs on, nothing has changed, and the message says what is in the way.
 #[test]
 fn work_that_does_not_end_is_left_alone() {

@@ -11,6 +11,7 @@ use std::ffi::{c_uint, c_void};
 use std::sync::{PoisonError, RwLock};
 use vramctl_backup as backup;
 use vramctl_config::Config;
+use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::{Memory, Placement, left, obstacles, region};
 use vramctl_core::server;
 use vramctl_driver::{self as driver, CUdeviceptr, CUmemAccessDesc, Current, StreamHandle};
@@ -186,6 +187,26 @@ pub fn placement(bytes: usize, caller: *const c_void) -> Option<Placement> {
 /// # Safety
 /// `pointer` must be null or writable.
 pub unsafe fn provide(
+    door: &impl Door,
+    caller: *const c_void,
+    pointer: *mut *mut c_void,
+    bytes: usize,
+    source: Source,
+    real: impl FnOnce() -> StatusCode,
+) -> StatusCode {
+    static IN_STREAM_ORDER: Gated = Gated("a stream-ordered allocation");
+    // SAFETY: as promised.
+    let now = || unsafe { provide_now(door, caller, pointer, bytes, source, real) };
+    match source {
+        Source::Thread => now(),
+        // Work of its stream, as a launch is: it waits while the program is held.
+        Source::Stream(_) | Source::Pool(..) => gate::pass(&IN_STREAM_ORDER, now),
+    }
+}
+
+/// # Safety
+/// As [`provide`].
+unsafe fn provide_now(
     door: &impl Door,
     caller: *const c_void,
     pointer: *mut *mut c_void,

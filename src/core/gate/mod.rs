@@ -1,7 +1,7 @@
 //! The gate: where the program's calls that start device work wait while it is held.
 //!
 //! Open, it costs two stores to the thread's own cache line and a look at a word that nobody writes, and one store after the call
-//! ([`latch`]). So that no fence is needed there, the closing side makes every thread of the process pass one (`membarrier`).
+//! (`latch.rs`). So that no fence is needed there, the closing side makes every thread of the process pass one (`membarrier`).
 //!
 //! Closing: new calls wait; calls inside finish; then the device's work is waited for, as at every pause. The library's own calls
 //! do not come by here. A thread waits before it takes any lock of the driver's or the library's. Calls within calls pass: what a
