@@ -1,7 +1,7 @@
 //! A job: processes that are paused and resumed as one.
 //!
 //! The coordinator, which is this code in the command line, speaks to all of them at once, each over a connection of its own. Each
-//! does all that can fail, and waits ([`Step`]). When all have arrived, they go on; when one cannot, all take back what they have
+//! does all that can fail, and waits (`Step`). When all have arrived, they go on; when one cannot, all take back what they have
 //! done. What counts is the [`Decision`] that they share: they commit or abort together, whoever dies.
 //!
 //! A program that is held need not be idle, but its processes may stand at different places: one's GPU waits for a collective that
