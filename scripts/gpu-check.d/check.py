@@ -705,7 +705,7 @@ class Check:
             "hold": (lambda: self.script("hold.py", 150), 160),
             "suspend": (lambda: self.script("suspend.py", 150), 160),
             "sharing": (lambda: self.script("handover.py", 110), 120),
-            "two": (lambda: self.script("two.py", 110), 120),
+            "two": (lambda: self.script("two.py", 150), 160),
             "oom": (self.oom, 120),
             "overhead": (self.overhead_section, 200),
             "programs": (lambda: kinds.section(self), 540),

@@ -1,16 +1,22 @@
-"""Two GPUs: peer copies, and NCCL on managed tensors, eager and in captured graphs, before and after pauses.
+"""Two GPUs: peer copies; NCCL on managed tensors, eager and in captured graphs, before and after pauses; and a distributed training
+loop that is paused as a job at random moments, in the middle of its collectives.
 
 usage: two.py VRAMCTL               prints a line `ok: …` or `FAILED: …` for each check
-       two.py --peers, two.py --rank N PORT: the programs, which two.py starts under `vramctl run`
+       two.py --peers, two.py --rank N PORT, two.py --train N PORT: the programs, which two.py starts under `vramctl run`
 """
 
+import hashlib
 import json
 import os
+import random
 import socket
+import statistics
 import subprocess
 import sys
+import time
 
 COUNT = 64 << 20
+STEPS = 600
 
 
 def answer(**fields):
@@ -74,6 +80,40 @@ def rank(number, port):
     os._exit(0)
 
 
+def train(number, port):
+    import torch
+    import torch.distributed as distributed
+
+    torch.cuda.set_device(number)
+    torch.use_deterministic_algorithms(True)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    distributed.init_process_group("nccl", rank=number, world_size=2, device_id=torch.device("cuda", number))
+    keep = torch.full((4 << 30,), number + 1, dtype=torch.uint8, device="cuda")
+
+    def losses():
+        torch.manual_seed(7)
+        layers = torch.nn.Sequential(torch.nn.Linear(2048, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 2048)).cuda()
+        model = torch.nn.parallel.DistributedDataParallel(layers, device_ids=[number])
+        adam = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        data = torch.randn(16, 512, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(number))
+        seen = []
+        for step in range(STEPS):
+            loss = (model(data[step % 16]) - data[step % 16].flip(0)).square().mean()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            seen.append(loss.item() if step % 4 == 3 else loss.detach())
+        return [float(loss) for loss in seen]
+
+    losses()
+    answer(ready=True)
+    for _ in sys.stdin:
+        began = time.monotonic()
+        digest = hashlib.sha256(json.dumps(losses()).encode()).hexdigest()
+        answer(digest=digest, same=bool((keep == number + 1).all()), s=time.monotonic() - began)
+    os._exit(0)
+
+
 def main():
     vramctl = sys.argv[1]
 
@@ -117,10 +157,13 @@ def main():
         child.stdin.close()
         child.wait(20)
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [start("nccl", "--rank", str(number), str(port)) for number in (0, 1)]
+    def free_port():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return str(free.getsockname()[1])
+
+    port = free_port()
+    ranks = [start("nccl", "--rank", str(number), port) for number in (0, 1)]
     try:
         check("nccl: both ranks have started", all(hear(child).get("ready") for child in ranks))
         print(command("status")[1], flush=True)
@@ -140,18 +183,64 @@ def main():
         if paused:
             print(command("resume", "--name", "nccl"), flush=True)
     finally:
-        for child in ranks:
-            child.stdin.close()
-        for child in ranks:
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                child.kill()
+        end(ranks)
+
+    port = free_port()
+    ranks = [start("training", "--train", str(number), port) for number in (0, 1)]
+    try:
+        ready = all(hear(child).get("ready") for child in ranks)
+
+        def work():
+            for child in ranks:
+                tell(child)
+
+        work()
+        undisturbed = [hear(child) for child in ranks]
+        chance, failed, jobs, least = random.Random(11), [], [], []
+        while ready and len(jobs) < 10 and not failed:
+            work()
+            for _ in range(3):
+                time.sleep(chance.uniform(0, 0.25 * undisturbed[0]["s"]))
+                answer = subprocess.run([vramctl, "pause", "--name", "training", "--json"], capture_output=True, text=True, timeout=60)
+                if answer.returncode:
+                    failed.append(answer.stdout + answer.stderr)
+                    break
+                jobs += json.loads(answer.stdout)["jobs"]
+                least.append(max(map(int, used())))
+                resumed, text = command("resume", "--name", "training")
+                if not resumed:
+                    failed.append(text)
+            seen = [hear(child) for child in ranks]
+            if [one.get("digest") for one in seen] != [one["digest"] for one in undisturbed] or not all(one.get("same") for one in seen):
+                failed.append(f"{seen} instead of {undisturbed}")
+        check(f"training: paused {len(jobs)} times as a job, every loss the same on both ranks", jobs and not failed, "; ".join(failed)[:1500])
+        if jobs:
+            attempts, ms = [job["attempts"] for job in jobs], [job["ms"] for job in jobs]
+            check(
+                "training: the memory was free meanwhile",
+                max(least) < 4096,
+                f"at most {max(least)} MiB in use; attempts {attempts}; from the request to memory freed {statistics.median(ms):.0f} ms "
+                f"({min(ms):.0f} to {max(ms):.0f})",
+            )
+    finally:
+        end(ranks)
+
+
+def end(children):
+    for child in children:
+        child.stdin.close()
+    for child in children:
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
+            child.kill()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--peers":
         peers()
+    elif sys.argv[1] == "--train":
+        train(int(sys.argv[2]), int(sys.argv[3]))
     elif sys.argv[1] == "--rank":
         rank(int(sys.argv[2]), int(sys.argv[3]))
     else:

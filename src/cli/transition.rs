@@ -51,7 +51,6 @@ Examples:
   vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
   vramctl pause --dry-run                    show what would be paused, and change nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
-#[allow(clippy::struct_excessive_bools)] // options
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
