@@ -67,7 +67,8 @@ def program():
 
 
 def used_mib():
-    smi = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    smi = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()[0])
 
 
