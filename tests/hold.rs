@@ -294,3 +294,42 @@ fn a_program_goes_on_when_the_last_of_what_is_paused_goes() {
         assert!(!gate::is_held(), "{how}");
     }
 }
+
+/// A client that has hung up.
+struct Gone;
+
+impl Observer for Gone {
+    fn is_gone(&mut self) -> Option<bool> {
+        Some(true)
+    }
+}
+
+/// A call that does not end, and nobody who wants the pause any more: the program runs on at once, not when the time is over.
+#[test]
+fn nobody_waits_for_a_client_that_is_gone() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    let (stream, blocked) = (Stream::create(), Gate::new());
+    stream.wait_in_a_function_for(&blocked);
+    let mut host = [0_u8; 16];
+    let (to, from, stream_handle) = (host.as_mut_ptr() as usize, address as usize, stream.0 as usize);
+    thread::scope(|scope| {
+        let copy = scope.spawn(move || unsafe {
+            common::set_device(0);
+            let queued = launch::cuMemcpyDtoHAsync_v2(to, from, 16, stream_handle);
+            (queued, launch::cuMemcpyDtoH_v2(to, from, 16))
+        });
+        thread::sleep(Duration::from_millis(100));
+        let begun = Instant::now();
+        let held = TransitionRequest { hold: Some(LONG), ..request(&["busy"]) };
+        let paused = Memory::get().pause(&held, &mut Gone).map_err(|error| error.kind());
+        let drained = Memory::get().hold().unwrap().drain(LONG, &mut Gone).map_err(|error| error.kind());
+        let took = begun.elapsed();
+        blocked.open();
+        assert_eq!(copy.join().unwrap(), (0, 0));
+        assert_eq!((paused.unwrap_err(), drained.unwrap_err()), (Kind::Busy, Kind::Busy));
+        assert!(took < Duration::from_secs(5) && !gate::is_held(), "{took:?}");
+    });
+    assert_eq!(stream.synchronize(), 0);
+    assert_eq!(common::free(address), 0);
+}

@@ -584,3 +584,28 @@ fn memory_goes_to_the_job_that_asked_first() {
     first.verify();
     second.verify();
 }
+
+/// Those that wait for memory give up when another one dies, and say so.
+#[test]
+fn one_that_gives_up_because_of_another_says_which() {
+    let mut machine = Machine::new();
+    machine.memory = "160M";
+    let mut ranks: [Rank; 2] = machine.job("engine");
+    machine.vramctl("pause").expect(0, "", "");
+    let hogs: Vec<_> = [56, 48]
+        .into_iter()
+        .map(|mib| machine.start_with("hog", |command| _ = command.args(["--weights-mib", &mib.to_string()])))
+        .collect();
+    let arguments = ["resume", "--name", "engine", "--timeout", "60"];
+    let waiting = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
+    thread::sleep(Duration::from_millis(500));
+    ranks[1].signal(libc::SIGKILL);
+    ranks[1].child.wait().unwrap();
+    let taken_back = format!("engine (pid {}): taken back: process {} could not do it", ranks[0].pid(), ranks[1].pid());
+    let ran = Ran { out: String::new(), ..Ran::new(&waiting.wait_with_output().unwrap()) };
+    assert!(ran.err.contains(&taken_back), "{}", ran.err);
+    assert_eq!(machine.settled(&[&ranks[0]]), "paused, held");
+    drop(hogs);
+    machine.vramctl("resume --name engine --ranks 1").expect(0, "", "");
+    ranks[0].verify();
+}

@@ -405,6 +405,70 @@ fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
     }
 }
 
+/// A process that runs on while it is paused may use what others have open of it, and what it has open of others.
+#[test]
+fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("job"), machine.start("job"));
+    let lent = owner.number(&format!("malloc({})", 4 * MIB));
+    assert_eq!(owner.ask(&format!("fill({lent}, 7, 100)")), "0");
+    let handle = owner.ask(&format!("get({lent})"));
+    other.number(&format!("malloc({})", 2 * MIB));
+    machine.done(&["set-tag", "weights", "--all"]);
+    owner.number(&format!("malloc({})", 4 * MIB));
+    other.number(&format!("malloc({})", 4 * MIB));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    machine.done(&["pause", "weights", "--no-hold", "--name", "job"]);
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]", "nobody has paused it");
+    assert_eq!(other.ask(&format!("fill({theirs}, 8, 100)")), "0");
+    assert_eq!(owner.ask(&format!("read({lent}, 100)")), "[8]");
+    for dry_run in [&[][..], &["--dry-run"]] {
+        let output = machine.ask(&[&["pause", "--no-hold", "--name", "job"], dry_run].concat());
+        assert_eq!(output.status.code(), Some(5), "{output:?}");
+    }
+    machine.done(&["resume", "--name", "job"]);
+    machine.done(&["pause", "--name", "job"]);
+    machine.done(&["resume", "--name", "job"]);
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[8]");
+}
+
+/// The owner has passed its memory, and is paused before the other process has it at an address.
+#[test]
+fn what_is_being_opened_during_a_pause_is_paused() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
+    let handle = owner.ask(&format!("get({pointer})"));
+    other.number(&format!("malloc({})", 4 * MIB));
+    let slow = |milliseconds| format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemImportFromShareableHandle', {milliseconds})");
+    assert_eq!(other.ask(&slow(1500)), "0");
+    other.ask(&format!("globals().update(end=start(lambda: open_('{handle}')))"));
+    thread::sleep(Duration::from_millis(400));
+    machine.both("pause", &owner, &other);
+    assert_eq!(other.ask("end()"), "error 401");
+    assert_eq!(machine.used(), 0, "the owner's memory from before the pause");
+    assert_eq!(other.ask(&slow(0)), "0");
+    machine.both("resume", &owner, &other);
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(owner.ask(&format!("fill({pointer}, 8, 100)")), "0");
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[8]");
+}
+
+/// Nothing is paused there any more, so nobody would resume it.
+#[test]
+fn a_process_that_closes_what_is_paused_goes_on() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    machine.both("pause", &owner, &other);
+    assert!(machine.is_held(&other));
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    assert!(!machine.is_held(&other) && machine.is_held(&owner));
+}
+
 /// Whoever comes back first waits for the other, and for no process that is gone.
 #[test]
 fn a_process_stays_held_until_what_it_has_open_is_back() {

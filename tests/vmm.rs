@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::ptr;
 use std::time::Duration;
+use vramctl_core::gate;
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_intercept::entries;
 use vramctl_model::{Backup, Registered, TagState, TransitionRequest};
@@ -605,7 +606,33 @@ fn a_held_program_goes_on_when_its_last_handle_is_released() {
     let handle = create("last", None, PAGE).unwrap();
     let held = TransitionRequest { hold: Some(Duration::from_secs(20)), ..common::request(&["last"]) };
     Memory::get().pause(&held, &mut ()).unwrap();
-    assert!(vramctl_core::gate::is_held());
+    assert!(gate::is_held());
     assert_eq!(unsafe { entries::cuMemRelease(handle) }, 0);
-    assert!(!vramctl_core::gate::is_held());
+    assert!(!gate::is_held());
+}
+
+/// Nobody would resume it.
+#[test]
+fn a_held_program_goes_on_when_its_last_paused_handle_is_gone() {
+    let _gpu = Gpu::take();
+    let pause_held = || {
+        let held = TransitionRequest { hold: Some(Duration::from_secs(20)), ..common::request(&["own"]) };
+        Memory::get().pause(&held, &mut ()).unwrap();
+        assert!(gate::is_held());
+    };
+    let place = Reserved::new(PAGE);
+    for unmaps_last in [true, false] {
+        let handle = create("own", None, PAGE).unwrap();
+        assert_eq!((map(place.0, PAGE, handle), open(place.0, PAGE)), (0, 0));
+        if unmaps_last {
+            assert_eq!(release(handle), 0);
+            pause_held();
+            assert_eq!(unmap(place.0, PAGE), 0);
+        } else {
+            assert_eq!(unmap(place.0, PAGE), 0);
+            pause_held();
+            assert_eq!(release(handle), 0);
+        }
+        assert!(!gate::is_held(), "{unmaps_last}");
+    }
 }

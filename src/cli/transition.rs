@@ -352,7 +352,8 @@ impl Asking {
     fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, CommandError> {
         let of_task = |places: &Vec<usize>| places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
         let job = self.jobs().into_iter().find(of_task).unwrap_or_default();
-        let partners = job.iter().map(|place| self.tasks[*place].process.pid).collect();
+        let is_held = self.request.hold_ms.is_some();
+        let partners = job.iter().filter(|_| is_held).map(|place| self.tasks[*place].process.pid).collect();
         let request = protocol::Transition { partners, ..task.request(&self.request) };
         match self.found.connect(task.process.pid)?.plan(request) {
             Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),

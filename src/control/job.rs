@@ -294,7 +294,8 @@ impl<'a> Attempt<'a> {
         if let Err(Stop::Others) = prepared {
             // It says when everything is as it was.
             return Err(match client.ask(Request::Abort, None, &mut |_| ()) {
-                Err(ClientError::Refused(refusal)) if refusal.code == Kind::Aborted => Stop::Others,
+                // Also one that has given up by itself: then there is nothing to abort.
+                Err(ClientError::Refused(_)) => Stop::Others,
                 Err(error) => error.into(),
                 Ok(reply) => client.unexpected(&reply).into(),
             });
@@ -312,9 +313,10 @@ impl<'a> Attempt<'a> {
 
     fn prepare(&self, member: usize, is_early: bool, client: &mut Client, follower: &dyn Follower) -> Result<(), Stop> {
         let lease_ms = Some(LEASE.as_millis() as u64);
-        let partners = match self.job.verb {
-            Verb::Pause => self.job.ranks.iter().map(|rank| rank.pid).filter(|pid| *pid != self.job.ranks[member].pid).collect(),
-            Verb::Resume => Vec::new(),
+        // Those that are not held may be in the middle of work on memory of each other.
+        let partners = match (self.job.verb, self.job.wanted.hold_ms) {
+            (Verb::Pause, Some(_)) => self.job.ranks.iter().map(|rank| rank.pid).filter(|pid| *pid != self.job.ranks[member].pid).collect(),
+            _ => Vec::new(),
         };
         let Rank { tags, lenient, .. } = &self.job.ranks[member];
         let mut transition = Transition { tags: tags.clone(), lenient: *lenient, partners, ..self.job.wanted.clone() };

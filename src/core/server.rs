@@ -193,7 +193,9 @@ fn holds(request: &Request) -> bool {
 /// `files`: descriptors to send with the reply.
 fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<OwnedFd>) -> Result<Reply, Error> {
     let memory = Memory::get();
-    if suspended().is_some() && !matches!(request, Request::Hello | Request::Status | Request::Suspend | Request::Awake) {
+    if suspended().is_some()
+        && !matches!(request, Request::Hello | Request::Status | Request::Suspend | Request::Awake | Request::Close { .. })
+    {
         return Err(Error::Suspended);
     }
     if holds(&request) && connection.borrower.pid == std::process::id() {

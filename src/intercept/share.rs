@@ -85,6 +85,8 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
 /// `cuIpcCloseMemHandle`.
 pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
     if let Some(closed) = borrow::close(pointer) {
+        // It may have been the last that was paused.
+        Memory::get().let_go();
         return closed.err().unwrap_or(code::SUCCESS);
     }
     let answer = real();

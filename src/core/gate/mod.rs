@@ -97,15 +97,25 @@ fn inside() -> BTreeMap<&'static str, usize> {
 }
 
 impl Closed<'_> {
-    /// Waits until nobody is inside, at most until `deadline`.
-    pub fn wait_until_empty(&self, deadline: Instant) -> Result<(), Stuck> {
+    /// Waits until nobody is inside, at most until `deadline`, and as long as it is `wanted`.
+    pub fn wait_until_empty(&self, deadline: Instant, wanted: &mut dyn FnMut() -> bool) -> Result<(), Stuck> {
+        /// How often to ask.
+        const ASK_EVERY: Duration = Duration::from_millis(20);
+        let mut asked = Instant::now();
         loop {
             let inside = inside();
             if inside.is_empty() {
                 return Ok(());
             }
-            if Instant::now() >= deadline {
+            let now = Instant::now();
+            if now >= deadline {
                 return Err(Stuck(inside));
+            }
+            if now - asked >= ASK_EVERY {
+                if !wanted() {
+                    return Err(Stuck(inside));
+                }
+                asked = now;
             }
             thread::sleep(Duration::from_micros(50));
         }
@@ -139,7 +149,7 @@ mod tests {
 
     fn close_soon() -> Closed<'static> {
         let closed = close(soon()).unwrap();
-        closed.wait_until_empty(soon()).unwrap();
+        closed.wait_until_empty(soon(), &mut || true).unwrap();
         closed
     }
 
@@ -225,7 +235,7 @@ mod tests {
         while super::inside().is_empty() {
             thread::yield_now();
         }
-        let stuck = close(soon()).unwrap().wait_until_empty(Instant::now() + Duration::from_millis(20)).unwrap_err();
+        let stuck = close(soon()).unwrap().wait_until_empty(Instant::now() + Duration::from_millis(20), &mut || true).unwrap_err();
         assert_eq!(stuck.to_string(), "threads have not come out of the driver: 1 in call");
         assert!(!is_held());
         release.store(true, Ordering::Relaxed);

@@ -34,6 +34,8 @@ struct Borrowed {
     owners: HashMap<u32, Arc<Lease>>,
     /// Counts openings and closings.
     changes: u64,
+    /// Counts pauses that have set memory aside. What an owner passed before one may be what it has given up since.
+    pauses: u64,
 }
 
 static BORROWED: PerProcess<Mutex<Borrowed>> = PerProcess::new(Mutex::default);
@@ -132,6 +134,7 @@ pub(crate) fn set_aside(owners: &[u32]) {
     let Some(existing) = BORROWED.existing() else { return };
     let memories: Vec<_> = {
         let mut borrowed = lock(existing);
+        borrowed.pauses += 1;
         let is_theirs = |opened: &&mut Opened| owners.contains(&opened.lease.owner) && matches!(opened.behind, Behind::Memory(_));
         borrowed.open.values_mut().filter(is_theirs).map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused)).collect()
     };
@@ -180,15 +183,20 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     if *state == LeaseState::Retired {
         return Err(Refused::ForNow);
     }
+    let pauses = borrowed().pauses;
     let pieces = lease.ask(&mut state, token)?;
     let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
     let mut borrowed = borrowed();
+    let now = borrowed.pauses;
     let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else {
         // Closed meanwhile.
         drop(borrowed);
         lease.give_back(&mut state, token);
         return Ok(());
     };
+    if pauses != now {
+        return Err(Refused::ForNow);
+    }
     memory.map(&opened.place)?;
     driver::open([(opened.place.span(), opened.devices.iter().map(|device| Access::of_device(*device)).collect())])?;
     opened.behind = Behind::Memory(memory);
@@ -221,7 +229,10 @@ impl Refused {
             Why::TimedOut => Self::Finally(code::OPERATING_SYSTEM),
             // `WouldBlock` is of `connect`: the queue is full.
             Why::WouldBlock | Why::UnexpectedEof | Why::BrokenPipe | Why::ConnectionReset | Why::NotConnected => Self::ForNow,
-            _ => Self::Finally(code::INVALID_HANDLE),
+            // There is no such process any more, or another one has its id.
+            Why::NotFound | Why::ConnectionRefused | Why::PermissionDenied => Self::Finally(code::INVALID_HANDLE),
+            // This process may be short of descriptors: the memory is not lost because of that.
+            _ => Self::Finally(code::OPERATING_SYSTEM),
         }
     }
 }
@@ -242,12 +253,20 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
     if *state == LeaseState::Retired {
         return Err(Refused::ForNow);
     }
+    let pauses = borrowed().pauses;
     let pieces = lease.ask(&mut state, &handle.token)?;
     match Opened::map(&lease, &pieces, current) {
         Ok(opened) => {
             let address = opened.address;
-            borrowed().insert(handle.token, opened);
-            Ok(address)
+            let mut borrowed = borrowed();
+            if borrowed.pauses == pauses {
+                borrowed.insert(handle.token, opened);
+                return Ok(address);
+            }
+            drop(borrowed);
+            drop(opened);
+            lease.give_back(&mut state, &handle.token);
+            Err(Refused::ForNow)
         }
         Err(failure) => {
             log::debug!("cannot open memory of process {}: {failure}", handle.owner);
@@ -522,5 +541,26 @@ fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
             answer => return answer,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is paused and has a stale handle is given up for good.
+    #[test]
+    fn only_a_missing_owner_makes_a_handle_stale() {
+        let code = |error: io::Error| match Refused::because(1, &error) {
+            Refused::Finally(code) => Some(code),
+            Refused::ForNow => None,
+        };
+        for number in [libc::ENOENT, libc::ECONNREFUSED] {
+            assert_eq!(code(io::Error::from_raw_os_error(number)), Some(code::INVALID_HANDLE));
+        }
+        for number in [libc::EMFILE, libc::ENFILE, libc::ENOMEM] {
+            assert_eq!(code(io::Error::from_raw_os_error(number)), Some(code::OPERATING_SYSTEM));
+        }
+        assert_eq!(code(io::ErrorKind::UnexpectedEof.into()), None);
     }
 }

@@ -6,6 +6,7 @@ use crate::{drain, gate};
 use std::fmt;
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_host::exit;
 use vramctl_model::{Error, Observer, Report, TransitionRequest};
 
 /// A held program. Runs on when dropped, unless anything is paused by then.
@@ -55,7 +56,7 @@ impl Memory {
         let left = || deadline.saturating_duration_since(Instant::now());
         loop {
             let holding = self.hold_until(deadline)?;
-            holding.wait_for_calls(limit, deadline)?;
+            holding.wait_for_calls(limit, deadline, observer)?;
             match holding.pause(&TransitionRequest { timeout: Some(left()), ..request.clone() }, observer) {
                 Err(Error::Capturing) if !left().is_zero() => thread::sleep(RUN_ON),
                 Err(Error::Capturing) => return Err(not_held(limit, &"a stream capture has not ended")),
@@ -67,14 +68,17 @@ impl Memory {
 }
 
 impl Holding<'_> {
-    fn wait_for_calls(&self, limit: Duration, deadline: Instant) -> Result<(), Error> {
-        self.closed.as_ref().map_or(Ok(()), |closed| closed.wait_until_empty(deadline)).map_err(|stuck| not_held(limit, &stuck))
+    /// Not for a client that is gone, and not while the program exits.
+    fn wait_for_calls(&self, limit: Duration, deadline: Instant, observer: &mut dyn Observer) -> Result<(), Error> {
+        let wanted = &mut || !exit::is_ending() && observer.is_gone() != Some(true);
+        let empty = self.closed.as_ref().map_or(Ok(()), |closed| closed.wait_until_empty(deadline, wanted));
+        empty.map_err(|stuck| not_held(limit, &stuck))
     }
 
     /// Waits until the program's calls are out of the driver and the device's work has finished.
     pub fn drain(&self, limit: Duration, observer: &mut dyn Observer) -> Result<(), Error> {
         let begun = Instant::now();
-        self.wait_for_calls(limit, begun + limit)?;
+        self.wait_for_calls(limit, begun + limit, observer)?;
         let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
         let left = limit.saturating_sub(begun.elapsed());
         unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true))).map_err(|error| match error {

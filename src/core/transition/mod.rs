@@ -48,7 +48,7 @@ impl Memory {
     }
 
     /// Lets a held program go on, once nothing is paused. Called wherever something may have been the last that was.
-    pub(crate) fn let_go(&self) {
+    pub fn let_go(&self) {
         gate::let_go(|| self.any_paused());
     }
 

@@ -29,7 +29,8 @@ impl Memory {
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         unless_ending(|| match request.hold {
             Some(limit) => self.hold_and_pause(request, limit, observer),
-            None => self.pause_when_idle(request, observer),
+            // A process that runs on may use what it has open of the others, and the others what they have open of it.
+            None => self.pause_when_idle(&TransitionRequest { partners: Vec::new(), ..request.clone() }, observer),
         })
     }
 
