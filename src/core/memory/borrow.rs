@@ -226,12 +226,11 @@ impl Refused {
         use io::ErrorKind as Why;
         log::debug!("process {owner} does not share its memory: {error}");
         match error.kind() {
-            Why::TimedOut => Self::Finally(code::OPERATING_SYSTEM),
             // `WouldBlock` is of `connect`: the queue is full.
             Why::WouldBlock | Why::UnexpectedEof | Why::BrokenPipe | Why::ConnectionReset | Why::NotConnected => Self::ForNow,
             // There is no such process any more, or another one has its id.
             Why::NotFound | Why::ConnectionRefused | Why::PermissionDenied => Self::Finally(code::INVALID_HANDLE),
-            // This process may be short of descriptors: the memory is not lost because of that.
+            // It does not answer in time, or this process is short of descriptors: the memory is not lost because of that.
             _ => Self::Finally(code::OPERATING_SYSTEM),
         }
     }
