@@ -13,8 +13,8 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{io, thread};
 use vramctl_config::socket_directory;
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::job::{Job, Rank};
@@ -211,7 +211,7 @@ pub fn wait_for_room(needs: impl Fn() -> BTreeMap<String, u64>, timeout: Duratio
     const LOOK_AGAIN: Duration = Duration::from_millis(50);
     let deadline = Instant::now() + timeout;
     loop {
-        let (turn, needs) = (take_turn(), needs());
+        let (turn, needs) = (take_turn(timeout.max(TURN_WITHIN))?, needs());
         let cards = if needs.is_empty() { Vec::new() } else { cards() };
         let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
         let Some(card) = cards.iter().find(is_short) else { return Ok(turn) };
@@ -223,11 +223,30 @@ pub fn wait_for_room(needs: impl Fn() -> BTreeMap<String, u64>, timeout: Duratio
     }
 }
 
+/// How long another command's restore may take, at least.
+const TURN_WITHIN: Duration = Duration::from_secs(60);
+
 /// A lock on a file beside the control sockets, until it is dropped. `None` where there can be no such file.
-fn take_turn() -> Option<File> {
-    let file = File::options().create(true).append(true).mode(0o600).open(socket_directory().join("restore.lock")).ok()?;
-    // SAFETY: an open descriptor. A signal may end the wait: then there is no turn, and all goes on without.
-    (unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) } == 0).then_some(file)
+fn take_turn(within: Duration) -> Result<Option<File>, CommandError> {
+    /// How often to try.
+    const LOOK_AGAIN: Duration = Duration::from_millis(20);
+    let place = socket_directory().join("restore.lock");
+    let Ok(file) = File::options().create(true).append(true).mode(0o600).open(&place) else { return Ok(None) };
+    let deadline = Instant::now() + within;
+    loop {
+        // SAFETY: an open descriptor.
+        match unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
+            0 => return Ok(Some(file)),
+            _ if io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock => return Ok(None),
+            // Its owner may have been stopped.
+            _ if Instant::now() >= deadline => {
+                let text =
+                    format!("another vramctl has been restoring a job for {} s; see who has {} open", within.as_secs(), place.display());
+                return Err(CommandError::new(Exit::Failed, text));
+            }
+            _ => thread::sleep(LOOK_AGAIN),
+        }
+    }
 }
 
 /// Too little memory on a GPU.
