@@ -159,26 +159,34 @@ fn work_that_does_not_end_is_left_alone() {
 #[test]
 fn a_call_that_does_not_end_is_named() {
     let _gpu = Gpu::take();
+    let (paused, held) = beside_a_call_that_does_not_end(|| (pause_held(&["busy"], SHORT), gate::is_held()));
+    let error = paused.unwrap_err();
+    assert_eq!(error.kind(), Kind::Busy, "{error}");
+    assert!(!held);
+}
+
+/// Does `work` while a thread is in a copy of memory with the tag `busy`, which ends afterwards.
+fn beside_a_call_that_does_not_end<R>(work: impl FnOnce() -> R) -> R {
     let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
     let (stream, blocked) = (Stream::create(), Gate::new());
     stream.wait_in_a_function_for(&blocked);
     let mut host = [0_u8; 16];
     let (to, from, stream_handle) = (host.as_mut_ptr() as usize, address as usize, stream.0 as usize);
-    thread::scope(|scope| {
+    let done = thread::scope(|scope| {
         let copy = scope.spawn(move || unsafe {
             common::set_device(0);
             // In stream order behind the function, and pageable: the call returns when it is done.
             let queued = launch::cuMemcpyDtoHAsync_v2(to, from, 16, stream_handle);
             (queued, launch::cuMemcpyDtoH_v2(to, from, 16))
         });
-        let error = pause_held(&["busy"], SHORT).unwrap_err();
-        assert_eq!(error.kind(), Kind::Busy, "{error}");
-        assert!(!gate::is_held());
+        let done = work();
         blocked.open();
         assert_eq!(copy.join().unwrap(), (0, 0));
+        done
     });
     assert_eq!(stream.synchronize(), 0);
     assert_eq!(common::free(address), 0);
+    done
 }
 
 /// A resume, or a free, that comes while the gate is being closed must not open it: the pause would run beside the program's work.
@@ -308,28 +316,14 @@ impl Observer for Gone {
 #[test]
 fn nobody_waits_for_a_client_that_is_gone() {
     let _gpu = Gpu::take();
-    let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
-    let (stream, blocked) = (Stream::create(), Gate::new());
-    stream.wait_in_a_function_for(&blocked);
-    let mut host = [0_u8; 16];
-    let (to, from, stream_handle) = (host.as_mut_ptr() as usize, address as usize, stream.0 as usize);
-    thread::scope(|scope| {
-        let copy = scope.spawn(move || unsafe {
-            common::set_device(0);
-            let queued = launch::cuMemcpyDtoHAsync_v2(to, from, 16, stream_handle);
-            (queued, launch::cuMemcpyDtoH_v2(to, from, 16))
-        });
+    let (paused, drained, took, held) = beside_a_call_that_does_not_end(|| {
         thread::sleep(Duration::from_millis(100));
         let begun = Instant::now();
-        let held = TransitionRequest { hold: Some(LONG), ..request(&["busy"]) };
-        let paused = Memory::get().pause(&held, &mut Gone).map_err(|error| error.kind());
+        let request = TransitionRequest { hold: Some(LONG), ..request(&["busy"]) };
+        let paused = Memory::get().pause(&request, &mut Gone).map_err(|error| error.kind());
         let drained = Memory::get().hold().unwrap().drain(LONG, &mut Gone).map_err(|error| error.kind());
-        let took = begun.elapsed();
-        blocked.open();
-        assert_eq!(copy.join().unwrap(), (0, 0));
-        assert_eq!((paused.unwrap_err(), drained.unwrap_err()), (Kind::Busy, Kind::Busy));
-        assert!(took < Duration::from_secs(5) && !gate::is_held(), "{took:?}");
+        (paused, drained, begun.elapsed(), gate::is_held())
     });
-    assert_eq!(stream.synchronize(), 0);
-    assert_eq!(common::free(address), 0);
+    assert_eq!((paused.unwrap_err(), drained.unwrap_err()), (Kind::Busy, Kind::Busy));
+    assert!(took < Duration::from_secs(5) && !held, "{took:?}");
 }

@@ -13,22 +13,13 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
-use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_control::descriptors;
 
-fn engine() -> &'static PathBuf {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let folder = common::own_folder().join("programs");
-        fs::create_dir(&folder).unwrap();
-        let build = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
-        let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        folder.join("engine")
-    })
+fn engine() -> PathBuf {
+    common::programs().join("engine")
 }
 
 /// A simulated machine, with a job on it.

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{artifacts, own_folder, simulated_libraries};
+use common::{artifacts, programs, simulated_libraries};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,7 +13,6 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use vramctl_intercept::entries;
 use vramctl_intercept::hooks::HOOKED;
@@ -23,18 +22,6 @@ use vramctl_intercept::resolve::RESOLVERS;
 struct Machine {
     folder: tempfile::TempDir,
     memory: &'static str,
-}
-
-fn programs() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let folder = own_folder().join("programs");
-        fs::create_dir(&folder).unwrap();
-        let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
-        let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        folder
-    })
 }
 
 impl Machine {

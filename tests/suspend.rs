@@ -3,14 +3,12 @@
 
 mod common;
 
-use common::{Gpu, artifacts, own_folder, simulated_libraries};
+use common::{Gpu, artifacts, programs, simulated_libraries};
 use serde_json::Value;
 use std::ffi::c_int;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::sync::OnceLock;
 use std::thread;
 use std::time::Duration;
 use vramctl_core::memory::Memory;
@@ -24,18 +22,6 @@ const CONTEXT: u64 = 32 * MIB;
 
 /// A simulated machine with two GPUs of 256 MiB.
 struct Machine(tempfile::TempDir);
-
-fn programs() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let folder = own_folder().join("programs");
-        fs::create_dir(&folder).unwrap();
-        let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
-        let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        folder
-    })
-}
 
 /// What a command has said.
 struct Said {

@@ -4,7 +4,7 @@ use crate::checkpoint::{self, Member};
 use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Target, check_whole};
-use crate::target::{TargetArgs, seconds};
+use crate::target::{TargetArgs, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -78,7 +78,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     checkpoint::load()?;
     check_room(&members, &cards, &map)?;
 
-    let request = Transition { hold_ms: Some(u64::try_from(args.hold_timeout.as_millis()).unwrap_or(u64::MAX)), ..Transition::default() };
+    let request = Transition { hold_ms: Some(milliseconds(args.hold_timeout)), ..Transition::default() };
     checkpoint::pause(&found, &mut members, request)?;
     let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
         checkpoint::restore(&mut members, &map, Duration::ZERO).map_err(|failure| {

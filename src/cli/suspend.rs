@@ -5,7 +5,7 @@ use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Target, check_whole};
-use crate::target::{TargetArgs, seconds};
+use crate::target::{TargetArgs, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
 use std::thread;
 use std::time::Duration;
@@ -72,7 +72,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
         backup: args.discard.then_some(Backup::Discard).or(args.backup),
         registered: args.registered,
         force: args.force,
-        hold_ms: Some(u64::try_from(args.hold_timeout.as_millis()).unwrap_or(u64::MAX)),
+        hold_ms: Some(milliseconds(args.hold_timeout)),
         ..Transition::default()
     };
 

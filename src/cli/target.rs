@@ -50,3 +50,8 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
     let number: f64 = text.parse().map_err(|_| "not a number of seconds")?;
     Duration::try_from_secs_f64(number).map_err(|error| error.to_string())
 }
+
+/// Such a duration as requests have it.
+pub fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

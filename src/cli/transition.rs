@@ -9,7 +9,7 @@ use crate::processes::{Found, Process, Target, check_whole};
 use crate::progress::{Bar, Bars};
 use crate::status::come_so_far;
 use crate::suspend;
-use crate::target::{GpuArgs, TargetArgs, checked_tag, seconds};
+use crate::target::{GpuArgs, TargetArgs, checked_tag, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
 use serde::Serialize;
 use serde_json::json;
@@ -91,7 +91,7 @@ impl HoldArgs {
     /// How long to wait for work in flight, in milliseconds; `None` if the program is not to be held.
     fn ms(&self, timeout: Option<Duration>) -> Option<u64> {
         let limit = self.hold_timeout.or(timeout).unwrap_or(HOLD_TIMEOUT);
-        (!self.no_hold).then(|| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX))
+        (!self.no_hold).then(|| milliseconds(limit))
     }
 }
 
@@ -313,7 +313,7 @@ impl Asking {
             check_whole(tasks.iter().map(|task| &task.process), direction == Verb::Pause, args.ranks)?;
         }
         let bars = Bars::on_terminal(!args.quiet && !args.json);
-        let timeout_ms = args.timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
+        let timeout_ms = args.timeout.map(milliseconds);
         let request = protocol::Transition { gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
         Ok(Self { direction, found, tasks, request, is_whole, json: args.json, quiet: args.quiet, bars, connections: Mutex::default() })
     }

@@ -87,6 +87,19 @@ pub fn own_folder() -> &'static Path {
     folder
 }
 
+/// The directory with the sample programs of `tests/apps`, built if needed.
+pub fn programs() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder = own_folder().join("programs");
+        std::fs::create_dir(&folder).unwrap();
+        let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/build.sh");
+        let done = Command::new(build).arg(&folder).arg(simulated_libraries()).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        folder
+    })
+}
+
 /// A directory for `LD_LIBRARY_PATH`, with the simulated libraries under the names that programs load.
 pub fn simulated_libraries() -> &'static Path {
     static LINKED: OnceLock<PathBuf> = OnceLock::new();
