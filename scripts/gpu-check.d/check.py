@@ -704,6 +704,7 @@ class Check:
             "waits": (self.waits, 60),
             "hold": (lambda: self.script("hold.py", 150), 160),
             "suspend": (lambda: self.script("suspend.py", 150), 160),
+            "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),
             "oom": (self.oom, 120),

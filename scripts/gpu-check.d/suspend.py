@@ -1,10 +1,10 @@
-"""A PyTorch program with a captured graph leaves the GPU in the middle of its work, again and again, and comes back; on two GPUs it
-moves from one to the other. Next to it: the driver's checkpoint alone, of the same program.
+"""A PyTorch program with a captured graph leaves the GPU in the middle of its work, again and again, and comes back. Next to it: the
+driver's checkpoint alone, of the same program.
 
 usage: suspend.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check, and a table
        suspend.py --program GIB        the program, which suspend.py starts under `vramctl run`
        suspend.py --driver PID         the driver's checkpoint of a process, and back
-       suspend.py --fill GIB           takes and writes that much
+       suspend.py --fill GIB [GPU]     takes and writes that much, says so, and holds it until its input ends
 """
 
 import contextlib
@@ -82,13 +82,13 @@ def driver(pid):
     print(json.dumps(times))
 
 
-def fill(gib):
+def fill(gib, gpu):
     """Takes memory and writes it, without PyTorch, which takes long to start."""
     cuda = ctypes.CDLL("libcuda.so.1")
     context, address = ctypes.c_void_p(), ctypes.c_uint64()
     for code in (
         cuda.cuInit(0),
-        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0),
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu),
         cuda.cuCtxSetCurrent(context),
         cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(gib << 30)),
         cuda.cuMemsetD8_v2(address, ctypes.c_ubyte(0xA5), ctypes.c_size_t(gib << 30)),
@@ -96,6 +96,8 @@ def fill(gib):
     ):
         if code:
             sys.exit(f"CUDA error {code}")
+    print(json.dumps({"filled": gib}), flush=True)
+    sys.stdin.read()
 
 
 def smi(query):
@@ -112,10 +114,15 @@ def check(what, ok, detail=""):
     return ok
 
 
+def start(command, **environment):
+    settings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings)
+
+
 @contextlib.contextmanager
 def started(command, **environment):
-    settings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings)
+    """A program that has said that it is ready."""
+    child = start(command, **environment)
     try:
         child.stdout.readline()
         yield child
@@ -136,7 +143,7 @@ def ask(child, request):
 
 def run(*command):
     began = time.monotonic()
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     ms = 1e3 * (time.monotonic() - began)
     return answer.returncode, (answer.stdout + answer.stderr).strip(), ms
 
@@ -214,48 +221,9 @@ def suspend_and_resume(vramctl, times):
         print(f"  the driver's checkpoint alone: {first} ms", flush=True)
 
 
-def move(vramctl, times):
-    uuids = smi("uuid")
-    own = [sys.executable, os.path.abspath(__file__), "--program", str(GIB)]
-    with started([vramctl, "run", "--name", "moved", "--", *own]) as child:
-        undisturbed = ask(child, "work")
-        failed, took, told = [], [], []
-        for number in range(2 * times):
-            there = 1 - number % 2
-            tell(child, "work")
-            time.sleep(0.3 * undisturbed["s"])
-            code, text, ms = run(vramctl, "move", "moved", "--to", str(there), "--json")
-            if code:
-                failed.append(f"move {number}: exit code {code}: {text}")
-                break
-            took.append(ms)
-            after = json.loads(child.stdout.readline())
-            used = used_mib()
-            told.append(after["uuid"])
-            status = json.loads(run(vramctl, "status", "moved", "--json")[1])["processes"][0]
-            if after["digest"] != undisturbed["digest"] or not after["same"]:
-                failed.append(f"move {number}: {after}")
-            if used[there] < GIB << 10 or used[1 - there] > 1024:
-                failed.append(f"move {number}: {used} MiB in use")
-            if status["devices"][0]["uuid"] != uuids[there]:
-                failed.append(f"move {number}: status says {status['devices'][0]['uuid']}, it is on {uuids[there]}")
-        check(
-            f"{times} times to the other GPU and back, in the middle of its work, results equal",
-            not failed,
-            " ".join(failed)[:2000],
-        )
-        if took:
-            print(
-                f"  vramctl move: {statistics.median(took):.0f} ms; the program is told {told}, the GPUs are {uuids}",
-                flush=True,
-            )
-
-
 def main():
     vramctl, times = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 10
     suspend_and_resume(vramctl, times)
-    if len(smi("uuid")) > 1:
-        move(vramctl, times // 2 or 1)
 
 
 if __name__ == "__main__":
@@ -264,6 +232,6 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--driver"]:
         driver(int(sys.argv[2]))
     elif sys.argv[1:2] == ["--fill"]:
-        fill(int(sys.argv[2]))
+        fill(int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     else:
         main()

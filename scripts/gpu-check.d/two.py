@@ -157,11 +157,6 @@ def main():
         child.stdin.close()
         child.wait(20)
 
-    def free_port():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return str(free.getsockname()[1])
-
     port = free_port()
     ranks = [start("nccl", "--rank", str(number), port) for number in (0, 1)]
     try:
@@ -224,6 +219,12 @@ def main():
             )
     finally:
         end(ranks)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def end(children):

@@ -1,6 +1,7 @@
 """The measurements behind scripts/gpu-engines, which sets everything up and runs this."""
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -61,7 +62,7 @@ class Engines(Check):
             settings["VRAMCTL_PREWARM"] = self.options.prewarm
         if part == "retained":
             settings["VRAMCTL_RETAIN"] = "weights"
-        if part in ("hold", "suspend") and self.options.engine == "vllm":
+        if part in ("hold", "suspend", "move") and self.options.engine == "vllm":
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return settings
 
@@ -120,6 +121,11 @@ class Engines(Check):
                 [vramctl, "suspend", NAME, "--json"],
                 self.other(SUSPENDED_GIB),
                 [vramctl, "resume", "--name", NAME, "--json"],
+            ],
+            "move": [
+                ["env", *(f"{name}={value}" for name, value in self.settings("move").items()), *outside[0]],
+                [vramctl, "move", NAME, "--to", str(self.options.to), "--json"],
+                [vramctl, "move", NAME, "--to", str(self.options.gpu), "--json"],
             ],
             "hold": [
                 ["env", *(f"{name}={value}" for name, value in self.settings("hold").items()), *outside[0]],
@@ -269,18 +275,23 @@ class Engines(Check):
         self.expect(name, not failed and len(pauses) == self.options.pauses, "; ".join(failed))
         return {"runs": runs, "pauses": pauses, "alone_s": alone["s"], "same": not failed}
 
-    def suspend(self):
-        """Suspends the engine at random moments while it works on requests."""
-        program = self.start_program(managed=True, part="suspend")
-        chance, burst = random.Random(self.options.pauses), "burst 4 400"
+    def start_burst(self, part):
+        """Starts the engine; how long some requests take undisturbed, and the command for them."""
+        program, burst = self.start_program(managed=True, part=part), "burst 4 400"
         program.ask_json(burst.replace("burst", "warm"), 240)
         program.ask_json(burst, 240)
         alone = program.ask_json(burst, 240)
         self.expect("undisturbed runs are the same", not alone["differ"], alone)
+        return program, burst, alone["s"]
+
+    def suspend(self):
+        """Suspends the engine at random moments while it works on requests."""
+        program, burst, alone_s = self.start_burst("suspend")
+        chance = random.Random(self.options.pauses)
         rounds, failed = [], []
         while len(rounds) < self.options.pauses and not failed:
             program.tell(burst)
-            time.sleep(chance.uniform(0, 0.8 * alone["s"]))
+            time.sleep(chance.uniform(0, 0.8 * alone_s))
             began = time.monotonic()
             code, answer, text, _ = self.vramctl("suspend", NAME)
             if code != 0 or answer is None:
@@ -306,7 +317,47 @@ class Engines(Check):
         self.expect(name, not failed and len(rounds) == self.options.pauses and len(wanted) > 0, "; ".join(failed))
         used = [one["used_mib"] for one in rounds]
         self.expect("nothing of it stays on the GPU", bool(used) and max(used) < 32, f"{used} MiB in use")
-        return {"rounds": rounds, "started": self.started("suspend")}
+        self.end_children()
+        return {"rounds": rounds, "driver": self.driver_alone(), "started": self.started("suspend")}
+
+    def driver_alone(self):
+        """The driver's checkpoint of the same engine without the library, twice: milliseconds by call."""
+        program = self.start_program(managed=False, part="suspend")
+        first = program.ask_json("generate", 120)
+        pids = [pid for pid in descendants(program.process.pid) if has_gpu(pid)]
+        self.expect("one process of the engine uses the GPU", len(pids) == 1, pids)
+        checkpoint = [sys.executable, str(HERE.parent / "gpu-check.d" / "suspend.py"), "--driver"]
+        took = [json.loads(self.command(*checkpoint, str(pids[0]), seconds=120, env=self.plain_env)[1]) for _ in range(2)]
+        after = program.ask_json("generate", 120)
+        failed = [one["failed"] for one in took if "failed" in one]
+        self.expect("the driver alone brings it back", not failed and after["tokens"] and first["tokens"], failed)
+        return took
+
+    def move(self):
+        """Moves the engine to another GPU and back while it works on requests."""
+        program, burst, alone_s = self.start_burst("move")
+        chance, places = random.Random(self.options.pauses), (self.options.to, self.options.gpu)
+        moves, failed = [], []
+        while len(moves) < 2 * self.options.pauses and not failed:
+            to, away = places[len(moves) % 2], places[1 - len(moves) % 2]
+            program.tell(burst)
+            time.sleep(chance.uniform(0, 0.8 * alone_s))
+            began, in_flight = time.monotonic(), not program.has_answered()
+            code, answer, text, _ = self.vramctl("move", NAME, "--to", str(to))
+            if code != 0 or answer is None:
+                failed.append(f"exit code {code}: {text}")
+                break
+            ms, used = 1e3 * (time.monotonic() - began), [int(mib) for mib in self.smi("--query-gpu=memory.used", "--format=csv,noheader,nounits").split()]
+            reply = program.hear_json(burst, 240)
+            if reply["differ"] or not reply["complete"]:
+                failed.append(f"requests {reply['differ']} differ")
+            if used[away] > 1024 or used[to] < 8 * 1024:
+                failed.append(f"{used} MiB in use, it should be on GPU {to}")
+            moves.append({"ms": ms, "stages": dig(answer, "stages"), "in_flight": in_flight})
+        wanted = sum(one["in_flight"] for one in moves)
+        name = f"moved {len(moves)} times, {wanted} of them in the middle of requests: same tokens and log-probabilities"
+        self.expect(name, not failed and len(moves) == 2 * self.options.pauses and wanted > 0, "; ".join(failed))
+        return {"moves": moves, "started": self.started("move")}
 
     def held_pause(self):
         # Several ranks have torch's symmetric memory, whose pages the others know.
@@ -394,7 +445,7 @@ class Engines(Check):
             self.deadline = Deadline(max(self.options.limit - 15 - (start - begin), 0.1))
             measured = {}
             try:
-                work = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "tpot": self.tpot}.get(part)
+                work = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "move": self.move, "tpot": self.tpot}.get(part)
                 measured = work() if work else self.cycle_script(part)
             except Exception as error:
                 self.expect("runs to its end", False, f"{type(error).__name__}: {error}")
@@ -421,6 +472,23 @@ class Engines(Check):
         (self.out / f"{NAME}.md").write_text(report.markdown(self.parts) + "\n")
 
 
+def descendants(pid):
+    """A process and all that it has started, directly or not."""
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            for task in pathlib.Path(f"/proc/{one}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def has_gpu(pid):
+    """Whether a process has a CUDA context: only then is the driver's memory manager open."""
+    with contextlib.suppress(OSError):
+        return any(os.readlink(file) == "/dev/nvidia-uvm" for file in pathlib.Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
 def given(options):
     """The user's variables for the engines."""
     return dict(pair.split("=", 1) for pair in options.env)
@@ -434,7 +502,8 @@ EMPTY = {
     "retained": _NO_CYCLES,
     "outside": {"cycles": [], "tags": {}, "kv": "?"},
     "hold": {"loads": [], "tags": {}},
-    "suspend": {"rounds": []},
+    "suspend": {"rounds": [], "driver": []},
+    "move": {"moves": []},
     "tpot": {"ms": {"without": [], "with": []}},
 }
 
@@ -443,7 +512,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("engine", "engine-dir", "scripts", "part", "model", "bin", "python", "out", "work"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("other-gib", "cycles", "pauses", "gpus", "gpu", "rounds", "limit"):
+    for name in ("other-gib", "cycles", "pauses", "gpus", "gpu", "to", "rounds", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--fraction", type=float, required=True)
     parser.add_argument("--prewarm", required=True)

@@ -221,9 +221,22 @@ def markdown(parts):
             rows.append(
                 f"| {version} | {len(rounds)} | {seconds(down)} ({stages(rounds, 'down')}) | {seconds(up)} ({stages(rounds, 'up')}) | {used} MiB |"
             )
+            alone = [{name.removeprefix("cuCheckpointProcess"): ms for name, ms in one.items()} for one in measured["driver"]]
+            if alone and all({"Lock", "Checkpoint", "Restore", "Unlock"} <= set(one) for one in alone):
+                down, up = (statistics.median(one[a] + one[b] for one in alone) for a, b in (("Lock", "Checkpoint"), ("Restore", "Unlock")))
+                rows.append(f"| – the driver alone | {len(alone)} | {seconds(down)} | {seconds(up)} | |")
     if rows:
         header = "| suspended in the middle of requests | times | suspend | resume | in use meanwhile |"
         lines += [header, "| --- | ---: | ---: | ---: | ---: |", *rows, ""]
+    rows = []
+    for name, measured in parts.items():
+        if name.endswith("/move") and measured["moves"]:
+            moves = [{"all": one["stages"]} for one in measured["moves"]]
+            took = [one["ms"] for one in measured["moves"]]
+            version = f"{measured['engine']} {measured['version']}"
+            rows.append(f"| {version} | {len(took)} | {seconds(statistics.median(took))} ({stages(moves, 'all')}) |")
+    if rows:
+        lines += ["| moved to another GPU in the middle of requests | times | took |", "| --- | ---: | ---: |", *rows, ""]
     rows = []
     for name, measured in parts.items():
         if name.endswith("/tpot") and all(measured["ms"].values()):
