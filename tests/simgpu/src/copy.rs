@@ -11,9 +11,9 @@ use crate::kernel;
 use crate::stream;
 use crate::vmm::{self, Piece, READ, READ_WRITE};
 use std::ffi::c_void;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// An operation on a stream, or a graph node.
 #[derive(Clone, Debug)]
@@ -126,6 +126,23 @@ fn delay() -> Duration {
         u64::MAX => crate::settings::get().delay_ms,
         milliseconds => milliseconds,
     })
+}
+
+/// Makes a copy between host and device take its time: called when it begins, answers when it ends. Copies in one direction share
+/// the link, and take it one behind the other.
+pub fn take_link(direction: Direction, bytes: usize) -> Instant {
+    static FREE_AT: [Mutex<Option<Instant>>; 2] = [const { Mutex::new(None) }; 2];
+    let now = Instant::now();
+    let Some(rate) = crate::settings::get().link else { return now };
+    let mut free_at = FREE_AT[direction as usize].lock().unwrap_or_else(PoisonError::into_inner);
+    let end = free_at.map_or(now, |free| free.max(now)) + Duration::from_secs_f64(bytes as f64 / rate as f64);
+    *free_at = Some(end);
+    end
+}
+
+/// Waits for the end of a copy. A device's copy takes no time of the processor's.
+pub fn arrive(end: Instant) {
+    std::thread::sleep(end.saturating_duration_since(Instant::now()));
 }
 
 /// One side of an operation, looked up when it runs.
@@ -288,26 +305,20 @@ fn wait_for(context: &Context, address: Address, width: usize, until: Until) -> 
 const BOUNCE: usize = 1 << 20;
 
 fn copy(from: &Side, to: &Side, bytes: usize) -> Outcome {
-    let _touching = vmm::touching();
+    let touching = vmm::touching();
+    let over_the_link = |direction, pieces: &[Piece], mut host: Address| {
+        let end = take_link(direction, bytes);
+        for piece in pieces {
+            transfer(direction, piece.physical.backing.at(piece.offset), host, piece.bytes)?;
+            host += piece.bytes as u64;
+        }
+        drop(touching);
+        arrive(end);
+        Ok(())
+    };
     match (from, to) {
-        (Side::Host(from), Side::Device(pieces)) => {
-            let mut from = *from;
-            for piece in pieces {
-                let ours = piece.physical.backing.at(piece.offset);
-                transfer(Direction::FromHost, ours, from, piece.bytes)?;
-                from += piece.bytes as u64;
-            }
-            Ok(())
-        }
-        (Side::Device(pieces), Side::Host(to)) => {
-            let mut to = *to;
-            for piece in pieces {
-                let ours = piece.physical.backing.at(piece.offset);
-                transfer(Direction::ToHost, ours, to, piece.bytes)?;
-                to += piece.bytes as u64;
-            }
-            Ok(())
-        }
+        (Side::Host(from), Side::Device(pieces)) => over_the_link(Direction::FromHost, pieces, *from),
+        (Side::Device(pieces), Side::Host(to)) => over_the_link(Direction::ToHost, pieces, *to),
         (Side::Device(from), Side::Device(to)) => {
             copy_pieces(from, to);
             Ok(())
@@ -352,10 +363,11 @@ fn copy_pieces(from: &[Piece], to: &[Piece]) {
 }
 
 fn upload(bytes: &[u8], to: &Side) -> Outcome {
-    let _touching = vmm::touching();
+    let touching = vmm::touching();
     let from = bytes.as_ptr();
     match to {
         Side::Device(pieces) => {
+            let end = take_link(Direction::FromHost, bytes.len());
             let mut done = 0;
             for piece in pieces {
                 // SAFETY: the source is our own buffer, the destination a backing that the piece keeps alive.
@@ -364,6 +376,8 @@ fn upload(bytes: &[u8], to: &Side) -> Outcome {
                 }
                 done += piece.bytes;
             }
+            drop(touching);
+            arrive(end);
             Ok(())
         }
         Side::Host(to) => transfer(Direction::ToHost, from.cast_mut(), *to, bytes.len()),

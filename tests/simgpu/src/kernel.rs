@@ -5,7 +5,7 @@
 use crate::abi::{Address, Handle, In, Out};
 use crate::codes::{ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, MISALIGNED_ADDRESS, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::context::{self, Context};
-use crate::copy::Work;
+use crate::copy::{self, Work};
 use crate::driver::{self, state};
 use crate::host;
 use crate::stream;
@@ -207,11 +207,13 @@ impl Copy {
         }
         let pieces = self.find(context)?;
         let mut from = self.from;
+        let end = copy::take_link(host::Direction::FromHost, self.bytes);
         for piece in &pieces {
             let _touching = vmm::touching();
             host::transfer(host::Direction::FromHost, piece.physical.backing.at(piece.offset), from, piece.bytes)?;
             from += piece.bytes as u64;
         }
+        copy::arrive(end);
         if mappings(&self.find(context)?) == at_first { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
     }
 }

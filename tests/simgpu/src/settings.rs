@@ -14,6 +14,8 @@ pub struct Settings {
     pub memory: u64,
     /// `SIMGPU_OP_DELAY_MS`: the minimum duration of every stream operation.
     pub delay_ms: u64,
+    /// `SIMGPU_LINK`: bytes per second between host and device; as fast as it goes without.
+    pub link: Option<u64>,
     /// `SIMGPU_FAIL`: the faults to inject, unparsed.
     pub faults: String,
     /// `SIMGPU_NO_VMM`: the devices lack virtual memory management.
@@ -48,6 +50,7 @@ pub fn get() -> &'static Settings {
             devices: (number("SIMGPU_DEVICES", 1) as usize).min(crate::machine::MAX_DEVICES),
             memory: number("SIMGPU_MEMORY", 16 << 30),
             delay_ms: number("SIMGPU_OP_DELAY_MS", 0),
+            link: Some(number("SIMGPU_LINK", 0)).filter(|rate| *rate > 0),
             faults: text("SIMGPU_FAIL"),
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
             no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),

@@ -34,6 +34,30 @@ fn work_is_asynchronous_and_in_order() {
 }
 
 #[test]
+fn copies_between_host_and_device_share_a_link() {
+    isolated("copies_between_host_and_device_share_a_link", &[("SIMGPU_LINK", "10M")], || {
+        const BYTES: usize = 512 << 10; // 50 ms
+        let gpu = Gpu::start();
+        let pointer = gpu.alloc(2 * BYTES);
+        let mut pinned = 0;
+        ok!(gpu.cuMemHostAlloc(&raw mut pinned, 2 * BYTES, 0));
+        let start = Instant::now();
+        // Two streams, one link.
+        for half in [0, BYTES as u64] {
+            unsafe { std::ptr::write_bytes((pinned + half) as *mut u8, 7, BYTES) };
+            ok!(gpu.cuMemcpyHtoDAsync_v2(pointer + half, pinned + half, BYTES, gpu.stream(NON_BLOCKING)));
+        }
+        ok!(gpu.cuCtxSynchronize());
+        assert!(start.elapsed() >= Duration::from_millis(95));
+        let start = Instant::now();
+        ok!(gpu.cuMemcpyDtoD_v2(pointer, pointer + BYTES as u64, BYTES));
+        let mut back = vec![0u8; BYTES];
+        ok!(gpu.cuMemcpyDtoH_v2(back.as_mut_ptr() as u64, pointer, BYTES));
+        assert!(start.elapsed() >= Duration::from_millis(47) && back.iter().all(|byte| *byte == 7));
+    });
+}
+
+#[test]
 fn pageable_memory_is_done_with_when_the_call_returns() {
     isolated("pageable_memory_is_done_with_when_the_call_returns", &[("SIMGPU_OP_DELAY_MS", "20")], || {
         let gpu = Gpu::start();
