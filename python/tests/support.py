@@ -20,7 +20,7 @@ VRAMCTL = os.environ.get("VRAMCTL_TEST_COMMAND", "vramctl")
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
 
-def _runtime() -> str:
+def runtime() -> str:
     """The CUDA runtime already loaded (torch bundles one), else the one that the loader finds."""
     loaded = re.findall(r"/\S+/libcudart\S*\.so\S*", Path("/proc/self/maps").read_text())
     return loaded[0] if loaded else "libcudart.so.12"
@@ -29,8 +29,8 @@ def _runtime() -> str:
 class Cuda:
     """The CUDA runtime through the global scope, where a preloaded library comes first."""
 
-    def __init__(self) -> None:
-        ctypes.CDLL(_runtime(), mode=ctypes.RTLD_GLOBAL)
+    def __init__(self, path: str = "") -> None:
+        ctypes.CDLL(path or runtime(), mode=ctypes.RTLD_GLOBAL)
         self._scope = ctypes.CDLL(None)
 
     def call(self, name: str, *arguments: Any) -> None:

@@ -22,7 +22,7 @@ import torch_memory_saver as package
 from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver
 
 import vramctl
-from support import MIB, Cuda, freed
+from support import MIB, Cuda, freed, runtime
 from vramctl import errors
 
 try:
@@ -327,7 +327,7 @@ from support import Cuda
 torch_memory_saver.set_disk_backup_dir(sys.argv[2])
 with torch_memory_saver.region("on_disk", enable_disk_backup=True):
     for size in (2, 4):
-        Cuda().malloc(size << 20)
+        Cuda(sys.argv[4]).malloc(size << 20)
 torch_memory_saver.pause()
 print(sorted(os.path.getsize(os.path.join(sys.argv[2], name)) >> 20 for name in os.listdir(sys.argv[2])), flush=True)
 if sys.argv[3] == "killed":
@@ -338,7 +338,7 @@ print(os.listdir(sys.argv[2]))
         with tempfile.TemporaryDirectory() as folder:
             for ending, found, left in (("killed", "[2, 4]\n", 2), ("killed", "[2, 4]\n", 2), ("resumed", "[2, 4]\n[]\n", 0)):
                 child = subprocess.run(
-                    [sys.executable, "-c", source, str(TESTS), folder, ending],
+                    [sys.executable, "-c", source, str(TESTS), folder, ending, runtime()],
                     env={**os.environ, "PYTHONPATH": str(DROPIN), "LD_PRELOAD": str(HOOKS[0])},
                     capture_output=True,
                     text=True,

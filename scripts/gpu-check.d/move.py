@@ -19,7 +19,7 @@ import two
 from suspend import GIB, ask, check, run, smi, started, tell, used_mib
 
 #: Exit codes of the command line.
-USAGE, NO_ROOM, UNSUSPENDABLE = 2, 4, 7
+USAGE, NO_ROOM, BUSY, UNSUSPENDABLE = 2, 4, 5, 7
 
 
 def owner():
@@ -80,7 +80,7 @@ def refused(what, vramctl, arguments, code, words):
 
 
 def wrong_maps(vramctl, child):
-    for gpus, why in (("7", "no GPU 7"), ("0", "already"), ("0,1", "1 GPUs"), ("1,1", "1 GPUs")):
+    for gpus, why in (("7", "no GPU 7"), ("0", "already"), ("0,1", "2 are named"), ("1,1", "2 are named")):
         refused(f"--to {gpus}", vramctl, ("move", "moved", "--to", gpus), USAGE, [why])
     check("it runs on", ask(child, "check")["same"])
 
@@ -129,8 +129,8 @@ def shared(vramctl):
     own = os.path.abspath(__file__)
     with both(vramctl, ("owner", own, "--owner"), ("importer", own, "--importer")) as (giving, taking):
         check("importer: it sees the memory", ask(taking, giving.stdout.readline().strip())["same"])
-        for name, which in (("importer", taking), ("owner", giving)):
-            refused(f"{name} of shared memory", vramctl, ("move", name, "--to", "1"), UNSUSPENDABLE, [])
+        for name, which, code in (("importer", taking, UNSUSPENDABLE), ("owner", giving, BUSY)):
+            refused(f"{name} of shared memory", vramctl, ("move", name, "--to", "1"), code, ["memory"])
             run(vramctl, "resume", "--name", name)
             check(f"{name}: it runs on", ask(which, "check")["same"])
 
@@ -140,7 +140,7 @@ def ranks(vramctl):
     with both(vramctl, *(("nccl", two.__file__, "--rank", str(number), port) for number in (0, 1))) as pair:
         check("nccl: both ranks have started", all(json.loads(rank.stdout.readline()).get("ready") for rank in pair))
         for number, command in enumerate((("move", "nccl", "--to", "1,0"), ("suspend", "nccl"))):
-            refused(f"ranks with NCCL, {command[0]}", vramctl, command, UNSUSPENDABLE, ["NCCL"])
+            refused(f"ranks with NCCL, {command[0]}", vramctl, command, UNSUSPENDABLE, ["libnccl"])
             run(vramctl, "resume", "--name", "nccl")
             for rank in pair:
                 tell(rank, json.dumps({"step": number}))

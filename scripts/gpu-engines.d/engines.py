@@ -62,7 +62,7 @@ class Engines(Check):
             settings["VRAMCTL_PREWARM"] = self.options.prewarm
         if part == "retained":
             settings["VRAMCTL_RETAIN"] = "weights"
-        if part in ("hold", "suspend", "move") and self.options.engine == "vllm":
+        if part in ("hold", "suspend", "driver", "move") and self.options.engine == "vllm":
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return settings
 
@@ -96,6 +96,10 @@ class Engines(Check):
         # The program resets the engine's prefix cache itself.
         return [["pause", "kv_cache", "--discard", "--force", *both], ["pause", *kept, *both]]
 
+    def checkpoint(self):
+        """The command that has the driver checkpoint and restore a process."""
+        return [sys.executable, str(HERE.parent / "gpu-check.d" / "suspend.py"), "--driver"]
+
     def plan(self):
         """The commands of each part."""
         vramctl = str(self.bin / "vramctl")
@@ -122,6 +126,7 @@ class Engines(Check):
                 self.other(SUSPENDED_GIB),
                 [vramctl, "resume", "--name", NAME, "--json"],
             ],
+            "driver": [both[0], [*self.checkpoint(), "PID"]],
             "move": [
                 ["env", *(f"{name}={value}" for name, value in self.settings("move").items()), *outside[0]],
                 [vramctl, "move", NAME, "--to", str(self.options.to), "--json"],
@@ -317,21 +322,19 @@ class Engines(Check):
         self.expect(name, not failed and len(rounds) == self.options.pauses and len(wanted) > 0, "; ".join(failed))
         used = [one["used_mib"] for one in rounds]
         self.expect("nothing of it stays on the GPU", bool(used) and max(used) < 32, f"{used} MiB in use")
-        self.end_children()
-        return {"rounds": rounds, "driver": self.driver_alone(), "started": self.started("suspend")}
+        return {"rounds": rounds, "started": self.started("suspend")}
 
     def driver_alone(self):
-        """The driver's checkpoint of the same engine without the library, twice: milliseconds by call."""
-        program = self.start_program(managed=False, part="suspend")
+        """The driver's checkpoint of the engine without the library, twice."""
+        program = self.start_program(managed=False, part="driver")
         first = program.ask_json("generate", 120)
         pids = [pid for pid in descendants(program.process.pid) if has_gpu(pid)]
         self.expect("one process of the engine uses the GPU", len(pids) == 1, pids)
-        checkpoint = [sys.executable, str(HERE.parent / "gpu-check.d" / "suspend.py"), "--driver"]
-        took = [json.loads(self.command(*checkpoint, str(pids[0]), seconds=120, env=self.plain_env)[1]) for _ in range(2)]
+        took = [json.loads(self.command(*self.checkpoint(), str(pids[0]), seconds=120, env=self.plain_env)[1]) for _ in range(2)]
         after = program.ask_json("generate", 120)
         failed = [one["failed"] for one in took if "failed" in one]
         self.expect("the driver alone brings it back", not failed and after["tokens"] and first["tokens"], failed)
-        return took
+        return {"calls": took}
 
     def move(self):
         """Moves the engine to another GPU and back while it works on requests."""
@@ -445,7 +448,7 @@ class Engines(Check):
             self.deadline = Deadline(max(self.options.limit - 15 - (start - begin), 0.1))
             measured = {}
             try:
-                work = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "move": self.move, "tpot": self.tpot}.get(part)
+                work = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "driver": self.driver_alone, "move": self.move, "tpot": self.tpot}.get(part)
                 measured = work() if work else self.cycle_script(part)
             except Exception as error:
                 self.expect("runs to its end", False, f"{type(error).__name__}: {error}")
@@ -502,7 +505,8 @@ EMPTY = {
     "retained": _NO_CYCLES,
     "outside": {"cycles": [], "tags": {}, "kv": "?"},
     "hold": {"loads": [], "tags": {}},
-    "suspend": {"rounds": [], "driver": []},
+    "suspend": {"rounds": []},
+    "driver": {"calls": []},
     "move": {"moves": []},
     "tpot": {"ms": {"without": [], "with": []}},
 }

@@ -221,10 +221,12 @@ def markdown(parts):
             rows.append(
                 f"| {version} | {len(rounds)} | {seconds(down)} ({stages(rounds, 'down')}) | {seconds(up)} ({stages(rounds, 'up')}) | {used} MiB |"
             )
-            alone = [{name.removeprefix("cuCheckpointProcess"): ms for name, ms in one.items()} for one in measured["driver"]]
-            if alone and all({"Lock", "Checkpoint", "Restore", "Unlock"} <= set(one) for one in alone):
-                down, up = (statistics.median(one[a] + one[b] for one in alone) for a, b in (("Lock", "Checkpoint"), ("Restore", "Unlock")))
-                rows.append(f"| – the driver alone | {len(alone)} | {seconds(down)} | {seconds(up)} | |")
+        if name.endswith("/driver") and measured["calls"]:
+            calls = [{name.removeprefix("cuCheckpointProcess"): ms for name, ms in one.items()} for one in measured["calls"]]
+            if all({"Lock", "Checkpoint", "Restore", "Unlock"} <= set(one) for one in calls):
+                down, up = (statistics.median(one[a] + one[b] for one in calls) for a, b in (("Lock", "Checkpoint"), ("Restore", "Unlock")))
+                version = f"{measured['engine']} {measured['version']}, the driver alone"
+                rows.append(f"| {version} | {len(calls)} | {seconds(down)} | {seconds(up)} | |")
     if rows:
         header = "| suspended in the middle of requests | times | suspend | resume | in use meanwhile |"
         lines += [header, "| --- | ---: | ---: | ---: | ---: |", *rows, ""]
