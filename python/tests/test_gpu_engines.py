@@ -133,64 +133,36 @@ class Reading(unittest.TestCase):
 
 
 class Tokens(engines.Engines):
-    """The part `tpot` on a simulated clock: each engine takes a given time or fails."""
+    """The part `tpot` with engines that each take as long as they are told."""
 
-    def __init__(self, seconds, limit, rounds=2):
+    def __init__(self, without, library, rounds):
         self.options = types.SimpleNamespace(rounds=rounds, env=[])
-        self.deadline, self.left = self, limit
-        self.seconds, self.said, self.checks, self.section = list(seconds), [], [], "tpot"
+        self.times, self.asked, self.checks, self.section = [without, library], [], [], "tpot"
 
-    def rest(self):
-        return self.left
+    def start_program(self, managed, part):
+        def answer(*_):
+            self.asked.append(managed)
+            return {"ms": self.times[managed]}
 
-    def start_program(self, managed):
-        seconds = self.seconds.pop(0)
-        self.left -= min(seconds or 1, self.left)
-        if seconds is None or self.left <= 0:
-            raise engines.Failed("no answer")
-        return types.SimpleNamespace(ask_json=lambda *_: {"ms": 4.0 + managed / 100})
+        return types.SimpleNamespace(ask_json=answer)
 
     def say(self, text):
-        self.said.append(text)
-
-    def log(self, text):
         pass
 
-    def end_children(self):
-        pass
-
-    def used_mib(self, below):
-        pass
+    log = say
 
 
 class TimePerToken(unittest.TestCase):
-    def measure(self, *arguments, **more):
-        part = Tokens(*arguments, **more)
-        measured = part.tpot()["ms"]
-        ended = [line.strip() for line in part.said if "ended after" in line]
-        return [len(measured["without"]), len(measured["with"])], ended, [check["ok"] for check in part.checks]
+    def test_both_are_measured_in_turns_and_each_is_first_as_often(self):
+        part = Tokens(4.0, 4.01, 4)
+        self.assertEqual(part.tpot()["ms"], {"without": [4.0] * 4, "with": [4.01] * 4})
+        self.assertEqual(part.asked, [True, False, False, True] * 2)
+        self.assertEqual([check["ok"] for check in part.checks], [True])
 
-    def test_all_rounds_where_there_is_time(self):
-        self.assertEqual(self.measure([100, 100, 100, 100], 500), ([2, 2], [], [True]))
-
-    def test_no_engine_is_started_that_has_no_time(self):
-        for limit, counts in ((200 + 1, [1, 1]), (300 + 50, [2, 1])):
-            runs, ended, ok = self.measure([100, 100, 100], limit)
-            self.assertEqual((runs, ok), (counts, [True]))
-            self.assertIn(f"{counts[0]} runs without the library and {counts[1]} with it, of 2 each", ended[0])
-
-    def test_one_of_each_is_tried_in_any_case(self):
-        self.assertEqual(self.measure([100, 20], 130)[0], [1, 1])
-        with self.assertRaises(engines.Failed):
-            self.measure([100, 100], 130)
-
-    def test_a_later_start_that_fails_takes_nothing_away(self):
-        # Out of time: use what has been measured.
-        runs, ended, ok = self.measure([100, 100, 100, 200], 450)
-        self.assertEqual((runs, len(ended), ok), ([2, 1], 1, [True]))
-        # Another failure: use it, too, but the part has failed.
-        runs, ended, ok = self.measure([100, 100, None], 900)
-        self.assertEqual((runs, len(ended), ok), ([1, 1], 1, [False, True]))
+    def test_more_than_a_percent_fails(self):
+        part = Tokens(4.0, 4.1, 1)
+        part.tpot()
+        self.assertEqual([check["ok"] for check in part.checks], [False])
 
 
 class Running(unittest.TestCase):
@@ -315,7 +287,7 @@ for number, line in enumerate({text!r}.splitlines()):
         self.assertEqual(
             [(cycle["pause_ms"], cycle["same"], cycle["other_gib"]) for cycle in outside["cycles"]], [(123.4, True, 3)] * 2
         )
-        self.assertEqual(len(result["vllm/tpot"]["ms"]["with"]), 2)
+        self.assertEqual(len(result["vllm/tpot"]["ms"]["with"]), 4)
         asked = (self.folder / "asked").read_text()
         self.assertIn("pause cuda_graph kv_cache weights --name gpu-engines --json", asked)
         text = (self.folder / "out/gpu-engines.md").read_text()

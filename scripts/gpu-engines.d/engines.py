@@ -78,9 +78,11 @@ class Engines(Check):
     def script(self):
         return [sys.executable, str(pathlib.Path(self.options.scripts) / f"{self.options.engine}_cycle.py")]
 
-    def program(self):
+    def program(self, part=""):
         options = self.options
-        arguments = (options.engine, options.model or "MODEL", options.fraction, options.gpus)
+        # Two engines share the GPU for the time per token.
+        fraction = min(options.fraction, 0.4) if part == "tpot" else options.fraction
+        arguments = (options.engine, options.model or "MODEL", fraction, options.gpus)
         return [sys.executable, str(HERE / "program.py"), *map(str, arguments)]
 
     def other(self, gib=None):
@@ -109,7 +111,7 @@ class Engines(Check):
             self.other(),
             [vramctl, "resume", *self.tags, "--name", NAME, "--json"],
         ]
-        both = [self.program(), self.under_library(self.program())]
+        both = [self.program("tpot"), self.under_library(self.program("tpot"))]
 
         def cycles(part):
             settings = [f"{name}={value}" for name, value in self.settings(part).items()]
@@ -126,7 +128,7 @@ class Engines(Check):
                 self.other(SUSPENDED_GIB),
                 [vramctl, "resume", "--name", NAME, "--json"],
             ],
-            "driver": [both[0], [*self.checkpoint(), "PID"]],
+            "driver": [self.program(), [*self.checkpoint(), "PID"]],
             "move": [
                 ["env", *(f"{name}={value}" for name, value in self.settings("move").items()), *outside[0]],
                 [vramctl, "move", NAME, "--to", str(self.options.to), "--json"],
@@ -138,7 +140,7 @@ class Engines(Check):
                 [vramctl, *self.held_pause()],
                 [vramctl, "resume", "--name", NAME, "--json"],
             ],
-            "tpot": both * self.options.rounds,
+            "tpot": both,
         }
         names = ("PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON", "VRAMCTL_LOG", *given(self.options))
         lines = [f"{name}={shlex.quote(self.env[name])}" for name in dict.fromkeys(names) if name in self.env]
@@ -190,7 +192,7 @@ class Engines(Check):
         self.options.model = self.options.model or made
 
     def start_program(self, managed, part=""):
-        command = self.under_library(self.program(), managed)
+        command = self.under_library(self.program(part), managed)
         with no_end():
             program = Program(self, "program.py", command, {**self.env, **self.settings(part)})
             self.children.append(program)
@@ -375,37 +377,15 @@ class Engines(Check):
         return max(one["report"]["ms"] for one in answer["processes"])
 
     def tpot(self):
-        ms = {"without": [], "with": []}
-        try:
-            self.tpot_rounds(ms)
-        except Failed as error:
-            # Comparing needs a figure on both sides.
-            if not all(ms.values()):
-                raise
-            if self.deadline.rest() > 0:
-                self.expect("runs to its end", False, error)
-        if len(ms["with"]) < self.options.rounds:
-            self.say(
-                f"  ended after {len(ms['without'])} runs without the library and {len(ms['with'])} with it, "
-                f"of {self.options.rounds} each: {max(self.deadline.rest(), 0):.0f} s are left"
-            )
+        """An engine with the library and one without it share the GPU and are measured in turns, so that both see the same machine."""
+        programs = {which: self.start_program(managed=which == "with", part="tpot") for which in ("without", "with")}
+        ms = {which: [] for which in programs}
+        for number in range(self.options.rounds):
+            for which in sorted(programs, reverse=number % 2 == 1):
+                ms[which].append(programs[which].ask_json("tpot", 240)["ms"])
+                self.say(f"  {which} the library: {ms[which][-1]:.3f} ms per token")
         self.judge(report.check_tpot(ms))
         return {"ms": ms, "started": self.started("tpot")}
-
-    def tpot_rounds(self, ms):
-        """Starts engines and adds their figures to `ms` until there is no time for another."""
-        longest = 0.0
-        for _ in range(self.options.rounds):
-            for which in ms:
-                before = self.deadline.rest()
-                if before <= longest and all(ms.values()):
-                    return
-                program = self.start_program(managed=which == "with")
-                ms[which].append(program.ask_json("tpot", 240)["ms"])
-                self.say(f"  {which} the library: {ms[which][-1]:.3f} ms per token")
-                self.end_children()
-                self.used_mib(below=2 * 1024)
-                longest = max(longest, before - self.deadline.rest())
 
     # ---- all of it ----
 
