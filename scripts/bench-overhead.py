@@ -25,6 +25,7 @@ DRIVER_CALLS = {
     "address_other": ("cuGetProcAddress of cuDeviceGetCount", None),
     "alloc_free": ("cuMemAlloc + cuMemFree, 4 KiB", PAIR_LIMIT_NS),
     "launch": ("cuLaunchKernel of an empty kernel", LAUNCH_LIMIT_NS),
+    "launch_refused": ("cuLaunchKernel of no blocks, refused by the driver", LAUNCH_LIMIT_NS),
     "create": ("cuMemCreate, 2 MiB", None),
     "map": ("cuMemMap, 2 MiB", None),
     "access": ("cuMemSetAccess, 2 MiB", None),
@@ -142,13 +143,17 @@ def driver_rows(program, rounds, variants):
     base, *others = figures
     rows = []
     for call, (what, limit) in DRIVER_CALLS.items():
-        if call not in figures[base][0]:  # the simulated GPU runs no kernels
+        if call not in figures[base][0]:  # a device that runs no kernels
             continue
         scatter = statistics.median(abs(round_[call][2]) for round_ in figures[base])
         for name in others:
             found, own, extra, same = zip(*(round_[call] for round_ in figures[name]))
             how = f"{name}, beside the driver's own in one process" + (", not replaced" if all(same) else "")
             rows.append(row(what, how, "ns", limit, list(own), list(found), list(extra), scatter))
+            if call == "launch":
+                # What a program sees. Two processes differ by more than the limit, so it is not applied.
+                without = [round_[call][0] for round_ in figures[base]]
+                rows.append(row(what, f"{name}, and in a process without", "ns", None, without, list(found), scatter=scatter))
     return rows
 
 

@@ -22,6 +22,8 @@ static const char help[] =
 	"  address_alloc, address_other  cuGetProcAddress of cuMemAlloc and of cuDeviceGetCount\n"
 	"  alloc_free                 a pair of cuMemAlloc and cuMemFree, 4 KiB\n"
 	"  launch                     a kernel that does nothing, where the device runs kernels\n"
+	"  launch_refused             a launch of no blocks, which the driver refuses: what is before it, without\n"
+	"                             the microseconds of a launch, which vary by more\n"
 	"  create, map, access, unmap, release  the program's own virtual memory, 2 MiB\n";
 
 #define HANDLES 64
@@ -250,6 +252,15 @@ static void launch(const struct functions *f, double *ns)
 	*ns = (now() - from) / 500;
 }
 
+static void launch_refused(const struct functions *f, double *ns)
+{
+	double from = now();
+	for (int i = 0; i < 2000; i++)
+		if (f->launch(nothing, 0, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL) == 0)
+			fail("a launch of no blocks is not refused", -1);
+	*ns = (now() - from) / 2000;
+}
+
 /* A kernel that does nothing, where the device runs kernels. */
 static bool load_nothing(void)
 {
@@ -350,8 +361,10 @@ int main(int argc, char **argv)
 	compare(address_other, both, batches, 1, (const char *const[]){"address_other"}, &lookups[1]);
 	compare(alloc_free, both, batches, 1, (const char *const[]){"alloc_free"}, &lookups[2]);
 	const bool launches[] = {SAME(launch)};
-	if (load_nothing())
+	if (load_nothing()) {
 		compare(launch, both, batches, 1, (const char *const[]){"launch"}, launches);
+		compare(launch_refused, both, batches, 1, (const char *const[]){"launch_refused"}, launches);
+	}
 	compare(own_memory, both, batches < 20 ? batches : 20, 5,
 	        (const char *const[]){"create", "map", "access", "unmap", "release"}, memory);
 	return 0;

@@ -1,6 +1,6 @@
-//! Modules, functions and launches of known kernels: the digest of `src/backup/digest/kernel.cu` and the copy of
-//! `src/backup/copier/kernel.cu`. Programs load their PTX, as with a real driver; what runs is a reimplementation here that
-//! follows the kernel step by step.
+//! Modules, functions and launches of known kernels: the digest of `src/backup/digest/kernel.cu`, the copy of
+//! `src/backup/copier/kernel.cu`, and any that does nothing. Programs load their PTX, as with a real driver; what runs is a
+//! reimplementation here that follows the kernel step by step.
 
 use crate::abi::{Address, Handle, In, Out};
 use crate::codes::{ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, MISALIGNED_ADDRESS, NOT_FOUND, NOT_SUPPORTED, Outcome};
@@ -21,22 +21,26 @@ use std::time::Duration;
 enum Kernel {
     Digest,
     Copy,
+    /// Does nothing.
+    Empty,
 }
 
 impl Kernel {
-    fn of_name(name: &str) -> Option<Self> {
+    /// The kernel behind an entry point, if it is known.
+    fn of(text: &str, name: &str) -> Option<Self> {
         match name {
             "vramctl_digest" => Some(Self::Digest),
             "vramctl_copy" => Some(Self::Copy),
-            _ => None,
+            _ => text.contains(&format!(".entry {name}() {{ ret; }}")).then_some(Self::Empty),
         }
     }
 
     /// Threads per block: what the kernel is written for, although the driver itself would accept fewer.
-    fn threads(self) -> u32 {
+    fn threads(self) -> Option<u32> {
         match self {
-            Self::Digest => THREADS as u32,
-            Self::Copy => 512,
+            Self::Digest => Some(THREADS as u32),
+            Self::Copy => Some(512),
+            Self::Empty => None,
         }
     }
 }
@@ -102,7 +106,7 @@ pub fn get_function(function: Out<Handle>, module: Handle, name: In<c_char>) -> 
     if !home.text.contains(&format!(".entry {name}(")) {
         return Err(NOT_FOUND);
     }
-    let kernel = Kernel::of_name(name).ok_or(NOT_SUPPORTED)?;
+    let kernel = Kernel::of(&home.text, name).ok_or(NOT_SUPPORTED)?;
     let handle = driver::new_handle();
     modules.functions.insert(handle, (kernel, module));
     function.put(handle)
@@ -121,19 +125,20 @@ pub fn launch(
         return Err(NOT_SUPPORTED);
     }
     let (kernel, context) = state().modules.function(function).ok_or(INVALID_HANDLE)?;
-    if blocks[0] == 0 || blocks[1..] != [1, 1] || threads != [kernel.threads(), 1, 1] {
+    if blocks[0] == 0 || blocks[1..] != [1, 1] || kernel.threads().is_some_and(|wanted| threads != [wanted, 1, 1]) {
         return Err(INVALID_VALUE);
     }
-    let launch = match kernel {
-        Kernel::Digest => Launch::Digest(Digests::of_arguments(arguments, blocks[0])?),
-        Kernel::Copy => Launch::Copy(Copy::of_arguments(arguments)?),
+    let work = match kernel {
+        Kernel::Digest => Work::Kernel(Launch::Digest(Digests::of_arguments(arguments, blocks[0])?)),
+        Kernel::Copy => Work::Kernel(Launch::Copy(Copy::of_arguments(arguments)?)),
+        Kernel::Empty => Work::Marker,
     };
     let mut state = state();
     let stream = stream::find(&mut state, handle)?;
     if context != stream.context.handle {
         return Err(INVALID_HANDLE);
     }
-    stream::submit(&mut state, &stream, Work::Kernel(launch))?;
+    stream::submit(&mut state, &stream, work)?;
     Ok(())
 }
 
