@@ -14,9 +14,9 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
-use vramctl_intercept::entries;
 use vramctl_intercept::hooks::HOOKED;
 use vramctl_intercept::resolve::RESOLVERS;
+use vramctl_intercept::{entries, nccl};
 
 /// A simulated machine with its own socket directory.
 struct Machine {
@@ -934,8 +934,14 @@ fn the_library_needs_little_and_exports_what_it_says() {
         .concat();
     let symbols = tool("nm", &["-D", "--defined-only"]);
     let exported: Vec<_> = symbols.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
-    let hooked: Vec<_> =
-        HOOKED.iter().copied().chain(entries::all().map(|function| function.symbol.to_str().unwrap())).chain(RESOLVERS).collect();
+    let of_nccl = nccl::FUNCTIONS.iter().map(|function| function.symbol.to_str().unwrap());
+    let hooked: Vec<_> = HOOKED
+        .iter()
+        .copied()
+        .chain(entries::all().map(|function| function.symbol.to_str().unwrap()))
+        .chain(of_nccl)
+        .chain(RESOLVERS)
+        .collect();
     for name in &exported {
         let known = hooked.contains(name) || promised.contains(&format!("{name}("));
         assert!(known, "{name} is exported and should not be");

@@ -5,9 +5,18 @@
 //! the first, the second's hooks are the real functions. So only the first copy in symbol lookup order is active; the others
 //! forward every call.
 
+use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicU8, Ordering};
 use vramctl_config as config;
-use vramctl_host::symbols;
+use vramctl_host::symbols::{self, Loaded};
+
+/// Exported by each copy and by nobody else.
+const MARK: &CStr = c"vramctl_version";
+
+/// Whether a function is in a copy of the library, this one included.
+pub fn contain(function: *const c_void) -> bool {
+    Loaded::around(function).is_some_and(|library| library.symbol(MARK).is_some())
+}
 
 /// Whether another copy precedes this one in symbol lookup order. Checked once: copies loaded later come later in the order.
 #[inline]
@@ -49,7 +58,7 @@ fn begin() -> bool {
 fn look() -> bool {
     // SAFETY: `RTLD_DEFAULT` needs no handle.
     // If the symbol is not global at all, this copy was opened with `RTLD_LOCAL` or linked statically, and is the only one.
-    let found = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, c"vramctl_version") };
+    let found = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, MARK) };
     let other = !found.is_null() && !symbols::is_ours(found);
     // Two threads may look at once, and one of them may have begun.
     let _ = KNOWN.compare_exchange(UNKNOWN, if other { OTHER } else { THIS_WAITING }, Ordering::Relaxed, Ordering::Relaxed);

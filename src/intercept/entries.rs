@@ -118,6 +118,9 @@ macro_rules! pass_caller {
     (pitched extent) => {
         "mov rsi, [rsp]"
     };
+    ($a:ident) => {
+        "mov rsi, [rsp]"
+    };
     ($a:ident $b:ident) => {
         "mov rdx, [rsp]"
     };
@@ -139,6 +142,9 @@ macro_rules! jump {
 }
 #[cfg(target_arch = "aarch64")]
 macro_rules! pass_caller {
+    ($a:ident) => {
+        "mov x1, x30"
+    };
     ($a:ident $b:ident) => {
         "mov x2, x30"
     };
@@ -258,6 +264,7 @@ mod tests {
         };
     }
     shapes! {
+        one(a);
         two(a, b);
         three(a, b, c);
         four(a, b, c, d);
@@ -283,6 +290,7 @@ mod tests {
     fn entries_that_allocate_pass_the_arguments_and_who_called() {
         // SAFETY: the functions take any numbers.
         unsafe {
+            calls(|| one(1), 1);
             calls(|| two(1, 2), 2);
             calls(|| three(1, 2, 3), 3);
             calls(|| four(1, 2, 3, 4), 4);

@@ -14,6 +14,7 @@ mod exclude;
 mod handlers;
 pub mod hooks;
 pub mod launch;
+pub mod nccl;
 mod real;
 mod register;
 pub mod resolve;

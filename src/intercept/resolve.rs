@@ -1,5 +1,6 @@
 //! The functions that tell where functions are: `dlsym` and `dlvsym`, and the driver's `cuGetProcAddress`. Where a program is told a
-//! function of the driver that has an entry ([`entries`]), it is told the entry instead. The runtime's `cudaGetDriverEntryPoint`
+//! function of the driver that has an entry ([`entries`]), it is told the entry instead, and likewise for functions of NCCL
+//! ([`nccl`]). The runtime's `cudaGetDriverEntryPoint`
 //! asks `cuGetProcAddress`, so it needs nothing of its own.
 //!
 //! The real function is always asked first. Only what it has found is replaced, and only if it is exactly the function that the
@@ -10,9 +11,10 @@
 //! there, which leaves the program's return address in place.
 
 use crate::entries::{self, DriverFunction};
+use crate::nccl::NcclFunction;
 use crate::real::DRIVER;
 use crate::table::Flavour;
-use crate::{copies, driver_originals};
+use crate::{copies, driver_originals, nccl};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::panic;
@@ -160,10 +162,8 @@ unsafe extern "C" fn judge_dlsym(handle: *mut c_void, name: *const c_char, calle
     let Some(real) = symbols::next_dlsym() else { return Ruling::answer(ptr::null_mut()) };
     let onward = real as *mut c_void;
     panic::catch_unwind(|| {
-        // SAFETY: the program promises that the name is null or NUL-terminated.
-        let Some(function) = (unsafe { function_named(name) }) else { return Ruling::onward(onward) };
-        // SAFETY: the program's promises about the handle.
-        unsafe { judge(function, handle, caller, onward, |handle| real(handle, name)) }
+        // SAFETY: the program promises that the name is null or NUL-terminated, and its promises about the handle.
+        unsafe { judge(name, handle, caller, onward, |handle| real(handle, name)) }
     })
     .unwrap_or(Ruling::onward(onward))
 }
@@ -177,9 +177,7 @@ unsafe extern "C" fn judge_dlvsym(handle: *mut c_void, name: *const c_char, vers
             return Ruling::answer(own);
         }
         // SAFETY: as above.
-        let Some(function) = (unsafe { function_named(name) }) else { return Ruling::onward(onward) };
-        // SAFETY: as above.
-        unsafe { judge(function, handle, caller, onward, |handle| real(handle, name, version)) }
+        unsafe { judge(name, handle, caller, onward, |handle| real(handle, name, version)) }
     })
     .unwrap_or(Ruling::onward(onward))
 }
@@ -199,20 +197,66 @@ unsafe fn own_lookup(handle: *mut c_void, name: *const c_char, caller: *const c_
     symbols::is_before_us(caller).then_some(own)
 }
 
-/// The driver's function of this name that has an entry.
-unsafe fn function_named(name: *const c_char) -> Option<&'static DriverFunction> {
-    if name.is_null() {
-        return None;
-    }
+/// Judges a lookup.
+unsafe fn judge(
+    name: *const c_char,
+    handle: *mut c_void,
+    caller: *const c_void,
+    onward: *mut c_void,
+    real: impl Fn(*mut c_void) -> *mut c_void,
+) -> Ruling {
     // SAFETY: NUL-terminated by the caller's promise, so each byte may be read if the ones before are not zero.
-    unsafe {
-        let driver = *name == b'c' as c_char && *name.add(1) == b'u' as c_char && (*name.add(2) as u8).is_ascii_uppercase();
-        if driver { entries::of_symbol(CStr::from_ptr(name)) } else { None }
+    let letter = |at| unsafe { *name.add(at) as u8 };
+    let begins_with = |letters: &[u8]| letters.iter().enumerate().all(|(at, wanted)| letter(at) == *wanted);
+    // SAFETY: as above.
+    let whole = || unsafe { CStr::from_ptr(name) };
+    if name.is_null() {
+        return Ruling::onward(onward);
     }
+    if begins_with(b"cu")
+        && letter(2).is_ascii_uppercase()
+        && let Some(function) = entries::of_symbol(whole())
+    {
+        // SAFETY: the caller's promises.
+        return unsafe { judge_driver(function, handle, caller, onward, real) };
+    }
+    if begins_with(b"ncclComm")
+        && let Some(function) = nccl::of_symbol(whole())
+    {
+        return judge_nccl(function, handle, caller, onward, &real);
+    }
+    Ruling::onward(onward)
+}
+
+/// Judges the lookup of a function of NCCL's.
+fn judge_nccl(
+    function: &NcclFunction,
+    handle: *mut c_void,
+    caller: *const c_void,
+    onward: *mut c_void,
+    real: &impl Fn(*mut c_void) -> *mut c_void,
+) -> Ruling {
+    if handle == libc::RTLD_NEXT || copies::another_answers() {
+        return Ruling::onward(onward);
+    }
+    let mut found = real(handle);
+    if symbols::is_ours(found) {
+        // Our own export: programs look for NCCL this way, and it may not be there.
+        found = nccl::linked_for(caller, function.symbol);
+        if found.is_null() {
+            // Leaves the loader's error for `dlerror`.
+            // SAFETY: `RTLD_NEXT` needs no handle.
+            unsafe { symbols::dlsym(libc::RTLD_NEXT, function.symbol) };
+        }
+    } else if handle == libc::RTLD_DEFAULT {
+        // What the default scope is, depends on who asks.
+        return Ruling::onward(onward);
+    }
+    Ruling::answer(if found.is_null() { found } else { function.in_place_of(found) })
 }
 
 /// Judges the lookup of a function of the table.
-unsafe fn judge(
+unsafe fn judge_driver(
     function: &DriverFunction,
     handle: *mut c_void,
     caller: *const c_void,

@@ -86,6 +86,19 @@ macro_rules! hooked_functions {
     } };
 }
 
+/// The table of NCCL's functions that register memory. Each line: arguments and handler. Expands to `$with! { … }`.
+#[macro_export]
+macro_rules! nccl_functions {
+    ($with:ident) => { $with! {
+        ncclCommRegister(communicator: usize, address: *mut c_void, bytes: usize, handle: *mut usize) => register;
+        ncclCommDeregister(communicator: usize, handle: usize) => deregister;
+        ncclCommWindowRegister(communicator: usize, address: *mut c_void, bytes: usize, window: *mut usize, flags: c_int) => register_window;
+        ncclCommWindowDeregister(communicator: usize, window: usize) => deregister;
+        ncclCommDestroy(communicator: usize) => end;
+        ncclCommAbort(communicator: usize) => end;
+    } };
+}
+
 /// What a driver function does to memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {

@@ -8,7 +8,7 @@
 //! This crate only exports the symbols; `docs/design.md` describes the code behind them.
 
 use std::arch::naked_asm;
-use vramctl_intercept::{entries, hooks, launch, resolve};
+use vramctl_intercept::{entries, hooks, launch, nccl, resolve};
 
 /// An exported name: a jump to the function behind it, which sees the call as the program made it, its return address included.
 macro_rules! export {
@@ -45,6 +45,11 @@ macro_rules! gated {
     ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt;)*) => { $( export!($symbol, launch::$symbol); )* };
 }
 vramctl_intercept::gated_functions!(gated);
+
+macro_rules! of_nccl {
+    ($($symbol:ident $arguments:tt => $handler:ident;)*) => { $( export!($symbol, nccl::$symbol); )* };
+}
+vramctl_intercept::nccl_functions!(of_nccl);
 
 export!(dlsym, resolve::dlsym);
 export!(dlvsym, resolve::dlvsym);

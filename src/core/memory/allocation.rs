@@ -4,8 +4,9 @@
 //! handle of the library's for it and maps it wherever, and as often as, it likes (`handles`).
 
 use super::Placement;
+use super::registered::Mark;
 use super::share::Lending;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
@@ -44,8 +45,10 @@ pub struct Contents {
     pub mappings: Vec<Mapping>,
     /// How often the program must still release its handle.
     pub references: usize,
-    /// Who knows the physical memory itself, so that it cannot be replaced.
-    pub registrant: Option<&'static str>,
+    /// Who knows the physical memory itself for good, so that it cannot be replaced.
+    known_to: Option<&'static str>,
+    /// Who knows it as long as the mark is there.
+    marks: Vec<Weak<&'static str>>,
     /// Which other processes have it open.
     pub lending: Lending,
     /// A context of the device, for copies.
@@ -70,6 +73,24 @@ impl Mapping {
     /// Whether the device may read and write there.
     fn is_open_to(&self, device: CUdevice) -> bool {
         self.access.as_ref().is_none_or(|access| access.iter().any(|access| access.is_full_for(device)))
+    }
+}
+
+impl Contents {
+    /// Who knows the physical memory itself, so that it cannot be replaced.
+    pub fn registrant(&self) -> Option<&'static str> {
+        self.marks.iter().find_map(Weak::upgrade).map(|mark| *mark).or(self.known_to)
+    }
+
+    /// Somebody knows the physical memory from now on.
+    pub(super) fn registered_by(&mut self, registrant: &'static str) {
+        self.known_to = Some(registrant);
+    }
+
+    /// Somebody knows it as long as the mark is there.
+    pub(super) fn mark(&mut self, mark: &Mark) {
+        self.marks.retain(|known| known.strong_count() > 0 && !Weak::ptr_eq(known, &Arc::downgrade(mark)));
+        self.marks.push(Arc::downgrade(mark));
     }
 }
 
@@ -110,7 +131,8 @@ impl Allocation {
             saved: None,
             mappings,
             references: 1,
-            registrant: None,
+            known_to: None,
+            marks: Vec::new(),
             lending: Lending::default(),
             context: current.context(),
         };

@@ -60,7 +60,7 @@ impl Memory {
     }
 
     /// The mappings that a range touches, in address order.
-    fn mapped_in(&self, span: Span) -> Vec<(CUdeviceptr, Arc<Allocation>)> {
+    pub(super) fn mapped_in(&self, span: Span) -> Vec<(CUdeviceptr, Arc<Allocation>)> {
         let index = self.index();
         let end = span.address.saturating_add(span.bytes as u64);
         let touches = |(base, allocation): &(&CUdeviceptr, &Arc<Allocation>)| **base + allocation.bytes() as u64 > span.address;
@@ -252,7 +252,7 @@ impl Memory {
         let Some(driver_handle) = contents.memory.as_ref().and_then(Physical::handle) else { return Some(code::INVALID_VALUE) };
         let answer = real(driver_handle);
         if answer == code::SUCCESS {
-            contents.registrant = Some(registrant);
+            contents.registered_by(registrant);
         }
         Some(answer)
     }
@@ -264,7 +264,7 @@ impl Memory {
         if answer == code::SUCCESS
             && let Some(allocation) = self.find(address)
         {
-            allocation.contents().registrant = Some(registrant);
+            allocation.contents().registered_by(registrant);
         }
         answer
     }

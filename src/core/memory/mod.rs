@@ -11,6 +11,7 @@ mod keyed;
 pub mod left;
 pub mod obstacles;
 pub mod region;
+mod registered;
 pub mod share;
 mod status;
 
@@ -38,6 +39,8 @@ pub struct Memory {
     allocations: Keyed<Arc<Allocation>>,
     /// What the program itself has mapped, by address.
     index: RwLock<handles::Index>,
+    /// What NCCL has registered.
+    registrations: registered::Registrations,
     /// Freed in stream order and not released yet.
     freed: Unreleased,
     pub(crate) transition: RwLock<()>,
@@ -54,6 +57,7 @@ pub struct Memory {
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     allocations: Keyed::default(),
     index: RwLock::default(),
+    registrations: registered::Registrations::default(),
     freed: Unreleased::default(),
     transition: RwLock::default(),
     under_way: Mutex::default(),

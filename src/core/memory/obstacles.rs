@@ -49,7 +49,7 @@ impl Memory {
             }
             if !contents.lending.to_others(&[]).is_empty() {
                 lent += bytes;
-            } else if let Some(registrant) = contents.registrant {
+            } else if let Some(registrant) = contents.registrant() {
                 *registered.entry(registrant).or_default() += bytes;
             }
         }

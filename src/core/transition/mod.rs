@@ -100,14 +100,14 @@ impl Chosen {
             Registered::Keep => {
                 self.active.retain(|allocation| {
                     let contents = allocation.contents();
-                    contents.registrant.is_none() && contents.lending.to_others(&request.partners).is_empty()
+                    contents.registrant().is_none() && contents.lending.to_others(&request.partners).is_empty()
                 });
                 Ok(())
             }
             Registered::Refuse => {
                 let mut bytes = BTreeMap::<(String, String), u64>::new();
                 for allocation in &self.active {
-                    if let Some(registrant) = allocation.contents().registrant {
+                    if let Some(registrant) = allocation.contents().registrant() {
                         *bytes.entry((allocation.tag.to_string(), registrant.to_owned())).or_default() += allocation.bytes() as u64;
                     }
                 }

@@ -1,0 +1,286 @@
+//! NCCL's functions that register memory, generated from the table `nccl_functions!`: what NCCL has registered must keep its physical
+//! pages ([`vramctl_core::memory`]). The calls themselves are NCCL's, with their answers.
+//!
+//! There may be several NCCLs in a process, each with communicators of its own: a library by itself, the one that torch brings, or
+//! one that is linked into torch. So a call must reach exactly the one that it would have reached without this library.
+//!
+//! - A linked call finds the exported function first. Its original is looked for as the linker does: behind this library, then in
+//!   what the calling library was loaded with.
+//! - NCCL's functions may call each other by their exported names. Such a call is told by its thread, which is inside one already,
+//!   and stays in the same NCCL: it may have been a jump, so who called is not to be seen.
+//! - A program that looks a function up (`dlsym`) is told another function, which calls what was found. There are as many of these
+//!   as there may be NCCLs. If there are more, the last ones' are told as they are.
+
+use crate::copies;
+use crate::entries::{jump, pass_caller, symbol};
+use crate::nccl_functions;
+use std::arch::naked_asm;
+use std::cell::Cell;
+use std::ffi::{CStr, c_int, c_void};
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::{mem, ptr};
+use vramctl_core::memory::Memory;
+use vramctl_host::symbols::{self, Loaded};
+use vramctl_model::Span;
+
+/// `ncclResult_t`.
+type Answer = c_int;
+const SUCCESS: Answer = 0;
+const SYSTEM_ERROR: Answer = 2;
+const INTERNAL_ERROR: Answer = 3;
+/// Of a communicator that does not block: it goes on in the background.
+const IN_PROGRESS: Answer = 7;
+
+fn is_done(answer: Answer) -> bool {
+    matches!(answer, SUCCESS | IN_PROGRESS)
+}
+
+fn register(communicator: usize, address: *mut c_void, bytes: usize, handle: *mut usize, real: impl FnOnce() -> Answer) -> Answer {
+    registering("NCCL: ncclCommRegister", communicator, address, bytes, handle, real)
+}
+
+fn register_window(
+    communicator: usize,
+    address: *mut c_void,
+    bytes: usize,
+    window: *mut usize,
+    _flags: c_int,
+    real: impl FnOnce() -> Answer,
+) -> Answer {
+    registering("NCCL: ncclCommWindowRegister", communicator, address, bytes, window, real)
+}
+
+fn registering(
+    registrant: &'static str,
+    communicator: usize,
+    address: *mut c_void,
+    bytes: usize,
+    handle: *mut usize,
+    real: impl FnOnce() -> Answer,
+) -> Answer {
+    let Some(memory) = Memory::existing() else { return real() };
+    let mut answer = INTERNAL_ERROR;
+    memory.registering(Span { address: address as u64, bytes }, registrant, communicator, || {
+        answer = real();
+        // Inside `ncclGroupStart` a window has no handle before the group ends: then it is registered until its communicator ends.
+        // SAFETY: NCCL has accepted the pointer, so it is null or readable.
+        let given = if is_done(answer) && !handle.is_null() { Some(unsafe { handle.read() }) } else { None };
+        // NCCL gives none for what it does not register, as with `NCCL_LOCAL_REGISTER=0`.
+        given.filter(|given| *given != 0)
+    });
+    answer
+}
+
+fn deregister(communicator: usize, handle: usize, real: impl FnOnce() -> Answer) -> Answer {
+    let Some(memory) = Memory::existing() else { return real() };
+    let mut answer = INTERNAL_ERROR;
+    memory.deregistering(communicator, handle, || {
+        answer = real();
+        is_done(answer)
+    });
+    answer
+}
+
+/// A communicator ends, and with it what it has registered.
+fn end(communicator: usize, real: impl FnOnce() -> Answer) -> Answer {
+    let Some(memory) = Memory::existing() else { return real() };
+    let mut answer = INTERNAL_ERROR;
+    memory.ending_communicator(communicator, || {
+        answer = real();
+        is_done(answer)
+    });
+    answer
+}
+
+thread_local! {
+    /// The function of NCCL's that this thread is in, or null.
+    static INSIDE: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
+}
+
+/// Notes that the thread is inside a function of NCCL's.
+struct Inside;
+
+impl Inside {
+    fn enter(found: *mut c_void) -> Self {
+        INSIDE.set(found);
+        Self
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(ptr::null_mut());
+    }
+}
+
+/// The function of this name that the NCCL has in which the thread is.
+fn of_the_same(name: &CStr) -> Option<*mut c_void> {
+    let inside = INSIDE.get();
+    if inside.is_null() { None } else { Loaded::around(inside)?.symbol(name) }
+}
+
+/// A line of the table.
+#[derive(Debug)]
+pub struct NcclFunction {
+    /// Its symbol.
+    pub symbol: &'static CStr,
+    /// What programs are told that look it up, and what each of these calls.
+    told: [(*const c_void, &'static AtomicPtr<c_void>); LIBRARIES],
+}
+
+/// How many NCCLs are told apart that programs look functions up in.
+const LIBRARIES: usize = 4;
+
+// SAFETY: a function's address is the same for all threads.
+unsafe impl Sync for NcclFunction {}
+
+impl NcclFunction {
+    /// What a program is told that has found this.
+    pub(crate) fn in_place_of(&self, found: *mut c_void) -> *mut c_void {
+        let calls = |original: &AtomicPtr<c_void>| {
+            let before = original.compare_exchange(ptr::null_mut(), found, Ordering::Relaxed, Ordering::Relaxed);
+            before.is_ok() || before == Err(found)
+        };
+        self.told.iter().find(|(_, original)| calls(original)).map_or(found, |(told, _)| told.cast_mut())
+    }
+}
+
+/// The line of a symbol.
+pub(crate) fn of_symbol(symbol: &CStr) -> Option<&'static NcclFunction> {
+    FUNCTIONS.iter().find(|function| function.symbol == symbol)
+}
+
+/// What a linked call would have found if this library were not there; null if nothing.
+pub(crate) fn linked_for(caller: *const c_void, name: &CStr) -> *mut c_void {
+    // SAFETY: `RTLD_NEXT` needs no handle.
+    let next = unsafe { symbols::dlsym(libc::RTLD_NEXT, name) };
+    // A copy of this library would ask for what this one finds.
+    if !next.is_null() && !copies::contain(next) {
+        return next;
+    }
+    // Without the last, a caller that is not what it seems, because it has ended with a jump, would find nothing.
+    let around = [library_of(caller), c"libnccl.so.2".as_ptr()].into_iter().map(|library| in_loaded(library, name));
+    around.into_iter().find(|found| !found.is_null() && !copies::contain(*found)).unwrap_or(next)
+}
+
+/// The file of the library around an address, or null.
+fn library_of(address: *const c_void) -> *const std::ffi::c_char {
+    // SAFETY: `info` is plain data and writable; the name it gets belongs to a loaded library.
+    unsafe {
+        let mut info: libc::Dl_info = mem::zeroed();
+        if libc::dladdr(address, &raw mut info) == 0 { ptr::null() } else { info.dli_fname }
+    }
+}
+
+/// A function of a library that is loaded, or of what it was loaded with.
+fn in_loaded(library: *const std::ffi::c_char, name: &CStr) -> *mut c_void {
+    if library.is_null() {
+        return ptr::null_mut();
+    }
+    // SAFETY: a NUL-terminated name. The library is loaded already, so no initialiser runs, and the caller runs in it or uses it, so
+    // that it stays.
+    unsafe {
+        let library = libc::dlopen(library, libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        if library.is_null() {
+            return ptr::null_mut();
+        }
+        let found = symbols::dlsym(library, name);
+        libc::dlclose(library);
+        found
+    }
+}
+
+macro_rules! functions {
+    ($($symbol:ident ($($argument:ident: $type:ty),*) => $handler:ident;)*) => {
+        $(
+            /// NCCL's function of this name, for a linked call.
+            ///
+            /// # Safety
+            /// As NCCL's.
+            #[allow(non_snake_case)]
+            #[unsafe(naked)]
+            pub unsafe extern "C" fn $symbol($($argument: $type),*) -> Answer {
+                naked_asm!(pass_caller!($($argument)*), jump!(), to = sym linked::$symbol)
+            }
+        )*
+
+        /// The Rust functions behind the exported ones.
+        #[allow(non_snake_case, clippy::wildcard_imports)]
+        mod linked {
+            use super::*;
+            $( pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> Answer {
+                if let Some(same) = of_the_same(names::$symbol) {
+                    // SAFETY: NCCL's function of this name, and its own arguments.
+                    return unsafe { types::$symbol(same)($($argument),*) };
+                }
+                let found = panic::catch_unwind(|| linked_for(caller, names::$symbol)).unwrap_or(ptr::null_mut());
+                // SAFETY: as above, with the arguments of the program.
+                unsafe { behind::$symbol(found, $($argument),*) }
+            } )*
+        }
+
+        /// What programs are told that look a function up.
+        #[allow(non_snake_case, clippy::wildcard_imports)]
+        mod told {
+            use super::*;
+            $( pub unsafe extern "C" fn $symbol<const LIBRARY: usize>($($argument: $type),*) -> Answer {
+                // SAFETY: as above.
+                unsafe { behind::$symbol(originals::$symbol[LIBRARY].load(Ordering::Relaxed), $($argument),*) }
+            } )*
+        }
+
+        /// What both do.
+        #[allow(non_snake_case, clippy::wildcard_imports)]
+        mod behind {
+            use super::*;
+            $( pub unsafe fn $symbol(found: *mut c_void, $($argument: $type),*) -> Answer {
+                if found.is_null() {
+                    return SYSTEM_ERROR;
+                }
+                let real = || {
+                    let _inside = Inside::enter(found);
+                    // SAFETY: NCCL's function of this name; the arguments are the caller's.
+                    unsafe { types::$symbol(found)($($argument),*) }
+                };
+                let guarded = AssertUnwindSafe(|| if copies::another_is_first() { real() } else { $handler($($argument,)* real) });
+                panic::catch_unwind(guarded).unwrap_or(INTERNAL_ERROR)
+            } )*
+        }
+
+        /// Functions of NCCL's by their addresses.
+        #[allow(non_snake_case, clippy::wildcard_imports)]
+        mod types {
+            use super::*;
+            $( pub unsafe fn $symbol(found: *mut c_void) -> unsafe extern "C" fn($($type),*) -> Answer {
+                // SAFETY: the caller's promise that it is NCCL's function of this name, which has this type.
+                unsafe { mem::transmute(found) }
+            } )*
+        }
+
+        /// What the told functions call.
+        #[allow(non_upper_case_globals)]
+        mod originals {
+            use super::{AtomicPtr, LIBRARIES, c_void, ptr};
+            $( pub static $symbol: [AtomicPtr<c_void>; LIBRARIES] = [const { AtomicPtr::new(ptr::null_mut()) }; LIBRARIES]; )*
+        }
+
+        #[allow(non_upper_case_globals)]
+        mod names {
+            use super::{CStr, symbol};
+            $( pub const $symbol: &CStr = symbol(concat!(stringify!($symbol), "\0")); )*
+        }
+
+        /// The table.
+        pub static FUNCTIONS: &[NcclFunction] = &[$( NcclFunction {
+            symbol: names::$symbol,
+            told: [
+                (told::$symbol::<0> as *const c_void, &originals::$symbol[0]),
+                (told::$symbol::<1> as *const c_void, &originals::$symbol[1]),
+                (told::$symbol::<2> as *const c_void, &originals::$symbol[2]),
+                (told::$symbol::<3> as *const c_void, &originals::$symbol[3]),
+            ],
+        } ),*];
+    };
+}
+nccl_functions!(functions);

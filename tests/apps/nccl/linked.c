@@ -1,0 +1,50 @@
+/* A library or (with -DPROGRAM) a program that is linked with NCCL, or has it in it. */
+#include "uses.h"
+
+extern void *nccl_make(void);
+extern int ncclCommRegister(void *communicator, void *address, size_t bytes, void **handle);
+extern int ncclCommDeregister(void *communicator, void *handle);
+extern int ncclCommWindowRegister(void *communicator, void *address, size_t bytes, void **window, int flags);
+extern int ncclCommWindowDeregister(void *communicator, void *window);
+extern int ncclCommDestroy(void *communicator);
+extern int ncclCommAbort(void *communicator);
+
+/* Calls, and not the functions' addresses: a call is known by whom it returns to. */
+static int add(void *c, void *address, size_t bytes, void **handle) { volatile int code = ncclCommRegister(c, address, bytes, handle); return code; }
+static int take(void *c, void *handle) { volatile int code = ncclCommDeregister(c, handle); return code; }
+static int add_window(void *c, void *address, size_t bytes, void **window, int flags) { volatile int code = ncclCommWindowRegister(c, address, bytes, window, flags); return code; }
+static int take_window(void *c, void *window) { volatile int code = ncclCommWindowDeregister(c, window); return code; }
+static int destroy(void *c) { volatile int code = ncclCommDestroy(c); return code; }
+static int end(void *c) { volatile int code = ncclCommAbort(c); return code; }
+
+void try_linked(const char *name)
+{
+	try_nccl(name, (struct nccl){nccl_make, add, take, add_window, take_window, destroy, end});
+}
+
+#ifdef PROGRAM
+#include <sys/wait.h>
+#include <unistd.h>
+
+int main(void)
+{
+	void *memory = NULL, *handle = NULL, *communicator = nccl_make();
+	int state = 1;
+	try_linked("linked");
+	/* What the program itself is told. */
+	int (*found)(void *, void *, size_t, void **) = (int (*)(void *, void *, size_t, void **))dlsym(RTLD_DEFAULT, "ncclCommRegister");
+	cudaMalloc(&memory, 4 << 20);
+	printf("looked up: %d", found(communicator, memory, 4 << 20, &handle));
+	printf(" %d\n", pause_answers());
+	fflush(stdout);
+	pid_t child = fork();
+	/* A child starts empty, and its calls are NCCL's. */
+	if (child == 0)
+		_exit(take(communicator, handle) || add(communicator, memory, 4 << 20, &handle) || destroy(communicator) ? 1 : 0);
+	waitpid(child, &state, 0);
+	printf("child: %d, parent: %d\n", state, pause_answers());
+	printf("taken: %d", take(communicator, handle));
+	printf(" %d\n", pause_answers());
+	return 0;
+}
+#endif

@@ -1,0 +1,100 @@
+/* Stands in for NCCL: its registrations, as NCCL keeps them (a handle per range that no known one contains, counted). A communicator
+ * of another NCCL is an invalid argument. */
+#include <stdint.h>
+#include <stdlib.h>
+
+struct registration {
+	uintptr_t begin, end;
+	int times;
+	struct registration *next;
+};
+
+struct communicator {
+	const int *owner;
+	struct registration *first;
+};
+
+static int own, failure, called, gives_none;
+
+/* What the tests ask it for. */
+void *nccl_make(void)
+{
+	struct communicator *made = calloc(1, sizeof *made);
+	made->owner = &own;
+	return made;
+}
+
+/* The next call fails with this. */
+void nccl_fail(int answer) { failure = answer; }
+/* Registrations get no handle, as with NCCL_LOCAL_REGISTER=0. */
+void nccl_give_none(int whether) { gives_none = whether; }
+int nccl_called(void) { return called; }
+
+static int check(const struct communicator *communicator)
+{
+	int answer = communicator->owner == &own ? failure : 4;
+	called++;
+	failure = 0;
+	return answer;
+}
+
+/* The second of two of NCCL's own functions is called through its exported name, as a compiler may have it: with a jump. */
+int ncclCommRegister(struct communicator *communicator, void *address, size_t bytes, void **handle)
+{
+	int answer = check(communicator);
+	if (answer)
+		return answer;
+	if (gives_none) {
+		*handle = NULL;
+		return 0;
+	}
+	uintptr_t begin = (uintptr_t)address, end = begin + bytes;
+	struct registration *known = communicator->first;
+	while (known && (known->begin > begin || known->end < end))
+		known = known->next;
+	if (!known) {
+		known = malloc(sizeof *known);
+		*known = (struct registration){begin, end, 0, communicator->first};
+		communicator->first = known;
+	}
+	known->times++;
+	*handle = known;
+	return 0;
+}
+
+int ncclCommDeregister(struct communicator *communicator, void *handle)
+{
+	int answer = check(communicator);
+	struct registration **place = &communicator->first;
+	if (answer)
+		return answer;
+	while (*place && *place != handle)
+		place = &(*place)->next;
+	if (!*place)
+		return 5;
+	struct registration *known = *place;
+	if (--known->times == 0) {
+		*place = known->next;
+		free(known);
+	}
+	return 0;
+}
+
+int ncclCommWindowRegister(struct communicator *communicator, void *address, size_t bytes, void **window, int flags)
+{
+	(void)flags;
+	return ncclCommRegister(communicator, address, bytes, window);
+}
+
+int ncclCommWindowDeregister(struct communicator *communicator, void *window) { return ncclCommDeregister(communicator, window); }
+
+static int end(struct communicator *communicator)
+{
+	int answer = check(communicator);
+	if (answer == 0)
+		communicator->owner = NULL;
+	return answer;
+}
+
+int ncclCommDestroy(struct communicator *communicator) { return end(communicator); }
+int ncclCommAbort(struct communicator *communicator) { return end(communicator); }
