@@ -582,6 +582,9 @@ class Check:
                 state, _, what = line.partition(": ")
                 self.say(f"  {line}")
                 self.expect(what, state == "ok", what)
+            elif line.startswith("note: "):
+                self.say(f"  {line}")
+                self.notes.append(line.removeprefix("note: "))
         self.expect(f"{name} ends well", code == 0, f"exit code {code}: {text[-500:]}")
         self.say(f"  {name} ({taken:.1f} s)")
 
@@ -707,6 +710,7 @@ class Check:
             "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),
+            "registration": (lambda: self.script("registration.py", 110), 120),
             "oom": (self.oom, 120),
             "overhead": (self.overhead_section, 200),
             "programs": (lambda: kinds.section(self), 540),

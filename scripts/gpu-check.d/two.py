@@ -174,7 +174,7 @@ def main():
             tell(child, register=True)
         check("nccl: memory registered by the program works", all(hear(child).get("registered") for child in ranks))
         paused, text = command("pause", "--name", "nccl")
-        print(f"after a registration the pause {'succeeds' if paused else 'refuses'}: {text}", flush=True)
+        print(f"note: after a registration the pause {'succeeds' if paused else 'refuses'}: {text}", flush=True)
         if paused:
             print(command("resume", "--name", "nccl"), flush=True)
     finally:

@@ -1,0 +1,316 @@
+"""The rule about registered memory, on two GPUs: NCCL registers managed memory with the program's communicator, and a pause that
+would give it other pages is refused. And what would happen otherwise, in processes of their own.
+
+usage: registration.py VRAMCTL               prints a line `ok: …` or `FAILED: …` for each check, and `note: …` for what is no check
+       registration.py --rank N RANKS PORT   the program, which registration.py starts under `vramctl run`
+
+Each rank has two buffers: `plain`, of PyTorch's cudaMalloc, and `virtual`, which it has made with cuMemCreate so that other processes
+can open it. NCCL shares only the second with the other rank.
+"""
+
+import ctypes
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+MIB = 1 << 20
+BUFFER = 64 * MIB
+BALLAST = 2048 * MIB
+# A collective that has not ended by then hangs.
+PATIENCE_S = 10
+
+
+def answer(**fields):
+    print(json.dumps(fields), flush=True)
+
+
+class OfAddress:
+    """Memory of the program's own, for `torch.as_tensor`."""
+
+    def __init__(self, address, count):
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "<f4", "version": 2}
+
+
+def virtual_memory(device, size):
+    """The address of memory of `cuMemCreate` that another process can open by a file descriptor."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    handle, address = ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    # CUmemAllocationProp: pinned, shared by descriptor, on this device. CUmemAccessDesc: this device, reads and writes.
+    wanted = (ctypes.c_uint * 8)(1, 1, 1, device)
+    access = (ctypes.c_uint * 3)(1, device, 3)
+    size = ctypes.c_size_t(size)
+    for code in (
+        cuda.cuMemCreate(ctypes.byref(handle), size, wanted, ctypes.c_ulonglong(0)),
+        cuda.cuMemAddressReserve(ctypes.byref(address), size, ctypes.c_size_t(0), ctypes.c_ulonglong(0), ctypes.c_ulonglong(0)),
+        cuda.cuMemMap(address, size, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0)),
+        cuda.cuMemSetAccess(address, size, access, ctypes.c_size_t(1)),
+    ):
+        if code:
+            raise RuntimeError(f"the driver answers {code}")
+    return address.value
+
+
+class Nccl:
+    """The NCCL that PyTorch has loaded, and a communicator: PyTorch's, or one of our own where PyTorch does not tell its."""
+
+    def __init__(self, torch, distributed, number, ranks):
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            paths = [line.split(maxsplit=5)[5].strip() for line in maps if "libnccl.so" in line]
+        self.library = ctypes.CDLL(paths[0] if paths else None)
+        backend = distributed.group.WORLD._get_backend(torch.device("cuda", number))
+        self.reduce = distributed.all_reduce
+        self.whose = "PyTorch's"
+        if hasattr(backend, "_comm_ptr"):
+            self.communicator = ctypes.c_void_p(backend._comm_ptr())
+            return
+
+        class UniqueId(ctypes.Structure):
+            _fields_ = [("bytes", ctypes.c_ubyte * 128)]
+
+        name, self.communicator, self.whose = UniqueId(), ctypes.c_void_p(), "our own"
+        if number == 0:
+            self.check(self.library.ncclGetUniqueId(ctypes.byref(name)))
+        told = [bytes(name)]
+        distributed.broadcast_object_list(told, src=0)
+        name = UniqueId.from_buffer_copy(told[0])
+        self.check(self.library.ncclCommInitRank(ctypes.byref(self.communicator), ranks, name, number))
+
+        def reduce(tensor):
+            place, stream = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            # 7: ncclFloat32. 0: ncclSum.
+            self.check(self.library.ncclAllReduce(place, place, ctypes.c_size_t(tensor.numel()), 7, 0, self.communicator, stream))
+
+        self.reduce = reduce
+
+    @staticmethod
+    def check(code):
+        if code:
+            raise RuntimeError(f"NCCL answers {code}")
+
+    def register(self, tensor):
+        handle = ctypes.c_void_p()
+        place, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel() * tensor.element_size())
+        self.check(self.library.ncclCommRegister(self.communicator, place, size, ctypes.byref(handle)))
+        return handle
+
+    def deregister(self, handle):
+        self.check(self.library.ncclCommDeregister(self.communicator, handle))
+
+
+def rank(number, ranks, port):
+    import torch
+    import torch.distributed as distributed
+
+    torch.cuda.set_device(number)
+    device = torch.device("cuda", number)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    distributed.init_process_group("nccl", rank=number, world_size=ranks, device_id=device)
+    ballast = torch.full((BALLAST,), number + 1, dtype=torch.uint8, device=device)
+    buffers = {
+        "plain": torch.zeros(BUFFER // 4, device=device),
+        "virtual": torch.as_tensor(OfAddress(virtual_memory(number, BUFFER), BUFFER // 4), device=device),
+    }
+    source = torch.zeros(BUFFER // 4, device=device)
+    distributed.all_reduce(source)
+    torch.cuda.synchronize()
+    nccl = Nccl(torch, distributed, number, ranks)
+    handles, graphs = [], {}
+
+    def capture(buffer):
+        # Warm up outside the capture.
+        nccl.reduce(buffer)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            buffer.copy_(source)
+            nccl.reduce(buffer)
+            result = buffer + 1
+        return graph, result
+
+    def step(base, kind, graph):
+        """Whether the sum is right."""
+        mine, expected = float(base + number), float(sum(base + each for each in range(ranks)))
+        source.fill_(mine)
+        if graph:
+            graphs[kind][0].replay()
+            seen, expected = graphs[kind][1], expected + 1
+        else:
+            seen = buffers[kind]
+            seen.copy_(source)
+            nccl.reduce(seen)
+        torch.cuda.synchronize()
+        return bool((seen == expected).all()) and bool((ballast == number + 1).all())
+
+    answer(ready=True, whose=nccl.whose, version=".".join(map(str, torch.cuda.nccl.version())))
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "register":
+            handles = [nccl.register(buffer) for buffer in buffers.values()]
+            graphs.update({kind: capture(buffer) for kind, buffer in buffers.items()})
+            torch.cuda.synchronize()
+            answer(done=all(handle.value for handle in handles))
+        elif request["do"] == "deregister":
+            for handle in handles:
+                nccl.deregister(handle)
+            answer(done=True)
+        elif request["do"] == "pool":
+            # PyTorch registers the pool's memory itself. It is managed: the pool has no allocator of NCCL's.
+            backend, pool = distributed.group.WORLD._get_backend(device), torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool):
+                pooled = torch.ones(BUFFER // 4, device=device)
+            backend.register_mem_pool(pool)
+            distributed.all_reduce(pooled)
+            torch.cuda.synchronize()
+            answer(done=float(pooled[0]) == ranks)
+        else:
+            answer(right=step(request["base"], request["kind"], request["graph"]))
+    os._exit(0)
+
+
+class Ranks:
+    """The processes of one job."""
+
+    def __init__(self, vramctl, name, count):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.vramctl, self.name = vramctl, name
+        environment = {**os.environ, "NCCL_LOCAL_REGISTER": "1"}
+        self.children = []
+        for number in range(count):
+            command = [vramctl, "run", "--name", name, "--", sys.executable, __file__, "--rank", str(number), str(count), port]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.children.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
+
+    def hear(self, patience=60.0):
+        """What each says; `None` for one that says nothing in time."""
+        end, heard = time.monotonic() + patience, []
+        for child in self.children:
+            ready, _, _ = select.select([child.stdout], [], [], max(0.0, end - time.monotonic()))
+            heard.append(json.loads(child.stdout.readline() or '{"ended": true}') if ready else None)
+        return heard
+
+    def ask(self, patience=60.0, **request):
+        for child in self.children:
+            try:
+                child.stdin.write(json.dumps(request) + "\n")
+                child.stdin.flush()
+            except OSError:
+                pass
+        return self.hear(patience)
+
+    def all(self, field, **request):
+        heard = self.ask(**request)
+        return all((one or {}).get(field) for one in heard), heard
+
+    def works(self, base):
+        """Whether all collectives are right."""
+        heard = [self.ask(do="step", base=base, kind=kind, graph=graph) for kind in ("plain", "virtual") for graph in (False, True)]
+        return all((one or {}).get("right") for each in heard for one in each), heard
+
+    def command(self, what, *arguments):
+        done = subprocess.run([self.vramctl, what, "--name", self.name, *arguments], capture_output=True, text=True, timeout=120)
+        return done.returncode, " | ".join((done.stdout + done.stderr).strip().splitlines()[-6:])
+
+    def end(self):
+        for child in self.children:
+            try:
+                os.killpg(child.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for child in self.children:
+            child.wait(20)
+
+
+def used():
+    smi = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def check(what, holds, detail=""):
+    print(f"{'ok' if holds else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
+
+
+def refused_for_nccl(ranks):
+    """Whether a pause is refused because of NCCL, and what it says."""
+    code, text = ranks.command("pause")
+    return code != 0 and re.search(r"[\d.]+ [KMG]iB of default \(NCCL: ncclComm", text) is not None, text
+
+
+def rule(ranks, name):
+    before = used()
+    registered, heard = ranks.all("done", do="register")
+    check(f"{name}: NCCL registers managed memory", registered, heard)
+    check(f"{name}: collectives on it, eager and in a graph", *ranks.works(1))
+    refused, text = refused_for_nccl(ranks)
+    check(f"{name}: a pause is refused, and names the tag, the bytes and NCCL", refused, text)
+    check(f"{name}: nothing has changed by that", *ranks.works(2))
+    code, text = ranks.command("pause", "--registered", "keep")
+    freed = [there - now for there, now in zip(before, used())]
+    enough = min(freed[: len(ranks.children)]) > BALLAST / MIB * 0.9
+    check(f"{name}: --registered keep pauses the rest", code == 0 and enough, f"{freed} MiB less in use; {text}")
+    code, text = ranks.command("resume")
+    check(f"{name}: resumed", code == 0, text)
+    check(f"{name}: collectives after that, eager and in the graphs of before", *ranks.works(3))
+    check(f"{name}: deregistered", *ranks.all("done", do="deregister"))
+    refused, text = refused_for_nccl(ranks)
+    check(f"{name}: then NCCL is not in the way", not refused, text)
+    # Refused if NCCL has exported the virtual memory: that cannot be taken back.
+    ranks.command("resume")
+    check(f"{name}: a pool that PyTorch registers", *ranks.all("done", do="pool"))
+    refused, text = refused_for_nccl(ranks)
+    check(f"{name}: a pause is refused because of that, too", refused, text)
+
+
+def without_the_rule(ranks):
+    """What a pause does that is told to take registered memory. No check: it shows what the rule is for."""
+    ranks.ask(do="register")
+    ranks.works(1)
+    code, text = ranks.command("pause", "--registered", "take")
+    print(f"note: taken: exit code {code}: {text}", flush=True)
+    code, text = ranks.command("resume")
+    print(f"note: taken: resumed, exit code {code}: {text}", flush=True)
+    for kind in ("plain", "virtual"):
+        for graph in (True, False):
+            heard = ranks.ask(PATIENCE_S, do="step", base=2, kind=kind, graph=graph)
+            said = ["hangs" if one is None else "ended" if "ended" in one else "right" if one["right"] else "WRONG" for one in heard]
+            print(f"note: taken: {kind}, {'replay of the graph' if graph else 'eager'}: {', '.join(said)}", flush=True)
+            if "hangs" in said or "ended" in said:
+                return
+
+
+def main():
+    vramctl, count = sys.argv[1], len(used())
+    check("there are two GPUs", count > 1, f"{count}")
+    # All at once: most of the time goes into their start.
+    jobs = {"registration-one": 1, **({"registration-two": 2, "registration-taken": 2} if count > 1 else {})}
+    started = {name: Ranks(vramctl, name, ranks) for name, ranks in jobs.items()}
+    try:
+        for name, ranks in started.items():
+            heard = ranks.hear(90)
+            check(f"{name}: started", all((one or {}).get("ready") for one in heard), heard)
+        for name, ranks in started.items():
+            try:
+                if name == "registration-taken":
+                    without_the_rule(ranks)
+                else:
+                    rule(ranks, name)
+            except Exception as error:
+                check(f"{name}: runs to its end", False, f"{type(error).__name__}: {error}")
+            ranks.end()
+    finally:
+        for ranks in started.values():
+            ranks.end()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        rank(*map(int, sys.argv[2:5]))
+    else:
+        main()
