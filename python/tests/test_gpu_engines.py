@@ -17,10 +17,12 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS / "gpu-engines.d"))
+sys.path[:0] = [str(SCRIPTS / "gpu-engines.d"), str(pathlib.Path(__file__).resolve().parent)]
 
 import engines  # noqa: E402
 import report  # noqa: E402
+
+import support  # noqa: E402
 
 SGLANG = (
     """
@@ -165,8 +167,8 @@ class TimePerToken(unittest.TestCase):
         self.assertEqual([check["ok"] for check in part.checks], [False])
 
 
-class Running(unittest.TestCase):
-    """The full script with fakes."""
+class Script(unittest.TestCase):
+    """The full script, in a folder with what it needs."""
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -275,6 +277,10 @@ for number, line in enumerate({text!r}.splitlines()):
         (self.folder / "package/__init__.py").touch()
         places = {"--scripts": "scripts", "--engine-dir": "engine", "--bin": "bin", "--python": "package"}
         return [part for option, place in places.items() for part in (option, folder / place)]
+
+
+class Running(Script):
+    """With fakes."""
 
     def test_all_parts(self):
         done = self.gpu_engines(*self.places(), "--cycles", 2, "--other-gib", 3, "--part", "cycles,outside,tpot")
@@ -417,6 +423,129 @@ for number, line in enumerate({text!r}.splitlines()):
             done = self.gpu_engines(*arguments)
             self.assertNotEqual(done.returncode, 0)
             self.assertIn(text, done.stderr)
+
+
+#: An engine with contents: what it answers depends on every page of its weights, and on the KV cache that a request has written.
+STAND_IN = """
+    import contextlib, sys, time, zlib
+    from types import SimpleNamespace as S
+    sys.path[:0] = [{tests!r}, {package!r}]
+    import vramctl
+    from support import Cuda, MIB, pattern
+    from vramctl import engines
+    __version__ = "0.26.0"
+    SamplingParams = S
+    WEIGHTS = 8 * MIB
+    def region(tag):
+        return vramctl.region(tag) if vramctl.is_preloaded() else contextlib.nullcontext()
+    class LLM:
+        def __init__(self, model, kv_cache_memory_bytes, enable_sleep_mode=False, **settings):
+            self.cuda, self.bytes = Cuda(), {{"weights": WEIGHTS, "kv_cache": kv_cache_memory_bytes >> 6}}
+            self.at = {{}}
+            self.wake_up(self.bytes)
+            self.load()
+            engines.announce("vllm")
+        def load(self):
+            self.cuda.write(self.at["weights"], pattern(3, WEIGHTS))
+        def wake_up(self, tags):
+            for tag in tags:
+                with region(tag):
+                    self.at[tag] = self.cuda.malloc(self.bytes[tag])
+            if getattr(self, "kept", None) and "weights" in tags:
+                self.cuda.write(self.at["weights"], self.kept)
+        def sleep(self, level):
+            self.kept = self.cuda.read(self.at["weights"], WEIGHTS) if level == 1 else None
+            for address in self.at.values():
+                self.cuda.free(address)
+        def collective_rpc(self, what):
+            assert what == "reload_weights"
+            self.load()
+        def reset_prefix_cache(self): pass
+        def generate(self, prompts, parameters, use_tqdm):
+            model = zlib.crc32(self.cuda.read(self.at["weights"], WEIGHTS))
+            done = [([], []) for _ in prompts]
+            for number, prompt in enumerate(prompts):
+                start = zlib.crc32(bytes(str(prompt), "ascii"), model).to_bytes(4, "little")
+                self.cuda.write(self.at["kv_cache"] + 64 * number, start)
+            for _ in range(parameters.max_tokens):
+                time.sleep(0.001)
+                for number, (tokens, chosen) in enumerate(done):
+                    seen = self.cuda.read(self.at["kv_cache"] + 64 * number, 4)
+                    page = self.cuda.read(self.at["weights"] + len(tokens) % 2048 * 4096, 16)
+                    token = zlib.crc32(page, zlib.crc32(seen))
+                    self.cuda.write(self.at["kv_cache"] + 64 * number, token.to_bytes(4, "little"))
+                    tokens.append(token)
+                    chosen.append({{token: S(logprob=token / -1e9)}})
+            return [S(outputs=[S(token_ids=tokens, logprobs=chosen)]) for tokens, chosen in done]
+"""
+
+
+class TakingTurns(Script):
+    """The parts `many` and `alternatives` with the real library and driver calls, on the simulated GPU. Only the engine is a stand-in."""
+
+    def setUp(self):
+        super().setUp()
+        here = pathlib.Path(__file__).resolve().parent
+        self.write("engine/vllm/__init__.py", STAND_IN.format(tests=str(here), package=str(here.parent)))
+        self.write(
+            "bin/nvidia-smi",
+            f"""\
+            #!{sys.executable}
+            import json, subprocess, sys
+            what = " ".join(sys.argv)
+            device = json.loads(subprocess.check_output(["simgpu-smi", "--json"]))["devices"][0]
+            memory = [device[name] >> 20 for name in ("used", "total") if "memory." + name in what]
+            print(memory[0] if memory else "GPU 0: simulated")
+            """,
+        )
+        self.built = pathlib.Path(support.VRAMCTL).resolve().parent
+
+    def measure(self, part, *more):
+        places = [*self.places(), "--bin", self.built, "--python", ROOT / "python/vramctl"]
+        settings = {"SIMGPU_CONTEXT_BYTES": str(100 << 20)}
+        done = self.gpu_engines(*places, "--part", part, "--fraction", "0.25", "--model", "/model", *more, **settings)
+        text = (self.folder / "out/gpu-engines.json").read_text()
+        return done, json.loads(text)["parts"][f"vllm/{part}"]
+
+    def test_engines_take_turns_and_alternatives_are_measured(self):
+        done, alternatives = self.measure("alternatives")
+        self.assertEqual([one for one in alternatives["checks"] if not one["ok"]], [], done.stdout + done.stderr)
+        ways = {one["way"]: one for one in alternatives["ways"]}
+        self.assertEqual(len(ways), 4, ways)
+        self.assertTrue(all(one["same"] for one in ways.values()), ways)
+        self.assertEqual(ways["the driver's checkpoint, without the library"]["left_mib"], 0)
+        self.assertEqual(ways["cold start"]["left_mib"], 0)
+        self.assertGreater(ways["vLLM's sleep mode, level 1"]["left_mib"], 0, "its context")
+
+        first = self.folder / "out/gpu-engines.json"
+        first.rename(self.folder / "first.json")
+        done, many = self.measure("many", "--engines", "3", "--switches", "8", "--join", self.folder / "first.json")
+        # How fast it is has no meaning here.
+        timed = ("times as fast", "within 3 s")
+        missed = [one["check"] for one in many["checks"] if not one["ok"] and not any(text in one["check"] for text in timed)]
+        self.assertEqual(missed, [], done.stdout + done.stderr)
+        self.assertEqual((len(many["turns"]), len(many["starts"]), len(many["paused"])), (10, 3, 3))
+        self.assertEqual([one["from"] for one in many["turns"]].count(None), 2)
+        self.assertEqual(max(many["left_mib"]), 0, "nothing of six engines is on the GPU")
+        self.assertEqual({one["beside"] for one in many["turns"] if one["from"]}, {True, False})
+        checked = " ".join(one["check"] for one in many["checks"])
+        for text in ("in the middle of requests", "times as fast as cold start", "times as fast as the driver's checkpoint"):
+            self.assertIn(text, checked)
+        self.assertNotIn("times as fast as vLLM", checked, "which does not free as much")
+        files = [self.folder / "out/gpu-engines.json", self.folder / "first.json"]
+        joined = subprocess.run([sys.executable, SCRIPTS / "gpu-engines.d/report.py", *files], capture_output=True, text=True)
+        self.assertIn(": first token of a suspended engine within 3 s", joined.stdout, joined.stderr)
+        table = [line for line in joined.stdout.splitlines() if line.startswith("| ")]
+        for way in ("vramctl suspend; ", "vramctl pause", *ways):
+            self.assertTrue([line for line in table if line.startswith(f"| {way}")], f"{way}: {table}")
+
+    def test_contents_that_are_lost_are_noticed(self):
+        """Weights that a pause drops: the engines answer something else."""
+        done, many = self.measure(
+            "many", "--engines", "2", "--switches", "4", "--env", "VRAMCTL_BACKUP=weights=discard,kv_cache=discard"
+        )
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertTrue([one for one in many["checks"] if "same tokens" in one["check"] and not one["ok"]], done.stdout)
 
 
 def alive(pid):

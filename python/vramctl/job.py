@@ -82,6 +82,7 @@ class Job:
         *,
         backup: Backup = "default",
         force: bool = False,
+        engine: str | None = None,
         registered: str = "refuse",
         hold: float | None = 10.0,
         timeout: float | None = None,
@@ -91,10 +92,14 @@ class Job:
         `hold`: seconds to wait for the processes' calls and work in flight. They need not be idle: they stand still until
         everything is resumed. None: they must be idle, and `timeout` is how long to wait for work in flight.
 
+        `engine`: the URL of the inference engine. If its KV cache is to be discarded, it must be idle, else `errors.Busy` is raised,
+        and it resets its prefix cache first.
+
         `backup`, `force`, `registered`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
         """
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
         options += ["--force"] if force else []
+        options += [] if engine is None else [f"--engine={engine}"]
         options += [f"--registered={registered}"] if registered != "refuse" else []
         options += ["--no-hold"] if hold is None else [f"--hold-timeout={_seconds(hold)}"]
         options += [] if timeout is None else [f"--timeout={_seconds(timeout)}"]

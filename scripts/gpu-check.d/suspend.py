@@ -3,7 +3,7 @@ driver's checkpoint alone, of the same program.
 
 usage: suspend.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check, and a table
        suspend.py --program GIB        the program, which suspend.py starts under `vramctl run`
-       suspend.py --driver PID         the driver's checkpoint of a process, and back
+       suspend.py --driver PID [STEP…] the driver's checkpoint of a process, and back, or only these of its steps
        suspend.py --fill GIB [GPU]     takes and writes that much, says so, and holds it until its input ends
 """
 
@@ -64,8 +64,8 @@ def program(gib):
         print(json.dumps({"digest": digest, "same": same, "uuid": uuid, "s": time.monotonic() - began}), flush=True)
 
 
-def driver(pid):
-    """The four calls, with their milliseconds."""
+def driver(pid, steps):
+    """These of the four calls, with their milliseconds."""
     cuda = ctypes.CDLL("libcuda.so.1")
     times = {"cuInit": 0.0}
 
@@ -77,7 +77,6 @@ def driver(pid):
             times["failed"] = f"{name} returned {code}"
         return code == 0
 
-    steps = ["Lock", "Checkpoint", "Restore", "Unlock"]
     call("cuInit", 0) and all(call(f"cuCheckpointProcess{step}", pid, None) for step in steps)
     print(json.dumps(times))
 
@@ -230,7 +229,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--program"]:
         program(int(sys.argv[2]))
     elif sys.argv[1:2] == ["--driver"]:
-        driver(int(sys.argv[2]))
+        driver(int(sys.argv[2]), sys.argv[3:] or ["Lock", "Checkpoint", "Restore", "Unlock"])
     elif sys.argv[1:2] == ["--fill"]:
         fill(int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     else:

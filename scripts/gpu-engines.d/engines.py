@@ -14,6 +14,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "gpu-check.d")]
 
+import many  # noqa: E402
 import report  # noqa: E402
 from check import Check, Child, Deadline, Failed, dig, end_once, no_end  # noqa: E402
 
@@ -51,9 +52,9 @@ class Engines(Check):
 
     # ---- commands (printed by --dry-run) ----
 
-    def under_library(self, command, managed=True):
+    def under_library(self, command, managed=True, name=None):
         """A command line, with or without the library."""
-        return [str(self.bin / "vramctl"), "run", "--name", NAME, "--", *command] if managed else list(command)
+        return [str(self.bin / "vramctl"), "run", "--name", name or NAME, "--", *command] if managed else list(command)
 
     def settings(self, part):
         """The environment variables that define a part."""
@@ -62,16 +63,24 @@ class Engines(Check):
             settings["VRAMCTL_PREWARM"] = self.options.prewarm
         if part == "retained":
             settings["VRAMCTL_RETAIN"] = "weights"
-        if part in ("hold", "suspend", "driver", "move") and self.options.engine == "vllm":
+        if part == "many":
+            # Weights do not change; a KV cache is dropped when its engine leaves.
+            settings.update(VRAMCTL_RETAIN="weights", VRAMCTL_BACKUP="kv_cache=discard")
+        if part in ("hold", "suspend", "driver", "move", "many", "alternatives") and self.options.engine == "vllm":
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return settings
 
+    def env_of(self, part):
+        """The environment of a part's engines: what the user has given wins."""
+        return {**self.env, **self.settings(part), **given(self.options)}
+
     def started(self, part):
         """How a part's engine is started, for people."""
-        settings = {**given(self.options), **self.settings(part)}
+        mine = given(self.options)
+        settings = {**mine, **self.settings(part), **mine}
         words = [
             *(f"{name}={value}" for name, value in settings.items()),
-            *([] if part == "baseline" else ["vramctl", "run", "--"]),
+            *([] if part in ("baseline", "alternatives") else ["vramctl", "run", "--"]),
         ]
         return f"{shlex.join(words)} …" if words else "plain"
 
@@ -112,6 +121,7 @@ class Engines(Check):
             [vramctl, "resume", *self.tags, "--name", NAME, "--json"],
         ]
         both = [self.program("tpot"), self.under_library(self.program("tpot"))]
+        program = [*self.program(), "--kv-gib", "N"]
 
         def cycles(part):
             settings = [f"{name}={value}" for name, value in self.settings(part).items()]
@@ -141,6 +151,14 @@ class Engines(Check):
                 [vramctl, "resume", "--name", NAME, "--json"],
             ],
             "tpot": both,
+            "many": [
+                ["env", *(f"{name}={value}" for name, value in self.settings("many").items()), *self.under_library(program, name="model-1")],
+                ["…"],
+                [vramctl, "pause", "--name", "model-1", "--force", "--json"],
+                [vramctl, "resume", "--name", "model-2", "--timeout", "60", "--json"],
+                [vramctl, "suspend", "--name", "model-1", "--json"],
+            ],
+            "alternatives": [program, [*program, "--sleep"]],
         }
         names = ("PYTHONPATH", "VRAMCTL_LIB", "VRAMCTL_PYTHON", "VRAMCTL_LOG", *given(self.options))
         lines = [f"{name}={shlex.quote(self.env[name])}" for name in dict.fromkeys(names) if name in self.env]
@@ -166,7 +184,7 @@ class Engines(Check):
 
     def cycle_script(self, part):
         command = self.under_library(self.script(), managed=part != "baseline")
-        env = {**self.env, **self.settings(part)}
+        env = self.env_of(part)
         # Keep stderr, with the library's log lines, from mixing into the script's output.
         code, text, _ = self.command(*command, seconds=self.options.limit, env=env, stderr=self.log_file)
         found = report.parse(text)
@@ -191,14 +209,22 @@ class Engines(Check):
         self.say(f"the model is in {made}, after {taken:.0f} s")
         self.options.model = self.options.model or made
 
-    def start_program(self, managed, part=""):
-        command = self.under_library(self.program(part), managed)
+    def launch(self, managed, part="", name=None, *more):
+        """Starts program.py, without waiting for it."""
+        command = self.under_library([*self.program(part), *map(str, more)], managed, name)
         with no_end():
-            program = Program(self, "program.py", command, {**self.env, **self.settings(part)})
+            program = Program(self, name or "program.py", command, self.env_of(part))
             self.children.append(program)
+        return program
+
+    def hear_start(self, program):
         started = json.loads(program.hear(300))
         self.version = started["version"]
         self.log(f"started in {started['start_s']:.1f} s, {self.used_mib()} MiB in use")
+
+    def start_program(self, managed, part=""):
+        program = self.launch(managed, part)
+        self.hear_start(program)
         return program
 
     def outside(self):
@@ -428,8 +454,7 @@ class Engines(Check):
             self.deadline = Deadline(max(self.options.limit - 15 - (start - begin), 0.1))
             measured = {}
             try:
-                work = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "driver": self.driver_alone, "move": self.move, "tpot": self.tpot}.get(part)
-                measured = work() if work else self.cycle_script(part)
+                measured = self.measure(part)
             except Exception as error:
                 self.expect("runs to its end", False, f"{type(error).__name__}: {error}")
             finally:
@@ -448,6 +473,16 @@ class Engines(Check):
                 self.parts[f"{self.options.engine}/{part}"] = {**about, **measured} if measured else {**about, **EMPTY[part]}
             self.write()  # after each part, in case a later one crashes
         return ok
+
+    def measure(self, part):
+        if part in ("many", "alternatives"):
+            found = getattr(many, part)(self)
+            name = f"{self.options.engine}/{part}"
+            self.judge(report.check_many({**self.parts, name: found}, self.options.engine))
+            return found
+        parts = {"outside": self.outside, "hold": self.hold, "suspend": self.suspend, "driver": self.driver_alone, "move": self.move}
+        work = {**parts, "tpot": self.tpot}.get(part)
+        return work() if work else self.cycle_script(part)
 
     def write(self):
         result = {"options": vars(self.options), "parts": self.parts}
@@ -489,6 +524,8 @@ EMPTY = {
     "driver": {"calls": []},
     "move": {"moves": []},
     "tpot": {"ms": {"without": [], "with": []}},
+    "many": {"turns": [], "paused": [], "left_mib": [], "kv_gib": 0},
+    "alternatives": {"ways": [], "kv_gib": 0},
 }
 
 
@@ -496,7 +533,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("engine", "engine-dir", "scripts", "part", "model", "bin", "python", "out", "work"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("other-gib", "cycles", "pauses", "gpus", "gpu", "to", "rounds", "limit"):
+    for name in ("other-gib", "cycles", "pauses", "gpus", "gpu", "to", "rounds", "engines", "switches", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--fraction", type=float, required=True)
     parser.add_argument("--prewarm", required=True)

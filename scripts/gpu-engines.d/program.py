@@ -1,12 +1,14 @@
 """Runs a real engine, without its own memory saver or sleep mode, and obeys commands on stdin.
 
-    program.py sglang|vllm MODEL FRACTION GPUS
+    program.py sglang|vllm MODEL FRACTION GPUS [--kv-gib N] [--sleep]
 
 Each answer is "@ " and a line of JSON, because engines write to stdout, too. `generate`: whether tokens and log-probabilities
-equal the first ones; `burst REQUESTS TOKENS` (or `warm`): the same for that many requests in flight at once; `forget`: reset the engine's
-prefix cache; `tpot`: milliseconds per output token; `end`.
+equal the first ones; `burst REQUESTS TOKENS` (or `warm`): the same for that many requests in flight at once; `token`: the first token of
+one request; `forget`: reset the engine's prefix cache; `tpot`: milliseconds per output token; with `--sleep` (vLLM) `sleep LEVEL` and
+`wake LEVEL`; `end`.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -26,7 +28,7 @@ class Vllm:
     # One prompt at a time: which prompts the engine batches together is random, and batching changes rounding and so tokens.
     BATCHES = [[prompt] for prompt in PROMPTS]
 
-    def __init__(self, model, fraction, gpus):
+    def __init__(self, model, fraction, gpus, kv_gib, sleep):
         # Run the engine core in a separate process, as `vllm serve` does.
         os.environ.update(
             OFFLINE,
@@ -39,6 +41,9 @@ class Vllm:
         import vllm
 
         self.version, self.parameters = vllm.__version__, vllm.SamplingParams
+        # With the size of the KV cache given, vLLM does not measure free memory, which other engines change while they start.
+        more = {"kv_cache_memory_bytes": kv_gib << 30} if kv_gib else {}
+        more.update({"enable_sleep_mode": True} if sleep else {})
         self.engine = vllm.LLM(
             model=model,
             skip_tokenizer_init=True,
@@ -48,10 +53,21 @@ class Vllm:
             tensor_parallel_size=gpus,
             max_num_seqs=32,
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
+            **more,
         )
 
     def forget(self):
         self.engine.reset_prefix_cache()
+
+    def sleep(self, level):
+        self.engine.sleep(level=level)
+
+    def wake(self, level):
+        self.engine.wake_up(tags=["weights"])
+        if level == 2:
+            # Nothing was kept of them.
+            self.engine.collective_rpc("reload_weights")
+        self.engine.wake_up(tags=["kv_cache"])
 
     def run(self, prompts, tokens):
         parameters = self.parameters(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
@@ -63,7 +79,8 @@ class Vllm:
 class Sglang:
     BATCHES = [PROMPTS]
 
-    def __init__(self, model, fraction, gpus):
+    def __init__(self, model, fraction, gpus, kv_gib, sleep):
+        assert not kv_gib and not sleep, "only for vLLM"
         os.environ.update(OFFLINE)
         import sglang
 
@@ -101,9 +118,17 @@ def milliseconds_per_token(engine, tokens=256, repeats=5):
 
 
 def main():
-    name, model, fraction, gpus = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    engines = {"vllm": Vllm, "sglang": Sglang}
+    parser.add_argument("engine", choices=engines)
+    parser.add_argument("model")
+    parser.add_argument("fraction", type=float)
+    parser.add_argument("gpus", type=int)
+    parser.add_argument("--kv-gib", type=int)
+    parser.add_argument("--sleep", action="store_true")
+    options = parser.parse_args()
     start = time.perf_counter()
-    engine = {"vllm": Vllm, "sglang": Sglang}[name](model, float(fraction), int(gpus))
+    engine = engines[options.engine](options.model, options.fraction, options.gpus, options.kv_gib, options.sleep)
     first, bursts = None, {}
 
     def answer(**fields):
@@ -128,9 +153,18 @@ def main():
                 want = bursts.setdefault(request, outputs)
                 differ = [number for number in range(count) if outputs[number] != want[number]]
                 answer(s=took, complete=all(len(one[0]) == tokens for one in outputs), differ=differ, sample=outputs[-1][0][:6])
+            elif request == "token":
+                began = time.perf_counter()
+                ((tokens, _),) = engine.run(PROMPTS[:1], 1)
+                answer(s=time.perf_counter() - began, same=first is None or tokens == first[0][0][:1])
             elif request == "forget":
                 engine.forget()
                 answer(done=True)
+            elif request.startswith(("sleep ", "wake ")):
+                what, level = request.split()
+                began = time.perf_counter()
+                getattr(engine, what)(int(level))
+                answer(s=time.perf_counter() - began)
             elif request == "tpot":
                 answer(ms=milliseconds_per_token(engine))
             elif request == "end":

@@ -1,7 +1,13 @@
-"""Parses the output of the engines' scripts, checks figures against limits, and writes the tables."""
+"""Parses the output of the engines' scripts, checks figures against limits, and writes the tables.
 
+    report.py gpu-engines.json…      the tables of several runs, as one, and what `many` is to hold against `alternatives`
+"""
+
+import json
+import pathlib
 import re
 import statistics
+import sys
 from typing import NamedTuple, Optional
 
 STEP = re.compile(r"^(?P<name>(?:release|resume|sleep|wake) .*?\S)\s+(?P<ms>\d+\.\d+) ms\s+used (?P<used>\d+\.\d+) GiB$")
@@ -128,6 +134,96 @@ def median_of(times):
     return f"{statistics.median(times):.3f} ms ({len(times)} run{'' if len(times) == 1 else 's'})"
 
 
+def ways(parts, engine):
+    """All that was measured, ours first: what it frees, and how long it takes."""
+    rows = []
+    ours, others = parts.get(f"{engine}/many"), parts.get(f"{engine}/alternatives")
+    if ours and ours["turns"]:
+        used = statistics.median(one["used_mib"] for one in ours["turns"])
+        for beside in (False, True):
+            switches = [one for one in ours["turns"] if one["from"] and one["beside"] == beside]
+            alone = [one["first_s"] for one in ours["turns"] if not one["from"]]
+            how = "the contexts change places at the same time" if beside else "the old context leaves last"
+            rows.append(own_way(f"vramctl suspend; {how}", used, max(ours["left_mib"]), switches, alone))
+        left = ours.get("paused_left_mib")
+        if ours["paused"] and left is not None:
+            rows.append(own_way("vramctl pause", used, left, ours["paused"], []))
+    for one in others["ways"] if others else []:
+        away, back = statistics.median(one["leave_s"]), statistics.median(one["first_s"])
+        freed = one["used_mib"] - one["left_mib"]
+        told = {"way": one["way"], "freed_mib": freed, "left_mib": one["left_mib"], "same": one["same"]}
+        rows.append({**told, "alone_s": back, "switch_s": [away + back], "away_s": away})
+    return [one for one in rows if one]
+
+
+def own_way(way, used, left, switches, alone):
+    """One of ours: a switch has been measured as one thing."""
+    if not switches:
+        return None
+    return {
+        "way": way,
+        "freed_mib": used - left,
+        "left_mib": left,
+        "away_s": statistics.median(one["pause_s"] for one in switches),
+        "alone_s": statistics.median(alone) if alone else None,
+        "switch_s": [one["first_s"] for one in switches],
+        "same": all(one["same"] for one in switches),
+    }
+
+
+#: The limit for the first token of a suspended engine, in seconds, with another one in the way.
+FIRST_TOKEN = 3.0
+#: How many times as fast it is to be as what frees as much.
+TIMES_AS_FAST = 3.0
+
+
+def check_many(parts, engine):
+    """The checks that the parts so far allow."""
+    rows = ways(parts, engine)
+    ours = [one for one in rows if one["way"].startswith("vramctl suspend")]
+    checks = []
+    if not ours:
+        return checks
+    best = min(ours, key=lambda one: statistics.median(one["switch_s"]))
+    name = f"first token of a suspended engine within {FIRST_TOKEN:g} s, with another to suspend ({best['way']})"
+    checks.append(limited(name, round(max(best["switch_s"]), 2), FIRST_TOKEN, "s"))
+    took = statistics.median(best["switch_s"])
+    for other in rows:
+        # What stays on the GPU of one engine, stays there of each.
+        if other["way"].startswith("vramctl") or other["left_mib"] > best["left_mib"] + 64:
+            continue
+        times = statistics.median(other["switch_s"]) / took
+        detail = f"{times:.1f} times ({took:.2f} s and {other['alone_s']:.2f} s, or {other['alone_s'] + other['away_s']:.2f} s with another to leave)"
+        checks.append(Outcome(f"at least {TIMES_AS_FAST:g} times as fast as {other['way']}", times >= TIMES_AS_FAST, detail))
+    return checks
+
+
+def many_table(parts):
+    lines = []
+    for engine in ("sglang", "vllm"):
+        rows = ways(parts, engine)
+        if not rows:
+            continue
+        part = parts.get(f"{engine}/many") or parts[f"{engine}/alternatives"]
+        lines += [
+            f"{part['engine']} {part['version']}, an 8B model in each engine, KV cache of {part['kv_gib']} GiB; engines under vramctl "
+            f"started with {how(part)}.",
+            "",
+            "| way | freed | stays on the GPU, of each | until another is out of the way | until the first token, GPU empty | until the first token, another active | same tokens |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        ]
+        for one in rows:
+            switch = sorted(one["switch_s"])
+            shown = f"{statistics.median(switch):.2f} s" + (f" (longest of {len(switch)}: {switch[-1]:.2f})" if len(switch) > 1 else "")
+            alone = "–" if one["alone_s"] is None else f"{one['alone_s']:.2f} s"
+            lines.append(
+                f"| {one['way']} | {one['freed_mib'] / 1024:.1f} GiB | {one['left_mib']} MiB | {one['away_s']:.2f} s | {alone} "
+                f"| {shown} | {'yes' if one['same'] else 'NO'} |"
+            )
+        lines.append("")
+    return lines
+
+
 def join(results):
     """Merges the parts of several runs; later ones replace earlier ones."""
     parts = {}
@@ -230,6 +326,7 @@ def markdown(parts):
     if rows:
         header = "| suspended in the middle of requests | times | suspend | resume | in use meanwhile |"
         lines += [header, "| --- | ---: | ---: | ---: | ---: |", *rows, ""]
+    lines += many_table(parts)
     rows = []
     for name, measured in parts.items():
         if name.endswith("/move") and measured["moves"]:
@@ -314,3 +411,14 @@ def unique(items):
     for item in items:
         seen.setdefault(machine(item), item)
     return seen.values()
+
+
+def main():
+    parts = join(json.loads(pathlib.Path(file).read_text()) for file in sys.argv[1:])
+    print(markdown(parts))
+    for check in check_many(parts, "vllm"):
+        print(f"{'holds' if check.ok else 'MISSED'}: {check.name}: {check.detail}")
+
+
+if __name__ == "__main__":
+    main()
