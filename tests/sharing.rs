@@ -405,6 +405,34 @@ fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
     }
 }
 
+/// What is not paused stays open, and whoever uses nothing that is paused runs on.
+#[test]
+fn a_held_job_gives_up_only_what_is_paused() {
+    let machine = Machine::new();
+    let (mut owner, mut one, mut two) = (machine.start("job"), machine.start("job"), machine.start("job"));
+    let mut shared = |tag: &str, value: u32| {
+        // The first allocation starts the socket.
+        let pointer = owner.number(&format!("malloc({})", 2 * MIB));
+        machine.done(&["set-tag", tag, "--pid", &owner.pid()]);
+        assert_eq!(owner.ask(&format!("free({pointer})")), "0");
+        let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+        assert_eq!(owner.ask(&format!("fill({pointer}, {value}, 100)")), "0");
+        owner.ask(&format!("get({pointer})"))
+    };
+    let (weights, cache) = (shared("weights", 7), shared("cache", 8));
+    let (weights, cache) = (one.number(&format!("open_('{weights}')")), two.number(&format!("open_('{cache}')")));
+    for round in 0..2 {
+        machine.done(&["pause", "weights", "--name", "job"]);
+        assert_eq!([&owner, &one, &two].map(|process| machine.is_held(process)), [true, true, false]);
+        assert_eq!(two.ask(&format!("read({cache}, 100)")), format!("[{}]", 8 + round));
+        assert_eq!(two.ask(&format!("fill({cache}, {}, 100)", 9 + round)), "0");
+        machine.done(&["resume", "--name", "job"]);
+        assert_eq!([&owner, &one, &two].map(|process| machine.is_held(process)), [false; 3]);
+        assert_eq!(one.ask(&format!("read({weights}, 100)")), "[7]");
+        assert_eq!(two.ask(&format!("read({cache}, 100)")), format!("[{}]", 9 + round));
+    }
+}
+
 /// A process that runs on while it is paused may use what others have open of it, and what it has open of others.
 #[test]
 fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {

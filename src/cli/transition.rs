@@ -138,8 +138,6 @@ pub struct Args {
 #[derive(Debug)]
 struct Task {
     process: Process,
-    /// The tags to send.
-    tags: Vec<String>,
     /// The process's tags that match.
     meant: Vec<String>,
     /// Of these, the tags not yet in the wanted state.
@@ -220,11 +218,6 @@ pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
 }
 
 impl Task {
-    /// The request with this process's tags.
-    fn request(&self, request: &protocol::Transition) -> protocol::Transition {
-        protocol::Transition { tags: self.tags.clone(), ..request.clone() }
-    }
-
     /// The state in which an interrupted command leaves the process.
     fn left(&self, direction: Verb, now: Option<&Process>) -> Left {
         let status = match now.map(|process| &process.status) {
@@ -258,13 +251,7 @@ fn plan(direction: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec
         let names = |tags: &[&vramctl_model::TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();
         let due: Vec<_> = meant.iter().copied().filter(|tag| tag.state != direction.end()).collect();
         let (meant, due) = (names(&meant), names(&due));
-        // An empty list means all tags, including those that appear meanwhile.
-        let tags = match (tags.is_empty(), meant.is_empty()) {
-            (true, _) => Vec::new(),
-            (false, true) => tags.to_vec(),
-            (false, false) => meant.clone(),
-        };
-        Task { process, tags, meant, due }
+        Task { process, meant, due }
     };
     Ok(processes.into_iter().map(task).collect())
 }
@@ -274,7 +261,7 @@ struct Asking {
     direction: Verb,
     found: Found,
     tasks: Vec<Task>,
-    /// Without tags: those differ per process.
+    /// The same for each process: what they pause of their own, they pause of what they have open of each other.
     request: protocol::Transition,
     /// Whether jobs are meant as a whole, not some of their processes or memory.
     is_whole: bool,
@@ -314,7 +301,10 @@ impl Asking {
         }
         let bars = Bars::on_terminal(!args.quiet && !args.json);
         let timeout_ms = args.timeout.map(milliseconds);
-        let request = protocol::Transition { gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
+        // That each tag is known to one of them has been seen.
+        let lenient = !args.tags.is_empty();
+        let request =
+            protocol::Transition { tags: args.tags, lenient, gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
         Ok(Self { direction, found, tasks, request, is_whole, json: args.json, quiet: args.quiet, bars, connections: Mutex::default() })
     }
 
@@ -354,7 +344,7 @@ impl Asking {
         let job = self.jobs().into_iter().find(of_task).unwrap_or_default();
         let is_held = self.request.hold_ms.is_some();
         let partners = job.iter().filter(|_| is_held).map(|place| self.tasks[*place].process.pid).collect();
-        let request = protocol::Transition { partners, ..task.request(&self.request) };
+        let request = protocol::Transition { partners, ..self.request.clone() };
         match self.found.connect(task.process.pid)?.plan(request) {
             Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
             answer => Ok(Some(answer?)),
@@ -458,8 +448,7 @@ impl Asking {
             !task.meant.is_empty() || (self.direction == Verb::Resume && task.process.is_held())
         };
         // One with none of the tags may have memory of the others open: it is held with them, and goes on with them.
-        let with_all_tags = self.tasks.iter().all(|task| task.tags.is_empty());
-        let all_take_part = with_all_tags || self.direction == Verb::Resume || self.request.hold_ms.is_some();
+        let all_take_part = self.request.tags.is_empty() || self.direction == Verb::Resume || self.request.hold_ms.is_some();
         let part = |mut places: Vec<usize>| {
             let any = places.iter().any(is_asked);
             places.retain(|place| any && (all_take_part || is_asked(place)));
@@ -474,10 +463,8 @@ impl Asking {
     }
 
     fn carry_out_job(&self, places: &[usize]) -> JobReport {
-        let rank = |place: &usize| {
-            let task = &self.tasks[*place];
-            Rank { pid: task.process.pid, tags: task.tags.clone(), lenient: task.meant.is_empty() }
-        };
+        let protocol::Transition { tags, lenient, .. } = &self.request;
+        let rank = |place: &usize| Rank { pid: self.tasks[*place].process.pid, tags: tags.clone(), lenient: *lenient };
         let ranks = places.iter().map(rank).collect();
         let processes = || places.iter().map(|place| &self.tasks[*place].process);
         let gpus: BTreeSet<_> = processes().flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
@@ -771,7 +758,7 @@ mod tests {
     fn a_tag_must_be_known_somewhere() {
         let two = || vec![process(1, "a", &[("x", TagState::Active)]), process(2, "b", &[("y", TagState::Active)])];
         let tasks = plan(Verb::Pause, two(), &names(&["y"])).unwrap();
-        assert_eq!((&tasks[0].meant, &tasks[1].tags), (&names(&[]), &names(&["y"])));
+        assert_eq!((&tasks[0].meant, &tasks[1].meant), (&names(&[]), &names(&["y"])));
         let failure = plan(Verb::Pause, two(), &names(&["y", "z"])).unwrap_err();
         assert_eq!(failure.exit(), Exit::UnknownTag);
         assert_eq!(failure.to_string(), "no allocation has the tag z; the tags are x, y");
@@ -782,7 +769,6 @@ mod tests {
         let half = process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]);
         let tasks = plan(Verb::Pause, vec![half], &[]).unwrap();
         assert_eq!((&tasks[0].meant, &tasks[0].due), (&names(&["x", "y"]), &names(&["y"])));
-        assert!(tasks[0].tags.is_empty(), "all is asked for as all");
     }
 
     #[test]

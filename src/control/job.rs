@@ -43,7 +43,7 @@ pub struct Rank {
     pub pid: u32,
     /// Its tags that are meant; none means all.
     pub tags: Vec<String>,
-    /// It has none of them, but takes part: it may use what others have.
+    /// Tags that it does not have are no error.
     pub lenient: bool,
 }
 

@@ -134,8 +134,8 @@ pub struct Transition {
     /// milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hold_ms: Option<u64>,
-    /// Pause only: the processes that are paused together with this one. Memory that they have open is no obstacle: each closes it
-    /// until it is resumed.
+    /// Pause only: the processes that are paused together with this one, with the same `tags` and `gpus`. Memory that they have open
+    /// is no obstacle: each closes what of it is meant, until it is resumed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partners: Vec<u32>,
 }
@@ -192,6 +192,9 @@ pub enum Reply {
     Opened {
         /// The length of each in bytes.
         pieces: Vec<u64>,
+        /// The tag under which the owner pauses the memory.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        tag: Option<String>,
     },
     /// To `close`.
     Closed,

@@ -1,7 +1,7 @@
 //! A client's connection: what it says, line by line, and what it is told.
 
 use crate::memory::Memory;
-use crate::memory::share::{Borrower, Pieces};
+use crate::memory::share::{Borrower, Loan};
 use std::io;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -69,7 +69,7 @@ impl Connection {
     }
 
     /// Passes memory to the client, which no longer counts against the clients that ask and go.
-    pub fn lend(&self, token: &str) -> Result<Pieces, Error> {
+    pub fn lend(&self, token: &str) -> Result<Loan, Error> {
         if !self.borrows.load(Ordering::Relaxed) {
             let too_many = || Error::Invalid("too many processes have memory of this one open".into());
             let seat = Seat::take(&BORROWERS, MOST_BORROWERS).ok_or_else(too_many)?;

@@ -222,9 +222,10 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
             Ok(Reply::Tag { tag })
         }
         Request::Open { token } => {
+            let loan = connection.lend(&token)?;
             let pieces;
-            (*files, pieces) = connection.lend(&token)?.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
-            Ok(Reply::Opened { pieces })
+            (*files, pieces) = loan.pieces.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
+            Ok(Reply::Opened { pieces, tag: Some(loan.tag.to_string()) })
         }
         Request::Close { token } => {
             memory.take_back(&token, connection.borrower.connection);

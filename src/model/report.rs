@@ -31,8 +31,8 @@ pub struct TransitionRequest {
     /// Holds the program: its calls that start device work wait until everything is resumed. How long to wait for calls and work
     /// in flight. Pause only.
     pub hold: Option<Duration>,
-    /// The processes that are paused together with this one. What they have open of its memory does not keep that from being
-    /// paused: each closes it for as long.
+    /// The processes that are paused together with this one, with the same `tags` and `gpus`. What they have open of its memory does
+    /// not keep that from being paused: each closes what of it is meant, for as long.
     pub partners: Vec<u32>,
 }
 

@@ -20,7 +20,7 @@ use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Message, Reply, Request, VERSION};
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::{Held, PerProcess};
-use vramctl_model::{Failure, Kind, StatusCode, code};
+use vramctl_model::{Failure, Kind, StatusCode, TransitionRequest, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -54,6 +54,10 @@ struct Opened {
     devices: BTreeSet<CUdevice>,
     /// The contexts in which it was opened.
     contexts: BTreeSet<Context>,
+    /// The tag that it has in its owner. `None` if that does not tell.
+    tag: Option<String>,
+    /// The GPU that it is on, by UUID. `None` if the driver does not tell.
+    gpu: Option<String>,
     behind: Behind,
 }
 
@@ -72,6 +76,18 @@ impl Opened {
     fn is_paused(&self) -> bool {
         matches!(self.behind, Behind::Paused)
     }
+
+    /// Whether a pause takes it that this process and the owner take part in. What is not known may be meant.
+    fn is_meant(&self, request: &TransitionRequest) -> bool {
+        let is_among = |list: &[String], own: &Option<String>| list.is_empty() || own.as_ref().is_none_or(|own| list.contains(own));
+        is_among(&request.tags, &self.tag) && is_among(&request.gpus, &self.gpu)
+    }
+}
+
+/// What an owner passes of an allocation.
+struct Lent {
+    pieces: Vec<(OwnedFd, usize)>,
+    tag: Option<String>,
 }
 
 /// A connection to an owner, for as long as something is open that came over it.
@@ -129,14 +145,15 @@ fn patiently<R>(mut attempt: impl FnMut() -> Result<R, Refused>) -> Result<R, St
     }
 }
 
-/// Gives up the memory of these processes, and keeps its addresses: it is paused there. Nothing runs on it any more.
-pub(crate) fn set_aside(owners: &[u32]) {
+/// Gives up what the request's partners pause by it, and keeps the addresses. Nothing runs on it any more.
+pub(crate) fn set_aside(request: &TransitionRequest) {
     let Some(existing) = BORROWED.existing() else { return };
     let memories: Vec<_> = {
         let mut borrowed = lock(existing);
         borrowed.pauses += 1;
-        let is_theirs = |opened: &&mut Opened| owners.contains(&opened.lease.owner) && matches!(opened.behind, Behind::Memory(_));
-        borrowed.open.values_mut().filter(is_theirs).map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused)).collect()
+        let is_paused_there = |opened: &&mut Opened| request.partners.contains(&opened.lease.owner) && opened.is_meant(request);
+        let there = borrowed.open.values_mut().filter(|opened| matches!(opened.behind, Behind::Memory(_)));
+        there.filter(is_paused_there).map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused)).collect()
     };
     // Unmaps and releases them.
     drop(memories);
@@ -184,7 +201,7 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
         return Err(Refused::ForNow);
     }
     let pauses = borrowed().pauses;
-    let pieces = lease.ask(&mut state, token)?;
+    let Lent { pieces, .. } = lease.ask(&mut state, token)?;
     let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
     let mut borrowed = borrowed();
     let now = borrowed.pauses;
@@ -253,8 +270,8 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
         return Err(Refused::ForNow);
     }
     let pauses = borrowed().pauses;
-    let pieces = lease.ask(&mut state, &handle.token)?;
-    match Opened::map(&lease, &pieces, current) {
+    let lent = lease.ask(&mut state, &handle.token)?;
+    match Opened::map(&lease, lent, current) {
         Ok(opened) => {
             let address = opened.address;
             let mut borrowed = borrowed();
@@ -334,15 +351,24 @@ pub(super) fn forget_gone(doomed: Option<Context>) {
 }
 
 impl Opened {
-    fn map(lease: &Arc<Lease>, pieces: &[(OwnedFd, usize)], current: &Current) -> Result<Self, Failure> {
+    fn map(lease: &Arc<Lease>, Lent { pieces, tag }: Lent, current: &Current) -> Result<Self, Failure> {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
         let addresses = Arc::new(Addresses::reserve(pieces.iter().map(|(_, bytes)| bytes).sum())?);
         let place = Place::of(&addresses);
         memory.map(&place)?;
         let own = memory.device()?;
-        let (address, devices, contexts) = (addresses.base(), BTreeSet::new(), BTreeSet::new());
-        let mut opened =
-            Self { lease: Arc::clone(lease), address, count: 1, changed: 0, place, devices, contexts, behind: Behind::Memory(memory) };
+        let mut opened = Self {
+            lease: Arc::clone(lease),
+            address: addresses.base(),
+            count: 1,
+            changed: 0,
+            place,
+            devices: BTreeSet::new(),
+            contexts: BTreeSet::new(),
+            tag,
+            gpu: own.and_then(driver::uuid),
+            behind: Behind::Memory(memory),
+        };
         opened.open_to(current)?;
         // Copies between devices may run on the memory's own.
         if let Some(own) = own {
@@ -404,7 +430,7 @@ impl Borrowed {
 /// All with the connection locked: an opening and a closing of the same memory must not cross.
 impl Lease {
     /// Gets the memory behind a handle from its owner.
-    fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<Vec<(OwnedFd, usize)>, Refused> {
+    fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<Lent, Refused> {
         let (reply, files) = self.exchange(Request::Open { token: token.text() }).map_err(|error| {
             self.retire(state);
             if error.kind() == io::ErrorKind::TimedOut {
@@ -414,8 +440,8 @@ impl Lease {
             Refused::because(self.owner, &error)
         })?;
         match reply {
-            Reply::Opened { pieces } if pieces.len() == files.len() => {
-                Ok(files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect())
+            Reply::Opened { pieces, tag } if pieces.len() == files.len() => {
+                Ok(Lent { pieces: files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect(), tag })
             }
             Reply::Error(refusal) => {
                 if refusal.cuda_code == Some(code::ILLEGAL_STATE) {

@@ -106,8 +106,13 @@ impl Lending {
     }
 }
 
-/// The descriptors of an allocation's memory, each with its length.
-pub type Pieces = Vec<(OwnedFd, usize)>;
+/// What another process needs of an allocation.
+pub struct Loan {
+    /// The descriptors of its memory, each with its length.
+    pub pieces: Vec<(OwnedFd, usize)>,
+    /// Its tag: a pause of this process together with the other takes it by that.
+    pub tag: Arc<str>,
+}
 
 impl Memory {
     /// `cuIpcGetMemHandle`: every address of an allocation gives the same handle. `None` if the real function is to answer: the
@@ -141,7 +146,7 @@ impl Memory {
     }
 
     /// Passes memory to another process, which has it open from now on. The errors have the codes for `cuIpcOpenMemHandle`.
-    pub fn lend(&self, token: &str, borrower: &Borrower) -> Result<Pieces, Error> {
+    pub fn lend(&self, token: &str, borrower: &Borrower) -> Result<Loan, Error> {
         let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
         // Not during a pause or resume.
         let _shared = self.share();
@@ -154,7 +159,7 @@ impl Memory {
             return refuse(code::NOT_SUPPORTED);
         }
         contents.lending.open.insert(borrower.connection, borrower.clone());
-        Ok(pieces)
+        Ok(Loan { pieces, tag: Arc::clone(&allocation.tag) })
     }
 
     /// Notes that another process has closed memory.

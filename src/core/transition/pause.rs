@@ -110,7 +110,7 @@ impl Memory {
         )?;
         clock.time(Stage::Unmap, || unmap(&victims)).map_err(|failure| self.map_back(&victims, failure.into()))?;
         observer.consent().map_err(|refused| self.map_back(&victims, refused))?;
-        borrow::set_aside(&request.partners);
+        borrow::set_aside(request);
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
