@@ -346,6 +346,7 @@ impl State {
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
             devices: vec![device],
+            borrowed: Vec::new(),
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
             left_alone: Vec::new(),

@@ -340,6 +340,16 @@ impl Machine {
     fn is_held(&self, process: &Program) -> bool {
         self.request(process, "status", &[])["held"] == true
     }
+
+    /// Waits until a process goes on by itself.
+    #[track_caller]
+    fn goes_on(&self, process: &Program) {
+        let begun = Instant::now();
+        while self.is_held(process) {
+            assert!(begun.elapsed() < Duration::from_secs(30), "it stays held");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
 }
 
 /// Custom all-reduce: each process has memory of the other open for as long as it runs.
@@ -360,9 +370,8 @@ fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
         assert_eq!(two.ask(&format!("close({a_in_two})")), "0");
         assert_eq!(two.ask(&format!("open_('{handle_a}')")), "error 401");
         machine.both("resume", &one, &two);
-        assert!(machine.is_held(&one), "the other's was not there yet");
-        machine.both("resume", &one, &two);
-        assert!(!machine.is_held(&one) && !machine.is_held(&two));
+        assert!(!machine.is_held(&two));
+        machine.goes_on(&one);
         assert_eq!(one.ask(&format!("read({a}, {bytes}), read({b_in_one}, {bytes})")), format!("([{round}], [{}])", 10 + round));
         a_in_two = two.number(&format!("open_('{handle_a}')"));
         assert_eq!(two.ask(&format!("read({b}, {bytes}), read({a_in_two}, {bytes})")), format!("([{}], [{round}])", 10 + round));
@@ -497,6 +506,70 @@ fn a_process_that_closes_what_is_paused_goes_on() {
     assert!(!machine.is_held(&other) && machine.is_held(&owner));
 }
 
+/// A resume that leaves the program held says so: because of whose memory, and what to do.
+#[test]
+fn a_resume_says_whose_memory_is_missing() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
+    let handle = owner.ask(&format!("get({pointer})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    other.number(&format!("malloc({})", 2 * MIB));
+    machine.both("pause", &owner, &other);
+    assert!(machine.done(&["status", "other"]).contains(&format!("Open of process {}: 4.00 MiB, 4.00 MiB of it paused.", owner.pid())));
+    for arguments in [&["resume", "--name", "other"][..], &["resume", "--pid", &other.pid()]] {
+        let output = machine.ask(arguments);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(5), "{text}");
+        let said =
+            format!("other (pid {}) stays held: 4.00 MiB that it has open of process {1} are still paused", other.pid(), owner.pid());
+        assert!(text.contains(&said) && text.contains(&format!("vramctl resume --pid {}", owner.pid())), "{text}");
+    }
+    let output = machine.ask(&["resume", "--name", "other", "--json"]);
+    assert_eq!(output.status.code(), Some(5), "{output:?}");
+    let missing = &serde_json::from_slice::<Value>(&output.stdout).unwrap()["processes"][0]["report"]["missing"];
+    assert_eq!((&missing[0]["owner"], &missing[0]["paused_bytes"]), (&owner.child.id().into(), &(4 * MIB).into()), "{missing}");
+    assert!(machine.is_held(&other));
+    machine.done(&["resume", "--name", "owner"]);
+    machine.goes_on(&other);
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
+    machine.done(&["resume", "--name", "other"]);
+}
+
+/// An owner that is stopped, or ends: the resume does not wait for it for long, and the program goes on as soon as it can.
+#[test]
+fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
+    let machine = Machine::new();
+    let (mut owner, mut ends, mut other) = (machine.start("owner"), machine.start("ends"), machine.start("other"));
+    let mut open = |process: &mut Program| {
+        let pointer = process.number(&format!("malloc({})", 4 * MIB));
+        assert_eq!(process.ask(&format!("fill({pointer}, 7, 100)")), "0");
+        let handle = process.ask(&format!("get({pointer})"));
+        other.number(&format!("open_('{handle}')"))
+    };
+    let (theirs, lost) = (open(&mut owner), open(&mut ends));
+    other.number(&format!("malloc({})", 2 * MIB));
+    for (process, partners) in [(&owner, vec![&other, &ends]), (&ends, vec![&other, &owner]), (&other, vec![&owner, &ends])] {
+        assert_eq!(machine.request(process, "pause", &partners)["reply"], "done");
+    }
+    assert_eq!(other.ask(&format!("os.kill({}, signal.SIGSTOP)", owner.pid())), "None");
+    let answer = machine.request(&other, "resume", &[]);
+    let mut missing: Vec<_> = answer["missing"].as_array().unwrap().iter().map(|one| one["owner"].as_u64().unwrap() as u32).collect();
+    missing.sort_unstable();
+    let mut owners = [owner.child.id(), ends.child.id()];
+    owners.sort_unstable();
+    assert_eq!(missing, owners, "{answer}");
+    assert!(machine.is_held(&other));
+    ends.kill();
+    assert!(machine.is_held(&other));
+    assert_eq!(other.ask(&format!("os.kill({}, signal.SIGCONT)", owner.pid())), "None");
+    assert_eq!(machine.request(&owner, "resume", &[])["reply"], "done");
+    machine.goes_on(&other);
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
+    assert_ne!(other.ask(&format!("read({lost}, 100)")), "[7]");
+}
+
 /// Whoever comes back first waits for the other, and for no process that is gone.
 #[test]
 fn a_process_stays_held_until_what_it_has_open_is_back() {
@@ -516,9 +589,8 @@ fn a_process_stays_held_until_what_it_has_open_is_back() {
     assert_eq!(machine.request(&other, "resume", &[])["reply"], "done");
     assert!(machine.is_held(&other), "its calls would use memory that is not there");
     assert_eq!(machine.request(&owner, "resume", &[])["reply"], "done");
-    assert!(!machine.is_held(&owner) && machine.is_held(&other));
-    assert_eq!(machine.request(&other, "resume", &[])["reply"], "done");
-    assert!(!machine.is_held(&other));
+    assert!(!machine.is_held(&owner));
+    machine.goes_on(&other);
     assert_eq!(other.ask(&format!("read({}, 100), read({}, 100)", opened[0], opened[1])), "([7], [7])");
 
     // Freed meanwhile, and then the owner ends.
@@ -531,8 +603,7 @@ fn a_process_stays_held_until_what_it_has_open_is_back() {
     assert_ne!(other.ask(&format!("read({}, 100)", opened[0])), "[7]");
     machine.both("pause", &owner, &other);
     owner.kill();
-    assert_eq!(machine.request(&other, "resume", &[])["reply"], "done");
-    assert!(!machine.is_held(&other));
+    machine.goes_on(&other);
     assert_eq!(other.ask(&format!("close({}), close({})", opened[0], opened[1])), "(0, 0)");
     assert_eq!(machine.used(), 0);
 }

@@ -47,7 +47,9 @@ impl Exit {
             Self::Usage => "wrong arguments, or several processes are managed and none was chosen",
             Self::NoProcess => "no such process, or no process is managed",
             Self::NoMemory => "not enough GPU or host memory",
-            Self::Busy => "timed out: GPU work, a graph capture or requests still running, or no answer",
+            Self::Busy => {
+                "timed out: GPU work, a graph capture or requests still running, memory of another process still paused, or no answer"
+            }
             Self::UnknownTag => "no allocation has this tag",
             Self::Unsuspendable => "suspend, move: paused by tag only, because the driver could not restore the process",
             Self::NotExecutable => "run: the command cannot be executed",

@@ -438,6 +438,7 @@ pub mod tests {
             process_tag: None,
             tags: tags.iter().map(tag).collect(),
             devices: Vec::new(),
+            borrowed: Vec::new(),
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
             left_alone: Vec::new(),

@@ -9,7 +9,7 @@ use clap_complete::ArgValueCandidates;
 use std::fmt::Write;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, DeviceStatus, Progress, TagState, TagStatus};
+use vramctl_model::{Backup, Borrowed, DeviceStatus, Progress, TagState, TagStatus};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -102,6 +102,10 @@ fn describe(status: &ProcessStatus) -> String {
     }
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));
+    }
+    for Borrowed { owner, bytes, paused_bytes, .. } in &memory.borrowed {
+        let paused = if *paused_bytes > 0 { format!(", {} of it paused", Bytes(*paused_bytes)) } else { String::new() };
+        let _ = write!(text, "\nOpen of process {owner}: {}{paused}.", Bytes(*bytes));
     }
     for obstacle in &memory.obstacles {
         let _ = write!(text, "\nCannot be suspended: {obstacle}.");

@@ -26,7 +26,7 @@ use vramctl_control::job::{Follower, Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, HostRoom, Plan, Progress, Report, TagPlan, TagState, Verb};
+use vramctl_model::{Backup, Borrowed, HostRoom, Plan, Progress, Report, TagPlan, TagState, Verb};
 use vramctl_model::{Error, Kind, Registered};
 
 #[derive(clap::Args)]
@@ -405,7 +405,9 @@ impl Asking {
         // What was taken back because of another process says less than that one.
         let failures: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.result.failure()).collect();
         let cause = failures.iter().find(|failure| !failure.is(Kind::Aborted)).or(failures.first());
-        Ok(cause.map_or(Exit::Done, |failure| failure.exit()))
+        let stays_held = |outcome: &Outcome| outcome.result.report().is_some_and(|report| !report.missing.is_empty());
+        let otherwise = if outcomes.iter().any(stays_held) { Exit::Busy } else { Exit::Done };
+        Ok(cause.map_or(otherwise, |failure| failure.exit()))
     }
 
     /// Runs all jobs in parallel.
@@ -511,6 +513,9 @@ impl Asking {
                     let late = Bytes(report.late_bytes);
                     let text = format!("{}: the driver has not taken {late} back yet; every pause and resume retries", task.process);
                     output::complain("warning", &text);
+                }
+                for missing in &report.missing {
+                    output::complain("error", &format!("{} {}", task.process, stays_held(missing)));
                 }
             }
             Answer::Error(failure) => {
@@ -678,6 +683,15 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
     text
 }
 
+/// Why a process does not go on after its resume, and what to do about it.
+fn stays_held(Borrowed { owner, paused_bytes, .. }: &Borrowed) -> String {
+    format!(
+        "stays held: {} that it has open of process {owner} are still paused. `vramctl resume --pid {owner}` brings them back (if that \
+         is stopped: kill -CONT {owner}), and this one goes on by itself",
+        Bytes(*paused_bytes)
+    )
+}
+
 /// Milliseconds, rounded.
 fn whole(ms: f64) -> String {
     format!("{ms:.0}")
@@ -725,6 +739,7 @@ mod tests {
             unchanged_bytes: 0,
             unchanged: 0,
             late_bytes: 0,
+            missing: Vec::new(),
             stages: [(Stage::Wait, 3.2), (Stage::Save, 850.4), (Stage::Unmap, 19.8), (Stage::Release, 38.9)].into(),
             ms: 912.3,
         };

@@ -24,5 +24,5 @@ pub use policy::{Backup, DEFAULT_TAG, LONGEST_TAG, checked_tag};
 pub use registration::{Registered, Registration};
 pub use report::{Observer, Progress, Report, Stage, TransitionRequest, Verb};
 pub use span::Span;
-pub use status::{DeviceStatus, HostStatus, LeftAlone, Status, TagState, TagStatus};
+pub use status::{Borrowed, DeviceStatus, HostStatus, LeftAlone, Status, TagState, TagStatus};
 pub use units::{Bytes, parse_bytes};

@@ -1,6 +1,6 @@
 //! A pause or resume: request, progress and report.
 
-use crate::{Backup, Bytes, Error, Registered, Span, TagState};
+use crate::{Backup, Borrowed, Bytes, Error, Registered, Span, TagState};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -125,6 +125,10 @@ pub struct Report {
     pub unchanged: u64,
     /// Bytes that the driver has refused to take back so far. Every pause, resume and shortage retries them.
     pub late_bytes: u64,
+    /// After a resume: memory of other processes that this one has open, and that is meant and not back. The program stays held until
+    /// it is, and then goes on by itself.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub missing: Vec<Borrowed>,
     /// Milliseconds in each stage.
     pub stages: BTreeMap<Stage, f64>,
     /// Milliseconds in total.

@@ -25,6 +25,9 @@ pub struct Status {
     pub tags: Vec<TagStatus>,
     /// The devices with managed allocations.
     pub devices: Vec<DeviceStatus>,
+    /// Memory of other processes that this one has open, by owner and GPU. While any of it is paused, the program is held.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub borrowed: Vec<Borrowed>,
     /// Host memory for backups.
     pub host: HostStatus,
     /// Bytes that the driver has refused to take back so far.
@@ -32,6 +35,20 @@ pub struct Status {
     /// Memory that the library sees but leaves to CUDA, by owner in alphabetical order.
     #[serde(default)]
     pub left_alone: Vec<LeftAlone>,
+}
+
+/// Memory of another process that this one has open (CUDA IPC), on one GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Borrowed {
+    /// The process whose memory it is, by the name of its socket.
+    pub owner: u32,
+    /// The UUID of the GPU; absent if the driver does not report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
+    /// Bytes of device memory when active.
+    pub bytes: u64,
+    /// Of those, bytes that are paused.
+    pub paused_bytes: u64,
 }
 
 /// Memory of one owner that is left to CUDA.

@@ -8,24 +8,31 @@
 
 use super::Memory;
 use super::share::{Ticket, Token};
+use crate::suspend::suspended;
 use crate::{contexts, drain};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use std::{io, process, thread};
 use vramctl_control::descriptors;
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Message, Reply, Request, VERSION};
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
-use vramctl_host::{Held, PerProcess};
-use vramctl_model::{Failure, Kind, StatusCode, TransitionRequest, code};
+use vramctl_host::{Held, PerProcess, exit, worker};
+use vramctl_model::{self as model, Failure, Kind, StatusCode, TransitionRequest, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How long to wait before asking an owner again that has no time for this process: at first, and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(100));
+/// The same for one that still has its memory paused.
+const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
+/// How long a resume waits for all the owners' answers. What is not back by then comes later.
+const RETURNS_WITHIN: Duration = Duration::from_secs(5);
+/// How soon that wait notices that nobody waits for the resume any more.
+const NOTICES_WITHIN: Duration = Duration::from_millis(50);
 
 /// What is open, and whom to ask for more.
 #[derive(Default)]
@@ -36,9 +43,20 @@ struct Borrowed {
     changes: u64,
     /// Counts pauses that have set memory aside. What an owner passed before one may be what it has given up since.
     pauses: u64,
+    /// The owners that a worker asks for what is set aside.
+    asked: HashMap<u32, Rounds>,
+}
+
+/// How often a worker has asked an owner for all that is set aside of it.
+#[derive(Default, Clone, Copy)]
+struct Rounds {
+    wanted: u64,
+    done: u64,
 }
 
 static BORROWED: PerProcess<Mutex<Borrowed>> = PerProcess::new(Mutex::default);
+/// [`Borrowed::asked`] has changed.
+static ASKED: PerProcess<Condvar> = PerProcess::new(Condvar::new);
 
 /// Memory of another process. Dropping it unmaps and releases it.
 #[derive(Debug)]
@@ -159,6 +177,17 @@ pub(crate) fn set_aside(request: &TransitionRequest) {
     drop(memories);
 }
 
+/// Memory of other processes that is open here, by owner and GPU.
+pub(super) fn status() -> Vec<model::Borrowed> {
+    BORROWED.existing().map_or_else(Vec::new, |existing| lock(existing).listed(|_| true))
+}
+
+/// What is set aside of what the request means.
+pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
+    let is_missing = |opened: &Opened| opened.is_paused() && opened.is_meant(request);
+    BORROWED.existing().map_or_else(Vec::new, |existing| lock(existing).listed(is_missing))
+}
+
 /// Whether anything is set aside.
 pub(crate) fn any_set_aside() -> bool {
     BORROWED.existing().is_some_and(|existing| lock(existing).open.values().any(Opened::is_paused))
@@ -172,25 +201,77 @@ pub(crate) fn contexts() -> BTreeSet<Context> {
         .unwrap_or_default()
 }
 
-/// Opens again what was set aside. What its owner has not resumed stays as it is.
-pub(crate) fn bring_back() {
+/// Opens again what was set aside, as far as its owners have it back. Waits until all of them have said so: not for long, and only
+/// as long as it is `wanted`.
+pub(crate) fn bring_back(wanted: &mut dyn FnMut() -> bool) {
     let Some(existing) = BORROWED.existing() else { return };
-    let aside: Vec<_> = {
-        let borrowed = lock(existing);
-        borrowed.open.iter().filter(|(_, opened)| opened.is_paused()).map(|(token, opened)| (*token, opened.lease.owner)).collect()
-    };
-    let _relaxed = RelaxedCapture::enter();
-    for (token, owner) in aside {
-        match patiently(|| try_bring_back(&token, owner)) {
-            Ok(()) => (),
-            Err(code::INVALID_HANDLE) => {
-                log::error!("process {owner} has ended or freed memory, while it was paused, that this process has open; it is lost");
-                if let Some(opened) = borrowed().open.get_mut(&token) {
-                    opened.behind = Behind::Gone;
-                }
-            }
-            Err(code) => log::warn!("memory of process {owner} that this process has open is not back (code {code}); resume both"),
+    let deadline = Instant::now() + RETURNS_WITHIN;
+    let mut borrowed = lock(existing);
+    let rounds = borrowed.ask(|rounds| rounds.wanted += 1);
+    ASKED.get().notify_all();
+    while rounds.iter().any(|(owner, round)| borrowed.asked.get(owner).is_some_and(|now| now.done < round.wanted)) {
+        if Instant::now() >= deadline || !wanted() {
+            break;
         }
+        borrowed = ASKED.get().wait_timeout(borrowed, NOTICES_WITHIN).unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+/// Sees to it that what is set aside comes back when its owners have it back, unless the program stays held anyway.
+pub(crate) fn keep_asking() {
+    if let Some(existing) = BORROWED.existing() {
+        let mut borrowed = lock(existing);
+        if is_worth_asking() {
+            borrowed.ask(|_| ());
+        }
+    }
+}
+
+/// Whether the program goes on once nothing is set aside any more.
+fn is_worth_asking() -> bool {
+    !exit::is_ending() && !Memory::get().has_paused()
+}
+
+/// Asks an owner for what is set aside of it, again and again, until nothing is.
+fn ask_owner(owner: u32) {
+    let mut pause = LOOK_AGAIN.0;
+    let mut borrowed = borrowed();
+    while let Some(&Rounds { wanted, .. }) = borrowed.asked.get(&owner) {
+        let aside: Vec<_> = borrowed.aside().filter(|(_, its)| *its == owner).map(|(token, _)| token).collect();
+        if aside.is_empty() || !is_worth_asking() {
+            break;
+        }
+        drop(borrowed);
+        // While the process is suspended, it cannot open anything.
+        if suspended().is_none() {
+            for token in &aside {
+                bring_one_back(token, owner);
+            }
+            Memory::get().let_go();
+        }
+        borrowed = self::borrowed();
+        let Some(rounds) = borrowed.asked.get_mut(&owner) else { break };
+        rounds.done = wanted;
+        ASKED.get().notify_all();
+        let is_rest = |borrowed: &mut Borrowed| borrowed.asked.get(&owner).is_some_and(|rounds| rounds.wanted == wanted);
+        borrowed = ASKED.get().wait_timeout_while(borrowed, pause, is_rest).unwrap_or_else(PoisonError::into_inner).0;
+        pause = (2 * pause).min(LOOK_AGAIN.1);
+    }
+    borrowed.asked.remove(&owner);
+    ASKED.get().notify_all();
+}
+
+fn bring_one_back(token: &Token, owner: u32) {
+    let _relaxed = RelaxedCapture::enter();
+    match patiently(|| try_bring_back(token, owner)) {
+        Ok(()) => (),
+        Err(code::INVALID_HANDLE) => {
+            log::error!("process {owner} has ended or freed memory, while it was paused, that this process has open; it is lost");
+            if let Some(opened) = borrowed().open.get_mut(token) {
+                opened.behind = Behind::Gone;
+            }
+        }
+        Err(code) => log::debug!("memory of process {owner} that this process has open is not back (code {code})"),
     }
 }
 
@@ -270,7 +351,11 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
         return Err(Refused::ForNow);
     }
     let pauses = borrowed().pauses;
-    let lent = lease.ask(&mut state, &handle.token)?;
+    let lent = lease.ask(&mut state, &handle.token).inspect_err(|refused| {
+        if matches!(refused, Refused::Finally(code::ILLEGAL_STATE)) {
+            log::warn!("the memory that process {} shares is paused; resume it before another process opens it", handle.owner);
+        }
+    })?;
     match Opened::map(&lease, lent, current) {
         Ok(opened) => {
             let address = opened.address;
@@ -395,6 +480,44 @@ impl Opened {
 }
 
 impl Borrowed {
+    /// What is set aside, with its owner.
+    fn aside(&self) -> impl Iterator<Item = (Token, u32)> {
+        self.open.iter().filter(|(_, opened)| opened.is_paused()).map(|(token, opened)| (*token, opened.lease.owner))
+    }
+
+    /// Has a worker ask each owner of what is set aside. Returns what is asked of each.
+    fn ask(&mut self, more: impl Fn(&mut Rounds)) -> BTreeMap<u32, Rounds> {
+        let owners: BTreeSet<_> = self.aside().map(|(_, owner)| owner).collect();
+        let mut asked = BTreeMap::new();
+        for owner in owners {
+            let known = self.asked.get(&owner).copied();
+            let mut rounds = known.unwrap_or_default();
+            more(&mut rounds);
+            if known.is_none()
+                && let Err(error) = worker::spawn("vramctl-borrow", move || ask_owner(owner))
+            {
+                log::warn!("memory of process {owner} that this process has open stays paused: could not start a thread: {error}");
+                continue;
+            }
+            self.asked.insert(owner, rounds);
+            asked.insert(owner, rounds);
+        }
+        asked
+    }
+
+    /// What is open and `meant`, by owner and GPU.
+    fn listed(&self, meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
+        let mut sums = BTreeMap::<_, (u64, u64)>::new();
+        for opened in self.open.values().filter(|opened| !matches!(opened.behind, Behind::Gone) && meant(opened)) {
+            let bytes = opened.place.span().bytes as u64;
+            let (all, paused) = sums.entry((opened.lease.owner, opened.gpu.clone())).or_default();
+            *all += bytes;
+            *paused += if opened.is_paused() { bytes } else { 0 };
+        }
+        let one = |((owner, gpu), (bytes, paused_bytes))| model::Borrowed { owner, gpu, bytes, paused_bytes };
+        sums.into_iter().map(one).collect()
+    }
+
     /// Opens what is open already.
     fn open_again(&mut self, token: &Token, current: &Current) -> Result<Option<CUdeviceptr>, Failure> {
         let Some(opened) = self.open.get_mut(token) else { return Ok(None) };
@@ -444,11 +567,7 @@ impl Lease {
                 Ok(Lent { pieces: files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect(), tag })
             }
             Reply::Error(refusal) => {
-                if refusal.cuda_code == Some(code::ILLEGAL_STATE) {
-                    log::warn!("the memory that process {} shares is paused; resume it before another process opens it", self.owner);
-                } else {
-                    log::debug!("process {} does not share its memory: {}", self.owner, refusal.message);
-                }
+                log::debug!("process {} does not share its memory: {}", self.owner, refusal.message);
                 self.retire_if_unused(state);
                 match refusal.cuda_code {
                     Some(code) => Err(Refused::Finally(code)),

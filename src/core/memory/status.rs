@@ -1,6 +1,6 @@
 //! Status by tag and by device.
 
-use super::{Allocation, Memory, left};
+use super::{Allocation, Memory, borrow, left};
 use crate::gate;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -99,6 +99,7 @@ impl Memory {
             process_tag: self.process_tag().map(|tag| tag.to_string()),
             tags,
             devices: devices.into_values().map(ask).collect(),
+            borrowed: borrow::status(),
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),
             left_alone: left::status(),

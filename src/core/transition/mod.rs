@@ -42,14 +42,23 @@ struct Chosen {
 }
 
 impl Memory {
-    /// Whether anything is paused, also of what this process has open of others.
-    fn any_paused(&self) -> bool {
-        borrow::any_set_aside() || self.snapshot().iter().any(|allocation| allocation.is_paused())
+    /// Whether any memory of this process is paused.
+    pub(crate) fn has_paused(&self) -> bool {
+        self.snapshot().iter().any(|allocation| allocation.is_paused())
     }
 
-    /// Lets a held program go on, once nothing is paused. Called wherever something may have been the last that was.
+    /// Whether anything is paused, also of what this process has open of others.
+    fn any_paused(&self) -> bool {
+        borrow::any_set_aside() || self.has_paused()
+    }
+
+    /// Lets a held program go on, once nothing is paused. Called wherever something may have been the last that was. If only memory
+    /// of other processes is, the program goes on when they have it back, without being asked.
     pub fn let_go(&self) {
         gate::let_go(|| self.any_paused());
+        if gate::is_held() {
+            borrow::keep_asking();
+        }
     }
 
     /// Selects allocations. A tag that no allocation has is an error.

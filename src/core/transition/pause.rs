@@ -126,6 +126,7 @@ impl Memory {
             discarded_bytes: bytes - kept_bytes,
             unchanged: already.len() as u64,
             late_bytes: driver::leftover_bytes(),
+            missing: Vec::new(),
             stages: std::mem::take(&mut clock.0),
             ms: milliseconds(started.elapsed()),
         })

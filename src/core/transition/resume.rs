@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
+use vramctl_host::exit;
 use vramctl_model::{Error, Failure, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, code};
 
 /// How often a resume waiting for memory retries.
@@ -18,9 +19,13 @@ impl Memory {
     /// error.
     pub fn resume(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let resumed = unless_ending(|| {
-            let report = self.resume_when_there_is_room(request, observer)?;
-            // Without the lock: its owner may be waiting for memory of this process.
-            borrow::bring_back();
+            let mut report = self.resume_when_there_is_room(request, observer)?;
+            // With memory of its own paused, the program stays held anyway.
+            if !self.has_paused() {
+                // Without the lock: its owner may be waiting for memory of this process.
+                borrow::bring_back(&mut || !exit::is_ending() && observer.is_gone() != Some(true));
+                report.missing = borrow::missing(request);
+            }
             Ok(report)
         });
         if resumed.is_ok() {
