@@ -14,7 +14,7 @@ use std::time::Duration;
 use vramctl_core::memory::Memory;
 use vramctl_core::transition::cleaning;
 use vramctl_intercept::{entries, hooks};
-use vramctl_model::{Error, Kind, ObstacleKind};
+use vramctl_model::{Error, Kind, ObstacleKind, Report, TransitionRequest};
 
 const MIB: u64 = 1 << 20;
 /// What a process has besides its allocations.
@@ -392,6 +392,16 @@ fn what_could_not_be_restored_is_paused_by_tag() {
 
 // ---- within the process ----
 
+/// Whether it comes to that, within a time that only a hang exceeds.
+fn eventually(is_so: impl Fn() -> bool) -> bool {
+    (0..2000).any(|_| {
+        is_so() || {
+            thread::sleep(Duration::from_millis(5));
+            false
+        }
+    })
+}
+
 fn obstacles() -> Vec<ObstacleKind> {
     let status = Memory::get().status();
     status.obstacles.into_iter().map(|obstacle| obstacle.kind).collect()
@@ -454,6 +464,34 @@ fn a_process_that_stands_aside_calls_no_driver() {
     cleaning::set_when(cleaning::When::default());
     assert_eq!(common::resume(&[]).unwrap().allocations, 1);
     assert_eq!(common::free(address), 0);
+}
+
+/// A pause or resume that was on its way when the process was suspended says so, instead of waiting with its locks held until it is
+/// awake.
+#[test]
+fn a_transition_that_meets_a_suspended_process_says_so() {
+    let _gpu = Gpu::take();
+    let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
+    common::pause(&[]).unwrap();
+    let late = common::malloc_tagged("late", None, 2 << 20).unwrap();
+    Memory::get().suspend().unwrap();
+    let in_time = |work: fn() -> Result<Report, Error>| {
+        thread::scope(|scope| {
+            let answer = scope.spawn(work);
+            let answered = eventually(|| answer.is_finished());
+            Memory::get().awake();
+            let answer = answer.join().unwrap();
+            Memory::get().suspend().unwrap();
+            (answered, answer.map_err(|error| error.kind()).map(|report| report.allocations))
+        })
+    };
+    assert_eq!(in_time(|| common::resume(&[])), (true, Err(Kind::Suspended)));
+    // It waits for the device's work, in the driver, before it takes the lock.
+    let limited = || Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_secs(60)), ..common::request(&[]) }, &mut ());
+    assert_eq!(in_time(limited), (true, Err(Kind::Suspended)));
+    Memory::get().awake();
+    assert_eq!(common::resume(&[]).unwrap().allocations, 1);
+    assert_eq!((common::free(address), common::free(late)), (0, 0));
 }
 
 /// A library whose call does not come out of the driver does not stand aside, and goes on.

@@ -100,6 +100,11 @@ pub fn wake() {
     unsafe { libc::syscall(libc::SYS_futex, resting.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
 }
 
+/// Whether the library's work stays out of the driver, or is about to.
+pub fn is_resting() -> bool {
+    WORK.existing().is_some_and(|work| work.resting.load(Ordering::SeqCst) != 0)
+}
+
 fn sleep_until_woken(resting: &AtomicU32) {
     // SAFETY: the word lives as long as the process. A signal or a spurious end makes the caller look again.
     unsafe {

@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGua
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, exit};
 use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 
 /// Everything this process has under management.
@@ -386,4 +386,15 @@ impl Memory {
     pub(crate) fn exclude(&self) -> RwLockWriteGuard<'_, ()> {
         self.transition.write().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Like [`exclude`](Self::exclude), for work that calls the driver. In a suspended process that would wait, with the lock held.
+    pub(crate) fn exclude_awake(&self) -> Result<RwLockWriteGuard<'_, ()>, Error> {
+        let lock = self.exclude();
+        check_awake().map(|()| lock)
+    }
+}
+
+/// An error while the library's driver calls wait because the process is suspended. Under the transition lock, that does not change.
+pub(crate) fn check_awake() -> Result<(), Error> {
+    if exit::is_resting() { Err(Error::Suspended) } else { Ok(()) }
 }

@@ -5,7 +5,7 @@
 //! control socket and gets descriptors of the physical memory. Its connection is the lease: while it lasts, and the memory was
 //! not given back on it, the memory is not paused.
 
-use super::{Allocation, Memory};
+use super::{Allocation, Memory, check_awake};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::os::fd::OwnedFd;
@@ -150,6 +150,7 @@ impl Memory {
         let refuse = |code| Err(Error::Driver(Failure { call: "cuIpcOpenMemHandle", code }));
         // Not during a pause or resume.
         let _shared = self.share();
+        check_awake()?;
         let _relaxed = RelaxedCapture::enter();
         let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) else { return refuse(code::INVALID_HANDLE) };
         let mut contents = allocation.contents();

@@ -1,7 +1,7 @@
 //! A held program: its new calls wait at the gate, so that it need not be idle to be paused.
 
 use super::unless_ending;
-use crate::memory::Memory;
+use crate::memory::{Memory, check_awake};
 use crate::{drain, gate};
 use std::fmt;
 use std::thread;
@@ -79,6 +79,7 @@ impl Holding<'_> {
     pub fn drain(&self, limit: Duration, observer: &mut dyn Observer) -> Result<(), Error> {
         let begun = Instant::now();
         self.wait_for_calls(limit, begun + limit, observer)?;
+        check_awake()?;
         let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
         let left = limit.saturating_sub(begun.elapsed());
         unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true))).map_err(|error| match error {

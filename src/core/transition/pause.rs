@@ -4,7 +4,7 @@ use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
 use crate::drain;
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, borrow};
+use crate::memory::{Allocation, Memory, borrow, check_awake};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -61,6 +61,7 @@ impl Memory {
         clock: &mut Clock,
         observer: &mut dyn Observer,
     ) -> Result<(), Error> {
+        check_awake()?;
         let mut chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
@@ -85,7 +86,7 @@ impl Memory {
         clock: &mut Clock,
         observer: &mut dyn Observer,
     ) -> Result<Report, Error> {
-        let _exclusive = self.exclude();
+        let _exclusive = self.exclude_awake()?;
         let _relaxed = RelaxedCapture::enter();
         let mut chosen = self.choose_settled(request)?;
         spare_prefix_cache(request, &chosen)?;

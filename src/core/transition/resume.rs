@@ -54,7 +54,7 @@ impl Memory {
         let mut clock = Clock::default();
         // Dropped after the lock.
         let mut done_with = Vec::new();
-        let _exclusive = self.exclude();
+        let _exclusive = self.exclude_awake()?;
         let _relaxed = RelaxedCapture::enter();
         let Chosen { all, paused, active: already } = self.choose_settled(request)?;
         self.release_freed();
