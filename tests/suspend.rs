@@ -73,6 +73,25 @@ impl Machine {
         Said::of(&self.command(common::command_line(), &arguments).env("SIMGPU_FAIL", faults).output().unwrap())
     }
 
+    /// Stops the command line's own process at a call of the driver's (`FUNCTION:USE:stop-…`) for something to happen meanwhile. `None`
+    /// if it does not make the call.
+    fn vramctl_meanwhile(&self, stop: &str, arguments: &str, meanwhile: impl FnOnce()) -> Option<Said> {
+        let arguments: Vec<_> = arguments.split(' ').collect();
+        let mut command = self.command(common::command_line(), &arguments);
+        let child = command.env("SIMGPU_FAIL", stop).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut state: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        // A process that has ended is left for the `wait` below.
+        let what = libc::WSTOPPED | libc::WEXITED | libc::WNOWAIT;
+        assert_eq!(unsafe { libc::waitid(libc::P_PID, child.id(), &raw mut state, what) }, 0);
+        let has_stopped = state.si_code == libc::CLD_STOPPED;
+        if has_stopped {
+            meanwhile();
+            unsafe { libc::kill(child.id() as i32, libc::SIGCONT) };
+        }
+        let said = Said::of(&child.wait_with_output().unwrap());
+        has_stopped.then_some(said)
+    }
+
     fn start(&self, name: &str) -> Engine {
         self.start_with(name, |_| ())
     }
@@ -390,6 +409,31 @@ fn what_could_not_be_restored_is_paused_by_tag() {
     engine.is_well();
 }
 
+/// The program runs on until the driver has locked it. What it makes until then is found, and nothing is checkpointed.
+#[test]
+fn an_obstacle_that_comes_in_the_middle_is_found() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    for command in ["suspend engine", "move engine --to 1"] {
+        let refused = machine.vramctl_meanwhile("cuCheckpointProcessLock:1:stop-before", command, || {
+            engine.tell("unified");
+            engine.line("unified 0");
+        });
+        refused.unwrap().expect(7, "1 allocations of unified memory (cudaMallocManaged), new or in progress");
+        assert_eq!(machine.gpus()[0].1, 1, "{command}: it is there");
+        if command.starts_with("suspend") {
+            assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused", "as if it had been there before");
+            machine.vramctl("resume").expect(0, "resumed");
+        }
+        engine.is_well();
+        machine.vramctl(command).expect(7, "1 allocations of unified memory (cudaMallocManaged)");
+        drop(engine);
+        engine = machine.start("engine");
+    }
+    assert_eq!(machine.gpus(), before);
+}
+
 // ---- within the process ----
 
 /// Whether it comes to that, within a time that only a hang exceeds.
@@ -437,6 +481,32 @@ fn what_the_driver_could_not_restore_is_known_in_advance() {
         assert_eq!(hooks::cudaDeviceDisablePeerAccess(1), 0);
     }
     assert_eq!(obstacles(), []);
+    // What comes when it stands aside already is told too, with none of the library's calls: the driver may have locked the process.
+    let meanwhile = |kind, make: &dyn Fn()| {
+        Memory::get().suspend().unwrap();
+        assert_eq!(obstacles(), []);
+        make();
+        assert_eq!(obstacles(), [kind]);
+        Memory::get().awake();
+    };
+    unsafe {
+        meanwhile(ObstacleKind::Unified, &|| {
+            let mut unified = 0;
+            assert_eq!((entries::cuMemAllocManaged(&raw mut unified, 4096, 1), entries::cuMemFree_v2(unified)), (0, 0));
+        });
+        meanwhile(ObstacleKind::Shared, &|| {
+            let (mut plain, mut handle) = (0, [0_u8; 64]);
+            assert_eq!(entries::cuMemAlloc_v2(&raw mut plain, 4096), 0);
+            assert_eq!((entries::cuIpcGetMemHandle(handle.as_mut_ptr().cast(), plain), entries::cuMemFree_v2(plain)), (0, 0));
+        });
+        meanwhile(ObstacleKind::Peers, &|| {
+            assert_eq!((hooks::cudaDeviceEnablePeerAccess(1, 0), hooks::cudaDeviceDisablePeerAccess(1)), (0, 0));
+        });
+        let on = 1_u32;
+        meanwhile(ObstacleKind::Registered, &|| {
+            assert_eq!(entries::cuPointerSetAttribute((&raw const on).cast(), 6, managed), 0);
+        });
+    }
     assert_eq!(common::free(managed), 0);
 }
 

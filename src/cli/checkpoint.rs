@@ -18,7 +18,7 @@ use std::{io, thread};
 use vramctl_config::socket_directory;
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::job::{Job, Rank};
-use vramctl_control::protocol::Transition;
+use vramctl_control::protocol::{Refusal, Transition};
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
 use vramctl_model::{Bytes, Error, Failure, GpuUse, Kind, Shortage, TagState, Verb, code};
@@ -297,15 +297,23 @@ impl Member {
     }
 
     fn lock(&mut self, limit: Duration) -> Result<(), CommandError> {
-        if self.state()? != ProcessState::Running {
-            return Ok(());
+        match self.state()? {
+            ProcessState::Running => checkpoint::lock(self.pid, limit).map_err(|failure| match failure.code {
+                code::NOT_READY => {
+                    CommandError::new(Exit::Busy, format!("{}: a CUDA call has not ended in {} ms", self.process, limit.as_millis()))
+                }
+                _ => self.refused("lock", failure),
+            })?,
+            ProcessState::Locked => (),
+            ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
-        checkpoint::lock(self.pid, limit).map_err(|failure| match failure.code {
-            code::NOT_READY => {
-                CommandError::new(Exit::Busy, format!("{}: a CUDA call has not ended in {} ms", self.process, limit.as_millis()))
-            }
-            _ => self.refused("lock", failure),
-        })
+        // The program ran on until now, and may have made what could not be restored.
+        let obstacles = self.client.status().map_err(|error| self.failed(error))?.memory.obstacles;
+        if obstacles.is_empty() {
+            Ok(())
+        } else {
+            Err(self.failed(ClientError::Refused(Refusal::from(&Error::NotRestorable(obstacles)).into())))
+        }
     }
 
     fn checkpoint(&mut self) -> Result<(), CommandError> {

@@ -6,15 +6,22 @@
 
 use crate::gate;
 use crate::memory::Memory;
+use crate::memory::obstacles::Moment;
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 use vramctl_driver as driver;
 use vramctl_host::{PerProcess, exit};
 use vramctl_model::{DeviceStatus, Error, GpuUse, Status};
 
-/// The status from before, while the process is suspended. Whoever takes the status holds it for reading, so that nobody asks
-/// the driver in the middle of it.
-static SUSPENDED: PerProcess<RwLock<Option<Status>>> = PerProcess::new(RwLock::default);
+/// How it was before, while the process is suspended. Whoever takes the status holds it for reading, so that nobody asks the driver in
+/// the middle of it.
+static SUSPENDED: PerProcess<RwLock<Option<Before>>> = PerProcess::new(RwLock::default);
+
+struct Before {
+    status: Status,
+    /// The program may make obstacles until the driver has locked it: its calls that make them are not held.
+    without_obstacles: Moment,
+}
 
 impl Memory {
     /// Gets ready to be checkpointed. Returns what the process has on the GPUs, which a restore needs.
@@ -27,6 +34,7 @@ impl Memory {
         exit::as_worker(|| {
             // No pause or resume is in progress, and none begins before the workers rest.
             let _exclusive = self.exclude();
+            let without_obstacles = Moment::now();
             let status = self.status();
             if !status.obstacles.is_empty() {
                 return Err(Error::NotRestorable(status.obstacles));
@@ -38,7 +46,7 @@ impl Memory {
             }
             // How much is free changes meanwhile.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, ..device }).collect();
-            *suspended = Some(Status { suspended: Some(gpus.clone()), devices, ..status });
+            *suspended = Some(Before { status: Status { suspended: Some(gpus.clone()), devices, ..status }, without_obstacles });
             Ok(gpus)
         })
     }
@@ -49,11 +57,13 @@ impl Memory {
         exit::wake();
     }
 
-    /// The current status.
+    /// The current status. While the process is suspended, its obstacles are those that have come since.
     pub fn status(&self) -> Status {
         let suspended = SUSPENDED.get().read().unwrap_or_else(PoisonError::into_inner);
         match &*suspended {
-            Some(before) => Status { held: gate::is_held(), waiting_threads: gate::waiting(), ..before.clone() },
+            Some(Before { status, without_obstacles }) => {
+                Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles: without_obstacles.since(), ..status.clone() }
+            }
             None => self.status_now(),
         }
     }
@@ -62,5 +72,5 @@ impl Memory {
 /// What a suspended process needs to come back; `None` if it is not suspended.
 pub fn suspended() -> Option<Vec<GpuUse>> {
     let suspended = SUSPENDED.existing()?.read().unwrap_or_else(PoisonError::into_inner);
-    suspended.as_ref().and_then(|status| status.suspended.clone())
+    suspended.as_ref().and_then(|before| before.status.suspended.clone())
 }

@@ -47,13 +47,15 @@ pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const 
 
 /// Unified memory, which is left to CUDA, see [`malloc_managed`](crate::handlers::malloc_managed).
 pub unsafe fn mem_alloc_managed(pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint, _caller: *const c_void) -> StatusCode {
-    // SAFETY: the arguments are passed on unchanged.
-    let answer = unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
-    if answer == code::SUCCESS && !pointer.is_null() {
-        // SAFETY: not null, and written by the real function.
-        obstacles::note(ObstacleKind::Unified, unsafe { pointer.read() });
-    }
-    answer
+    obstacles::making(ObstacleKind::Unified, || {
+        // SAFETY: the arguments are passed on unchanged.
+        let answer = unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
+        if answer == code::SUCCESS && !pointer.is_null() {
+            // SAFETY: not null, and written by the real function.
+            obstacles::note(ObstacleKind::Unified, unsafe { pointer.read() });
+        }
+        answer
+    })
 }
 
 pub unsafe fn mem_alloc_pitch(
@@ -159,12 +161,18 @@ pub enum Source {
 /// Leaves a request to the real function, whose own calls of the driver's functions then pass as well. What it gives is counted as
 /// left alone, by `note`, which is told whose it is: the first of our functions that a request passes knows.
 pub fn leave(caller: *const c_void, bytes: usize, real: impl FnOnce() -> StatusCode, note: impl FnOnce(&'static str)) -> StatusCode {
-    let before = decided::is_decided();
-    let answer = decided::pass_by(real);
-    if !is_small(bytes) && answer == code::SUCCESS && !before {
-        note(exclude::library_at(caller).name());
+    if is_small(bytes) || decided::is_decided() {
+        return decided::pass_by(real);
     }
-    answer
+    let owner = exclude::library_at(caller).name();
+    let noted = || {
+        let answer = decided::pass_by(real);
+        if answer == code::SUCCESS {
+            note(owner);
+        }
+        answer
+    };
+    if obstacles::is_communicator(owner) { obstacles::making(ObstacleKind::Communicator, noted) } else { noted() }
 }
 
 /// Whether a request is left to CUDA, and not counted, because of its size.

@@ -2,25 +2,27 @@
 
 use crate::driver_originals;
 use std::ffi::c_uint;
-use vramctl_core::memory::Memory;
+use vramctl_core::memory::{Memory, obstacles};
 use vramctl_driver::{CUdevice, ContextHandle, Current};
 use vramctl_host::exit;
-use vramctl_model::{Failure, StatusCode, code};
+use vramctl_model::{Failure, ObstacleKind, StatusCode, code};
 
 pub unsafe fn enable_peer_access(peer: ContextHandle, flags: c_uint) -> StatusCode {
-    // SAFETY: here and below, the real function gets the arguments unchanged.
-    let answer = unsafe { driver_originals::cuCtxEnablePeerAccess(peer, flags) };
-    if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
-        return answer;
-    }
-    let opened = with_devices(peer, |current, other| Memory::get().enable_peer(current, other));
-    match opened {
-        Some(Err(error)) => {
-            log::warn!("cannot enable peer access to managed memory: {error}");
-            error.cuda_code()
+    obstacles::making(ObstacleKind::Peers, || {
+        // SAFETY: here and below, the real function gets the arguments unchanged.
+        let answer = unsafe { driver_originals::cuCtxEnablePeerAccess(peer, flags) };
+        if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
+            return answer;
         }
-        _ => answer,
-    }
+        let opened = with_devices(peer, |current, other| Memory::get().enable_peer(current, other));
+        match opened {
+            Some(Err(error)) => {
+                log::warn!("cannot enable peer access to managed memory: {error}");
+                error.cuda_code()
+            }
+            _ => answer,
+        }
+    })
 }
 
 pub unsafe fn disable_peer_access(peer: ContextHandle) -> StatusCode {

@@ -3,9 +3,9 @@
 use crate::driver_originals;
 use crate::vmm::noting_multicast;
 use std::ffi::{c_uint, c_ulonglong, c_void};
-use vramctl_core::memory::Memory;
+use vramctl_core::memory::{Memory, obstacles};
 use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
-use vramctl_model::{StatusCode, code};
+use vramctl_model::{ObstacleKind, StatusCode, code};
 
 /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by who is about to let a network card reach the memory.
 const SYNC_MEMOPS: c_uint = 6;
@@ -32,7 +32,7 @@ pub unsafe fn bind_multicast_address(
 ) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
-    noting_multicast(multicast, register(pointer, "cuMulticastBindAddr", real))
+    noting_multicast(multicast, || register(pointer, "cuMulticastBindAddr", real))
 }
 
 pub unsafe fn bind_multicast_address_v2(
@@ -45,7 +45,7 @@ pub unsafe fn bind_multicast_address_v2(
 ) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
-    noting_multicast(multicast, register(pointer, "cuMulticastBindAddr", real))
+    noting_multicast(multicast, || register(pointer, "cuMulticastBindAddr", real))
 }
 
 pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
@@ -68,8 +68,8 @@ pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: 
 }
 
 fn register(pointer: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    match Memory::existing() {
+    obstacles::making(ObstacleKind::Registered, || match Memory::existing() {
         Some(memory) => memory.register(pointer, registrant, real),
         None => real(),
-    }
+    })
 }

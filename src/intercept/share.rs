@@ -31,10 +31,13 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         }
         Some(Err(error)) => error,
         None => {
-            let answer = real();
-            if answer == code::SUCCESS {
-                obstacles::note(ObstacleKind::Shared, pointer);
-            }
+            let answer = obstacles::making(ObstacleKind::Shared, || {
+                let answer = real();
+                if answer == code::SUCCESS {
+                    obstacles::note(ObstacleKind::Shared, pointer);
+                }
+                answer
+            });
             if answer != code::SUCCESS
                 // CUDA itself shares no memory of `cuMemCreate` this way.
                 && let Some(allocation) = memory.and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.wanted().is_none())
@@ -58,19 +61,21 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
 /// `pointer` must be null or writable.
 pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let Some(handle) = Ticket::parse(&handle.reserved) else {
-        let answer = real();
-        if answer == code::SUCCESS && !pointer.is_null() {
-            // SAFETY: not null, and written by the real function.
-            obstacles::note(ObstacleKind::Shared, unsafe { pointer.read() });
-        }
-        return answer;
+        return obstacles::making(ObstacleKind::Shared, || {
+            let answer = real();
+            if answer == code::SUCCESS && !pointer.is_null() {
+                // SAFETY: not null, and written by the real function.
+                obstacles::note(ObstacleKind::Shared, unsafe { pointer.read() });
+            }
+            answer
+        });
     };
     if pointer.is_null() || flags != LAZY {
         return code::INVALID_VALUE;
     }
     // The real function knows what to answer where the driver is not initialised or there is no context.
     let Ok(Some(current)) = Current::of_thread() else { return real() };
-    match borrow::open(&handle, &current) {
+    match obstacles::making(ObstacleKind::Shared, || borrow::open(&handle, &current)) {
         Ok(address) => {
             // For a pause of this process together with the owner.
             server::ensure_running();
@@ -98,13 +103,15 @@ pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusC
 
 /// `cuMemImportFromShareableHandle`.
 pub unsafe fn import(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) -> StatusCode {
-    // SAFETY: the arguments are passed on unchanged.
-    let answer = unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
-    if answer == code::SUCCESS && !handle.is_null() {
-        // SAFETY: not null, and written by the real function.
-        obstacles::note(ObstacleKind::Shared, unsafe { handle.read() });
-    }
-    answer
+    obstacles::making(ObstacleKind::Shared, || {
+        // SAFETY: the arguments are passed on unchanged.
+        let answer = unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
+        if answer == code::SUCCESS && !handle.is_null() {
+            // SAFETY: not null, and written by the real function.
+            obstacles::note(ObstacleKind::Shared, unsafe { handle.read() });
+        }
+        answer
+    })
 }
 
 pub unsafe fn driver_get(handle: *mut c_void, pointer: CUdeviceptr) -> StatusCode {

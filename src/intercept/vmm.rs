@@ -153,21 +153,26 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
         // SAFETY: as above, but for the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemExportToShareableHandle(shared, handle, kind, flags) }
     };
-    existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", real)).unwrap_or_else(|| {
-        let answer = real(handle);
-        if answer == code::SUCCESS {
-            obstacles::note(ObstacleKind::Shared, handle);
-        }
-        answer
+    obstacles::making(ObstacleKind::Shared, || {
+        existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", real)).unwrap_or_else(|| {
+            let answer = real(handle);
+            if answer == code::SUCCESS {
+                obstacles::note(ObstacleKind::Shared, handle);
+            }
+            answer
+        })
     })
 }
 
-/// Notes that a multicast object is in use.
-pub fn noting_multicast(multicast: Handle, answer: StatusCode) -> StatusCode {
-    if answer == code::SUCCESS {
-        obstacles::note(ObstacleKind::Multicast, multicast);
-    }
-    answer
+/// Makes a call that uses a multicast object, and notes that.
+pub fn noting_multicast(multicast: Handle, call: impl FnOnce() -> StatusCode) -> StatusCode {
+    obstacles::making(ObstacleKind::Multicast, || {
+        let answer = call();
+        if answer == code::SUCCESS {
+            obstacles::note(ObstacleKind::Multicast, multicast);
+        }
+        answer
+    })
 }
 
 pub unsafe fn bind_multicast(
@@ -182,7 +187,9 @@ pub unsafe fn bind_multicast(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem(multicast, multicast_offset, handle, offset, bytes, flags) }
     };
-    noting_multicast(multicast, existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle)))
+    noting_multicast(multicast, || {
+        existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle))
+    })
 }
 
 pub unsafe fn bind_multicast_v2(
@@ -198,7 +205,9 @@ pub unsafe fn bind_multicast_v2(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem_v2(multicast, device, multicast_offset, handle, offset, bytes, flags) }
     };
-    noting_multicast(multicast, existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle)))
+    noting_multicast(multicast, || {
+        existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle))
+    })
 }
 
 pub unsafe fn map_array(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {

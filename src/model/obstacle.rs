@@ -36,6 +36,11 @@ pub enum ObstacleKind {
     Mps,
 }
 
+impl ObstacleKind {
+    /// All of them.
+    pub const ALL: [Self; 7] = [Self::Communicator, Self::Shared, Self::Registered, Self::Peers, Self::Multicast, Self::Unified, Self::Mps];
+}
+
 impl fmt::Display for Obstacle {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(&self.what)?;

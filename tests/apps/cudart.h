@@ -39,6 +39,8 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceSynchronize(void);
 
 cudaError_t cudaMalloc(void **pointer, size_t bytes);
+enum { cudaMemAttachGlobal = 1 };
+cudaError_t cudaMallocManaged(void **pointer, size_t bytes, unsigned int flags);
 cudaError_t cudaFree(void *pointer);
 cudaError_t cudaMallocHost(void **pointer, size_t bytes);
 cudaError_t cudaFreeHost(void *pointer);

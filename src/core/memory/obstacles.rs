@@ -5,6 +5,7 @@
 
 use super::{Memory, borrow, left};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::PerProcess;
@@ -15,6 +16,65 @@ static SEEN: PerProcess<Mutex<BTreeMap<u64, ObstacleKind>>> = PerProcess::new(Mu
 
 fn lock(seen: &Mutex<BTreeMap<u64, ObstacleKind>>) -> MutexGuard<'_, BTreeMap<u64, ObstacleKind>> {
     seen.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The program's calls that may leave an obstacle behind, by kind.
+static CALLS: PerProcess<[Calls; ObstacleKind::ALL.len()]> = PerProcess::new(Default::default);
+
+/// Words and no lock: a thread that the driver makes wait may have locks.
+#[derive(Default)]
+struct Calls {
+    begun: AtomicUsize,
+    ended: AtomicUsize,
+}
+
+/// Makes a call that may leave an obstacle behind, and notes it.
+pub fn making<R>(kind: ObstacleKind, call: impl FnOnce() -> R) -> R {
+    struct Ended(&'static AtomicUsize);
+    impl Drop for Ended {
+        fn drop(&mut self) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    let Calls { begun, ended } = &CALLS.get()[kind as usize];
+    begun.fetch_add(1, Ordering::SeqCst);
+    let _ended = Ended(ended);
+    call()
+}
+
+/// A moment: the calls that had ended then.
+pub(crate) struct Moment([usize; ObstacleKind::ALL.len()]);
+
+impl Moment {
+    /// From now on, what is not seen yet is [`since`](Self::since) then.
+    pub fn now() -> Self {
+        Self(CALLS.get().each_ref().map(|calls| calls.ended.load(Ordering::SeqCst)))
+    }
+
+    /// What may have come since then, or be coming. Asks no driver, and waits for no thread that does.
+    pub fn since(&self) -> Vec<Obstacle> {
+        let calls = CALLS.get().each_ref().map(|calls| calls.begun.load(Ordering::SeqCst));
+        let new = ObstacleKind::ALL.into_iter().map(|kind| (kind, calls[kind as usize] - self.0[kind as usize]));
+        let found = |(kind, count)| Obstacle { kind, what: format!("{count} {}, new or in progress", plural(kind)), bytes: 0 };
+        new.filter(|(_, count)| *count > 0).map(found).collect()
+    }
+}
+
+fn plural(kind: ObstacleKind) -> &'static str {
+    match kind {
+        ObstacleKind::Communicator => "allocations of NCCL or NVSHMEM",
+        ObstacleKind::Shared => "pieces of memory shared with other processes",
+        ObstacleKind::Registered => "registrations of memory",
+        ObstacleKind::Peers => "GPUs with access to another's memory",
+        ObstacleKind::Multicast => "multicast objects",
+        ObstacleKind::Unified => "allocations of unified memory (cudaMallocManaged)",
+        ObstacleKind::Mps => "GPUs behind MPS",
+    }
+}
+
+/// Whether memory of this library's is that of communicators.
+pub fn is_communicator(library: &str) -> bool {
+    ["libnccl", "libnvshmem"].iter().any(|name| library.starts_with(name))
 }
 
 /// Notes what is at an address, or behind a handle.
@@ -36,7 +96,7 @@ impl Memory {
         let mut found = Vec::new();
         let mut add = |kind, what: String, bytes| found.push(Obstacle { kind, what, bytes });
         for owner in left::status() {
-            if ["libnccl", "libnvshmem"].iter().any(|library| owner.owner.starts_with(library)) {
+            if is_communicator(&owner.owner) {
                 add(ObstacleKind::Communicator, format!("communicators of {}", owner.owner), owner.bytes);
             }
         }
@@ -67,12 +127,7 @@ impl Memory {
             let mut times = BTreeMap::<_, usize>::new();
             lock(seen).values().for_each(|kind| *times.entry(*kind).or_default() += 1);
             for (kind, times) in times {
-                let what = match kind {
-                    ObstacleKind::Unified => "allocations of unified memory (cudaMallocManaged)",
-                    ObstacleKind::Multicast => "multicast objects",
-                    _ => "pieces of memory shared with other processes",
-                };
-                add(kind, format!("{times} {what}"), 0);
+                add(kind, format!("{times} {}", plural(kind)), 0);
             }
         }
         let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);

@@ -174,19 +174,17 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     }
     let _inside = waits_while_locked(function).then(|| HAND.get().copied().flatten().map(Hand::enter));
     faults::delay(index);
+    let (before, after) = (faults::signal_before(fault), faults::signal_after(fault));
     match fault {
-        None | Some(faults::KILLED_AFTER) => (),
-        Some(faults::KILLED_BEFORE) => faults::kill(),
-        Some(code) => return code,
+        Some(code) if before.or(after).is_none() => return code,
+        _ => faults::raise(before),
     }
     let checked = AssertUnwindSafe(|| {
         admit(function)?;
         body()
     });
     let done = catch_unwind(checked);
-    if fault == Some(faults::KILLED_AFTER) {
-        faults::kill();
-    }
+    faults::raise(after);
     match done {
         Ok(Ok(())) => 0,
         Ok(Err(code)) => code,

@@ -11,10 +11,35 @@ pub const KILLED_BEFORE: Code = Code::MAX - 1;
 /// See [`KILLED_BEFORE`].
 pub const KILLED_AFTER: Code = Code::MAX;
 
-/// Ends the process as `kill -9` does.
-pub fn kill() {
-    // SAFETY: touches no memory.
-    unsafe { libc::raise(libc::SIGKILL) };
+/// The codes of faults that stop the process, as `kill -STOP` does, until it is continued: before the call, and once it is carried out.
+pub const STOPPED_BEFORE: Code = Code::MAX - 3;
+/// See [`STOPPED_BEFORE`].
+pub const STOPPED_AFTER: Code = Code::MAX - 2;
+
+/// The signal that a fault sends to this process before the call.
+pub fn signal_before(fault: Option<Code>) -> Option<libc::c_int> {
+    match fault {
+        Some(KILLED_BEFORE) => Some(libc::SIGKILL),
+        Some(STOPPED_BEFORE) => Some(libc::SIGSTOP),
+        _ => None,
+    }
+}
+
+/// And the one after it.
+pub fn signal_after(fault: Option<Code>) -> Option<libc::c_int> {
+    match fault {
+        Some(KILLED_AFTER) => Some(libc::SIGKILL),
+        Some(STOPPED_AFTER) => Some(libc::SIGSTOP),
+        _ => None,
+    }
+}
+
+/// Ends or stops the process.
+pub fn raise(signal: Option<libc::c_int>) {
+    if let Some(signal) = signal {
+        // SAFETY: touches no memory.
+        unsafe { libc::raise(signal) };
+    }
 }
 
 /// A pending fault.
@@ -180,6 +205,8 @@ fn parse(item: &str) -> Option<(&str, u64, Code, u64)> {
     let code = match parts.next()? {
         "kill-before" => KILLED_BEFORE,
         "kill-after" => KILLED_AFTER,
+        "stop-before" => STOPPED_BEFORE,
+        "stop-after" => STOPPED_AFTER,
         code => code.parse().ok()?,
     };
     let count = match parts.next() {
