@@ -6,13 +6,17 @@ mod common;
 
 use common::{artifacts, simulated_libraries};
 use serde_json::{Value, json};
+use std::collections::VecDeque;
 use std::fs::{self, DirBuilder};
 use std::io::{BufRead, BufReader, Write};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
@@ -304,7 +308,7 @@ fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
     let machine = Machine::new();
     let mut ranks: [Rank; 3] = machine.job("engine");
     for until in [Until::HeldAll, Until::PreparedOne, Until::PreparedAll, Until::Decided, Until::ToldOne] {
-        let mut stopped = Coordinator::of(&machine, &ranks, "pause", until, 100);
+        let mut stopped = Coordinator::of(&machine, &ranks, "pause", until, 1000);
         let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
         assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
         let told = stopped.wires[1].answer();
@@ -415,6 +419,224 @@ fn a_rank_that_was_stopped_goes_the_way_of_the_others() {
         machine.vramctl("resume").expect(0, "", "");
     }
     ranks.iter_mut().for_each(Rank::verify);
+}
+
+/// A moment in what the coordinator and a process say to each other: a request is on its way, or its answer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Moment {
+    request: &'static str,
+    is_answered: bool,
+}
+
+/// What happens then.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Event {
+    RankKilled,
+    RankStopped,
+    CoordinatorKilled,
+}
+
+/// Stands between a coordinator and three processes, under names that the coordinator takes for theirs, and passes on what they
+/// say. At a moment of the second process, once, it waits until the test has done something.
+struct Between {
+    folder: tempfile::TempDir,
+    reached: Receiver<()>,
+    go_on: SyncSender<()>,
+}
+
+struct Stage {
+    moment: Moment,
+    /// Told at the moment, and then asked.
+    reached: Mutex<Option<(SyncSender<()>, Receiver<()>)>>,
+    passed: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Stage {
+    fn come_to(&self, rank: usize, request: &str, is_answered: bool) -> bool {
+        if rank == 1 && request == self.moment.request && is_answered == self.moment.is_answered {
+            if let Some((reached, go_on)) = self.reached.lock().unwrap().take() {
+                reached.send(()).unwrap();
+                let _ = go_on.recv();
+            }
+            *self.passed.lock().unwrap() = true;
+            self.changed.notify_all();
+        }
+        match (rank, request, is_answered) {
+            // All others wait for this one: their leases are renewed.
+            (0, "prepare", true) if self.moment.request == "renew" => {
+                drop(self.changed.wait_while(self.passed.lock().unwrap(), |passed| !*passed).unwrap());
+                true
+            }
+            // This one cannot: the others are asked to abort.
+            (2, "prepare", true) => self.moment.request != "abort",
+            _ => true,
+        }
+    }
+}
+
+impl Between {
+    fn of(machine: &Machine, ranks: &[Rank; 3], moment: Moment) -> Self {
+        let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
+        let ((tell, reached), (go_on, asked)) = (sync_channel(1), sync_channel(1));
+        let (reached_or_not, passed) = (Mutex::new(Some((tell, asked))), Mutex::default());
+        let stage = Arc::new(Stage { moment, reached: reached_or_not, passed, changed: Condvar::new() });
+        for (place, rank) in ranks.iter().enumerate() {
+            let name = format!("{}.sock", rank.pid());
+            let listener = UnixListener::bind(folder.path().join(&name)).unwrap();
+            let (own, stage) = (machine.folder.path().join("sockets").join(name), Arc::clone(&stage));
+            thread::spawn(move || {
+                for coordinator in listener.incoming() {
+                    let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };
+                    pass_on(&Arc::new([coordinator, process]), place, &stage);
+                }
+            });
+        }
+        Self { folder, reached, go_on }
+    }
+}
+
+/// In both directions, until one side hangs up.
+fn pass_on(sides: &Arc<[UnixStream; 2]>, place: usize, stage: &Arc<Stage>) {
+    let asked = Arc::new(Mutex::new(String::new()));
+    for from in [0, 1] {
+        let (sides, stage, asked) = (Arc::clone(sides), Arc::clone(stage), Arc::clone(&asked));
+        thread::spawn(move || {
+            while let Some((line, files)) = line_with_files(&sides[from]) {
+                let request = match from {
+                    0 => serde_json::from_slice::<Value>(&line).unwrap()["request"].as_str().unwrap().to_owned(),
+                    _ => asked.lock().unwrap().clone(),
+                };
+                if from == 0 && request != "renew" {
+                    asked.lock().unwrap().clone_from(&request);
+                }
+                let files: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
+                if !stage.come_to(place, &request, from == 1) || descriptors::send_line(&sides[1 - from], &line, &files, 0).is_err() {
+                    break;
+                }
+            }
+            sides.iter().for_each(|side| _ = side.shutdown(Shutdown::Both));
+        });
+    }
+}
+
+fn line_with_files(stream: &UnixStream) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+    let (mut line, mut files) = (Vec::new(), Vec::new());
+    while line.last() != Some(&b'\n') {
+        // One by one: what comes behind the line has files of its own.
+        let mut byte = [0];
+        if descriptors::receive(stream, &mut byte, &mut files).ok()? == 0 {
+            return None;
+        }
+        line.push(byte[0]);
+    }
+    Some((line, files))
+}
+
+/// One rank is killed or stopped, or the command itself is killed, while any step is on its way or answered: the others end up in
+/// one state, the message says which, and all that is left can be resumed.
+#[test]
+fn whatever_happens_at_any_step_the_others_are_in_one_state_and_the_message_says_which() {
+    let of_resume = ["prepare", "renew", "commit", "abort"];
+    let steps = ["hold", "drain"].into_iter().chain(of_resume).map(|request| ("pause", request));
+    let mut cases = VecDeque::new();
+    for (verb, request) in steps.chain(of_resume.map(|request| ("resume", request))) {
+        for is_answered in [false, true] {
+            for event in [Event::RankKilled, Event::RankStopped, Event::CoordinatorKilled] {
+                // Nobody answers that.
+                if !(request == "renew" && is_answered) {
+                    cases.push_back((verb, Moment { request, is_answered }, event));
+                }
+            }
+        }
+    }
+    assert_eq!(cases.len(), 54);
+    let cases = Mutex::new(cases);
+    let next = || cases.lock().unwrap().pop_front();
+    // They spend their time waiting.
+    thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| {
+                while let Some((verb, moment, event)) = next() {
+                    happens(verb, moment, event);
+                }
+            });
+        }
+    });
+}
+
+fn happens(verb: &str, moment: Moment, event: Event) {
+    let case = format!("{verb}, {moment:?}, {event:?}");
+    let machine = Machine::new();
+    let mut ranks: [Rank; 3] = machine.job("engine");
+    if verb == "resume" {
+        machine.vramctl("pause").expect(0, "", "");
+    }
+    let between = Between::of(&machine, &ranks, moment);
+    let mut command = machine.command(common::command_line(), &[verb, "--name", "engine"]);
+    command.env("VRAMCTL_DIR", between.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut coordinator = command.spawn().unwrap();
+    between.reached.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|error| panic!("{case}: {error}"));
+    match event {
+        Event::RankKilled => {
+            ranks[1].signal(libc::SIGKILL);
+            ranks[1].child.wait().unwrap();
+        }
+        Event::RankStopped => {
+            ranks[1].signal(libc::SIGSTOP);
+            // Its threads run on until each has noticed.
+            assert!(unsafe { libc::waitpid(ranks[1].pid() as i32, std::ptr::null_mut(), libc::WUNTRACED) } > 0);
+        }
+        Event::CoordinatorKilled => coordinator.kill().unwrap(),
+    }
+    between.go_on.send(()).unwrap();
+    let ran = Ran::new(&coordinator.wait_with_output().unwrap());
+
+    let survivors: &[&Rank] = if event == Event::CoordinatorKilled { &[&ranks[0], &ranks[1], &ranks[2]] } else { &[&ranks[0], &ranks[2]] };
+    let state = machine.settled(survivors);
+    let done = state == if verb == "pause" { "paused, held" } else { "active" };
+    assert!(["paused, held", "active"].contains(&state.as_str()), "{case}: {state}");
+    let is_prepared = moment.request == "renew" || moment == Moment { request: "prepare", is_answered: true };
+    match event {
+        _ if moment.request == "commit" => assert!(done, "{case}: {state}"),
+        // It need not be asked again.
+        Event::RankStopped if is_prepared => assert!(done, "{case}: {state}"),
+        // Its end is noticed before all have decided, or after.
+        Event::RankKilled if is_prepared => (),
+        _ => assert!(!done, "{case}: {state}"),
+    }
+    if event != Event::CoordinatorKilled {
+        let told = format!("{case}, {state}: {:?}: {}{}", ran.code, ran.out, ran.err);
+        // It had done all by then.
+        let all_well = moment == Moment { request: "commit", is_answered: true };
+        assert_eq!(ran.code == Some(0), all_well, "{told}");
+        let processes = if all_well { "3 processes, " } else { "2 of 3 processes, " };
+        assert_eq!(ran.out.contains(&format!("{verb}d job engine: {processes}")), done, "{told}");
+        assert_eq!(ran.err.contains(&format!("job engine: nothing was {verb}d")), !done, "{told}");
+        let culprit = if moment.request == "abort" { &ranks[2] } else { &ranks[1] };
+        let why = match event {
+            Event::RankStopped if moment.request != "abort" => "no answer within",
+            _ => "it ended before it answered",
+        };
+        let of_culprit = ran.err.lines().any(|line| line.contains(&format!("engine (pid {})", culprit.pid())) && line.contains(why));
+        assert!(all_well || of_culprit, "{told}");
+        if !done {
+            let taken_back = format!("engine (pid {}): taken back: process {} could not do it", ranks[0].pid(), culprit.pid());
+            assert!(ran.err.contains(&taken_back), "{told}");
+        }
+    }
+    if event == Event::RankStopped {
+        ranks[1].signal(libc::SIGCONT);
+        assert_eq!(machine.settled(&ranks.each_ref()), state, "{case}");
+    }
+    let told = machine.vramctl("status").expect(0, "", "");
+    assert!(told.out.contains(if state == "active" { "active" } else { "paused" }), "{case}: {}", told.out);
+    machine.vramctl("resume").expect(0, "", "");
+    for (place, rank) in ranks.iter_mut().enumerate() {
+        if place != 1 || event != Event::RankKilled {
+            rank.verify();
+        }
+    }
 }
 
 /// One process that cannot: nothing is paused, and the message says which and why.

@@ -174,15 +174,30 @@ struct JobOutcome {
 }
 
 impl JobOutcome {
+    fn tell(&self, direction: Verb, outcomes: &[Outcome], quiet: bool) -> Result<(), CommandError> {
+        if self.committed {
+            return if quiet { Ok(()) } else { output::say(&self.text(direction, outcomes)) };
+        }
+        let job = self.job.as_deref().unwrap_or_default();
+        let left = match direction {
+            Verb::Pause => "nothing was paused; its processes go on as before",
+            Verb::Resume => "nothing was resumed; its processes stay as they were, and can be resumed again",
+        };
+        output::complain("note", &format!("job {job}: {left}"));
+        Ok(())
+    }
+
     fn text(&self, direction: Verb, outcomes: &[Outcome]) -> String {
         let reports = outcomes.iter().filter(|outcome| self.pids.contains(&outcome.pid)).filter_map(|outcome| outcome.result.report());
-        let bytes = reports.map(|report| report.bytes).sum();
+        let (done, bytes) = reports.fold((0, 0), |(done, bytes), report| (done + 1, bytes + report.bytes));
         let (did, moved) = match direction {
             Verb::Pause => ("paused", "freed"),
             Verb::Resume => ("resumed", "allocated"),
         };
         let job = self.job.as_deref().unwrap_or_default();
-        let mut text = format!("{did} job {job}: {} processes, {} {moved}, {} ms", self.pids.len(), Bytes(bytes), whole(self.ms));
+        let all = self.pids.len();
+        let processes = if done == all { format!("{all} processes") } else { format!("{done} of {all} processes") };
+        let mut text = format!("{did} job {job}: {processes}, {} {moved}, {} ms", Bytes(bytes), whole(self.ms));
         if self.attempts > 1 {
             let _ = write!(text, ", {} attempts", self.attempts);
         }
@@ -398,8 +413,8 @@ impl Asking {
             for (task, outcome) in asking.tasks.iter().zip(&outcomes) {
                 asking.tell(task, &outcome.result)?;
             }
-            for job in jobs.iter().filter(|job| job.pids.len() > 1 && job.committed && !asking.quiet) {
-                output::say(&job.text(asking.direction, &outcomes))?;
+            for job in jobs.iter().filter(|job| job.pids.len() > 1) {
+                job.tell(asking.direction, &outcomes, asking.quiet)?;
             }
         }
         // What was taken back because of another process says less than that one.

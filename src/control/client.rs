@@ -175,8 +175,8 @@ impl Client {
                 Ok(Reply::Error(refusal)) => return Err(ClientError::Refused(refusal.into())),
                 Ok(answer) => return Ok(answer),
                 // A server that refuses the connection says why and hangs up, perhaps before the request is sent. So an
-                // answer takes precedence over a failed write.
-                Err(error) => return Err(self.failed(written.err().unwrap_or(error))),
+                // answer takes precedence over a failed write, and so does that there is none because it has ended.
+                Err(error) => return Err(self.failed(written.err().filter(|error| !is_closed(error)).unwrap_or(error))),
             }
         }
     }
