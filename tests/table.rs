@@ -92,7 +92,6 @@ const LEFT_OUT: &[(&str, &[&str])] = &[
     ),
     ("events, not memory", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
     ("the multicast object has no memory until some is bound", &["cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastUnbind"]),
-    ("answers for managed memory as for any other", &["cuPointerGetAttribute", "cuPointerGetAttributes"]),
 ];
 
 #[test]

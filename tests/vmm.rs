@@ -433,6 +433,91 @@ fn the_range_of_an_address_is_its_allocation() {
     assert_ne!(range(address).0, 0);
 }
 
+/// Of `CUpointer_attribute`, those that the library tells, but for `IS_LEGACY_CUDA_IPC_CAPABLE`.
+const ATTRIBUTES: [u32; 11] = [1, 2, 3, 8, 9, 11, 12, 13, 14, 18, 19];
+
+/// Libraries decide by the attributes how to share memory, and a held program goes on asking.
+#[test]
+fn the_attributes_of_managed_memory_are_those_of_plain_memory_also_while_it_is_paused() {
+    let _gpu = Gpu::take();
+    let bytes = 40 * MIB;
+    let (managed, plain) = (malloc_tagged("asked", None, bytes).unwrap(), common::malloc(bytes).unwrap());
+    let one = |which: u32, at: u64| {
+        let mut value = 0xCCCC_CCCC_CCCC_CCCC_u64;
+        (unsafe { entries::cuPointerGetAttribute((&raw mut value).cast(), which, at) }, value)
+    };
+    let all = |at: u64| {
+        let mut values = [0xCCCC_CCCC_CCCC_CCCC_u64; 11];
+        let mut places: Vec<_> = values.iter_mut().map(|value| ptr::from_mut(value).cast()).collect();
+        assert_eq!(unsafe { entries::cuPointerGetAttributes(11, ATTRIBUTES.as_ptr(), places.as_mut_ptr(), at) }, 0);
+        values
+    };
+    // Where they begin is all that differs.
+    let relative = |at: u64, of: u64| {
+        let shift = |value: u64| if (of..of + bytes as u64).contains(&value) { value - of } else { value };
+        let each = ATTRIBUTES.map(|which| one(which, at)).map(|(code, value)| (code, shift(value)));
+        (each, all(at).map(shift))
+    };
+    for offset in [0, 36 * MIB as u64] {
+        let wanted = relative(plain + offset, plain);
+        assert!(wanted.0.iter().all(|(code, _)| *code == 0), "{wanted:?}");
+        assert_eq!(relative(managed + offset, managed), wanted);
+        pause(&["asked"]).unwrap();
+        assert_eq!(relative(managed + offset, managed), wanted, "paused");
+        assert_eq!(one(10, managed).1 as u32, 0, "NCCL would register it");
+        resume(&["asked"]).unwrap();
+        assert_eq!((one(10, managed).1 as u32, one(10, plain).1 as u32), (0, 1));
+    }
+    assert_eq!(unsafe { entries::cuPointerGetAttribute(ptr::null_mut(), 11, managed) }, 1);
+    assert_eq!((common::free(managed), common::free(plain)), (0, 0));
+    assert_eq!(one(2, managed).0, 1);
+    assert_eq!(all(managed)[1] as u32, 0);
+}
+
+/// The same of memory that the program has mapped itself, but for the reservation around it, which only the driver knows.
+#[test]
+fn the_attributes_of_mapped_memory_are_the_same_while_it_is_paused() {
+    let gpu = Gpu::take();
+    let place = Reserved::new(4 * PAGE);
+    let (mut wanted, mut handles) = (properties(0), [0; 2]);
+    wanted[1] = 1; // Can be shared by a descriptor.
+    region::begin(Some("asked"), None).unwrap();
+    for (at, handle) in handles.iter_mut().enumerate() {
+        assert_eq!(unsafe { entries::cuMemCreate(handle, PAGE, wanted.as_ptr().cast(), 0) }, 0);
+        assert_eq!(map(place.0 + (at * PAGE) as u64, PAGE, *handle), 0);
+    }
+    region::end().unwrap();
+    // The second is open to nobody.
+    assert_eq!(open(place.0, PAGE), 0);
+    let asked = || {
+        [place.0, place.0 + 100, place.0 + PAGE as u64 + 5, place.0 + 2 * PAGE as u64].map(|at| {
+            let each = [1, 2, 3, 8, 9, 10, 13, 14, 18, 19].map(|which| {
+                let mut value = 0xCCCC_CCCC_CCCC_CCCC_u64;
+                (unsafe { entries::cuPointerGetAttribute((&raw mut value).cast(), which, at) }, value)
+            });
+            let (mut base, mut length) = (7, 7);
+            let code = unsafe { entries::cuMemGetAddressRange_v2(&raw mut base, &raw mut length, at) };
+            (each, code, base, length)
+        })
+    };
+    let before = asked();
+    assert_eq!((before[1].0[7], before[1].1, before[1].2, before[1].3), ((0, 1), 0, place.0, PAGE));
+    assert_eq!((before[2].0[2].0, before[2].1), (1, 500), "no device pointer where nobody has access");
+    pause(&["asked"]).unwrap();
+    assert_eq!(asked(), before, "paused");
+    // The driver's other failures stay what they are.
+    gpu.fail("cuPointerGetAttribute", 1, 700, 1);
+    let mut kind = 0_u64;
+    assert_eq!(unsafe { entries::cuPointerGetAttribute((&raw mut kind).cast(), 2, place.0) }, 700);
+    assert_eq!(unsafe { entries::cuPointerGetAttributes(0, ptr::null(), ptr::null_mut(), place.0) }, unsafe {
+        entries::cuPointerGetAttributes(0, ptr::null(), ptr::null_mut(), 0x1000)
+    });
+    resume(&["asked"]).unwrap();
+    assert_eq!(asked(), before);
+    assert_eq!(unmap(place.0, 2 * PAGE), 0);
+    assert!(handles.iter().all(|handle| release(*handle) == 0));
+}
+
 /// Every call of a pause and a resume of such memory fails once: nothing is lost, and the next attempt works.
 #[test]
 fn a_failed_call_loses_nothing() {

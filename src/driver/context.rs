@@ -19,6 +19,11 @@ unsafe impl Send for ContextHandle {}
 unsafe impl Sync for ContextHandle {}
 
 impl ContextHandle {
+    /// As the driver's functions tell it where the type is a number.
+    pub fn address(self) -> u64 {
+        self.0 as u64
+    }
+
     /// The handle of the thread's current context, if it has one. Cheaper than [`Current::of_thread`].
     #[inline]
     pub fn of_thread() -> Result<Option<Self>, Failure> {

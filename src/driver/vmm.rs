@@ -97,6 +97,11 @@ impl Properties {
         let plain = self.kind == CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32 && self.usage == 0;
         self.location.device().filter(|_| plain)
     }
+
+    /// The kinds of handles by which it can be shared, as bits.
+    pub fn handle_types(&self) -> u32 {
+        self.handle_types
+    }
 }
 
 /// Who may access a mapping: `CUmemAccessDesc`, with numbers in place of enumerations as in [`Properties`].

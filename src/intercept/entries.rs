@@ -9,7 +9,7 @@
 use crate::driver_functions;
 use crate::real::Symbol;
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, copies, driver_originals, launch, register, resolve, share, vmm};
+use crate::{alloc, contexts, copies, driver_originals, launch, queries, register, resolve, share, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::panic::{self, AssertUnwindSafe};

@@ -15,6 +15,7 @@ mod handlers;
 pub mod hooks;
 pub mod launch;
 pub mod nccl;
+mod queries;
 mod real;
 mod register;
 pub mod resolve;

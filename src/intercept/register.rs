@@ -5,7 +5,7 @@ use crate::vmm::noting_multicast;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use vramctl_core::memory::{Memory, obstacles};
 use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
-use vramctl_model::{ObstacleKind, StatusCode, code};
+use vramctl_model::{ObstacleKind, StatusCode};
 
 /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by who is about to let a network card reach the memory.
 const SYNC_MEMOPS: c_uint = 6;
@@ -46,25 +46,6 @@ pub unsafe fn bind_multicast_address_v2(
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
     noting_multicast(multicast, || register(pointer, "cuMulticastBindAddr", real))
-}
-
-pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
-    // The driver tells one of the pieces that large memory is made of, and nothing of paused memory.
-    let found = Memory::existing().and_then(|memory| memory.find(pointer)).filter(|allocation| allocation.wanted().is_none());
-    let Some(allocation) = found else {
-        // SAFETY: as above.
-        return unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, pointer) };
-    };
-    // SAFETY: the program promises that pointers that are not null are writable.
-    unsafe {
-        if !base.is_null() {
-            base.write(allocation.key());
-        }
-        if !bytes.is_null() {
-            bytes.write(allocation.requested);
-        }
-    }
-    code::SUCCESS
 }
 
 fn register(pointer: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {

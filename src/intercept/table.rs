@@ -182,7 +182,9 @@ macro_rules! driver_functions {
         Shares cuMemPoolSetAccess "cuMemPoolSetAccess" 11020 Plain (pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) => alloc::pool_set_access;
 
         Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) => vmm::get_access;
-        Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => register::address_range;
+        Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => queries::address_range;
+        Queries cuPointerGetAttribute "cuPointerGetAttribute" 4000 Plain (value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) => queries::pointer_attribute;
+        Queries cuPointerGetAttributes "cuPointerGetAttributes" 7000 Plain (count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) => queries::pointer_attributes;
         Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;
         Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain (properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle) => vmm::properties_of;
 

@@ -184,6 +184,17 @@ impl Allocation {
         if self.wanted.is_none() { inside(self.key) } else { self.contents().mappings.iter().find_map(|mapping| inside(mapping.address())) }
     }
 
+    /// The program's addresses around `address`: all of what `cudaMalloc` gave, or one mapping; and whether anybody may use them.
+    pub fn place_of(&self, address: CUdeviceptr) -> Option<(Span, bool)> {
+        if self.wanted.is_none() {
+            return self.offset_of(address).map(|_| (Span { address: self.key, bytes: self.requested }, true));
+        }
+        let contents = self.contents();
+        let of_program = contents.mappings.iter().filter_map(|mapping| Some((mapping.place.span(), mapping.access.as_ref()?)));
+        let mut around = of_program.filter(|(span, _)| (span.address..span.address + span.bytes as u64).contains(&address));
+        around.next().map(|(span, access)| (span, access.iter().any(|access| access.is_any())))
+    }
+
     /// The context it was allocated in, or another of its device if that was destroyed and the memory was not.
     pub fn context(&self) -> Context {
         self.contents().context

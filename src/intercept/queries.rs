@@ -1,0 +1,147 @@
+//! What managed memory is, for who asks the driver: the same as memory of CUDA's own, and the same while it is paused. A held program
+//! still asks, and libraries decide by the answers how to share or register memory.
+//!
+//! With one exception: it is not said to be capable of CUDA IPC, though [`share`](crate::share) makes it so for who just tries. NCCL
+//! (`ipcRegisterBuffer`) would open buffers of captured collectives in the other ranks, and each of these could no longer be paused
+//! alone, as engines' own calls do.
+//!
+//! Not told while memory of `cuMemCreate` is paused: the reservation around it (`RANGE_START_ADDR`, `RANGE_SIZE`, `BUFFER_ID`), which
+//! only the driver knows.
+
+use crate::driver_originals;
+use std::ffi::{c_uint, c_void};
+use std::slice;
+use std::sync::Arc;
+use vramctl_core::memory::{Allocation, Memory};
+use vramctl_driver::{CUdeviceptr, Properties};
+use vramctl_model::{Span, StatusCode, code};
+
+/// `CUpointer_attribute`.
+mod attribute {
+    pub const CONTEXT: u32 = 1;
+    pub const MEMORY_TYPE: u32 = 2;
+    pub const DEVICE_POINTER: u32 = 3;
+    pub const IS_MANAGED: u32 = 8;
+    pub const DEVICE_ORDINAL: u32 = 9;
+    pub const IS_LEGACY_IPC_CAPABLE: u32 = 10;
+    pub const RANGE_START: u32 = 11;
+    pub const RANGE_SIZE: u32 = 12;
+    pub const MAPPED: u32 = 13;
+    pub const ALLOWED_HANDLE_TYPES: u32 = 14;
+    pub const MAPPING_SIZE: u32 = 18;
+    pub const MAPPING_BASE: u32 = 19;
+}
+
+/// The value of an attribute, in the size in which the driver writes it (seen with 580).
+enum Value {
+    Narrow(u32),
+    Wide(u64),
+}
+
+impl Value {
+    /// # Safety
+    /// `place` must be writable for the attribute's value.
+    unsafe fn write(self, place: *mut c_void) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Self::Narrow(value) => place.cast::<u32>().write_unaligned(value),
+                Self::Wide(value) => place.cast::<u64>().write_unaligned(value),
+            }
+        }
+    }
+}
+
+/// Whether the driver tells this attribute of memory of `cudaMalloc` and of virtual memory differently. The rest it only does not
+/// know while the memory is paused.
+fn shows_virtual_memory(attribute: u32) -> bool {
+    use attribute::{ALLOWED_HANDLE_TYPES, CONTEXT, MAPPING_BASE, MAPPING_SIZE, RANGE_SIZE, RANGE_START};
+    matches!(attribute, CONTEXT | ALLOWED_HANDLE_TYPES | RANGE_START | RANGE_SIZE | MAPPING_BASE | MAPPING_SIZE)
+}
+
+/// An attribute that the driver would tell differently, because the memory is virtual memory to it, or paused.
+fn told(allocation: &Allocation, attribute: u32, pointer: CUdeviceptr) -> Option<Value> {
+    use Value::{Narrow, Wide};
+    let is_plain = allocation.wanted().is_none();
+    let is_told = allocation.is_paused() || (is_plain && shows_virtual_memory(attribute));
+    if !is_told {
+        return None;
+    }
+    let place = || allocation.place_of(pointer);
+    match attribute {
+        // Virtual memory belongs to no context.
+        attribute::CONTEXT => Some(Wide(if is_plain { allocation.context().handle().address() } else { 0 })),
+        attribute::MEMORY_TYPE => Some(Narrow(2)), // CU_MEMORYTYPE_DEVICE
+        attribute::DEVICE_POINTER => place().filter(|(_, is_open)| *is_open).map(|_| Wide(pointer)),
+        attribute::IS_MANAGED | attribute::IS_LEGACY_IPC_CAPABLE => Some(Narrow(0)),
+        attribute::DEVICE_ORDINAL => Some(Narrow(allocation.device.cast_unsigned())),
+        attribute::MAPPED => Some(Narrow(1)),
+        attribute::ALLOWED_HANDLE_TYPES => Some(Wide(allocation.wanted().map_or(0, Properties::handle_types).into())),
+        attribute::RANGE_START | attribute::MAPPING_BASE if is_plain => Some(Wide(allocation.key())),
+        attribute::RANGE_SIZE | attribute::MAPPING_SIZE if is_plain => Some(Wide(allocation.requested as u64)),
+        attribute::MAPPING_BASE => place().map(|(span, _)| Wide(span.address)),
+        attribute::MAPPING_SIZE => place().map(|(span, _)| Wide(span.bytes as u64)),
+        _ => None,
+    }
+}
+
+fn managed(pointer: CUdeviceptr) -> Option<Arc<Allocation>> {
+    Memory::existing()?.find(pointer)
+}
+
+pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
+    // SAFETY: the real function gets the arguments unchanged.
+    let answer = unsafe { driver_originals::cuPointerGetAttribute(value, attribute, pointer) };
+    // The driver is asked first: what it tells of anybody's memory costs no look-up, and its failures stay what they are.
+    let may_be_ours = answer == code::INVALID_VALUE || (answer == code::SUCCESS && shows_virtual_memory(attribute));
+    if may_be_ours
+        && !value.is_null()
+        && let Some(told) = managed(pointer).and_then(|allocation| told(&allocation, attribute, pointer))
+    {
+        // SAFETY: not null, and writable by the program's promise.
+        unsafe { told.write(value) };
+        return code::SUCCESS;
+    }
+    answer
+}
+
+pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) -> StatusCode {
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuPointerGetAttributes(count, attributes, values, pointer) };
+    // It succeeds for unknown memory, too.
+    if answer == code::SUCCESS
+        && count > 0
+        && let Some(allocation) = managed(pointer)
+    {
+        // SAFETY: the real function has accepted the arrays.
+        let (attributes, values) =
+            unsafe { (slice::from_raw_parts(attributes, count as usize), slice::from_raw_parts(values, count as usize)) };
+        for (attribute, value) in attributes.iter().zip(values) {
+            if let Some(told) = told(&allocation, *attribute, pointer) {
+                // SAFETY: the real function has written there.
+                unsafe { told.write(*value) };
+            }
+        }
+    }
+    answer
+}
+
+pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
+    // The driver tells one of the pieces that large memory is made of, and nothing of paused memory.
+    let is_told = |allocation: &Arc<Allocation>| allocation.wanted().is_none() || allocation.is_paused();
+    let place = managed(pointer).filter(is_told).and_then(|allocation| allocation.place_of(pointer));
+    let Some((Span { address, bytes: length }, true)) = place else {
+        // SAFETY: as above.
+        return unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, pointer) };
+    };
+    // SAFETY: the program promises that pointers that are not null are writable.
+    unsafe {
+        if !base.is_null() {
+            base.write(address);
+        }
+        if !bytes.is_null() {
+            bytes.write(length);
+        }
+    }
+    code::SUCCESS
+}
