@@ -167,6 +167,7 @@ class Bench:
             },
             "limits": {},
             "calls": {},
+            "each": {},
             "samples": {},
             "slow": {},
             "memory": {},
@@ -347,7 +348,7 @@ class Bench:
     def holding(self, chosen, fill=True, backup=0, **settings):
         """A process that holds the set, in a region with a backup as in set.c."""
         child = self.start(chosen.name, **settings)
-        child.ask(f"alloc bench {backup} {self.files[chosen.name]}")
+        child.ask(f"{'handles' if chosen.handles else 'alloc'} bench {backup} {self.files[chosen.name]}")
         if fill:
             child.ask("fill")
         return child
@@ -519,6 +520,22 @@ class Bench:
             self.check(child, "zero")
         self.stages(child, chosen, "discarded", backup="discard")
         self.finish(child)
+
+    def each_call(self, chosen):
+        """What the program pays for its own handles: without the library, with it and not managed, and managed, in turns."""
+        alone, with_library = self.start("alone", with_library=False), self.start("each")
+        kinds = {"alone": (alone, "-"), "left": (with_library, "-"), "managed": (with_library, "each")}
+        found = self.data["each"].setdefault(chosen.name, {kind: {} for kind in kinds})
+        parts = ("create", "map", "access", "unmap", "release")
+        # The first turn is a warm-up.
+        for turn in self.turns(self.repeat + 1):
+            for kind, (child, tag) in kinds.items():
+                took = map(float, child.ask(f"each {tag} {self.files[chosen.name]}").split())
+                if turn > 0:
+                    for part, seconds in zip(parts, took):
+                        found[kind].setdefault(part, []).append(seconds / len(chosen.sizes))
+        for child in (alone, with_library):
+            self.finish(child)
 
     def huge(self, chosen):
         needed, free = chosen.bytes + HOST_SPARE, host_memory("MemAvailable")
@@ -732,6 +749,8 @@ class Bench:
             gigabytes = chosen.bytes / GIB
             title = f"{chosen.title}: vramctl"
             rests = 6 * self.repeat * self.rest_ms() / 1e3
+            if chosen.handles:
+                self.step(f"{title}, call by call", START + self.repeat, self.each_call, chosen)
             self.step(f"{title}, contents discarded", START + rests, self.discarded, chosen)
             if chosen.discard_only:
                 continue
@@ -743,7 +762,7 @@ class Bench:
         if self.idle_wanted:
             self.step("at rest", 10 if self.scale == 1 else 4, self.at_rest)
         if self.saver:
-            for chosen in self.sets:
+            for chosen in (one for one in self.sets if not one.handles):
                 needed = 8 + 4 * self.repeat * self.rest_ms() / 1e3
                 needed += 0 if chosen.discard_only else chosen.bytes / GIB
                 self.step(f"{chosen.title}: torch_memory_saver", needed, self.saved, chosen)

@@ -256,6 +256,27 @@ def call_lines(data):
     )
 
 
+def each_lines(data):
+    """Time per call of a program that makes handles itself, with the ratio to the driver's own as the median of the turns."""
+    titles = {"alone": "without the library", "left": "with it, not managed", "managed": "with it, managed"}
+    parts = ("create", "map", "access", "unmap", "release")
+    rows = []
+    for name, kinds in data["each"].items():
+        for kind, title in titles.items():
+            took = kinds.get(kind, {})
+            cells = []
+            for part in parts:
+                turns = [own / driver for own, driver in zip(took.get(part, []), kinds["alone"].get(part, []))]
+                ratio = "" if kind == "alone" or not turns else f" ({middle(turns):.2f} x)"
+                cells.append(f"{middle(took[part]) * 1e6:.2f}{ratio}" if part in took else "–")
+            whole = [sum(turn) for turn in zip(*(took.get(part, []) for part in parts))]
+            alone = [sum(turn) for turn in zip(*(kinds["alone"].get(part, []) for part in parts))]
+            ratio = "" if kind == "alone" or not whole else f" ({middle([own / driver for own, driver in zip(whole, alone)]):.2f} x)"
+            rows.append([data["sets"][name]["title"], title, *cells, f"{middle(whole) * 1e6:.2f}{ratio}" if whole else "–"])
+    header = ["us per call, in turns", "how", *parts, "all five"]
+    return table(header, ["---", "---"] + ["---:"] * 6, rows) if rows else []
+
+
 def stage_lines(data):
     rows = []
     for name, hows in data["stages"].items():
@@ -414,6 +435,7 @@ def markdown(data):
     for part in (
         limit_lines(data),
         call_lines(data),
+        each_lines(data),
         stage_lines(data),
         memory_lines(data),
         swap_lines(data),

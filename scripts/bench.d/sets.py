@@ -19,6 +19,8 @@ class Set:
     discard_only: bool = False
     # Measure with a backup once, if the host has the memory.
     huge: bool = False
+    # Made by the program itself, with cuMemCreate and cuMemMap, as PyTorch's expandable segments are.
+    handles: bool = False
 
     @property
     def bytes(self):
@@ -69,12 +71,15 @@ def all_sets(scale):
             title = what if len(sizes) == 1 else f"{what} ({total})"
         else:
             title = f"{len(sizes)} {what} ({total})"
+        if more.get("handles"):
+            title += ", the program's own handles"
         return Set(name, title, sizes, **more)
 
     return [
         make("24x1g", "", [GIB] * 24),
         make("model", "of 20 to 200 MiB", model_sizes()),
         make("4000x2m", "", [PIECE] * 4000),
+        make("handles", "", [PIECE] * 4000, discard_only=True, handles=True),
         make("64x1g", "", [GIB] * 64, discard_only=True),
         make("1x100g", "", [100 * GIB], discard_only=True, huge=True),
     ]
