@@ -706,6 +706,7 @@ class Check:
             "engine": (self.engine, 160),
             "waits": (self.waits, 60),
             "hold": (lambda: self.script("hold.py", 150), 160),
+            "kill": (lambda: self.script("kill.py", 110), 120),
             "suspend": (lambda: self.script("suspend.py", 150), 160),
             "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
