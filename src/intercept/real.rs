@@ -51,6 +51,9 @@ pub fn set_device(device: CUdevice) -> bool {
 
 /// The context in which the runtime would allocate on this thread. The runtime creates it if it does not exist yet or was reset,
 /// as it would for a real allocation.
+///
+/// The driver's functions cannot replace this: which context the runtime would take on a thread without one is the runtime's own
+/// matter, and a runtime whose calls do not pass the driver's entries (`RTLD_DEEPBIND`) allocates only through the first door.
 pub fn current_context() -> Result<Current, CudaError> {
     let _relaxed = RelaxedCapture::enter();
     // SAFETY: freeing null only initialises the context.
@@ -61,7 +64,8 @@ pub fn current_context() -> Result<Current, CudaError> {
 }
 
 /// Makes `cudaGetLastError` report an out of memory, as after a failure of the runtime's own. Only the runtime can set its last
-/// error, so this requests an impossible size from it.
+/// error, so this requests an impossible size from it. A failure at the driver's entry would set it by itself, but not with a runtime
+/// whose calls do not pass there.
 pub fn leave_out_of_memory_as_last_error() {
     let _relaxed = RelaxedCapture::enter();
     let mut never = ptr::null_mut();
@@ -132,7 +136,8 @@ fn keep_loaded(address: NonNull<c_void>) {
     }
 }
 
-/// Looks the symbol up in a libcudart that is loaded outside the global scope, as Python's are.
+/// Looks the symbol up in a libcudart that is loaded outside the global scope, as Python's are. The driver's entries make it no less
+/// necessary: what a library with such a runtime calls is the exported function, which has to go on to that runtime.
 fn in_loaded_runtime(name: &CStr) -> Option<NonNull<c_void>> {
     let mut path = Path { bytes: [0; libc::PATH_MAX as usize] };
     // SAFETY: the callback copies into `path`, which outlives the call.
