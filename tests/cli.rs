@@ -334,6 +334,7 @@ impl State {
             device: 0,
             uuid: Some(self.gpu.clone()),
             active_bytes: 2 * GIB,
+            tags: [("kv_cache".into(), GIB), ("weights".into(), GIB)].into(),
             paused_bytes: 0,
             free_bytes: Some(7 * GIB),
             total_bytes: Some(80 * GIB),
@@ -763,7 +764,8 @@ fn status_says_what_is_not_back_yet_and_why() {
     drop(engine);
 
     status.memory.late_bytes = GIB / 8;
-    status.memory.left_alone = vec![vramctl_model::LeftAlone { owner: "libnccl.so.2".into(), bytes: GIB / 4 }];
+    status.memory.left_alone =
+        vec![vramctl_model::LeftAlone { owner: "libnccl.so.2".into(), bytes: GIB / 4, gpus: [(GPU.into(), GIB / 4)].into() }];
     status.memory.host.ready_bytes = 4 * GIB;
     status.memory.host.used_bytes = GIB;
     status.memory.host.pinned_bytes = 3 * GIB;

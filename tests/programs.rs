@@ -6,6 +6,7 @@ mod common;
 
 use common::{artifacts, programs, simulated_libraries};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
@@ -160,6 +161,66 @@ impl Drop for Program {
 }
 
 const MIB: u64 = 1 << 20;
+
+/// Whatever NVML tells of processes. What it does not tell is not made up.
+#[test]
+fn the_ledger_adds_up() {
+    const CONTEXT: u64 = 24 * MIB;
+    let machine = Machine::new("512M");
+    let with_context = |command: &mut Command| _ = command.env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string());
+    let mut engine = machine.start_with("engine", "engine", &["--weights-mib", "64", "--kv-mib", "32"], with_context);
+    engine.expect("ready");
+    let mut other = machine.bare(programs().join("hog"));
+    with_context(other.args(["--mib", "48"]).stdin(Stdio::piped()).stdout(Stdio::piped()));
+    let mut other = Program::spawn(&mut other);
+    other.expect("holding");
+
+    // By what it is, whose, and of what.
+    let ledger = |pids: &str| -> BTreeMap<(String, u64, String), i64> {
+        let output = machine.vramctl(&["status", "--ledger", "--json"]).env("SIMGPU_NVML_PIDS", pids).output().unwrap();
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+        let gpu = &answer["gpus"][0];
+        assert_eq!(gpu["used_bytes"], machine.used());
+        let shares = gpu["shares"].as_array().unwrap();
+        let sum: i64 = shares.iter().map(|share| share["bytes"].as_i64().unwrap()).sum();
+        assert_eq!(sum as u64, machine.used(), "{answer}");
+        let text = |share: &Value, field: &str| share[field].as_str().unwrap_or_default().to_owned();
+        let key = |share: &Value| (text(share, "what"), share["pid"].as_u64().unwrap_or(0), text(share, "of"));
+        shares.iter().map(|share| (key(share), share["bytes"].as_i64().unwrap())).collect()
+    };
+    let (engine_pid, other_pid) = (u64::from(engine.pid()), u64::from(other.pid()));
+    let tag = ("tag".to_owned(), engine_pid, "default".to_owned());
+    let driver = ("driver".to_owned(), engine_pid, String::new());
+    let nobody = |what: &str| (what.to_owned(), 0, String::new());
+
+    let told = ledger("");
+    let managed = told[&tag];
+    assert!(managed >= 96 * MIB as i64, "{told:?}");
+    assert_eq!(told[&("process".to_owned(), other_pid, String::new())] as u64, 48 * MIB + CONTEXT, "{told:?}");
+    assert!((CONTEXT..CONTEXT + 8 * MIB).contains(&(told[&driver] as u64)), "{told:?}");
+    assert_eq!(told[&nobody("unexplained")], 0, "{told:?}");
+
+    let unseen = ledger("host");
+    assert_eq!((unseen[&tag], unseen[&nobody("unexplained")]), (managed, 0), "{unseen:?}");
+    assert_eq!(unseen[&nobody("out_of_sight")], told[&driver] + (48 * MIB + CONTEXT) as i64, "{unseen:?}");
+    let silent = ledger("none");
+    assert_eq!(silent[&nobody("unexplained")], unseen[&nobody("out_of_sight")], "{silent:?}");
+
+    machine.done(&["pause"]);
+    let paused = ledger("");
+    let of_engine: i64 = paused.iter().filter(|((_, pid, _), _)| *pid == engine_pid).map(|(_, bytes)| bytes).sum();
+    assert!(!paused.contains_key(&tag) && of_engine >= CONTEXT as i64, "{paused:?}");
+    assert_eq!(paused[&nobody("unexplained")], 0, "{paused:?}");
+    machine.done(&["resume"]);
+
+    let text = machine.done(&["status", "engine", "--ledger"]);
+    for what in ["GPU 0, Simulated GPU", "context, loaded code, small allocations", "hog", "all of it", "unexplained"] {
+        assert!(text.contains(what), "{what} is not in {text}");
+    }
+    drop(engine);
+    let alone = machine.done(&["status", "--ledger", "--gpu", "0"]);
+    assert!(alone.contains("hog") && !alone.contains("engine"), "without any managed process: {alone}");
+}
 
 #[test]
 fn an_engine_that_knows_nothing_of_it_is_paused_and_answers_the_same() {

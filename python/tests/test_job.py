@@ -31,6 +31,18 @@ class Jobs(unittest.TestCase):
         self.assertEqual(self.job.pause("weights", hold=None, timeout=5, backup="host").bytes, 16 * MIB)
         self.assertEqual(self.job.resume(iter(["weights", "kv_cache"])).bytes, 16 * MIB)
 
+    def test_the_ledger_knows_whose_memory_is_in_use(self) -> None:
+        def tags() -> dict[str | None, int]:
+            gpu = vramctl.ledger()[0]
+            self.assertEqual(sum(share.bytes for share in gpu.shares), gpu.used_bytes)
+            own = [share for share in gpu.shares if share.pid == self.ranks[0].pid and share.what == "tag"]
+            return {share.of: share.bytes for share in own}
+
+        self.assertEqual(tags(), {"weights": 8 * MIB, "kv_cache": 4 * MIB})
+        self.job.pause("weights")
+        self.assertEqual(tags(), {"kv_cache": 4 * MIB})
+        self.job.resume()
+
     def test_it_leaves_the_gpu_and_comes_back(self) -> None:
         report = self.job.suspend(backup="host")
         self.assertEqual(set(report), {rank.pid for rank in self.ranks})

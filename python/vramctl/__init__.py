@@ -36,10 +36,10 @@ from typing import Any
 
 from . import _library, _request, _torch, errors
 from ._request import Backup, Tags
-from ._types import Device, Hello, Host, LeftAlone, Progress, Report, Status, Tag
+from ._types import Device, Hello, Host, Ledger, LeftAlone, Progress, Report, Share, Status, Tag
 from .client import Client, Process, processes
 from .errors import Error
-from .job import Job, JobReport, StepsReport
+from .job import Job, JobReport, StepsReport, ledger
 
 __all__ = [
     "Client",
@@ -50,9 +50,11 @@ __all__ = [
     "Job",
     "JobReport",
     "LeftAlone",
+    "Ledger",
     "Process",
     "Progress",
     "Report",
+    "Share",
     "Status",
     "StepsReport",
     "Tag",
@@ -62,6 +64,7 @@ __all__ = [
     "current_tag",
     "errors",
     "is_preloaded",
+    "ledger",
     "library_path",
     "library_version",
     "pause",

@@ -85,6 +85,8 @@ class Device:
     total_bytes: int | None = None
     #: As in ``nvidia-smi -L``; None if the driver does not answer.
     uuid: str | None = None
+    #: Of the active bytes, those of each tag.
+    tags: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class LeftAlone:
     owner: str = ""
     #: Asked for and not freed, without small requests.
     bytes: int = 0
+    #: Of those, bytes by the UUID of their GPU.
+    gpus: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,42 @@ class Status:
     def tag(self, name: str) -> Tag | None:
         """One tag by name; None if it has no allocations."""
         return next((tag for tag in self.tags if tag.tag == name), None)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a GPU's memory in use."""
+
+    #: ``tag``, ``left_alone``, ``page_tables``, ``driver``, ``process``, ``out_of_sight`` or ``unexplained``: docs/out-of-memory.md.
+    what: str
+    #: Below 0 where a library knows of more than NVML.
+    bytes: int
+    #: The process, and its name.
+    pid: int | None = None
+    name: str | None = None
+    #: The tag, or the file name of the library that has asked CUDA for it.
+    of: str | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The memory of a GPU. Sizes are in bytes."""
+
+    #: Its index in ``nvidia-smi``.
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    #: What the shares add up to.
+    used_bytes: int
+    #: What the driver keeps besides; None where it counts as used.
+    reserved_bytes: int | None
+    shares: tuple[Share, ...]
+
+    @classmethod
+    def _from(cls, reply: Mapping[str, Any]) -> Ledger:
+        return _read(cls, reply, shares=tuple(_read(Share, share) for share in reply["shares"]))
 
 
 @dataclass(frozen=True)

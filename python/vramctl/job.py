@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 from . import _request, errors
 from ._request import Backup
-from ._types import Report, Status
+from ._types import Ledger, Report, Status
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Job", "JobReport", "StepsReport"]
+__all__ = ["Job", "JobReport", "StepsReport", "ledger"]
 
 _T = TypeVar("_T")
 
@@ -182,6 +182,17 @@ class Job:
         reports = {process["pid"]: Report._from(process["report"]) for process in _processes(told)}
         job: dict[str, Any] = next(iter(told.get("jobs", ())), {})
         return JobReport(reports, job.get("attempts", 0), job.get("ms", 0.0))
+
+
+def ledger() -> list[Ledger]:
+    """Whose the memory in use is, for each GPU of this machine: by tag, by library, and of other processes.
+
+    Runs the command line, which asks NVML and all managed processes.
+    """
+    told = _run(["status", "--all", "--ledger", "--json"])
+    if told.get("error"):
+        _processes(told)
+    return [Ledger._from(gpu) for gpu in told["gpus"]]
 
 
 class _Paused(contextlib.AbstractContextManager[JobReport]):

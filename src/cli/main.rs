@@ -6,6 +6,7 @@ mod doctor;
 mod engine;
 mod failure;
 mod interrupt;
+mod ledger;
 mod output;
 mod places;
 mod processes;
@@ -107,6 +108,7 @@ fn after_help() -> String {
         "Examples:
   vramctl run --name engine -- python serve.py     start a program
   vramctl status engine                            show its memory
+  vramctl status --ledger                          where all memory of each GPU went
   vramctl pause kv_cache --discard                 free a tag and drop its contents
   vramctl pause && vramctl resume                  all tags of the only managed process
   vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back

@@ -174,8 +174,7 @@ impl Found {
         if gpus.is_empty() {
             return Ok(Vec::new());
         }
-        let known: BTreeSet<_> = self.processes.iter().flat_map(Process::gpus).map(str::to_owned).collect();
-        let wanted = gpus.iter().map(|gpu| uuid_of(gpu, &known)).collect::<Result<Vec<_>, _>>()?;
+        let wanted = self.uuids(gpus)?;
         let is_there = |process: &Process| process.status.is_err() || process.gpus().any(|gpu| wanted.iter().any(|wanted| wanted == gpu));
         self.processes.retain(is_there);
         if self.processes.is_empty() {
@@ -183,6 +182,12 @@ impl Found {
             return Err(CommandError::new(Exit::NoProcess, text));
         }
         Ok(wanted)
+    }
+
+    /// The UUIDs of the GPUs that the user has named.
+    pub fn uuids(&self, gpus: &[String]) -> Result<Vec<String>, CommandError> {
+        let known: BTreeSet<_> = self.processes.iter().flat_map(Process::gpus).map(str::to_owned).collect();
+        gpus.iter().map(|gpu| uuid_of(gpu, &known)).collect()
     }
 
     /// The processes that match.

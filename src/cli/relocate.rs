@@ -218,6 +218,7 @@ mod tests {
             name: (*name).into(),
             bus: format!("00000000:{index}8:00.0"),
             free: 1 << 30,
+            ..Card::default()
         };
         names.iter().enumerate().map(card).collect()
     }

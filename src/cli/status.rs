@@ -2,9 +2,9 @@
 
 use crate::completions;
 use crate::failure::{CommandError, Exit};
-use crate::output;
-use crate::processes::{Found, Target};
+use crate::processes::{Found, Process, Target};
 use crate::target::{GpuArgs, TargetArgs};
+use crate::{ledger, output};
 use clap_complete::ArgValueCandidates;
 use std::fmt::Write;
 use vramctl_control::protocol::ProcessStatus;
@@ -19,7 +19,12 @@ Examples:
   vramctl status
   vramctl status engine
   vramctl status --gpu 0        processes with memory on this GPU
-  vramctl status --pid 4711 --json | jq '.processes[0].tags'")]
+  vramctl status --pid 4711 --json | jq '.processes[0].tags'
+  vramctl status --ledger       whose all memory in use is, on each GPU
+  vramctl status --ledger --json | jq '.gpus[0].shares'
+
+With --ledger and a target, only the GPUs on which it has memory. Everybody's memory there is told: docs/out-of-memory.md explains \
+the rows.")]
 pub struct Args {
     /// A process id or name
     #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
@@ -28,7 +33,11 @@ pub struct Args {
     target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
-    /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md)
+    /// Show whose all memory in use is, for each GPU
+    #[arg(long)]
+    ledger: bool,
+    /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md); with --ledger {"processes": […],
+    /// "gpus": […]}
     #[arg(long)]
     pub json: bool,
 }
@@ -40,6 +49,9 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
         (None, Target::Only) => Target::All,
         (None, target) => target,
     };
+    if args.ledger {
+        return show_ledger(&target, &args.gpu.gpu, args.json);
+    }
     let mut found = Found::look(&target)?;
     found.keep_on(&args.gpu.gpu)?;
     let chosen = found.choose(&target)?;
@@ -62,6 +74,26 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
         }
     }
     Ok(exit)
+}
+
+fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, CommandError> {
+    // All, since whoever is left out would look like a process without the library.
+    let found = Found::look(&Target::All)?;
+    let mut gpus = found.uuids(gpus)?;
+    // Where nothing is managed, others may have memory.
+    let chosen = if *target == Target::All { found.processes.clone() } else { found.choose(target)? };
+    if gpus.is_empty() && *target != Target::All {
+        gpus = chosen.iter().flat_map(Process::gpus).map(str::to_owned).collect();
+    }
+    let ledgers = ledger::take(&found.processes, &gpus);
+    if json {
+        output::print(&format!("{}\n", serde_json::json!({ "processes": chosen, "gpus": ledgers })))?;
+    } else if ledgers.is_empty() {
+        return Err(CommandError::new(Exit::Failed, "NVML tells of no such GPU: is the NVIDIA driver installed here?"));
+    } else {
+        output::say(&ledgers.iter().map(ledger::describe).collect::<Vec<_>>().join("\n\n"))?;
+    }
+    Ok(Exit::Done)
 }
 
 fn describe(status: &ProcessStatus) -> String {

@@ -15,7 +15,7 @@ pub fn holders(device: CUdevice) -> Vec<Holder> {
 }
 
 /// A GPU of this machine.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Card {
     /// Its index in `nvidia-smi`.
     pub index: u32,
@@ -27,6 +27,12 @@ pub struct Card {
     pub bus: String,
     /// Bytes free.
     pub free: u64,
+    /// Bytes in use by processes and by the driver. Older drivers count what is reserved as well.
+    pub used: u64,
+    /// Bytes that the driver keeps from everybody; `None` if it does not tell them apart from `used`.
+    pub reserved: Option<u64>,
+    /// Bytes in all.
+    pub total: u64,
 }
 
 /// The GPUs of this machine, or container. Empty if NVML is missing.
@@ -103,6 +109,19 @@ struct PciInfo {
     bus: [c_char; 32],
 }
 
+/// `nvmlMemory_v2_t`.
+#[repr(C)]
+struct MemoryInfo2 {
+    version: c_uint,
+    total: u64,
+    reserved: u64,
+    free: u64,
+    used: u64,
+}
+
+type AskMemory2 = unsafe extern "C" fn(*mut c_void, *mut MemoryInfo2) -> c_uint;
+type AskProcesses = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_uint;
+
 struct Nvml {
     count: unsafe extern "C" fn(*mut c_uint) -> c_uint,
     name: unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint,
@@ -112,7 +131,11 @@ struct Nvml {
     by_index: unsafe extern "C" fn(c_uint, *mut *mut c_void) -> c_uint,
     uuid: unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint,
     by_uuid: unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_uint,
-    processes: unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_uint,
+    processes: AskProcesses,
+    /// Absent before driver 510.
+    memory2: Option<AskMemory2>,
+    /// Those that draw, which are not among `processes`.
+    drawing: Option<AskProcesses>,
 }
 
 impl Nvml {
@@ -147,9 +170,10 @@ impl Nvml {
                 by_uuid: mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_uint>(symbol(
                     c"nvmlDeviceGetHandleByUUID",
                 )?),
-                processes: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_uint>(
-                    symbol(c"nvmlDeviceGetComputeRunningProcesses_v3")?,
-                ),
+                processes: mem::transmute::<*mut c_void, AskProcesses>(symbol(c"nvmlDeviceGetComputeRunningProcesses_v3")?),
+                memory2: symbol(c"nvmlDeviceGetMemoryInfo_v2").map(|found| mem::transmute::<*mut c_void, AskMemory2>(found)),
+                drawing: symbol(c"nvmlDeviceGetGraphicsRunningProcesses_v3")
+                    .map(|found| mem::transmute::<*mut c_void, AskProcesses>(found)),
             };
             (init() == SUCCESS).then_some(nvml)
         }
@@ -177,8 +201,21 @@ impl Nvml {
                 && (self.name)(handle, text.as_mut_ptr(), text.len() as c_uint) == SUCCESS
                 && (self.bus)(handle, &raw mut bus) == SUCCESS
                 && (self.memory)(handle, &raw mut memory) == SUCCESS;
-            answered.then(|| Card { index, uuid, name: read(&text), bus: read(&bus.bus), free: memory.free })
+            let told = self.memory_and_reserved(handle);
+            let (used, reserved) = told.map_or((memory.used, None), |memory| (memory.used, Some(memory.reserved)));
+            let MemoryInfo { free, total, .. } = memory;
+            answered.then(|| Card { index, uuid, name: read(&text), bus: read(&bus.bus), free, used, reserved, total })
         }
+    }
+
+    /// # Safety
+    /// `handle` must be one of NVML's.
+    unsafe fn memory_and_reserved(&self, handle: *mut c_void) -> Option<MemoryInfo2> {
+        // NVML_STRUCT_VERSION: the size, and the version in the upper bits.
+        const VERSION: c_uint = mem::size_of::<MemoryInfo2>() as c_uint | 2 << 24;
+        let mut memory = MemoryInfo2 { version: VERSION, total: 0, reserved: 0, free: 0, used: 0 };
+        // SAFETY: NVML is initialised; `memory` is writable and says which structure it is.
+        (unsafe { (self.memory2?)(handle, &raw mut memory) } == SUCCESS).then_some(memory)
     }
 
     /// Bytes in use on a GPU, whoever has them.
@@ -198,22 +235,28 @@ impl Nvml {
     fn processes_on(&self, uuid: &str) -> Vec<Holder> {
         let Ok(uuid) = CString::new(uuid) else { return Vec::new() };
         let mut handle = ptr::null_mut();
-        let mut infos = [ProcessInfo { pid: 0, used_gpu_memory: 0, gpu_instance: 0, compute_instance: 0 }; 128];
-        let mut count = infos.len() as c_uint;
-        // SAFETY: NVML is initialised; `handle`, `count` and `infos` are writable, and `count` is the length of `infos`.
-        let answered = unsafe {
-            (self.by_uuid)(uuid.as_ptr(), &raw mut handle) == SUCCESS
-                && (self.processes)(handle, &raw mut count, infos.as_mut_ptr()) == SUCCESS
-        };
-        let known = if answered { &infos[..(count as usize).min(infos.len())] } else { &[] };
-        known
-            .iter()
-            .map(|info| Holder {
-                pid: info.pid,
-                bytes: Some(info.used_gpu_memory).filter(|bytes| *bytes != NOT_AVAILABLE),
-                program: fs::read_to_string(format!("/proc/{}/comm", info.pid)).ok().map(|name| name.trim().to_owned()),
-            })
-            .collect()
+        // SAFETY: NVML is initialised; `handle` is writable.
+        if unsafe { (self.by_uuid)(uuid.as_ptr(), &raw mut handle) } != SUCCESS {
+            return Vec::new();
+        }
+        let mut holders = Vec::<Holder>::new();
+        for ask in [Some(self.processes), self.drawing].into_iter().flatten() {
+            let mut infos = [ProcessInfo { pid: 0, used_gpu_memory: 0, gpu_instance: 0, compute_instance: 0 }; 128];
+            let mut count = infos.len() as c_uint;
+            // SAFETY: as above; `count` and `infos` are writable, and `count` is the length of `infos`.
+            let answered = unsafe { ask(handle, &raw mut count, infos.as_mut_ptr()) } == SUCCESS;
+            for info in &infos[..if answered { (count as usize).min(infos.len()) } else { 0 }] {
+                // Who does both is in both lists, with the same bytes.
+                if holders.iter().all(|holder| holder.pid != info.pid) {
+                    holders.push(Holder {
+                        pid: info.pid,
+                        bytes: Some(info.used_gpu_memory).filter(|bytes| *bytes != NOT_AVAILABLE),
+                        program: fs::read_to_string(format!("/proc/{}/comm", info.pid)).ok().map(|name| name.trim().to_owned()),
+                    });
+                }
+            }
+        }
+        holders
     }
 }
 

@@ -28,7 +28,7 @@ pub unsafe fn create(
     let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return real() };
     let Some(device) = wanted.device() else { return real() };
     // SAFETY: not null, and the real function has succeeded.
-    let real = || leave(caller, bytes, real, |owner| left::note_handle(unsafe { handle.read() }, bytes, owner));
+    let real = || leave(caller, bytes, real, |owner| left::note_handle(unsafe { handle.read() }, bytes, device, owner));
     let Some(policy) = placement(bytes, caller) else { return real() };
     let Some(current) = context_on(device) else { return real() };
     let tag = policy.tag.clone();

@@ -58,6 +58,9 @@ pub struct LeftAlone {
     pub owner: String,
     /// Bytes asked for and not freed, without small requests.
     pub bytes: u64,
+    /// Of those, bytes by the UUID of their GPU.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub gpus: BTreeMap<String, u64>,
 }
 
 /// One tag.
@@ -128,6 +131,9 @@ pub struct DeviceStatus {
     pub uuid: Option<String>,
     /// Active managed bytes.
     pub active_bytes: u64,
+    /// Of those, bytes by tag.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub tags: BTreeMap<String, u64>,
     /// Paused managed bytes.
     pub paused_bytes: u64,
     /// Bytes free on the device; absent if the driver does not answer.

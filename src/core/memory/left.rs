@@ -8,7 +8,7 @@ use super::obstacles;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramctl_driver::{CUdeviceptr, Context, ContextHandle};
+use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current};
 use vramctl_host::PerProcess;
 use vramctl_model::{LeftAlone, Span, StatusCode, code};
 
@@ -25,8 +25,8 @@ struct LeftToCuda {
 struct Given {
     bytes: usize,
     owner: &'static str,
-    /// It ends with this context.
-    context: Option<Context>,
+    /// It ends with this context, which is on this device.
+    context: Option<(Context, CUdevice)>,
 }
 
 /// What `cuMemCreate` has made. It is there as long as one has a handle of it or a mapping.
@@ -41,6 +41,7 @@ struct Handles {
 struct Created {
     bytes: usize,
     owner: &'static str,
+    device: CUdevice,
 }
 
 impl LeftToCuda {
@@ -67,7 +68,7 @@ impl Handles {
 
 /// Records memory in the thread's current context.
 pub fn note(address: CUdeviceptr, bytes: usize, owner: &'static str) {
-    let context = ContextHandle::of_thread().ok().flatten().and_then(|handle| handle.context().ok());
+    let context = Current::of_thread().ok().flatten().map(|current| (current.context(), current.device()));
     LEFT.get().blocks.insert(address, Given { bytes, owner, context });
 }
 
@@ -85,9 +86,9 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
     answer
 }
 
-/// Records what `cuMemCreate` has made.
-pub fn note_handle(handle: u64, bytes: usize, owner: &'static str) {
-    LEFT.get().handles().handles.insert(handle, (Arc::new(Created { bytes, owner }), 1));
+/// Records what `cuMemCreate` has made on a device.
+pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, owner: &'static str) {
+    LEFT.get().handles().handles.insert(handle, (Arc::new(Created { bytes, owner, device }), 1));
 }
 
 /// Lets the real function release a handle.
@@ -145,22 +146,28 @@ pub fn status() -> Vec<LeftAlone> {
     let Some(left) = LEFT.existing() else { return Vec::new() };
     // No driver call under a guard of the map.
     let mut contexts: BTreeSet<_> = left.blocks.iter().filter_map(|block| block.context).collect();
-    contexts.retain(|context| context.is_gone());
+    contexts.retain(|(context, _)| context.is_gone());
     left.blocks.retain(|_, block| block.context.is_none_or(|context| !contexts.contains(&context)));
 
-    let mut owners = BTreeMap::<&str, u64>::new();
+    let mut owners = BTreeMap::<&str, BTreeMap<Option<CUdevice>, u64>>::new();
+    let mut add = |owner, device, bytes| *owners.entry(owner).or_default().entry(device).or_default() += bytes as u64;
     for block in &left.blocks {
-        *owners.entry(block.owner).or_default() += block.bytes as u64;
+        add(block.owner, block.context.map(|(_, device)| device), block.bytes);
     }
     {
         let handles = left.handles();
         let held = handles.handles.values().map(|(piece, _)| piece);
         let pieces: BTreeMap<_, _> = held.chain(handles.mapped.values()).map(|piece| (Arc::as_ptr(piece), piece)).collect();
         for piece in pieces.values() {
-            *owners.entry(piece.owner).or_default() += piece.bytes as u64;
+            add(piece.owner, Some(piece.device), piece.bytes);
         }
     }
-    owners.into_iter().map(|(owner, bytes)| LeftAlone { owner: owner.to_owned(), bytes }).collect()
+    let told = |(owner, devices): (&str, BTreeMap<Option<CUdevice>, u64>)| LeftAlone {
+        owner: owner.to_owned(),
+        bytes: devices.values().sum(),
+        gpus: devices.into_iter().filter_map(|(device, bytes)| Some((driver::uuid(device?)?, bytes))).collect(),
+    };
+    owners.into_iter().map(told).collect()
 }
 
 #[cfg(test)]
@@ -201,7 +208,7 @@ mod tests {
     fn physical_memory_is_there_while_it_has_a_handle_or_a_mapping() {
         let (handle, at) = (0x5555_0000_0000, 0x3000_0000);
         let span = Span { address: at, bytes: 4 * PAGE };
-        note_handle(handle, PAGE, "handles");
+        note_handle(handle, PAGE, 0, "handles");
         note_mapped(at, handle);
         note_mapped(at + 2 * PAGE as u64, handle);
         assert_eq!(bytes_of("handles"), PAGE as u64, "two mappings, one memory");

@@ -72,6 +72,9 @@ impl Memory {
                 .entry(allocation.device)
                 .or_insert_with(|| (DeviceStatus { device: allocation.device, ..DeviceStatus::default() }, allocation.context()));
             device.active_bytes += bytes - paused_bytes;
+            if bytes > paused_bytes {
+                *device.tags.entry(allocation.tag.to_string()).or_default() += bytes - paused_bytes;
+            }
             device.paused_bytes += paused_bytes;
         }
         let under_way = self.under_way();

@@ -204,6 +204,22 @@ pub struct NvmlMemory {
     pub used: u64,
 }
 
+/// `nvmlMemory_v2_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NvmlMemory2 {
+    /// Which structure the caller has.
+    pub version: u32,
+    /// Total bytes.
+    pub total: u64,
+    /// Bytes that the driver keeps.
+    pub reserved: u64,
+    /// Free bytes.
+    pub free: u64,
+    /// Used bytes.
+    pub used: u64,
+}
+
 /// `nvmlPciInfo_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -237,4 +253,5 @@ const _: () = {
     assert!(size_of::<AllocationProp>() == 32);
     assert!(size_of::<AccessDesc>() == 12);
     assert!(size_of::<NvmlProcess>() == 24);
+    assert!(size_of::<NvmlMemory2>() == 40);
 };

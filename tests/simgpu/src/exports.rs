@@ -2,7 +2,8 @@
 //! before each call are all generated from it.
 
 use crate::abi::{
-    AccessDesc, Address, AllocationProp, Handle, HostFunction, In, IpcHandle, Location, NvmlMemory, NvmlPci, NvmlProcess, Out, Uuid,
+    AccessDesc, Address, AllocationProp, Handle, HostFunction, In, IpcHandle, Location, NvmlMemory, NvmlMemory2, NvmlPci, NvmlProcess, Out,
+    Uuid,
 };
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
@@ -295,6 +296,7 @@ functions! {
     nvmlDeviceGetName(device: nvml::Device, text: Out<c_char>, room: u32) Nothing Safe => nvml::name(device, text, room);
     nvmlDeviceGetPciInfo_v3(device: nvml::Device, info: Out<NvmlPci>) Nothing Safe => nvml::pci(device, info);
     nvmlDeviceGetMemoryInfo(device: nvml::Device, memory: Out<NvmlMemory>) Nothing Safe => nvml::memory(device, memory);
+    nvmlDeviceGetMemoryInfo_v2(device: nvml::Device, memory: Out<NvmlMemory2>) Nothing Safe => nvml::memory_v2(device, memory);
     nvmlDeviceGetComputeRunningProcesses_v3(device: nvml::Device, count: Out<u32>, processes: Out<NvmlProcess>) Nothing Safe => nvml::processes(device, count, processes);
 }
 

@@ -2,10 +2,11 @@
 //!
 //! Like the real library, they work without `cuInit`: they need only the machine.
 
-use crate::abi::{In, NvmlMemory, NvmlPci, NvmlProcess, Out};
+use crate::abi::{In, NvmlMemory, NvmlMemory2, NvmlPci, NvmlProcess, Out};
 use crate::device;
 use crate::driver::{machine, settings};
 use crate::machine::Machine;
+use crate::settings::Pids;
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -21,8 +22,10 @@ pub mod returns {
     pub const INSUFFICIENT_SIZE: u32 = 7;
     /// `NVML_ERROR_DRIVER_NOT_LOADED`.
     pub const DRIVER_NOT_LOADED: u32 = 9;
+    /// `NVML_ERROR_ARGUMENT_VERSION_MISMATCH`.
+    pub const ARGUMENT_VERSION_MISMATCH: u32 = 25;
 }
-use returns::{DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, UNINITIALIZED};
+use returns::{ARGUMENT_VERSION_MISMATCH, DRIVER_NOT_LOADED, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, UNINITIALIZED};
 
 /// A device handle: recognisable, never dereferenced.
 pub type Device = u64;
@@ -129,15 +132,31 @@ pub fn memory(device: Device, memory: Out<NvmlMemory>) -> Result<(), u32> {
     put(memory, NvmlMemory { total, free: total - used, used })
 }
 
+/// `nvmlDeviceGetMemoryInfo_v2`. Nothing is reserved.
+pub fn memory_v2(device: Device, memory: Out<NvmlMemory2>) -> Result<(), u32> {
+    const VERSION: u32 = size_of::<NvmlMemory2>() as u32 | 2 << 24;
+    let (machine, device) = ordinal(device)?;
+    let asked = memory.get().map_err(|_| INVALID_ARGUMENT)?;
+    if asked.version != VERSION {
+        return Err(ARGUMENT_VERSION_MISMATCH);
+    }
+    let (total, used) = (machine.memory(), machine.used(device));
+    put(memory, NvmlMemory2 { version: VERSION, total, reserved: 0, free: total - used, used })
+}
+
+/// Above all process ids that Linux gives.
+const FIRST_OF_THE_HOST: u32 = 1 << 23;
+
 /// `nvmlDeviceGetComputeRunningProcesses_v3`.
 pub fn processes(device: Device, count: Out<u32>, processes: Out<NvmlProcess>) -> Result<(), u32> {
     let (machine, device) = ordinal(device)?;
     let room = count.get().map_err(|_| INVALID_ARGUMENT)?;
+    let pid = |pid| if settings().pids == Pids::OfTheHost { FIRST_OF_THE_HOST + pid } else { pid };
     let found: Vec<NvmlProcess> = machine
         .tenants()
         .into_iter()
-        .filter(|tenant| tenant.used[device] > 0)
-        .map(|tenant| NvmlProcess { pid: tenant.pid, used: tenant.used[device], gpu_instance: u32::MAX, compute_instance: u32::MAX })
+        .filter(|tenant| tenant.used[device] > 0 && settings().pids != Pids::None)
+        .map(|tenant| NvmlProcess { pid: pid(tenant.pid), used: tenant.used[device], gpu_instance: u32::MAX, compute_instance: u32::MAX })
         .collect();
     put(count, found.len() as u32)?;
     if found.is_empty() {
@@ -162,6 +181,7 @@ pub fn describe(code: u32) -> &'static CStr {
         NOT_FOUND => c"Not Found",
         INSUFFICIENT_SIZE => c"Insufficient Size",
         DRIVER_NOT_LOADED => c"Driver Not Loaded",
+        ARGUMENT_VERSION_MISMATCH => c"Argument Version Mismatch",
         _ => c"Unknown Error",
     }
 }

@@ -3,6 +3,17 @@
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
+/// The process ids that NVML tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pids {
+    /// As this process knows them.
+    Ours,
+    /// As the host outside of a container knows them: other numbers.
+    OfTheHost,
+    /// None at all.
+    None,
+}
+
 /// The settings of the simulated machine and of this process.
 #[derive(Debug)]
 pub struct Settings {
@@ -24,6 +35,8 @@ pub struct Settings {
     pub no_sharing: bool,
     /// `SIMGPU_UNRESTORABLE`: a restore of this process from a checkpoint fails, as with NCCL.
     pub unrestorable: bool,
+    /// `SIMGPU_NVML_PIDS`: which processes NVML lists in this one.
+    pub pids: Pids,
     /// `SIMGPU_CONTEXT_BYTES`: device memory taken by a primary context.
     pub context_bytes: u64,
     /// `SIMGPU_END_MS`: how long the driver's shutdown takes at exit. If set, calls during or after it abort the process.
@@ -55,6 +68,11 @@ pub fn get() -> &'static Settings {
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
             no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),
             unrestorable: !matches!(text("SIMGPU_UNRESTORABLE").as_str(), "" | "0"),
+            pids: match text("SIMGPU_NVML_PIDS").as_str() {
+                "host" => Pids::OfTheHost,
+                "none" => Pids::None,
+                _ => Pids::Ours,
+            },
             context_bytes: number("SIMGPU_CONTEXT_BYTES", 0),
             end_ms: Some(number("SIMGPU_END_MS", 0)).filter(|milliseconds| *milliseconds > 0),
         }

@@ -1,0 +1,271 @@
+//! `vramctl status --ledger`: whose the memory of each GPU is, so that it adds up to what NVML says is in use.
+//!
+//! A process with the library tells what it has by tag and what its libraries have asked CUDA for. NVML tells what each process has in
+//! all. The difference is the driver's: the context, loaded code, small allocations.
+
+use crate::output;
+use crate::processes::Process;
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use vramctl_control::protocol::ProcessStatus;
+use vramctl_driver::{Card, cards, holders_of};
+use vramctl_model::{Bytes, Holder};
+
+/// Page tables of pinned host memory, as a part of it: eight bytes for each page of 4 KiB.
+const PAGE_TABLES: u64 = 512;
+
+/// The memory of one GPU.
+#[derive(Debug, Serialize)]
+pub struct Ledger {
+    /// Its index in `nvidia-smi`.
+    index: u32,
+    uuid: String,
+    name: String,
+    total_bytes: u64,
+    free_bytes: u64,
+    /// What the shares add up to.
+    used_bytes: u64,
+    /// What the driver keeps besides. None where it counts as used.
+    reserved_bytes: Option<u64>,
+    shares: Vec<Share>,
+}
+
+/// A part of the memory in use.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct Share {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pid: Option<u32>,
+    /// The process's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    what: What,
+    /// The tag, or the library that has asked CUDA for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    of: Option<String>,
+    /// Below 0 where more is counted above than NVML knows.
+    bytes: i64,
+}
+
+/// Whose a share is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum What {
+    /// Managed, by tag.
+    Tag,
+    /// Left to CUDA, by the library that has asked for it.
+    LeftAlone,
+    /// What the driver needs to reach the library's pinned host memory. An estimate.
+    PageTables,
+    /// The rest of a process with the library.
+    Driver,
+    /// A process without the library, or one that does not answer.
+    Process,
+    /// Processes that NVML lists and that are not in sight, less what is known of processes that it does not list.
+    OutOfSight,
+    /// What NVML counts for nobody.
+    Unexplained,
+}
+
+impl Share {
+    /// As people read it.
+    fn text(&self) -> String {
+        let of = self.of.as_deref().unwrap_or_default();
+        match self.what {
+            What::Tag => of.to_owned(),
+            What::LeftAlone => format!("left to CUDA: {of}"),
+            What::PageTables => "page tables of pinned host memory (estimate)".into(),
+            What::Driver if self.bytes < 0 => "counted above, and not by NVML".into(),
+            What::Driver => "context, loaded code, small allocations".into(),
+            What::Process => "all of it".into(),
+            What::OutOfSight => "processes out of sight".into(),
+            What::Unexplained => "unexplained".into(),
+        }
+    }
+}
+
+/// The ledgers of these GPUs, by UUID, or of all. `processes`: all with the library, also those that nobody asked about.
+pub fn take(processes: &[Process], gpus: &[String]) -> Vec<Ledger> {
+    let wanted = |card: &Card| gpus.is_empty() || gpus.contains(&card.uuid);
+    let ledger = |card: Card| {
+        let shares = account(&card, &holders_of(&card.uuid), processes);
+        let Card { index, uuid, name, free, used, reserved, total, .. } = card;
+        Ledger { index, uuid, name, total_bytes: total, free_bytes: free, used_bytes: used, reserved_bytes: reserved, shares }
+    };
+    cards().into_iter().filter(wanted).map(ledger).collect()
+}
+
+/// Splits what is in use on a GPU.
+fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Share> {
+    let bytes_of = |pid| holders.iter().find(|holder: &&Holder| holder.pid == pid).map(|holder| holder.bytes);
+    let managed: BTreeSet<_> = processes.iter().filter(|process| process.status.is_ok()).map(|process| process.pid).collect();
+    let (mut shares, mut known_of_unlisted) = (Vec::new(), 0);
+    for process in processes {
+        let Ok(status) = &process.status else { continue };
+        let mut known = known_by_library(status, &card.uuid);
+        let sum: i64 = known.iter().map(|share| share.bytes).sum();
+        match bytes_of(process.pid) {
+            Some(Some(bytes)) => {
+                let rest = signed(bytes) - sum;
+                let tables = signed(status.memory.host.pinned_bytes / PAGE_TABLES).clamp(0, rest.max(0));
+                let share = |what, bytes| Share { pid: Some(process.pid), name: process.name.clone(), what, of: None, bytes };
+                known.extend([share(What::PageTables, tables), share(What::Driver, rest - tables)]);
+            }
+            Some(None) => (),
+            None => known_of_unlisted += sum,
+        }
+        shares.extend(known.into_iter().filter(|share| share.bytes != 0));
+    }
+    let (in_sight, out_of_sight): (Vec<_>, Vec<_>) =
+        holders.iter().filter(|holder| !managed.contains(&holder.pid)).partition(|holder| holder.program.is_some());
+    let other = |holder: &&Holder| {
+        let silent = processes.iter().find(|process| process.pid == holder.pid).and_then(|process| process.name.clone());
+        let (name, bytes) = (silent.or_else(|| holder.program.clone()), signed(holder.bytes?));
+        Some(Share { pid: Some(holder.pid), name, what: What::Process, of: None, bytes })
+    };
+    shares.extend(in_sight.iter().filter_map(other));
+    let whole = |what, bytes| Share { pid: None, name: None, what, of: None, bytes };
+    if !out_of_sight.is_empty() {
+        let bytes: i64 = out_of_sight.iter().map(|holder| signed(holder.bytes.unwrap_or(0))).sum();
+        shares.push(whole(What::OutOfSight, bytes - known_of_unlisted));
+    }
+    let explained: i64 = shares.iter().map(|share| share.bytes).sum();
+    shares.push(whole(What::Unexplained, signed(card.used) - explained));
+    shares
+}
+
+/// What a process's library knows of its memory on a GPU, largest first.
+fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
+    // A suspended process has nothing there. What it had is left of an earlier status.
+    if status.memory.suspended.is_some() {
+        return Vec::new();
+    }
+    let share = |what, of: &str, bytes| {
+        let process = &status.process;
+        Share { pid: Some(process.pid), name: Some(process.name.clone()), what, of: Some(of.to_owned()), bytes: signed(bytes) }
+    };
+    let devices = status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
+    let tags = devices.flat_map(|device| &device.tags).map(|(tag, bytes)| share(What::Tag, tag, *bytes));
+    let left = status.memory.left_alone.iter().filter_map(|left| Some(share(What::LeftAlone, &left.owner, *left.gpus.get(uuid)?)));
+    let mut shares: Vec<_> = tags.chain(left).collect();
+    shares.sort_by_key(|share| -share.bytes);
+    shares
+}
+
+fn signed(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+fn text_of(bytes: i64) -> String {
+    let sign = if bytes < 0 { "-" } else { "" };
+    format!("{sign}{}", Bytes(bytes.unsigned_abs()))
+}
+
+/// For people.
+pub fn describe(ledger: &Ledger) -> String {
+    let Ledger { index, uuid, name, total_bytes, free_bytes, used_bytes, reserved_bytes, shares } = ledger;
+    let mut text = format!("GPU {index}, {name}, {uuid}: {} in use", Bytes(*used_bytes));
+    if let Some(reserved) = reserved_bytes.filter(|bytes| *bytes > 0) {
+        let _ = write!(text, ", {} reserved by the driver", Bytes(reserved));
+    }
+    let _ = writeln!(text, ", {} free, of {}", Bytes(*free_bytes), Bytes(*total_bytes));
+    let row = |share: &Share| {
+        let pid = share.pid.map_or_else(String::new, |pid| pid.to_string());
+        vec![pid, share.name.clone().unwrap_or_default(), share.text(), text_of(share.bytes)]
+    };
+    text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], shares.iter().map(row))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::failure::{CommandError, Exit};
+    use crate::processes::tests::process;
+    use vramctl_model::{DeviceStatus, GpuUse, LeftAlone, TagState};
+
+    const UUID: &str = "GPU-0";
+    const MIB: u64 = 1 << 20;
+
+    fn card(used: u64) -> Card {
+        Card { uuid: UUID.into(), used, ..Card::default() }
+    }
+
+    fn holder(pid: u32, bytes: u64, program: Option<&str>) -> Holder {
+        Holder { pid, bytes: Some(bytes), program: program.map(str::to_owned) }
+    }
+
+    /// An engine with 1000 MiB of weights, 64 MiB of NCCL's and 512 MiB of pinned host memory, which need 1 MiB of page tables.
+    fn engine(pid: u32) -> Process {
+        let mut engine = process(pid, "engine", &[("weights", TagState::Active)]);
+        let memory = &mut engine.status.as_mut().unwrap().memory;
+        memory.devices = vec![DeviceStatus {
+            uuid: Some(UUID.into()),
+            active_bytes: 1000 * MIB,
+            tags: [("weights".into(), 1000 * MIB)].into(),
+            ..DeviceStatus::default()
+        }];
+        let gpus = [(UUID.to_owned(), 64 * MIB), ("GPU-1".to_owned(), 7 * MIB)].into();
+        memory.left_alone = vec![LeftAlone { owner: "libnccl.so.2".into(), bytes: 71 * MIB, gpus }];
+        memory.host.pinned_bytes = 512 * MIB;
+        engine
+    }
+
+    fn rows(shares: &[Share]) -> Vec<(String, i64)> {
+        let mib = |share: &Share| share.bytes / MIB as i64;
+        shares.iter().map(|share| (format!("{} {}", share.name.as_deref().unwrap_or_default(), share.text()), mib(share))).collect()
+    }
+
+    fn row(text: &str, mib: i64) -> (String, i64) {
+        (text.into(), mib)
+    }
+
+    #[test]
+    fn what_nvml_tells_is_split_by_what_the_library_tells() {
+        let holders = [holder(1, 1500 * MIB, Some("python")), holder(2, 300 * MIB, Some("trainer"))];
+        let wanted = [
+            row("engine weights", 1000),
+            row("engine left to CUDA: libnccl.so.2", 64),
+            row("engine page tables of pinned host memory (estimate)", 1),
+            row("engine context, loaded code, small allocations", 435),
+            row("trainer all of it", 300),
+            row(" unexplained", 4),
+        ];
+        assert_eq!(rows(&account(&card(1804 * MIB), &holders, &[engine(1)])), wanted);
+    }
+
+    /// NVML may lag behind, or count memory that two processes share for one of them.
+    #[test]
+    fn what_the_library_knows_and_nvml_does_not_is_shown_as_such() {
+        let shares = rows(&account(&card(1000 * MIB), &[holder(1, 1000 * MIB, Some("python"))], &[engine(1)]));
+        assert_eq!(shares[2..], [row("engine counted above, and not by NVML", -64), row(" unexplained", 0)]);
+    }
+
+    /// As in some containers: the numbers are the host's.
+    #[test]
+    fn a_process_under_a_number_that_nobody_knows_is_not_counted_twice() {
+        let holders = [holder(70001, 1500 * MIB, None), holder(70002, 300 * MIB, None)];
+        let shares = rows(&account(&card(1804 * MIB), &holders, &[engine(1)]));
+        assert_eq!(shares[2..], [row(" processes out of sight", 736), row(" unexplained", 4)]);
+    }
+
+    #[test]
+    fn without_processes_from_nvml_all_but_what_the_library_knows_is_unexplained() {
+        assert_eq!(rows(&account(&card(1804 * MIB), &[], &[engine(1)]))[2..], [row(" unexplained", 740)]);
+        let silent = Holder { bytes: None, ..holder(1, 0, Some("python")) };
+        assert_eq!(rows(&account(&card(1804 * MIB), &[silent], &[engine(1)]))[2..], [row(" unexplained", 740)]);
+    }
+
+    #[test]
+    fn a_suspended_process_has_nothing_and_a_silent_one_is_named() {
+        let (mut suspended, mut silent) = (engine(1), engine(2));
+        suspended.status.as_mut().unwrap().memory.suspended = Some(vec![GpuUse { uuid: UUID.into(), bytes: MIB }]);
+        silent.status = Err(CommandError::new(Exit::Busy, "no answer"));
+        let shares = account(&card(304 * MIB), &[holder(2, 300 * MIB, Some("python"))], &[suspended, silent]);
+        assert_eq!(rows(&shares), [row("engine all of it", 300), row(" unexplained", 4)]);
+    }
+
+    #[test]
+    fn bytes_below_nothing_have_a_sign() {
+        assert_eq!((text_of(-3 << 20), text_of(0)), ("-3.00 MiB".into(), "0 B".into()));
+    }
+}
