@@ -133,6 +133,17 @@ class Reading(unittest.TestCase):
         del parts["sglang/baseline"]
         self.assertNotIn("sglang/baseline", report.markdown(parts))
 
+    def test_how_often_a_job_was_asked_is_told(self):
+        tried = ((1, 800.0), (3, 1900.0), (2, 1000.0), (1, 820.0), (7, 2500.0))
+        times = {"pause_ms": 750.0, "resume_ms": 810.0, "used_mib": 900}
+        pauses = [{**times, "attempts": attempts, "freed_ms": ms} for attempts, ms in tried]
+        # The second is from before that was recorded.
+        loads = [{"requests": 32, "same": True, "pauses": pauses}, {"requests": 1, "same": True, "pauses": [times]}]
+        about = {"engine": "vLLM", "version": "1", "machine": {}, "started": "x", "checks": []}
+        rows = report.markdown({"vllm/hold": {**about, "loads": loads}}).splitlines()
+        self.assertIn("| vLLM 1 | 32 | 5 | 2 / 1 / 2 | 1000 ms | 2500 ms |", rows)
+        self.assertEqual(len([row for row in rows if row.startswith("| vLLM 1 | 1 |")]), 1, rows)
+
 
 class Tokens(engines.Engines):
     """The part `tpot` with engines that each take as long as they are told."""

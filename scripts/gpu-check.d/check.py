@@ -196,7 +196,7 @@ class Check:
         self.log_file = open(self.out / f"{name}.log", "w")
         self.section, self.deadline = "", Deadline(60)
         self.children = []
-        self.checks, self.cycles, self.notes = [], [], []
+        self.checks, self.cycles, self.notes, self.table = [], [], [], []
         self.overhead, self.demo, self.programs = None, [], []
         sockets = pathlib.Path(options.work) / "sockets"
         sockets.mkdir(mode=0o700, exist_ok=True)
@@ -574,7 +574,7 @@ class Check:
         self.say(f"  waits ({taken:.1f} s)")
 
     def script(self, name, seconds):
-        """Runs a program that pauses what it starts, and prints a line for each check."""
+        """Runs a program that pauses what it starts, and prints a line for each check, and for each row of a table."""
         program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / name
         code, text, taken = self.command(sys.executable, program, self.bin / "vramctl", seconds=seconds)
         for line in text.splitlines():
@@ -585,6 +585,9 @@ class Check:
             elif line.startswith("note: "):
                 self.say(f"  {line}")
                 self.notes.append(line.removeprefix("note: "))
+            elif line.startswith("| "):
+                self.say(f"  {line}")
+                self.table.append(line)
         self.expect(f"{name} ends well", code == 0, f"exit code {code}: {text[-500:]}")
         self.say(f"  {name} ({taken:.1f} s)")
 
@@ -839,6 +842,7 @@ class Check:
             lines += ["", *self.overhead["table"]]
         if self.programs:
             lines += ["", *kinds.table(self.programs)]
+        lines += ["", *self.table]
         if failed:
             lines += ["", "Failed:", ""]
             lines += [

@@ -299,7 +299,9 @@ class Engines(Check):
                     failed.append(used)
                 elif in_flight:
                     pause_ms = max(one["report"]["ms"] for one in answer["processes"])
-                    pauses.append({"pause_ms": pause_ms, "resume_ms": resume_ms, "used_mib": used_mib})
+                    (job,) = answer["jobs"]
+                    times = {"pause_ms": pause_ms, "resume_ms": resume_ms, "freed_ms": job["ms"]}
+                    pauses.append({**times, "attempts": job["attempts"], "used_mib": used_mib})
                 time.sleep(chance.uniform(0, alone["s"] / 4))
             reply = program.hear_json(burst, 240)
             if reply["differ"] or not reply["complete"]:

@@ -309,6 +309,21 @@ def markdown(parts):
         lines += [header, "| --- | ---: | ---: | ---: | ---: | ---: | --- |", *rows, ""]
     rows = []
     for name, measured in parts.items():
+        for load in measured.get("loads", []) if name.endswith("/hold") else []:
+            # Runs from before they were recorded can be joined.
+            pauses = [one for one in load["pauses"] if "attempts" in one]
+            if pauses:
+                tried, freed = [one["attempts"] for one in pauses], [one["freed_ms"] for one in pauses]
+                rows.append(
+                    f"| {measured['engine']} {measured['version']} | {load['requests']} | {len(pauses)} | "
+                    f"{tried.count(1)} / {tried.count(2)} / {sum(attempts > 2 for attempts in tried)} | "
+                    f"{statistics.median(freed):.0f} ms | {max(freed):.0f} ms |"
+                )
+    if rows:
+        header = "| paused as a job | in flight | pauses | in 1 / 2 / more attempts | from the request to memory freed | at most |"
+        lines += [header, "| --- | ---: | ---: | ---: | ---: | ---: |", *rows, ""]
+    rows = []
+    for name, measured in parts.items():
         if name.endswith("/suspend") and measured["rounds"]:
             rounds = measured["rounds"]
             down, up = (statistics.median(one[what] for one in rounds) for what in ("suspend_ms", "resume_ms"))
