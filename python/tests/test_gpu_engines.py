@@ -210,7 +210,10 @@ class Script(unittest.TestCase):
                 command = sys.argv[sys.argv.index("--") + 1:]
                 os.execvp(command[0], command)
             if what == "--version": print("vramctl 9.9.9")
-            if what == "status":
+            if "--ledger" in sys.argv:
+                shares = lambda mib: [dict(what="tag", of="weights", bytes=mib - 50 << 20), dict(what="unexplained", bytes=50 << 20)]
+                print(json.dumps({{"gpus": [{{"index": n, "shares": shares(mib)}} for n, mib in enumerate((700, 2048))]}}))
+            elif what == "status":
                 tags = [{{"tag": tag, "bytes": 1 << 30}} for tag in ("cuda_graph", "default", "kv_cache", "weights")]
                 print(json.dumps({{"processes": [{{"tags": tags}}]}}))
             if what in ("pause", "resume"): print(json.dumps({{"processes": [{{"report": {{"ms": 123.4}}}}]}}))

@@ -711,6 +711,7 @@ class Check:
             "hold": (lambda: self.script("hold.py", 150), 160),
             "kill": (lambda: self.script("kill.py", 110), 120),
             "suspend": (lambda: self.script("suspend.py", 150), 160),
+            "ledger": (lambda: self.script("ledger.py", 150), 160),
             "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),

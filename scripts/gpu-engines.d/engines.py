@@ -14,6 +14,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "gpu-check.d")]
 
+import ledger  # noqa: E402
 import many  # noqa: E402
 import report  # noqa: E402
 from check import Check, Child, Deadline, Failed, dig, end_once, no_end  # noqa: E402
@@ -235,12 +236,14 @@ class Engines(Check):
         self.expect("the engine is deterministic", first["tokens"] and first["logprobs"], first)
         tags = {name: tag["bytes"] for name, tag in self.states(NAME).items()}
         self.expect(f"the tags {', '.join(self.tags)} exist", set(self.tags) <= set(tags), json.dumps(tags))
-        cycles = []
+        cycles, told = [], {"active": self.ledger("active")}
         for number in range(1, self.options.cycles + 1):
             if self.options.discard:
                 program.ask_json("forget")
             pause_ms = sum(self.shell(*line) for line in self.pause())
             used_mib = self.used_mib(below=8 * 1024)
+            if number == 1:
+                told["paused"] = self.ledger("paused")
             code, text, _ = self.command(*self.other(), seconds=120, env=self.plain_env)
             self.expect(f"cycle {number}: another process uses {self.options.other_gib} GiB", code == 0, text)
             resume_ms = self.shell("resume", *self.tags, "--name", NAME, "--json", "--timeout", "10")
@@ -256,7 +259,21 @@ class Engines(Check):
                 }
             )
         kv = "discarded" if self.options.discard else "kept"
-        return {"cycles": cycles, "tags": tags, "kv": kv, "started": self.started("outside")}
+        return {"cycles": cycles, "tags": tags, "kv": kv, "ledger": told, "started": self.started("outside")}
+
+    def ledger(self, when):
+        """Whose the memory of each GPU is, next to what nvidia-smi says is in use."""
+        used = ledger.settled()
+        code, answer, text, _ = self.vramctl("status", "--ledger")
+        gpus = answer.get("gpus", []) if code == 0 and isinstance(answer, dict) else []
+        self.expect(f"{when}: every GPU has a ledger", len(gpus) == len(used), text)
+        told = []
+        for gpu in gpus:
+            ok, detail = ledger.compare(gpu, used[gpu["index"]])
+            self.say(f"  {when}, GPU {gpu['index']}: {detail}")
+            self.expect(f"{when}: the ledger of GPU {gpu['index']} matches nvidia-smi", ok, detail)
+            told.append(detail)
+        return told
 
     def hold(self):
         program = self.start_program(managed=True, part="hold")

@@ -1,0 +1,183 @@
+"""Where the memory went: `vramctl status --ledger` next to what nvidia-smi says is in use. A PyTorch program with a captured graph,
+active and paused, next to a trainer with the library and a program without it; on two GPUs, the ranks of two.py, for NCCL.
+
+usage: ledger.py VRAMCTL          prints a line `ok: …` or `FAILED: …` for each check, and the ledgers
+       ledger.py --program GIB    PyTorch, with that much and a captured graph, until its input ends
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+MIB, GIB = 1 << 20, 1 << 30
+#: How far the ledger may be from nvidia-smi, and how much may be unexplained.
+LIMIT = 64
+MANAGED, OTHER = 16, 8
+
+
+def program(gib):
+    import torch
+
+    keep = torch.ones(gib << 30, dtype=torch.uint8, device="cuda")
+    x = torch.ones(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    (x @ x).sum().item()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = (x @ x) * 2
+    graph.replay()
+    torch.cuda.synchronize()
+    print(json.dumps({"ready": float(y[0, 0]) == 2048.0 and bool(keep[-1] == 1)}), flush=True)
+    sys.stdin.read()
+
+
+def check(what, ok, detail=""):
+    print(f"{'ok' if ok else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
+
+
+def used_mib():
+    """Of each GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(mib) for mib in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def settled():
+    """What is in use on each GPU, once that no longer changes: what others have released may take a moment to show."""
+    before = used_mib()
+    for _ in range(20):
+        time.sleep(0.2)
+        now = used_mib()
+        if now == before:
+            break
+        before = now
+    return before
+
+
+def mib(bytes_):
+    return round(bytes_ / MIB)
+
+
+def table(gpu):
+    """A ledger in one line."""
+    rows = [f"{share.get('name', '')} {share['what']} {share.get('of', '')}".split() for share in gpu["shares"]]
+    return ", ".join(f"{' '.join(row)} {mib(share['bytes'])}" for row, share in zip(rows, gpu["shares"]))
+
+
+def ledgers(vramctl, when):
+    """The ledger of each GPU, compared with nvidia-smi."""
+    used = settled()
+    done = subprocess.run([vramctl, "status", "--ledger", "--json"], capture_output=True, text=True, timeout=60)
+    gpus = json.loads(done.stdout).get("gpus", [])
+    check(f"{when}: every GPU has a ledger", len(gpus) == len(used), "" if len(gpus) == len(used) else (done.stdout + done.stderr)[:500])
+    for gpu in gpus:
+        ok, detail = compare(gpu, used[gpu["index"]])
+        check(f"{when}: the ledger of GPU {gpu['index']} matches nvidia-smi", ok, detail)
+    return gpus
+
+
+def compare(gpu, used):
+    """Whether a ledger matches what is in use, in MiB, and both for people."""
+    off = mib(sum(share["bytes"] for share in gpu["shares"])) - used
+    unexplained = share_of(gpu, "unexplained")
+    told = f"{used} MiB in use, the ledger has {off:+}, {unexplained} unexplained; {table(gpu)}"
+    return abs(off) <= LIMIT and abs(unexplained) <= LIMIT, told
+
+
+def share_of(gpu, what, of="", pid=None):
+    """MiB of a kind of share."""
+    meant = [
+        share["bytes"]
+        for share in gpu["shares"]
+        if share["what"] == what and share.get("of", "").startswith(of) and pid in (None, share.get("pid"))
+    ]
+    return mib(sum(meant))
+
+
+@contextlib.contextmanager
+def started(command):
+    """A program that has said that it is ready."""
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        check("the program has started", json.loads(child.stdout.readline() or "{}").get("ready", False))
+        yield child
+    finally:
+        child.stdin.close()
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def run(*command):
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        check(" ".join(command[1:]), False, (done.stdout + done.stderr)[:500])
+
+
+def one_gpu(vramctl):
+    ledgers(vramctl, "before")
+    own = [sys.executable, os.path.abspath(__file__), "--program"]
+    managed_as = lambda name, gib: started([vramctl, "run", "--name", name, "--", *own, str(gib)])  # noqa: E731
+    with managed_as("ledger", MANAGED) as child, managed_as("trainer", OTHER) as trainer, started([*own, str(OTHER)]) as other:
+        first = ledgers(vramctl, "active")[0]
+        managed = share_of(first, "tag", pid=child.pid)
+        check("active: the tensors are under their tag", MANAGED << 10 <= managed < (MANAGED << 10) + 1024, f"{managed} MiB")
+        trainers = share_of(first, "tag", pid=trainer.pid)
+        check("active: so are the trainer's", OTHER << 10 <= trainers < (OTHER << 10) + 1024, f"{trainers} MiB")
+        theirs = share_of(first, "process", pid=other.pid)
+        check("active: the other process has its own share", OTHER << 10 <= theirs < (OTHER << 10) + 2048, f"{theirs} MiB")
+        run(vramctl, "pause", "--name", "ledger")
+        paused = ledgers(vramctl, "paused")[0]
+        check("paused: its tags have nothing, the trainer's all", share_of(paused, "tag") == trainers, table(paused))
+        before, now = (share_of(gpu, "driver", pid=child.pid) for gpu in (first, paused))
+        check("paused: the driver's own has not changed much", abs(now - before) <= 2 * LIMIT, f"{before} MiB, then {now}")
+        run(vramctl, "resume", "--name", "ledger")
+        again = share_of(ledgers(vramctl, "resumed")[0], "tag", pid=child.pid)
+        check("resumed: as much under its tag as before", again == managed, f"{again} MiB")
+
+
+def nccl(vramctl):
+    import two
+
+    port = two.free_port()
+    script = str(pathlib.Path(two.__file__).resolve())
+    ranks = [
+        subprocess.Popen(
+            [vramctl, "run", "--name", "nccl", "--", sys.executable, script, "--rank", str(number), port],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in (0, 1)
+    ]
+    try:
+        check("nccl: both ranks have started", all(json.loads(rank.stdout.readline() or "{}").get("ready") for rank in ranks))
+        for when in ("active", "paused"):
+            for number, gpu in enumerate(ledgers(vramctl, f"nccl, {when}")[:2]):
+                of_nccl = share_of(gpu, "left_alone", "libnccl", ranks[number].pid)
+                rest = share_of(gpu, "driver", pid=ranks[number].pid)
+                check(f"nccl, {when}: its memory on GPU {number} is told as its own", of_nccl >= 100, f"{of_nccl} MiB, {rest} the driver's")
+            if when == "active":
+                run(vramctl, "pause", "--name", "nccl")
+        run(vramctl, "resume", "--name", "nccl")
+    finally:
+        two.end(ranks)
+
+
+def main():
+    vramctl = sys.argv[1]
+    one_gpu(vramctl)
+    if len(used_mib()) > 1:
+        nccl(vramctl)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--program"]:
+        program(int(sys.argv[2]))
+    else:
+        main()
