@@ -111,6 +111,7 @@ impl Machine {
             .env("LD_LIBRARY_PATH", simulated_libraries())
             .env("SIMGPU_DIR", self.0.path().join("gpu"))
             .env("SIMGPU_MEMORY", "512M")
+            .env("SIMGPU_DEVICES", "2")
             .env("VRAMCTL_DIR", self.0.path().join("sockets"))
             .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"));
         command
@@ -440,6 +441,35 @@ fn a_held_job_gives_up_only_what_is_paused() {
         assert_eq!(one.ask(&format!("read({weights}, 100)")), "[7]");
         assert_eq!(two.ask(&format!("read({cache}, 100)")), format!("[{}]", 9 + round));
     }
+}
+
+/// Whoever uses memory on the GPU takes part, if only that of others.
+#[test]
+fn a_pause_of_a_gpu_takes_those_that_have_memory_of_others_open_there() {
+    let machine = Machine::new();
+    let (mut owner, mut other, mut elsewhere) = (machine.start("job"), machine.start("job"), machine.start("job"));
+    let pointers = [(0, 7), (1, 8)].map(|(device, value)| {
+        assert_eq!(owner.ask(&format!("cuda.cudaSetDevice({device})")), "0");
+        let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+        assert_eq!(owner.ask(&format!("fill({pointer}, {value}, 100)")), "0");
+        pointer
+    });
+    let handles = pointers.map(|pointer| owner.ask(&format!("get({pointer})")));
+    let theirs = other.number(&format!("open_('{}')", handles[0]));
+    let there = elsewhere.number(&format!("open_('{}')", handles[1]));
+    let held = |processes: [&Program; 3]| processes.map(|process| machine.is_held(process));
+    machine.done(&["pause", "--gpu", "0", "--name", "job"]);
+    assert_eq!((machine.used(), held([&owner, &other, &elsewhere])), (0, [true, true, false]));
+    assert_eq!(elsewhere.ask(&format!("read({there}, 100)")), "[8]");
+    machine.done(&["resume", "--gpu", "0", "--name", "job"]);
+    assert_eq!(held([&owner, &other, &elsewhere]), [false; 3]);
+    machine.done(&["pause", "--name", "job"]);
+    machine.done(&["resume", "--gpu", "1", "--name", "job"]);
+    assert_eq!(held([&owner, &other, &elsewhere]), [true, true, false], "its memory is back, though that of the others is not");
+    machine.done(&["resume", "--gpu", "0", "--name", "job"]);
+    assert_eq!(held([&owner, &other, &elsewhere]), [false; 3]);
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
+    assert_eq!(elsewhere.ask(&format!("read({there}, 100)")), "[8]");
 }
 
 /// A process that runs on while it is paused may use what others have open of it, and what it has open of others.

@@ -86,6 +86,12 @@ impl Process {
         devices.iter().filter_map(|device| device.uuid.as_deref())
     }
 
+    /// Whether it has memory on the GPU, or has memory of others open there.
+    fn uses(&self, gpu: &str) -> bool {
+        let borrowed = self.status.as_ref().map_or(&[][..], |status| &status.memory.borrowed);
+        self.gpus().any(|its| its == gpu) || borrowed.iter().any(|its| its.gpu.as_deref() == Some(gpu))
+    }
+
     /// While it is suspended: the GPUs that it sees, and what a restore needs there.
     pub fn suspended(&self) -> Option<&[GpuUse]> {
         self.status.as_ref().ok()?.memory.suspended.as_deref()
@@ -168,14 +174,14 @@ impl Found {
         Ok(Self { directory: Some(directory), listening, processes })
     }
 
-    /// Drops the processes without memory on any of these GPUs, and returns the GPUs' UUIDs. Keeps processes that do not
-    /// answer: they may have some.
+    /// Drops the processes that use no memory on any of these GPUs, and returns the GPUs' UUIDs. Keeps processes that do not
+    /// answer: they may use some.
     pub fn keep_on(&mut self, gpus: &[String]) -> Result<Vec<String>, CommandError> {
         if gpus.is_empty() {
             return Ok(Vec::new());
         }
         let wanted = self.uuids(gpus)?;
-        let is_there = |process: &Process| process.status.is_err() || process.gpus().any(|gpu| wanted.iter().any(|wanted| wanted == gpu));
+        let is_there = |process: &Process| process.status.is_err() || wanted.iter().any(|gpu| process.uses(gpu));
         self.processes.retain(is_there);
         if self.processes.is_empty() {
             let text = format!("no managed process has memory on {}; `vramctl status` shows the GPUs in use", wanted.join(", "));
