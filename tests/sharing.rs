@@ -4,6 +4,7 @@
 mod common;
 
 use common::{artifacts, simulated_libraries};
+use proptest::prelude::*;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -522,6 +523,25 @@ fn what_is_being_opened_during_a_pause_is_paused() {
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[8]");
 }
 
+/// Whoever is paused first does not take back what its partner is about to give up.
+#[test]
+fn a_process_that_is_paused_before_its_partner_waits_for_it() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
+    let handle = owner.ask(&format!("get({pointer})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(machine.request(&other, "pause", &[&owner])["reply"], "done");
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(machine.request(&owner, "pause", &[&other])["reply"], "done");
+    assert!(machine.is_held(&other));
+    assert_eq!(machine.used(), 0);
+    assert_eq!(machine.request(&owner, "resume", &[])["reply"], "done");
+    machine.goes_on(&other);
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
+}
+
 /// Nothing is paused there any more, so nobody would resume it.
 #[test]
 fn a_process_that_closes_what_is_paused_goes_on() {
@@ -923,4 +943,224 @@ fn opening_and_pausing_at_once() {
     });
     machine.done(&["pause", "--name", "owner"]);
     assert_eq!(machine.used(), 0);
+}
+
+/// What two processes do, each to its own memory and to the other's. Numbers choose among what there is.
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    Allocate { by: usize },
+    Free { which: usize },
+    Open { which: usize },
+    Close { which: usize },
+    Write { by: usize, which: usize, value: u8 },
+    PauseBoth,
+    PauseAlone { who: usize },
+    Resume { who: usize },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let (who, which) = (|| 0..2usize, any::<usize>);
+    prop_oneof![
+        4 => who().prop_map(|by| Step::Allocate { by }),
+        1 => which().prop_map(|which| Step::Free { which }),
+        5 => which().prop_map(|which| Step::Open { which }),
+        2 => which().prop_map(|which| Step::Close { which }),
+        5 => (who(), which(), any::<u8>()).prop_map(|(by, which, value)| Step::Write { by, which, value }),
+        3 => Just(Step::PauseBoth),
+        1 => who().prop_map(|who| Step::PauseAlone { who }),
+        4 => who().prop_map(|who| Step::Resume { who }),
+    ]
+}
+
+/// An allocation of one process, and what the other has of it.
+#[derive(Debug)]
+struct Piece {
+    owner: usize,
+    handle: String,
+    /// In each process, if it has it there.
+    at: [Option<u64>; 2],
+    /// How often the other has it open.
+    opened: usize,
+    value: u8,
+    paused: bool,
+    /// The other has it open and has given it up.
+    aside: bool,
+}
+
+impl Piece {
+    fn other(&self) -> usize {
+        1 - self.owner
+    }
+
+    /// Where a process that runs can use it.
+    fn usable(&self, by: usize) -> Option<u64> {
+        // What is freed while the other has it open is nobody's any more.
+        self.at[self.owner]?;
+        self.at[by].filter(|_| if by == self.owner { !self.paused } else { !self.aside })
+    }
+}
+
+struct Two {
+    machine: Machine,
+    programs: [Program; 2],
+    pieces: Vec<Piece>,
+}
+
+impl Two {
+    const BYTES: u64 = 2 * MIB;
+
+    fn new() -> Self {
+        let machine = Machine::new();
+        let mut programs = ["one", "two"].map(|name| machine.start(name));
+        // The first allocation starts the socket.
+        let first = |program: &mut Program| assert_eq!(program.ask(&format!("free(malloc({}))", Self::BYTES)), "0");
+        programs.iter_mut().for_each(first);
+        Self { machine, programs, pieces: Vec::new() }
+    }
+
+    fn has_paused(&self, who: usize) -> bool {
+        self.pieces.iter().any(|piece| piece.owner == who && piece.paused)
+    }
+
+    /// A program stands still exactly while something is paused that it owns or has open.
+    fn is_held(&self, who: usize) -> bool {
+        self.has_paused(who) || self.pieces.iter().any(|piece| piece.other() == who && piece.aside)
+    }
+
+    fn apply(&mut self, step: Step) -> Result<(), TestCaseError> {
+        let count = self.pieces.len();
+        let chosen = |which: usize| if count > 0 { which % count } else { 0 };
+        match step {
+            Step::Allocate { by } if count < 8 => {
+                let address = self.programs[by].number(&format!("malloc({})", Self::BYTES));
+                let mut at = [None; 2];
+                at[by] = Some(address);
+                let handle = self.programs[by].ask(&format!("get({address})"));
+                self.pieces.push(Piece { owner: by, handle, at, opened: 0, value: 0, paused: false, aside: false });
+            }
+            Step::Free { which } if count > 0 => {
+                let piece = &mut self.pieces[chosen(which)];
+                if let Some(address) = piece.at[piece.owner].take() {
+                    prop_assert_eq!(self.programs[piece.owner].ask(&format!("free({address})")), "0");
+                    (piece.paused, piece.aside) = (false, false);
+                }
+            }
+            Step::Open { which } if count > 0 => {
+                let piece = &mut self.pieces[chosen(which)];
+                let answer = self.programs[piece.other()].ask(&format!("open_('{}')", piece.handle));
+                match (piece.at[piece.other()], piece.at[piece.owner]) {
+                    (Some(address), _) => prop_assert_eq!(answer, address.to_string()),
+                    (None, None) => {
+                        prop_assert_eq!(answer, "error 400");
+                        return Ok(());
+                    }
+                    (None, Some(_)) if piece.paused => {
+                        prop_assert_eq!(answer, "error 401");
+                        return Ok(());
+                    }
+                    (None, Some(_)) => {
+                        let address = answer.parse().map_err(|_| TestCaseError::fail(answer))?;
+                        piece.at[1 - piece.owner] = Some(address);
+                    }
+                }
+                piece.opened += 1;
+            }
+            Step::Close { which } if count > 0 => {
+                let piece = &mut self.pieces[chosen(which)];
+                let other = piece.other();
+                if let Some(address) = piece.at[other] {
+                    prop_assert_eq!(self.programs[other].ask(&format!("close({address})")), "0");
+                    piece.opened -= 1;
+                    if piece.opened == 0 {
+                        (piece.at[other], piece.aside) = (None, false);
+                    }
+                }
+            }
+            Step::Write { by, which, value } if count > 0 && !self.is_held(by) => {
+                let piece = &mut self.pieces[chosen(which)];
+                if let Some(address) = piece.usable(by) {
+                    prop_assert_eq!(self.programs[by].ask(&format!("fill({address}, {value}, {})", Self::BYTES)), "0");
+                    piece.value = value;
+                }
+            }
+            Step::PauseBoth => {
+                self.machine.both("pause", &self.programs[0], &self.programs[1]);
+                for piece in self.pieces.iter_mut().filter(|piece| piece.at[piece.owner].is_some()) {
+                    piece.paused = true;
+                    piece.aside = piece.opened > 0;
+                }
+            }
+            Step::PauseAlone { who } => {
+                let answer = self.machine.request(&self.programs[who], "pause", &[]);
+                let its = |piece: &&mut Piece| piece.owner == who && piece.at[who].is_some();
+                let is_lent = self.pieces.iter_mut().filter(its).any(|piece| !piece.paused && piece.opened > 0);
+                prop_assert_eq!(answer["code"] == "shared", is_lent, "{}", answer);
+                if !is_lent {
+                    self.pieces.iter_mut().filter(its).for_each(|piece| piece.paused = true);
+                }
+            }
+            Step::Resume { who } => {
+                let answer = self.machine.request(&self.programs[who], "resume", &[]);
+                prop_assert_eq!(&answer["reply"], "done");
+                self.pieces.iter_mut().filter(|piece| piece.owner == who).for_each(|piece| piece.paused = false);
+                let missing = self.pieces.iter().filter(|piece| piece.other() == who && piece.aside && piece.paused).count() as u64;
+                let told = answer["missing"][0]["paused_bytes"].as_u64().unwrap_or(0);
+                prop_assert_eq!(told, missing * Self::BYTES, "{}", answer);
+            }
+            _ => (),
+        }
+        // What its owner has back comes back by itself, unless the other stays held anyway.
+        for who in 0..2 {
+            if !self.has_paused(who) {
+                self.pieces.iter_mut().filter(|piece| piece.other() == who && !piece.paused).for_each(|piece| piece.aside = false);
+            }
+        }
+        self.pieces.retain(|piece| piece.at.iter().any(Option::is_some));
+        Ok(())
+    }
+
+    /// Each process is held or not, as it should be, and finds the contents that either wrote last.
+    fn check(&mut self) -> Result<(), TestCaseError> {
+        for who in 0..2 {
+            let begun = Instant::now();
+            while self.machine.is_held(&self.programs[who]) != self.is_held(who) {
+                prop_assert!(begun.elapsed() < Duration::from_secs(20), "held: {}, not {}", !self.is_held(who), self.is_held(who));
+                thread::sleep(Duration::from_millis(2));
+            }
+            if self.is_held(who) {
+                continue;
+            }
+            for piece in &self.pieces {
+                if let Some(address) = piece.usable(who) {
+                    let found = self.programs[who].ask(&format!("read({address}, {})", Self::BYTES));
+                    prop_assert_eq!(found, format!("[{}]", piece.value), "in process {}: {:?}", who, piece);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 6, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_sequences_of_two_processes_behave_like_the_model(steps in prop::collection::vec(step(), 1..40)) {
+        let mut two = Two::new();
+        for step in steps {
+            two.apply(step)?;
+            two.check()?;
+        }
+        for who in [0, 1, 0] {
+            two.apply(Step::Resume { who })?;
+        }
+        two.check()?;
+        while !two.pieces.is_empty() {
+            two.apply(Step::Close { which: 0 })?;
+            if two.pieces.first().is_some_and(|piece| piece.opened == 0) {
+                two.apply(Step::Free { which: 0 })?;
+            }
+        }
+        prop_assert_eq!(two.machine.used(), 0);
+    }
 }

@@ -195,6 +195,9 @@ pub enum Reply {
         /// The tag under which the owner pauses the memory.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         tag: Option<String>,
+        /// How often the memory has been paused: after each time, it is new.
+        #[serde(default)]
+        pauses: u64,
     },
     /// To `close`.
     Closed,

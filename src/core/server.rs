@@ -225,7 +225,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
             let loan = connection.lend(&token)?;
             let pieces;
             (*files, pieces) = loan.pieces.into_iter().map(|(file, bytes)| (file, bytes as u64)).unzip();
-            Ok(Reply::Opened { pieces, tag: Some(loan.tag.to_string()) })
+            Ok(Reply::Opened { pieces, tag: Some(loan.tag.to_string()), pauses: loan.pauses })
         }
         Request::Close { token } => {
             memory.take_back(&token, connection.borrower.connection);

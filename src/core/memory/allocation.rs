@@ -45,6 +45,8 @@ pub struct Contents {
     pub mappings: Vec<Mapping>,
     /// How often the program must still release its handle.
     pub references: usize,
+    /// How often it has been paused.
+    pub pauses: u64,
     /// Who knows the physical memory itself for good, so that it cannot be replaced.
     known_to: Option<&'static str>,
     /// Who knows it as long as the mark is there.
@@ -131,6 +133,7 @@ impl Allocation {
             saved: None,
             mappings,
             references: 1,
+            pauses: 0,
             known_to: None,
             marks: Vec::new(),
             lending: Lending::default(),
@@ -220,6 +223,7 @@ impl Allocation {
     pub fn replace(&self, memory: Option<Physical>, saved: Option<Arc<Saved>>) {
         let before = {
             let mut contents = self.contents();
+            contents.pauses += u64::from(memory.is_none());
             (std::mem::replace(&mut contents.memory, memory), std::mem::replace(&mut contents.saved, saved))
         };
         drop(before);

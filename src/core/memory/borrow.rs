@@ -76,6 +76,8 @@ struct Opened {
     tag: Option<String>,
     /// The GPU that it is on, by UUID. `None` if the driver does not tell.
     gpu: Option<String>,
+    /// How often its owner had paused it when it passed what was last there.
+    pauses: u64,
     behind: Behind,
 }
 
@@ -84,15 +86,15 @@ struct Opened {
 enum Behind {
     /// Never read: dropping it unmaps and releases it.
     Memory(#[expect(dead_code)] Physical),
-    /// Nothing: its owner has paused it.
-    Paused,
+    /// Nothing: its owner has paused it, or is about to. So what it passes must be new, until this process is resumed.
+    Paused { is_due: bool },
     /// Nothing: its owner has ended or freed it while it was paused.
     Gone,
 }
 
 impl Opened {
     fn is_paused(&self) -> bool {
-        matches!(self.behind, Behind::Paused)
+        matches!(self.behind, Behind::Paused { .. })
     }
 
     /// Whether a pause takes it that this process and the owner take part in. What is not known may be meant.
@@ -106,6 +108,8 @@ impl Opened {
 struct Lent {
     pieces: Vec<(OwnedFd, usize)>,
     tag: Option<String>,
+    /// How often it has been paused.
+    pauses: u64,
 }
 
 /// A connection to an owner, for as long as something is open that came over it.
@@ -171,7 +175,7 @@ pub(crate) fn set_aside(request: &TransitionRequest) {
         borrowed.pauses += 1;
         let is_paused_there = |opened: &&mut Opened| request.partners.contains(&opened.lease.owner) && opened.is_meant(request);
         let there = borrowed.open.values_mut().filter(|opened| matches!(opened.behind, Behind::Memory(_)));
-        there.filter(is_paused_there).map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused)).collect()
+        there.filter(is_paused_there).map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused { is_due: false })).collect()
     };
     // Unmaps and releases them.
     drop(memories);
@@ -207,6 +211,7 @@ pub(crate) fn bring_back(wanted: &mut dyn FnMut() -> bool) {
     let Some(existing) = BORROWED.existing() else { return };
     let deadline = Instant::now() + RETURNS_WITHIN;
     let mut borrowed = lock(existing);
+    borrowed.open.values_mut().filter(|opened| opened.is_paused()).for_each(|opened| opened.behind = Behind::Paused { is_due: true });
     let rounds = borrowed.ask(|rounds| rounds.wanted += 1);
     ASKED.get().notify_all();
     while rounds.iter().any(|(owner, round)| borrowed.asked.get(owner).is_some_and(|now| now.done < round.wanted)) {
@@ -282,7 +287,7 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
         return Err(Refused::ForNow);
     }
     let pauses = borrowed().pauses;
-    let Lent { pieces, .. } = lease.ask(&mut state, token)?;
+    let Lent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
     let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
     let mut borrowed = borrowed();
     let now = borrowed.pauses;
@@ -295,9 +300,11 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     if pauses != now {
         return Err(Refused::ForNow);
     }
-    memory.map(&opened.place)?;
-    driver::open([(opened.place.span(), opened.devices.iter().map(|device| Access::of_device(*device)).collect())])?;
-    opened.behind = Behind::Memory(memory);
+    if opened.pauses != of_piece || matches!(opened.behind, Behind::Paused { is_due: true }) {
+        memory.map(&opened.place)?;
+        driver::open([(opened.place.span(), opened.devices.iter().map(|device| Access::of_device(*device)).collect())])?;
+        (opened.behind, opened.pauses) = (Behind::Memory(memory), of_piece);
+    }
     let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
     drop(borrowed);
     // Another connection, which may have nothing left.
@@ -436,7 +443,7 @@ pub(super) fn forget_gone(doomed: Option<Context>) {
 }
 
 impl Opened {
-    fn map(lease: &Arc<Lease>, Lent { pieces, tag }: Lent, current: &Current) -> Result<Self, Failure> {
+    fn map(lease: &Arc<Lease>, Lent { pieces, tag, pauses }: Lent, current: &Current) -> Result<Self, Failure> {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
         let addresses = Arc::new(Addresses::reserve(pieces.iter().map(|(_, bytes)| bytes).sum())?);
         let place = Place::of(&addresses);
@@ -452,6 +459,7 @@ impl Opened {
             contexts: BTreeSet::new(),
             tag,
             gpu: own.and_then(driver::uuid),
+            pauses,
             behind: Behind::Memory(memory),
         };
         opened.open_to(current)?;
@@ -563,8 +571,9 @@ impl Lease {
             Refused::because(self.owner, &error)
         })?;
         match reply {
-            Reply::Opened { pieces, tag } if pieces.len() == files.len() => {
-                Ok(Lent { pieces: files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect(), tag })
+            Reply::Opened { pieces, tag, pauses } if pieces.len() == files.len() => {
+                let pieces = files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect();
+                Ok(Lent { pieces, tag, pauses })
             }
             Reply::Error(refusal) => {
                 log::debug!("process {} does not share its memory: {}", self.owner, refusal.message);

@@ -112,6 +112,8 @@ pub struct Loan {
     pub pieces: Vec<(OwnedFd, usize)>,
     /// Its tag: a pause of this process together with the other takes it by that.
     pub tag: Arc<str>,
+    /// How often it has been paused.
+    pub pauses: u64,
 }
 
 impl Memory {
@@ -160,7 +162,7 @@ impl Memory {
             return refuse(code::NOT_SUPPORTED);
         }
         contents.lending.open.insert(borrower.connection, borrower.clone());
-        Ok(Loan { pieces, tag: Arc::clone(&allocation.tag) })
+        Ok(Loan { pieces, tag: Arc::clone(&allocation.tag), pauses: contents.pauses })
     }
 
     /// Notes that another process has closed memory.
