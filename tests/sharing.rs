@@ -286,6 +286,32 @@ fn only_what_is_open_is_not_paused() {
     machine.refused(&two.pid(), &owner);
 }
 
+/// Until then, the program runs on.
+#[test]
+fn a_pause_with_a_timeout_waits_until_it_is_closed() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let handle = owner.ask(&format!("get({pointer})"));
+    let theirs = other.number(&format!("open_('{handle}')"));
+    let mut command = machine.command(common::command_line());
+    let mut waiting = command.args(["pause", "--name", "owner", "--timeout", "60"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = String::new();
+    BufReader::new(waiting.stderr.take().unwrap()).read_line(&mut said).unwrap();
+    let who = format!("owner (pid {}): waiting until this is closed: default by pid {}", owner.pid(), other.pid());
+    assert!(said.contains(&who), "{said}");
+    assert!(!machine.is_held(&owner));
+    assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
+    assert_eq!(other.ask(&format!("read({theirs}, 100), close({theirs})")), "([7], 0)");
+    assert!(waiting.wait().unwrap().success());
+    assert_eq!(machine.used(), 0);
+    machine.done(&["resume", "--name", "owner"]);
+    let theirs = other.number(&format!("open_('{handle}')"));
+    let output = machine.ask(&["pause", "--name", "owner", "--timeout", "0.5"]);
+    assert_eq!(output.status.code(), Some(5), "{output:?}");
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");
+}
+
 /// Some programs keep memory open for as long as they run.
 #[test]
 fn what_is_open_can_be_left_out_of_a_pause() {

@@ -36,6 +36,9 @@ work wait, the rest of it runs on. A pause first waits for the GPU work in fligh
 contents in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails \
 changes nothing, in any process of the job, and the program runs on. ^C takes back what is not complete.
 
+Memory that another process has open (CUDA IPC) is not paused, and the message names the process. With --timeout, the pause waits \
+that long until it is closed, and the program runs on meanwhile.
+
 With --no-hold, the program runs on while it is paused. Then it must be idle: GPU work that touches paused memory fails.
 
 An inference engine must have no requests if its KV cache is discarded, or with --no-hold. With --engine, the command asks it first and \
@@ -205,6 +208,8 @@ impl JobOutcome {
     }
 }
 
+/// Longer than anyone waits, yet small enough to add to an `Instant`.
+const LONGEST_WAIT: Duration = Duration::from_secs(1 << 32);
 /// How long the program's GPU work in flight may take once it is held.
 const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -220,6 +225,7 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     if args.dry_run {
         return asking.foretell(args.engine.asks());
     }
+    asking.wait_for_borrowers(patience);
     if !args.engine.force() {
         asking.request.force = asking.may_discard(&args.engine, patience)?;
     }
@@ -351,6 +357,26 @@ impl Asking {
             engine.agree(&losing, patience)?;
         }
         Ok(!losing.is_empty())
+    }
+
+    /// Waits until no other process has open what is to be paused; the program runs on meanwhile. If that takes too long, the pause is
+    /// refused.
+    fn wait_for_borrowers(&self, patience: Duration) {
+        const LOOK_AGAIN: Duration = Duration::from_millis(100);
+        let deadline = Instant::now() + patience.min(LONGEST_WAIT);
+        for task in self.due() {
+            let mut is_told = self.json || self.quiet;
+            while let Err(CommandError::Refused(refusal)) = self.ask_plan(task) {
+                if refusal.code != Kind::Shared || Instant::now() >= deadline {
+                    break;
+                }
+                if !std::mem::replace(&mut is_told, true) {
+                    let lent: Vec<_> = refusal.lent.iter().flatten().map(ToString::to_string).collect();
+                    output::complain("note", &format!("{}: waiting until this is closed: {}", task.process, lent.join(", ")));
+                }
+                thread::sleep(LOOK_AGAIN);
+            }
+        }
     }
 
     /// What a pause of the process would do. `None` if its library is too old to say.
