@@ -442,6 +442,29 @@ fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
     }
 }
 
+/// So do a suspend and a move.
+#[test]
+fn a_job_is_suspended_and_moved_with_what_its_processes_have_open_of_each_other() {
+    let machine = Machine::new();
+    let start = || machine.start_with("job", |command| _ = command.env("SIMGPU_DEVICES", "2"));
+    let (mut owner, mut borrower) = (start(), start());
+    let bytes = 4 * MIB;
+    let mine = owner.number(&format!("malloc({bytes})"));
+    assert_eq!(owner.ask(&format!("fill({mine}, 7, {bytes})")), "0");
+    let handle = owner.ask(&format!("get({mine})"));
+    let theirs = borrower.number(&format!("open_('{handle}')"));
+    for steps in [&[&["suspend", "job"][..], &["resume", "--name", "job"]][..], &[&["move", "job", "--to", "1"]]] {
+        for step in steps {
+            machine.done(step);
+        }
+        for (rank, at) in [(&mut owner, mine), (&mut borrower, theirs)] {
+            assert!(!machine.is_held(rank), "{steps:?}");
+            assert_eq!(rank.ask(&format!("read({at}, {bytes})")), "[7]", "{steps:?}");
+        }
+    }
+    assert_eq!(machine.used(), 0, "all of it is on the other GPU");
+}
+
 /// What is not paused stays open, and whoever uses nothing that is paused runs on.
 #[test]
 fn a_held_job_gives_up_only_what_is_paused() {

@@ -123,14 +123,14 @@ fn first(answers: Vec<Result<(), CommandError>>) -> Result<(), CommandError> {
 
 /// Holds and pauses all tags of all of them, or of none.
 pub fn pause(found: &Found, members: &mut [Member], wanted: Transition) -> Result<(), CommandError> {
-    let is_due = |member: &Member| member.gpus.is_empty() && member.process.has_memory();
-    transition(found, members, Verb::Pause, wanted, |member| is_due(member).then(Vec::new))
+    // Also those without memory of their own: they may have that of the others open.
+    transition(found, members, Verb::Pause, wanted, |member| member.gpus.is_empty().then(Vec::new))
 }
 
-/// Gives the tags back that were active.
+/// Gives the tags back that were active, and what those without tags have open of the others.
 pub fn resume(found: &Found, members: &mut [Member]) -> Result<(), CommandError> {
-    let tags = |member: &Member| Some(member.active.clone()).filter(|tags| !tags.is_empty());
-    transition(found, members, Verb::Resume, Transition::default(), tags)
+    let is_due = |member: &Member| !member.active.is_empty() || !member.process.has_memory();
+    transition(found, members, Verb::Resume, Transition::default(), |member| is_due(member).then(|| member.active.clone()))
 }
 
 /// Pauses or resumes as one job. `tags`: those of a process; none means all, `None` leaves it out.

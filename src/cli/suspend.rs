@@ -83,8 +83,8 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     let able = checkpoint::can_be_seen(&members).and(loaded);
     match able.and_then(|()| checkpoint::take(&mut members, args.hold_timeout)) {
         Ok(()) => {
-            let line = |member: &checkpoint::Member| match member.done.bytes() {
-                0 => format!("nothing to do: {} is already suspended", member.process),
+            let line = |member: &checkpoint::Member| match member.process.suspended() {
+                Some(_) if member.done.bytes() == 0 => format!("nothing to do: {} is already suspended", member.process),
                 _ => format!("suspended {}: {} freed {}", member.process, member.bytes(), member.done.took()),
             };
             checkpoint::tell(&members, args.json, args.quiet, line)?;

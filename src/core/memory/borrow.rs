@@ -6,8 +6,8 @@
 //!
 //! Locks: a connection's, then that of `Borrowed`. An owner may take long to answer, so only its connection's is held meanwhile.
 
-use super::Memory;
 use super::share::{Ticket, Token};
+use super::{Memory, obstacles};
 use crate::suspend::suspended;
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -21,7 +21,7 @@ use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Message, Reply, Request, VERSION};
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::{Held, PerProcess, exit, worker};
-use vramctl_model::{self as model, Failure, Kind, StatusCode, TransitionRequest, code};
+use vramctl_model::{self as model, Failure, Kind, ObstacleKind, StatusCode, TransitionRequest, code};
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -288,7 +288,8 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     }
     let pauses = borrowed().pauses;
     let Lent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
-    let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
+    let import = || Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)));
+    let mut memory = obstacles::making(ObstacleKind::Shared, import)?;
     let mut borrowed = borrowed();
     let now = borrowed.pauses;
     let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else {
