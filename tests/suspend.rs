@@ -168,7 +168,7 @@ fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
     engine.is_well();
     let before = machine.gpus();
     assert!(before[0].0 > CONTEXT && before[0].1 == 1, "{before:?}");
-    for _ in 0..3 {
+    for round in 0..3 {
         machine.vramctl("suspend engine").expect(0, "suspended engine");
         assert_eq!(machine.gpus(), [(0, 0), (0, 0)]);
         let status = machine.status("engine");
@@ -181,7 +181,17 @@ fn a_suspended_process_has_nothing_on_the_gpu_and_comes_back() {
         machine.vramctl("set-tag x").expect(5, "suspended");
         machine.vramctl("suspend --name engine").expect(0, "already suspended");
         engine.tell("verify");
-        machine.vramctl("resume").expect(0, "resumed default of engine");
+        if round == 0 {
+            machine.vramctl("resume").expect(0, "resumed default of engine");
+        } else {
+            let told = machine.vramctl("resume --json");
+            let told: Value = serde_json::from_str(&told.text).unwrap_or_else(|error| panic!("{error}: {}", told.text));
+            let process = &told["processes"][0];
+            assert_eq!(process["restored"]["bytes"], needed, "{told}");
+            let stages = process["restored"]["stages"].as_object().unwrap();
+            assert_eq!(stages.keys().collect::<Vec<_>>(), ["restore", "room", "unlock"], "{told}");
+            assert!(process["report"]["stages"]["map"].is_number(), "{told}");
+        }
         engine.line("verify");
         assert_eq!(machine.gpus(), before);
         engine.is_well();

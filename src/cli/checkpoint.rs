@@ -180,7 +180,11 @@ fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
 
 /// Brings processes back to running, from wherever each is.
 pub fn restore(members: &mut [Member], map: &GpuMap, timeout: Duration) -> Result<(), CommandError> {
+    let begun = Instant::now();
     let _turn = wait_for_room(|| needs(members, map, false), timeout)?;
+    for member in members.iter_mut() {
+        member.done.stages.push(("room", begun.elapsed().as_secs_f64() * 1e3));
+    }
     let restored = first(all(members, "restore", |member| member.restore(map)));
     let unlocked = first(all(members, "unlock", Member::unlock));
     restored.and(unlocked)
@@ -340,7 +344,9 @@ impl Member {
             Err(failure) if failure.code == code::INVALID_VALUE && own != *map => checkpoint::restore(self.pid, &own),
             answer => answer,
         };
-        restored.map_err(|failure| self.refused("restore", failure))
+        restored.map_err(|failure| self.refused("restore", failure))?;
+        self.done.rest_bytes = self.gpus.iter().map(|gpu| gpu.bytes).sum();
+        Ok(())
     }
 
     /// Also tells the process that it has its driver back.

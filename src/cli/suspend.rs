@@ -1,12 +1,13 @@
 //! `vramctl suspend`, and the way back in `vramctl resume`.
 
-use crate::checkpoint;
+use crate::checkpoint::{self, Done};
 use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Target, check_whole};
 use crate::target::{TargetArgs, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
+use std::collections::BTreeMap;
 use std::thread;
 use std::time::Duration;
 use vramctl_control::protocol::Transition;
@@ -100,14 +101,14 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     }
 }
 
-/// Before a resume: brings suspended processes back to the GPU.
-pub fn bring_back(target: &Target, all_tags: bool, timeout: Duration, quiet: bool) -> Result<(), CommandError> {
+/// Before a resume: brings suspended processes back to the GPU. Returns what was done, by process.
+pub fn bring_back(target: &Target, all_tags: bool, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Done>, CommandError> {
     checkpoint::see_all_gpus();
     let found = Found::look(target)?;
     // Whoever does not answer, or does not exist, is reported by the resume.
-    let Ok(chosen) = found.choose(target) else { return Ok(()) };
+    let Ok(chosen) = found.choose(target) else { return Ok(BTreeMap::new()) };
     if chosen.iter().all(|process| process.suspended().is_none()) {
-        return Ok(());
+        return Ok(BTreeMap::new());
     }
     let mut members = checkpoint::join(&found, target)?;
     members.retain(|member| member.process.suspended().is_some());
@@ -116,5 +117,6 @@ pub fn bring_back(target: &Target, all_tags: bool, timeout: Duration, quiet: boo
     drop(checkpoint::wait_for_room(|| checkpoint::needs(&members, &GpuMap::new(), all_tags), timeout)?);
     checkpoint::restore(&mut members, &GpuMap::new(), timeout)?;
     let line = |member: &checkpoint::Member| format!("restored {} {}", member.process, member.done.took());
-    members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))
+    members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))?;
+    Ok(members.into_iter().map(|member| (member.process.pid, member.done)).collect())
 }

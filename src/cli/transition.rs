@@ -1,5 +1,6 @@
 //! `vramctl pause` and `vramctl resume`.
 
+use crate::checkpoint::Done;
 use crate::completions;
 use crate::engine;
 use crate::failure::{CommandError, Exit};
@@ -12,7 +13,7 @@ use crate::suspend;
 use crate::target::{GpuArgs, TargetArgs, checked_tag, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write};
 use std::io::ErrorKind;
@@ -129,7 +130,8 @@ pub struct Args {
     /// Wait at most this many seconds; fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
-    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}
+    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}; a resume of a suspended process also has "restored",
+    /// with the times of the driver's part
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only
@@ -153,6 +155,9 @@ struct Outcome {
     pid: u32,
     name: Option<String>,
     tags: Vec<String>,
+    /// For one that was suspended: what brought it back to the GPU, before its tags were resumed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    restored: Option<Value>,
     #[serde(flatten)]
     result: Answer,
 }
@@ -234,8 +239,10 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
 
 pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
     let Args { target, tags, timeout, json, quiet, .. } = &args.transition;
-    suspend::bring_back(&Target::from(target.clone()), tags.is_empty(), timeout.unwrap_or_default(), *json || *quiet)?;
-    Asking::prepare(Verb::Resume, args.transition)?.run()
+    let restored = suspend::bring_back(&Target::from(target.clone()), tags.is_empty(), timeout.unwrap_or_default(), *json || *quiet)?;
+    let mut asking = Asking::prepare(Verb::Resume, args.transition)?;
+    asking.restored = restored;
+    asking.run()
 }
 
 impl Task {
@@ -286,6 +293,8 @@ struct Asking {
     request: protocol::Transition,
     /// Whether jobs are meant as a whole, not some of their processes or memory.
     is_whole: bool,
+    /// What brought those that were suspended back to the GPU.
+    restored: BTreeMap<u32, Done>,
     json: bool,
     quiet: bool,
     bars: Bars,
@@ -326,7 +335,19 @@ impl Asking {
         let lenient = !args.tags.is_empty();
         let request =
             protocol::Transition { tags: args.tags, lenient, gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
-        Ok(Self { direction, found, tasks, request, is_whole, json: args.json, quiet: args.quiet, bars, connections: Mutex::default() })
+        let restored = BTreeMap::new();
+        Ok(Self {
+            direction,
+            found,
+            tasks,
+            request,
+            is_whole,
+            restored,
+            json: args.json,
+            quiet: args.quiet,
+            bars,
+            connections: Mutex::default(),
+        })
     }
 
     /// The tasks with something to do.
@@ -475,6 +496,7 @@ impl Asking {
             pid: task.process.pid,
             name: task.process.name().map(str::to_owned),
             tags: task.meant.clone(),
+            restored: self.restored.get(&task.process.pid).map(|done| json!(done)),
             result: results.remove(&place).unwrap_or_else(|| unasked(task)),
         };
         (self.tasks.iter().enumerate().map(outcome).collect(), told)
