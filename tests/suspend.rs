@@ -221,60 +221,154 @@ fn a_resume_without_room_changes_nothing_and_waits_if_told() {
     engine.is_well();
 }
 
-/// The caller may die at any step: whoever comes next goes on from there, in either direction.
+/// Calls of the driver that a command makes for one process, in order: a name, and how often until then.
+type Calls = &'static [(&'static str, u32)];
+
+/// The first state is of nobody, to see whether the driver knows the call.
+const SUSPEND: Calls = &[("GetState", 1), ("GetState", 2), ("Lock", 1), ("GetState", 3), ("Checkpoint", 1)];
+const RESUME: Calls = &[("GetState", 1), ("GetState", 2), ("GetState", 3), ("GetState", 4), ("Restore", 1), ("GetState", 5), ("Unlock", 1)];
+const MOVE: Calls = &[
+    ("GetState", 1),
+    ("GetState", 2),
+    ("Lock", 1),
+    ("GetState", 3),
+    ("Checkpoint", 1),
+    ("GetState", 4),
+    ("GetState", 5),
+    ("Restore", 1),
+    ("GetState", 6),
+    ("Unlock", 1),
+];
+/// The commands, each with what comes before it.
+const COMMANDS: &[(&str, Option<&str>, Calls)] =
+    &[("suspend engine", None, SUSPEND), ("resume", Some("suspend engine"), RESUME), ("move engine --to 1", None, MOVE)];
+
+/// Each step of each command.
+fn steps() -> impl Iterator<Item = (&'static str, Option<&'static str>, String)> {
+    let each = |(command, first, steps): &'static (&'static str, Option<&'static str>, Calls)| {
+        steps.iter().map(move |(call, nth)| (*command, *first, format!("cuCheckpointProcess{call}:{nth}")))
+    };
+    COMMANDS.iter().flat_map(each)
+}
+
+/// The list above has all of the calls, and no other.
 #[test]
-fn a_caller_may_be_killed_at_any_step() {
-    let steps = ["GetState", "Lock", "Checkpoint", "Restore", "Unlock"];
-    let deaths = steps
-        .iter()
-        .flat_map(|step| [format!("cuCheckpointProcess{step}:1:kill-before"), format!("cuCheckpointProcess{step}:1:kill-after")]);
+fn the_steps_are_those_that_the_commands_make() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
-    let before = machine.gpus();
-    for (round, death) in deaths.chain(["cuCheckpointProcessGetState:2:kill-before".into()]).enumerate() {
-        for command in ["suspend engine", "resume"] {
-            let killed = machine.vramctl_failing(&death, command);
-            // Not every command makes every call.
-            assert!(killed.code.is_none_or(|code| code == 0), "{death} {command}: {}", killed.text);
-            let state = machine.status("engine");
-            assert!(state["processes"][0].get("error").is_none(), "{death} {command}: {state}");
-            if round % 2 == 0 {
-                machine.vramctl("suspend engine").expect(0, "suspended");
-                assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{death} {command}");
+    for (command, first, steps) in COMMANDS {
+        for name in ["GetState", "Lock", "Checkpoint", "Restore", "Unlock"] {
+            let listed = steps.iter().filter(|(call, _)| *call == name).map(|(_, nth)| *nth).max().unwrap_or(0);
+            for (nth, is_made) in [(listed, listed > 0), (listed + 1, false)].into_iter().filter(|(nth, _)| *nth > 0) {
+                if let Some(first) = first {
+                    machine.vramctl(first).expect(0, "engine");
+                }
+                let killed = machine.vramctl_failing(&format!("cuCheckpointProcess{name}:{nth}:kill-before"), command);
+                assert_eq!(killed.code.is_none(), is_made, "{command}: {name} {nth}: {}", killed.text);
+                machine.vramctl("resume").expect(0, "engine");
+                engine.is_well();
+                drop(engine);
+                engine = machine.start("engine");
             }
-            machine.vramctl("resume").expect(0, "engine");
-            assert_eq!(machine.gpus(), before, "{death} {command}");
-            engine.is_well();
-            machine.vramctl("suspend engine").expect(0, "suspended");
         }
-        machine.vramctl("resume").expect(0, "resumed");
     }
 }
 
-/// A driver that refuses a call: everything is as it was but for the tags, and the next command works.
+/// The caller may be killed at any step. Whoever comes next goes on from there, in either direction.
+#[test]
+fn a_caller_may_be_killed_at_any_step() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    for (round, (command, first, step)) in steps().enumerate() {
+        for when in ["before", "after"] {
+            if let Some(first) = first {
+                machine.vramctl(first).expect(0, "suspended");
+            }
+            let killed = machine.vramctl_failing(&format!("{step}:kill-{when}"), command);
+            assert_eq!(killed.code, None, "{command} {step} {when}: {}", killed.text);
+            let state = machine.status("engine");
+            assert!(state["processes"][0].get("error").is_none(), "{command} {step} {when}: {state}");
+            if round % 2 == 0 {
+                machine.vramctl("suspend engine").expect(0, "engine");
+                assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{command} {step} {when}");
+            }
+            machine.vramctl("resume").expect(0, "engine");
+            let mut gpus = machine.gpus();
+            let has_moved = gpus[1].1 == 1;
+            gpus.rotate_left(has_moved.into());
+            assert_eq!(gpus, before, "{command} {step} {when}");
+            engine.is_well();
+            // A move may have been complete but for its tags.
+            if has_moved {
+                machine.vramctl("move engine --to 0").expect(0, "moved");
+            }
+        }
+    }
+}
+
+/// The process may be killed at any step: the command says that it is gone, and nothing of it is left.
+#[test]
+fn a_process_may_be_killed_at_any_step() {
+    let machine = Machine::new();
+    for (command, first, step) in steps() {
+        for when in ["before", "after"] {
+            let mut engine = machine.start("engine");
+            if let Some(first) = first {
+                machine.vramctl(first).expect(0, "suspended");
+            }
+            let said = machine.vramctl_meanwhile(&format!("{step}:stop-{when}"), command, || {
+                engine.child.kill().unwrap();
+                engine.child.wait().unwrap();
+            });
+            let said = said.unwrap_or_else(|| panic!("{command} makes no {step}"));
+            // With nothing left to do, it may not have noticed.
+            let is_last = step.contains("Checkpoint:1") && when == "after" && command.starts_with("suspend");
+            if !is_last {
+                assert!(matches!(said.code, Some(1 | 3)), "{command} {step} {when}: {:?} {}", said.code, said.text);
+                let is_told =
+                    ["has ended", "ended before it answered", "does not answer", "no process"].iter().any(|why| said.text.contains(why));
+                assert!(is_told, "{command} {step} {when}: {}", said.text);
+            }
+            assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{command} {step} {when}: {}", said.text);
+            machine.vramctl("resume --name engine").expect(3, "no process is managed");
+        }
+    }
+}
+
+/// A driver that refuses a call: the message names it and what to do next, and that brings everything back.
 #[test]
 fn a_driver_that_refuses_leaves_a_process_that_can_be_resumed() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
     let before = machine.gpus();
-    for call in ["Lock:1:999", "Lock:1:600", "Checkpoint:1:999", "GetState:2:999", "GetState:3:999"] {
-        let refused = machine.vramctl_failing(&format!("cuCheckpointProcess{call}"), "suspend engine");
-        assert!(matches!(refused.code, Some(1 | 5)), "{call}: {}", refused.text);
-        assert!(refused.text.contains("All tags are paused"), "{call}: {}", refused.text);
-        assert!(refused.text.contains("cuCheckpointProcess") || refused.text.contains("has not ended"), "{call}: {}", refused.text);
-        let status = machine.status("engine");
-        assert_eq!(status["processes"][0]["tags"][0]["state"], "paused", "{call}");
-        machine.vramctl("resume").expect(0, "resumed");
-        engine.is_well();
+    for (command, first, step) in steps() {
+        for code in [999, 600, 1, 2] {
+            if let Some(first) = first {
+                machine.vramctl(first).expect(0, "suspended");
+            }
+            let refused = machine.vramctl_failing(&format!("{step}:{code}"), command);
+            let about = format!("{command} {step} {code}: {:?} {}", refused.code, refused.text);
+            // Whether the driver knows the call is asked of a process that does not exist, and any other answer will do.
+            if step.ends_with("GetState:1") {
+                assert_eq!(refused.code, Some(0), "{about}");
+            } else if refused.code != Some(0) {
+                assert!(matches!(refused.code, Some(1 | 5)), "{about}");
+                assert!(refused.text.contains("cuCheckpointProcess") || refused.text.contains("has not ended"), "{about}");
+                let next = if refused.text.contains("runs where it was") { "" } else { "`vramctl resume`" };
+                assert!(refused.text.contains(next), "{about}");
+            }
+            machine.vramctl("resume").expect(0, "engine");
+            let mut gpus = machine.gpus();
+            let has_moved = gpus[1].1 == 1;
+            gpus.rotate_left(has_moved.into());
+            assert_eq!(gpus, before, "{about}");
+            engine.is_well();
+            if has_moved {
+                machine.vramctl("move engine --to 0").expect(0, "moved");
+            }
+        }
     }
-    for call in ["Restore:1:999", "Restore:1:1", "Unlock:1:999", "GetState:4:999", "GetState:5:999"] {
-        machine.vramctl("suspend engine").expect(0, "suspended");
-        let refused = machine.vramctl_failing(&format!("cuCheckpointProcess{call}"), "resume");
-        refused.expect(1, "cuCheckpointProcess");
-        machine.vramctl("resume").expect(0, "resumed");
-        engine.is_well();
-    }
-    assert_eq!(machine.gpus(), before);
 }
 
 #[test]
@@ -446,6 +540,15 @@ fn an_obstacle_that_comes_in_the_middle_is_found() {
 
 // ---- within the process ----
 
+/// Ends a suspend when a test fails, which would else wait for the driver as it cleans up.
+struct Awake;
+
+impl Drop for Awake {
+    fn drop(&mut self) {
+        Memory::get().awake();
+    }
+}
+
 /// Whether it comes to that, within a time that only a hang exceeds.
 fn eventually(is_so: impl Fn() -> bool) -> bool {
     (0..2000).any(|_| {
@@ -465,6 +568,7 @@ fn obstacles() -> Vec<ObstacleKind> {
 #[test]
 fn what_the_driver_could_not_restore_is_known_in_advance() {
     let _gpu = Gpu::take();
+    let _awake = Awake;
     let managed = common::malloc_tagged("managed", None, 2 << 20).unwrap();
     assert_eq!(obstacles(), []);
     let refused = |kind: ObstacleKind| {
@@ -520,10 +624,50 @@ fn what_the_driver_could_not_restore_is_known_in_advance() {
     assert_eq!(common::free(managed), 0);
 }
 
+/// Whatever call of the library's fails as it stands aside, it stands aside or goes on as before.
+#[test]
+fn a_driver_that_refuses_the_library_loses_nothing() {
+    const CALLS: &[&str] = &[
+        "cuCtxGetDevice",
+        "cuCtxGetId",
+        "cuCtxPopCurrent_v2",
+        "cuCtxPushCurrent_v2",
+        "cuDeviceGetAttribute",
+        "cuDeviceGetCount",
+        "cuDeviceGetUuid",
+        "cuDevicePrimaryCtxGetState",
+        "cuMemGetInfo_v2",
+    ];
+    let gpu = Gpu::take();
+    let _awake = Awake;
+    let address = common::malloc_tagged("tag", None, 2 << 20).unwrap();
+    let bytes = common::pattern(5, 2 << 20);
+    assert_eq!(common::write(address, &bytes), 0);
+    common::pause(&[]).unwrap();
+    gpu.reset_counts();
+    Memory::get().suspend().unwrap();
+    let made: Vec<_> = CALLS.iter().map(|call| (*call, common::calls(call))).collect();
+    assert_eq!(made.iter().map(|(_, count)| count).sum::<u64>(), common::calls(""), "all of them are listed: {made:?}");
+    Memory::get().awake();
+    let every = made.into_iter().flat_map(|(call, count)| (1..=count).map(move |nth| (call, nth)));
+    for (call, nth) in every {
+        gpu.fail(call, nth, 999, 1);
+        let suspended = Memory::get().suspend().is_ok();
+        gpu.clear_faults();
+        assert_eq!(Memory::get().status().suspended.is_some(), suspended, "{call} {nth}");
+        Memory::get().awake();
+        assert_eq!(common::resume(&[]).unwrap().allocations, 1, "{call} {nth}");
+        assert_eq!(common::read(address, bytes.len()), Ok(bytes.clone()), "{call} {nth}");
+        common::pause(&[]).unwrap();
+    }
+    assert_eq!((common::resume(&[]).unwrap().allocations, common::free(address)), (1, 0));
+}
+
 /// From the moment it stands aside until it is awake: whatever the library had in mind waits, and the status needs no driver.
 #[test]
 fn a_process_that_stands_aside_calls_no_driver() {
     let gpu = Gpu::take();
+    let _awake = Awake;
     let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
     cleaning::set_when(cleaning::When { after: Duration::from_millis(20), bytes: 1 << 20 });
     common::pause(&[]).unwrap();
@@ -551,6 +695,7 @@ fn a_process_that_stands_aside_calls_no_driver() {
 #[test]
 fn a_transition_that_meets_a_suspended_process_says_so() {
     let _gpu = Gpu::take();
+    let _awake = Awake;
     let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
     common::pause(&[]).unwrap();
     let late = common::malloc_tagged("late", None, 2 << 20).unwrap();
@@ -578,6 +723,7 @@ fn a_transition_that_meets_a_suspended_process_says_so() {
 #[test]
 fn a_call_in_the_driver_keeps_a_process_from_standing_aside() {
     let gpu = Gpu::take();
+    let _awake = Awake;
     let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
     let blocked = common::Gate::new();
     let stream = common::Stream::create();

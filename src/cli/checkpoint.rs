@@ -34,6 +34,8 @@ pub struct Member {
     /// The tags that were active, to be resumed.
     active: Vec<String>,
     pub done: Done,
+    /// The driver will never restore it.
+    pub is_lost: bool,
 }
 
 /// What has been done to one process.
@@ -86,7 +88,7 @@ pub fn join(found: &Found, target: &Target) -> Result<Vec<Member>, CommandError>
         let gpus = process.suspended().unwrap_or_default().to_vec();
         let is_active = |state| state != TagState::Paused || !gpus.is_empty();
         let active = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
-        Ok(Member { pid: client.seen_as(), client, gpus, active, process, done: Done::default() })
+        Ok(Member { pid: client.seen_as(), client, gpus, active, process, done: Done::default(), is_lost: false })
     };
     found.choose_answering(target)?.into_iter().map(member).collect()
 }
@@ -280,12 +282,12 @@ impl Member {
         CommandError::from(error).adding(&format!(" ({})", self.process))
     }
 
-    fn state(&self) -> Result<ProcessState, CommandError> {
+    fn state(&mut self) -> Result<ProcessState, CommandError> {
         checkpoint::state(self.pid).map_err(|failure| self.refused("tell the state of", failure))
     }
 
     /// The driver's refusal, with the state that it has left the process in.
-    fn refused(&self, step: &str, failure: Failure) -> CommandError {
+    fn refused(&mut self, step: &str, failure: Failure) -> CommandError {
         if !Path::new(&format!("/proc/{}", self.pid)).exists() {
             return CommandError::new(Exit::NoProcess, format!("{} has ended", self.process));
         }
@@ -297,6 +299,7 @@ impl Member {
             }
             _ => "",
         };
+        self.is_lost = !lost.is_empty();
         CommandError::new(Exit::Failed, format!("the driver did not {step} {}: {failure}{lost}", self.process))
     }
 

@@ -115,7 +115,10 @@ pub fn bring_back(target: &Target, all_tags: bool, timeout: Duration, quiet: boo
     checkpoint::can_be_seen(&members)?;
     checkpoint::load()?;
     drop(checkpoint::wait_for_room(|| checkpoint::needs(&members, &GpuMap::new(), all_tags), timeout)?);
-    checkpoint::restore(&mut members, &GpuMap::new(), timeout)?;
+    checkpoint::restore(&mut members, &GpuMap::new(), timeout).map_err(|failure| {
+        let is_worth_it = members.iter().any(|member| !member.is_lost);
+        failure.adding(if is_worth_it { ". What is not back stays suspended; `vramctl resume` tries again" } else { "" })
+    })?;
     let line = |member: &checkpoint::Member| format!("restored {} {}", member.process, member.done.took());
     members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))?;
     Ok(members.into_iter().map(|member| (member.process.pid, member.done)).collect())
