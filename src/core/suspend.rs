@@ -15,9 +15,9 @@ use vramctl_model::{DeviceStatus, Error, GpuUse, Status};
 
 /// How it was before, while the process is suspended. Whoever takes the status holds it for reading, so that nobody asks the driver in
 /// the middle of it.
-static SUSPENDED: PerProcess<RwLock<Option<Before>>> = PerProcess::new(RwLock::default);
+static SUSPENDED: PerProcess<RwLock<Option<Aside>>> = PerProcess::new(RwLock::default);
 
-struct Before {
+struct Aside {
     status: Status,
     /// The program may make obstacles until the driver has locked it: its calls that make them are not held.
     without_obstacles: Moment,
@@ -46,7 +46,7 @@ impl Memory {
             }
             // How much is free changes meanwhile.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, ..device }).collect();
-            *suspended = Some(Before { status: Status { suspended: Some(gpus.clone()), devices, ..status }, without_obstacles });
+            *suspended = Some(Aside { status: Status { suspended: Some(gpus.clone()), devices, ..status }, without_obstacles });
             Ok(gpus)
         })
     }
@@ -61,7 +61,7 @@ impl Memory {
     pub fn status(&self) -> Status {
         let suspended = SUSPENDED.get().read().unwrap_or_else(PoisonError::into_inner);
         match &*suspended {
-            Some(Before { status, without_obstacles }) => {
+            Some(Aside { status, without_obstacles }) => {
                 Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles: without_obstacles.since(), ..status.clone() }
             }
             None => self.status_now(),

@@ -8,7 +8,6 @@
 
 use super::share::{Ticket, Token};
 use super::{Memory, obstacles};
-use crate::suspend::suspended;
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
@@ -248,7 +247,7 @@ fn ask_owner(owner: u32) {
         }
         drop(borrowed);
         // While the process is suspended, it cannot open anything.
-        if suspended().is_none() {
+        if !exit::is_resting() {
             for token in &aside {
                 bring_one_back(token, owner);
             }
