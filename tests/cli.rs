@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, Transition};
 use vramctl_model::{
-    Backup, DeviceStatus, Error, Holder, HostRoom, Plan, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus, Verb,
+    Backup, Cycle, DeviceStatus, Error, Holder, HostRoom, Plan, Progress, Report, Shortage, Stage, Status, TagPlan, TagState, TagStatus,
+    Verb,
 };
 
 const GIB: u64 = 1 << 30;
@@ -351,6 +352,8 @@ impl State {
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
             left_alone: Vec::new(),
+            cycles: Vec::new(),
+            growing: Vec::new(),
         };
         ProcessStatus { process: self.hello(), memory }
     }
@@ -766,6 +769,9 @@ fn status_says_what_is_not_back_yet_and_why() {
     status.memory.late_bytes = GIB / 8;
     status.memory.left_alone =
         vec![vramctl_model::LeftAlone { owner: "libnccl.so.2".into(), bytes: GIB / 4, gpus: [(GPU.into(), GIB / 4)].into() }];
+    let cycle = |mib: u64| Cycle { left_alone: [("libnccl.so.2".into(), mib << 20)].into(), ..Cycle::default() };
+    status.memory.cycles = vec![Cycle::default(), cycle(56), cycle(156), cycle(256)];
+    status.memory.growing = Cycle::growing(&status.memory.cycles);
     status.memory.host.ready_bytes = 4 * GIB;
     status.memory.host.used_bytes = GIB;
     status.memory.host.pinned_bytes = 3 * GIB;
@@ -775,6 +781,8 @@ fn status_says_what_is_not_back_yet_and_why() {
     let status = place.vramctl("status");
     status.expect(0, "The driver has not taken 128.00 MiB back yet; every pause and resume retries.", "");
     status.expect(0, "Left to CUDA: 256.00 MiB of libnccl.so.2.", "");
+    status.expect(0, "OWNER         -3  -2         -1          LAST PAUSE\nlibnccl.so.2  ?   56.00 MiB  156.00 MiB  256.00 MiB", "");
+    status.expect(0, "A leak? libnccl.so.2: 100.00 MiB more in each cycle, over the last 3.", "");
     status.expect(
         0,
         "Host memory for backups: 1.00 GiB used of 4.00 GiB. The rest is ready for the next pause. 1.00 GiB could not be pinned",

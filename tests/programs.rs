@@ -166,6 +166,7 @@ const MIB: u64 = 1 << 20;
 #[test]
 fn the_ledger_adds_up() {
     const CONTEXT: u64 = 24 * MIB;
+    const UUID: &str = "GPU-73696d75-6c61-7465-642d-6770752d3030";
     let machine = Machine::new("512M");
     let with_context = |command: &mut Command| _ = command.env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string());
     let mut engine = machine.start_with("engine", "engine", &["--weights-mib", "64", "--kv-mib", "32"], with_context);
@@ -211,6 +212,11 @@ fn the_ledger_adds_up() {
     let of_engine: i64 = paused.iter().filter(|((_, pid, _), _)| *pid == engine_pid).map(|(_, bytes)| bytes).sum();
     assert!(!paused.contains_key(&tag) && of_engine >= CONTEXT as i64, "{paused:?}");
     assert_eq!(paused[&nobody("unexplained")], 0, "{paused:?}");
+    // A worker asks NVML, which the program has loaded.
+    let driver_in_cycle = || machine.status("engine")["processes"][0]["cycles"][0]["driver"].clone();
+    let begun = Instant::now();
+    while !driver_in_cycle().is_object() && begun.elapsed() < Duration::from_secs(20) {}
+    assert_eq!(driver_in_cycle()[UUID], of_engine, "{paused:?}");
     machine.done(&["resume"]);
 
     let text = machine.done(&["status", "engine", "--ledger"]);

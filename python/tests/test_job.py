@@ -42,6 +42,9 @@ class Jobs(unittest.TestCase):
         self.job.pause("weights")
         self.assertEqual(tags(), {"kv_cache": 4 * MIB})
         self.job.resume()
+        for status in self.job.status().values():
+            self.assertEqual([cycle.tags for cycle in status.cycles], [{"weights": 8 * MIB, "kv_cache": 4 * MIB}])
+            self.assertEqual(status.growing, ())
 
     def test_it_leaves_the_gpu_and_comes_back(self) -> None:
         report = self.job.suspend(backup="host")

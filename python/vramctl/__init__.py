@@ -36,15 +36,17 @@ from typing import Any
 
 from . import _library, _request, _torch, errors
 from ._request import Backup, Tags
-from ._types import Device, Hello, Host, Ledger, LeftAlone, Progress, Report, Share, Status, Tag
+from ._types import Cycle, Device, Growth, Hello, Host, Ledger, LeftAlone, Progress, Report, Share, Status, Tag
 from .client import Client, Process, processes
 from .errors import Error
 from .job import Job, JobReport, StepsReport, ledger
 
 __all__ = [
     "Client",
+    "Cycle",
     "Device",
     "Error",
+    "Growth",
     "Hello",
     "Host",
     "Job",

@@ -114,6 +114,30 @@ class LeftAlone:
 
 
 @dataclass(frozen=True)
+class Cycle:
+    """What a process had after a pause, in bytes. Pauses without a resume in between are one cycle."""
+
+    #: Of each tag, paused or not.
+    tags: Mapping[str, int] = field(default_factory=dict)
+    #: Left to CUDA, by the file name of the library that has asked for it.
+    left_alone: Mapping[str, int] = field(default_factory=dict)
+    #: What NVML counts besides, by the UUID of the GPU; empty where the program has not loaded NVML.
+    driver: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Someone who has more memory in each cycle: a leak, unless the program is still warming up."""
+
+    #: A tag, a library, or the driver, for people.
+    owner: str
+    #: The mean.
+    bytes_per_cycle: int
+    #: Over how many cycles.
+    cycles: int
+
+
+@dataclass(frozen=True)
 class Status:
     """The managed memory of a process."""
 
@@ -127,6 +151,10 @@ class Status:
     late_bytes: int = 0
     #: By owner, in alphabetical order.
     left_alone: tuple[LeftAlone, ...] = ()
+    #: The last cycles, the oldest first.
+    cycles: tuple[Cycle, ...] = ()
+    #: Whose memory grows from cycle to cycle.
+    growing: tuple[Growth, ...] = ()
 
     @classmethod
     def _from(cls, reply: Mapping[str, Any]) -> Status:
@@ -137,6 +165,8 @@ class Status:
             devices=tuple(_read(Device, device) for device in reply.get("devices", ())),
             host=_read(Host, reply.get("host") or {}),
             left_alone=tuple(_read(LeftAlone, left) for left in reply.get("left_alone", ())),
+            cycles=tuple(_read(Cycle, cycle) for cycle in reply.get("cycles", ())),
+            growing=tuple(_read(Growth, growth) for growth in reply.get("growing", ())),
         )
 
     def tag(self, name: str) -> Tag | None:

@@ -3,6 +3,7 @@ active and paused, next to a trainer with the library and a program without it; 
 
 usage: ledger.py VRAMCTL          prints a line `ok: …` or `FAILED: …` for each check, and the ledgers
        ledger.py --program GIB    PyTorch, with that much and a captured graph, until its input ends
+       ledger.py --leak           PyTorch, which keeps 200 MiB more at each line of its input
 """
 
 import contextlib
@@ -11,12 +12,15 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 
 MIB, GIB = 1 << 20, 1 << 30
 #: How far the ledger may be from nvidia-smi, and how much may be unexplained.
 LIMIT = 64
 MANAGED, OTHER = 16, 8
+#: MiB that the program with a leak keeps in each cycle.
+LEAK = 200
 
 
 def program(gib):
@@ -33,6 +37,18 @@ def program(gib):
     torch.cuda.synchronize()
     print(json.dumps({"ready": float(y[0, 0]) == 2048.0 and bool(keep[-1] == 1)}), flush=True)
     sys.stdin.read()
+
+
+def leak():
+    """Keeps 200 MiB more at each line of its input."""
+    import torch
+
+    kept = [torch.ones(LEAK * MIB, dtype=torch.uint8, device="cuda")]
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
+        kept.append(torch.ones(LEAK * MIB, dtype=torch.uint8, device="cuda"))
+        torch.cuda.synchronize()
+        print(json.dumps({"kept": len(kept)}), flush=True)
 
 
 def check(what, ok, detail=""):
@@ -98,9 +114,9 @@ def share_of(gpu, what, of="", pid=None):
 
 
 @contextlib.contextmanager
-def started(command):
+def started(command, **options):
     """A program that has said that it is ready."""
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
     try:
         check("the program has started", json.loads(child.stdout.readline() or "{}").get("ready", False))
         yield child
@@ -141,6 +157,29 @@ def one_gpu(vramctl):
         check("resumed: as much under its tag as before", again == managed, f"{again} MiB")
 
 
+def named(vramctl):
+    """A program that leaks is named after three cycles, once."""
+    command = [vramctl, "run", "--name", "leak", "--", sys.executable, os.path.abspath(__file__), "--leak"]
+    with tempfile.TemporaryFile("w+") as log, started(command, stderr=log) as child:
+        growing = []
+        for _ in range(4):
+            run(vramctl, "pause", "--name", "leak")
+            done = subprocess.run([vramctl, "status", "leak", "--json"], capture_output=True, text=True, timeout=60)
+            growing.append(json.loads(done.stdout)["processes"][0].get("growing", []))
+            run(vramctl, "resume", "--name", "leak")
+            child.stdin.write("more\n")
+            child.stdin.flush()
+            child.stdout.readline()
+        log.seek(0)
+        warnings = [line for line in log if "more in each cycle" in line]
+        check("leak: nobody is named after one cycle or two", not any(growing[:2]), growing[:2])
+        for number, found in enumerate(growing[2:], 3):
+            mean = [mib(one["bytes_per_cycle"]) for one in found if one["owner"] == "tag default"]
+            check(f"leak: named after {number} cycles", mean and abs(mean[0] - LEAK) <= 8, json.dumps(found))
+        own = [line for line in warnings if "tag default" in line]
+        check("leak: one warning in the program's stderr", len(own) == 1, "".join(warnings).strip())
+
+
 def nccl(vramctl):
     import two
 
@@ -172,6 +211,7 @@ def nccl(vramctl):
 def main():
     vramctl = sys.argv[1]
     one_gpu(vramctl)
+    named(vramctl)
     if len(used_mib()) > 1:
         nccl(vramctl)
 
@@ -179,5 +219,7 @@ def main():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--program"]:
         program(int(sys.argv[2]))
+    elif sys.argv[1:2] == ["--leak"]:
+        leak()
     else:
         main()

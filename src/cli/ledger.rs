@@ -45,6 +45,9 @@ struct Share {
     of: Option<String>,
     /// Below 0 where more is counted above than NVML knows.
     bytes: i64,
+    /// The least that it was in the last cycles.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    least_bytes: Option<u64>,
 }
 
 /// Whose a share is.
@@ -76,7 +79,10 @@ impl Share {
             What::LeftAlone => format!("left to CUDA: {of}"),
             What::PageTables => "page tables of pinned host memory (estimate)".into(),
             What::Driver if self.bytes < 0 => "counted above, and not by NVML".into(),
-            What::Driver => "context, loaded code, small allocations".into(),
+            What::Driver => {
+                let least = self.least_bytes.map_or_else(String::new, |bytes| format!(" ({} at its least)", Bytes(bytes)));
+                format!("context, loaded code, small allocations{least}")
+            }
             What::Process => "all of it".into(),
             What::OutOfSight => "processes out of sight".into(),
             What::Unexplained => "unexplained".into(),
@@ -108,8 +114,10 @@ fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Share>
             Some(Some(bytes)) => {
                 let rest = signed(bytes) - sum;
                 let tables = signed(status.memory.host.pinned_bytes / PAGE_TABLES).clamp(0, rest.max(0));
-                let share = |what, bytes| Share { pid: Some(process.pid), name: process.name.clone(), what, of: None, bytes };
-                known.extend([share(What::PageTables, tables), share(What::Driver, rest - tables)]);
+                let least_bytes = status.memory.cycles.iter().filter_map(|cycle| cycle.driver.get(&card.uuid)).min().copied();
+                let name = || process.name.clone();
+                let share = |what, bytes| Share { pid: Some(process.pid), name: name(), what, of: None, bytes, least_bytes: None };
+                known.extend([share(What::PageTables, tables), Share { least_bytes, ..share(What::Driver, rest - tables) }]);
             }
             Some(None) => (),
             None => known_of_unlisted += sum,
@@ -121,10 +129,10 @@ fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Share>
     let other = |holder: &&Holder| {
         let silent = processes.iter().find(|process| process.pid == holder.pid).and_then(|process| process.name.clone());
         let (name, bytes) = (silent.or_else(|| holder.program.clone()), signed(holder.bytes?));
-        Some(Share { pid: Some(holder.pid), name, what: What::Process, of: None, bytes })
+        Some(Share { pid: Some(holder.pid), name, what: What::Process, of: None, bytes, least_bytes: None })
     };
     shares.extend(in_sight.iter().filter_map(other));
-    let whole = |what, bytes| Share { pid: None, name: None, what, of: None, bytes };
+    let whole = |what, bytes| Share { pid: None, name: None, what, of: None, bytes, least_bytes: None };
     if !out_of_sight.is_empty() {
         let bytes: i64 = out_of_sight.iter().map(|holder| signed(holder.bytes.unwrap_or(0))).sum();
         shares.push(whole(What::OutOfSight, bytes - known_of_unlisted));
@@ -142,7 +150,8 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
     }
     let share = |what, of: &str, bytes| {
         let process = &status.process;
-        Share { pid: Some(process.pid), name: Some(process.name.clone()), what, of: Some(of.to_owned()), bytes: signed(bytes) }
+        let (pid, name, of) = (Some(process.pid), Some(process.name.clone()), Some(of.to_owned()));
+        Share { pid, name, what, of, bytes: signed(bytes), least_bytes: None }
     };
     let devices = status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
     let tags = devices.flat_map(|device| &device.tags).map(|(tag, bytes)| share(What::Tag, tag, *bytes));
@@ -181,7 +190,7 @@ mod tests {
     use super::*;
     use crate::failure::{CommandError, Exit};
     use crate::processes::tests::process;
-    use vramctl_model::{DeviceStatus, GpuUse, LeftAlone, TagState};
+    use vramctl_model::{Cycle, DeviceStatus, GpuUse, LeftAlone, TagState};
 
     const UUID: &str = "GPU-0";
     const MIB: u64 = 1 << 20;
@@ -221,16 +230,19 @@ mod tests {
 
     #[test]
     fn what_nvml_tells_is_split_by_what_the_library_tells() {
+        let mut engine = engine(1);
+        let cycle = |mib| Cycle { driver: [(UUID.into(), mib * MIB)].into(), ..Cycle::default() };
+        engine.status.as_mut().unwrap().memory.cycles = vec![cycle(430), cycle(420), Cycle::default()];
         let holders = [holder(1, 1500 * MIB, Some("python")), holder(2, 300 * MIB, Some("trainer"))];
         let wanted = [
             row("engine weights", 1000),
             row("engine left to CUDA: libnccl.so.2", 64),
             row("engine page tables of pinned host memory (estimate)", 1),
-            row("engine context, loaded code, small allocations", 435),
+            row("engine context, loaded code, small allocations (420.00 MiB at its least)", 435),
             row("trainer all of it", 300),
             row(" unexplained", 4),
         ];
-        assert_eq!(rows(&account(&card(1804 * MIB), &holders, &[engine(1)])), wanted);
+        assert_eq!(rows(&account(&card(1804 * MIB), &holders, &[engine])), wanted);
     }
 
     /// NVML may lag behind, or count memory that two processes share for one of them.

@@ -453,6 +453,8 @@ pub mod tests {
             host: vramctl_model::HostStatus::default(),
             late_bytes: 0,
             left_alone: Vec::new(),
+            cycles: Vec::new(),
+            growing: Vec::new(),
         };
         Process { pid, name: Some(name.into()), status: Ok(ProcessStatus { process: hello, memory }) }
     }

@@ -6,10 +6,11 @@ use crate::processes::{Found, Process, Target};
 use crate::target::{GpuArgs, TargetArgs};
 use crate::{ledger, output};
 use clap_complete::ArgValueCandidates;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, Borrowed, DeviceStatus, Progress, TagState, TagStatus};
+use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, TagState, TagStatus};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -145,7 +146,24 @@ fn describe(status: &ProcessStatus) -> String {
     for left in &memory.left_alone {
         let _ = write!(text, "\nLeft to CUDA: {} of {}.", Bytes(left.bytes), left.owner);
     }
+    if memory.cycles.len() > 1 {
+        let _ = write!(text, "\n\n{}", cycles(&memory.cycles));
+    }
+    for growth in &memory.growing {
+        let _ = write!(text, "\nA leak? {growth}.");
+    }
     text
+}
+
+/// What each owner had in the last cycles.
+fn cycles(cycles: &[Cycle]) -> String {
+    let cycles: Vec<_> = cycles.iter().map(Cycle::owners).collect();
+    let owners: BTreeSet<_> = cycles.iter().flat_map(BTreeMap::keys).collect();
+    let bytes = |cycle: &BTreeMap<String, u64>, owner| cycle.get(owner).map_or_else(|| "?".to_owned(), |bytes| Bytes(*bytes).to_string());
+    let rows = owners.into_iter().map(|owner| [owner.clone()].into_iter().chain(cycles.iter().map(|cycle| bytes(cycle, owner))).collect());
+    let ago = |back: usize| if back == 0 { "LAST PAUSE".to_owned() } else { format!("-{back}") };
+    let header: Vec<_> = ["OWNER".to_owned()].into_iter().chain((0..cycles.len()).rev().map(ago)).collect();
+    output::table(&header.iter().map(String::as_str).collect::<Vec<_>>(), rows)
 }
 
 /// Progress of a pause or resume, in brackets.

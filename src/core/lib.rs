@@ -8,6 +8,7 @@ pub mod engine;
 pub mod gate;
 mod lease;
 pub mod memory;
+mod residue;
 pub mod server;
 mod suspend;
 pub mod transition;

@@ -1,6 +1,6 @@
 //! The state of a process, by tag and by device.
 
-use crate::{Backup, GpuUse, Obstacle, Progress};
+use crate::{Backup, Cycle, GpuUse, Growth, Obstacle, Progress};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -35,6 +35,12 @@ pub struct Status {
     /// Memory that the library sees but leaves to CUDA, by owner in alphabetical order.
     #[serde(default)]
     pub left_alone: Vec<LeftAlone>,
+    /// What the process had in the last cycles, the oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cycles: Vec<Cycle>,
+    /// Whose memory grows from cycle to cycle.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub growing: Vec<Growth>,
 }
 
 /// Memory of another process that this one has open (CUDA IPC), on one GPU.

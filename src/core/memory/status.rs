@@ -1,12 +1,12 @@
 //! Status by tag and by device.
 
 use super::{Allocation, Memory, borrow, left};
-use crate::gate;
+use crate::{gate, residue};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical};
-use vramctl_model::{DeviceStatus, Progress, Status, TagState, TagStatus};
+use vramctl_model::{Cycle, DeviceStatus, Progress, Status, TagState, TagStatus};
 
 /// The pause or resume in progress.
 #[derive(Debug)]
@@ -94,6 +94,7 @@ impl Memory {
             let uuid = driver::uuid(device.device);
             DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
         };
+        let cycles = residue::cycles();
         Status {
             held: gate::is_held(),
             waiting_threads: gate::waiting(),
@@ -106,6 +107,8 @@ impl Memory {
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),
             left_alone: left::status(),
+            growing: Cycle::growing(&cycles),
+            cycles,
         }
     }
 }

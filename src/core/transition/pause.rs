@@ -2,9 +2,9 @@
 
 use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
-use crate::drain;
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, borrow, check_awake};
+use crate::{drain, residue};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -47,7 +47,14 @@ impl Memory {
                 Err(Error::Busy(_)) if left().is_none_or(|left| !left.is_zero()) && observer.is_gone() != Some(true) => (),
                 Err(Error::Busy(_)) => return Err(Error::Busy(started.elapsed())),
                 Err(Error::HostMemory { .. }) if self.make_room(request) => (),
-                answer => return answer.inspect(|report| log::info!("paused {}: {report}", tags_text(request))),
+                answer => {
+                    return answer.inspect(|report| {
+                        log::info!("paused {}: {report}", tags_text(request));
+                        if report.allocations > 0 {
+                            residue::paused();
+                        }
+                    });
+                }
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::{Allocation, Memory, borrow};
+use crate::residue;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -39,7 +40,12 @@ impl Memory {
         loop {
             let attempt = self.try_resume(request, started, observer);
             let Err(Error::DeviceMemory(_)) = &attempt else {
-                return attempt.inspect(|report| log::info!("resumed {}: {report}", tags_text(request)));
+                return attempt.inspect(|report| {
+                    log::info!("resumed {}: {report}", tags_text(request));
+                    if report.allocations > 0 {
+                        residue::resumed();
+                    }
+                });
             };
             let left = request.timeout.unwrap_or_default().saturating_sub(started.elapsed());
             if left.is_zero() || observer.is_gone() == Some(true) {

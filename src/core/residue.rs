@@ -1,0 +1,114 @@
+//! What stays of this process when it is paused, over the last cycles. Whose memory grows from each to the next is named once in the
+//! log, and in the status for as long as it does.
+
+use crate::memory::{Memory, left};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use vramctl_driver as driver;
+use vramctl_host::{PerProcess, worker};
+use vramctl_model::{Cycle, Growth};
+
+/// How many cycles are kept.
+const KEPT: usize = 8;
+
+static RESIDUE: PerProcess<Mutex<Residue>> = PerProcess::new(Mutex::default);
+
+#[derive(Default)]
+struct Residue {
+    cycles: VecDeque<Cycle>,
+    /// Something has been resumed since the last of them.
+    is_over: bool,
+    /// Who has been named.
+    named: BTreeSet<String>,
+}
+
+fn residue() -> MutexGuard<'static, Residue> {
+    RESIDUE.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The last cycles, the oldest first.
+pub(crate) fn cycles() -> Vec<Cycle> {
+    residue().cycles.iter().cloned().collect()
+}
+
+/// The next pause begins another cycle.
+pub(crate) fn resumed() {
+    residue().is_over = true;
+}
+
+/// Records what the process has, after a pause.
+pub(crate) fn paused() {
+    let (cycle, _) = known();
+    let grown = residue().put(cycle);
+    warn(&grown);
+    // The pause need not wait for NVML, nor for the loader's lock, behind which it is.
+    if let Err(error) = worker::spawn("vramctl-residue", ask_nvml) {
+        log::debug!("could not start a thread: {error}");
+    }
+}
+
+fn warn(grown: &[Growth]) {
+    for growth in grown {
+        log::warn!("{growth}. A leak? `vramctl status` shows the last cycles, `vramctl status --ledger` whose all memory is");
+    }
+}
+
+impl Residue {
+    fn put(&mut self, cycle: Cycle) -> Vec<Growth> {
+        if !std::mem::take(&mut self.is_over) {
+            self.cycles.pop_back();
+        }
+        self.cycles.push_back(cycle);
+        if self.cycles.len() > KEPT {
+            self.cycles.pop_front();
+        }
+        self.not_named_yet()
+    }
+
+    fn not_named_yet(&mut self) -> Vec<Growth> {
+        Cycle::growing(&self.cycles).into_iter().filter(|growth| self.named.insert(growth.owner.clone())).collect()
+    }
+}
+
+/// What the process has, and what of it is on each GPU.
+fn known() -> (Cycle, BTreeMap<String, u64>) {
+    let (mut tags, mut gpus) = (BTreeMap::<_, u64>::new(), BTreeMap::<_, u64>::new());
+    for allocation in Memory::get().snapshot() {
+        let bytes = allocation.bytes() as u64;
+        *tags.entry(allocation.tag.to_string()).or_default() += bytes;
+        if let Some(uuid) = driver::uuid(allocation.device) {
+            *gpus.entry(uuid).or_default() += if allocation.is_paused() { 0 } else { bytes };
+        }
+    }
+    let mut left_alone = BTreeMap::new();
+    for left in left::status() {
+        left_alone.insert(left.owner, left.bytes);
+        for (uuid, bytes) in left.gpus {
+            *gpus.entry(uuid).or_default() += bytes;
+        }
+    }
+    (Cycle { tags, left_alone, driver: BTreeMap::new() }, gpus)
+}
+
+/// Adds what the driver has besides to the last cycle.
+fn ask_nvml() {
+    // Not for us to bring into the program: it takes locks that a fork would leave locked in the child.
+    if !driver::is_nvml_loaded() {
+        return;
+    }
+    let (cycle, gpus) = known();
+    let told = driver::own_bytes(gpus.keys());
+    // If anything has come or gone meanwhile, the difference would be of no one moment.
+    if known() != (cycle, gpus.clone()) {
+        return;
+    }
+    let mut residue = residue();
+    if residue.is_over {
+        return;
+    }
+    let Some(last) = residue.cycles.back_mut() else { return };
+    last.driver = told.into_iter().map(|(uuid, bytes)| (uuid.clone(), bytes.saturating_sub(gpus[uuid]))).collect();
+    let grown = residue.not_named_yet();
+    drop(residue);
+    warn(&grown);
+}

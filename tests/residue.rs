@@ -1,0 +1,94 @@
+//! What stays after a pause is recorded from cycle to cycle, and who keeps more each time is named once.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{Gpu, MIB, free, malloc_tagged, pause, resume};
+use log::{LevelFilter, Log, Metadata, Record};
+use std::env;
+use std::sync::{Mutex, PoisonError};
+use vramctl_core::memory::Memory;
+use vramctl_intercept::entries;
+use vramctl_model::{Cycle, Growth};
+
+/// What the library has warned of.
+struct Warnings(Mutex<Vec<String>>);
+
+static WARNINGS: Warnings = Warnings(Mutex::new(Vec::new()));
+
+impl Log for Warnings {
+    fn enabled(&self, metadata: &Metadata) -> bool {
+        metadata.level() <= log::Level::Warn
+    }
+
+    fn log(&self, record: &Record) {
+        if self.enabled(record.metadata()) {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).push(record.args().to_string());
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+impl Warnings {
+    fn of(&self, owner: &str) -> Vec<String> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter(|text| text.starts_with(owner)).cloned().collect()
+    }
+}
+
+fn driver_malloc(bytes: usize) -> u64 {
+    let mut address = 0;
+    assert_eq!(unsafe { entries::cuMemAlloc_v2(&raw mut address, bytes) }, 0);
+    address
+}
+
+fn growing() -> Vec<Growth> {
+    Memory::get().status().growing
+}
+
+fn cycles() -> Vec<Cycle> {
+    Memory::get().status().cycles
+}
+
+/// A library that is left to CUDA and frees nothing: here, this program.
+#[test]
+fn who_leaks_is_named_after_three_cycles() {
+    const LEAK: usize = 20 * MIB;
+    log::set_logger(&WARNINGS).unwrap();
+    log::set_max_level(LevelFilter::Warn);
+    let _gpu = Gpu::take();
+    let this = env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().to_owned();
+    let managed = [malloc_tagged("first", None, 4 * MIB).unwrap(), malloc_tagged("second", None, 2 * MIB).unwrap()];
+    // Whoever took the GPU before may have paused.
+    let (mut leaked, before) = (Vec::new(), cycles().len());
+    for number in 1..=5_u64 {
+        leaked.push(driver_malloc(LEAK));
+        // Two pauses, one cycle.
+        pause(&["first"]).unwrap();
+        pause(&["second"]).unwrap();
+        pause(&["second"]).unwrap();
+        let last = cycles().pop().unwrap();
+        assert_eq!((cycles().len(), last.left_alone[&this]), ((before + number as usize).min(8), number * LEAK as u64));
+        assert_eq!(last.tags, [("first".to_owned(), 4 << 20), ("second".to_owned(), 2 << 20)].into());
+        let wanted = Growth { owner: this.clone(), bytes_per_cycle: LEAK as u64, cycles: number };
+        assert_eq!(growing(), if number < 3 { Vec::new() } else { vec![wanted] }, "cycle {number}");
+        assert_eq!(WARNINGS.of(&this).len(), usize::from(number >= 3), "{:?}", WARNINGS.of(&this));
+        resume(&[]).unwrap();
+    }
+    assert!(WARNINGS.of(&this)[0].contains("20.00 MiB more in each cycle, over the last 3"), "{:?}", WARNINGS.of(&this));
+
+    for address in leaked {
+        assert_eq!(unsafe { entries::cuMemFree_v2(address) }, 0);
+    }
+    for _ in 0..5 {
+        pause(&[]).unwrap();
+        assert_eq!(growing(), Vec::new(), "it has ended");
+        resume(&[]).unwrap();
+    }
+    assert_eq!(cycles().len(), 8, "the last ones are kept");
+    assert_eq!(WARNINGS.of("").len(), 1, "{:?}", WARNINGS.of(""));
+    for address in managed {
+        assert_eq!(free(address), 0);
+    }
+}
