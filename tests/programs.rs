@@ -217,10 +217,12 @@ fn the_ledger_adds_up() {
     let begun = Instant::now();
     while !driver_in_cycle().is_object() && begun.elapsed() < Duration::from_secs(20) {}
     assert_eq!(driver_in_cycle()[UUID], of_engine, "{paused:?}");
+    let text = machine.done(&["status", "engine", "--ledger"]);
+    assert!(text.contains("backup of default") && text.contains("all else of its own"), "{text}");
     machine.done(&["resume"]);
 
     let text = machine.done(&["status", "engine", "--ledger"]);
-    for what in ["GPU 0, Simulated GPU", "context, loaded code, small allocations", "hog", "all of it", "unexplained"] {
+    for what in ["Host memory: ", "GPU 0, Simulated GPU", "context, loaded code, small allocations", "hog", "all of it", "unexplained"] {
         assert!(text.contains(what), "{what} is not in {text}");
     }
     drop(engine);

@@ -6,10 +6,12 @@
 use crate::output;
 use crate::processes::Process;
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
+use std::fs;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_driver::{Card, cards, holders_of};
+use vramctl_host::limits;
 use vramctl_model::{Bytes, Holder};
 
 /// Page tables of pinned host memory, as a part of it: eight bytes for each page of 4 KiB.
@@ -68,6 +70,18 @@ enum What {
     OutOfSight,
     /// What NVML counts for nobody.
     Unexplained,
+    /// Host memory: contents of what is paused, by tag.
+    Backup,
+    /// Host memory: contents of what is active, by tag, kept for the next pause.
+    Retained,
+    /// Host memory for the next backups.
+    Ready,
+    /// All other host memory of the process's own.
+    Own,
+    /// Host memory that it may share with other processes.
+    Shared,
+    /// The same of processes of its job without the library.
+    RestOfJob,
 }
 
 impl Share {
@@ -86,6 +100,12 @@ impl Share {
             What::Process => "all of it".into(),
             What::OutOfSight => "processes out of sight".into(),
             What::Unexplained => "unexplained".into(),
+            What::Backup => format!("backup of {of}"),
+            What::Retained => format!("backup of {of}, which is active (retained)"),
+            What::Ready => "ready for backups".into(),
+            What::Own => "all else of its own".into(),
+            What::Shared => "shared memory".into(),
+            What::RestOfJob => "other processes of the job".into(),
         }
     }
 }
@@ -170,6 +190,105 @@ fn text_of(bytes: i64) -> String {
     format!("{sign}{}", Bytes(bytes.unsigned_abs()))
 }
 
+/// The host memory of processes.
+#[derive(Debug, Serialize)]
+pub struct Host {
+    /// The tightest limit on any of them, such as their container's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    limit_bytes: Option<u64>,
+    /// What is free within it, or without one, on the machine.
+    free_bytes: u64,
+    shares: Vec<Share>,
+}
+
+/// The host memory of these processes and of the rest of their jobs.
+pub fn host(processes: &[Process]) -> Host {
+    let answering: Vec<_> = processes.iter().filter_map(|process| process.status.as_ref().ok()).collect();
+    let limit = answering.iter().filter_map(|status| limits::limit_of(status.process.pid)).min_by_key(|room| room.free);
+    let mut shares = Vec::new();
+    let mut jobs = BTreeMap::<_, BTreeSet<u32>>::new();
+    for status in answering {
+        shares.extend(host_of(status, resident(status.process.pid)));
+        if let Some(job) = &status.process.job {
+            jobs.entry(job.as_str()).or_default().insert(status.process.pid);
+        }
+    }
+    for (job, managed) in jobs {
+        let rest = of_job(job).into_iter().filter(|pid| !managed.contains(pid));
+        let bytes: u64 = rest.map(|pid| resident(pid).0).sum();
+        shares.push(Share { pid: None, name: Some(job.into()), what: What::RestOfJob, of: None, bytes: signed(bytes), least_bytes: None });
+    }
+    shares.retain(|share| share.bytes > 0);
+    let free = limit.map_or_else(limits::available_bytes, |room| room.free);
+    Host { limit_bytes: limit.map(|room| room.all), free_bytes: free, shares }
+}
+
+/// `resident`: what it has of its own, and what it may share.
+fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
+    let (process, memory) = (&status.process, &status.memory);
+    let part = |what, of: Option<&String>, bytes| {
+        let (pid, name) = (Some(process.pid), Some(process.name.clone()));
+        Share { pid, name, what, of: of.cloned(), bytes: signed(bytes), least_bytes: None }
+    };
+    let backups = memory.tags.iter().map(|tag| {
+        let what = if tag.paused_bytes == 0 { What::Retained } else { What::Backup };
+        part(what, Some(&tag.tag), tag.host_bytes)
+    });
+    let mut shares: Vec<_> = backups.collect();
+    let ready = memory.host.ready_bytes;
+    shares.extend([
+        part(What::Ready, None, ready.saturating_sub(memory.tags.iter().map(|tag| tag.host_bytes).sum())),
+        part(What::Own, None, own.saturating_sub(ready)),
+        part(What::Shared, None, common),
+    ]);
+    shares
+}
+
+/// Host memory that a process has of its own, and what it may share, without files. Nothing, if `/proc` does not have the process.
+fn resident(pid: u32) -> (u64, u64) {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let bytes = |name: &str| -> u64 {
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).unwrap_or(0) << 10
+    };
+    (bytes("RssAnon:"), bytes("RssShmem:"))
+}
+
+/// The processes of a job, as their environment tells.
+fn of_job(job: &str) -> Vec<u32> {
+    let is_of_job = |pid: &u32| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let variable = |name: &str| {
+            let found = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(name.as_bytes()));
+            found.filter(|value| !value.is_empty()).map(<[u8]>::to_vec)
+        };
+        variable("VRAMCTL_NAME=").or_else(|| variable("VRAMCTL_JOB=")).is_some_and(|its| its == job.as_bytes())
+    };
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_of_job).collect()
+}
+
+/// For people.
+pub fn describe_host(host: &Host) -> String {
+    let text = match host.limit_bytes {
+        Some(limit) => format!(
+            "Host memory: {} free within the limit of {} (the container's, or another cgroup's)\n",
+            Bytes(host.free_bytes),
+            Bytes(limit)
+        ),
+        None => format!("Host memory: {} free, and no limit\n", Bytes(host.free_bytes)),
+    };
+    if host.shares.is_empty() {
+        return text.trim_end().to_owned();
+    }
+    text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], host.shares.iter().map(row))
+}
+
+fn row(share: &Share) -> Vec<String> {
+    let pid = share.pid.map_or_else(String::new, |pid| pid.to_string());
+    vec![pid, share.name.clone().unwrap_or_default(), share.text(), text_of(share.bytes)]
+}
+
 /// For people.
 pub fn describe(ledger: &Ledger) -> String {
     let Ledger { index, uuid, name, total_bytes, free_bytes, used_bytes, reserved_bytes, shares } = ledger;
@@ -178,10 +297,6 @@ pub fn describe(ledger: &Ledger) -> String {
         let _ = write!(text, ", {} reserved by the driver", Bytes(reserved));
     }
     let _ = writeln!(text, ", {} free, of {}", Bytes(*free_bytes), Bytes(*total_bytes));
-    let row = |share: &Share| {
-        let pid = share.pid.map_or_else(String::new, |pid| pid.to_string());
-        vec![pid, share.name.clone().unwrap_or_default(), share.text(), text_of(share.bytes)]
-    };
     text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], shares.iter().map(row))
 }
 
@@ -224,7 +339,7 @@ mod tests {
         shares.iter().map(|share| (format!("{} {}", share.name.as_deref().unwrap_or_default(), share.text()), mib(share))).collect()
     }
 
-    fn row(text: &str, mib: i64) -> (String, i64) {
+    fn line(text: &str, mib: i64) -> (String, i64) {
         (text.into(), mib)
     }
 
@@ -235,12 +350,12 @@ mod tests {
         engine.status.as_mut().unwrap().memory.cycles = vec![cycle(430), cycle(420), Cycle::default()];
         let holders = [holder(1, 1500 * MIB, Some("python")), holder(2, 300 * MIB, Some("trainer"))];
         let wanted = [
-            row("engine weights", 1000),
-            row("engine left to CUDA: libnccl.so.2", 64),
-            row("engine page tables of pinned host memory (estimate)", 1),
-            row("engine context, loaded code, small allocations (420.00 MiB at its least)", 435),
-            row("trainer all of it", 300),
-            row(" unexplained", 4),
+            line("engine weights", 1000),
+            line("engine left to CUDA: libnccl.so.2", 64),
+            line("engine page tables of pinned host memory (estimate)", 1),
+            line("engine context, loaded code, small allocations (420.00 MiB at its least)", 435),
+            line("trainer all of it", 300),
+            line(" unexplained", 4),
         ];
         assert_eq!(rows(&account(&card(1804 * MIB), &holders, &[engine])), wanted);
     }
@@ -249,7 +364,7 @@ mod tests {
     #[test]
     fn what_the_library_knows_and_nvml_does_not_is_shown_as_such() {
         let shares = rows(&account(&card(1000 * MIB), &[holder(1, 1000 * MIB, Some("python"))], &[engine(1)]));
-        assert_eq!(shares[2..], [row("engine counted above, and not by NVML", -64), row(" unexplained", 0)]);
+        assert_eq!(shares[2..], [line("engine counted above, and not by NVML", -64), line(" unexplained", 0)]);
     }
 
     /// As in some containers: the numbers are the host's.
@@ -257,14 +372,14 @@ mod tests {
     fn a_process_under_a_number_that_nobody_knows_is_not_counted_twice() {
         let holders = [holder(70001, 1500 * MIB, None), holder(70002, 300 * MIB, None)];
         let shares = rows(&account(&card(1804 * MIB), &holders, &[engine(1)]));
-        assert_eq!(shares[2..], [row(" processes out of sight", 736), row(" unexplained", 4)]);
+        assert_eq!(shares[2..], [line(" processes out of sight", 736), line(" unexplained", 4)]);
     }
 
     #[test]
     fn without_processes_from_nvml_all_but_what_the_library_knows_is_unexplained() {
-        assert_eq!(rows(&account(&card(1804 * MIB), &[], &[engine(1)]))[2..], [row(" unexplained", 740)]);
+        assert_eq!(rows(&account(&card(1804 * MIB), &[], &[engine(1)]))[2..], [line(" unexplained", 740)]);
         let silent = Holder { bytes: None, ..holder(1, 0, Some("python")) };
-        assert_eq!(rows(&account(&card(1804 * MIB), &[silent], &[engine(1)]))[2..], [row(" unexplained", 740)]);
+        assert_eq!(rows(&account(&card(1804 * MIB), &[silent], &[engine(1)]))[2..], [line(" unexplained", 740)]);
     }
 
     #[test]
@@ -273,7 +388,25 @@ mod tests {
         suspended.status.as_mut().unwrap().memory.suspended = Some(vec![GpuUse { uuid: UUID.into(), bytes: MIB }]);
         silent.status = Err(CommandError::new(Exit::Busy, "no answer"));
         let shares = account(&card(304 * MIB), &[holder(2, 300 * MIB, Some("python"))], &[suspended, silent]);
-        assert_eq!(rows(&shares), [row("engine all of it", 300), row(" unexplained", 4)]);
+        assert_eq!(rows(&shares), [line("engine all of it", 300), line(" unexplained", 4)]);
+    }
+
+    /// What is ready in the library's arena holds the backups, and is resident as the rest is.
+    #[test]
+    fn host_memory_is_split_by_what_the_library_tells() {
+        let mut engine = process(1, "engine", &[("kv", TagState::Active), ("weights", TagState::Paused)]);
+        let status = engine.status.as_mut().unwrap();
+        status.memory.tags[0].host_bytes = 100 * MIB;
+        status.memory.tags[1].host_bytes = 1000 * MIB;
+        status.memory.host.ready_bytes = 1280 * MIB;
+        let wanted = [
+            line("engine backup of kv, which is active (retained)", 100),
+            line("engine backup of weights", 1000),
+            line("engine ready for backups", 180),
+            line("engine all else of its own", 220),
+            line("engine shared memory", 7),
+        ];
+        assert_eq!(rows(&host_of(status, (1500 * MIB, 7 * MIB))), wanted);
     }
 
     #[test]

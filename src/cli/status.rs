@@ -34,11 +34,11 @@ pub struct Args {
     target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
-    /// Show whose all memory in use is, for each GPU
+    /// Show whose all memory in use is, for each GPU, and the processes' host memory
     #[arg(long)]
     ledger: bool,
     /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md); with --ledger {"processes": […],
-    /// "gpus": […]}
+    /// "gpus": […], "host": …}
     #[arg(long)]
     pub json: bool,
 }
@@ -86,13 +86,14 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
     if gpus.is_empty() && *target != Target::All {
         gpus = chosen.iter().flat_map(Process::gpus).map(str::to_owned).collect();
     }
-    let ledgers = ledger::take(&found.processes, &gpus);
+    let (ledgers, host) = (ledger::take(&found.processes, &gpus), ledger::host(&chosen));
     if json {
-        output::print(&format!("{}\n", serde_json::json!({ "processes": chosen, "gpus": ledgers })))?;
+        output::print(&format!("{}\n", serde_json::json!({ "processes": chosen, "gpus": ledgers, "host": host })))?;
     } else if ledgers.is_empty() {
         return Err(CommandError::new(Exit::Failed, "NVML tells of no such GPU: is the NVIDIA driver installed here?"));
     } else {
-        output::say(&ledgers.iter().map(ledger::describe).collect::<Vec<_>>().join("\n\n"))?;
+        let texts: Vec<_> = ledgers.iter().map(ledger::describe).chain([ledger::describe_host(&host)]).collect();
+        output::say(&texts.join("\n\n"))?;
     }
     Ok(Exit::Done)
 }

@@ -5,11 +5,19 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Host memory of the system, or within a cgroup's limit, in bytes.
-struct Room {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
     /// Available.
-    free: u64,
+    pub free: u64,
     /// Total.
-    all: u64,
+    pub all: u64,
+}
+
+/// The tightest limit of a process's cgroups, such as that of its container. `None` if nothing limits it.
+pub fn limit_of(pid: u32) -> Option<Room> {
+    // Version 1 has a limit everywhere, of which the highest means none.
+    let is_limit = |room: &Room| of_system().is_none_or(|system| room.all < system.all);
+    of_groups(&pid.to_string()).into_iter().filter(is_limit).min_by_key(|room| room.free)
 }
 
 /// Bytes of host memory available to this process: what the kernel calls available, within the limits of its cgroups. Taking
@@ -45,7 +53,7 @@ pub fn set_available(bytes: Option<u64>) {
 /// The system, and every cgroup limit on this process.
 fn rooms() -> impl Iterator<Item = Room> {
     let told = Some(TOLD.load(Ordering::Relaxed)).filter(|free| *free != NOT_TOLD).map(|free| Room { free, all: u64::MAX });
-    let found = told.is_none().then(|| of_system().into_iter().chain(of_groups()));
+    let found = told.is_none().then(|| of_system().into_iter().chain(of_groups("self")));
     told.into_iter().chain(found.into_iter().flatten())
 }
 
@@ -58,9 +66,9 @@ fn of_system() -> Option<Room> {
     Some(Room { free: bytes("MemAvailable:")?, all: bytes("MemTotal:")? })
 }
 
-/// The limits of this process's cgroups and their parents, v1 or v2. Reclaimable file pages count as available.
-fn of_groups() -> Vec<Room> {
-    let text = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+/// The limits of a process's cgroups and their parents, v1 or v2. Reclaimable file pages count as available.
+fn of_groups(process: &str) -> Vec<Room> {
+    let text = fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap_or_default();
     let groups = text.lines().filter_map(|line| {
         let (controllers, group) = line.split_once(':')?.1.split_once(':')?;
         let (root, limits, usage, droppable) = match controllers {
