@@ -25,18 +25,18 @@ use vramctl_host::symbols::{self, Loaded};
 use vramctl_model::Span;
 
 /// `ncclResult_t`.
-type Answer = c_int;
-const SUCCESS: Answer = 0;
-const SYSTEM_ERROR: Answer = 2;
-const INTERNAL_ERROR: Answer = 3;
+type NcclResult = c_int;
+const SUCCESS: NcclResult = 0;
+const SYSTEM_ERROR: NcclResult = 2;
+const INTERNAL_ERROR: NcclResult = 3;
 /// Of a communicator that does not block: it goes on in the background.
-const IN_PROGRESS: Answer = 7;
+const IN_PROGRESS: NcclResult = 7;
 
-fn is_done(answer: Answer) -> bool {
+fn is_done(answer: NcclResult) -> bool {
     matches!(answer, SUCCESS | IN_PROGRESS)
 }
 
-fn register(communicator: usize, address: *mut c_void, bytes: usize, handle: *mut usize, real: impl FnOnce() -> Answer) -> Answer {
+fn register(communicator: usize, address: *mut c_void, bytes: usize, handle: *mut usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
     registering("NCCL: ncclCommRegister", communicator, address, bytes, handle, real)
 }
 
@@ -46,8 +46,8 @@ fn register_window(
     bytes: usize,
     window: *mut usize,
     _flags: c_int,
-    real: impl FnOnce() -> Answer,
-) -> Answer {
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
     registering("NCCL: ncclCommWindowRegister", communicator, address, bytes, window, real)
 }
 
@@ -57,8 +57,8 @@ fn registering(
     address: *mut c_void,
     bytes: usize,
     handle: *mut usize,
-    real: impl FnOnce() -> Answer,
-) -> Answer {
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
     let Some(memory) = Memory::existing() else { return real() };
     let mut answer = INTERNAL_ERROR;
     memory.registering(Span { address: address as u64, bytes }, registrant, communicator, || {
@@ -72,7 +72,7 @@ fn registering(
     answer
 }
 
-fn deregister(communicator: usize, handle: usize, real: impl FnOnce() -> Answer) -> Answer {
+fn deregister(communicator: usize, handle: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
     let Some(memory) = Memory::existing() else { return real() };
     let mut answer = INTERNAL_ERROR;
     memory.deregistering(communicator, handle, || {
@@ -83,7 +83,7 @@ fn deregister(communicator: usize, handle: usize, real: impl FnOnce() -> Answer)
 }
 
 /// A communicator ends, and with it what it has registered.
-fn end(communicator: usize, real: impl FnOnce() -> Answer) -> Answer {
+fn end(communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
     let Some(memory) = Memory::existing() else { return real() };
     let mut answer = INTERNAL_ERROR;
     memory.ending_communicator(communicator, || {
@@ -99,16 +99,16 @@ thread_local! {
 }
 
 /// Notes that the thread is inside a function of NCCL's.
-struct Inside;
+struct InNccl;
 
-impl Inside {
+impl InNccl {
     fn enter(found: *mut c_void) -> Self {
         INSIDE.set(found);
         Self
     }
 }
 
-impl Drop for Inside {
+impl Drop for InNccl {
     fn drop(&mut self) {
         INSIDE.set(ptr::null_mut());
     }
@@ -200,7 +200,7 @@ macro_rules! functions {
             /// As NCCL's.
             #[allow(non_snake_case)]
             #[unsafe(naked)]
-            pub unsafe extern "C" fn $symbol($($argument: $type),*) -> Answer {
+            pub unsafe extern "C" fn $symbol($($argument: $type),*) -> NcclResult {
                 naked_asm!(pass_caller!($($argument)*), jump!(), to = sym linked::$symbol)
             }
         )*
@@ -209,7 +209,7 @@ macro_rules! functions {
         #[allow(non_snake_case, clippy::wildcard_imports)]
         mod linked {
             use super::*;
-            $( pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> Answer {
+            $( pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> NcclResult {
                 if let Some(same) = of_the_same(names::$symbol) {
                     // SAFETY: NCCL's function of this name, and its own arguments.
                     return unsafe { types::$symbol(same)($($argument),*) };
@@ -224,7 +224,7 @@ macro_rules! functions {
         #[allow(non_snake_case, clippy::wildcard_imports)]
         mod told {
             use super::*;
-            $( pub unsafe extern "C" fn $symbol<const LIBRARY: usize>($($argument: $type),*) -> Answer {
+            $( pub unsafe extern "C" fn $symbol<const LIBRARY: usize>($($argument: $type),*) -> NcclResult {
                 // SAFETY: as above.
                 unsafe { behind::$symbol(originals::$symbol[LIBRARY].load(Ordering::Relaxed), $($argument),*) }
             } )*
@@ -234,12 +234,12 @@ macro_rules! functions {
         #[allow(non_snake_case, clippy::wildcard_imports)]
         mod behind {
             use super::*;
-            $( pub unsafe fn $symbol(found: *mut c_void, $($argument: $type),*) -> Answer {
+            $( pub unsafe fn $symbol(found: *mut c_void, $($argument: $type),*) -> NcclResult {
                 if found.is_null() {
                     return SYSTEM_ERROR;
                 }
                 let real = || {
-                    let _inside = Inside::enter(found);
+                    let _inside = InNccl::enter(found);
                     // SAFETY: NCCL's function of this name; the arguments are the caller's.
                     unsafe { types::$symbol(found)($($argument),*) }
                 };
@@ -252,7 +252,7 @@ macro_rules! functions {
         #[allow(non_snake_case, clippy::wildcard_imports)]
         mod types {
             use super::*;
-            $( pub unsafe fn $symbol(found: *mut c_void) -> unsafe extern "C" fn($($type),*) -> Answer {
+            $( pub unsafe fn $symbol(found: *mut c_void) -> unsafe extern "C" fn($($type),*) -> NcclResult {
                 // SAFETY: the caller's promise that it is NCCL's function of this name, which has this type.
                 unsafe { mem::transmute(found) }
             } )*

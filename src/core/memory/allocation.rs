@@ -4,7 +4,7 @@
 //! handle of the library's for it and maps it wherever, and as often as, it likes (`handles`).
 
 use super::Placement;
-use super::registered::Mark;
+use super::registered::RegistrantMark;
 use super::share::Lending;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use vramctl_backup::Saved;
@@ -90,7 +90,7 @@ impl Contents {
     }
 
     /// Somebody knows it as long as the mark is there.
-    pub(super) fn mark(&mut self, mark: &Mark) {
+    pub(super) fn mark(&mut self, mark: &RegistrantMark) {
         self.marks.retain(|known| known.strong_count() > 0 && !Weak::ptr_eq(known, &Arc::downgrade(mark)));
         self.marks.push(Arc::downgrade(mark));
     }

@@ -4,7 +4,7 @@
 //! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open, or
 //! together with those who have: then it is set aside here, and opened again at the same addresses.
 //!
-//! Locks: a connection's, then that of `Borrowed`. An owner may take long to answer, so only its connection's is held meanwhile.
+//! Locks: a connection's, then that of `Borrowings`. An owner may take long to answer, so only its connection's is held meanwhile.
 
 use super::share::{Ticket, Token};
 use super::{Memory, obstacles};
@@ -35,7 +35,7 @@ const NOTICES_WITHIN: Duration = Duration::from_millis(50);
 
 /// What is open, and whom to ask for more.
 #[derive(Default)]
-struct Borrowed {
+struct Borrowings {
     open: HashMap<Token, Opened>,
     owners: HashMap<u32, Arc<Lease>>,
     /// Counts openings and closings.
@@ -53,8 +53,8 @@ struct Rounds {
     done: u64,
 }
 
-static BORROWED: PerProcess<Mutex<Borrowed>> = PerProcess::new(Mutex::default);
-/// [`Borrowed::asked`] has changed.
+static BORROWED: PerProcess<Mutex<Borrowings>> = PerProcess::new(Mutex::default);
+/// [`Borrowings::asked`] has changed.
 static ASKED: PerProcess<Condvar> = PerProcess::new(Condvar::new);
 
 /// Memory of another process. Dropping it unmaps and releases it.
@@ -64,7 +64,7 @@ struct Opened {
     address: CUdeviceptr,
     /// How often it was opened and not closed.
     count: usize,
-    /// When that changed last, in [`Borrowed::changes`].
+    /// When that changed last, in [`Borrowings::changes`].
     changed: u64,
     place: Place,
     /// The devices that may use it.
@@ -104,7 +104,7 @@ impl Opened {
 }
 
 /// What an owner passes of an allocation.
-struct Lent {
+struct WhatIsLent {
     pieces: Vec<(OwnedFd, usize)>,
     tag: Option<String>,
     /// How often it has been paused.
@@ -131,7 +131,7 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn borrowed() -> MutexGuard<'static, Borrowed> {
+fn borrowed() -> MutexGuard<'static, Borrowings> {
     lock(BORROWED.get())
 }
 
@@ -257,7 +257,7 @@ fn ask_owner(owner: u32) {
         let Some(rounds) = borrowed.asked.get_mut(&owner) else { break };
         rounds.done = wanted;
         ASKED.get().notify_all();
-        let is_rest = |borrowed: &mut Borrowed| borrowed.asked.get(&owner).is_some_and(|rounds| rounds.wanted == wanted);
+        let is_rest = |borrowed: &mut Borrowings| borrowed.asked.get(&owner).is_some_and(|rounds| rounds.wanted == wanted);
         borrowed = ASKED.get().wait_timeout_while(borrowed, pause, is_rest).unwrap_or_else(PoisonError::into_inner).0;
         pause = (2 * pause).min(LOOK_AGAIN.1);
     }
@@ -286,7 +286,7 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
         return Err(Refused::ForNow);
     }
     let pauses = borrowed().pauses;
-    let Lent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
+    let WhatIsLent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
     let import = || Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)));
     let mut memory = obstacles::making(ObstacleKind::Shared, import)?;
     let mut borrowed = borrowed();
@@ -443,7 +443,7 @@ pub(super) fn forget_gone(doomed: Option<Context>) {
 }
 
 impl Opened {
-    fn map(lease: &Arc<Lease>, Lent { pieces, tag, pauses }: Lent, current: &Current) -> Result<Self, Failure> {
+    fn map(lease: &Arc<Lease>, WhatIsLent { pieces, tag, pauses }: WhatIsLent, current: &Current) -> Result<Self, Failure> {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
         let addresses = Arc::new(Addresses::reserve(pieces.iter().map(|(_, bytes)| bytes).sum())?);
         let place = Place::of(&addresses);
@@ -487,7 +487,7 @@ impl Opened {
     }
 }
 
-impl Borrowed {
+impl Borrowings {
     /// What is set aside, with its owner.
     fn aside(&self) -> impl Iterator<Item = (Token, u32)> {
         self.open.iter().filter(|(_, opened)| opened.is_paused()).map(|(token, opened)| (*token, opened.lease.owner))
@@ -561,7 +561,7 @@ impl Borrowed {
 /// All with the connection locked: an opening and a closing of the same memory must not cross.
 impl Lease {
     /// Gets the memory behind a handle from its owner.
-    fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<Lent, Refused> {
+    fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<WhatIsLent, Refused> {
         let (reply, files) = self.exchange(Request::Open { token: token.text() }).map_err(|error| {
             self.retire(state);
             if error.kind() == io::ErrorKind::TimedOut {
@@ -573,7 +573,7 @@ impl Lease {
         match reply {
             Reply::Opened { pieces, tag, pauses } if pieces.len() == files.len() => {
                 let pieces = files.into_iter().zip(pieces).map(|(file, bytes)| (file, bytes as usize)).collect();
-                Ok(Lent { pieces, tag, pauses })
+                Ok(WhatIsLent { pieces, tag, pauses })
             }
             Reply::Error(refusal) => {
                 log::debug!("process {} does not share its memory: {}", self.owner, refusal.message);

@@ -10,25 +10,25 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_model::Span;
 
 /// Who knows the memory. Allocations refer to it weakly: they are registered as long as it is there.
-pub(super) type Mark = Arc<&'static str>;
+pub(super) type RegistrantMark = Arc<&'static str>;
 
 /// By communicator, and the handle that NCCL gave.
-pub(super) type Registrations = Mutex<BTreeMap<(usize, usize), Registration>>;
+pub(super) type Registrations = Mutex<BTreeMap<(usize, usize), NcclRegistration>>;
 
-pub(super) struct Registration {
-    mark: Mark,
+pub(super) struct NcclRegistration {
+    mark: RegistrantMark,
     times: usize,
 }
 
 impl Memory {
-    fn registrations(&self) -> MutexGuard<'_, BTreeMap<(usize, usize), Registration>> {
+    fn registrations(&self) -> MutexGuard<'_, BTreeMap<(usize, usize), NcclRegistration>> {
         self.registrations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs a call that registers a range, and tells the handle if it has. The memory counts as registered from before the call on,
     /// which may itself allocate and wait for other processes: no lock is held meanwhile.
     pub fn registering(&self, span: Span, registrant: &'static str, communicator: usize, real: impl FnOnce() -> Option<usize>) {
-        let mark = Mark::new(registrant);
+        let mark = RegistrantMark::new(registrant);
         let covered = {
             // Not in the middle of a pause.
             let _shared = self.share();
@@ -42,7 +42,7 @@ impl Memory {
         match self.registrations().entry((communicator, handle)) {
             Entry::Vacant(_) if covered.is_empty() => (),
             Entry::Vacant(place) => {
-                place.insert(Registration { mark, times: 1 });
+                place.insert(NcclRegistration { mark, times: 1 });
             }
             Entry::Occupied(mut known) => {
                 let known = known.get_mut();
@@ -69,7 +69,7 @@ impl Memory {
         if !real()
             && let Some(mark) = taken
         {
-            self.registrations().entry(key).or_insert(Registration { mark, times: 0 }).times += 1;
+            self.registrations().entry(key).or_insert(NcclRegistration { mark, times: 0 }).times += 1;
         }
     }
 
