@@ -49,11 +49,11 @@ def pair_ns(program, env, held):
     return figures["ns_per_pair"], figures["ns_extra"]
 
 
-def driver_ns(program, env):
+def driver_ns(command, env):
     """{call: (as found, the driver's own, more, whether both are the same function)}"""
-    done = subprocess.run([program], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
-        raise SystemExit(f"bench-overhead: {program}: {done.stderr.strip()}")
+        raise SystemExit(f"bench-overhead: {command[0]}: {done.stderr.strip()}")
     lines = [line.split() for line in done.stdout.splitlines()]
     return {call: (*map(float, figures), same == "1") for call, *figures, same in lines}
 
@@ -135,11 +135,11 @@ def pair_rows(what, program, held, rounds, variants):
     return rows
 
 
-def driver_rows(program, rounds, variants):
+def driver_rows(command, rounds, variants):
     """The driver's functions beside those that a program gets, in one process. The first variant preloads nothing: both are
     the same there, so it shows the noise.
     """
-    figures = in_turns(rounds, lambda env: driver_ns(program, env), variants)
+    figures = in_turns(rounds, lambda env: driver_ns(command, env), variants)
     base, *others = figures
     rows = []
     for call, (what, limit) in DRIVER_CALLS.items():
@@ -232,7 +232,7 @@ def main():
         },
     )
     rows += driver_rows(
-        options.overhead_driver,
+        [options.overhead_driver],
         options.rounds,
         {"without": plain, "preloaded": preloaded, "preloaded, VRAMCTL_TAG=default": tagged},
     )

@@ -4,8 +4,9 @@ would give it other pages is refused. And what would happen otherwise, in proces
 usage: registration.py VRAMCTL               prints a line `ok: …` or `FAILED: …` for each check, and `note: …` for what is no check
        registration.py --rank N RANKS PORT   the program, which registration.py starts under `vramctl run`
 
-Each rank has two buffers: `plain`, of PyTorch's cudaMalloc, and `virtual`, which it has made with cuMemCreate so that other processes
-can open it. NCCL shares only the second with the other rank.
+Each rank has three buffers: `plain`, of PyTorch's cudaMalloc, and `virtual` and `gathered`, which it has made with cuMemCreate so that
+other processes can open them. The first two are summed up in place, where NCCL's ring copies through buffers of its own. The ranks
+gather into the third, which the other rank then writes directly.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ import time
 MIB = 1 << 20
 BUFFER = 64 * MIB
 BALLAST = 2048 * MIB
+KINDS = ("plain", "virtual", "gathered")
 # A collective that has not ended by then hangs.
 PATIENCE_S = 10
 
@@ -64,7 +66,7 @@ class Nccl:
             paths = [line.split(maxsplit=5)[5].strip() for line in maps if "libnccl.so" in line]
         self.library = ctypes.CDLL(paths[0] if paths else None)
         backend = distributed.group.WORLD._get_backend(torch.device("cuda", number))
-        self.reduce = distributed.all_reduce
+        self.reduce, self.gather = distributed.all_reduce, distributed.all_gather_into_tensor
         self.whose = "PyTorch's"
         if hasattr(backend, "_comm_ptr"):
             self.communicator = ctypes.c_void_p(backend._comm_ptr())
@@ -86,7 +88,12 @@ class Nccl:
             # 7: ncclFloat32. 0: ncclSum.
             self.check(self.library.ncclAllReduce(place, place, ctypes.c_size_t(tensor.numel()), 7, 0, self.communicator, stream))
 
-        self.reduce = reduce
+        def gather(result, part):
+            places = ctypes.c_void_p(part.data_ptr()), ctypes.c_void_p(result.data_ptr())
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            self.check(self.library.ncclAllGather(*places, ctypes.c_size_t(part.numel()), 7, self.communicator, stream))
+
+        self.reduce, self.gather = reduce, gather
 
     @staticmethod
     def check(code):
@@ -114,7 +121,10 @@ def rank(number, ranks, port):
     ballast = torch.full((BALLAST,), number + 1, dtype=torch.uint8, device=device)
     buffers = {
         "plain": torch.zeros(BUFFER // 4, device=device),
-        "virtual": torch.as_tensor(OfAddress(virtual_memory(number, BUFFER), BUFFER // 4), device=device),
+        **{
+            kind: torch.as_tensor(OfAddress(virtual_memory(number, BUFFER), BUFFER // 4), device=device)
+            for kind in ("virtual", "gathered")
+        },
     }
     source = torch.zeros(BUFFER // 4, device=device)
     distributed.all_reduce(source)
@@ -122,37 +132,47 @@ def rank(number, ranks, port):
     nccl = Nccl(torch, distributed, number, ranks)
     handles, graphs = [], {}
 
-    def capture(buffer):
+    def collective(kind, buffer):
+        if kind == "gathered":
+            buffer.zero_()
+            nccl.gather(buffer, source[: source.numel() // ranks])
+        else:
+            buffer.copy_(source)
+            nccl.reduce(buffer)
+
+    def capture(kind, buffer):
         # Warm up outside the capture.
-        nccl.reduce(buffer)
+        collective(kind, buffer)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-            buffer.copy_(source)
-            nccl.reduce(buffer)
+            collective(kind, buffer)
             result = buffer + 1
         return graph, result
 
     def step(base, kind, graph):
-        """Whether the sum is right."""
-        mine, expected = float(base + number), float(sum(base + each for each in range(ranks)))
-        source.fill_(mine)
+        """Whether the collective's result is right."""
+        source.fill_(float(base + number))
         if graph:
             graphs[kind][0].replay()
-            seen, expected = graphs[kind][1], expected + 1
+            seen = graphs[kind][1] - 1
         else:
             seen = buffers[kind]
-            seen.copy_(source)
-            nccl.reduce(seen)
+            collective(kind, seen)
         torch.cuda.synchronize()
-        return bool((seen == expected).all()) and bool((ballast == number + 1).all())
+        all_of_it = [float(base + each) for each in range(ranks)]
+        if kind == "gathered":
+            right = all(bool((part == one).all()) for part, one in zip(seen.chunk(ranks), all_of_it))
+        else:
+            right = bool((seen == sum(all_of_it)).all())
+        return right and bool((ballast == number + 1).all())
 
     answer(ready=True, whose=nccl.whose, version=".".join(map(str, torch.cuda.nccl.version())))
     for line in sys.stdin:
         request = json.loads(line)
         if request["do"] == "register":
             handles = [nccl.register(buffer) for buffer in buffers.values()]
-            graphs.update({kind: capture(buffer) for kind, buffer in buffers.items()})
+            graphs.update({kind: capture(kind, buffer) for kind, buffer in buffers.items()})
             torch.cuda.synchronize()
             answer(done=all(handle.value for handle in handles))
         elif request["do"] == "deregister":
@@ -181,7 +201,8 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         self.vramctl, self.name = vramctl, name
-        environment = {**os.environ, "NCCL_LOCAL_REGISTER": "1"}
+        # A ring, as between GPUs without NVLink multicast.
+        environment = {**os.environ, "NCCL_LOCAL_REGISTER": "1", "NCCL_ALGO": "Ring"}
         self.children = []
         for number in range(count):
             command = [vramctl, "run", "--name", name, "--", sys.executable, __file__, "--rank", str(number), str(count), port]
@@ -211,7 +232,7 @@ class Ranks:
 
     def works(self, base):
         """Whether all collectives are right."""
-        heard = [self.ask(do="step", base=base, kind=kind, graph=graph) for kind in ("plain", "virtual") for graph in (False, True)]
+        heard = [self.ask(do="step", base=base, kind=kind, graph=graph) for kind in KINDS for graph in (False, True)]
         return all((one or {}).get("right") for each in heard for one in each), heard
 
     def command(self, what, *arguments):
@@ -276,7 +297,7 @@ def without_the_rule(ranks):
     print(f"note: taken: exit code {code}: {text}", flush=True)
     code, text = ranks.command("resume")
     print(f"note: taken: resumed, exit code {code}: {text}", flush=True)
-    for kind in ("plain", "virtual"):
+    for kind in KINDS:
         for graph in (True, False):
             heard = ranks.ask(PATIENCE_S, do="step", base=2, kind=kind, graph=graph)
             said = ["hangs" if one is None else "ended" if "ended" in one else "right" if one["right"] else "WRONG" for one in heard]
