@@ -1,5 +1,5 @@
 //! Modules, functions and launches of known kernels: the digest of `src/backup/digest/kernel.cu`, the copy of
-//! `src/backup/copier/kernel.cu`, and any that does nothing. Programs load their PTX, as with a real driver; what runs is a
+//! `src/backup/copier/kernel.cu`, those that wait ([`crate::waiting`]), and any that does nothing. Programs load their PTX, as with a real driver; what runs is a
 //! reimplementation here that follows the kernel step by step.
 
 use crate::abi::{Address, Handle, In, Out};
@@ -10,6 +10,7 @@ use crate::driver::{self, state};
 use crate::host;
 use crate::stream;
 use crate::vmm::{self, Piece, READ, READ_WRITE};
+use crate::waiting::{Collective, Persistent};
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
 use std::slice;
@@ -21,6 +22,8 @@ use std::time::Duration;
 enum Kernel {
     Digest,
     Copy,
+    Collective,
+    Persistent,
     /// Does nothing.
     Empty,
 }
@@ -31,6 +34,8 @@ impl Kernel {
         match name {
             "vramctl_digest" => Some(Self::Digest),
             "vramctl_copy" => Some(Self::Copy),
+            "simgpu_collective" => Some(Self::Collective),
+            "simgpu_persistent" => Some(Self::Persistent),
             _ => text.contains(&format!(".entry {name}() {{ ret; }}")).then_some(Self::Empty),
         }
     }
@@ -40,7 +45,7 @@ impl Kernel {
         match self {
             Self::Digest => Some(THREADS as u32),
             Self::Copy => Some(512),
-            Self::Empty => None,
+            Self::Collective | Self::Persistent | Self::Empty => None,
         }
     }
 }
@@ -131,6 +136,8 @@ pub fn launch(
     let work = match kernel {
         Kernel::Digest => Work::Kernel(Launch::Digest(Digests::of_arguments(arguments, blocks[0])?)),
         Kernel::Copy => Work::Kernel(Launch::Copy(Copy::of_arguments(arguments)?)),
+        Kernel::Collective => Work::Kernel(Launch::Collective(collective_of(arguments)?)),
+        Kernel::Persistent => Work::Kernel(Launch::Persistent(persistent_of(arguments)?)),
         Kernel::Empty => Work::Marker,
     };
     let mut state = state();
@@ -148,6 +155,32 @@ fn arguments_of(arguments: In<*const c_void>, count: usize) -> Outcome<Vec<*cons
     if arguments.iter().any(|argument| argument.is_null()) { Err(INVALID_VALUE) } else { Ok(arguments) }
 }
 
+fn collective_of(arguments: In<*const c_void>) -> Outcome<Collective> {
+    let arguments = arguments_of(arguments, 4)?;
+    // SAFETY: CUDA's contract: each argument points to a value of its parameter's type in the kernel.
+    let collective = unsafe {
+        Collective {
+            communicator: arguments[0].cast::<u64>().read_unaligned(),
+            rank: arguments[1].cast::<u32>().read_unaligned() as usize,
+            ranks: arguments[2].cast::<u32>().read_unaligned() as usize,
+            address: arguments[3].cast::<Address>().read_unaligned(),
+        }
+    };
+    collective.check().map(|()| collective)
+}
+
+fn persistent_of(arguments: In<*const c_void>) -> Outcome<Persistent> {
+    let arguments = arguments_of(arguments, 3)?;
+    // SAFETY: as above.
+    unsafe {
+        Ok(Persistent {
+            word: arguments[0].cast::<Address>().read_unaligned(),
+            address: arguments[1].cast::<Address>().read_unaligned(),
+            bytes: arguments[2].cast::<u64>().read_unaligned() as usize,
+        })
+    }
+}
+
 /// A launch of a known kernel.
 #[derive(Clone, Debug)]
 pub enum Launch {
@@ -155,6 +188,10 @@ pub enum Launch {
     Digest(Digests),
     /// The copy.
     Copy(Copy),
+    /// A collective between processes.
+    Collective(Collective),
+    /// One that ends when it is told to.
+    Persistent(Persistent),
 }
 
 impl Launch {
@@ -163,6 +200,8 @@ impl Launch {
         match self {
             Self::Digest(launch) => launch.run(context, delay),
             Self::Copy(launch) => launch.run(context, delay),
+            Self::Collective(launch) => launch.run(context),
+            Self::Persistent(launch) => launch.run(context),
         }
     }
 }

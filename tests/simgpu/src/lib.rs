@@ -13,7 +13,7 @@
 //! - [`sharing`]: memory that several processes use;
 //! - [`memory`]: the `cuMemAlloc` family, pointer attributes; [`pool`]: memory pools;
 //! - [`host`]: pinned and registered host memory;
-//! - [`kernel`]: modules and launches of known kernels;
+//! - [`kernel`]: modules and launches of known kernels; [`waiting`]: those that wait for other processes or the host;
 //! - [`stream`]: streams, events and synchronisation; [`mod@copy`]: stream operations;
 //! - [`capture`] and [`graph`]: operations that are recorded and replayed;
 //! - [`checkpoint`]: what other processes do to a process;
@@ -50,3 +50,4 @@ pub mod settings;
 pub mod sharing;
 pub mod stream;
 pub mod vmm;
+pub mod waiting;

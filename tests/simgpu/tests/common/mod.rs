@@ -231,6 +231,9 @@ library! {
     cuStreamWaitEvent(u64, u64, u32) -> u32;
     cuStreamWaitValue32_v2(u64, u64, u32, u32) -> u32;
     cuStreamWaitValue64_v2(u64, u64, u64, u32) -> u32;
+    cuModuleLoadData(*mut u64, *const c_char) -> u32;
+    cuModuleGetFunction(*mut u64, u64, *const c_char) -> u32;
+    cuLaunchKernel(u64, u32, u32, u32, u32, u32, u32, u32, u64, *const *const c_void, usize) -> u32;
     cuLaunchHostFunc(u64, unsafe extern "C" fn(*mut c_void), *mut c_void) -> u32;
     cuEventCreate(*mut u64, u32) -> u32;
     cuEventDestroy_v2(u64) -> u32;
