@@ -630,6 +630,18 @@ fn a_resume_says_whose_memory_is_missing() {
     let missing = &serde_json::from_slice::<Value>(&output.stdout).unwrap()["processes"][0]["report"]["missing"];
     assert_eq!((&missing[0]["owner"], &missing[0]["paused_bytes"]), (&owner.child.id().into(), &(4 * MIB).into()), "{missing}");
     assert!(machine.is_held(&other));
+    // So does that of a move, and of one that has come to nothing.
+    let stays_held = format!("other (pid {}) stays held: 4.00 MiB that it has open of process {}", other.pid(), owner.pid());
+    for (fault, to, code, said) in [("", "1", 5, "moved other"), ("cuCheckpointProcessRestore:1:801", "0", 1, "The job is where it was")] {
+        let mut command = machine.command(common::command_line());
+        let output = command.args(["move", "other", "--to", to]).env("SIMGPU_FAIL", fault).output().unwrap();
+        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        assert!(text.contains(said) && text.contains(&stays_held), "{text}");
+    }
+    let output = machine.ask(&["move", "other", "--to", "0", "--json"]);
+    assert_eq!(output.status.code(), Some(5), "{output:?}");
+    assert_eq!(&serde_json::from_slice::<Value>(&output.stdout).unwrap()["processes"][0]["report"]["missing"], missing);
     machine.done(&["resume", "--name", "owner"]);
     machine.goes_on(&other);
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[7]");

@@ -21,7 +21,7 @@ use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::{Refusal, Transition};
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
-use vramctl_model::{Bytes, Error, Failure, GpuUse, Kind, Shortage, TagState, Verb, code};
+use vramctl_model::{Borrowed, Bytes, Error, Failure, GpuUse, Kind, Shortage, TagState, Verb, code};
 
 /// A process of the job.
 pub struct Member {
@@ -45,6 +45,8 @@ pub struct Done {
     pub tag_bytes: u64,
     /// Bytes of the rest, checkpointed or restored.
     rest_bytes: u64,
+    /// After a resume: memory of other processes that is not back, so the program stays held.
+    missing: Vec<Borrowed>,
     /// Milliseconds in each step, in order.
     stages: Vec<(&'static str, f64)>,
 }
@@ -52,8 +54,11 @@ pub struct Done {
 impl Serialize for Done {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let stages: BTreeMap<_, _> = self.stages.iter().copied().collect();
-        let report =
+        let mut report =
             json!({ "bytes": self.bytes(), "tag_bytes": self.tag_bytes, "rest_bytes": self.rest_bytes, "stages": stages, "ms": self.ms() });
+        if !self.missing.is_empty() {
+            report["missing"] = json!(self.missing);
+        }
         report.serialize(serializer)
     }
 }
@@ -153,7 +158,7 @@ fn transition(
     for ((_, member), result) in due.iter_mut().zip(done.results) {
         member.done.stages.push((verb.name(), done.ms));
         match result {
-            Ok(report) => member.done.tag_bytes = report.bytes,
+            Ok(report) => (member.done.tag_bytes, member.done.missing) = (report.bytes, report.missing),
             Err(error) => failures.push(member.failed(error)),
         }
     }
@@ -261,13 +266,24 @@ pub fn short(card: &Card, needed: u64) -> CommandError {
     CommandError::from(&Error::DeviceMemory(Shortage { device: card.index as i32, uuid, needed, free: card.free, holders }))
 }
 
-/// Prints what has been done: as JSON, or a line for each as `line` has it.
-pub fn tell(members: &[Member], as_json: bool, quiet: bool, line: impl Fn(&Member) -> String) -> Result<(), CommandError> {
+/// Prints what has been done: as JSON, or a line for each as `line` has it. Returns the exit code for it.
+pub fn tell(members: &[Member], as_json: bool, quiet: bool, line: impl Fn(&Member) -> String) -> Result<Exit, CommandError> {
+    let held = stay_held(members);
     if as_json {
         let answer = |member: &Member| json!({ "pid": member.process.pid, "name": member.process.name(), "report": member.done });
-        return output::json(&members.iter().map(answer).collect::<Vec<_>>());
+        output::json(&members.iter().map(answer).collect::<Vec<_>>())?;
+    } else {
+        members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))?;
+        for why in &held {
+            output::complain("error", why);
+        }
     }
-    members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))
+    Ok(if held.is_empty() { Exit::Done } else { Exit::Busy })
+}
+
+/// Why programs stay held after a resume.
+pub fn stay_held(members: &[Member]) -> Vec<String> {
+    members.iter().flat_map(|member| member.done.missing.iter().map(|missing| member.process.stays_held(missing))).collect()
 }
 
 impl Member {

@@ -16,8 +16,7 @@ use vramctl_control::discovery::{self, Directory};
 use vramctl_control::job::{Follower, Job, JobReport};
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_driver::uuid_of_index;
-use vramctl_model::Bytes;
-use vramctl_model::{GpuUse, TagState, TagStatus};
+use vramctl_model::{Borrowed, Bytes, GpuUse, TagState, TagStatus};
 
 /// Which processes to act on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,6 +94,15 @@ impl Process {
     /// While it is suspended: the GPUs that it sees, and what a restore needs there.
     pub fn suspended(&self) -> Option<&[GpuUse]> {
         self.status.as_ref().ok()?.memory.suspended.as_deref()
+    }
+
+    /// Why it does not go on after its resume, and what to do about it.
+    pub fn stays_held(&self, Borrowed { owner, paused_bytes, .. }: &Borrowed) -> String {
+        format!(
+            "{self} stays held: {} that it has open of process {owner} are still paused. `vramctl resume --pid {owner}` brings them back \
+             (if that is stopped: kill -CONT {owner}), and this one goes on by itself",
+            Bytes(*paused_bytes)
+        )
     }
 
     pub fn tags(&self) -> &[TagStatus] {

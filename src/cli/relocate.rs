@@ -90,7 +90,10 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     let resumed = checkpoint::resume(&found, &mut members);
     if let Err(failure) = moved {
         let left = match resumed {
-            Ok(()) => ". The job runs where it was".into(),
+            Ok(()) => match &checkpoint::stay_held(&members)[..] {
+                [] => ". The job runs where it was".into(),
+                held => format!(". The job is where it was; {}", held.join("; ")),
+            },
             Err(second) => format!("; and {second}"),
         };
         return Err(failure.adding(&left));
@@ -101,8 +104,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
         let now: Vec<_> = cards.iter().filter(|card| now.contains(&&card.uuid)).collect();
         format!("moved {} to {}: {} {}", member.process, list(&now), member.bytes(), member.done.took())
     };
-    checkpoint::tell(&members, args.json, args.quiet, line)?;
-    Ok(Exit::Done)
+    checkpoint::tell(&members, args.json, args.quiet, line)
 }
 
 fn usage(why: impl Into<String>) -> CommandError {

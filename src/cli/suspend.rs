@@ -88,8 +88,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
                 Some(_) if member.done.bytes() == 0 => format!("nothing to do: {} is already suspended", member.process),
                 _ => format!("suspended {}: {} freed {}", member.process, member.bytes(), member.done.took()),
             };
-            checkpoint::tell(&members, args.json, args.quiet, line)?;
-            Ok(Exit::Done)
+            checkpoint::tell(&members, args.json, args.quiet, line)
         }
         Err(failure) => {
             let left: u64 = members.iter().map(checkpoint::Member::left_alone).sum();

@@ -27,7 +27,7 @@ use vramctl_control::job::{Follower, Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, Borrowed, HostRoom, Plan, Progress, Report, TagPlan, TagState, Verb};
+use vramctl_model::{Backup, HostRoom, Plan, Progress, Report, TagPlan, TagState, Verb};
 use vramctl_model::{Error, Kind, Registered};
 
 #[derive(clap::Args)]
@@ -578,7 +578,7 @@ impl Asking {
                     output::complain("warning", &text);
                 }
                 for missing in &report.missing {
-                    output::complain("error", &format!("{} {}", task.process, stays_held(missing)));
+                    output::complain("error", &task.process.stays_held(missing));
                 }
             }
             Answer::Error(failure) => {
@@ -744,15 +744,6 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
         let _ = write!(text, "; {}", contents.join(", "));
     }
     text
-}
-
-/// Why a process does not go on after its resume, and what to do about it.
-fn stays_held(Borrowed { owner, paused_bytes, .. }: &Borrowed) -> String {
-    format!(
-        "stays held: {} that it has open of process {owner} are still paused. `vramctl resume --pid {owner}` brings them back (if that \
-         is stopped: kill -CONT {owner}), and this one goes on by itself",
-        Bytes(*paused_bytes)
-    )
 }
 
 /// Milliseconds, rounded.
