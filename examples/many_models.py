@@ -58,8 +58,6 @@ class Gpu:
 
     def __init__(self, say=print):
         self.say = say
-        #: Whether the old model's context leaves while the new one comes back, not after it.
-        self.beside = False
         self.active = None
         #: What takes the rest of the last one off the GPU.
         self.leaving = None
@@ -76,7 +74,7 @@ class Gpu:
             except vramctl.errors.NoProcess:
                 old = None  # it has ended, and so has nothing here
         self.active = None
-        # `old` has only its CUDA context left, which need not be gone before the first token.
+        # `old` has only its CUDA context left, which leaves last: both at once take longer.
         coming = asyncio.ensure_future(model.job.resume_async(timeout=60))
         if old is not None:
             self.leaving = asyncio.ensure_future(self._leave(old, coming))
@@ -84,8 +82,7 @@ class Gpu:
         self.active = model
 
     async def _leave(self, old, coming):
-        if not self.beside:
-            await asyncio.wait([coming])
+        await asyncio.wait([coming])
         try:
             await old.job.suspend_async()
         except vramctl.errors.Error as error:

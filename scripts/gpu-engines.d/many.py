@@ -124,7 +124,6 @@ async def turn(run, gpu, engine):
     one = {
         "from": old and old.name,
         "to": engine.name,
-        "beside": gpu.beside,
         "pause_s": old.pause_s if old else 0.0,
         "ready_s": ready_s,
         "first_s": first_s,
@@ -132,7 +131,7 @@ async def turn(run, gpu, engine):
         "used_mib": used_mib,
         "same": token["same"] and answers["tokens"] and answers["logprobs"],
     }
-    told = f"{one['from'] or 'nobody'} to {one['to']}{', contexts side by side' if gpu.beside else ''}"
+    told = f"{one['from'] or 'nobody'} to {one['to']}"
     run.say(f"  {told}: first token after {first_s:.2f} s (pause {one['pause_s']:.2f}, active {ready_s:.2f}, left {gone_s:.2f})")
     return one
 
@@ -147,8 +146,6 @@ async def turns(run, engines, found):
                 await gpu.active.job.suspend_async()
                 gpu.active = None
                 empty(run, found, f"after {number} turns, all are suspended again")
-        # Which is better is measured: one context leaves while the other comes, or after it.
-        gpu.beside = number % 2 == 1
         engine = chance.choice([one for one in engines if one is not gpu.active])
         found["turns"].append(await turn(run, gpu, engine))
     if gpu.active is not None:

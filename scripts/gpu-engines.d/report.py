@@ -140,11 +140,9 @@ def ways(parts, engine):
     ours, others = parts.get(f"{engine}/many"), parts.get(f"{engine}/alternatives")
     if ours and ours["turns"]:
         used = statistics.median(one["used_mib"] for one in ours["turns"])
-        for beside in (False, True):
-            switches = [one for one in ours["turns"] if one["from"] and one["beside"] == beside]
-            alone = [one["first_s"] for one in ours["turns"] if not one["from"]]
-            how = "the contexts change places at the same time" if beside else "the old context leaves last"
-            rows.append(own_way(f"vramctl suspend; {how}", used, max(ours["left_mib"]), switches, alone))
+        switches = [one for one in ours["turns"] if one["from"]]
+        alone = [one["first_s"] for one in ours["turns"] if not one["from"]]
+        rows.append(own_way("vramctl suspend", used, max(ours["left_mib"]), switches, alone))
         left = ours.get("paused_left_mib")
         if ours["paused"] and left is not None:
             rows.append(own_way("vramctl pause", used, left, ours["paused"], []))
