@@ -100,6 +100,8 @@ class Router:
 
     def __init__(self, models, patience):
         self.models, self.patience, self.gpu = {model.name: model for model in models}, patience, Gpu()
+        #: One for each request. Kept here, since asyncio may drop a task that nobody else knows.
+        self.tasks = set()
         #: Models with requests that wait.
         self.queue = asyncio.Queue()
         #: Whether the active model takes more requests: not while another waits for its turn.
@@ -157,6 +159,11 @@ class Router:
         end = time.monotonic() + self.patience
         while old is not None and old.in_flight and time.monotonic() < end:
             await asyncio.sleep(0.01)
+
+    def accept(self, reader, writer):
+        task = asyncio.ensure_future(self.serve(reader, writer))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def serve(self, reader, writer):
         """One request of a client, by HTTP/1.1: it is answered by the engine, and the connection closed."""
@@ -261,7 +268,7 @@ async def run(options):
             model.path = path
             await start(model, options.command)
         router = Router(models, options.patience)
-        server = await asyncio.start_server(router.serve, options.host, options.port)
+        server = await asyncio.start_server(router.accept, options.host, options.port)
         print(f"serving {', '.join(router.models)} on {options.host}:{server.sockets[0].getsockname()[1]}", flush=True)
         await router.give_turns()
     finally:
