@@ -337,6 +337,7 @@ impl State {
             active_bytes: 2 * GIB,
             tags: [("kv_cache".into(), GIB), ("weights".into(), GIB)].into(),
             paused_bytes: 0,
+            guard_bytes: 0,
             free_bytes: Some(7 * GIB),
             total_bytes: Some(80 * GIB),
         };
@@ -1660,6 +1661,18 @@ fn a_program_is_held_unless_told_otherwise() {
         assert!(matches!(&asked[asked.len() - 2], Request::Pause(Transition { hold_ms, .. }) if *hold_ms == wanted), "{line}: {asked:?}");
     }
     place.vramctl("pause --no-hold --hold-timeout 3").expect(2, "", "--hold-timeout");
+}
+
+#[test]
+fn a_guard_is_asked_for() {
+    let place = Place::new();
+    let engine = Fake::new(&place, "engine", &["cache"]);
+    for (line, wanted) in [("pause --no-hold --guard", true), ("pause", false)] {
+        place.vramctl(line).expect(0, "paused cache", "");
+        place.vramctl("resume").expect(0, "resumed cache", "");
+        let asked = engine.asked();
+        assert!(matches!(&asked[asked.len() - 2], Request::Pause(Transition { guard, .. }) if *guard == wanted), "{line}: {asked:?}");
+    }
 }
 
 /// If the engine does not do as it is told, nothing is paused, and the message says what to do.

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Footprint, Gpu, MIB, Stream, free, malloc_tagged, pattern, pause, read, resume, write};
+use common::{Footprint, Gpu, MIB, Stream, free, malloc_tagged, pattern, pause, read, request, resume, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -14,7 +14,7 @@ use std::sync::{Mutex, Once};
 use vramctl_config::CopyBy;
 use vramctl_core::memory::{Memory, region};
 use vramctl_intercept::hooks as interpose;
-use vramctl_model::{Backup, Report};
+use vramctl_model::{Backup, Report, TransitionRequest};
 
 /// The driver functions that the library calls. Each path skips those it does not use.
 const CALLS: &[&str] = &[
@@ -134,26 +134,35 @@ enum Path {
     Allocate,
     FreeActive,
     FreePaused,
+    /// Paused, with a guard.
+    FreeGuarded,
     /// In stream order.
     AllocateAsync,
     FreeAsync,
     Pause,
     /// Pauses all but the disk tag, into host memory that is ready.
     PauseInMemory,
+    /// With a guard.
+    PauseGuarded,
     Resume,
+    /// Of memory with a guard, to which something has written.
+    ResumeGuarded,
     /// A kernel copies the contents back, as while the copy engines are slow.
     ResumeByKernel,
 }
 
-const PATHS: [Path; 9] = [
+const PATHS: [Path; 12] = [
     Path::Allocate,
     Path::FreeActive,
     Path::FreePaused,
+    Path::FreeGuarded,
     Path::AllocateAsync,
     Path::FreeAsync,
     Path::Pause,
     Path::PauseInMemory,
+    Path::PauseGuarded,
     Path::Resume,
+    Path::ResumeGuarded,
     Path::ResumeByKernel,
 ];
 
@@ -164,11 +173,23 @@ impl Path {
     }
 
     fn is_free(self) -> bool {
-        matches!(self, Self::FreeActive | Self::FreePaused | Self::FreeAsync)
+        matches!(self, Self::FreeActive | Self::FreePaused | Self::FreeGuarded | Self::FreeAsync)
     }
 
     fn is_resume(self) -> bool {
-        matches!(self, Self::Resume | Self::ResumeByKernel)
+        matches!(self, Self::Resume | Self::ResumeGuarded | Self::ResumeByKernel)
+    }
+
+    fn is_guarded(self) -> bool {
+        matches!(self, Self::FreeGuarded | Self::PauseGuarded | Self::ResumeGuarded)
+    }
+
+    fn is_pause(self) -> bool {
+        matches!(self, Self::Pause | Self::PauseInMemory | Self::PauseGuarded)
+    }
+
+    fn pause(self) -> Result<Report, vramctl_model::Error> {
+        Memory::get().pause(&TransitionRequest { guard: self.is_guarded(), ..request(self.tags()) }, &mut ())
     }
 
     fn choose_who_copies(self) {
@@ -209,7 +230,7 @@ fn uses(gpu: &Gpu, path: Path) -> BTreeMap<&'static str, u64> {
 /// Creates everything that is created once per process.
 fn warm_up(gpu: &Gpu) {
     static ONCE: Once = Once::new();
-    ONCE.call_once(|| [Path::Resume, Path::ResumeByKernel].into_iter().for_each(|path| run(gpu, path, &[], None)));
+    ONCE.call_once(|| [Path::Resume, Path::ResumeGuarded, Path::ResumeByKernel].into_iter().for_each(|path| run(gpu, path, &[], None)));
 }
 
 /// Runs a program down one path with the faults injected, then to its end without them.
@@ -217,8 +238,11 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     let case = format!("{path:?} with {faults:?}");
     path.choose_who_copies();
     let program = Program::start();
-    if path.is_resume() || path == Path::FreePaused {
-        pause(&[]).unwrap();
+    if path.is_resume() || matches!(path, Path::FreePaused | Path::FreeGuarded) {
+        assert_eq!(path.pause().unwrap().unguarded_bytes, 0);
+    }
+    if path.is_guarded() && path.is_resume() {
+        assert_eq!(write(program.kept[0].0, &[7; 64]), 0);
     }
     let stream = Stream::create();
     // Background work is not part of the path.
@@ -231,9 +255,9 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
     match path {
         Path::Allocate => extra.extend(malloc_tagged("extra", None, 4 * MIB)),
         Path::AllocateAsync => extra.extend(malloc_async("extra", 4 * MIB, &stream)),
-        Path::FreeActive | Path::FreePaused | Path::FreeAsync => (),
-        Path::Pause | Path::PauseInMemory => answer = Some(pause(path.tags())),
-        Path::Resume | Path::ResumeByKernel => answer = Some(resume(&[])),
+        Path::FreeActive | Path::FreePaused | Path::FreeGuarded | Path::FreeAsync => (),
+        Path::Pause | Path::PauseInMemory | Path::PauseGuarded => answer = Some(path.pause()),
+        Path::Resume | Path::ResumeGuarded | Path::ResumeByKernel => answer = Some(resume(&[])),
     }
     let mut freed = Vec::new();
     if path.is_free() {
@@ -260,7 +284,7 @@ fn run(gpu: &Gpu, path: Path, faults: &[Fault], counts: Option<&mut BTreeMap<&'s
         assert_eq!((stream.synchronize(), free(0)), (0, 0), "{case}");
         return;
     }
-    if matches!(path, Path::Pause | Path::PauseInMemory) && Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0) {
+    if path.is_pause() && Memory::get().status().tags.iter().all(|tag| tag.paused_bytes == 0) {
         // A refused pause has changed nothing.
         program.check(false, &case);
     }

@@ -22,8 +22,8 @@ enum Step {
     Allocate(usize),
     Free(usize),
     Write(usize, u64),
-    /// An optional unused range in an allocation: index, offset and length.
-    Pause(Option<usize>, Option<Backup>, Option<(usize, usize, usize)>),
+    /// An optional unused range in an allocation: index, offset and length. And whether with a guard.
+    Pause(Option<usize>, Option<Backup>, Option<(usize, usize, usize)>, bool),
     Resume(Option<usize>),
 }
 
@@ -39,8 +39,8 @@ fn step() -> impl Strategy<Value = Step> {
         6 => (1usize..9 * MIB).prop_map(Step::Allocate),
         2 => any::<usize>().prop_map(Step::Free),
         4 => (any::<usize>(), any::<u64>()).prop_map(|(which, seed)| Step::Write(which, seed)),
-        3 => (prop::option::of(0..TAGS.len()), backup(), prop::option::of((any::<usize>(), 0..8 * MIB, 0..8 * MIB)))
-            .prop_map(|(tag, backup, unused)| Step::Pause(tag, backup, unused)),
+        3 => (prop::option::of(0..TAGS.len()), backup(), prop::option::of((any::<usize>(), 0..8 * MIB, 0..8 * MIB)), any::<bool>())
+            .prop_map(|(tag, backup, unused, guard)| Step::Pause(tag, backup, unused, guard)),
         3 => prop::option::of(0..TAGS.len()).prop_map(Step::Resume),
     ]
 }
@@ -51,6 +51,8 @@ struct Model {
     bytes: usize,
     contents: Option<Vec<u8>>,
     paused: bool,
+    /// Paused with a guard: what is written is lost, and nothing else happens.
+    guarded: bool,
 }
 
 impl Model {
@@ -69,6 +71,8 @@ impl Model {
 struct World {
     allocations: BTreeMap<u64, Model>,
     regions: Vec<Option<(usize, Option<Backup>)>>,
+    /// Whether something was written to a guard, and not told yet.
+    strays: bool,
 }
 
 impl World {
@@ -103,7 +107,7 @@ impl World {
                     Ok(address) => {
                         prop_assert_eq!(Memory::get().find(address).is_some(), tag.is_some());
                         let tag = tag.map(|(tag, backup)| (tag, backup.unwrap_or(Backup::Host)));
-                        let model = Model { tag, bytes, contents: None, paused: false };
+                        let model = Model { tag, bytes, contents: None, paused: false, guarded: false };
                         // Plain memory is not guaranteed to be zero, so clear it.
                         if model.tag.is_none() {
                             prop_assert_eq!(write(address, &vec![0; bytes]), 0);
@@ -126,18 +130,22 @@ impl World {
                     let contents = pattern(seed, model.bytes);
                     prop_assert_eq!(write(address, &contents), 0);
                     model.contents = Some(contents);
+                } else if model.guarded {
+                    prop_assert_eq!(write(address, &pattern(seed, model.bytes)), 0);
+                    self.strays = true;
                 }
             }
-            Step::Pause(tag, backup, unused) => {
+            Step::Pause(tag, backup, unused, guard) => {
                 let unused = unused.and_then(|(which, from, bytes)| Some((self.pick(which)?, from, bytes)));
                 let spans = unused.iter().map(|(address, from, bytes)| Span { address: address + *from as u64, bytes: *bytes }).collect();
-                let wanted = TransitionRequest { backup, unused: spans, ..request(&tags(tag)) };
+                let wanted = TransitionRequest { backup, guard, unused: spans, ..request(&tags(tag)) };
                 let answer = Memory::get().pause(&wanted, &mut ());
                 prop_assert_eq!(answer.is_ok(), self.known(tag), "{:?}", answer);
                 let mut changed = 0;
                 let wanted = |model: &Model| model.tag.is_some_and(|(known, _)| tag.is_none_or(|tag| known == tag));
                 for (address, model) in self.allocations.iter_mut().filter(|(_, model)| wanted(model) && !model.paused) {
                     model.paused = true;
+                    model.guarded = guard && answer.as_ref().is_ok_and(|report| report.unguarded_bytes == 0);
                     changed += 1;
                     let (tag, policy) = model.tag.unwrap();
                     match (backup.unwrap_or(policy), unused) {
@@ -153,7 +161,13 @@ impl World {
                 }
             }
             Step::Resume(tag) => match Memory::get().resume(&request(&tags(tag)), &mut ()) {
-                Ok(_) => self.of_tag(tag).for_each(|model| model.paused = false),
+                Ok(report) => {
+                    let any_guarded = self.of_tag(tag).any(|model| model.paused && model.guarded);
+                    // What is freed, or resumed with a failure, takes what was written to it along.
+                    prop_assert!(report.guard_written_bytes == 0 || self.strays);
+                    self.strays &= !any_guarded;
+                    self.of_tag(tag).for_each(|model| model.paused = false);
+                }
                 Err(vramctl_model::Error::DeviceMemory(shortage)) => prop_assert!(shortage.needed > shortage.free),
                 Err(error) => prop_assert!(!self.known(tag), "{}", error),
             },

@@ -721,6 +721,25 @@ fn the_programs_own_failed_work_is_reported() {
     assert_eq!(machine.status("careless")["processes"][0]["tags"], before);
 }
 
+/// With a guard, it is reported too, and the program goes on.
+#[test]
+fn the_programs_stray_work_meets_the_guard() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("careless", "odd", &["use-while-paused"]);
+    program.expect("ready");
+    let said = machine.done(&["pause", "--no-hold", "--guard"]);
+    assert!(said.contains("guarded by 14.00 MiB"), "{said}");
+    let said = machine.done(&["status"]);
+    assert!(said.contains("The guard of paused memory takes 14.00 MiB of device 0."), "{said}");
+    assert_eq!(machine.status("careless")["processes"][0]["devices"][0]["guard_bytes"], 14 << 20);
+    program.tell("go on");
+    program.expect("went well");
+    let said = machine.done(&["resume"]);
+    assert!(said.contains("warning: careless") && said.contains("something wrote to paused memory"), "{said}");
+    assert_eq!(machine.status("careless")["processes"][0]["devices"][0].get("guard_bytes"), None);
+    assert_eq!(program.ask("go on"), "ok");
+}
+
 #[test]
 fn two_programs_wait_for_each_others_memory() {
     let machine = Machine::new("256M");

@@ -267,6 +267,7 @@ class Pretended(unittest.TestCase):
                 ),
                 (lambda: client.pause((tag for tag in "ab"), hold=None), {"tags": ["a", "b"]}),
                 (lambda: client.pause("kv_cache", force=True, hold=None), {"tags": ["kv_cache"], "force": True}),
+                (lambda: client.pause("kv_cache", guard=True, hold=None), {"tags": ["kv_cache"], "guard": True}),
                 (
                     lambda: client.pause({"a": "host", "b": "default"}, hold=None),
                     {"tags": ["a", "b"], "backups": {"a": "host", "b": None}},

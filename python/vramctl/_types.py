@@ -35,7 +35,16 @@ class Report:
     unchanged: int = 0
     #: Bytes that the driver has so far refused to release; the library retries.
     late_bytes: int = 0
-    #: Milliseconds per stage: `wait`, `save`, `unmap`, `release` for a pause; `wait`, `map`, `restore` for a resume.
+    #: After a pause with a guard: the bytes that have one.
+    guarded_bytes: int = 0
+    #: After a pause with a guard: the bytes that could not be given one.
+    unguarded_bytes: int = 0
+    #: Device memory that guards take until no memory of their device is guarded any more.
+    guard_bytes: int = 0
+    #: After a resume: bytes of the guards that something wrote to. Reads leave no trace.
+    guard_written_bytes: int = 0
+    #: Milliseconds per stage: `wait`, `save`, `unmap`, `release` for a pause; `wait`, `map`, `restore` for a resume; `guard` for
+    #: both.
     stages: Mapping[str, float] = field(default_factory=dict)
     #: Total milliseconds.
     ms: float = 0.0
@@ -80,6 +89,8 @@ class Device:
     device: int
     active_bytes: int = 0
     paused_bytes: int = 0
+    #: The block that is mapped under guarded paused memory.
+    guard_bytes: int = 0
     #: Free memory on the whole device; None if the driver does not answer.
     free_bytes: int | None = None
     total_bytes: int | None = None

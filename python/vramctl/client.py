@@ -232,6 +232,7 @@ class Client:
         force: bool = False,
         registered: str = "refuse",
         hold: float | None = 10.0,
+        guard: bool = False,
         timeout: float | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
@@ -250,6 +251,10 @@ class Client:
         `hold`: the process need not be idle: its calls that start GPU work wait until everything is resumed. Seconds to wait
         for calls and work in flight, no more than `timeout`; after that `errors.Busy`, and it runs on. None: it is not held, and
         must be idle. A process cannot hold itself, because a thread that waits may have the interpreter's lock: `errors.Invalid`.
+
+        `guard`: keep a small block of GPU memory (62 MiB per GPU) mapped under the paused addresses, so that a stray access, mostly
+        without `hold`, does not destroy the CUDA context. Best effort: see `Report.unguarded_bytes`. The report of the resume says
+        if something wrote there (`Report.guard_written_bytes`).
 
         `timeout`: seconds to wait for the device's work; None waits for `hold`, or indefinitely. It does not limit copying.
 
@@ -273,6 +278,8 @@ class Client:
             request["force"] = True
         if registered != "refuse":
             request["registered"] = registered
+        if guard:
+            request["guard"] = True
         if hold is not None:
             request["hold_ms"] = _request.milliseconds(hold if timeout is None else min(hold, timeout))
         return self._transition(request, _request.milliseconds(timeout), progress)

@@ -85,6 +85,7 @@ class Job:
         engine: str | None = None,
         registered: str = "refuse",
         hold: float | None = 10.0,
+        guard: bool = False,
         timeout: float | None = None,
     ) -> JobReport:
         """Returns the GPU memory of the tags (None: all) to the driver.
@@ -95,12 +96,13 @@ class Job:
         `engine`: the URL of the inference engine. If its KV cache is to be discarded, it must be idle, else `errors.Busy` is raised,
         and it resets its prefix cache first.
 
-        `backup`, `force`, `registered`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
+        `backup`, `force`, `registered`, `guard`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
         """
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
         options += ["--force"] if force else []
         options += [] if engine is None else [f"--engine={engine}"]
         options += [f"--registered={registered}"] if registered != "refuse" else []
+        options += ["--guard"] if guard else []
         options += ["--no-hold"] if hold is None else [f"--hold-timeout={_seconds(hold)}"]
         options += [] if timeout is None else [f"--timeout={_seconds(timeout)}"]
         return self._transition("pause", tags, options)

@@ -559,19 +559,30 @@ class Check:
         self.expect("scripts/demo, linked to the real libcudart", code == 0, last)
         self.say(f"  {last} ({taken:.1f} s)")
 
-    def waits(self):
+    def preloaded(self, name, seconds, **env):
+        """Runs a program under `vramctl run` that prints a line for each check."""
         folder = pathlib.Path(self.options.libcudart)
         libraries = sorted(folder.glob("libcudart.so*")) if folder.is_dir() else [folder]
-        program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / "waits.py"
+        program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / name
         code, text, taken = self.command(
-            self.bin / "vramctl", "run", "--", sys.executable, program, libraries[-1], env=self.app_env, seconds=50
+            self.bin / "vramctl",
+            "run",
+            "--",
+            sys.executable,
+            program,
+            libraries[-1],
+            env={**self.app_env, **env},
+            seconds=seconds,
         )
         for line in text.splitlines():
             if line.startswith(("ok: ", "FAILED: ")):
                 state, _, what = line.partition(": ")
                 self.expect(what, state == "ok", what)
+            elif line.startswith("note: "):
+                self.say(f"  {line}")
+                self.notes.append(line.removeprefix("note: "))
         self.expect("the program ends well", code == 0, f"exit code {code}: {text[-500:]}")
-        self.say(f"  waits ({taken:.1f} s)")
+        self.say(f"  {name} ({taken:.1f} s)")
 
     def script(self, name, seconds):
         """Runs a program that pauses what it starts, and prints a line for each check, and for each row of a table."""
@@ -707,7 +718,8 @@ class Check:
             "python": (self.python, 100),
             "saver": (self.saver, 250),
             "engine": (self.engine, 160),
-            "waits": (self.waits, 60),
+            "waits": (lambda: self.preloaded("waits.py", 50), 60),
+            "guard": (lambda: self.preloaded("guard.py", 80, VRAMCTL_GUARD="1"), 90),
             "hold": (lambda: self.script("hold.py", 150), 160),
             "kill": (lambda: self.script("kill.py", 110), 120),
             "suspend": (lambda: self.script("suspend.py", 150), 160),

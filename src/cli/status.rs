@@ -134,6 +134,9 @@ fn describe(status: &ProcessStatus) -> String {
             let _ = write!(text, " {} could not be pinned and is slower.", Bytes(memory.host.ready_bytes - memory.host.pinned_bytes));
         }
     }
+    for device in memory.devices.iter().filter(|device| device.guard_bytes > 0) {
+        let _ = write!(text, "\nThe guard of paused memory takes {} of device {}.", Bytes(device.guard_bytes), device.device);
+    }
     if memory.late_bytes > 0 {
         let _ = write!(text, "\nThe driver has not taken {} back yet; every pause and resume retries.", Bytes(memory.late_bytes));
     }

@@ -40,7 +40,8 @@ changes nothing, in any process of the job, and the program runs on. ^C takes ba
 Memory that another process has open (CUDA IPC) is not paused, and the message names the process. With --timeout, the pause waits \
 that long until it is closed, and the program runs on meanwhile.
 
-With --no-hold, the program runs on while it is paused. Then it must be idle: GPU work that touches paused memory fails.
+With --no-hold, the program runs on while it is paused. Then it must be idle: GPU work that touches paused memory fails, and its \
+CUDA context with it. With --guard as well, such work finds a small block of memory instead, and the resume says if it wrote there.
 
 An inference engine must have no requests if its KV cache is discarded, or with --no-hold. With --engine, the command asks it first and \
 refuses to pause while it has any (with --timeout, if they have not finished by then), and has it reset its prefix cache before \
@@ -72,6 +73,10 @@ pub struct PauseArgs {
     /// the rest, also without what another process has open) or take (pause it too: nobody may use the registration any more)
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
     registered: Registered,
+    /// Keep a small block of GPU memory mapped under the paused addresses (62 MiB per GPU), so that GPU work that should have kept
+    /// away reads and writes garbage there, instead of destroying the program's context
+    #[arg(long)]
+    guard: bool,
     #[command(flatten)]
     hold: HoldArgs,
     #[command(flatten)]
@@ -225,6 +230,7 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
     asking.request.backup = backup;
     asking.request.registered = args.registered;
+    asking.request.guard = args.guard;
     asking.request.hold_ms = hold_ms;
     asking.request.force = args.engine.force();
     if args.dry_run {
@@ -577,6 +583,9 @@ impl Asking {
                     let text = format!("{}: the driver has not taken {late} back yet; every pause and resume retries", task.process);
                     output::complain("warning", &text);
                 }
+                for text in guard_warnings(report) {
+                    output::complain("warning", &format!("{}: {text}", task.process));
+                }
                 for missing in &report.missing {
                     output::complain("error", &task.process.stays_held(missing));
                 }
@@ -743,7 +752,29 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
     if !contents.is_empty() {
         let _ = write!(text, "; {}", contents.join(", "));
     }
+    if report.guarded_bytes > 0 {
+        let _ = write!(text, "; {} guarded by {} on the GPU", Bytes(report.guarded_bytes), Bytes(report.guard_bytes));
+    }
     text
+}
+
+/// What a user of guards must know.
+fn guard_warnings(report: &Report) -> Vec<String> {
+    let mut warnings = Vec::new();
+    if report.unguarded_bytes > 0 {
+        warnings.push(format!(
+            "{} are paused without a guard, for which there was no memory: GPU work that touches them destroys the CUDA context",
+            Bytes(report.unguarded_bytes)
+        ));
+    }
+    if report.guard_written_bytes > 0 {
+        warnings.push(format!(
+            "something wrote to paused memory: {} of its guard have changed. What is resumed is as it was; what was written is lost, \
+             and what was read there was garbage. Pause without --no-hold, or when the program is idle",
+            Bytes(report.guard_written_bytes)
+        ));
+    }
+    warnings
 }
 
 /// Milliseconds, rounded.
@@ -794,6 +825,10 @@ mod tests {
             unchanged: 0,
             late_bytes: 0,
             missing: Vec::new(),
+            guarded_bytes: 0,
+            unguarded_bytes: 0,
+            guard_bytes: 0,
+            guard_written_bytes: 0,
             stages: [(Stage::Wait, 3.2), (Stage::Save, 850.4), (Stage::Unmap, 19.8), (Stage::Release, 38.9)].into(),
             ms: 912.3,
         };
@@ -808,6 +843,15 @@ mod tests {
             success(Verb::Resume, &tasks[0], &report, false),
             "resumed weights of engine (pid 4711): 40.00 GiB allocated in 912 ms (map 1); 38.00 GiB restored"
         );
+        assert!(guard_warnings(&report).is_empty());
+        let guarded = Report { guarded_bytes: 40 << 30, guard_bytes: 62 << 20, kept_bytes: 0, ..report };
+        assert_eq!(
+            success(Verb::Pause, &tasks[0], &guarded, false),
+            "paused weights of engine (pid 4711): 40.00 GiB freed in 912 ms (map 1); 40.00 GiB guarded by 62.00 MiB on the GPU"
+        );
+        let stray = guard_warnings(&Report { unguarded_bytes: 1 << 30, guard_written_bytes: 4096, ..Report::default() });
+        assert!(stray[0].starts_with("1.00 GiB are paused without a guard"), "{stray:?}");
+        assert!(stray[1].starts_with("something wrote to paused memory: 4.00 KiB of its guard"), "{stray:?}");
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //! | `VRAMCTL_PREWARM` | how much host memory to prepare in the background at the first allocation, and to keep ready, in bytes | 0 |
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; in bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
 //! | `VRAMCTL_EXCLUDE` | `NAME,…`: libraries, by the beginning of their file names, whose requests are left to CUDA | none |
+//! | `VRAMCTL_GUARD` | `1`: every pause maps a guard under the paused addresses, as `vramctl pause --guard` does | `0` |
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
 //! | `VRAMCTL_JOB` | identifies the job of processes without a name; `vramctl run` sets it | unset |
 //! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
@@ -111,6 +112,8 @@ pub struct Config {
     pub min_bytes: usize,
     /// `VRAMCTL_EXCLUDE`: libraries whose allocations are left to CUDA, by the beginning of their file names.
     pub exclude: Vec<String>,
+    /// `VRAMCTL_GUARD`.
+    pub guard: bool,
     /// `VRAMCTL_NAME`.
     pub name: Option<String>,
     /// The job that this process belongs to: its name, else `VRAMCTL_JOB`.
@@ -180,6 +183,7 @@ impl Config {
         let manages_all = is_on("TMS_INIT_ENABLE") == Some(true);
         let (in_memory, on_disk) = (is_on("TMS_INIT_ENABLE_CPU_BACKUP"), is_on("TMS_INIT_ENABLE_DISK_BACKUP"));
         let retains_all = is_on("TMS_RETAIN_CPU_BACKUP") == Some(true);
+        let guard = is_on("VRAMCTL_GUARD") == Some(true);
         let ground_backup = match (in_memory, on_disk) {
             (_, Some(true)) => Some(Backup::Disk),
             (Some(true), _) => Some(Backup::Host),
@@ -239,6 +243,7 @@ impl Config {
             prewarm,
             min_bytes,
             exclude,
+            guard,
             name,
             job,
             directories,

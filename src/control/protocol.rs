@@ -100,6 +100,7 @@ pub struct Prepare {
 }
 
 /// What to pause or resume.
+#[allow(clippy::struct_excessive_bools)] // independent fields of a message
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Transition {
     /// The tags; none means all.
@@ -134,6 +135,9 @@ pub struct Transition {
     /// milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hold_ms: Option<u64>,
+    /// Pause only: map a small block of memory under the paused addresses, so that a stray access does not destroy the context.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub guard: bool,
     /// Pause only: the processes that are paused together with this one, with the same `tags` and `gpus`. Memory that they have open
     /// is no obstacle: each closes what of it is meant, until it is resumed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -152,6 +156,7 @@ impl From<Transition> for TransitionRequest {
             timeout,
             registered: transition.registered,
             hold: transition.hold_ms.map(Duration::from_millis),
+            guard: transition.guard,
             partners: transition.partners,
             ..Self::default()
         }

@@ -39,13 +39,16 @@ impl Memory {
             if !status.obstacles.is_empty() {
                 return Err(Error::NotRestorable(status.obstacles));
             }
+            // The driver would have to keep and restore them, and a held program needs none.
+            let guarded = self.unguard(&self.snapshot(), CALLS)?;
             let gpus = driver::uses();
             let mut suspended = SUSPENDED.get().write().unwrap_or_else(PoisonError::into_inner);
             if !exit::rest(CALLS) {
+                self.guard(&guarded);
                 return Err(Error::Busy(CALLS));
             }
             // How much is free changes meanwhile.
-            let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, ..device }).collect();
+            let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
             *suspended = Some(Aside { status: Status { suspended: Some(gpus.clone()), devices, ..status }, without_obstacles });
             Ok(gpus)
         })

@@ -14,7 +14,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use vramctl_host::PerProcess;
-use vramctl_model::{Failure, Span};
+use vramctl_model::{Failure, Span, code};
 
 /// Whether the device supports virtual memory management.
 pub fn supports_vmm(device: CUdevice) -> bool {
@@ -209,10 +209,12 @@ impl Place {
 }
 
 /// Physical device memory. Dropping it unmaps and releases it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
     mappings: Vec<Mapped>,
+    /// Whose pieces they are, if not its own.
+    of: Option<Arc<Physical>>,
 }
 
 #[derive(Debug)]
@@ -225,19 +227,49 @@ struct Mapped {
 impl Physical {
     /// Allocates `bytes` (a multiple of the granularity) on the device. The memory is zeroed.
     pub fn create(device: CUdevice, bytes: usize) -> Result<Self, Failure> {
-        Self::in_pieces(&Properties::of_device(device), bytes, PHYSICAL_PIECE)
+        Self::in_pieces(&Properties::of_device(device), in_equal_pieces(bytes, PHYSICAL_PIECE))
+    }
+
+    /// Allocates memory in pieces of which each is half as long as the one before: from `largest` to `smallest`, both powers of two.
+    pub fn in_halves(device: CUdevice, largest: usize, smallest: usize) -> Result<Self, Failure> {
+        let sizes = std::iter::successors(Some(largest), |piece| Some(piece / 2)).take_while(|piece| *piece >= smallest);
+        Self::in_pieces(&Properties::of_device(device), sizes)
+    }
+
+    /// The pieces of a block made by [`in_halves`](Self::in_halves) again and again, to be mapped under `bytes` of addresses: a
+    /// piece can be mapped any number of times, but only as a whole (driver 580).
+    pub fn repeated(block: &Arc<Self>, bytes: usize) -> Result<Self, Failure> {
+        let (mut pieces, mut left) = (Vec::new(), bytes);
+        for &(handle, piece) in &block.pieces {
+            pieces.extend(std::iter::repeat_n((handle, piece), left / piece));
+            left %= piece;
+        }
+        if left > 0 {
+            return Err(Failure { call: "cuMemMap", code: code::NOT_SUPPORTED });
+        }
+        Ok(Self { pieces, mappings: Vec::new(), of: Some(Arc::clone(block)) })
+    }
+
+    /// The block that it repeats.
+    pub fn block(&self) -> Option<&Arc<Self>> {
+        self.of.as_ref()
+    }
+
+    /// Bytes of device memory.
+    pub fn bytes(&self) -> usize {
+        self.pieces.iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// Allocates memory as the program wants it, in one piece. The memory is zeroed.
     pub fn create_as(wanted: &Properties, bytes: usize) -> Result<Self, Failure> {
-        Self::in_pieces(wanted, bytes, bytes.max(1))
+        Self::in_pieces(wanted, in_equal_pieces(bytes, bytes.max(1)))
     }
 
-    fn in_pieces(wanted: &Properties, bytes: usize, largest: usize) -> Result<Self, Failure> {
+    fn in_pieces(wanted: &Properties, sizes: impl Iterator<Item = usize>) -> Result<Self, Failure> {
         let driver = Driver::get()?;
-        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new() };
-        for offset in (0..bytes).step_by(largest) {
-            let (mut handle, piece) = (0, largest.min(bytes - offset));
+        let mut memory = Self::default();
+        for piece in sizes {
+            let mut handle = 0;
             // SAFETY: `handle` is writable, and the properties have the layout of CUDA's.
             unsafe { driver.cuMemCreate(&raw mut handle, piece, std::ptr::from_ref(wanted).cast(), 0)? };
             memory.pieces.push((handle, piece));
@@ -248,7 +280,7 @@ impl Physical {
     /// Memory that another process has exported: its pieces, in order.
     pub fn import<'a>(pieces: impl IntoIterator<Item = (BorrowedFd<'a>, usize)>) -> Result<Self, Failure> {
         let driver = Driver::get()?;
-        let mut memory = Self { pieces: Vec::new(), mappings: Vec::new() };
+        let mut memory = Self::default();
         for (file, bytes) in pieces {
             let (mut handle, file) = (0, file.as_raw_fd() as usize as *mut c_void);
             // SAFETY: `handle` is writable. The descriptor is passed as the pointer itself, and stays ours.
@@ -327,7 +359,7 @@ impl Physical {
     }
 
     /// Where it is mapped now.
-    fn spans(&self) -> impl Iterator<Item = Span> {
+    pub fn spans(&self) -> impl Iterator<Item = Span> {
         self.mappings.iter().filter(|mapping| mapping.mapped).map(|mapping| mapping.place.span)
     }
 }
@@ -336,8 +368,15 @@ impl Drop for Physical {
     fn drop(&mut self) {
         let mappings = self.spans().collect();
         let at = mem::take(&mut self.mappings).into_iter().filter_map(|mapping| mapping.place.ours).collect();
-        undo(Leftover { mappings, at, handles: mem::take(&mut self.pieces), ..Leftover::default() });
+        let of = self.of.take();
+        let handles = if of.is_none() { mem::take(&mut self.pieces) } else { Vec::new() };
+        undo(Leftover { mappings, at, handles, of, ..Leftover::default() });
     }
+}
+
+/// The sizes of pieces of the same length, but for the last.
+fn in_equal_pieces(bytes: usize, largest: usize) -> impl Iterator<Item = usize> {
+    (0..bytes).step_by(largest).map(move |offset| largest.min(bytes - offset))
 }
 
 /// Maps pieces one behind the other. After an error none is mapped.
@@ -405,6 +444,8 @@ struct Leftover {
     /// The mappings' addresses, freed last.
     at: Vec<Arc<Addresses>>,
     handles: Vec<(CUmemGenericAllocationHandle, usize)>,
+    /// What is mapped, if it is a block that others map too.
+    of: Option<Arc<Physical>>,
     addresses: Option<(CUdeviceptr, usize)>,
 }
 
@@ -460,17 +501,19 @@ fn number_of(address: CUdeviceptr) -> Result<u64, Failure> {
 /// Retries what the driver has refused to undo. Returns whether any of it was undone.
 pub fn sweep() -> bool {
     let Some(leftovers) = LEFTOVERS.existing() else { return false };
-    let (mut undone, mut free) = (false, Vec::new());
+    let (mut undone, mut free, mut blocks) = (false, Vec::new(), Vec::new());
     leftovers.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|leftover| {
         let before = (leftover.mappings.len(), leftover.handles.len());
         let gone = leftover.undo().is_ok();
         undone |= gone || before != (leftover.mappings.len(), leftover.handles.len());
         if gone {
             free.append(&mut leftover.at);
+            blocks.extend(leftover.of.take());
         }
         !gone
     });
-    // Outside the lock: if the driver refuses to free the addresses, dropping them adds them to the list.
+    // Outside the lock: if the driver refuses to free them, dropping them adds them to the list. The blocks first, which are mapped.
+    drop(blocks);
     drop(free);
     undone
 }
@@ -481,7 +524,7 @@ pub fn leftover_bytes() -> u64 {
         let leftovers = leftovers.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = |leftover: &Leftover| {
             let physical: usize = leftover.handles.iter().map(|(_, bytes)| bytes).sum();
-            (physical + leftover.block.map_or(0, |(_, bytes, _)| bytes)) as u64
+            (physical + leftover.of.as_ref().map_or(0, |of| of.bytes()) + leftover.block.map_or(0, |(_, bytes, _)| bytes)) as u64
         };
         leftovers.iter().map(bytes).sum()
     })

@@ -1,5 +1,6 @@
 //! A pause or resume: request, progress and report.
 
+use crate::status::is_zero;
 use crate::{Backup, Borrowed, Bytes, Error, Registered, Span, TagState};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -31,6 +32,8 @@ pub struct TransitionRequest {
     /// Holds the program: its calls that start device work wait until everything is resumed. How long to wait for calls and work
     /// in flight. Pause only.
     pub hold: Option<Duration>,
+    /// Maps a small block of memory under the paused addresses, so that a stray access is no illegal address. Best effort. Pause only.
+    pub guard: bool,
     /// The processes that are paused together with this one, with the same `tags` and `gpus`. What they have open of its memory does
     /// not keep that from being paused: each closes what of it is meant, for as long.
     pub partners: Vec<u32>,
@@ -76,6 +79,8 @@ pub enum Stage {
     Unmap,
     /// Give physical memory back to the driver.
     Release,
+    /// Map the guard under paused addresses, or take it away.
+    Guard,
     /// Map new physical memory at the addresses.
     Map,
     /// Copy contents back.
@@ -90,6 +95,7 @@ impl Stage {
             Self::Save => "save",
             Self::Unmap => "unmap",
             Self::Release => "release",
+            Self::Guard => "guard",
             Self::Map => "map",
             Self::Restore => "restore",
         }
@@ -129,6 +135,19 @@ pub struct Report {
     /// it is, and then goes on by itself.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub missing: Vec<Borrowed>,
+    /// After a pause with a guard: the bytes that have one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub guarded_bytes: u64,
+    /// After a pause with a guard: the bytes that could not be given one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub unguarded_bytes: u64,
+    /// Device memory that guards take, until no memory of their device is guarded any more.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub guard_bytes: u64,
+    /// After a resume: bytes of the guards that something wrote to since the last report. A guard is mapped at many addresses, so
+    /// this may be less than was written.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub guard_written_bytes: u64,
     /// Milliseconds in each stage.
     pub stages: BTreeMap<Stage, f64>,
     /// Milliseconds in total.

@@ -142,6 +142,9 @@ pub struct DeviceStatus {
     pub tags: BTreeMap<String, u64>,
     /// Paused managed bytes.
     pub paused_bytes: u64,
+    /// Bytes of the block that is mapped under guarded paused memory.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub guard_bytes: u64,
     /// Bytes free on the device; absent if the driver does not answer.
     pub free_bytes: Option<u64>,
     /// The device's total memory in bytes; absent if the driver does not answer.
@@ -160,6 +163,6 @@ pub struct HostStatus {
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
-fn is_zero(number: &usize) -> bool {
-    *number == 0
+pub(crate) fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
+    *number == N::default()
 }

@@ -39,6 +39,8 @@ pub struct Contents {
     /// The physical memory. Unmapped only during a pause, and after a failed pause that could not map it again; then it
     /// still holds the contents.
     pub memory: Option<Physical>,
+    /// While paused with a guard: the block that is mapped in place of the memory (`guard`).
+    pub guard: Option<Physical>,
     /// While paused: the contents, or `None` if they were discarded. While active: the last saved contents, if retained.
     pub saved: Option<Arc<Saved>>,
     /// Where it is mapped when active.
@@ -82,6 +84,11 @@ impl Contents {
     /// Who knows the physical memory itself, so that it cannot be replaced.
     pub fn registrant(&self) -> Option<&'static str> {
         self.marks.iter().find_map(Weak::upgrade).map(|mark| *mark).or(self.known_to)
+    }
+
+    /// What the driver has mapped for it, if anything.
+    pub(super) fn there(&mut self) -> impl Iterator<Item = &mut Physical> {
+        self.memory.iter_mut().chain(self.guard.iter_mut())
     }
 
     /// Somebody knows the physical memory from now on.
@@ -130,6 +137,7 @@ impl Allocation {
     ) -> Self {
         let contents = Contents {
             memory: Some(memory),
+            guard: None,
             saved: None,
             mappings,
             references: 1,
@@ -240,6 +248,15 @@ impl Allocation {
         Ok(memory)
     }
 
+    /// Maps a block in place of its memory, not accessible yet.
+    pub fn guard_with(&self, block: &Arc<Physical>) -> Result<(), Failure> {
+        let mut contents = self.contents();
+        let mut guard = Physical::repeated(block, self.bytes)?;
+        contents.mappings.iter().try_for_each(|mapping| guard.map(&mapping.place))?;
+        contents.guard = Some(guard);
+        Ok(())
+    }
+
     /// Makes sure that there are addresses at which its device can read and write it: the program may not have mapped it, or only
     /// for reading. Memory that is there now is mapped at them, and not accessible until opened. Returns whether there is
     /// such memory.
@@ -287,10 +304,8 @@ impl Allocation {
     /// Releases the memory and the saved contents for good. Nothing changes on error.
     pub fn end(&self) -> Result<(), Failure> {
         let mut contents = self.contents();
-        if let Some(memory) = &mut contents.memory {
-            driver::unmap(&mut [memory])?;
-        }
-        let before = (contents.memory.take(), contents.saved.take());
+        driver::unmap(&mut contents.there().collect::<Vec<_>>())?;
+        let before = (contents.memory.take(), contents.guard.take(), contents.saved.take());
         // Free outside the lock, so that readers need not wait.
         drop(contents);
         drop(before);

@@ -130,7 +130,12 @@ impl Memory {
         }
         let covered: usize = found.iter().map(|(_, one)| one.bytes()).sum();
         // The driver ignores the holes that paused memory leaves.
-        if covered < span.bytes || found.iter().any(|(_, one)| one.contents().memory.is_some()) {
+        let is_there = |(base, one): &(CUdeviceptr, Arc<Allocation>)| {
+            let contents = one.contents();
+            let is_guarded = || contents.guard.as_ref().is_some_and(|guard| guard.spans().any(|span| span.address == *base));
+            contents.memory.is_some() || is_guarded()
+        };
+        if covered < span.bytes || found.iter().any(is_there) {
             let answer = real();
             if answer != code::SUCCESS {
                 return Some(answer);
@@ -146,9 +151,7 @@ impl Memory {
             {
                 let mut contents = allocation.contents();
                 contents.mappings.retain(|mapping| mapping.address() != base);
-                if let Some(memory) = &mut contents.memory {
-                    memory.is_unmapped_from(base);
-                }
+                contents.there().for_each(|memory| memory.is_unmapped_from(base));
             }
             self.end_if_unused(&allocation);
         }

@@ -6,6 +6,7 @@
 mod allocation;
 pub mod borrow;
 mod freed;
+pub mod guard;
 mod handles;
 mod keyed;
 pub mod left;
@@ -50,6 +51,8 @@ pub struct Memory {
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes an allocation must leave free on its device.
     margin: AtomicU64,
+    /// Bytes that something wrote to guards, and that no report has told yet.
+    written: AtomicU64,
     /// Peer access: (device, peer whose memory it may use), with the context that enabled it.
     peers: RwLock<BTreeMap<(CUdevice, CUdevice), Context>>,
 }
@@ -63,6 +66,7 @@ static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     under_way: Mutex::default(),
     process_tag: RwLock::new(Config::get().tag.clone()),
     margin: AtomicU64::new(0),
+    written: AtomicU64::new(0),
     peers: RwLock::default(),
 });
 
@@ -222,7 +226,7 @@ impl Memory {
     /// Waits for what `cudaFree` waits for: work in the allocating context and in peers' contexts. A program that uses the
     /// memory in other contexts synchronizes them itself, and may rely on `cudaFree` not blocking on them.
     fn wait_before_free(&self, allocation: &Allocation) -> Result<(), Failure> {
-        if allocation.is_paused() {
+        if allocation.is_paused() && allocation.contents().guard.is_none() {
             return Ok(());
         }
         let mut contexts = BTreeSet::from([allocation.context()]);

@@ -1,6 +1,6 @@
 //! Status by tag and by device.
 
-use super::{Allocation, Memory, borrow, left};
+use super::{Allocation, Memory, borrow, guard, left};
 use crate::{gate, residue};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -92,7 +92,8 @@ impl Memory {
         let ask = |(device, context): (DeviceStatus, Context)| {
             let info = Current::push(context).and_then(|_current| driver::memory_info()).ok();
             let uuid = driver::uuid(device.device);
-            DeviceStatus { uuid, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
+            let guard_bytes = guard::bytes(&all, device.device);
+            DeviceStatus { uuid, guard_bytes, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
         };
         let cycles = residue::cycles();
         Status {

@@ -3,7 +3,7 @@
 use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, borrow, check_awake};
+use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
 use crate::{drain, residue};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,14 +11,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept, Saved};
-use vramctl_config::CpuBackupBackend;
+use vramctl_config::{Config, CpuBackupBackend};
 use vramctl_driver::{self as driver, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
 
-/// How long a pause waits under the lock for work started since its first wait. Short, because the program may need to
+/// How long is waited under the lock for work started since the first wait. Short, because the program may need to
 /// allocate to finish that work.
-const WAIT_LOCKED: Duration = Duration::from_millis(100);
+pub(super) const WAIT_LOCKED: Duration = Duration::from_millis(100);
 
 /// How soon it is noticed that a process which had memory open has ended.
 const NOTICED: Duration = Duration::from_millis(200);
@@ -123,6 +123,8 @@ impl Memory {
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
         clock.time(Stage::Release, || release(&victims, kept.items));
+        let wants_guard = request.guard || Config::get().guard;
+        let guarded_bytes = if wants_guard { clock.time(Stage::Guard, || self.guard(&victims)) } else { 0 };
         if !victims.is_empty() {
             cleaning::expect(&bytes_of_devices(victims.iter().map(|allocation| &**allocation)));
         }
@@ -135,6 +137,10 @@ impl Memory {
             unchanged: already.len() as u64,
             late_bytes: driver::leftover_bytes(),
             missing: Vec::new(),
+            guarded_bytes,
+            unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
+            guard_bytes: guard::all_bytes(&all),
+            guard_written_bytes: 0,
             stages: std::mem::take(&mut clock.0),
             ms: milliseconds(started.elapsed()),
         })

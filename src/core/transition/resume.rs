@@ -1,8 +1,9 @@
 //! A resume: create, map and fill new memory, then release the backups.
 
+use super::pause::WAIT_LOCKED;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
-use crate::memory::{Allocation, Memory, borrow};
-use crate::residue;
+use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
+use crate::{drain, residue};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -11,6 +12,9 @@ use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Error, Failure, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, code};
+
+/// How long a resume waits at least for work that may use guards.
+const WORK: Duration = Duration::from_secs(10);
 
 /// How often a resume waiting for memory retries.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -38,22 +42,43 @@ impl Memory {
     fn resume_when_there_is_room(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
         loop {
+            self.wait_for_guarded(request, started, observer)?;
             let attempt = self.try_resume(request, started, observer);
-            let Err(Error::DeviceMemory(_)) = &attempt else {
-                return attempt.inspect(|report| {
-                    log::info!("resumed {}: {report}", tags_text(request));
-                    if report.allocations > 0 {
-                        residue::resumed();
-                    }
-                });
+            let limit = match &attempt {
+                Err(Error::DeviceMemory(_)) => request.timeout.unwrap_or_default(),
+                // Work that may use a guard has begun since.
+                Err(Error::Busy(_)) => WORK.max(request.timeout.unwrap_or_default()),
+                _ => {
+                    return attempt.inspect(|report| {
+                        log::info!("resumed {}: {report}", tags_text(request));
+                        if report.allocations > 0 {
+                            residue::resumed();
+                        }
+                    });
+                }
             };
-            let left = request.timeout.unwrap_or_default().saturating_sub(started.elapsed());
+            let left = limit.saturating_sub(started.elapsed());
             if left.is_zero() || observer.is_gone() == Some(true) {
                 return attempt.map_err(with_holders);
             }
             // Without the lock, so that the program can free memory.
             thread::sleep(left.min(LOOK_AGAIN));
         }
+    }
+
+    /// Waits for most of the work that may use guards before taking the lock, so that the program can allocate and free meanwhile.
+    fn wait_for_guarded(&self, request: &TransitionRequest, started: Instant, observer: &mut dyn Observer) -> Result<(), Error> {
+        check_awake()?;
+        let guarded = guard::guarded(&self.choose(request)?.paused);
+        if guarded.is_empty() {
+            return Ok(());
+        }
+        let contexts = self.contexts_that_use(guarded.iter().map(|allocation| &**allocation));
+        let left = WORK.max(request.timeout.unwrap_or_default()).saturating_sub(started.elapsed());
+        drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true)).map_err(|error| match error {
+            Error::Busy(_) => Error::Busy(started.elapsed()),
+            other => other,
+        })
     }
 
     fn try_resume(&self, request: &TransitionRequest, started: Instant, observer: &mut dyn Observer) -> Result<Report, Error> {
@@ -70,11 +95,21 @@ impl Memory {
             shown.progress(now);
             observer.progress(now);
         };
-        let memories = self.bring_back(&paused, &nearly_idle(&all), &mut clock, &mut progress)?;
+        let needed = check_free(&paused)?;
+        let unguarding = Instant::now();
+        let guarded = self.unguard(&paused, WAIT_LOCKED)?;
+        if !guarded.is_empty() {
+            clock.add(Stage::Guard, unguarding.elapsed());
+        }
         // Without consent, the new memory is released; the backups are untouched.
-        observer.consent()?;
+        let brought = self
+            .bring_back(&paused, &needed, &nearly_idle(&all), &mut clock, &mut progress)
+            .and_then(|memories| observer.consent().map(|()| memories));
+        let memories = brought.inspect_err(|_| _ = self.guard(&guarded))?;
 
         let mut report = Report { allocations: paused.len() as u64, unchanged: already.len() as u64, ..Report::default() };
+        report.guard_bytes = guard::all_bytes(&all);
+        report.guard_written_bytes = self.take_written();
         for (allocation, memory) in paused.iter().zip(memories) {
             let kept_bytes = allocation.contents().saved.as_ref().map_or(0, |saved| saved.kept_bytes());
             report.kept_bytes += kept_bytes;
@@ -91,16 +126,16 @@ impl Memory {
     }
 
     /// Maps new memory with the old contents for all of them, or for none. Contents are restored while more memory is being
-    /// mapped. `idle`: contexts in which the program has nothing to run on.
+    /// mapped. `needed`: bytes on each device, for the error. `idle`: contexts in which the program has nothing to run on.
     fn bring_back(
         &self,
         paused: &[Arc<Allocation>],
+        needed: &BTreeMap<CUdevice, u64>,
         idle: &BTreeSet<Context>,
         clock: &mut Clock,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Vec<Physical>, Error> {
         let started = Instant::now();
-        let needed = check_free(paused)?;
         let kept: Vec<_> = paused.iter().filter(|allocation| allocation.contents().saved.is_some()).map(Arc::clone).collect();
         self.make_reachable(&kept)?;
         let item = |allocation: &Arc<Allocation>| Some((allocation.extent(), allocation.contents().saved.clone()?));
@@ -176,14 +211,14 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     ends
 }
 
-/// Bytes needed on each device; an error if they are not free.
+/// Bytes needed on each device; an error if they are not free. What guards take may become free first.
 fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
     let all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
     for (&device, &needed) in &all_needed {
         let on_device = paused.iter().find(|allocation| allocation.device == device);
         let Some(allocation) = on_device else { continue };
         let _current = Current::push(allocation.context())?;
-        if needed > driver::memory_info()?.0 {
+        if needed > driver::memory_info()?.0 + guard::bytes(paused, device) {
             return Err(shortage(allocation, needed));
         }
     }

@@ -1,0 +1,174 @@
+//! A guard: one block of memory per device, mapped again and again under paused addresses. A stray access finds memory there
+//! instead of an illegal address, which would destroy the context.
+//!
+//! Best effort: without memory for the block, the paused addresses stay empty. All guarded memory of a device shares the block,
+//! so what is written at one address is seen at others. What was written is known once a guard is taken away; what was read is
+//! never known.
+
+use super::{Allocation, Memory};
+use crate::drain;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use vramctl_driver::{self as driver, Access, Addresses, CUdevice, Context, Direction, Lane, Physical, Place, RelaxedCapture};
+use vramctl_model::{Bytes, Error, Failure, Span};
+
+/// The block's largest piece. The others, each half as long down to the granularity, are for the ends of allocations. Debug builds
+/// use a smaller one, to match the small devices in tests.
+const LARGEST: usize = if cfg!(debug_assertions) { 8 << 20 } else { 32 << 20 };
+
+/// What the block holds: small as a number of any type and harmless as an index, but not zero, which is what programs mostly write.
+const UNTOUCHED: u32 = 1;
+
+impl Memory {
+    /// Maps guards under paused memory, which is all guarded afterwards, or none of it on the same device. Returns the bytes that
+    /// are. Under the exclusive transition lock.
+    pub(crate) fn guard(&self, paused: &[Arc<Allocation>]) -> u64 {
+        let _relaxed = RelaxedCapture::enter();
+        let mut guarded = 0;
+        for (device, on_device) in by_device(paused) {
+            let bytes = on_device.iter().map(|allocation| allocation.bytes() as u64).sum();
+            match self.guard_on(device, &on_device) {
+                Ok(()) => guarded += bytes,
+                Err(failure) => {
+                    let without: Vec<_> = on_device.iter().map(|allocation| allocation.contents().guard.take()).collect();
+                    drop(without);
+                    log::warn!("{} of paused memory have no guard: {failure}", Bytes(bytes));
+                }
+            }
+        }
+        guarded
+    }
+
+    fn guard_on(&self, device: CUdevice, paused: &[&Arc<Allocation>]) -> Result<(), Failure> {
+        let Some(first) = paused.first() else { return Ok(()) };
+        let block = block_of(&self.snapshot(), device).map_or_else(|| make_block(device, first.context()), Ok)?;
+        paused.iter().try_for_each(|allocation| allocation.guard_with(&block))?;
+        self.open(paused.iter().map(|allocation| &***allocation))
+    }
+
+    /// Takes the guards from under paused memory, once the device's work has ended: it may use them. Returns what was guarded, all
+    /// of which still is on error. Under the exclusive transition lock.
+    pub(crate) fn unguard(&self, paused: &[Arc<Allocation>], limit: Duration) -> Result<Vec<Arc<Allocation>>, Error> {
+        let guarded = guarded(paused);
+        if guarded.is_empty() {
+            return Ok(guarded);
+        }
+        let _relaxed = RelaxedCapture::enter();
+        drain::wait_at_most(self.contexts_that_use(guarded.iter().map(|allocation| &**allocation)), limit, &mut || true)?;
+        if let Err(failure) = unmap(&guarded) {
+            // What cannot be mapped again is taken away at the next try.
+            for allocation in &guarded {
+                let _ = allocation.contents().guard.as_mut().map_or(Ok(()), Physical::map_again);
+            }
+            let _ = self.open(guarded.iter().map(|allocation| &**allocation));
+            return Err(failure.into());
+        }
+        let guards: Vec<_> = guarded.iter().map(|allocation| (allocation.context(), allocation.contents().guard.take())).collect();
+        let blocks: BTreeMap<_, _> = guards
+            .iter()
+            .filter_map(|(context, guard)| guard.as_ref()?.block().map(|block| (Arc::as_ptr(block), (*context, Arc::clone(block)))))
+            .collect();
+        drop(guards);
+        for (context, block) in blocks.into_values() {
+            self.look_at(context, &block);
+        }
+        Ok(guarded)
+    }
+
+    /// Notes what was written to a block, and makes it as it was for who still uses it.
+    fn look_at(&self, context: Context, block: &Arc<Physical>) {
+        let looked = written(context, block).and_then(|bytes| {
+            if bytes > 0 {
+                self.written.fetch_add(bytes, Ordering::Relaxed);
+                log::warn!("something wrote to paused memory: {} of its guard have changed", Bytes(bytes));
+            }
+            if bytes > 0 && Arc::strong_count(block) > 1 { fill(context, block) } else { Ok(()) }
+        });
+        if let Err(failure) = looked {
+            log::warn!("whether something wrote to paused memory is not known: {failure}");
+        }
+    }
+
+    /// Bytes found written in guards and not reported yet, for a report.
+    pub(crate) fn take_written(&self) -> u64 {
+        self.written.swap(0, Ordering::Relaxed)
+    }
+}
+
+/// Those that have a guard.
+pub(crate) fn guarded(allocations: &[Arc<Allocation>]) -> Vec<Arc<Allocation>> {
+    allocations.iter().filter(|allocation| allocation.contents().guard.is_some()).map(Arc::clone).collect()
+}
+
+/// Device memory that guards take on a device.
+pub(crate) fn bytes(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
+    block_of(allocations, device).map_or(0, |block| block.bytes() as u64)
+}
+
+/// Device memory that guards take on all devices.
+pub(crate) fn all_bytes(allocations: &[Arc<Allocation>]) -> u64 {
+    let devices: BTreeSet<_> = allocations.iter().map(|allocation| allocation.device).collect();
+    devices.into_iter().map(|device| bytes(allocations, device)).sum()
+}
+
+fn block_of(allocations: &[Arc<Allocation>], device: CUdevice) -> Option<Arc<Physical>> {
+    let mut on_device = allocations.iter().filter(|allocation| allocation.device == device);
+    on_device.find_map(|allocation| allocation.contents().guard.as_ref()?.block().map(Arc::clone))
+}
+
+fn by_device(allocations: &[Arc<Allocation>]) -> BTreeMap<CUdevice, Vec<&Arc<Allocation>>> {
+    let mut devices = BTreeMap::<_, Vec<_>>::new();
+    for allocation in allocations {
+        devices.entry(allocation.device).or_default().push(allocation);
+    }
+    devices
+}
+
+/// Unmaps the guards. On error, some may be unmapped.
+fn unmap(guarded: &[Arc<Allocation>]) -> Result<(), Failure> {
+    let mut contents: Vec<_> = guarded.iter().map(|allocation| allocation.contents()).collect();
+    driver::unmap(&mut contents.iter_mut().filter_map(|contents| contents.guard.as_mut()).collect::<Vec<_>>())
+}
+
+/// A new block, which is also mapped at addresses of its own, for copies.
+fn make_block(device: CUdevice, context: Context) -> Result<Arc<Physical>, Failure> {
+    let mut block = Physical::in_halves(device, LARGEST, driver::granularity(device)?)?;
+    let place = Place::of(&Arc::new(Addresses::reserve(block.bytes())?));
+    block.map(&place)?;
+    driver::open([(place.span(), [Access::of_device(device)].into())])?;
+    let block = Arc::new(block);
+    fill(context, &block)?;
+    Ok(block)
+}
+
+fn fill(context: Context, block: &Physical) -> Result<(), Failure> {
+    copy(Direction::ToDevice, context, block, |_| ())
+}
+
+/// Bytes of the block that are not what they were, in words.
+fn written(context: Context, block: &Physical) -> Result<u64, Failure> {
+    let mut bytes = 0;
+    copy(Direction::FromDevice, context, block, |words| {
+        bytes += words.iter().filter(|word| **word != UNTOUCHED).map(|word| size_of_val(word) as u64).sum::<u64>();
+    })?;
+    Ok(bytes)
+}
+
+/// Copies the block from or to a small host buffer, part by part.
+fn copy(direction: Direction, context: Context, block: &Physical, mut copied: impl FnMut(&[u32])) -> Result<(), Failure> {
+    const PART: usize = 1 << 20;
+    let mut words = vec![UNTOUCHED; PART / size_of::<u32>()];
+    for Span { address, bytes } in block.spans() {
+        for offset in (0..bytes).step_by(PART) {
+            let words = &mut words[..PART.min(bytes - offset) / size_of::<u32>()];
+            let mut lane = Lane::default();
+            // SAFETY: the buffer outlives the lane, which finishes before anybody else uses it.
+            unsafe { lane.queue(direction, context, address + offset as u64, words.as_mut_ptr().cast(), size_of_val(words))? };
+            lane.finish()?;
+            copied(words);
+        }
+    }
+    Ok(())
+}

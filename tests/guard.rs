@@ -1,0 +1,231 @@
+//! Paused memory with a guard: work that should have kept away finds memory there, keeps its context, and is told of.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{DEVICE_BYTES, Gate, Gpu, Graph, MIB, Stream, free, malloc_tagged, pattern, read, request, resume, write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+use vramctl_core::memory::{Memory, region};
+use vramctl_intercept::entries;
+use vramctl_model::{Backup, Error, Observer, Report, TransitionRequest};
+
+/// What a guard takes of a device in debug builds: pieces of 8, 4 and 2 MiB.
+const BLOCK: u64 = 14 * MIB as u64;
+
+fn pause(tags: &[&str]) -> Result<Report, Error> {
+    Memory::get().pause(&TransitionRequest { guard: true, ..request(tags) }, &mut ())
+}
+
+/// Memory with contents.
+fn filled(tag: &str, seed: u64, bytes: usize) -> (u64, Vec<u8>) {
+    let (address, contents) = (malloc_tagged(tag, None, bytes).unwrap(), pattern(seed, bytes));
+    assert_eq!(write(address, &contents), 0);
+    (address, contents)
+}
+
+/// A graph that writes to memory whenever it is launched, paused or not.
+fn writing(stream: &Stream, address: u64, value: u8, bytes: usize) -> Graph {
+    stream.begin_capture(2);
+    assert_eq!(stream.fill(address, value, bytes), 0);
+    stream.end_capture().unwrap()
+}
+
+fn guard_bytes() -> u64 {
+    Memory::get().status().devices.iter().map(|device| device.guard_bytes).sum()
+}
+
+#[test]
+fn work_on_paused_memory_keeps_its_context_and_is_reported() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let (cache, cached) = filled("cache", 1, 3 * MIB);
+    let (weights, kept) = filled("weights", 2, 45 * MIB);
+    let stream = Stream::create();
+    let graph = writing(&stream, weights + 44 * MIB as u64, 0, MIB);
+    let active = gpu.used(0);
+
+    let report = pause(&[]).unwrap();
+    assert_eq!((report.guarded_bytes, report.unguarded_bytes, report.guard_bytes), (report.bytes, 0, BLOCK));
+    assert_eq!((guard_bytes(), gpu.used(0)), (BLOCK, active - report.bytes + BLOCK));
+    for _ in 0..2 {
+        assert_eq!((stream.launch(&graph), stream.synchronize(), common::last_error()), (0, 0, 0));
+    }
+    assert_eq!(read(cache, 4).unwrap(), 1_u32.to_le_bytes(), "what nobody has written to");
+    let report = resume(&[]).unwrap();
+    assert_eq!((report.guard_written_bytes, report.guard_bytes, guard_bytes()), (MIB as u64, 0, 0));
+    assert!(read(cache, cached.len()).unwrap() == cached && read(weights, kept.len()).unwrap() == kept);
+    assert_eq!(gpu.used(0), active);
+
+    assert_eq!(pause(&[]).unwrap().unguarded_bytes, 0);
+    assert_eq!(resume(&[]).unwrap().guard_written_bytes, 0, "nothing was written this time");
+    assert!(read(weights, kept.len()).unwrap() == kept);
+    drop((graph, stream));
+    assert_eq!((free(cache), free(weights)), (0, 0));
+    assert_eq!(gpu.footprint(), before);
+}
+
+#[test]
+fn tags_share_a_block_until_the_last_is_resumed_or_freed() {
+    let gpu = Gpu::take();
+    let (one, first) = filled("one", 1, 2 * MIB);
+    let (two, _) = filled("two", 2, 20 * MIB);
+    let (bare, third) = filled("bare", 3, 2 * MIB);
+    pause(&["one"]).unwrap();
+    assert_eq!(pause(&["two"]).unwrap().guard_bytes, BLOCK);
+    common::pause(&["bare"]).unwrap();
+    assert_eq!(write(two, &[9; 64]), 0);
+    let report = resume(&["one", "bare"]).unwrap();
+    assert_eq!((report.guard_written_bytes, report.guard_bytes), (64, BLOCK));
+    assert!(read(one, first.len()).unwrap() == first && read(bare, third.len()).unwrap() == third);
+    // It is as new: what has been told is not told again.
+    pause(&["one"]).unwrap();
+    assert_eq!(resume(&["one"]).unwrap().guard_written_bytes, 0);
+    assert_eq!(guard_bytes(), BLOCK);
+    let used = gpu.used(0);
+    assert_eq!(free(two), 0);
+    assert_eq!((guard_bytes(), gpu.used(0)), (0, used - BLOCK));
+    assert_eq!((free(one), free(bare)), (0, 0));
+}
+
+#[test]
+fn without_memory_for_it_a_pause_succeeds_and_says_so() {
+    let gpu = Gpu::take();
+    let (address, contents) = filled("one", 1, 4 * MIB);
+    gpu.occupy(0, DEVICE_BYTES - gpu.used(0) as usize);
+    let report = pause(&[]).unwrap();
+    assert_eq!((report.guarded_bytes, report.unguarded_bytes, report.guard_bytes, guard_bytes()), (0, report.bytes, 0, 0));
+    resume(&[]).unwrap();
+    assert!(read(address, contents.len()).unwrap() == contents);
+    assert_eq!(free(address), 0);
+}
+
+/// The guard may take what is missing. And what cannot be resumed stays guarded.
+#[test]
+fn a_resume_gets_the_memory_of_the_guard_and_gives_it_back_if_it_fails() {
+    struct Unwilling;
+    impl Observer for Unwilling {
+        fn consent(&mut self) -> Result<(), Error> {
+            Err(Error::Aborted("no".into()))
+        }
+    }
+    let gpu = Gpu::take();
+    let (address, contents) = filled("one", 1, 40 * MIB);
+    let others = DEVICE_BYTES - 40 * MIB - gpu.used(0) as usize + 40 * MIB;
+    pause(&[]).unwrap();
+    gpu.occupy(0, others + MIB);
+    assert!(matches!(resume(&[]), Err(Error::DeviceMemory(_))));
+    assert_eq!((write(address, &[7; 8]), guard_bytes()), (0, BLOCK));
+    gpu.occupy(0, others);
+    assert!(Memory::get().resume(&request(&[]), &mut Unwilling).is_err());
+    assert_eq!((write(address, &[7; 8]), guard_bytes()), (0, BLOCK));
+    // Also what a try before it has found.
+    assert_eq!(resume(&[]).unwrap().guard_written_bytes, 16);
+    assert!(read(address, contents.len()).unwrap() == contents);
+    assert_eq!(free(address), 0);
+}
+
+/// It would run into addresses without memory, or write to what is being restored.
+#[test]
+fn a_resume_waits_for_work_that_may_use_the_guard() {
+    let _gpu = Gpu::take();
+    let (address, contents) = filled("one", 1, 4 * MIB);
+    let (gate, stream) = (Gate::new(), Stream::create());
+    pause(&[]).unwrap();
+    stream.wait_for(&gate);
+    assert_eq!(stream.fill(address, 3, MIB), 0);
+    let opened = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(300));
+            opened.store(true, Ordering::Relaxed);
+            gate.open();
+        });
+        assert_eq!(resume(&[]).unwrap().guard_written_bytes, MIB as u64);
+        assert!(opened.load(Ordering::Relaxed));
+    });
+    assert_eq!(stream.synchronize(), 0);
+    assert!(read(address, contents.len()).unwrap() == contents);
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+fn a_free_waits_too() {
+    let _gpu = Gpu::take();
+    let (address, _) = filled("one", 1, 4 * MIB);
+    let (gate, stream) = (Gate::new(), Stream::create());
+    pause(&[]).unwrap();
+    stream.wait_for(&gate);
+    assert_eq!(stream.fill(address, 3, MIB), 0);
+    let opened = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(300));
+            opened.store(true, Ordering::Relaxed);
+            gate.open();
+        });
+        assert_eq!(free(address), 0);
+        assert!(opened.load(Ordering::Relaxed));
+    });
+    assert_eq!((stream.synchronize(), guard_bytes()), (0, 0));
+}
+
+/// The driver checkpoints no guards, and a suspended program needs none.
+#[test]
+fn a_suspended_process_has_no_guard() {
+    let gpu = Gpu::take();
+    let (address, contents) = filled("one", 1, 4 * MIB);
+    pause(&[]).unwrap();
+    let used = gpu.used(0);
+    Memory::get().suspend().unwrap();
+    assert_eq!((guard_bytes(), gpu.used(0)), (0, used - BLOCK));
+    Memory::get().awake();
+    resume(&[]).unwrap();
+    assert!(read(address, contents.len()).unwrap() == contents);
+    assert_eq!(free(address), 0);
+}
+
+/// A handle of the program's with two mappings, one of them unmapped, and another mapped, while it is paused.
+#[test]
+fn a_programs_own_mappings_are_guarded_and_may_change() {
+    const BYTES: usize = 6 * MIB;
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let (mut handle, wanted, access) = (0, [1_u32, 0, 1, 0, 0, 0, 0, 0], [1_u32, 0, 3]);
+    let places: Vec<u64> = (0..3)
+        .map(|_| {
+            let mut base = 0;
+            assert_eq!(unsafe { entries::cuMemAddressReserve(&raw mut base, BYTES, 0, 0, 0) }, 0);
+            base
+        })
+        .collect();
+    let map = |base, handle| unsafe {
+        assert_eq!(entries::cuMemMap(base, BYTES, 0, handle, 0), 0);
+        assert_eq!(entries::cuMemSetAccess(base, BYTES, access.as_ptr().cast(), 1), 0);
+    };
+    region::begin(Some("own"), Some(Backup::Host)).unwrap();
+    assert_eq!(unsafe { entries::cuMemCreate(&raw mut handle, BYTES, wanted.as_ptr().cast(), 0) }, 0);
+    region::end().unwrap();
+    map(places[0], handle);
+    map(places[1], handle);
+    let contents = pattern(5, BYTES);
+    assert_eq!(write(places[0], &contents), 0);
+    assert_eq!(pause(&[]).unwrap().guarded_bytes, BYTES as u64);
+    assert_eq!((write(places[0], &[8; 8]), write(places[1] + 4 * MIB as u64, &[8; 8])), (0, 0));
+    // New mappings have no guard.
+    map(places[2], handle);
+    let unmap = |base| unsafe { entries::cuMemUnmap(base, BYTES) };
+    assert_eq!((unmap(places[0]), unmap(places[2])), (0, 0));
+    map(places[0], handle);
+    assert_eq!(resume(&[]).unwrap().guard_written_bytes, 16);
+    for base in &places[..2] {
+        assert!(read(*base, BYTES).unwrap() == contents);
+        assert_eq!(unmap(*base), 0);
+    }
+    assert_eq!(unsafe { entries::cuMemRelease(handle) }, 0);
+    for base in places {
+        assert_eq!(unsafe { entries::cuMemAddressFree(base, BYTES) }, 0);
+    }
+    assert_eq!(gpu.footprint(), before);
+}
