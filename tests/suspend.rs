@@ -513,6 +513,38 @@ fn what_could_not_be_restored_is_paused_by_tag() {
     engine.is_well();
 }
 
+/// Of MPS the process tells, also one without memory. MIG is seen from outside.
+#[test]
+fn behind_mps_and_on_mig_there_is_no_suspend() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let on_mig = |arguments: &str| {
+        let arguments: Vec<_> = arguments.split(' ').collect();
+        Said::of(&machine.command(common::command_line(), &arguments).env("SIMGPU_MIG", "1").output().unwrap())
+    };
+    let before = machine.gpus();
+    let refused = on_mig("move engine --to 1");
+    refused.expect(7, "GPU 0 is in MIG mode (`nvidia-smi -i 0 -mig 0` ends that");
+    assert_eq!((machine.gpus(), machine.status("engine")["processes"][0]["tags"][0]["state"].as_str()), (before, Some("active")));
+    let refused = on_mig("suspend engine");
+    refused.expect(7, "GPU 0 is in MIG mode");
+    assert!(refused.text.contains("All tags are paused") && !refused.text.contains("GPU 1"), "{}", refused.text);
+    assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused");
+    on_mig("resume").expect(0, "resumed");
+    engine.is_well();
+    drop(engine);
+
+    let mut command = machine.command(common::command_line(), &["run", "--name", "empty", "--", "python3", "-c"]);
+    let program = "import ctypes\nctypes.CDLL('libcudart.so.13', mode=ctypes.RTLD_GLOBAL)\ncuda = ctypes.CDLL(None)\npointer = ctypes.c_void_p()\nassert \
+                   cuda.cudaMalloc(ctypes.byref(pointer), 4 << 20) == cuda.cudaFree(pointer) == 0\nprint('ready', flush=True)\ninput()";
+    let mut child = command.arg(program).env("SIMGPU_MPS", "1").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let output = BufReader::new(child.stdout.take().unwrap());
+    let mut empty = Engine { child, output, answers: 0 };
+    empty.line("ready");
+    machine.vramctl("suspend empty").expect(7, "a GPU behind MPS");
+    machine.vramctl("status empty").expect(0, "Cannot be suspended: a GPU behind MPS");
+}
+
 /// The program runs on until the driver has locked it. What it makes until then is found, and nothing is checkpointed.
 #[test]
 fn an_obstacle_that_comes_in_the_middle_is_found() {

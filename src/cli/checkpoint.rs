@@ -21,7 +21,7 @@ use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::{Refusal, Transition};
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
-use vramctl_model::{Borrowed, Bytes, Error, Failure, GpuUse, Kind, Shortage, TagState, Verb, code};
+use vramctl_model::{Borrowed, Bytes, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Shortage, TagState, Verb, code};
 
 /// A process of the job.
 pub struct Member {
@@ -105,6 +105,13 @@ pub fn load() -> Result<(), CommandError> {
         let why = format!("the driver cannot be used from here: {failure}");
         CommandError::new(Exit::Unsuspendable, if is_old { "the driver is older than 570 and cannot checkpoint".into() } else { why })
     })
+}
+
+/// Fails if the processes are out of the driver's reach from here, or on a GPU whose checkpoints nobody could restore.
+pub fn can_be_taken(members: &[Member]) -> Result<(), CommandError> {
+    can_be_seen(members)?;
+    let cards = cards();
+    members.iter().try_for_each(|member| member.unless_in_the_way(member.mig(&cards)))
 }
 
 /// Fails if the driver would not know a process by the id that it has here.
@@ -298,6 +305,26 @@ impl Member {
         CommandError::from(error).adding(&format!(" ({})", self.process))
     }
 
+    /// What the process itself does not know: its GPUs in MIG mode.
+    fn mig(&self, cards: &[Card]) -> Vec<Obstacle> {
+        // Without memory of its own, it may still have a context there.
+        let has_context = |card: &Card| holders_of(&card.uuid).iter().any(|holder| holder.pid == self.pid as u32);
+        let is_there = |card: &&Card| self.process.gpus().any(|gpu| gpu == card.uuid) || has_context(card);
+        let obstacle = |card: &Card| Obstacle {
+            kind: ObstacleKind::Mig,
+            what: format!("GPU {0} is in MIG mode (`nvidia-smi -i {0} -mig 0` ends that, once no program uses it)", card.index),
+            bytes: 0,
+        };
+        cards.iter().filter(|card| card.mig).filter(is_there).map(obstacle).collect()
+    }
+
+    fn unless_in_the_way(&self, obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
+        if obstacles.is_empty() {
+            return Ok(());
+        }
+        Err(self.failed(ClientError::Refused(Refusal::from(&Error::NotRestorable(obstacles)).into())))
+    }
+
     fn state(&mut self) -> Result<ProcessState, CommandError> {
         checkpoint::state(self.pid).map_err(|failure| self.refused("tell the state of", failure))
     }
@@ -332,11 +359,7 @@ impl Member {
         }
         // The program ran on until now, and may have made what could not be restored.
         let obstacles = self.client.status().map_err(|error| self.failed(error))?.memory.obstacles;
-        if obstacles.is_empty() {
-            Ok(())
-        } else {
-            Err(self.failed(ClientError::Refused(Refusal::from(&Error::NotRestorable(obstacles)).into())))
-        }
+        self.unless_in_the_way(obstacles)
     }
 
     fn checkpoint(&mut self) -> Result<(), CommandError> {

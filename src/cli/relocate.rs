@@ -74,7 +74,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     }
     let map = permutation(&cards, &from, &to)?;
     check_restorable(&members)?;
-    checkpoint::can_be_seen(&members)?;
+    checkpoint::can_be_taken(&members)?;
     checkpoint::load()?;
     check_room(&members, &cards, &map)?;
 

@@ -81,7 +81,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     let loading = thread::spawn(checkpoint::load);
     checkpoint::pause(&found, &mut members, request)?;
     let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-    let able = checkpoint::can_be_seen(&members).and(loaded);
+    let able = checkpoint::can_be_taken(&members).and(loaded);
     match able.and_then(|()| checkpoint::take(&mut members, args.hold_timeout)) {
         Ok(()) => {
             let line = |member: &checkpoint::Member| match member.process.suspended() {

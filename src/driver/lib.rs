@@ -27,6 +27,7 @@ pub use vmm::{
 };
 
 use std::ffi::c_void;
+use std::ops::Range;
 use vramctl_model::{Failure, code};
 
 /// An allocation's location.
@@ -82,6 +83,14 @@ fn pointer_attribute(address: CUdeviceptr, attribute: CUpointer_attribute) -> Re
     // The driver reports success for an unknown address, with attributes of 0.
     let known = if value == 0 { code::INVALID_VALUE } else { code::SUCCESS };
     Failure::check("cuPointerGetAttributes", known).map(|()| value)
+}
+
+/// The devices that this process sees; none if the driver does not say.
+pub fn devices() -> Range<CUdevice> {
+    let mut count = 0;
+    // SAFETY: `count` is writable.
+    let counted = Driver::get().and_then(|driver| unsafe { driver.cuDeviceGetCount(&raw mut count) });
+    0..counted.map_or(0, |()| count)
 }
 
 /// Whether a device's contexts are behind MPS.

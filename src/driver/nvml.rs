@@ -1,6 +1,6 @@
 //! Other processes that hold a device's memory, as reported by NVML (queried only when memory is short), and device UUIDs.
 
-use super::{CUdevice, Driver};
+use super::{CUdevice, Driver, devices};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
 use std::{fs, mem, process, ptr};
 use vramctl_host::symbols;
@@ -33,6 +33,8 @@ pub struct Card {
     pub reserved: Option<u64>,
     /// Bytes in all.
     pub total: u64,
+    /// Whether it is split into instances (MIG).
+    pub mig: bool,
 }
 
 /// The GPUs of this machine, or container. Empty if NVML is missing.
@@ -71,10 +73,7 @@ pub fn own_bytes<'a>(uuids: impl IntoIterator<Item = &'a String>) -> Vec<(&'a St
 pub fn uses() -> Vec<GpuUse> {
     /// Where NVML cannot tell this process from others, as in some containers. Programs have 0.8 to 0.9 GiB besides what is paused.
     const USUAL: u64 = 1 << 30;
-    let (nvml, mut count) = (Nvml::load(), 0);
-    // SAFETY: `count` is writable.
-    let counted = Driver::get().and_then(|driver| unsafe { driver.cuDeviceGetCount(&raw mut count) });
-    let devices = counted.map_or(0..0, |()| 0..count);
+    let nvml = Nvml::load();
     let has_context = |device| {
         let (mut flags, mut active) = (0, 0);
         // SAFETY: both are writable.
@@ -91,7 +90,7 @@ pub fn uses() -> Vec<GpuUse> {
         };
         Some(GpuUse { bytes: own.and_then(|own| own.bytes).unwrap_or_else(guess), uuid })
     };
-    devices.filter_map(of).collect()
+    devices().filter_map(of).collect()
 }
 
 /// `nvmlProcessInfo_t` of `nvml.h`, as `nvmlDeviceGetComputeRunningProcesses_v3` fills it.
@@ -138,6 +137,7 @@ struct MemoryInfo2 {
 }
 
 type AskMemory2 = unsafe extern "C" fn(*mut c_void, *mut MemoryInfo2) -> c_uint;
+type AskMigMode = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_uint) -> c_uint;
 type AskProcesses = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_uint;
 
 struct Nvml {
@@ -154,6 +154,8 @@ struct Nvml {
     memory2: Option<AskMemory2>,
     /// Those that draw, which are not among `processes`.
     drawing: Option<AskProcesses>,
+    /// Absent before driver 450.
+    mig_mode: Option<AskMigMode>,
 }
 
 impl Nvml {
@@ -192,6 +194,7 @@ impl Nvml {
                 memory2: symbol(c"nvmlDeviceGetMemoryInfo_v2").map(|found| mem::transmute::<*mut c_void, AskMemory2>(found)),
                 drawing: symbol(c"nvmlDeviceGetGraphicsRunningProcesses_v3")
                     .map(|found| mem::transmute::<*mut c_void, AskProcesses>(found)),
+                mig_mode: symbol(c"nvmlDeviceGetMigMode").map(|found| mem::transmute::<*mut c_void, AskMigMode>(found)),
             };
             (init() == SUCCESS).then_some(nvml)
         }
@@ -222,8 +225,19 @@ impl Nvml {
             let told = self.memory_and_reserved(handle);
             let (used, reserved) = told.map_or((memory.used, None), |memory| (memory.used, Some(memory.reserved)));
             let MemoryInfo { free, total, .. } = memory;
-            answered.then(|| Card { index, uuid, name: read(&text), bus: read(&bus.bus), free, used, reserved, total })
+            let mig = answered && self.is_in_mig_mode(handle);
+            answered.then(|| Card { index, uuid, name: read(&text), bus: read(&bus.bus), free, used, reserved, total, mig })
         }
+    }
+
+    /// GPUs that have no MIG answer with an error.
+    ///
+    /// # Safety
+    /// `handle` must be one of NVML's.
+    unsafe fn is_in_mig_mode(&self, handle: *mut c_void) -> bool {
+        let (mut now, mut after_a_reset) = (0, 0);
+        // SAFETY: NVML is initialised; both are writable.
+        self.mig_mode.is_some_and(|ask| unsafe { ask(handle, &raw mut now, &raw mut after_a_reset) } == SUCCESS) && now != 0
     }
 
     /// # Safety

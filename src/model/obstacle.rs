@@ -34,11 +34,14 @@ pub enum ObstacleKind {
     Unified,
     /// The GPU is behind MPS.
     Mps,
+    /// The GPU is in MIG mode. NVML tells, so whoever suspends the process asks, not the process.
+    Mig,
 }
 
 impl ObstacleKind {
     /// All of them.
-    pub const ALL: [Self; 7] = [Self::Communicator, Self::Shared, Self::Registered, Self::Peers, Self::Multicast, Self::Unified, Self::Mps];
+    pub const ALL: [Self; 8] =
+        [Self::Communicator, Self::Shared, Self::Registered, Self::Peers, Self::Multicast, Self::Unified, Self::Mps, Self::Mig];
 }
 
 impl fmt::Display for Obstacle {

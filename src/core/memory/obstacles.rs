@@ -4,10 +4,10 @@
 //! noted here is told as long as it may be there: too long rather than too short.
 
 use super::{Memory, borrow, left};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use vramctl_driver::{self as driver, CUdevice};
+use vramctl_driver as driver;
 use vramctl_host::PerProcess;
 use vramctl_model::{Obstacle, ObstacleKind};
 
@@ -69,6 +69,7 @@ fn plural(kind: ObstacleKind) -> &'static str {
         ObstacleKind::Multicast => "multicast objects",
         ObstacleKind::Unified => "allocations of unified memory (cudaMallocManaged)",
         ObstacleKind::Mps => "GPUs behind MPS",
+        ObstacleKind::Mig => "GPUs in MIG mode",
     }
 }
 
@@ -136,8 +137,8 @@ impl Memory {
             add(ObstacleKind::Peers, format!("access of GPU {}", pairs.join(", ")), 0);
         }
         drop(peers);
-        let devices: BTreeSet<CUdevice> = self.snapshot().iter().map(|allocation| allocation.device).collect();
-        if devices.into_iter().any(driver::is_behind_mps) {
+        // Also of a process without memory here: its contexts are there all the same.
+        if driver::devices().any(driver::is_behind_mps) {
             add(ObstacleKind::Mps, "a GPU behind MPS".into(), 0);
         }
         found

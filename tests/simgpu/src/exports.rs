@@ -297,6 +297,7 @@ functions! {
     nvmlDeviceGetPciInfo_v3(device: nvml::Device, info: Out<NvmlPci>) Nothing Safe => nvml::pci(device, info);
     nvmlDeviceGetMemoryInfo(device: nvml::Device, memory: Out<NvmlMemory>) Nothing Safe => nvml::memory(device, memory);
     nvmlDeviceGetMemoryInfo_v2(device: nvml::Device, memory: Out<NvmlMemory2>) Nothing Safe => nvml::memory_v2(device, memory);
+    nvmlDeviceGetMigMode(device: nvml::Device, now: Out<u32>, after_a_reset: Out<u32>) Nothing Safe => nvml::mig_mode(device, now, after_a_reset);
     nvmlDeviceGetComputeRunningProcesses_v3(device: nvml::Device, count: Out<u32>, processes: Out<NvmlProcess>) Nothing Safe => nvml::processes(device, count, processes);
 }
 

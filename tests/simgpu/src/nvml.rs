@@ -144,6 +144,13 @@ pub fn memory_v2(device: Device, memory: Out<NvmlMemory2>) -> Result<(), u32> {
     put(memory, NvmlMemory2 { version: VERSION, total, reserved: 0, free: total - used, used })
 }
 
+/// `nvmlDeviceGetMigMode`.
+pub fn mig_mode(device: Device, now: Out<u32>, after_a_reset: Out<u32>) -> Result<(), u32> {
+    ordinal(device)?;
+    put(now, u32::from(settings().mig))?;
+    put(after_a_reset, u32::from(settings().mig))
+}
+
 /// Above all process ids that Linux gives.
 const FIRST_OF_THE_HOST: u32 = 1 << 23;
 

@@ -35,6 +35,10 @@ pub struct Settings {
     pub no_sharing: bool,
     /// `SIMGPU_UNRESTORABLE`: a restore of this process from a checkpoint fails, as with NCCL.
     pub unrestorable: bool,
+    /// `SIMGPU_MIG`: the devices are in MIG mode.
+    pub mig: bool,
+    /// `SIMGPU_MPS`: the devices' contexts are behind MPS.
+    pub mps: bool,
     /// `SIMGPU_NVML_PIDS`: which processes NVML lists in this one.
     pub pids: Pids,
     /// `SIMGPU_CONTEXT_BYTES`: device memory taken by a primary context.
@@ -68,6 +72,8 @@ pub fn get() -> &'static Settings {
             no_vmm: !matches!(text("SIMGPU_NO_VMM").as_str(), "" | "0"),
             no_sharing: !matches!(text("SIMGPU_NO_SHARING").as_str(), "" | "0"),
             unrestorable: !matches!(text("SIMGPU_UNRESTORABLE").as_str(), "" | "0"),
+            mig: !matches!(text("SIMGPU_MIG").as_str(), "" | "0"),
+            mps: !matches!(text("SIMGPU_MPS").as_str(), "" | "0"),
             pids: match text("SIMGPU_NVML_PIDS").as_str() {
                 "host" => Pids::OfTheHost,
                 "none" => Pids::None,
