@@ -16,6 +16,7 @@ pub enum Pids {
 
 /// The settings of the simulated machine and of this process.
 #[derive(Debug)]
+#[allow(clippy::struct_excessive_bools)] // switches
 pub struct Settings {
     /// `SIMGPU_DIR`: the directory of the machine's shared state; if unset, the machine is private to this process.
     pub directory: Option<PathBuf>,
