@@ -282,7 +282,7 @@ impl State {
         let lost = policy == Backup::Discard && tags.iter().any(|tag| tag.tag == "kv_cache");
         let needed_bytes = if policy == Backup::Host { GIB * tags.len() as u64 } else { 0 };
         let host = HostRoom { needed_bytes, available_bytes: 3 * GIB / 2 };
-        Plan { tags, host, prefix_cache: self.engine.clone().filter(|_| lost) }
+        Plan { tags, host, prefix_cache: self.engine.clone().filter(|_| lost), obstacles: Vec::new() }
     }
 
     fn transition(&mut self, wanted: &Transition, end: TagState) -> Reply {

@@ -523,6 +523,8 @@ fn behind_mps_and_on_mig_there_is_no_suspend() {
         Said::of(&machine.command(common::command_line(), &arguments).env("SIMGPU_MIG", "1").output().unwrap())
     };
     let before = machine.gpus();
+    machine.vramctl("suspend engine --dry-run").expect(0, "a pause would free");
+    on_mig("suspend engine --dry-run").expect(7, "GPU 0 is in MIG mode");
     let refused = on_mig("move engine --to 1");
     refused.expect(7, "GPU 0 is in MIG mode (`nvidia-smi -i 0 -mig 0` ends that");
     assert_eq!((machine.gpus(), machine.status("engine")["processes"][0]["tags"][0]["state"].as_str()), (before, Some("active")));
@@ -563,7 +565,20 @@ fn an_obstacle_that_comes_in_the_middle_is_found() {
             machine.vramctl("resume").expect(0, "resumed");
         }
         engine.is_well();
-        machine.vramctl(command).expect(7, "1 allocations of unified memory (cudaMallocManaged)");
+        let unified = "1 allocations of unified memory (cudaMallocManaged)";
+        // Which is said before anything changes, too.
+        machine.vramctl("suspend engine --dry-run").expect(7, unified);
+        let told = machine.vramctl("suspend engine --dry-run --json");
+        let told: Value = serde_json::from_str(&told.text).unwrap_or_else(|error| panic!("{error}: {}", told.text));
+        let process = &told["processes"][0];
+        assert_eq!(process["plan"]["obstacles"][0]["kind"], "unified", "{told}");
+        assert_eq!(
+            (&process["error"]["code"], &process["plan"]["tags"][0]["tag"]),
+            (&"not_restorable".into(), &"default".into()),
+            "{told}"
+        );
+        assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "active", "{command}");
+        machine.vramctl(command).expect(7, unified);
         drop(engine);
         engine = machine.start("engine");
     }

@@ -3,6 +3,7 @@
 //! Each step leaves something that the next caller can go on from. What the driver has done is asked of the driver, so a caller may
 //! die anywhere.
 
+use crate::dry_run::Foretold;
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Process, Target};
@@ -21,7 +22,7 @@ use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::{Refusal, Transition};
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
-use vramctl_model::{Borrowed, Bytes, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Shortage, TagState, Verb, code};
+use vramctl_model::{Borrowed, Bytes, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Shortage, TagState, Verb, code};
 
 /// A process of the job.
 pub struct Member {
@@ -119,6 +120,25 @@ pub fn can_be_seen(members: &[Member]) -> Result<(), CommandError> {
     let away = |member: &Member| format!("{} is in another container: run vramctl there", member.process);
     let away = members.iter().find(|member| member.pid == 0).map(away);
     away.map_or(Ok(()), |why| Err(CommandError::new(Exit::Unsuspendable, why)))
+}
+
+/// What a suspend would do to each, and why it would fail.
+pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Vec<Foretold<'a>>, CommandError> {
+    let (loaded, cards, pids) = (load(), cards(), members.iter().map(|member| member.process.pid).collect::<Vec<_>>());
+    let foretell = |member: &'a mut Member| {
+        // One that is suspended has nothing to pause, and nothing in the way.
+        if !member.gpus.is_empty() {
+            return Ok(Foretold::new(&member.process, Plan::default(), true));
+        }
+        let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
+        let mut plan = member.client.plan(Transition { partners, ..wanted.clone() }).map_err(|error| member.failed(error))?;
+        plan.obstacles.extend(member.mig(&cards));
+        let seen = can_be_seen(std::slice::from_ref(member));
+        let able = seen.and(loaded.clone()).and_then(|()| member.unless_in_the_way(plan.obstacles.clone()));
+        let paused = Foretold::new(&member.process, plan, wanted.force);
+        Ok(Foretold { failure: able.err().or(paused.failure), ..paused })
+    };
+    members.iter_mut().map(foretell).collect()
 }
 
 /// Runs a step for all members at once. `stage`: what its time is called.

@@ -3,6 +3,7 @@
 mod checkpoint;
 mod completions;
 mod doctor;
+mod dry_run;
 mod engine;
 mod failure;
 mod interrupt;

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{self, Done};
 use crate::completions;
+use crate::dry_run;
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Target, check_whole};
@@ -28,7 +29,7 @@ If the command is interrupted or fails, run it again, or `vramctl resume`: both 
 
 Examples:
   vramctl suspend engine
-  vramctl suspend --all --timeout 60
+  vramctl suspend --dry-run                     show what would be paused and what is in the way, and change nothing
   vramctl resume --name engine --timeout 60     wait for others to free the memory")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct Args {
@@ -37,6 +38,10 @@ pub struct Args {
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,
+    /// Only show what would be paused and what keeps the processes from being suspended (exit code 7); with --json each process has a
+    /// "plan" (docs/protocol.md) in place of its "report"
+    #[arg(long, conflicts_with = "quiet")]
+    dry_run: bool,
     /// How many processes there must be [default: as many as when the job was last paused or resumed]
     #[arg(long, value_name = "N")]
     ranks: Option<usize>,
@@ -77,6 +82,9 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
         ..Transition::default()
     };
 
+    if args.dry_run {
+        return dry_run::tell(&checkpoint::foretell(&mut members, &request)?, args.json);
+    }
     // Loading the driver takes a while, which the pause takes anyway.
     let loading = thread::spawn(checkpoint::load);
     checkpoint::pause(&found, &mut members, request)?;

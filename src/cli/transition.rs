@@ -2,6 +2,7 @@
 
 use crate::checkpoint::Done;
 use crate::completions;
+use crate::dry_run::{self, Foretold};
 use crate::engine;
 use crate::failure::{CommandError, Exit};
 use crate::interrupt;
@@ -27,7 +28,7 @@ use vramctl_control::job::{Follower, Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, HostRoom, Plan, Progress, Report, TagPlan, TagState, Verb};
+use vramctl_model::{Backup, Plan, Progress, Report, TagState, Verb};
 use vramctl_model::{Error, Kind, Registered};
 
 #[derive(clap::Args)]
@@ -421,36 +422,14 @@ impl Asking {
 
     /// Dry run: prints what a pause would do, and returns its exit code as far as it can be predicted. Asks no engine.
     fn foretell(&self, asks_engine: bool) -> Result<Exit, CommandError> {
-        let (mut exit, mut answers) = (Exit::Done, Vec::new());
-        for task in self.tasks.iter().filter(|task| !task.meant.is_empty()) {
-            let old =
-                || CommandError::new(Exit::Failed, format!("{}: its library is too old for --dry-run; restart the program", task.process));
+        let foretell = |task| {
+            let Task { process, .. }: &Task = task;
+            let old = || CommandError::new(Exit::Failed, format!("{process}: its library is too old for --dry-run; restart the program"));
             let plan = self.ask_plan(task)?.ok_or_else(old)?;
-            let refused = plan.prefix_cache.clone().filter(|_| !self.request.force && !asks_engine).map(Error::PrefixCache);
-            let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
-            let short = (needed > available).then_some(Error::HostMemory { needed, available, capped: false });
-            let in_the_way = refused.or(short).map(|error| CommandError::from(&error));
-            if let Some(failure) = in_the_way.as_ref().filter(|_| exit == Exit::Done) {
-                exit = failure.exit();
-            }
-            if self.json {
-                let process = &task.process;
-                let mut answer = json!({ "pid": process.pid, "name": process.name(), "plan": plan });
-                if let Some(failure) = in_the_way {
-                    answer["error"] = json!(failure);
-                }
-                answers.push(answer);
-            } else {
-                output::say(&foretold(&task.process, &plan))?;
-                if let Some(failure) = &in_the_way {
-                    output::complain("error", &format!("{}: {failure}", task.process));
-                }
-            }
-        }
-        if self.json {
-            output::json(&answers)?;
-        }
-        Ok(exit)
+            Ok(Foretold::new(process, plan, self.request.force || asks_engine))
+        };
+        let meant = self.tasks.iter().filter(|task| !task.meant.is_empty());
+        dry_run::tell(&meant.map(foretell).collect::<Result<Vec<_>, CommandError>>()?, self.json)
     }
 
     /// Sends the requests and prints the results.
@@ -700,25 +679,6 @@ impl Answer {
             Self::Error(failure) => Some(failure),
         }
     }
-}
-
-/// A plan as text.
-fn foretold(process: &Process, plan: &Plan) -> String {
-    if plan.tags.is_empty() {
-        return format!("{process}: nothing to pause");
-    }
-    let contents = |(policy, bytes): (&Backup, &u64)| format!("{} {policy}", Bytes(*bytes));
-    let row = |tag: &TagPlan| {
-        let contents: Vec<_> = tag.backup.iter().map(contents).collect();
-        vec![tag.tag.clone(), Bytes(tag.bytes).to_string(), tag.allocations.to_string(), contents.join(", ")]
-    };
-    let bytes = plan.tags.iter().map(|tag| tag.bytes).sum();
-    let (needed, available) = (Bytes(plan.host.needed_bytes), Bytes(plan.host.available_bytes));
-    format!(
-        "{process}: a pause would free {}\n{}\nHost memory for the contents: {needed} needed, {available} available.",
-        Bytes(bytes),
-        output::table(&["TAG", "BYTES", "ALLOCATIONS", "CONTENTS"], plan.tags.iter().map(row))
-    )
 }
 
 fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) -> String {

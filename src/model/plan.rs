@@ -1,6 +1,6 @@
 //! Dry runs.
 
-use crate::Backup;
+use crate::{Backup, Obstacle};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -14,6 +14,9 @@ pub struct Plan {
     /// The inference engine whose prefix cache describes contents that would be dropped; without `force` the pause is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix_cache: Option<String>,
+    /// What would keep the process from being suspended once this is paused.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub obstacles: Vec<Obstacle>,
 }
 
 /// What a pause would do to one tag.

@@ -96,6 +96,11 @@ impl Opened {
         matches!(self.behind, Behind::Paused { .. })
     }
 
+    /// Whether this pause sets it aside.
+    fn is_paused_by(&self, request: &TransitionRequest) -> bool {
+        request.partners.contains(&self.lease.owner) && self.is_meant(request)
+    }
+
     /// Whether a pause takes it that this process and the owner take part in. What is not known may be meant.
     fn is_meant(&self, request: &TransitionRequest) -> bool {
         let is_among = |list: &[String], own: &Option<String>| list.is_empty() || own.as_ref().is_none_or(|own| list.contains(own));
@@ -172,9 +177,11 @@ pub(crate) fn set_aside(request: &TransitionRequest) {
     let memories: Vec<_> = {
         let mut borrowed = lock(existing);
         borrowed.pauses += 1;
-        let is_paused_there = |opened: &&mut Opened| request.partners.contains(&opened.lease.owner) && opened.is_meant(request);
         let there = borrowed.open.values_mut().filter(|opened| matches!(opened.behind, Behind::Memory(_)));
-        there.filter(is_paused_there).map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused { is_due: false })).collect()
+        there
+            .filter(|opened| opened.is_paused_by(request))
+            .map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused { is_due: false }))
+            .collect()
     };
     // Unmaps and releases them.
     drop(memories);
@@ -384,9 +391,9 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
     }
 }
 
-/// How many pieces of other processes' memory are open, and not set aside.
-pub fn count() -> usize {
-    let is_there = |opened: &&Opened| matches!(opened.behind, Behind::Memory(_));
+/// How many pieces of other processes' memory are open, and not set aside, or would be after a pause.
+pub fn count_after(pause: &TransitionRequest) -> usize {
+    let is_there = |opened: &&Opened| matches!(opened.behind, Behind::Memory(_)) && !opened.is_paused_by(pause);
     BORROWED.existing().map_or(0, |borrowed| lock(borrowed).open.values().filter(is_there).count())
 }
 

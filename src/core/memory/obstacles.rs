@@ -3,13 +3,13 @@
 //! Driver 580 refuses to restore processes with NCCL or memory that several processes use; earlier ones, with unified memory. What is
 //! noted here is told as long as it may be there: too long rather than too short.
 
-use super::{Memory, borrow, left};
-use std::collections::BTreeMap;
+use super::{Allocation, Memory, borrow, left};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_driver as driver;
 use vramctl_host::PerProcess;
-use vramctl_model::{Obstacle, ObstacleKind};
+use vramctl_model::{Obstacle, ObstacleKind, TransitionRequest};
 
 /// Seen at the program's calls and left to CUDA, by address or handle.
 static SEEN: PerProcess<Mutex<BTreeMap<u64, ObstacleKind>>> = PerProcess::new(Mutex::default);
@@ -94,6 +94,12 @@ pub fn forget(address: u64) {
 impl Memory {
     /// What keeps this process from being suspended.
     pub fn obstacles(&self) -> Vec<Obstacle> {
+        self.obstacles_after(&[], &TransitionRequest::default())
+    }
+
+    /// What would keep it from that after a pause of these allocations.
+    pub(crate) fn obstacles_after(&self, paused: &[Arc<Allocation>], request: &TransitionRequest) -> Vec<Obstacle> {
+        let paused: BTreeSet<_> = paused.iter().map(Arc::as_ptr).collect();
         let mut found = Vec::new();
         let mut add = |kind, what: String, bytes| found.push(Obstacle { kind, what, bytes });
         for owner in left::status() {
@@ -102,7 +108,7 @@ impl Memory {
             }
         }
         let (mut lent, mut registered) = (0, BTreeMap::<_, u64>::new());
-        for allocation in self.snapshot() {
+        for allocation in self.snapshot().iter().filter(|allocation| !paused.contains(&Arc::as_ptr(allocation))) {
             let (bytes, contents) = (allocation.bytes() as u64, allocation.contents());
             // What is paused has no memory that anybody could know.
             if contents.memory.is_none() {
@@ -117,7 +123,7 @@ impl Memory {
         if lent > 0 {
             add(ObstacleKind::Shared, "memory that other processes have open".into(), lent);
         }
-        let borrowed = borrow::count();
+        let borrowed = borrow::count_after(request);
         if borrowed > 0 {
             add(ObstacleKind::Shared, format!("{borrowed} pieces of other processes' memory"), 0);
         }

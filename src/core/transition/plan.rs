@@ -31,6 +31,7 @@ impl Memory {
             tags: tags.into_iter().map(|(tag, plan)| TagPlan { tag: tag.to_string(), ..plan }).collect(),
             host: HostRoom { needed_bytes, available_bytes: backup::available_host_bytes() },
             prefix_cache,
+            obstacles: self.obstacles_after(&chosen.active, request),
         })
     }
 }

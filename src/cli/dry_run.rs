@@ -1,0 +1,66 @@
+//! Dry runs: what a pause or a suspend would do to processes, and why it would fail.
+
+use crate::failure::{CommandError, Exit};
+use crate::output;
+use crate::processes::Process;
+use serde_json::json;
+use vramctl_model::{Backup, Bytes, Error, HostRoom, Plan, TagPlan};
+
+/// What would be done to one process.
+pub struct Foretold<'a> {
+    pub process: &'a Process,
+    pub plan: Plan,
+    pub failure: Option<CommandError>,
+}
+
+impl<'a> Foretold<'a> {
+    /// By its plan. `may_lose`: also what a prefix cache describes.
+    pub fn new(process: &'a Process, plan: Plan, may_lose: bool) -> Self {
+        let refused = plan.prefix_cache.clone().filter(|_| !may_lose).map(Error::PrefixCache);
+        let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
+        let short = (needed > available).then_some(Error::HostMemory { needed, available, capped: false });
+        let failure = refused.or(short).map(|error| CommandError::from(&error));
+        Self { process, plan, failure }
+    }
+
+    fn text(&self) -> String {
+        let Self { process, plan, .. } = self;
+        if plan.tags.is_empty() {
+            return format!("{process}: nothing to pause");
+        }
+        let contents = |(policy, bytes): (&Backup, &u64)| format!("{} {policy}", Bytes(*bytes));
+        let row = |tag: &TagPlan| {
+            let contents: Vec<_> = tag.backup.iter().map(contents).collect();
+            vec![tag.tag.clone(), Bytes(tag.bytes).to_string(), tag.allocations.to_string(), contents.join(", ")]
+        };
+        let bytes = plan.tags.iter().map(|tag| tag.bytes).sum();
+        let (needed, available) = (Bytes(plan.host.needed_bytes), Bytes(plan.host.available_bytes));
+        format!(
+            "{process}: a pause would free {}\n{}\nHost memory for the contents: {needed} needed, {available} available.",
+            Bytes(bytes),
+            output::table(&["TAG", "BYTES", "ALLOCATIONS", "CONTENTS"], plan.tags.iter().map(row))
+        )
+    }
+}
+
+/// Prints them, and returns the exit code that the command would have, as far as it can be predicted.
+pub fn tell(all: &[Foretold], as_json: bool) -> Result<Exit, CommandError> {
+    if as_json {
+        let answer = |Foretold { process, plan, failure }: &Foretold| {
+            let mut answer = json!({ "pid": process.pid, "name": process.name(), "plan": plan });
+            if let Some(failure) = failure {
+                answer["error"] = json!(failure);
+            }
+            answer
+        };
+        output::json(&all.iter().map(answer).collect::<Vec<_>>())?;
+    } else {
+        for one in all {
+            output::say(&one.text())?;
+            if let Some(failure) = &one.failure {
+                output::complain("error", &format!("{}: {failure}", one.process));
+            }
+        }
+    }
+    Ok(all.iter().find_map(|one| one.failure.as_ref()).map_or(Exit::Done, CommandError::exit))
+}
