@@ -383,6 +383,12 @@ impl Memory {
         all
     }
 
+    /// Whether an allocation is still the program's. A snapshot may have one that is freed meanwhile: its memory is gone, but nobody
+    /// has paused it.
+    pub(crate) fn has(&self, allocation: &Arc<Allocation>) -> bool {
+        self.allocations.get(&allocation.key()).is_some_and(|entry| Arc::ptr_eq(&entry, allocation))
+    }
+
     pub(crate) fn share(&self) -> RwLockReadGuard<'_, ()> {
         self.transition.read().unwrap_or_else(PoisonError::into_inner)
     }

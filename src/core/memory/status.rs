@@ -61,6 +61,9 @@ impl Memory {
                 };
                 (if contents.memory.as_ref().is_some_and(Physical::is_mapped) { 0 } else { bytes }, host, disk)
             };
+            if paused_bytes > 0 && !self.has(allocation) {
+                continue;
+            }
             let tag = tags.entry(allocation.tag.to_string()).or_default();
             tag.allocations += 1;
             tag.bytes += bytes;

@@ -44,7 +44,7 @@ struct Chosen {
 impl Memory {
     /// Whether any memory of this process is paused.
     pub(crate) fn has_paused(&self) -> bool {
-        self.snapshot().iter().any(|allocation| allocation.is_paused())
+        self.snapshot().iter().any(|allocation| allocation.is_paused() && self.has(allocation))
     }
 
     /// Whether anything is paused, also of what this process has open of others.
