@@ -4,204 +4,21 @@
 
 mod common;
 
-use common::{artifacts, simulated_libraries};
-use serde_json::{Value, json};
+use common::machine::{Machine, Ran, Rank, Wire, pass_on};
+use serde_json::json;
 use std::collections::VecDeque;
-use std::fs::{self, DirBuilder};
-use std::io::{BufRead, BufReader, Write};
-use std::net::Shutdown;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::process::Stdio;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 use vramctl_control::descriptors;
-
-fn engine() -> PathBuf {
-    common::programs().join("engine")
-}
-
-/// A simulated machine, with a job on it.
-struct Machine {
-    folder: tempfile::TempDir,
-    memory: &'static str,
-}
-
-impl Machine {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("gpu")).unwrap();
-        DirBuilder::new().mode(0o700).create(folder.path().join("sockets")).unwrap();
-        Self { folder, memory: "1G" }
-    }
-
-    fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
-        let mut command = Command::new(program);
-        command.env_remove("LD_PRELOAD").env_remove("VRAMCTL_NAME").env_remove("VRAMCTL_JOB").args(arguments);
-        command
-            .env("LD_LIBRARY_PATH", simulated_libraries())
-            .env("SIMGPU_DIR", self.folder.path().join("gpu"))
-            .env("SIMGPU_MEMORY", self.memory)
-            .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"))
-            .env("VRAMCTL_DIR", self.folder.path().join("sockets"));
-        command
-    }
-
-    fn vramctl(&self, arguments: &str) -> Ran {
-        let arguments: Vec<_> = arguments.split_whitespace().collect();
-        Ran::new(&self.command(common::command_line(), &arguments).output().unwrap())
-    }
-
-    fn start_with(&self, name: &str, change: impl Fn(&mut Command)) -> Rank {
-        let mut command = self.command(common::command_line(), &["run", "--name", name, "--no-python", "--"]);
-        command.arg(engine()).args(["--weights-mib", "8", "--kv-mib", "8"]).stdin(Stdio::piped()).stdout(Stdio::piped());
-        change(&mut command);
-        let mut child = command.spawn().unwrap();
-        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut rank = Rank { child, input, output };
-        assert!(rank.line().starts_with("ready"));
-        rank
-    }
-
-    fn job<const N: usize>(&self, name: &str) -> [Rank; N] {
-        std::array::from_fn(|_| self.start_with(name, |_| ()))
-    }
-
-    fn connect(&self, rank: &Rank) -> Wire {
-        let stream = UnixStream::connect(self.folder.path().join(format!("sockets/{}.sock", rank.pid()))).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        Wire(BufReader::new(stream))
-    }
-
-    /// The state of a process over all its tags.
-    fn state(&self, rank: &Rank) -> String {
-        let told = loop {
-            let told = self.connect(rank).ask(&json!({"request": "status"}));
-            // It has too many connections: this is asked again and again.
-            if told["code"] != "busy" {
-                break told;
-            }
-            thread::sleep(Duration::from_millis(5));
-        };
-        let states: Vec<_> = told["tags"].as_array().unwrap().iter().map(|tag| tag["state"].as_str().unwrap().to_owned()).collect();
-        assert!(states.iter().all(|state| *state == states[0]), "{told}");
-        format!("{}{}", states[0], if told["held"] == true { ", held" } else { "" })
-    }
-
-    /// Waits until all survivors are in one state, and nobody is in the middle. Returns it.
-    #[track_caller]
-    fn settled(&self, ranks: &[&Rank]) -> String {
-        let begun = Instant::now();
-        loop {
-            let states: Vec<_> = ranks.iter().map(|rank| self.state(rank)).collect();
-            if states.iter().all(|state| *state == states[0] && ["active", "paused", "paused, held"].contains(&state.as_str())) {
-                return states[0].clone();
-            }
-            assert!(begun.elapsed() < Duration::from_secs(15), "split: {states:?}");
-            thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-struct Ran {
-    code: Option<i32>,
-    out: String,
-    err: String,
-}
-
-impl Ran {
-    fn new(output: &Output) -> Self {
-        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
-        Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
-    }
-
-    #[track_caller]
-    fn expect(self, code: i32, out: &str, err: &str) -> Self {
-        assert!(self.code == Some(code) && self.out.contains(out) && self.err.contains(err), "{:?}: {}{}", self.code, self.out, self.err);
-        self
-    }
-
-    #[track_caller]
-    fn json(&self) -> Value {
-        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {}{}", self.out, self.err))
-    }
-}
-
-/// A process of a job.
-struct Rank {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Rank {
-    fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim().to_owned()
-    }
-
-    fn ask(&mut self, line: &str) -> String {
-        writeln!(self.input, "{line}").unwrap();
-        self.line()
-    }
-
-    /// Its memory is as the program left it.
-    #[track_caller]
-    fn verify(&mut self) {
-        let answer = self.ask("verify");
-        assert!(answer.contains("ok") && !answer.contains("corrupt"), "{answer}");
-    }
-
-    fn signal(&self, signal: libc::c_int) {
-        assert_eq!(unsafe { libc::kill(self.pid() as i32, signal) }, 0);
-    }
-}
-
-impl Drop for Rank {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// A client that speaks the protocol one step at a time. Dropped, it is a coordinator that was killed.
-struct Wire(BufReader<UnixStream>);
-
-impl Wire {
-    fn send(&mut self, request: &Value, file: Option<BorrowedFd<'_>>) {
-        let mut request = request.clone();
-        request["version"] = json!(1);
-        descriptors::send_line(self.0.get_ref(), format!("{request}\n").as_bytes(), file.as_slice(), 0).unwrap();
-    }
-
-    fn answer(&mut self) -> Value {
-        let mut line = String::new();
-        self.0.read_line(&mut line).unwrap();
-        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
-    }
-
-    fn ask(&mut self, request: &Value) -> Value {
-        self.send(request, None);
-        self.answer()
-    }
-
-    #[track_caller]
-    fn step(&mut self, request: &Value, file: Option<BorrowedFd<'_>>, wanted: &str) {
-        self.send(request, file);
-        let answer = self.answer();
-        assert_eq!(answer["reply"], wanted, "{answer}");
-    }
-}
 
 #[test]
 fn a_job_is_paused_and_resumed_as_one() {
@@ -488,49 +305,13 @@ impl Between {
             thread::spawn(move || {
                 for coordinator in listener.incoming() {
                     let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };
-                    pass_on(&Arc::new([coordinator, process]), place, &stage);
+                    let stage = Arc::clone(&stage);
+                    pass_on([coordinator, process], move |request, _, is_answer| stage.come_to(place, request, is_answer));
                 }
             });
         }
         Self { folder, reached, go_on }
     }
-}
-
-/// In both directions, until one side hangs up.
-fn pass_on(sides: &Arc<[UnixStream; 2]>, place: usize, stage: &Arc<Stage>) {
-    let asked = Arc::new(Mutex::new(String::new()));
-    for from in [0, 1] {
-        let (sides, stage, asked) = (Arc::clone(sides), Arc::clone(stage), Arc::clone(&asked));
-        thread::spawn(move || {
-            while let Some((line, files)) = line_with_files(&sides[from]) {
-                let request = match from {
-                    0 => serde_json::from_slice::<Value>(&line).unwrap()["request"].as_str().unwrap().to_owned(),
-                    _ => asked.lock().unwrap().clone(),
-                };
-                if from == 0 && request != "renew" {
-                    asked.lock().unwrap().clone_from(&request);
-                }
-                let files: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
-                if !stage.come_to(place, &request, from == 1) || descriptors::send_line(&sides[1 - from], &line, &files, 0).is_err() {
-                    break;
-                }
-            }
-            sides.iter().for_each(|side| _ = side.shutdown(Shutdown::Both));
-        });
-    }
-}
-
-fn line_with_files(stream: &UnixStream) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
-    let (mut line, mut files) = (Vec::new(), Vec::new());
-    while line.last() != Some(&b'\n') {
-        // One by one: what comes behind the line has files of its own.
-        let mut byte = [0];
-        if descriptors::receive(stream, &mut byte, &mut files).ok()? == 0 {
-            return None;
-        }
-        line.push(byte[0]);
-    }
-    Some((line, files))
 }
 
 /// One rank is killed or stopped, or the command itself is killed, while any step is on its way or answered: the others end up in

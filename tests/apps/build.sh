@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
 	cat <<'HELP'
 Builds the sample programs of tests/apps: engine, engine_regions, hog, overhead,
-overhead_driver, odd, and copies engine.py beside them.
+overhead_driver, odd, torture, and copies engine.py beside them.
 
 usage: tests/apps/build.sh OUTDIR [LIBDIR]
 
@@ -96,5 +96,6 @@ compile hog hog.c pattern.c
 compile overhead overhead.c
 compile overhead_driver overhead_driver.c
 compile odd odd.c
+compile torture torture.c
 install -m 755 "$source_dir/engine.py" "$work/engine.py"
 mv -f "$work"/* "$out"/

@@ -11,6 +11,8 @@
     clippy::unused_self
 )]
 
+pub mod machine;
+
 use cudarc::driver::sys::CUmemAllocationProp;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::transmute;

@@ -1,0 +1,428 @@
+/*
+ * Programs that are never idle, to be paused at any moment:
+ *
+ *   torture threads SEED THREADS    threads that at random launch, capture, replay, allocate, free,
+ *                                   fork, load modules and queue host functions
+ *   torture rank ID RANK RANKS [ROUNDS]
+ *                                   a process in collectives with others. The numbers that they
+ *                                   add up depend on all rounds before
+ *
+ * It needs kernels of the simulated GPU (tests/simgpu/src/waiting.rs). Knows nothing of vramctl but the
+ * names of its regions. Commands on stdin: progress, verify, stop, quit, fail FUNCTION NTH, clear.
+ */
+#define _GNU_SOURCE
+#include "cudadriver.h"
+#include "cudart.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* Of each block of ROOM bytes, BYTES are used. Smaller blocks are not vramctl's. */
+enum { MOST_THREADS = 16, BLOCKS = 6, BYTES = 96 << 10, ROOM = 1 << 20, INJECTED = 999 };
+
+static const char ptx[] = ".version 7.0\n.target sm_50\n.address_size 64\n"
+                          ".visible .entry nothing() { ret; }\n"
+                          ".visible .entry simgpu_collective(\n"
+                          ".visible .entry simgpu_persistent(\n";
+
+static struct {
+	CUresult (*load)(CUmodule *, const void *);
+	CUresult (*unload)(CUmodule);
+	CUresult (*function)(CUfunction *, CUmodule, const char *);
+	CUresult (*launch)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, cudaStream_t, void **,
+	                   void **);
+	CUresult (*alloc_async)(CUdeviceptr *, size_t, cudaStream_t);
+	CUresult (*free_async)(CUdeviceptr, cudaStream_t);
+	int (*fail)(const char *, uint64_t, uint32_t, uint64_t);
+	void (*clear)(void);
+	int32_t (*region_begin)(const char *, int32_t);
+	int32_t (*region_end)(void);
+} cu;
+
+static atomic_bool stopping;
+/* Whether faults have been injected into the driver: then a call may fail, and is made again. */
+static atomic_bool faulty;
+
+static void wrong(const char *what, int code)
+{
+	printf("wrong: %s (%d)\n", what, code);
+	fflush(stdout);
+	_exit(1);
+}
+
+#define TRY(call)                                                     \
+	do {                                                          \
+		int code_;                                            \
+		do                                                    \
+			code_ = (call);                               \
+		while (code_ == INJECTED && atomic_load(&faulty));    \
+		if (code_ != 0)                                       \
+			wrong(#call, code_);                          \
+	} while (0)
+
+static void look_up(void *library, void *slot, const char *name)
+{
+	void *symbol = dlsym(library, name);
+	memcpy(slot, &symbol, sizeof symbol);
+}
+
+static void look_all_up(void)
+{
+	void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+	if (driver == NULL)
+		wrong("no libcuda.so.1", 0);
+	look_up(driver, &cu.load, "cuModuleLoadData");
+	look_up(driver, &cu.unload, "cuModuleUnload");
+	look_up(driver, &cu.function, "cuModuleGetFunction");
+	look_up(driver, &cu.launch, "cuLaunchKernel");
+	look_up(driver, &cu.alloc_async, "cuMemAllocAsync");
+	look_up(driver, &cu.free_async, "cuMemFreeAsync");
+	look_up(driver, &cu.fail, "simgpu_fail");
+	look_up(driver, &cu.clear, "simgpu_clear_faults");
+	look_up(RTLD_DEFAULT, &cu.region_begin, "vramctl_region_begin");
+	look_up(RTLD_DEFAULT, &cu.region_end, "vramctl_region_end");
+}
+
+static void launch(const char *name, cudaStream_t stream, void **arguments, CUmodule module)
+{
+	CUfunction function;
+	TRY(cu.function(&function, module, name));
+	TRY(cu.launch(function, 1, 1, 1, 1, 1, 1, 0, stream, arguments, NULL));
+}
+
+/* Memory that has one value in all bytes. */
+struct block {
+	void *at;
+	int value;
+};
+
+struct worker {
+	pthread_t thread;
+	int number;
+	uint64_t random;
+	atomic_ulong rounds;
+	cudaStream_t stream;
+	struct block blocks[BLOCKS];
+	/* The first two are never freed: the graph writes the one and copies it to the other. */
+	cudaGraphExec_t graph;
+	int graph_value;
+	atomic_ulong called;
+	unsigned long calls;
+	unsigned *word;
+	unsigned char found[BYTES];
+};
+
+static struct worker workers[MOST_THREADS];
+static int threads;
+
+static unsigned below(struct worker *w, unsigned limit)
+{
+	w->random ^= w->random << 13;
+	w->random ^= w->random >> 7;
+	w->random ^= w->random << 17;
+	return (unsigned)((w->random >> 20) % limit);
+}
+
+static void settle(struct worker *w)
+{
+	TRY(cudaStreamSynchronize(w->stream));
+}
+
+static void fill(struct worker *w, struct block *block, int value)
+{
+	block->value = value;
+	TRY(cudaMemsetAsync(block->at, value, BYTES, w->stream));
+}
+
+static void verify(struct worker *w, const struct block *block)
+{
+	TRY(cudaMemcpyAsync(w->found, block->at, BYTES, cudaMemcpyDeviceToHost, w->stream));
+	settle(w);
+	if (w->found[0] != block->value || memcmp(w->found, w->found + 1, BYTES - 1) != 0)
+		wrong("the contents are not what they were", block->value);
+}
+
+static void allocate(struct worker *w, struct block *block)
+{
+	bool marked = cu.region_begin != NULL && below(w, 2) == 0;
+	if (marked)
+		TRY(cu.region_begin(w->number % 2 == 0 ? "even" : "odd", 0));
+	TRY(cudaMalloc(&block->at, below(w, 8) == 0 ? BYTES : ROOM));
+	if (marked)
+		TRY(cu.region_end());
+	fill(w, block, (int)below(w, 256));
+}
+
+static void called(void *argument)
+{
+	atomic_fetch_add(&((struct worker *)argument)->called, 1);
+}
+
+static void wait_for_word(void *argument)
+{
+	volatile unsigned *word = argument;
+	while (*word == 0)
+		usleep(50);
+}
+
+static void capture(struct worker *w)
+{
+	cudaGraph_t graph;
+	if (w->graph != NULL)
+		TRY(cudaGraphExecDestroy(w->graph));
+	w->graph_value = (int)below(w, 256);
+	TRY(cudaStreamBeginCapture(w->stream, cudaStreamCaptureModeThreadLocal));
+	TRY(cudaMemsetAsync(w->blocks[0].at, w->graph_value, BYTES, w->stream));
+	if (below(w, 4) == 0)
+		usleep(2000);
+	TRY(cudaMemcpyAsync(w->blocks[1].at, w->blocks[0].at, BYTES, cudaMemcpyDeviceToDevice, w->stream));
+	TRY(cudaLaunchHostFunc(w->stream, called, w));
+	TRY(cudaStreamEndCapture(w->stream, &graph));
+	TRY(cudaGraphInstantiateWithFlags(&w->graph, graph, 0));
+	TRY(cudaGraphDestroy(graph));
+}
+
+static void replay(struct worker *w)
+{
+	if (w->graph == NULL)
+		return;
+	for (unsigned i = 1 + below(w, 3); i > 0; i--, w->calls++)
+		TRY(cudaGraphLaunch(w->graph, w->stream));
+	w->blocks[0].value = w->blocks[1].value = w->graph_value;
+	verify(w, &w->blocks[1]);
+	if (atomic_load(&w->called) != w->calls)
+		wrong("a graph's host function was not called as often as the graph was launched", 0);
+}
+
+static void use_module(struct worker *w)
+{
+	CUmodule module;
+	TRY(cu.load(&module, ptx));
+	if (below(w, 2) == 0) {
+		launch("nothing", w->stream, NULL, module);
+	} else {
+		void *word = w->word, *at = w->blocks[0].at;
+		uint64_t bytes = BYTES;
+		*(volatile unsigned *)word = 0;
+		launch("simgpu_persistent", w->stream, (void *[]){&word, &at, &bytes}, module);
+		usleep(below(w, 1000));
+		*(volatile unsigned *)word = 1;
+	}
+	settle(w);
+	TRY(cu.unload(module));
+}
+
+static void use_host_function(struct worker *w)
+{
+	*(volatile unsigned *)w->word = 0;
+	TRY(cudaLaunchHostFunc(w->stream, wait_for_word, w->word));
+	/* Held here, this thread is what the device waits for: such a moment is none to pause at. */
+	if (below(w, 8) == 0)
+		fill(w, &w->blocks[0], (int)below(w, 256));
+	*(volatile unsigned *)w->word = 1;
+	settle(w);
+}
+
+static void have_a_child(struct worker *w)
+{
+	int status = -1;
+	unsigned end = below(w, 3);
+	pid_t child = fork();
+	if (child == 0) {
+		if (end == 0)
+			execl("/bin/true", "true", (char *)NULL);
+		if (end == 1)
+			exit(0);
+		_exit(0);
+	}
+	if (child < 0 || waitpid(child, &status, 0) != child || status != 0)
+		wrong("a child did not end well", status);
+}
+
+static void use_stream_order(struct worker *w)
+{
+	struct block block = {.value = 0};
+	CUdeviceptr at;
+	TRY(cu.alloc_async(&at, ROOM, w->stream));
+	memcpy(&block.at, &at, sizeof at);
+	fill(w, &block, (int)below(w, 256));
+	verify(w, &block);
+	TRY(cu.free_async(at, w->stream));
+}
+
+static void turn(struct worker *w)
+{
+	struct block *block = &w->blocks[2 + below(w, BLOCKS - 2)];
+	unsigned what = below(w, 40);
+	if (what < 14) {
+		if (block->at == NULL) {
+			allocate(w, block);
+		} else {
+			verify(w, block);
+			TRY(cudaFree(block->at));
+			block->at = NULL;
+		}
+	} else if (what < 22) {
+		if (block->at != NULL) {
+			TRY(cudaMemcpyAsync(w->blocks[0].at, block->at, BYTES, cudaMemcpyDeviceToDevice, w->stream));
+			w->blocks[0].value = block->value;
+			verify(w, &w->blocks[0]);
+		}
+	} else if (what < 25) {
+		capture(w);
+	} else if (what < 31) {
+		replay(w);
+	} else if (what < 33) {
+		use_module(w);
+	} else if (what < 35) {
+		use_host_function(w);
+	} else if (what < 36) {
+		have_a_child(w);
+	} else {
+		use_stream_order(w);
+	}
+}
+
+static void *work(void *argument)
+{
+	struct worker *w = argument;
+	TRY(cudaSetDevice(0));
+	TRY(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+	TRY(cudaMallocHost((void **)&w->word, sizeof *w->word));
+	allocate(w, &w->blocks[0]);
+	allocate(w, &w->blocks[1]);
+	for (; !atomic_load(&stopping); atomic_fetch_add(&w->rounds, 1))
+		turn(w);
+	for (int i = 0; i < BLOCKS; i++) {
+		if (w->blocks[i].at == NULL)
+			continue;
+		verify(w, &w->blocks[i]);
+		TRY(cudaFree(w->blocks[i].at));
+	}
+	return NULL;
+}
+
+/* A rank: what it has, and where it is. */
+static struct {
+	uint64_t communicator;
+	unsigned rank, ranks;
+	unsigned long last;
+	atomic_ulong rounds;
+	atomic_bool over;
+	uint64_t value;
+	unsigned char *numbers;
+} rank;
+
+static void *collect(void *argument)
+{
+	struct worker *w = argument;
+	CUmodule module;
+	TRY(cudaSetDevice(0));
+	TRY(cu.load(&module, ptx));
+	uint64_t at = (uint64_t)rank.numbers, flag = at + 8, pair[2];
+	rank.value = rank.rank + 1;
+	for (bool stop = false; !stop;) {
+		unsigned long round = atomic_load(&rank.rounds) + 1;
+		pair[0] = rank.value;
+		/* The first decides, and all hear of it in the same round. */
+		pair[1] = rank.rank == 0 && (atomic_load(&stopping) || round == rank.last);
+		TRY(cudaMemcpyAsync(rank.numbers, pair, sizeof pair, cudaMemcpyHostToDevice, w->stream));
+		if (below(w, 4) == 0)
+			usleep(below(w, 500));
+		launch("simgpu_collective", w->stream, (void *[]){&rank.communicator, &rank.rank, &rank.ranks, &at}, module);
+		launch("simgpu_collective", w->stream, (void *[]){&rank.communicator, &rank.rank, &rank.ranks, &flag}, module);
+		TRY(cudaMemcpyAsync(pair, rank.numbers, sizeof pair, cudaMemcpyDeviceToHost, w->stream));
+		settle(w);
+		rank.value = pair[0] * UINT64_C(2862933555777941757) + rank.rank + round;
+		stop = pair[1] != 0;
+		atomic_store(&rank.rounds, round);
+	}
+	atomic_store(&rank.over, true);
+	return NULL;
+}
+
+/* Answers one command. */
+static void answer(char *line)
+{
+	char name[64];
+	unsigned long nth;
+	if (strncmp(line, "progress", 8) == 0) {
+		for (int i = 0; i < threads; i++)
+			printf("%lu ", atomic_load(rank.ranks > 0 ? &rank.rounds : &workers[i].rounds));
+		if (atomic_load(&rank.over))
+			printf("over %llu", (unsigned long long)rank.value);
+		printf("\n");
+	} else if (strncmp(line, "verify", 6) == 0) {
+		/* Beside the work of the others. */
+		static struct worker own;
+		if (own.stream == NULL)
+			TRY(cudaStreamCreateWithFlags(&own.stream, cudaStreamNonBlocking));
+		verify(&own, &workers[0].blocks[0]);
+		printf("ok\n");
+	} else if (sscanf(line, "fail %63s %lu", name, &nth) == 2) {
+		atomic_store(&faulty, true);
+		printf(cu.fail(name, nth, INJECTED, 1) == 0 ? "ok\n" : "unknown\n");
+	} else if (strncmp(line, "clear", 5) == 0) {
+		cu.clear();
+		printf("ok\n");
+	} else if (strncmp(line, "stop", 4) == 0) {
+		atomic_store(&stopping, true);
+		for (int i = 0; rank.ranks == 0 && i < threads; i++)
+			pthread_join(workers[i].thread, NULL);
+		printf("ok\n");
+	} else {
+		printf("what?\n");
+	}
+	fflush(stdout);
+}
+
+int main(int argc, char **argv)
+{
+	char line[128];
+	void *(*begin)(void *) = NULL;
+	look_all_up();
+	if (argc == 4 && strcmp(argv[1], "threads") == 0) {
+		threads = atoi(argv[3]);
+		begin = work;
+	} else if (argc >= 5 && strcmp(argv[1], "rank") == 0) {
+		rank.communicator = strtoull(argv[2], NULL, 10);
+		rank.rank = (unsigned)atoi(argv[3]);
+		rank.ranks = (unsigned)atoi(argv[4]);
+		rank.last = argc > 5 ? strtoul(argv[5], NULL, 10) : 0;
+		threads = 1;
+		begin = collect;
+	}
+	if (threads < 1 || threads > MOST_THREADS) {
+		fprintf(stderr, "usage: torture threads SEED THREADS | torture rank ID RANK RANKS [ROUNDS]\n");
+		return 2;
+	}
+	if (rank.ranks > 0) {
+		struct worker *w = &workers[0];
+		TRY(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+		TRY(cudaMalloc((void **)&rank.numbers, ROOM));
+		TRY(cudaMalloc(&w->blocks[0].at, ROOM));
+		fill(w, &w->blocks[0], (int)rank.rank + 1);
+		settle(w);
+	}
+	for (int i = 0; i < threads; i++) {
+		workers[i].number = i;
+		workers[i].random = (strtoull(argv[2], NULL, 10) + (uint64_t)i + 1) * UINT64_C(0x9e3779b97f4a7c15) | 1;
+		if (pthread_create(&workers[i].thread, NULL, begin, &workers[i]) != 0)
+			wrong("pthread_create", 0);
+	}
+	for (int i = 0; rank.ranks == 0 && i < threads; i++)
+		while (atomic_load(&workers[i].rounds) == 0)
+			usleep(100);
+	printf("ready\n");
+	fflush(stdout);
+	while (fgets(line, sizeof line, stdin) != NULL && strcmp(line, "quit\n") != 0)
+		answer(line);
+	return 0;
+}

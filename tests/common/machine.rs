@@ -1,0 +1,239 @@
+//! Real programs under the preloaded library on a simulated machine, and what to say to them.
+
+use serde_json::{Value, json};
+use std::fs::{self, DirBuilder};
+use std::io::{BufRead, BufReader, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_control::descriptors;
+
+/// A simulated machine, with a job on it.
+pub struct Machine {
+    pub folder: tempfile::TempDir,
+    pub memory: &'static str,
+}
+
+impl Machine {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("gpu")).unwrap();
+        DirBuilder::new().mode(0o700).create(folder.path().join("sockets")).unwrap();
+        Self { folder, memory: "1G" }
+    }
+
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.env_remove("LD_PRELOAD").env_remove("VRAMCTL_NAME").env_remove("VRAMCTL_JOB").args(arguments);
+        command
+            .env("LD_LIBRARY_PATH", super::simulated_libraries())
+            .env("SIMGPU_DIR", self.folder.path().join("gpu"))
+            .env("SIMGPU_MEMORY", self.memory)
+            .env("VRAMCTL_LIB", super::artifacts().join("libvramctl.so"))
+            .env("VRAMCTL_DIR", self.folder.path().join("sockets"));
+        command
+    }
+
+    pub fn vramctl(&self, arguments: &str) -> Ran {
+        let arguments: Vec<_> = arguments.split_whitespace().collect();
+        Ran::new(&self.command(super::command_line(), &arguments).output().unwrap())
+    }
+
+    /// An engine under this name.
+    pub fn start_with(&self, name: &str, change: impl Fn(&mut Command)) -> Rank {
+        self.start(name, "engine", |command| {
+            command.args(["--weights-mib", "8", "--kv-mib", "8"]);
+            change(command);
+        })
+    }
+
+    /// A program of `tests/apps`.
+    pub fn start(&self, name: &str, program: &str, change: impl Fn(&mut Command)) -> Rank {
+        let mut command = self.command(super::command_line(), &["run", "--name", name, "--no-python", "--"]);
+        command.arg(super::programs().join(program)).stdin(Stdio::piped()).stdout(Stdio::piped());
+        change(&mut command);
+        let mut child = command.spawn().unwrap();
+        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut rank = Rank { child, input, output };
+        assert!(rank.line().starts_with("ready"));
+        rank
+    }
+
+    pub fn job<const N: usize>(&self, name: &str) -> [Rank; N] {
+        std::array::from_fn(|_| self.start_with(name, |_| ()))
+    }
+
+    pub fn connect(&self, rank: &Rank) -> Wire {
+        let stream = UnixStream::connect(self.folder.path().join(format!("sockets/{}.sock", rank.pid()))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        Wire(BufReader::new(stream))
+    }
+
+    /// The state of a process over all its tags.
+    pub fn state(&self, rank: &Rank) -> String {
+        let told = loop {
+            let told = self.connect(rank).ask(&json!({"request": "status"}));
+            // It has too many connections: this is asked again and again.
+            if told["code"] != "busy" {
+                break told;
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        let states: Vec<_> = told["tags"].as_array().unwrap().iter().map(|tag| tag["state"].as_str().unwrap().to_owned()).collect();
+        assert!(states.iter().all(|state| *state == states[0]), "{told}");
+        format!("{}{}", states[0], if told["held"] == true { ", held" } else { "" })
+    }
+
+    /// Waits until all survivors are in one state, and nobody is in the middle. Returns it.
+    #[track_caller]
+    pub fn settled(&self, ranks: &[&Rank]) -> String {
+        let begun = Instant::now();
+        loop {
+            let states: Vec<_> = ranks.iter().map(|rank| self.state(rank)).collect();
+            if states.iter().all(|state| *state == states[0] && ["active", "paused", "paused, held"].contains(&state.as_str())) {
+                return states[0].clone();
+            }
+            assert!(begun.elapsed() < Duration::from_secs(15), "split: {states:?}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+pub struct Ran {
+    pub code: Option<i32>,
+    pub out: String,
+    pub err: String,
+}
+
+impl Ran {
+    pub fn new(output: &Output) -> Self {
+        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+        Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+    }
+
+    #[track_caller]
+    pub fn expect(self, code: i32, out: &str, err: &str) -> Self {
+        assert!(self.code == Some(code) && self.out.contains(out) && self.err.contains(err), "{:?}: {}{}", self.code, self.out, self.err);
+        self
+    }
+
+    #[track_caller]
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {}{}", self.out, self.err))
+    }
+}
+
+/// A process of a job.
+pub struct Rank {
+    pub child: Child,
+    pub input: ChildStdin,
+    pub output: BufReader<ChildStdout>,
+}
+
+impl Rank {
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    pub fn ask(&mut self, line: &str) -> String {
+        writeln!(self.input, "{line}").unwrap();
+        self.line()
+    }
+
+    /// Its memory is as the program left it.
+    #[track_caller]
+    pub fn verify(&mut self) {
+        let answer = self.ask("verify");
+        assert!(answer.contains("ok") && !answer.contains("corrupt"), "{answer}");
+    }
+
+    pub fn signal(&self, signal: libc::c_int) {
+        assert_eq!(unsafe { libc::kill(self.pid() as i32, signal) }, 0);
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A client that speaks the protocol one step at a time. Dropped, it is a coordinator that was killed.
+pub struct Wire(pub BufReader<UnixStream>);
+
+impl Wire {
+    pub fn send(&mut self, request: &Value, file: Option<BorrowedFd<'_>>) {
+        let mut request = request.clone();
+        request["version"] = json!(1);
+        descriptors::send_line(self.0.get_ref(), format!("{request}\n").as_bytes(), file.as_slice(), 0).unwrap();
+    }
+
+    pub fn answer(&mut self) -> Value {
+        let mut line = String::new();
+        self.0.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
+    }
+
+    pub fn ask(&mut self, request: &Value) -> Value {
+        self.send(request, None);
+        self.answer()
+    }
+
+    #[track_caller]
+    pub fn step(&mut self, request: &Value, file: Option<BorrowedFd<'_>>, wanted: &str) {
+        self.send(request, file);
+        let answer = self.answer();
+        assert_eq!(answer["reply"], wanted, "{answer}");
+    }
+}
+
+/// Passes on what a client and a process say to each other, until one of them hangs up, or `may_pass` says no. That is given the
+/// request, the line, and whether it is an answer.
+pub fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &mut Vec<u8>, bool) -> bool + Send + Sync + 'static) {
+    let (sides, asked, may_pass) = (Arc::new(sides), Arc::new(Mutex::new(String::new())), Arc::new(may_pass));
+    for from in [0, 1] {
+        let (sides, asked, may_pass) = (Arc::clone(&sides), Arc::clone(&asked), Arc::clone(&may_pass));
+        thread::spawn(move || {
+            while let Some((mut line, files)) = line_with_files(&sides[from]) {
+                let request = match from {
+                    0 => serde_json::from_slice::<Value>(&line).unwrap()["request"].as_str().unwrap().to_owned(),
+                    _ => asked.lock().unwrap().clone(),
+                };
+                if from == 0 && request != "renew" {
+                    asked.lock().unwrap().clone_from(&request);
+                }
+                let files: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
+                let passes = may_pass(&request, &mut line, from == 1);
+                if !passes || descriptors::send_line(&sides[1 - from], &line, &files, 0).is_err() {
+                    break;
+                }
+            }
+            sides.iter().for_each(|side| _ = side.shutdown(Shutdown::Both));
+        });
+    }
+}
+
+fn line_with_files(stream: &UnixStream) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+    let (mut line, mut files) = (Vec::new(), Vec::new());
+    while line.last() != Some(&b'\n') {
+        // One by one: what comes behind the line has files of its own.
+        let mut byte = [0];
+        if descriptors::receive(stream, &mut byte, &mut files).ok()? == 0 {
+            return None;
+        }
+        line.push(byte[0]);
+    }
+    Some((line, files))
+}

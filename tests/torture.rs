@@ -1,0 +1,502 @@
+//! Random schedules: programs that are never idle are paused, resumed, disturbed and killed at random moments.
+//!
+//! What must hold, whatever happens:
+//!
+//! 1. **Nobody runs on memory that is gone.** The simulated GPU fails work whose memory goes away meanwhile, and the programs check
+//!    every result and all contents.
+//! 2. **No rank stays paused alone.** When nobody is in the middle of anything any more, the processes of a job that are alive are all
+//!    active, or all paused. If the command says that it is committed, they are what was asked for; if it says that it is not, they are
+//!    what they were.
+//! 3. **Nothing waits forever**, but a collective whose rank has died. Commands end, and what is paused can be resumed by the next one.
+//!    After the last resume every thread makes progress, and nothing is held.
+//!
+//! Each test prints its seed if it fails. `TORTURE_SEED` sets it, and `TORTURE_ROUNDS` makes them longer. A seed repeats what happens,
+//! not the order in which threads and processes run.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::machine::{Machine, Ran, Rank, pass_on};
+use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+/// Longer than anything takes.
+const NEVER: Duration = Duration::from_secs(50);
+
+struct Random(u64);
+
+impl Random {
+    fn new(test: u64) -> Self {
+        let given = std::env::var("TORTURE_SEED").ok().map(|seed| seed.parse().expect("TORTURE_SEED is a number"));
+        let now = || UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64) * 100 + test;
+        let seed: u64 = given.unwrap_or_else(now);
+        println!("TORTURE_SEED={seed}");
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 20) % limit
+    }
+
+    fn one_in(&mut self, many: u64) -> bool {
+        self.below(many) == 0
+    }
+
+    fn sleep(&mut self, most_ms: u64) {
+        thread::sleep(Duration::from_micros(self.below(most_ms * 1000)));
+    }
+}
+
+/// How much longer than usual.
+fn rounds(usual: u64) -> u64 {
+    usual * std::env::var("TORTURE_ROUNDS").map_or(1, |times| times.parse().expect("TORTURE_ROUNDS is a number"))
+}
+
+/// Kills a process that would keep the test waiting for its answer.
+struct Watchdog(#[expect(dead_code, reason = "its end is what is heard")] Sender<()>);
+
+impl Watchdog {
+    fn of(ranks: &[Rank]) -> Self {
+        let pids: Vec<_> = ranks.iter().map(|rank| rank.pid().cast_signed()).collect();
+        let (over, wait) = channel::<()>();
+        let limit = NEVER * rounds(1) as u32;
+        thread::spawn(move || {
+            if wait.recv_timeout(limit).is_err_and(|why| why == std::sync::mpsc::RecvTimeoutError::Timeout) {
+                println!("nothing should wait for so long");
+                for pid in pids {
+                    unsafe { libc::kill(pid, libc::SIGKILL) };
+                }
+            }
+        });
+        Self(over)
+    }
+}
+
+/// The end of a command, which must come.
+fn end_of(mut command: Child) -> Ran {
+    let begun = Instant::now();
+    while command.try_wait().unwrap().is_none() {
+        if begun.elapsed() > NEVER {
+            command.kill().unwrap();
+            panic!("the command does not end");
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    Ran::new(&command.wait_with_output().unwrap())
+}
+
+fn start(machine: &Machine, arguments: &str) -> Child {
+    let arguments: Vec<_> = arguments.split_whitespace().collect();
+    let mut command = machine.command(common::command_line(), &arguments);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn run(machine: &Machine, arguments: &str) -> Ran {
+    end_of(start(machine, arguments))
+}
+
+fn numbers(line: &str) -> Vec<u64> {
+    line.split_whitespace().map_while(|word| word.parse().ok()).collect()
+}
+
+/// Waits until all threads of all programs have got on.
+fn all_get_on(ranks: &mut [Rank]) {
+    let mut progress = || ranks.iter_mut().flat_map(|rank| numbers(&rank.ask("progress"))).collect::<Vec<_>>();
+    let (before, begun) = (progress(), Instant::now());
+    assert!(!before.is_empty());
+    loop {
+        let now = progress();
+        if now.iter().zip(&before).all(|(now, before)| now > before) {
+            break;
+        }
+        assert!(begun.elapsed() < NEVER, "somebody stands still: {before:?}, {now:?}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Calls of a pause, a resume, and of the program's own allocations.
+const MAY_FAIL: [&str; 9] = [
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemExportToShareableHandle",
+    "cuMemHostRegister_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+];
+
+/// One program, with threads that do everything at once.
+fn a_busy_program(random: &mut Random, with_faults: bool) {
+    let machine = Machine::new();
+    let seed = random.below(1 << 40).to_string();
+    let mut program = machine.start("busy", "torture", |command| _ = command.args(["threads", &seed, "5"]));
+    let watchdog = Watchdog::of(std::slice::from_ref(&program));
+    let (mut paused, mut tried, mut failed) = (0, 0, 0);
+    let wanted = rounds(12);
+    while paused < wanted {
+        tried += 1;
+        assert!(tried < 20 * wanted, "{paused} of {tried} pauses succeeded");
+        random.sleep(15);
+        let tags: &[&str] = [&[][..], &["even"], &["odd", "default"]][random.below(3) as usize];
+        let mut faults = with_faults.then(|| Random(random.0.rotate_left(32) | 1));
+        let is_done = match random.below(if with_faults { 8 } else { 4 }) {
+            0 => run(&machine, &format!("pause --name busy --hold-timeout 0.3 {}", tags.join(" "))).code == Some(0),
+            1 | 2 => {
+                let wanted = json!({"request": "pause", "tags": tags, "lenient": true, "hold_ms": 100 + random.below(400)});
+                machine.connect(&program).ask(&wanted)["reply"] == "done"
+            }
+            _ => in_steps(&machine, &mut program, tags, random, &mut faults),
+        };
+        paused += u64::from(is_done);
+        random.sleep(10);
+        // A part first; the program goes on only when all of it is back.
+        if random.one_in(2) {
+            let _ = machine.connect(&program).ask(&json!({"request": "resume", "tags": ["odd"], "lenient": true}));
+        }
+        if let Some(faults) = &mut faults {
+            fail(&mut program, faults);
+            let answer = machine.connect(&program).ask(&json!({"request": "resume"}));
+            failed += u64::from(answer["reply"] == "error");
+            assert_eq!(program.ask("clear"), "ok");
+        }
+        run(&machine, "resume --name busy").expect(0, "", "");
+        let status = machine.connect(&program).ask(&json!({"request": "status"}));
+        let is_active = |tag: &Value| tag["state"] == "active";
+        assert!(status["held"] != true && status["tags"].as_array().unwrap().iter().all(is_active), "{status}");
+    }
+    all_get_on(std::slice::from_mut(&mut program));
+    assert_eq!(program.ask("stop"), "ok");
+    let status = machine.connect(&program).ask(&json!({"request": "status"}));
+    assert!(status["held"] != true && status["waiting_threads"].as_u64().unwrap_or(0) == 0, "{status}");
+    println!("{paused} of {tried} pauses succeeded, {failed} resumes failed");
+    assert_eq!(program.ask("quit"), "");
+    assert!(program.child.wait().unwrap().success());
+    drop(watchdog);
+}
+
+/// Makes the driver fail at one of the next calls: the program's, or those of the pause or resume that follows.
+fn fail(program: &mut Rank, random: &mut Random) {
+    let call = MAY_FAIL[random.below(MAY_FAIL.len() as u64) as usize];
+    assert_eq!(program.ask(&format!("fail {call} {}", 1 + random.below(6))), "ok", "{call}");
+}
+
+/// A pause step by step, by a coordinator that may give up or die at any of them. Whether it was done.
+fn in_steps(machine: &Machine, program: &mut Rank, tags: &[&str], random: &mut Random, faults: &mut Option<Random>) -> bool {
+    let mut wire = machine.connect(program);
+    let steps = [
+        json!({"request": "hold"}),
+        json!({"request": "drain", "limit_ms": 300}),
+        json!({"request": "prepare", "of": "pause", "tags": tags, "lenient": true, "timeout_ms": 300}),
+        json!({"request": "commit"}),
+    ];
+    for step in &steps {
+        if random.one_in(8) {
+            return false;
+        }
+        if let Some(faults) = faults.as_mut().filter(|_| step["request"] == "prepare") {
+            fail(program, faults);
+        }
+        let answer = wire.ask(step);
+        match answer["reply"].as_str().unwrap() {
+            "error" => return false,
+            "done" => return true,
+            _ => random.sleep(3),
+        }
+    }
+    unreachable!("commit is answered with done or an error")
+}
+
+#[test]
+fn a_program_that_does_everything_at_once_is_paused_at_any_moment() {
+    a_busy_program(&mut Random::new(1), false);
+}
+
+#[test]
+fn a_program_that_does_everything_at_once_is_paused_while_the_driver_fails() {
+    a_busy_program(&mut Random::new(2), true);
+}
+
+/// A job in collectives.
+fn in_collectives(machine: &Machine, last: u64) -> [Rank; 4] {
+    static COMMUNICATORS: AtomicU64 = AtomicU64::new(1);
+    let communicator = COMMUNICATORS.fetch_add(1, Ordering::Relaxed).to_string();
+    std::array::from_fn(|rank| {
+        let arguments = ["rank", &communicator, &rank.to_string(), "4", &last.to_string()];
+        machine.start("ring", "torture", |command| _ = command.args(arguments))
+    })
+}
+
+/// Where each has come to in the end, with its result.
+fn results(ranks: &mut [Rank]) -> Vec<String> {
+    let begun = Instant::now();
+    let mut wait = |rank: &mut Rank| loop {
+        let told = rank.ask("progress");
+        if told.contains("over") {
+            return told;
+        }
+        assert!(begun.elapsed() < NEVER, "{told}");
+        thread::sleep(Duration::from_millis(5));
+    };
+    ranks.iter_mut().map(&mut wait).collect()
+}
+
+/// Ranks in collectives stand at different places at any moment. Either all are paused, in the end at the same place, or none is,
+/// also if the coordinator is killed; and the results are those of an undisturbed run.
+#[test]
+fn a_job_in_collectives_is_paused_as_one_at_any_moment() {
+    let mut random = Random::new(3);
+    let machine = Machine::new();
+    let mut ranks = in_collectives(&machine, 0);
+    let watchdog = Watchdog::of(&ranks);
+    let (mut paused, mut tried, mut attempts) = (0, 0, 0);
+    let wanted = rounds(8);
+    while paused < wanted {
+        tried += 1;
+        assert!(tried < 20 * wanted, "{paused} of {tried} pauses succeeded");
+        random.sleep(20);
+        let mut command = start(&machine, "pause --name ring --hold-timeout 5 --json");
+        if random.one_in(3) {
+            random.sleep(100);
+            let _ = command.kill();
+            end_of(command);
+            let state = machine.settled(&ranks.each_ref());
+            assert!(["active", "paused, held"].contains(&state.as_str()), "{state}");
+            paused += u64::from(state != "active");
+        } else {
+            let ran = end_of(command);
+            let is_done = ran.code == Some(0);
+            assert_eq!(machine.settled(&ranks.each_ref()), if is_done { "paused, held" } else { "active" }, "{}{}", ran.out, ran.err);
+            attempts += ran.json()["jobs"][0]["attempts"].as_u64().unwrap();
+            paused += u64::from(is_done);
+        }
+        random.sleep(10);
+        run(&machine, "resume --name ring").expect(0, "", "");
+        assert_eq!(machine.settled(&ranks.each_ref()), "active");
+    }
+    all_get_on(&mut ranks);
+    println!("{paused} of {tried} pauses succeeded, in {attempts} attempts");
+    assert_eq!(ranks[0].ask("stop"), "ok");
+    let found = results(&mut ranks);
+    for rank in &mut ranks {
+        assert_eq!(rank.ask("verify"), "ok");
+    }
+    drop((watchdog, ranks));
+    let mut undisturbed = in_collectives(&machine, numbers(&found[0])[0]);
+    let watchdog = Watchdog::of(&undisturbed);
+    assert_eq!(results(&mut undisturbed), found);
+    drop(watchdog);
+}
+
+/// A rank that is killed in the middle leaves the others in a collective that never ends. They are not paused for it, or all of them
+/// can be resumed.
+#[test]
+fn a_rank_in_collectives_that_is_killed_takes_nobody_with_it() {
+    let mut random = Random::new(4);
+    for _ in 0..rounds(4) {
+        let machine = Machine::new();
+        let mut ranks = in_collectives(&machine, 0);
+        let watchdog = Watchdog::of(&ranks);
+        all_get_on(&mut ranks);
+        let command = start(&machine, "pause --name ring --hold-timeout 2");
+        random.sleep(100);
+        let mut survivors = Vec::from(ranks);
+        let mut killed = survivors.remove(random.below(4) as usize);
+        killed.signal(libc::SIGKILL);
+        killed.child.wait().unwrap();
+        let ran = end_of(command);
+        let state = machine.settled(&survivors.iter().collect::<Vec<_>>());
+        if ran.code != Some(0) && ran.out.is_empty() {
+            assert_eq!(state, "active", "{}", ran.err);
+        }
+        run(&machine, "resume --name ring").expect(0, "", "");
+        assert_eq!(machine.settled(&survivors.iter().collect::<Vec<_>>()), "active");
+        for rank in &mut survivors {
+            assert_eq!(rank.ask("verify"), "ok");
+        }
+        drop(watchdog);
+    }
+}
+
+/// The network between a coordinator and its processes, under names that the coordinator takes for theirs.
+struct Network {
+    folder: tempfile::TempDir,
+    weather: Arc<Weather>,
+}
+
+/// What it does, from a seed.
+struct Weather {
+    random: Mutex<Random>,
+    /// How long the processes wait for the coordinator.
+    lease_ms: AtomicU64,
+    /// The coordinator, to be killed.
+    coordinator: Mutex<Option<u32>>,
+    /// The last word of a dead coordinator has been said.
+    is_cut: AtomicBool,
+    /// Whether somebody may still be killed or cut off. One event at a time: then all that is left must be in one state, whatever it
+    /// was.
+    is_rough: AtomicBool,
+    /// The processes that were killed.
+    killed: Mutex<Vec<u32>>,
+}
+
+impl Weather {
+    /// Does what happens when a process or its coordinator says something: both live on, or one of them dies. Returns how late the line
+    /// is; `None` if it is lost, and its connection with it.
+    fn strikes(&self, pid: u32) -> Option<Duration> {
+        let mut random = self.random.lock().unwrap();
+        match (random.below(90), self.is_rough.load(Ordering::SeqCst)) {
+            (0, true) => {
+                self.is_rough.store(false, Ordering::SeqCst);
+                return None;
+            }
+            (1, true) => {
+                self.is_rough.store(false, Ordering::SeqCst);
+                unsafe { libc::kill(pid.cast_signed(), libc::SIGKILL) };
+                self.killed.lock().unwrap().push(pid);
+            }
+            (2 | 3, true) => {
+                if let Some(coordinator) = self.coordinator.lock().unwrap().take() {
+                    self.is_rough.store(false, Ordering::SeqCst);
+                    unsafe { libc::kill(coordinator.cast_signed(), libc::SIGKILL) };
+                    self.is_cut.store(true, Ordering::SeqCst);
+                }
+            }
+            (4, _) => return Some(Duration::from_millis(400)),
+            // Lines overtake each other.
+            (5..40, _) => return Some(Duration::from_micros(random.below(4000))),
+            _ => (),
+        }
+        Some(Duration::ZERO)
+    }
+
+    /// Nobody dies any more.
+    fn calms(&self) {
+        let _quiet = self.random.lock().unwrap();
+        self.is_rough.store(false, Ordering::SeqCst);
+        self.coordinator.lock().unwrap().take();
+    }
+
+    /// Whether a line arrives.
+    fn passes(&self, pid: u32, request: &str, line: &mut Vec<u8>, is_answer: bool) -> bool {
+        if !["hold", "drain", "prepare", "renew", "commit", "abort"].contains(&request) {
+            return true;
+        }
+        if !is_answer && ["hold", "prepare"].contains(&request) {
+            let mut told: Value = serde_json::from_slice(line).unwrap();
+            told["lease_ms"] = json!(self.lease_ms.load(Ordering::Relaxed));
+            *line = format!("{told}\n").into_bytes();
+        }
+        let Some(late) = self.strikes(pid) else { return false };
+        thread::sleep(late);
+        // What it has sent may still arrive, or not.
+        is_answer || !self.is_cut.load(Ordering::SeqCst) || self.random.lock().unwrap().one_in(2)
+    }
+}
+
+impl Network {
+    fn new(random: Random) -> Self {
+        let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap();
+        let weather = Weather {
+            random: Mutex::new(random),
+            lease_ms: AtomicU64::default(),
+            coordinator: Mutex::default(),
+            is_cut: AtomicBool::default(),
+            is_rough: AtomicBool::default(),
+            killed: Mutex::default(),
+        };
+        Self { folder, weather: Arc::new(weather) }
+    }
+
+    fn add(&self, machine: &Machine, pid: u32) {
+        let name = format!("{pid}.sock");
+        let listener = UnixListener::bind(self.folder.path().join(&name)).unwrap();
+        let (own, weather) = (machine.folder.path().join("sockets").join(name), Arc::clone(&self.weather));
+        thread::spawn(move || {
+            for coordinator in listener.incoming() {
+                let (coordinator, Ok(process)) = (coordinator.unwrap(), UnixStream::connect(&own)) else { continue };
+                let weather = Arc::clone(&weather);
+                pass_on([coordinator, process], move |request, line, is_answer| weather.passes(pid, request, line, is_answer));
+            }
+        });
+    }
+}
+
+/// The two-phase protocol, with its real coordinator and its real processes. Lines are late, overtake each other, or are lost with
+/// their connection; the coordinator or a process dies; leases expire.
+#[test]
+fn the_protocol_keeps_its_promises_in_any_order_of_events() {
+    // Each lane has a job of its own, because they spend their time waiting.
+    thread::scope(|scope| {
+        for lane in 0..3 {
+            scope.spawn(move || schedules(Random::new(10 + lane)));
+        }
+    });
+}
+
+fn schedules(mut random: Random) {
+    let machine = Machine::new();
+    let network = Network::new(Random(random.0.rotate_left(32) | 1));
+    let mut ranks: [Rank; 3] = machine.job("engine");
+    for rank in &ranks {
+        network.add(&machine, rank.pid());
+    }
+    let (mut done, mut undone, mut unknown) = (0, 0, 0);
+    for round in 0..rounds(15) {
+        let before = machine.settled(&ranks.each_ref());
+        let (verb, after) = if before == "active" { ("pause", "paused, held") } else { ("resume", "active") };
+        network.weather.lease_ms.store([150, 5000][random.below(2) as usize], Ordering::Relaxed);
+        network.weather.is_cut.store(false, Ordering::SeqCst);
+        network.weather.is_rough.store(true, Ordering::SeqCst);
+        let mut command = machine.command(common::command_line(), &[verb, "--name", "engine", "--json"]);
+        command.env("VRAMCTL_DIR", network.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = {
+            let mut coordinator = network.weather.coordinator.lock().unwrap();
+            let child = command.spawn().unwrap();
+            *coordinator = Some(child.id());
+            child
+        };
+        let ran = end_of(child);
+        network.weather.calms();
+        let case = format!("round {round}, {verb}: {:?} {}{}", ran.code, ran.out, ran.err);
+
+        let killed = std::mem::take(&mut *network.weather.killed.lock().unwrap());
+        let is_alive = |rank: &mut Rank| !killed.contains(&rank.pid()) || rank.child.wait().is_err();
+        let alive: Vec<bool> = ranks.iter_mut().map(is_alive).collect();
+        let survivors: Vec<_> = ranks.iter().zip(&alive).filter_map(|(rank, alive)| alive.then_some(rank)).collect();
+        let state = machine.settled(&survivors);
+        if ran.code.is_none() {
+            assert!(state == before || state == after, "{case}: {state}");
+            unknown += 1;
+        } else {
+            let committed = ran.json()["jobs"][0]["committed"] == true;
+            assert_eq!(state, if committed { after } else { before.as_str() }, "{case}");
+            *(if committed { &mut done } else { &mut undone }) += 1;
+        }
+        // All that is left can be resumed by anybody, and a new process can take the place of a dead one.
+        if alive.contains(&false) {
+            machine.vramctl("resume --name engine").expect(0, "", "");
+            for (rank, _) in ranks.iter_mut().zip(alive).filter(|(_, alive)| !alive) {
+                let _ = fs::remove_file(network.folder.path().join(format!("{}.sock", rank.pid())));
+                *rank = machine.start_with("engine", |_| ());
+                network.add(&machine, rank.pid());
+            }
+        }
+    }
+    println!("{done} committed, {undone} taken back, {unknown} without a coordinator");
+    machine.vramctl("resume --name engine").expect(0, "", "");
+    assert_eq!(machine.settled(&ranks.each_ref()), "active");
+    ranks.iter_mut().for_each(Rank::verify);
+}
