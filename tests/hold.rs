@@ -272,6 +272,25 @@ fn without_consent_everything_is_taken_back() {
     assert_eq!(common::free(address), 0);
 }
 
+/// What a failed pause cannot map again stays paused. The program must not run on without it.
+#[test]
+fn what_cannot_be_mapped_again_keeps_the_program_held() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("job", None, 2 * MIB).unwrap();
+    let bytes = pattern(10, MIB);
+    assert_eq!(write(address, &bytes), 0);
+    for call in ["cuMemMap", "cuMemSetAccess"] {
+        gpu.fail(call, 1, 999, 1);
+        let refused = Memory::get().hold().unwrap().pause(&request(&["job"]), &mut Refuses(&gpu, None));
+        assert!(refused.is_err(), "{call}");
+        gpu.clear_faults();
+        assert_eq!((state("job"), gate::is_held()), (Some(TagState::Paused), true), "{call}");
+        resume(&["job"]).unwrap();
+        assert_eq!((read(address, MIB).as_ref(), gate::is_held()), (Ok(&bytes), false), "{call}");
+    }
+    assert_eq!(common::free(address), 0);
+}
+
 /// Two that hold a program do not wait for each other. The second may try again.
 #[test]
 fn a_program_is_held_by_one_at_a_time() {

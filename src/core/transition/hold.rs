@@ -88,11 +88,14 @@ impl Holding<'_> {
         })
     }
 
-    /// Pauses. After a success, the program stays held until everything is resumed.
+    /// Pauses. After a success, the program stays held until everything is resumed; after a failure, only if memory could not be mapped
+    /// again.
     pub fn pause(mut self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
+        let count = || self.memory.snapshot().iter().filter(|allocation| allocation.is_paused() && self.memory.has(allocation)).count();
+        let before = count();
         let paused = unless_ending(|| self.memory.pause_when_idle(request, observer));
-        if paused.is_ok()
-            && self.memory.any_paused()
+        // What could not be taken back stays paused: without it, the program must not run on.
+        if (paused.is_ok() && self.memory.any_paused() || count() > before)
             && let Some(closed) = self.closed.take()
         {
             closed.keep();
