@@ -323,6 +323,21 @@ fn a_window_covers_what_the_program_has_mapped() {
     place.end(&handles);
 }
 
+/// Inside a group NCCL tells a window's handle only when the group ends, and registers it all the same.
+#[test]
+fn a_window_without_a_handle_is_registered_until_its_communicator_ends() {
+    let _gpu = Gpu::take();
+    let communicator = Nccl::communicator();
+    let buffer = malloc_tagged("buffer", None, PAGE).unwrap();
+    let (pointer, mut window) = (ptr::without_provenance_mut(buffer as usize), 0);
+    unsafe { (Nccl::get().give_none)(1) };
+    assert_eq!(unsafe { nccl::ncclCommWindowRegister(communicator, pointer, PAGE, &raw mut window, 1) }, 0);
+    unsafe { (Nccl::get().give_none)(0) };
+    assert_eq!((window, refused().len()), (0, 1));
+    assert_eq!(destroy(communicator), 0);
+    assert_eq!((refused(), free(buffer)), (Vec::new(), 0));
+}
+
 /// Addresses at which the program maps pages of its own.
 struct Mapped {
     base: u64,

@@ -5,7 +5,7 @@ use crate::memory::{Memory, left};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramctl_driver as driver;
-use vramctl_host::{PerProcess, worker};
+use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Cycle, Growth};
 
 /// How many cycles are kept.
@@ -94,6 +94,11 @@ fn known() -> (Cycle, BTreeMap<String, u64>) {
 fn ask_nvml() {
     // Not for us to bring into the program: it takes locks that a fork would leave locked in the child.
     if !driver::is_nvml_loaded() {
+        return;
+    }
+    // The program's exit waits for this, and a suspend need not: it leaves the last cycle without the driver's share.
+    let Some(_answering) = exit::Answering::unless_ending() else { return };
+    if exit::is_resting() {
         return;
     }
     let (cycle, gpus) = known();

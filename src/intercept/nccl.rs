@@ -37,7 +37,9 @@ fn is_done(answer: NcclResult) -> bool {
 }
 
 fn register(communicator: usize, address: *mut c_void, bytes: usize, handle: *mut usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
-    registering("NCCL: ncclCommRegister", communicator, address, bytes, handle, real)
+    // NCCL gives no handle for what it does not register, as with `NCCL_LOCAL_REGISTER=0`.
+    let given = |handle| if handle == 0 { None } else { Some(handle) };
+    registering("NCCL: ncclCommRegister", communicator, address, bytes, handle, given, real)
 }
 
 fn register_window(
@@ -48,7 +50,9 @@ fn register_window(
     _flags: c_int,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    registering("NCCL: ncclCommWindowRegister", communicator, address, bytes, window, real)
+    // Inside `ncclGroupStart`, or while the communicator does not block, a window has no handle before the group ends. Then it is
+    // registered until its communicator ends.
+    registering("NCCL: ncclCommWindowRegister", communicator, address, bytes, window, Some, real)
 }
 
 fn registering(
@@ -57,17 +61,15 @@ fn registering(
     address: *mut c_void,
     bytes: usize,
     handle: *mut usize,
+    given: impl FnOnce(usize) -> Option<usize>,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
     let Some(memory) = Memory::existing() else { return real() };
     let mut answer = INTERNAL_ERROR;
     memory.registering(Span { address: address as u64, bytes }, registrant, communicator, || {
         answer = real();
-        // Inside `ncclGroupStart` a window has no handle before the group ends: then it is registered until its communicator ends.
         // SAFETY: NCCL has accepted the pointer, so it is null or readable.
-        let given = if is_done(answer) && !handle.is_null() { Some(unsafe { handle.read() }) } else { None };
-        // NCCL gives none for what it does not register, as with `NCCL_LOCAL_REGISTER=0`.
-        given.filter(|given| *given != 0)
+        if is_done(answer) && !handle.is_null() { given(unsafe { handle.read() }) } else { None }
     });
     answer
 }

@@ -294,29 +294,31 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     }
     let pauses = borrowed().pauses;
     let WhatIsLent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
-    let import = || Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)));
-    let mut memory = obstacles::making(ObstacleKind::Shared, import)?;
-    let mut borrowed = borrowed();
-    let now = borrowed.pauses;
-    let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else {
-        // Closed meanwhile.
+    // Noted until it is known as open: a suspend sees one or the other.
+    obstacles::making(ObstacleKind::Shared, || {
+        let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
+        let mut borrowed = borrowed();
+        let now = borrowed.pauses;
+        let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else {
+            // Closed meanwhile.
+            drop(borrowed);
+            lease.give_back(&mut state, token);
+            return Ok(());
+        };
+        if pauses != now {
+            return Err(Refused::ForNow);
+        }
+        if opened.pauses != of_piece || matches!(opened.behind, Behind::Paused { is_due: true }) {
+            memory.map(&opened.place)?;
+            driver::open([(opened.place.span(), opened.devices.iter().map(|device| Access::of_device(*device)).collect())])?;
+            (opened.behind, opened.pauses) = (Behind::Memory(memory), of_piece);
+        }
+        let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
         drop(borrowed);
-        lease.give_back(&mut state, token);
-        return Ok(());
-    };
-    if pauses != now {
-        return Err(Refused::ForNow);
-    }
-    if opened.pauses != of_piece || matches!(opened.behind, Behind::Paused { is_due: true }) {
-        memory.map(&opened.place)?;
-        driver::open([(opened.place.span(), opened.devices.iter().map(|device| Access::of_device(*device)).collect())])?;
-        (opened.behind, opened.pauses) = (Behind::Memory(memory), of_piece);
-    }
-    let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
-    drop(borrowed);
-    // Another connection, which may have nothing left.
-    drop(before);
-    Ok(())
+        // Another connection, which may have nothing left.
+        drop(before);
+        Ok(())
+    })
 }
 
 /// Why memory could not be opened.

@@ -107,6 +107,14 @@ pub(crate) fn bytes(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
     block_of(allocations, device).map_or(0, |block| block.bytes() as u64)
 }
 
+/// Device memory that is free once these are guarded no more: nothing if others on the device still are.
+pub(crate) fn bytes_left_by(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
+    let Some(block) = block_of(allocations, device) else { return 0 };
+    let leave: BTreeSet<_> = allocations.iter().map(Arc::as_ptr).collect();
+    let stays = |one: &Arc<Allocation>| one.device == device && !leave.contains(&Arc::as_ptr(one)) && one.contents().guard.is_some();
+    if Memory::get().snapshot().iter().any(stays) { 0 } else { block.bytes() as u64 }
+}
+
 /// Device memory that guards take on all devices.
 pub(crate) fn all_bytes(allocations: &[Arc<Allocation>]) -> u64 {
     let devices: BTreeSet<_> = allocations.iter().map(|allocation| allocation.device).collect();

@@ -218,7 +218,7 @@ fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Err
         let on_device = paused.iter().find(|allocation| allocation.device == device);
         let Some(allocation) = on_device else { continue };
         let _current = Current::push(allocation.context())?;
-        if needed > driver::memory_info()?.0 + guard::bytes(paused, device) {
+        if needed > driver::memory_info()?.0 + guard::bytes_left_by(paused, device) {
             return Err(shortage(allocation, needed));
         }
     }
