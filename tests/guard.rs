@@ -126,11 +126,8 @@ fn a_resume_gets_the_memory_of_the_guard_and_gives_it_back_if_it_fails() {
     assert_eq!(free(address), 0);
 }
 
-/// It would run into addresses without memory, or write to what is being restored.
-#[test]
-fn a_resume_waits_for_work_that_may_use_the_guard() {
-    let _gpu = Gpu::take();
-    let (address, contents) = filled("one", 1, 4 * MIB);
+/// Pauses, and queues work on the guard that only ends later: `action` returns after that, not before.
+fn waits_for_work_on(address: u64, action: impl FnOnce()) -> Stream {
     let (gate, stream) = (Gate::new(), Stream::create());
     pause(&[]).unwrap();
     stream.wait_for(&gate);
@@ -142,9 +139,18 @@ fn a_resume_waits_for_work_that_may_use_the_guard() {
             opened.store(true, Ordering::Relaxed);
             gate.open();
         });
-        assert_eq!(resume(&[]).unwrap().guard_written_bytes, MIB as u64);
+        action();
         assert!(opened.load(Ordering::Relaxed));
     });
+    stream
+}
+
+/// It would run into addresses without memory, or write to what is being restored.
+#[test]
+fn a_resume_waits_for_work_that_may_use_the_guard() {
+    let _gpu = Gpu::take();
+    let (address, contents) = filled("one", 1, 4 * MIB);
+    let stream = waits_for_work_on(address, || assert_eq!(resume(&[]).unwrap().guard_written_bytes, MIB as u64));
     assert_eq!(stream.synchronize(), 0);
     assert!(read(address, contents.len()).unwrap() == contents);
     assert_eq!(free(address), 0);
@@ -154,20 +160,7 @@ fn a_resume_waits_for_work_that_may_use_the_guard() {
 fn a_free_waits_too() {
     let _gpu = Gpu::take();
     let (address, _) = filled("one", 1, 4 * MIB);
-    let (gate, stream) = (Gate::new(), Stream::create());
-    pause(&[]).unwrap();
-    stream.wait_for(&gate);
-    assert_eq!(stream.fill(address, 3, MIB), 0);
-    let opened = AtomicBool::new(false);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            thread::sleep(Duration::from_millis(300));
-            opened.store(true, Ordering::Relaxed);
-            gate.open();
-        });
-        assert_eq!(free(address), 0);
-        assert!(opened.load(Ordering::Relaxed));
-    });
+    let stream = waits_for_work_on(address, || assert_eq!(free(address), 0));
     assert_eq!((stream.synchronize(), guard_bytes()), (0, 0));
 }
 

@@ -122,6 +122,14 @@ impl Machine {
         self.start_with(name, |_| ())
     }
 
+    /// An owner with 4 MiB, another process, the memory's address in the owner, and its handle.
+    fn sharing(&self) -> (Program, Program, u64, String) {
+        let (mut owner, other) = (self.start("owner"), self.start("other"));
+        let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+        let handle = owner.ask(&format!("get({pointer})"));
+        (owner, other, pointer, handle)
+    }
+
     fn start_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Program {
         let mut command = self.command(common::command_line());
         command.args(["run", "--name", name, "--", "python3", "-c", PROGRAM]);
@@ -290,9 +298,7 @@ fn only_what_is_open_is_not_paused() {
 #[test]
 fn a_pause_with_a_timeout_waits_until_it_is_closed() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
-    let handle = owner.ask(&format!("get({pointer})"));
+    let (mut owner, mut other, pointer, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
     let mut command = machine.command(common::command_line());
     let mut waiting = command.args(["pause", "--name", "owner", "--timeout", "60"]).stderr(Stdio::piped()).spawn().unwrap();
@@ -553,10 +559,8 @@ fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
 #[test]
 fn what_is_being_opened_during_a_pause_is_paused() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
-    let handle = owner.ask(&format!("get({pointer})"));
     other.number(&format!("malloc({})", 4 * MIB));
     let slow = |milliseconds| format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemImportFromShareableHandle', {milliseconds})");
     assert_eq!(other.ask(&slow(1500)), "0");
@@ -576,10 +580,8 @@ fn what_is_being_opened_during_a_pause_is_paused() {
 #[test]
 fn a_process_that_is_paused_before_its_partner_waits_for_it() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
-    let handle = owner.ask(&format!("get({pointer})"));
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(machine.request(&other, "pause", &[&owner])["reply"], "done");
     thread::sleep(Duration::from_millis(300));
@@ -595,9 +597,7 @@ fn a_process_that_is_paused_before_its_partner_waits_for_it() {
 #[test]
 fn a_process_that_closes_what_is_paused_goes_on() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
-    let handle = owner.ask(&format!("get({pointer})"));
+    let (owner, mut other, _, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
     machine.both("pause", &owner, &other);
     assert!(machine.is_held(&other));
@@ -609,10 +609,8 @@ fn a_process_that_closes_what_is_paused_goes_on() {
 #[test]
 fn a_resume_says_whose_memory_is_missing() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
-    let handle = owner.ask(&format!("get({pointer})"));
     let theirs = other.number(&format!("open_('{handle}')"));
     other.number(&format!("malloc({})", 2 * MIB));
     machine.both("pause", &owner, &other);
@@ -722,9 +720,7 @@ fn a_process_stays_held_until_what_it_has_open_is_back() {
 #[test]
 fn a_process_that_is_killed_has_nothing_open_any_more() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
-    let handle = owner.ask(&format!("get({pointer})"));
+    let (owner, mut other, _, handle) = machine.sharing();
     other.number(&format!("open_('{handle}')"));
     machine.refused(&owner.pid(), &other);
     other.kill();
@@ -742,10 +738,8 @@ fn a_process_that_is_killed_has_nothing_open_any_more() {
 #[test]
 fn memory_outlives_its_owner_and_handles_do_not() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 5, {})", 4 * MIB)), "0");
-    let handle = owner.ask(&format!("get({pointer})"));
     let theirs = other.number(&format!("open_('{handle}')"));
     owner.kill();
     assert_eq!(other.ask(&format!("read({theirs}, {})", 4 * MIB)), "[5]");
@@ -760,9 +754,7 @@ fn memory_outlives_its_owner_and_handles_do_not() {
 #[test]
 fn wrong_handles_get_the_codes_of_the_driver() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
-    let handle = owner.ask(&format!("get({pointer})"));
+    let (mut owner, mut other, _, handle) = machine.sharing();
     assert_eq!(handle.len(), 128);
     assert_eq!(owner.ask(&format!("open_('{handle}')")), "error 201", "not in the process itself");
     for flags in [0, 2] {
@@ -809,9 +801,7 @@ fn unmanaged_memory_and_unmanaged_processes() {
 #[test]
 fn forked_children_change_nothing() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
-    let handle = owner.ask(&format!("get({pointer})"));
+    let (mut owner, mut other, pointer, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(other.ask(&format!("fork(lambda: close({theirs}))")), "3");
     assert_eq!(other.ask(&format!("fork(lambda: int(open_('{handle}')[6:]))")), "3");
@@ -828,9 +818,7 @@ fn forked_children_change_nothing() {
 #[test]
 fn a_reset_closes_what_was_opened() {
     let machine = Machine::new();
-    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
-    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
-    let handle = owner.ask(&format!("get({pointer})"));
+    let (owner, mut other, _, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
     machine.refused(&owner.pid(), &other);
     assert_eq!(other.ask("cuda.cudaDeviceReset()"), "0");

@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 
+from suspend import check, used_mib
+
 MIB, GIB = 1 << 20, 1 << 30
 #: How far the ledger may be from nvidia-smi, and how much may be unexplained.
 LIMIT = 64
@@ -49,16 +51,6 @@ def leak():
         kept.append(torch.ones(LEAK * MIB, dtype=torch.uint8, device="cuda"))
         torch.cuda.synchronize()
         print(json.dumps({"kept": len(kept)}), flush=True)
-
-
-def check(what, ok, detail=""):
-    print(f"{'ok' if ok else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
-
-
-def used_mib():
-    """Of each GPU."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return [int(mib) for mib in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
 
 
 def settled():

@@ -15,10 +15,12 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
+
+from suspend import check, used_mib
+from two import free_port
 
 MIB = 1 << 20
 BUFFER = 64 * MIB
@@ -197,9 +199,7 @@ class Ranks:
     """The processes of one job."""
 
     def __init__(self, vramctl, name, count):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = free_port()
         self.vramctl, self.name = vramctl, name
         # A ring, as between GPUs without NVLink multicast.
         environment = {**os.environ, "NCCL_LOCAL_REGISTER": "1", "NCCL_ALGO": "Ring"}
@@ -249,15 +249,6 @@ class Ranks:
             child.wait(20)
 
 
-def used():
-    smi = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return [int(line) for line in subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()]
-
-
-def check(what, holds, detail=""):
-    print(f"{'ok' if holds else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
-
-
 def refused_for_nccl(ranks):
     """Whether a pause is refused because of NCCL, and what it says."""
     code, text = ranks.command("pause")
@@ -265,7 +256,7 @@ def refused_for_nccl(ranks):
 
 
 def rule(ranks, name):
-    before = used()
+    before = used_mib()
     registered, heard = ranks.all("done", do="register")
     check(f"{name}: NCCL registers managed memory", registered, heard)
     check(f"{name}: collectives on it, eager and in a graph", *ranks.works(1))
@@ -273,7 +264,7 @@ def rule(ranks, name):
     check(f"{name}: a pause is refused, and names the tag, the bytes and NCCL", refused, text)
     check(f"{name}: nothing has changed by that", *ranks.works(2))
     code, text = ranks.command("pause", "--registered", "keep")
-    freed = [there - now for there, now in zip(before, used())]
+    freed = [there - now for there, now in zip(before, used_mib())]
     enough = min(freed[: len(ranks.children)]) > BALLAST / MIB * 0.9
     check(f"{name}: --registered keep pauses the rest", code == 0 and enough, f"{freed} MiB less in use; {text}")
     code, text = ranks.command("resume")
@@ -307,7 +298,7 @@ def without_the_rule(ranks):
 
 
 def main():
-    vramctl, count = sys.argv[1], len(used())
+    vramctl, count = sys.argv[1], len(used_mib())
     check("there are two GPUs", count > 1, f"{count}")
     # All at once: most of the time goes into their start.
     jobs = {"registration-one": 1, **({"registration-two": 2, "registration-taken": 2} if count > 1 else {})}

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 
+from suspend import check, used_mib
+
 COUNT = 64 << 20
 STEPS = 600
 
@@ -117,9 +119,6 @@ def train(number, port):
 def main():
     vramctl = sys.argv[1]
 
-    def check(what, holds, detail=""):
-        print(f"{'ok' if holds else 'FAILED'}: {what}{detail and f': {detail}'}", flush=True)
-
     def start(name, *arguments):
         command = [vramctl, "run", "--name", name, "--", sys.executable, __file__, *arguments]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -131,17 +130,13 @@ def main():
     def hear(child):
         return json.loads(child.stdout.readline() or '{"ended": true}')
 
-    def used():
-        smi = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()
-
     def command(*arguments):
         done = subprocess.run([vramctl, *arguments], capture_output=True, text=True, timeout=120)
         return done.returncode == 0, " | ".join((done.stdout + done.stderr).strip().splitlines()[-4:])
 
     def pause_and_resume(name):
         paused, text = command("pause", "--name", name)
-        check(f"{name}: paused", paused, f"in use {used()} MiB; {text}")
+        check(f"{name}: paused", paused, f"in use {used_mib()} MiB; {text}")
         resumed, text = command("resume", "--name", name)
         check(f"{name}: resumed", resumed, text)
 
@@ -201,7 +196,7 @@ def main():
                     failed.append(answer.stdout + answer.stderr)
                     break
                 jobs += json.loads(answer.stdout)["jobs"]
-                least.append(max(map(int, used())))
+                least.append(max(used_mib()))
                 resumed, text = command("resume", "--name", "training")
                 if not resumed:
                     failed.append(text)
