@@ -269,6 +269,7 @@ impl State {
                 Reply::Drained
             }
             Request::Prepare(_) | Request::Renew | Request::Commit | Request::Abort => panic!("the conversation knows the steps"),
+            Request::Counted { .. } => Reply::Counted,
             Request::Open { .. } | Request::Close { .. } => panic!("the command line shares no memory"),
         }
     }

@@ -3,8 +3,10 @@
 
 mod common;
 
+use common::machine::Machine;
 use common::{Gpu, MIB, free, malloc_tagged, pause, resume};
 use log::{LevelFilter, Log, Metadata, Record};
+use serde_json::json;
 use std::env;
 use std::sync::{Mutex, PoisonError};
 use vramctl_core::memory::Memory;
@@ -91,4 +93,31 @@ fn who_leaks_is_named_after_three_cycles() {
     for address in managed {
         assert_eq!(free(address), 0);
     }
+}
+
+/// What the library cannot see, NVML tells, by way of the command or of another client.
+#[test]
+fn what_nvml_counts_besides_is_told_after_a_pause_and_a_leak_there_is_named() {
+    const GPU: &str = "GPU-73696d75-6c61-7465-642d-6770752d3030";
+    const CONTEXT: u64 = 24 << 20;
+    const LEAK: u64 = 200 << 20;
+    let machine = Machine::new();
+    let engine = machine.start_with("engine", |command| _ = command.env("SIMGPU_CONTEXT_BYTES", CONTEXT.to_string()));
+    let status = || machine.connect(&engine).ask(&json!({"request": "status"}));
+    let counted = |bytes| machine.connect(&engine).step(&json!({"request": "counted", "gpus": {GPU: bytes}}), None, "counted");
+    counted(CONTEXT);
+    assert!(status().get("cycles").is_none(), "{}", status());
+    for number in 0..3 {
+        machine.vramctl("pause").expect(0, "", "");
+        let told = status()["cycles"][number]["driver"][GPU].as_u64();
+        // The program's smallest allocations are not managed.
+        assert!(told.is_some_and(|bytes| (CONTEXT..CONTEXT + (4 << 20)).contains(&bytes)), "{}", status());
+        assert!(status().get("growing").is_none(), "{}", status());
+        counted(CONTEXT + number as u64 * LEAK);
+        machine.vramctl("resume").expect(0, "", "");
+        counted(1 << 40);
+    }
+    let named = json!([{"owner": "context, loaded code, small allocations", "bytes_per_cycle": LEAK, "cycles": 3}]);
+    assert_eq!(status()["growing"], named);
+    machine.vramctl("status").expect(0, "A leak? context, loaded code, small allocations: 200.00 MiB more in each cycle", "");
 }

@@ -132,7 +132,7 @@ class Cycle:
     tags: Mapping[str, int] = field(default_factory=dict)
     #: Left to CUDA, by the file name of the library that has asked for it.
     left_alone: Mapping[str, int] = field(default_factory=dict)
-    #: What NVML counts besides, by the UUID of the GPU; empty where the program has not loaded NVML.
+    #: What NVML counts besides, by the UUID of the GPU; `vramctl pause` tells it, so it may be empty.
     driver: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -27,6 +27,7 @@ use vramctl_control::client::ClientError;
 use vramctl_control::job::{Follower, Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
+use vramctl_driver as driver;
 use vramctl_model::Bytes;
 use vramctl_model::{Backup, Plan, Progress, Report, TagState, Verb};
 use vramctl_model::{Error, Kind, Registered};
@@ -438,6 +439,8 @@ impl Asking {
         interrupt::hold();
         let interrupted = Arc::clone(&asking);
         interrupt::watch(move || interrupted.give_up());
+        // Loading NVML takes a while, which the pause takes anyway.
+        let nvml = (asking.direction == Verb::Pause).then(|| thread::spawn(driver::keep_nvml));
         let (outcomes, jobs) = asking.carry_out();
         if asking.json {
             output::print(&format!("{}\n", json!({ "processes": outcomes, "jobs": jobs })))?;
@@ -449,12 +452,36 @@ impl Asking {
                 job.tell(asking.direction, &outcomes, asking.quiet)?;
             }
         }
+        if let Some(nvml) = nvml {
+            let _ = nvml.join();
+            asking.tell_what_nvml_counts(&outcomes);
+        }
         // What was taken back because of another process says less than that one.
         let failures: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.result.failure()).collect();
         let cause = failures.iter().find(|failure| !failure.is(Kind::Aborted)).or(failures.first());
         let stays_held = |outcome: &Outcome| outcome.result.report().is_some_and(|report| !report.missing.is_empty());
         let otherwise = if outcomes.iter().any(stays_held) { Exit::Busy } else { Exit::Done };
         Ok(cause.map_or(otherwise, |failure| failure.exit()))
+    }
+
+    /// Tells the paused processes what NVML counts for them: it is not for them to ask.
+    fn tell_what_nvml_counts(&self, outcomes: &[Outcome]) {
+        let is_paused = |outcome: &Outcome| outcome.result.report().is_some_and(|report| report.allocations > 0);
+        let paused = self.tasks.iter().zip(outcomes).filter(|(_, outcome)| is_paused(outcome)).map(|(task, _)| &task.process);
+        let mut holders = BTreeMap::new();
+        for process in paused {
+            let own = |uuid: &str| {
+                let holders = holders.entry(uuid.to_owned()).or_insert_with(|| driver::holders_of(uuid));
+                let bytes = holders.iter().find(|holder| holder.pid == process.pid)?.bytes?;
+                Some((uuid.to_owned(), bytes))
+            };
+            let gpus: BTreeMap<_, _> = process.gpus().filter_map(own).collect();
+            if gpus.is_empty() {
+                continue;
+            }
+            // One that has ended, or whose library is too old, has no use for it.
+            let _ = self.found.connect(process.pid).and_then(|mut client| client.counted(gpus));
+        }
     }
 
     /// Runs all jobs in parallel.

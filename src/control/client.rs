@@ -3,6 +3,7 @@
 use super::discovery::{self, Directory};
 use super::protocol::{self, Hello, Message, ProcessStatus, Refusal, Reply, Request, Transition, VERSION};
 use crate::descriptors;
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -149,6 +150,14 @@ impl Client {
     pub fn set_tag(&mut self, tag: Option<String>) -> Result<Option<String>, ClientError> {
         match self.ask(Request::SetTag { tag }, None, &mut |_| ())? {
             Reply::Tag { tag } => Ok(tag),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Tells it what NVML counts for it, by the UUID of the GPU.
+    pub fn counted(&mut self, gpus: BTreeMap<String, u64>) -> Result<(), ClientError> {
+        match self.ask(Request::Counted { gpus }, None, &mut |_| ())? {
+            Reply::Counted => Ok(()),
             other => Err(self.unexpected(&other)),
         }
     }

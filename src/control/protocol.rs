@@ -70,6 +70,11 @@ pub enum Request {
         #[serde(default)]
         tag: Option<String>,
     },
+    /// NVML counts this much for you, after the pause that I have asked for.
+    Counted {
+        /// Bytes by the UUID of the GPU.
+        gpus: BTreeMap<String, u64>,
+    },
     /// Pass me the memory behind an IPC handle. Between the libraries of two processes. The memory counts as open until it is
     /// closed or the connection ends.
     Open {
@@ -193,6 +198,8 @@ pub enum Reply {
         /// The new tag.
         tag: Option<String>,
     },
+    /// To `counted`.
+    Counted,
     /// To `open`: with the line come as many file descriptors.
     Opened {
         /// The length of each in bytes.

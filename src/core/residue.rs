@@ -5,7 +5,7 @@ use crate::memory::{Memory, left};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramctl_driver as driver;
-use vramctl_host::{PerProcess, exit, worker};
+use vramctl_host::PerProcess;
 use vramctl_model::{Cycle, Growth};
 
 /// How many cycles are kept.
@@ -41,10 +41,6 @@ pub(crate) fn paused() {
     let (cycle, _) = known();
     let grown = residue().put(cycle);
     warn(&grown);
-    // The pause need not wait for NVML, nor for the loader's lock, behind which it is.
-    if let Err(error) = worker::spawn("vramctl-residue", ask_nvml) {
-        log::debug!("could not start a thread: {error}");
-    }
 }
 
 fn warn(grown: &[Growth]) {
@@ -90,29 +86,23 @@ fn known() -> (Cycle, BTreeMap<String, u64>) {
     (Cycle { tags, left_alone, driver: BTreeMap::new() }, gpus)
 }
 
-/// Adds what the driver has besides to the last cycle.
-fn ask_nvml() {
-    // Not for us to bring into the program: it takes locks that a fork would leave locked in the child.
-    if !driver::is_nvml_loaded() {
-        return;
-    }
-    // The program's exit waits for this, and a suspend need not: it leaves the last cycle without the driver's share.
-    let Some(_answering) = exit::Answering::unless_ending() else { return };
-    if exit::is_resting() {
-        return;
-    }
-    let (cycle, gpus) = known();
-    let told = driver::own_bytes(gpus.keys());
-    // If anything has come or gone meanwhile, the difference would be of no one moment.
-    if known() != (cycle, gpus.clone()) {
-        return;
-    }
+/// Adds what the driver has for the process besides to the last cycle. `gpus`: what NVML counts for it in all, by UUID, as whoever has
+/// paused it tells: NVML has locks that a fork would leave locked in the child, so it is not asked here.
+pub(crate) fn counted(gpus: BTreeMap<String, u64>) {
+    let (now, known) = known();
     let mut residue = residue();
-    if residue.is_over {
+    let Residue { cycles, is_over: false, .. } = &mut *residue else { return };
+    let Some(last) = cycles.back_mut() else { return };
+    last.driver.clear();
+    // If anything has come or gone meanwhile, the difference would be of no one moment.
+    if *last != now {
         return;
     }
-    let Some(last) = residue.cycles.back_mut() else { return };
-    last.driver = told.into_iter().map(|(uuid, bytes)| (uuid.clone(), bytes.saturating_sub(gpus[uuid]))).collect();
+    let rest = |(uuid, bytes): (String, u64)| {
+        let rest = bytes.saturating_sub(known.get(&uuid).copied().unwrap_or(0));
+        (uuid, rest)
+    };
+    last.driver = gpus.into_iter().map(rest).collect();
     let grown = residue.not_named_yet();
     drop(residue);
     warn(&grown);

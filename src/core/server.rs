@@ -6,7 +6,7 @@
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::Memory;
 use crate::suspend::suspended;
-use crate::{engine, lease};
+use crate::{engine, lease, residue};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
@@ -220,6 +220,10 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
         Request::SetTag { tag } => {
             memory.set_process_tag(tag.as_deref())?;
             Ok(Reply::Tag { tag })
+        }
+        Request::Counted { gpus } => {
+            residue::counted(gpus);
+            Ok(Reply::Counted)
         }
         Request::Open { token } => {
             let loan = connection.lend(&token)?;

@@ -18,7 +18,7 @@ pub use cudarc::driver::sys::{
 };
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use kernel::{Parts, Resident};
-pub use nvml::{Card, cards, holders, holders_of, is_nvml_loaded, own_bytes, uses, uuid, uuid_of_index};
+pub use nvml::{Card, cards, holders, holders_of, keep_nvml, uses, uuid, uuid_of_index};
 pub use survey::{Gpu, Survey, survey};
 pub use table::Driver;
 pub use vmm::{

@@ -53,20 +53,9 @@ pub fn holders_of(uuid: &str) -> Vec<Holder> {
     holders
 }
 
-/// Whether the program has loaded NVML: asking it then costs next to nothing, and brings nothing new into the process.
-pub fn is_nvml_loaded() -> bool {
-    // SAFETY: a NUL-terminated name. Loads nothing; what is there gets one more user, who goes at once.
-    unsafe {
-        let library = libc::dlopen(NVML.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
-        !library.is_null() && libc::dlclose(library) == 0
-    }
-}
-
-/// What this process has in all on these GPUs, as far as NVML tells.
-pub fn own_bytes<'a>(uuids: impl IntoIterator<Item = &'a String>) -> Vec<(&'a String, u64)> {
-    let Some(nvml) = Nvml::load() else { return Vec::new() };
-    let own = |uuid: &str| nvml.processes_on(uuid).into_iter().find(|holder| holder.pid == process::id())?.bytes;
-    uuids.into_iter().filter_map(|uuid| Some((uuid, own(uuid)?))).collect()
+/// Loads NVML, which takes a while, and keeps it: asking it costs next to nothing from then on. Not for somebody else's process.
+pub fn keep_nvml() {
+    mem::forget(Nvml::load());
 }
 
 /// What this process has on each GPU that it sees.
@@ -105,8 +94,6 @@ struct ProcessInfo {
 
 /// `NVML_VALUE_NOT_AVAILABLE`.
 const NOT_AVAILABLE: u64 = u64::MAX;
-/// The library's name.
-const NVML: &CStr = c"libnvidia-ml.so.1";
 /// `NVML_SUCCESS`.
 const SUCCESS: c_uint = 0;
 
@@ -161,7 +148,7 @@ struct Nvml {
 impl Nvml {
     fn load() -> Option<Self> {
         // SAFETY: a NUL-terminated name; the library stays open, so its functions stay valid.
-        let library = unsafe { libc::dlopen(NVML.as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) };
+        let library = unsafe { libc::dlopen(c"libnvidia-ml.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) };
         if library.is_null() {
             return None;
         }

@@ -15,7 +15,7 @@ pub struct Cycle {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub left_alone: BTreeMap<String, u64>,
     /// What the driver has for the process besides, by the UUID of the GPU: the context, loaded code, small allocations. Empty where
-    /// NVML was not asked, because the program has not loaded it, or does not tell.
+    /// NVML does not tell, or whoever has paused the process has not asked it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub driver: BTreeMap<String, u64>,
 }
