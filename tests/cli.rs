@@ -356,6 +356,7 @@ impl State {
             left_alone: Vec::new(),
             cycles: Vec::new(),
             growing: Vec::new(),
+            totals: std::collections::BTreeMap::new(),
         };
         ProcessStatus { process: self.hello(), memory }
     }

@@ -21,41 +21,41 @@ const PAGE_TABLES: u64 = 512;
 #[derive(Debug, Serialize)]
 pub struct Ledger {
     /// Its index in `nvidia-smi`.
-    index: u32,
-    uuid: String,
-    name: String,
-    total_bytes: u64,
-    free_bytes: u64,
+    pub index: u32,
+    pub uuid: String,
+    pub name: String,
+    pub total_bytes: u64,
+    pub free_bytes: u64,
     /// What the shares add up to.
-    used_bytes: u64,
+    pub used_bytes: u64,
     /// What the driver keeps besides. None where it counts as used.
-    reserved_bytes: Option<u64>,
-    shares: Vec<Share>,
+    pub reserved_bytes: Option<u64>,
+    pub shares: Vec<Share>,
 }
 
 /// A part of the memory in use.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-struct Share {
+pub struct Share {
     #[serde(skip_serializing_if = "Option::is_none")]
-    pid: Option<u32>,
+    pub pid: Option<u32>,
     /// The process's name.
     #[serde(skip_serializing_if = "Option::is_none")]
-    name: Option<String>,
-    what: What,
+    pub name: Option<String>,
+    pub what: What,
     /// The tag, or the library that has asked CUDA for it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    of: Option<String>,
+    pub of: Option<String>,
     /// Below 0 where more is counted above than NVML knows.
-    bytes: i64,
+    pub bytes: i64,
     /// The least that it was in the last cycles.
     #[serde(skip_serializing_if = "Option::is_none")]
-    least_bytes: Option<u64>,
+    pub least_bytes: Option<u64>,
 }
 
 /// Whose a share is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum What {
+#[serde(into = "&str")]
+pub enum What {
     /// Managed, by tag.
     Tag,
     /// Left to CUDA, by the library that has asked for it.
@@ -82,6 +82,33 @@ enum What {
     Shared,
     /// The same of processes of its job without the library.
     RestOfJob,
+}
+
+impl What {
+    /// As programs read it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tag => "tag",
+            Self::LeftAlone => "left_alone",
+            Self::PageTables => "page_tables",
+            Self::Driver => "driver",
+            Self::Process => "process",
+            Self::OutOfSight => "out_of_sight",
+            Self::Unexplained => "unexplained",
+            Self::Backup => "backup",
+            Self::Retained => "retained",
+            Self::Ready => "ready",
+            Self::Own => "own",
+            Self::Shared => "shared",
+            Self::RestOfJob => "rest_of_job",
+        }
+    }
+}
+
+impl From<What> for &'static str {
+    fn from(what: What) -> Self {
+        what.name()
+    }
 }
 
 impl Share {
@@ -203,10 +230,10 @@ fn text_of(bytes: i64) -> String {
 pub struct Host {
     /// The tightest limit on any of them, such as their container's.
     #[serde(skip_serializing_if = "Option::is_none")]
-    limit_bytes: Option<u64>,
+    pub limit_bytes: Option<u64>,
     /// What is free within it, or without one, on the machine.
-    free_bytes: u64,
-    shares: Vec<Share>,
+    pub free_bytes: u64,
+    pub shares: Vec<Share>,
 }
 
 /// The host memory of these processes and of the rest of their jobs.

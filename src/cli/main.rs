@@ -8,6 +8,7 @@ mod engine;
 mod failure;
 mod interrupt;
 mod ledger;
+mod metrics;
 mod output;
 mod places;
 mod processes;
@@ -51,6 +52,8 @@ enum Command {
     Suspend(suspend::Args),
     /// Move processes to other GPUs: suspend, restore there, resume
     Move(relocate::Args),
+    /// Print what the processes hold and have done, for Prometheus
+    Metrics(metrics::Args),
     /// Set the tag for a process's future allocations
     SetTag(tag::Args),
     /// Check this machine, and report what would fail
@@ -82,6 +85,7 @@ impl Command {
             Self::Resume(args) => transition::resume(args),
             Self::Suspend(args) => suspend::suspend(args),
             Self::Move(args) => relocate::relocate(args),
+            Self::Metrics(args) => metrics::metrics(&args),
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
@@ -99,7 +103,7 @@ impl Command {
             Self::Move(args) => args.json,
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
-            Self::Run(_) | Self::PythonPath(_) | Self::Completions(_) => false,
+            Self::Run(_) | Self::Metrics(_) | Self::PythonPath(_) | Self::Completions(_) => false,
         }
     }
 }
@@ -114,6 +118,7 @@ fn after_help() -> String {
   vramctl pause && vramctl resume                  all tags of the only managed process
   vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back
   vramctl move engine --to 1                       go on with another GPU
+  vramctl metrics --listen 9977                    for Prometheus
   vramctl doctor                                   check this machine
 
 Environment:

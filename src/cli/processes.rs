@@ -463,6 +463,7 @@ pub mod tests {
             left_alone: Vec::new(),
             cycles: Vec::new(),
             growing: Vec::new(),
+            totals: BTreeMap::new(),
         };
         Process { pid, name: Some(name.into()), status: Ok(ProcessStatus { process: hello, memory }) }
     }

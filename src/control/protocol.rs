@@ -169,6 +169,7 @@ impl From<Transition> for TransitionRequest {
 }
 
 /// The server's answer: any number of [`Reply::Progress`] lines, then one of the others.
+#[allow(clippy::large_enum_variant)] // one at a time
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "kebab-case")]
 pub enum Reply {

@@ -7,6 +7,7 @@
 use crate::connection::{Connection, Line, Lines};
 use crate::engine;
 use crate::memory::Memory;
+use crate::totals::tallied;
 use crate::transition::Holding;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -33,7 +34,12 @@ pub fn at_once(of: Verb, wanted: Transition, connection: &Connection) -> Result<
 
 /// Holds the program, and does what the client asks for next.
 pub fn hold(lease_ms: Option<u64>, connection: &Connection, lines: &mut Lines<'_>) -> Result<Report, Error> {
-    let mut grant = Grant::take(lease_ms, connection, lines)?;
+    let grant = Grant::take(lease_ms, connection, lines)?;
+    tallied(Verb::Pause, hold_and_pause(grant))
+}
+
+fn hold_and_pause(mut grant: Grant<'_, '_>) -> Result<Report, Error> {
+    let connection = grant.connection;
     let holding = Memory::get().hold()?;
     grant.tell(&Reply::Held)?;
     loop {

@@ -11,4 +11,5 @@ pub mod memory;
 mod residue;
 pub mod server;
 mod suspend;
+mod totals;
 pub mod transition;

@@ -89,7 +89,7 @@ pub struct Shortage {
 
 /// The kind of error, as a C code (the discriminant) and a protocol code (the name). Both are stable.
 #[repr(i32)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
     /// Invalid argument or request.

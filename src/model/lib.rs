@@ -14,6 +14,7 @@ mod report;
 mod residue;
 mod span;
 mod status;
+mod totals;
 mod units;
 
 pub use error::{Error, Kind, Shortage};
@@ -27,4 +28,5 @@ pub use report::{Observer, Progress, Report, Stage, TransitionRequest, Verb};
 pub use residue::{Cycle, Growth};
 pub use span::Span;
 pub use status::{Borrowed, DeviceStatus, HostStatus, LeftAlone, Status, TagState, TagStatus};
+pub use totals::Totals;
 pub use units::{Bytes, parse_bytes};

@@ -1,6 +1,6 @@
 //! The state of a process, by tag and by device.
 
-use crate::{Backup, Cycle, GpuUse, Growth, Obstacle, Progress};
+use crate::{Backup, Cycle, GpuUse, Growth, Obstacle, Progress, Totals, Verb};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -41,6 +41,9 @@ pub struct Status {
     /// Whose memory grows from cycle to cycle.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub growing: Vec<Growth>,
+    /// What its pauses and resumes add up to since it began. Absent before the first.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub totals: BTreeMap<Verb, Totals>,
 }
 
 /// Memory of another process that this one has open (CUDA IPC), on one GPU.

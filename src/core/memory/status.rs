@@ -1,7 +1,7 @@
 //! Status by tag and by device.
 
 use super::{Allocation, Memory, borrow, guard, left};
-use crate::{gate, residue};
+use crate::{gate, residue, totals};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use vramctl_backup::{self as backup, Saved};
@@ -113,6 +113,7 @@ impl Memory {
             left_alone: left::status(),
             growing: Cycle::growing(&cycles),
             cycles,
+            totals: totals::so_far(),
         }
     }
 }

@@ -4,6 +4,7 @@ use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
+use crate::totals::tallied;
 use crate::{drain, residue};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +15,7 @@ use vramctl_backup::{self as backup, Kept, Saved};
 use vramctl_config::{Config, CpuBackupBackend};
 use vramctl_driver::{self as driver, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
+use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest, Verb};
 
 /// How long is waited under the lock for work started since the first wait. Short, because the program may need to
 /// allocate to finish that work.
@@ -27,11 +28,12 @@ impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
     /// undone on error.
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        unless_ending(|| match request.hold {
+        let paused = unless_ending(|| match request.hold {
             Some(limit) => self.hold_and_pause(request, limit, observer),
             // A process that runs on may use what it has open of the others, and the others what they have open of it.
             None => self.pause_when_idle(&TransitionRequest { partners: Vec::new(), ..request.clone() }, observer),
-        })
+        });
+        tallied(Verb::Pause, paused)
     }
 
     pub(super) fn pause_when_idle(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {

@@ -3,6 +3,7 @@
 use super::pause::WAIT_LOCKED;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
+use crate::totals::tallied;
 use crate::{drain, residue};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Error, Failure, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, code};
+use vramctl_model::{Error, Failure, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, Verb, code};
 
 /// How long a resume waits at least for work that may use guards.
 const WORK: Duration = Duration::from_secs(10);
@@ -33,6 +34,7 @@ impl Memory {
             }
             Ok(report)
         });
+        let resumed = tallied(Verb::Resume, resumed);
         if resumed.is_ok() {
             self.let_go();
         }

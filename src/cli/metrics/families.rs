@@ -1,0 +1,395 @@
+//! The metrics, and what a page says of each.
+
+use crate::ledger::{self, Ledger, Share, What};
+use crate::processes::Process;
+use prometheus::core::Collector;
+use prometheus::{CounterVec, GaugeVec, Opts, Registry, TextEncoder};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+use vramctl_control::protocol::ProcessStatus;
+use vramctl_model::{Kind, Stage, Status, Totals, Verb};
+
+/// A metric.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Metric {
+    pub name: &'static str,
+    pub labels: &'static [&'static str],
+    pub help: &'static str,
+}
+
+impl Metric {
+    /// Named as Prometheus wants it.
+    pub fn is_counter(&self) -> bool {
+        self.name.ends_with("_total")
+    }
+}
+
+/// Names each metric twice: as a constant here, and on the page. The docs have the same table (`docs/monitoring.md`).
+macro_rules! metrics {
+    ($($constant:ident = $name:literal, [$($label:literal),*], $help:literal;)*) => {
+        $(const $constant: Metric = Metric { name: $name, labels: &[$($label),*], help: $help };)*
+        /// All of them.
+        #[cfg(test)]
+        pub const ALL: &[&Metric] = &[$(&$constant),*];
+    };
+}
+
+metrics! {
+    BUILD = "vramctl_build_info", ["version"], "The version of this command. Always 1.";
+    COLLECT = "vramctl_collect_seconds", [], "How long it took to ask all processes and NVML for this page.";
+
+    GPU = "vramctl_gpu_info", ["gpu", "index", "model"], "A GPU: its UUID, its index in nvidia-smi, and its model. Always 1.";
+    GPU_TOTAL = "vramctl_gpu_total_bytes", ["gpu"], "Memory of a GPU.";
+    GPU_USED = "vramctl_gpu_used_bytes", ["gpu"], "Memory in use on a GPU, whoever has it, as NVML tells.";
+    GPU_FREE = "vramctl_gpu_free_bytes", ["gpu"], "Free memory of a GPU.";
+    GPU_RESERVED = "vramctl_gpu_reserved_bytes", ["gpu"], "What the driver keeps of a GPU from everybody. Absent where it counts as used.";
+    LEDGER = "vramctl_ledger_bytes", ["gpu", "name", "pid", "kind", "owner"],
+        "Whose the memory in use on a GPU is; the sum is vramctl_gpu_used_bytes. Kinds: tag, left_alone (by library), page_tables, driver, \
+         process (one without the library), out_of_sight, unexplained. Below 0 where more is known than NVML counts.";
+
+    HOST_FREE = "vramctl_host_free_bytes", [], "Host memory that is free: within the tightest limit on any of the processes, else on the machine.";
+    HOST_LIMIT = "vramctl_host_limit_bytes", [], "The tightest limit on any of the processes, such as their container's. Absent without one.";
+
+    UP = "vramctl_process_up", ["name", "pid"], "Whether a process answers. One that is stopped does not.";
+    PROCESS = "vramctl_process_info", ["name", "pid", "engine", "version"], "A process: the inference engine in it, and the version of its library. Always 1.";
+    HELD = "vramctl_process_held", ["name", "pid"], "Whether a process is held until everything of it is resumed.";
+    WAITING = "vramctl_process_waiting_threads", ["name", "pid"], "Threads of a held process that wait to start GPU work.";
+    SUSPENDED = "vramctl_process_suspended", ["name", "pid"], "Whether a process has left its GPUs entirely.";
+    MANAGED = "vramctl_managed_bytes", ["name", "pid", "tag", "state"], "Managed memory by tag, on all GPUs. States: active, paused.";
+    MANAGED_GPU = "vramctl_gpu_managed_bytes", ["name", "pid", "gpu", "state"], "Managed memory by GPU. States: active, paused.";
+    LEFT_ALONE = "vramctl_left_alone_bytes", ["name", "pid", "library"], "Memory left to CUDA, by the library that has asked for it.";
+    LATE = "vramctl_late_bytes", ["name", "pid"], "Memory of paused tags that the driver has not taken back yet.";
+    BACKUP = "vramctl_backup_bytes", ["name", "pid", "tag", "place"], "Contents that are kept, of what is paused and what is retained. Places: host, disk.";
+    HOST_READY = "vramctl_host_ready_bytes", ["name", "pid"], "Host memory of a process for backups, in use or not.";
+    HOST_PINNED = "vramctl_host_pinned_bytes", ["name", "pid"], "Of vramctl_host_ready_bytes, what is pinned.";
+    HOST_OTHER = "vramctl_host_other_bytes", ["name", "pid", "kind"], "Other host memory of a process. Kinds: own, shared.";
+    RESIDUE = "vramctl_residue_bytes", ["name", "pid", "owner"],
+        "What was left to CUDA when the process was last paused, by library; and as owner driver its context, loaded code and small \
+         allocations, where known.";
+    GROWTH = "vramctl_residue_growth_bytes", ["name", "pid", "owner"], "Who had more at each of the last pauses, and how much per cycle: a leak?";
+
+    OPERATIONS = "vramctl_operations_total", ["name", "pid", "operation"], "Operations that changed anything. Operations: pause, resume.";
+    FAILURES = "vramctl_operation_failures_total", ["name", "pid", "operation", "code"],
+        "Operations that failed and changed nothing, by the error's code (docs/protocol.md). Each attempt of a job counts.";
+    BYTES = "vramctl_operation_bytes_total", ["name", "pid", "operation"], "GPU memory given back by pauses, or taken again by resumes.";
+    CONTENTS = "vramctl_operation_contents_bytes_total", ["name", "pid", "operation", "fate"],
+        "The same by what became of its contents. Fates: copied, unchanged (in a retained backup already), discarded.";
+    SECONDS = "vramctl_operation_seconds_total", ["name", "pid", "operation"], "Time that operations took.";
+    STAGE_SECONDS = "vramctl_operation_stage_seconds_total", ["name", "pid", "operation", "stage"],
+        "The same by stage. Stages: wait, save, unmap, release, guard, map, restore; map and restore overlap.";
+}
+
+/// How many tags or libraries of one process have labels of their own: the largest. The rest is [`REST`]. A program may make up any
+/// number.
+const MOST_OWNERS: usize = 32;
+const REST: &str = "(rest)";
+
+/// The page about these processes, with NVML's and the kernel's part.
+pub fn page(processes: &[Process], begun: Instant) -> String {
+    let (ledgers, host) = (ledger::take(processes, &[]), ledger::host(processes));
+    let mut page = Exposition::default();
+    page.put(&BUILD, &[env!("CARGO_PKG_VERSION")], 1);
+    for ledger in &ledgers {
+        page.gpu(ledger);
+    }
+    page.put(&HOST_FREE, &[], host.free_bytes);
+    if let Some(limit) = host.limit_bytes {
+        page.put(&HOST_LIMIT, &[], limit);
+    }
+    for Share { pid, name, what, bytes, .. } in host.shares.iter().filter(|share| matches!(share.what, What::Own | What::Shared)) {
+        page.put_signed(&HOST_OTHER, &[name.as_deref().unwrap_or_default(), &text(*pid), what.name()], *bytes);
+    }
+    for process in processes {
+        page.process(process);
+    }
+    page.put_seconds(&COLLECT, &[], begun.elapsed().as_secs_f64());
+    page.text()
+}
+
+/// A page, as it grows.
+#[derive(Default)]
+struct Exposition {
+    gauges: BTreeMap<&'static str, GaugeVec>,
+    counters: BTreeMap<&'static str, CounterVec>,
+}
+
+impl Exposition {
+    /// Adds to a metric: what has no label of its own adds up.
+    fn put_seconds(&mut self, metric: &Metric, labels: &[&str], value: f64) {
+        let options = || Opts::new(metric.name, metric.help);
+        if metric.is_counter() {
+            let made = self.counters.entry(metric.name).or_insert_with(|| CounterVec::new(options(), metric.labels).expect("sound"));
+            made.with_label_values(labels).inc_by(value.max(0.0));
+        } else {
+            let made = self.gauges.entry(metric.name).or_insert_with(|| GaugeVec::new(options(), metric.labels).expect("sound"));
+            made.with_label_values(labels).add(value);
+        }
+    }
+
+    fn put(&mut self, metric: &Metric, labels: &[&str], value: u64) {
+        self.put_seconds(metric, labels, value as f64);
+    }
+
+    fn put_signed(&mut self, metric: &Metric, labels: &[&str], value: i64) {
+        self.put_seconds(metric, labels, value as f64);
+    }
+
+    fn gpu(&mut self, ledger: &Ledger) {
+        let gpu = ledger.uuid.as_str();
+        self.put(&GPU, &[gpu, &ledger.index.to_string(), &ledger.name], 1);
+        self.put(&GPU_TOTAL, &[gpu], ledger.total_bytes);
+        self.put(&GPU_USED, &[gpu], ledger.used_bytes);
+        self.put(&GPU_FREE, &[gpu], ledger.free_bytes);
+        if let Some(bytes) = ledger.reserved_bytes {
+            self.put(&GPU_RESERVED, &[gpu], bytes);
+        }
+        let mut sizes = BTreeMap::<_, Vec<_>>::new();
+        for share in &ledger.shares {
+            sizes.entry(share.pid).or_default().push((share.of.as_deref().unwrap_or_default(), share.bytes.unsigned_abs()));
+        }
+        let owners: BTreeMap<_, _> = sizes.into_iter().map(|(pid, sizes)| (pid, Owners::of(sizes))).collect();
+        for Share { pid, name, what, of, bytes, .. } in &ledger.shares {
+            let owner = owners[pid].label(of.as_deref().unwrap_or_default());
+            self.put_signed(&LEDGER, &[gpu, name.as_deref().unwrap_or_default(), &text(*pid), what.name(), owner], *bytes);
+        }
+    }
+
+    fn process(&mut self, process: &Process) {
+        let pid = process.pid.to_string();
+        let of = [process.name().unwrap_or_default(), pid.as_str()];
+        self.put(&UP, &of, process.status.is_ok().into());
+        let Ok(ProcessStatus { process: hello, memory }) = &process.status else { return };
+        self.put(&PROCESS, &[of[0], of[1], hello.engine.as_deref().unwrap_or_default(), &hello.library], 1);
+        self.put(&HELD, &of, memory.held.into());
+        self.put(&WAITING, &of, memory.waiting_threads as u64);
+        self.put(&SUSPENDED, &of, memory.suspended.is_some().into());
+        self.memory(of, memory);
+        for verb in [Verb::Pause, Verb::Resume] {
+            self.totals(of, verb, &memory.totals.get(&verb).cloned().unwrap_or_default());
+        }
+    }
+
+    fn memory(&mut self, [name, pid]: [&str; 2], memory: &Status) {
+        let tags = Owners::of(memory.tags.iter().map(|tag| (tag.tag.as_str(), tag.bytes)));
+        for tag in &memory.tags {
+            let label = tags.label(&tag.tag);
+            self.put(&MANAGED, &[name, pid, label, "active"], tag.bytes - tag.paused_bytes);
+            self.put(&MANAGED, &[name, pid, label, "paused"], tag.paused_bytes);
+            self.put(&BACKUP, &[name, pid, label, "host"], tag.host_bytes);
+            self.put(&BACKUP, &[name, pid, label, "disk"], tag.disk_bytes);
+        }
+        for device in &memory.devices {
+            let gpu = device.uuid.as_deref().unwrap_or_default();
+            self.put(&MANAGED_GPU, &[name, pid, gpu, "active"], device.active_bytes);
+            self.put(&MANAGED_GPU, &[name, pid, gpu, "paused"], device.paused_bytes);
+        }
+        let libraries = Owners::of(memory.left_alone.iter().map(|left| (left.owner.as_str(), left.bytes)));
+        for left in &memory.left_alone {
+            self.put(&LEFT_ALONE, &[name, pid, libraries.label(&left.owner)], left.bytes);
+        }
+        self.put(&LATE, &[name, pid], memory.late_bytes);
+        self.put(&HOST_READY, &[name, pid], memory.host.ready_bytes);
+        self.put(&HOST_PINNED, &[name, pid], memory.host.pinned_bytes);
+        if let Some(last) = memory.cycles.last() {
+            let libraries = Owners::of(last.left_alone.iter().map(|(owner, bytes)| (owner.as_str(), *bytes)));
+            for (owner, bytes) in &last.left_alone {
+                self.put(&RESIDUE, &[name, pid, libraries.label(owner)], *bytes);
+            }
+            last.driver.values().for_each(|bytes| self.put(&RESIDUE, &[name, pid, "driver"], *bytes));
+        }
+        let growing = Owners::of(memory.growing.iter().map(|growth| (growth.owner.as_str(), growth.bytes_per_cycle)));
+        for growth in &memory.growing {
+            self.put(&GROWTH, &[name, pid, growing.label(&growth.owner)], growth.bytes_per_cycle);
+        }
+    }
+
+    fn totals(&mut self, [name, pid]: [&str; 2], verb: Verb, totals: &Totals) {
+        /// Also told while there are none, so that the first is seen as an increase.
+        const EXPECTED: [Kind; 3] = [Kind::Busy, Kind::DeviceMemory, Kind::HostMemory];
+        let operation = verb.name();
+        self.put(&OPERATIONS, &[name, pid, operation], totals.done);
+        self.put(&BYTES, &[name, pid, operation], totals.bytes);
+        self.put_seconds(&SECONDS, &[name, pid, operation], totals.ms / 1e3);
+        let fates = [("copied", totals.copied_bytes()), ("unchanged", totals.unchanged_bytes), ("discarded", totals.discarded_bytes)];
+        for (fate, bytes) in fates {
+            self.put(&CONTENTS, &[name, pid, operation, fate], bytes);
+        }
+        for (stage, ms) in &totals.stages {
+            self.put_seconds(&STAGE_SECONDS, &[name, pid, operation, Stage::name(*stage)], ms / 1e3);
+        }
+        let failures = EXPECTED.into_iter().map(|kind| (kind, 0)).chain(totals.failed.iter().map(|(kind, count)| (*kind, *count)));
+        for (kind, count) in failures {
+            self.put(&FAILURES, &[name, pid, operation, &code(kind)], count);
+        }
+    }
+
+    fn text(self) -> String {
+        let registry = Registry::new();
+        let gauges = self.gauges.into_values().map(|gauge| Box::new(gauge) as Box<dyn Collector>);
+        let counters = self.counters.into_values().map(|counter| Box::new(counter) as Box<dyn Collector>);
+        for family in gauges.chain(counters) {
+            registry.register(family).expect("each name once");
+        }
+        TextEncoder::new().encode_to_string(&registry.gather()).expect("into memory")
+    }
+}
+
+/// Who has a label of their own.
+struct Owners<'a>(BTreeSet<&'a str>);
+
+impl<'a> Owners<'a> {
+    fn of(sizes: impl IntoIterator<Item = (&'a str, u64)>) -> Self {
+        let mut sizes: Vec<_> = sizes.into_iter().collect();
+        sizes.sort_by_key(|(owner, bytes)| (std::cmp::Reverse(*bytes), *owner));
+        Self(sizes.into_iter().map(|(owner, _)| owner).take(MOST_OWNERS).collect())
+    }
+
+    fn label<'b>(&self, owner: &'b str) -> &'b str {
+        if self.0.contains(owner) { owner } else { REST }
+    }
+}
+
+/// As in the protocol.
+fn code(kind: Kind) -> String {
+    json!(kind).as_str().unwrap_or_default().to_owned()
+}
+
+fn text(pid: Option<u32>) -> String {
+    pid.map_or_else(String::new, |pid| pid.to_string())
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // whole numbers
+mod tests {
+    use super::*;
+    use crate::failure::{CommandError, Exit};
+    use crate::processes::tests::process;
+    use serde_json::Value;
+    use std::fs;
+    use std::path::Path;
+    use vramctl_model::{Cycle, Growth, LeftAlone, TagState, TagStatus};
+
+    fn of(process: &Process) -> String {
+        let mut page = Exposition::default();
+        page.process(process);
+        page.text()
+    }
+
+    fn file(path: &str) -> String {
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)).unwrap()
+    }
+
+    /// The sum of a metric's values, and how many there are.
+    fn sum(page: &str, metric: &str) -> (f64, usize) {
+        let lines = page.lines().filter(|line| line.starts_with(&format!("{metric}{{")));
+        let values: Vec<f64> = lines.map(|line| line.rsplit_once(' ').unwrap().1.parse().unwrap()).collect();
+        (values.iter().sum(), values.len())
+    }
+
+    #[test]
+    fn a_process_is_told_by_tag_and_by_operation() {
+        let mut engine = process(7, "eng\"ine\\", &[("kv", TagState::Active), ("weights", TagState::Paused)]);
+        let memory = &mut engine.status.as_mut().unwrap().memory;
+        let stages = [(Stage::Save, 1500.0)].into();
+        let failed = [(Kind::Busy, 2), (Kind::Aborted, 1)].into();
+        let pause = Totals { done: 3, bytes: 300, kept_bytes: 200, unchanged_bytes: 50, discarded_bytes: 100, stages, ms: 2500.0, failed };
+        memory.totals = [(Verb::Pause, pause)].into();
+        memory.left_alone = vec![LeftAlone { owner: "libnccl.so.2".into(), bytes: 5, gpus: BTreeMap::new() }];
+        let left_alone = [("libnccl.so.2".into(), 4)].into();
+        memory.cycles = vec![Cycle { left_alone, driver: [("a".into(), 10), ("b".into(), 20)].into(), ..Cycle::default() }];
+        memory.growing = vec![Growth { owner: "tag kv".into(), bytes_per_cycle: 9, cycles: 3 }];
+        let page = of(&engine);
+        let p = r#"name="eng\"ine\\""#;
+        for line in [
+            format!(r#"vramctl_process_up{{{p},pid="7"}} 1"#),
+            format!(r#"vramctl_managed_bytes{{{p},pid="7",state="active",tag="kv"}} 1073741824"#),
+            format!(r#"vramctl_managed_bytes{{{p},pid="7",state="paused",tag="weights"}} 1073741824"#),
+            format!(r#"vramctl_left_alone_bytes{{library="libnccl.so.2",{p},pid="7"}} 5"#),
+            format!(r#"vramctl_residue_bytes{{{p},owner="libnccl.so.2",pid="7"}} 4"#),
+            format!(r#"vramctl_residue_bytes{{{p},owner="driver",pid="7"}} 30"#),
+            format!(r#"vramctl_residue_growth_bytes{{{p},owner="tag kv",pid="7"}} 9"#),
+            format!(r#"vramctl_operations_total{{{p},operation="pause",pid="7"}} 3"#),
+            format!(r#"vramctl_operations_total{{{p},operation="resume",pid="7"}} 0"#),
+            format!(r#"vramctl_operation_contents_bytes_total{{fate="copied",{p},operation="pause",pid="7"}} 150"#),
+            format!(r#"vramctl_operation_seconds_total{{{p},operation="pause",pid="7"}} 2.5"#),
+            format!(r#"vramctl_operation_stage_seconds_total{{{p},operation="pause",pid="7",stage="save"}} 1.5"#),
+            format!(r#"vramctl_operation_failures_total{{code="busy",{p},operation="pause",pid="7"}} 2"#),
+            format!(r#"vramctl_operation_failures_total{{code="aborted",{p},operation="pause",pid="7"}} 1"#),
+            format!(r#"vramctl_operation_failures_total{{code="device_memory",{p},operation="resume",pid="7"}} 0"#),
+        ] {
+            assert!(page.lines().any(|found| found == line), "{line} is not in\n{page}");
+        }
+        // The three fates are all of it.
+        assert_eq!(sum(&page, CONTENTS.name).0, sum(&page, BYTES.name).0);
+    }
+
+    #[test]
+    fn who_does_not_answer_is_down_and_tells_nothing_else() {
+        let mut silent = process(7, "engine", &[("kv", TagState::Active)]);
+        silent.status = Err(CommandError::new(Exit::Busy, "no answer"));
+        let page = of(&silent);
+        let samples: Vec<_> = page.lines().filter(|line| !line.starts_with('#')).collect();
+        assert_eq!(samples, [r#"vramctl_process_up{name="engine",pid="7"} 0"#]);
+    }
+
+    #[test]
+    fn a_program_with_any_number_of_tags_makes_no_more_series() {
+        let mut engine = process(7, "engine", &[]);
+        let tag = |number: u64| TagStatus { tag: format!("lora-{number}"), bytes: number << 20, ..TagStatus::default() };
+        engine.status.as_mut().unwrap().memory.tags = (1..=1000).map(tag).collect();
+        let page = of(&engine);
+        assert_eq!(sum(&page, MANAGED.name), ((500_500_u64 << 20) as f64, 2 * (MOST_OWNERS + 1)));
+        assert!(page.contains(r#"tag="lora-1000""#) && page.contains(r#"tag="(rest)""#) && !page.contains(r#"tag="lora-1""#));
+    }
+
+    #[test]
+    fn a_ledger_adds_up_to_what_is_in_use() {
+        let share = |pid, what, of: &str, bytes| Share { pid, name: None, what, of: Some(of.into()), bytes, least_bytes: None };
+        let mut shares: Vec<_> = (0..100).map(|number| share(Some(1), What::Tag, &format!("tag-{number}"), 10 + number)).collect();
+        shares.extend([share(Some(2), What::Process, "", 500), share(None, What::Unexplained, "", -50)]);
+        let used_bytes = shares.iter().map(|share| share.bytes).sum::<i64>() as u64;
+        let (uuid, name) = ("GPU-0".into(), "H200".into());
+        let mut page = Exposition::default();
+        page.gpu(&Ledger { index: 0, uuid, name, total_bytes: 9999, free_bytes: 1, used_bytes, reserved_bytes: None, shares });
+        let page = page.text();
+        assert_eq!(sum(&page, LEDGER.name), (used_bytes as f64, MOST_OWNERS + 1 + 2));
+        assert!(!page.contains(GPU_RESERVED.name));
+    }
+
+    #[test]
+    fn the_docs_list_all_metrics_as_they_are() {
+        let docs = file("docs/monitoring.md");
+        let rows: Vec<_> = docs.lines().filter(|line| line.starts_with("| `vramctl_")).map(str::to_owned).collect();
+        let row = |metric: &&Metric| {
+            let labels: Vec<_> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
+            format!("| `{}` | {} | {} |", metric.name, labels.join(", "), metric.help)
+        };
+        let wanted: Vec<_> = ALL.iter().map(row).collect();
+        assert_eq!(rows.join("\n"), wanted.join("\n"), "the table should be:\n{}", wanted.join("\n"));
+    }
+
+    /// `scripts/check-metrics` evaluates the queries in a real Prometheus.
+    #[test]
+    fn the_dashboard_asks_for_metrics_that_exist_by_labels_that_they_have() {
+        let dashboard: Value = serde_json::from_str(&file("grafana/vramctl.json")).unwrap();
+        let panels = dashboard["panels"].as_array().unwrap();
+        let queries: Vec<_> = panels.iter().flat_map(|panel| panel["targets"].as_array().into_iter().flatten()).collect();
+        assert!(queries.len() >= 8, "{}", queries.len());
+        for query in queries {
+            let query = query["expr"].as_str().unwrap();
+            let words: BTreeSet<_> = query.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).collect();
+            let metrics: Vec<_> = words.iter().filter(|word| word.starts_with("vramctl_")).collect();
+            assert!(!metrics.is_empty(), "{query}");
+            let found: Vec<_> = metrics
+                .iter()
+                .map(|name| ALL.iter().find(|metric| metric.name == **name).unwrap_or_else(|| panic!("{name} in {query}")))
+                .collect();
+            for labels in query.split(" by (").skip(1).map(|rest| rest.split(')').next().unwrap()) {
+                for label in labels.split(", ") {
+                    assert!(found.iter().any(|metric| metric.labels.contains(&label)), "{label} in {query}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! `vramctl metrics`: what the processes hold and have done, for Prometheus.
+
+mod families;
+mod serve;
+
+use crate::failure::{CommandError, Exit};
+use crate::output;
+use crate::processes::{Found, Target};
+use std::fs::{self, Permissions};
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use std::{io, process};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Prints one page in Prometheus' text format. With --listen it serves pages instead, at /metrics, until it is ended; with --textfile it \
+writes one for node_exporter's textfile collector, which always finds a whole page.
+
+docs/monitoring.md lists the metrics, and has a Grafana dashboard: grafana/vramctl.json.
+
+Examples:
+  vramctl metrics | grep paused
+  vramctl metrics --listen 9977                 for a Prometheus on this machine
+  vramctl metrics --listen 0.0.0.0:9977         for everybody who reaches this machine
+  vramctl metrics --textfile /var/lib/prometheus/node-exporter/vramctl.prom")]
+pub struct Args {
+    /// Serve the page over HTTP: a port of this machine's own address (127.0.0.1), or ADDRESS:PORT; port 0 is any free one
+    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = address)]
+    listen: Option<SocketAddr>,
+    /// Write the page to this file, in one step
+    #[arg(long, value_name = "PATH", conflicts_with = "listen")]
+    textfile: Option<PathBuf>,
+}
+
+pub fn metrics(args: &Args) -> Result<Exit, CommandError> {
+    match (args.listen, &args.textfile) {
+        (Some(address), _) => serve::serve(address, &|| page().map_err(|failure| failure.to_string())),
+        (None, Some(path)) => replace(path, &page()?)
+            .map(|()| Exit::Done)
+            .map_err(|error| CommandError::new(Exit::Failed, format!("{}: {error}", path.display()))),
+        (None, None) => output::print(&page()?).map(|()| Exit::Done),
+    }
+}
+
+fn page() -> Result<String, CommandError> {
+    let begun = Instant::now();
+    let processes = Found::look(&Target::All)?.processes;
+    Ok(families::page(&processes, begun))
+}
+
+/// Writes a file such that readers find the old contents or the new. Whoever collects may be another user.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let no_file = || io::Error::new(io::ErrorKind::InvalidInput, "not the path of a file");
+    // Not `….prom`: those are read.
+    let mut name = path.file_name().ok_or_else(no_file)?.to_owned();
+    name.push(format!(".{}.new", process::id()));
+    let new = path.with_file_name(name);
+    let written =
+        fs::write(&new, text).and_then(|()| fs::set_permissions(&new, Permissions::from_mode(0o644))).and_then(|()| fs::rename(&new, path));
+    written.inspect_err(|_| _ = fs::remove_file(&new))
+}
+
+/// An address to listen at.
+fn address(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(port) = text.parse::<u16>() {
+        return Ok(([127, 0, 0, 1], port).into());
+    }
+    text.parse().map_err(|_| "not a port, and not an address with a port, such as 127.0.0.1:9977, 0.0.0.0:9977 or [::1]:9977".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_who_says_so_listens_to_others() {
+        assert_eq!(address("9977"), Ok("127.0.0.1:9977".parse().unwrap()));
+        assert_eq!(address("0.0.0.0:1"), Ok("0.0.0.0:1".parse().unwrap()));
+        assert_eq!(address("[::1]:1"), Ok("[::1]:1".parse().unwrap()));
+        for wrong in ["", ":9977", "localhost", "65536", "-1", "1.2.3.4"] {
+            assert!(address(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vramctl.prom");
+        for text in ["first\n", "second\n"] {
+            replace(&path, text).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
+        // A folder cannot be replaced by a file.
+        let taken = folder.path().join("taken");
+        fs::create_dir(&taken).unwrap();
+        assert!(replace(&taken, "x").is_err() && replace(Path::new("/"), "x").is_err());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+}

@@ -1,0 +1,29 @@
+//! What the pauses and resumes of this process add up to, for whoever watches it over time. Counted where they are asked for: the C ABI
+//! and a request at once (`Memory::pause`, `Memory::resume`), or a pause in steps (`lease::hold`).
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use vramctl_host::PerProcess;
+use vramctl_model::{Error, Report, Totals, Verb};
+
+static TOTALS: PerProcess<Mutex<BTreeMap<Verb, Totals>>> = PerProcess::new(Mutex::default);
+
+fn totals() -> MutexGuard<'static, BTreeMap<Verb, Totals>> {
+    TOTALS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Counts one, and passes its outcome on.
+pub(crate) fn tallied(verb: Verb, outcome: Result<Report, Error>) -> Result<Report, Error> {
+    let mut totals = totals();
+    let totals = totals.entry(verb).or_default();
+    match &outcome {
+        Ok(report) => totals.add(report),
+        Err(error) => *totals.failed.entry(error.kind()).or_default() += 1,
+    }
+    outcome
+}
+
+/// The totals so far.
+pub(crate) fn so_far() -> BTreeMap<Verb, Totals> {
+    totals().clone()
+}
