@@ -262,6 +262,7 @@ impl State {
                 self.asked.push(request.clone());
                 self.transition(wanted, TagState::Active)
             }
+            Request::Events { .. } => panic!("tests/events.rs has real processes"),
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Hold { .. } => Reply::Held,
             Request::Drain { limit_ms } => {

@@ -14,6 +14,7 @@
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; in bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
 //! | `VRAMCTL_EXCLUDE` | `NAME,…`: libraries, by the beginning of their file names, whose requests are left to CUDA | none |
 //! | `VRAMCTL_GUARD` | `1`: every pause maps a guard under the paused addresses, as `vramctl pause --guard` does | `0` |
+//! | `VRAMCTL_TRACE` | `1`: record what happens to memory, for `vramctl trace`; or how much memory that may take, in bytes, with `K` or `M`, at most and by default `16M` | `0` |
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
 //! | `VRAMCTL_JOB` | identifies the job of processes without a name; `vramctl run` sets it | unset |
 //! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
@@ -114,6 +115,8 @@ pub struct Config {
     pub exclude: Vec<String>,
     /// `VRAMCTL_GUARD`.
     pub guard: bool,
+    /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded.
+    pub trace: usize,
     /// `VRAMCTL_NAME`.
     pub name: Option<String>,
     /// The job that this process belongs to: its name, else `VRAMCTL_JOB`.
@@ -157,6 +160,10 @@ const DEFAULT_MIN_BYTES: usize = 1 << 20;
 
 /// The default of `VRAMCTL_HOST_KEEP`, in seconds. Programs that take turns on a GPU pause again sooner.
 const DEFAULT_HOST_KEEP: u32 = 60;
+
+/// The most and the least of `VRAMCTL_TRACE`.
+const MOST_TRACE: usize = 16 << 20;
+const LEAST_TRACE: usize = 64 << 10;
 
 static CONFIG: PerProcess<Config> = PerProcess::new(|| Config::from_variables(|name| std::env::var_os(name)));
 
@@ -218,6 +225,13 @@ impl Config {
         let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
         let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
         let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
+        let trace = set("VRAMCTL_TRACE").map_or(0, |text| {
+            let size = || parse_bytes(&text).filter(|bytes| (LEAST_TRACE..=MOST_TRACE).contains(bytes));
+            switch(&text).map(|on| if on { MOST_TRACE } else { 0 }).or_else(size).unwrap_or_else(|| {
+                complaints.push(format!("VRAMCTL_TRACE={text} is not 1, 0 or a size from 64K to 16M; using 16M"));
+                MOST_TRACE
+            })
+        });
         let host_keep = set("VRAMCTL_HOST_KEEP").and_then(|text| {
             let seconds = text.parse::<u32>();
             seconds.map_err(|_| complaints.push(format!("VRAMCTL_HOST_KEEP={text} is not a number of seconds; ignored"))).ok()
@@ -244,6 +258,7 @@ impl Config {
             min_bytes,
             exclude,
             guard,
+            trace,
             name,
             job,
             directories,
@@ -396,6 +411,17 @@ mod tests {
         assert_eq!((both.ground_backup, both.complaints.len()), (Some(Backup::Disk), 1));
         let nonsense = config(&[("TMS_INIT_ENABLE", "maybe"), ("TMS_INIT_CPU_BACKUP_BACKEND", "tape")]);
         assert_eq!((nonsense.tag, nonsense.complaints.len()), (None, 2), "{:?}", nonsense.complaints);
+    }
+
+    #[test]
+    fn a_trace_has_a_limit() {
+        let trace = |text: &str| {
+            let config = config(&[("VRAMCTL_TRACE", text)]);
+            (config.trace, config.complaints.len())
+        };
+        assert_eq!((trace(""), trace("0"), trace("off")), ((0, 0), (0, 0), (16 << 20, 1)));
+        assert_eq!((trace("1"), trace("16M"), trace("64K")), ((16 << 20, 0), (16 << 20, 0), (64 << 10, 0)));
+        assert_eq!((trace("1G"), trace("63K"), trace("-1")), ((16 << 20, 1), (16 << 20, 1), (16 << 20, 1)));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
-use vramctl_model::{GpuUse, Plan, Progress, Report};
+use vramctl_model::{Events, GpuUse, Plan, Progress, Report};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -103,6 +103,14 @@ impl Client {
     pub fn status(&mut self) -> Result<ProcessStatus, ClientError> {
         match self.ask(Request::Status, None, &mut |_| ())? {
             Reply::Status(status) => Ok(status),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Asks for what has happened to its memory, from an event on.
+    pub fn events(&mut self, since: u64) -> Result<Events, ClientError> {
+        match self.ask(Request::Events { since, most: None }, None, &mut |_| ())? {
+            Reply::Events(events) => Ok(events),
             other => Err(self.unexpected(&other)),
         }
     }

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use vramctl_model::{
-    Backup, Error, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage, Status, TransitionRequest,
-    Verb,
+    Backup, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage, Status,
+    TransitionRequest, Verb,
 };
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
@@ -33,6 +33,15 @@ pub enum Request {
     Hello,
     /// What do you hold?
     Status,
+    /// What has happened to your memory? Answered without the driver, and while a pause is under way.
+    Events {
+        /// The number of the first event to tell, or of the next that is there.
+        #[serde(default)]
+        since: u64,
+        /// The most events in the answer; absent or too large: as many as one answer may have.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        most: Option<usize>,
+    },
     /// Take memory away.
     Pause(Transition),
     /// What would this pause do?
@@ -177,6 +186,8 @@ pub enum Reply {
     Hello(Hello),
     /// To `status`.
     Status(ProcessStatus),
+    /// To `events`.
+    Events(Events),
     /// To `pause`, `resume` and `commit`.
     Done(Report),
     /// To `hold`: new calls wait.

@@ -5,6 +5,7 @@ mod connection;
 pub mod contexts;
 mod drain;
 pub mod engine;
+pub mod events;
 pub mod gate;
 mod lease;
 pub mod memory;

@@ -6,7 +6,7 @@
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::Memory;
 use crate::suspend::suspended;
-use crate::{engine, lease, residue};
+use crate::{engine, events, lease, residue};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
@@ -194,7 +194,10 @@ fn holds(request: &Request) -> bool {
 fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, files: &mut Vec<OwnedFd>) -> Result<Reply, Error> {
     let memory = Memory::get();
     if suspended().is_some()
-        && !matches!(request, Request::Hello | Request::Status | Request::Suspend | Request::Awake | Request::Close { .. })
+        && !matches!(
+            request,
+            Request::Hello | Request::Status | Request::Events { .. } | Request::Suspend | Request::Awake | Request::Close { .. }
+        )
     {
         return Err(Error::Suspended);
     }
@@ -204,6 +207,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),
         Request::Status => Ok(Reply::Status(ProcessStatus { process: hello(), memory: memory.status() })),
+        Request::Events { since, most } => Ok(Reply::Events(events::since(since, most))),
         Request::Pause(wanted) => lease::at_once(Verb::Pause, wanted, connection).map(Reply::Done),
         Request::Plan(wanted) => memory.plan(&TransitionRequest { engine: engine::name(), ..wanted.into() }).map(Reply::Plan),
         Request::Resume(wanted) => lease::at_once(Verb::Resume, wanted, connection).map(Reply::Done),

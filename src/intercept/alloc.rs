@@ -8,9 +8,10 @@ use crate::driver_originals;
 use crate::exclude;
 use std::collections::BTreeSet;
 use std::ffi::{c_uint, c_void};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 use vramctl_backup as backup;
 use vramctl_config::Config;
+use vramctl_core::events::{self, Who};
 use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::{Memory, Placement, left, obstacles, region};
 use vramctl_core::server;
@@ -167,8 +168,10 @@ pub fn leave(caller: *const c_void, bytes: usize, real: impl FnOnce() -> StatusC
     let owner = exclude::library_at(caller).name();
     let noted = || {
         let answer = decided::pass_by(real);
-        if answer == code::SUCCESS {
-            note(owner);
+        match answer {
+            code::SUCCESS => note(owner),
+            code::OUT_OF_MEMORY => events::failed(Who::Library(owner), None, bytes, answer),
+            _ => (),
         }
         answer
     };
@@ -291,7 +294,7 @@ pub unsafe fn pool_set_access(pool: *mut c_void, access: *const CUmemAccessDesc,
 }
 
 /// What follows a request for managed memory; `None` if the real function must answer it.
-pub fn managed(current: &Current, tag: &str, answer: Result<u64, Error>, bytes: usize) -> Option<Result<u64, StatusCode>> {
+pub fn managed(current: &Current, tag: &Arc<str>, answer: Result<u64, Error>, bytes: usize) -> Option<Result<u64, StatusCode>> {
     match answer {
         Ok(made) => {
             server::ensure_running();
@@ -304,6 +307,7 @@ pub fn managed(current: &Current, tag: &str, answer: Result<u64, Error>, bytes: 
         }
         Err(error) => {
             log::debug!("cannot allocate {bytes} bytes: {error}");
+            events::failed(Who::Tag(tag), Some(current.device()), bytes, error.cuda_code());
             Some(Err(error.cuda_code()))
         }
     }

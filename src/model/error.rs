@@ -136,6 +136,37 @@ pub enum Kind {
     Leased = 19,
 }
 
+impl Kind {
+    const ALL: [Self; 21] = [
+        Self::Invalid,
+        Self::UnknownTag,
+        Self::DeviceMemory,
+        Self::HostMemory,
+        Self::Driver,
+        Self::Work,
+        Self::Capturing,
+        Self::Busy,
+        Self::Unsupported,
+        Self::Internal,
+        Self::NotPaused,
+        Self::BufferTooSmall,
+        Self::Disk,
+        Self::PrefixCache,
+        Self::Ending,
+        Self::Registered,
+        Self::Shared,
+        Self::Aborted,
+        Self::Leased,
+        Self::Suspended,
+        Self::NotRestorable,
+    ];
+
+    /// The kind with a C code.
+    pub fn of_number(number: i32) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as i32 == number)
+    }
+}
+
 impl Error {
     /// The kind, for C and the protocol.
     pub fn kind(&self) -> Kind {

@@ -4,6 +4,7 @@
 //! This crate depends on no other crate of the project and holds no state.
 
 mod error;
+mod event;
 mod failure;
 mod holder;
 mod obstacle;
@@ -18,6 +19,7 @@ mod totals;
 mod units;
 
 pub use error::{Error, Kind, Shortage};
+pub use event::{Events, Happening, MemoryOwner, OwnersBytes, TraceEvent};
 pub use failure::{Failure, StatusCode, code};
 pub use holder::{Holder, Lent};
 pub use obstacle::{GpuUse, Obstacle, ObstacleKind};

@@ -88,6 +88,9 @@ pub enum Stage {
 }
 
 impl Stage {
+    /// All of them.
+    pub const ALL: [Self; 7] = [Self::Wait, Self::Save, Self::Unmap, Self::Release, Self::Guard, Self::Map, Self::Restore];
+
     /// The name used in the protocol.
     pub fn name(self) -> &'static str {
         match self {

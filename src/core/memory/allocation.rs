@@ -6,6 +6,7 @@
 use super::Placement;
 use super::registered::RegistrantMark;
 use super::share::Lending;
+use crate::events::{self, Change, Who};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
@@ -107,7 +108,7 @@ impl Allocation {
     /// An active allocation whose memory is mapped at `at`.
     pub fn new(policy: Placement, requested: usize, current: &driver::Current, memory: Physical, at: &Arc<Addresses>) -> Self {
         let mappings = vec![Mapping { place: Place::of(at), access: None }];
-        Self::with(policy, requested, current, memory, mappings, at.bytes(), at.base(), None)
+        Self::with(policy, requested, current.device(), current, memory, mappings, at.bytes(), at.base(), None)
     }
 
     /// Memory of the program's own `cuMemCreate`, active and not mapped yet.
@@ -120,14 +121,14 @@ impl Allocation {
         handle: u64,
         wanted: Properties,
     ) -> Self {
-        let made = Self::with(policy, bytes, current, memory, Vec::new(), bytes, handle, Some(wanted));
-        Self { device, ..made }
+        Self::with(policy, bytes, device, current, memory, Vec::new(), bytes, handle, Some(wanted))
     }
 
     #[allow(clippy::too_many_arguments)]
     fn with(
         policy: Placement,
         requested: usize,
+        device: CUdevice,
         current: &driver::Current,
         memory: Physical,
         mappings: Vec<Mapping>,
@@ -147,17 +148,23 @@ impl Allocation {
             lending: Lending::default(),
             context: current.context(),
         };
-        Self {
+        let made = Self {
             tag: policy.tag,
             backup: policy.backup,
             backend: policy.backend,
             requested,
-            device: current.device(),
+            device,
             bytes,
             key,
             wanted,
             contents: Mutex::new(contents),
-        }
+        };
+        made.record(Change::Allocated);
+        made
+    }
+
+    fn record(&self, change: Change) {
+        events::change(change, Who::Tag(&self.tag), Some(self.device), self.bytes);
     }
 
     /// Its key in the registry: the address that `cudaMalloc` returned, or the handle that `cuMemCreate` did.
@@ -229,6 +236,7 @@ impl Allocation {
 
     /// Replaces the memory and the saved contents. The old ones are freed after the lock is released.
     pub fn replace(&self, memory: Option<Physical>, saved: Option<Arc<Saved>>) {
+        self.record(if memory.is_none() { Change::Paused } else { Change::Resumed });
         let before = {
             let mut contents = self.contents();
             contents.pauses += u64::from(memory.is_none());
@@ -305,6 +313,7 @@ impl Allocation {
     pub fn end(&self) -> Result<(), Failure> {
         let mut contents = self.contents();
         driver::unmap(&mut contents.there().collect::<Vec<_>>())?;
+        self.record(if contents.memory.is_some() { Change::Freed } else { Change::FreedPaused });
         let before = (contents.memory.take(), contents.guard.take(), contents.saved.take());
         // Free outside the lock, so that readers need not wait.
         drop(contents);

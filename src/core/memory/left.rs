@@ -5,6 +5,7 @@
 
 use super::keyed::{Keyed, Spread};
 use super::obstacles;
+use crate::events::{self, Change, Who};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -29,6 +30,18 @@ struct Given {
     context: Option<(Context, CUdevice)>,
 }
 
+impl Given {
+    fn record(&self, change: Change) {
+        events::change(change, Who::Library(self.owner), self.context.map(|(_, device)| device), self.bytes);
+    }
+}
+
+impl Drop for Given {
+    fn drop(&mut self) {
+        self.record(Change::Freed);
+    }
+}
+
 /// What `cuMemCreate` has made. It is there as long as one has a handle of it or a mapping.
 #[derive(Debug, Default)]
 struct Handles {
@@ -42,6 +55,18 @@ struct Created {
     bytes: usize,
     owner: &'static str,
     device: CUdevice,
+}
+
+impl Created {
+    fn record(&self, change: Change) {
+        events::change(change, Who::Library(self.owner), Some(self.device), self.bytes);
+    }
+}
+
+impl Drop for Created {
+    fn drop(&mut self) {
+        self.record(Change::Freed);
+    }
 }
 
 impl LeftToCuda {
@@ -69,7 +94,9 @@ impl Handles {
 /// Records memory in the thread's current context.
 pub fn note(address: CUdeviceptr, bytes: usize, owner: &'static str) {
     let context = Current::of_thread().ok().flatten().map(|current| (current.context(), current.device()));
-    LEFT.get().blocks.insert(address, Given { bytes, owner, context });
+    let given = Given { bytes, owner, context };
+    given.record(Change::Allocated);
+    LEFT.get().blocks.insert(address, given);
 }
 
 /// Lets the real function free what is at an address.
@@ -88,7 +115,9 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
 
 /// Records what `cuMemCreate` has made on a device.
 pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, owner: &'static str) {
-    LEFT.get().handles().handles.insert(handle, (Arc::new(Created { bytes, owner, device }), 1));
+    let created = Created { bytes, owner, device };
+    created.record(Change::Allocated);
+    LEFT.get().handles().handles.insert(handle, (Arc::new(created), 1));
 }
 
 /// Lets the real function release a handle.

@@ -2,12 +2,12 @@
 
 use super::unless_ending;
 use crate::memory::{Memory, check_awake};
-use crate::{drain, gate};
+use crate::{drain, events, gate};
 use std::fmt;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_host::exit;
-use vramctl_model::{Error, Observer, Report, TransitionRequest};
+use vramctl_model::{Error, Observer, Report, Stage, TransitionRequest};
 
 /// A held program. Runs on when dropped, unless anything is paused by then.
 pub struct Holding<'a> {
@@ -82,7 +82,9 @@ impl Holding<'_> {
         check_awake()?;
         let contexts = self.memory.contexts_that_use(self.memory.snapshot().iter().map(|allocation| &**allocation));
         let left = limit.saturating_sub(begun.elapsed());
-        unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true))).map_err(|error| match error {
+        let drained = unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true)));
+        events::stage(Stage::Wait, begun.elapsed());
+        drained.map_err(|error| match error {
             Error::Busy(_) => not_held(limit, &STILL_WORKING),
             other => other,
         })

@@ -17,8 +17,8 @@ mod resume;
 
 pub use hold::Holding;
 
-use crate::gate;
 use crate::memory::{Allocation, Memory, borrow};
+use crate::{events, gate};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -164,6 +164,7 @@ impl Clock {
     }
 
     fn add(&mut self, stage: Stage, duration: Duration) {
+        events::stage(stage, duration);
         *self.0.entry(stage).or_default() += milliseconds(duration);
     }
 }

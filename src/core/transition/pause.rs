@@ -5,7 +5,7 @@ use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, t
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
 use crate::totals::tallied;
-use crate::{drain, residue};
+use crate::{drain, events, residue};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,10 +28,12 @@ impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
     /// undone on error.
     pub fn pause(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        let paused = unless_ending(|| match request.hold {
-            Some(limit) => self.hold_and_pause(request, limit, observer),
-            // A process that runs on may use what it has open of the others, and the others what they have open of it.
-            None => self.pause_when_idle(&TransitionRequest { partners: Vec::new(), ..request.clone() }, observer),
+        let paused = events::transition(Verb::Pause, || {
+            unless_ending(|| match request.hold {
+                Some(limit) => self.hold_and_pause(request, limit, observer),
+                // A process that runs on may use what it has open of the others, and the others what they have open of it.
+                None => self.pause_when_idle(&TransitionRequest { partners: Vec::new(), ..request.clone() }, observer),
+            })
         });
         tallied(Verb::Pause, paused)
     }

@@ -4,7 +4,7 @@ use super::pause::WAIT_LOCKED;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
 use crate::totals::tallied;
-use crate::{drain, residue};
+use crate::{drain, events, residue};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -24,15 +24,17 @@ impl Memory {
     /// Resumes paused allocations: maps new memory at their addresses and restores their contents. Everything is undone on
     /// error.
     pub fn resume(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
-        let resumed = unless_ending(|| {
-            let mut report = self.resume_when_there_is_room(request, observer)?;
-            // With memory of its own paused, the program stays held anyway.
-            if !self.has_paused() {
-                // Without the lock: its owner may be waiting for memory of this process.
-                borrow::bring_back(&mut || !exit::is_ending() && observer.is_gone() != Some(true));
-                report.missing = borrow::missing(request);
-            }
-            Ok(report)
+        let resumed = events::transition(Verb::Resume, || {
+            unless_ending(|| {
+                let mut report = self.resume_when_there_is_room(request, observer)?;
+                // With memory of its own paused, the program stays held anyway.
+                if !self.has_paused() {
+                    // Without the lock: its owner may be waiting for memory of this process.
+                    borrow::bring_back(&mut || !exit::is_ending() && observer.is_gone() != Some(true));
+                    report.missing = borrow::missing(request);
+                }
+                Ok(report)
+            })
         });
         let resumed = tallied(Verb::Resume, resumed);
         if resumed.is_ok() {
@@ -98,6 +100,7 @@ impl Memory {
             observer.progress(now);
         };
         let needed = check_free(&paused)?;
+        events::stage(Stage::Wait, started.elapsed());
         let unguarding = Instant::now();
         let guarded = self.unguard(&paused, WAIT_LOCKED)?;
         if !guarded.is_empty() {

@@ -1,0 +1,351 @@
+//! What happens to this process's memory over time, for `vramctl trace` and for reports. Off unless `VRAMCTL_TRACE` is set.
+//!
+//! Recording neither waits nor allocates, except at the first event of a process and of an owner. Where it is off, it costs a load.
+
+mod ring;
+
+use ring::{Ring, WORDS};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+use vramctl_config::Config;
+use vramctl_driver::{self as driver, CUdevice};
+use vramctl_host::PerProcess;
+use vramctl_model::{Error, Events, Happening, Kind, MemoryOwner, OwnersBytes, Report, Stage, StatusCode, TraceEvent, Verb};
+
+/// The most events in one answer.
+const MOST: usize = 8192;
+
+/// Who has memory.
+#[derive(Debug, Clone, Copy)]
+pub enum Who<'a> {
+    /// A tag.
+    Tag(&'a Arc<str>),
+    /// A library whose memory is left to CUDA.
+    Library(&'static str),
+}
+
+impl Who<'_> {
+    /// FNV-1a. Two owners with the same of 2^64 values would be shown as one.
+    fn hash(self, device: Option<CUdevice>) -> u64 {
+        let (name, kind) = match self {
+            Who::Tag(tag) => (&**tag, 1),
+            Who::Library(name) => (name, 2),
+        };
+        let device = device.map_or([0; 5], |device| {
+            let [a, b, c, d] = device.to_le_bytes();
+            [1, a, b, c, d]
+        });
+        let add = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        let hash = name.as_bytes().iter().chain(&device).chain(&[kind]).fold(0xcbf2_9ce4_8422_2325, add);
+        hash.max(1)
+    }
+}
+
+#[derive(Debug)]
+enum Name {
+    Tag(Arc<str>),
+    Library(&'static str),
+}
+
+/// Who has memory on a device.
+#[derive(Debug, Default)]
+struct Owner {
+    /// 0: not taken.
+    hash: AtomicU64,
+    /// What is shown of it, set by who has taken it.
+    told: OnceLock<(Name, Option<CUdevice>, Option<String>)>,
+    in_use: AtomicU64,
+}
+
+/// The most owners. What does not find a place shares the first one.
+const OWNERS: usize = 1024;
+
+#[derive(Debug)]
+struct Recorder {
+    ring: Ring,
+    owners: Box<[Owner]>,
+}
+
+static RECORDER: PerProcess<Option<Recorder>> = PerProcess::new(|| {
+    let ring = Ring::of_bytes(Config::get().trace);
+    if ring.is_none() {
+        log::warn!("no memory for VRAMCTL_TRACE: nothing is recorded");
+    }
+    Some(Recorder { ring: ring?, owners: (0..OWNERS).map(|_| Owner::default()).collect() })
+});
+
+const UNKNOWN: u8 = 0;
+const OFF: u8 = 1;
+const ON: u8 = 2;
+
+/// Whether this process records. A forked child does as its parent.
+static IS_ON: AtomicU8 = AtomicU8::new(UNKNOWN);
+
+#[inline]
+fn recorder() -> Option<&'static Recorder> {
+    if IS_ON.load(Ordering::Relaxed) == OFF { None } else { find_recorder() }
+}
+
+#[cold]
+fn find_recorder() -> Option<&'static Recorder> {
+    if IS_ON.load(Ordering::Relaxed) == UNKNOWN {
+        IS_ON.store(if Config::get().trace == 0 { OFF } else { ON }, Ordering::Relaxed);
+        return recorder();
+    }
+    RECORDER.get().as_ref()
+}
+
+fn nanoseconds(clock: libc::clockid_t) -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writable. Both clocks that are asked for exist everywhere.
+    unsafe { libc::clock_gettime(clock, &raw mut now) };
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+fn now() -> u64 {
+    nanoseconds(libc::CLOCK_MONOTONIC)
+}
+
+fn thread() -> u32 {
+    // SAFETY: touches no memory.
+    unsafe { libc::gettid() as u32 }
+}
+
+/// What can happen to an owner's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// It was allocated.
+    Allocated,
+    /// It was freed while it was there.
+    Freed,
+    /// It was freed while it was paused.
+    FreedPaused,
+    /// A pause took it.
+    Paused,
+    /// A resume gave it back.
+    Resumed,
+}
+
+/// Records a change of what an owner has on a device.
+#[inline]
+pub fn change(change: Change, who: Who<'_>, device: Option<CUdevice>, bytes: usize) {
+    if let Some(recorder) = recorder() {
+        recorder.change(change, who, device, bytes as u64);
+    }
+}
+
+/// Records that a request for memory has failed.
+#[inline]
+pub fn failed(who: Who<'_>, device: Option<CUdevice>, bytes: usize, code: StatusCode) {
+    if let Some(recorder) = recorder() {
+        recorder.record(&Happening::Failed { owner: recorder.owner(who, device).0, bytes: bytes as u64, code });
+    }
+}
+
+/// Records the stage of a pause or resume on this thread that ends now.
+pub fn stage(stage: Stage, took: Duration) {
+    if let Some(recorder) = recorder() {
+        recorder.record(&Happening::Stage { stage, thread: thread(), ns: took.as_nanos() as u64 });
+    }
+}
+
+/// Records a pause or resume from its beginning to its end.
+pub fn transition(verb: Verb, work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
+    let Some(recorder) = recorder() else { return work() };
+    let (thread, started) = (thread(), Instant::now());
+    recorder.record(&Happening::Began { verb, thread });
+    let done = work();
+    let (bytes, error) = done.as_ref().map_or_else(|error| (0, Some(error.kind())), |report| (report.bytes, None));
+    recorder.record(&Happening::Ended { verb, thread, ns: started.elapsed().as_nanos() as u64, bytes, error });
+    done
+}
+
+/// What this process has recorded, from an event's number on. Needs no driver.
+pub fn since(number: u64, most: Option<usize>) -> Events {
+    let mut told = Events { now_ns: now(), unix_ns: nanoseconds(libc::CLOCK_REALTIME), ..Events::default() };
+    let Some(recorder) = recorder() else { return told };
+    let page = recorder.ring.read(number, most.unwrap_or(MOST).clamp(1, MOST), told.now_ns);
+    told.on = true;
+    told.more = page.records.len() == most.unwrap_or(MOST).clamp(1, MOST);
+    told.events = page.records.into_iter().filter_map(|(number, record)| read(number, record)).collect();
+    told.next = page.next;
+    told.owners = recorder.told_owners();
+    told
+}
+
+impl Recorder {
+    fn change(&self, change: Change, who: Who<'_>, device: Option<CUdevice>, bytes: u64) {
+        let (owner, entry) = self.owner(who, device);
+        let in_use = match change {
+            Change::Allocated | Change::Resumed => entry.in_use.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes),
+            Change::Freed | Change::Paused => entry.in_use.fetch_sub(bytes, Ordering::Relaxed).wrapping_sub(bytes),
+            Change::FreedPaused => entry.in_use.load(Ordering::Relaxed),
+        };
+        let bytes = OwnersBytes { owner, bytes, in_use };
+        self.record(&match change {
+            Change::Allocated => Happening::Allocated(bytes),
+            Change::Freed => Happening::Freed(bytes),
+            Change::FreedPaused => Happening::FreedPaused(bytes),
+            Change::Paused => Happening::Paused(bytes),
+            Change::Resumed => Happening::Resumed(bytes),
+        });
+    }
+
+    /// The owner's entry, made if it has none yet.
+    fn owner(&self, who: Who<'_>, device: Option<CUdevice>) -> (u16, &Owner) {
+        let hash = who.hash(device);
+        let shared = (0, &self.owners[0]);
+        for step in 0..OWNERS - 1 {
+            let place = 1 + (hash as usize).wrapping_add(step) % (OWNERS - 1);
+            let entry = &self.owners[place];
+            let mut there = entry.hash.load(Ordering::Relaxed);
+            if there == 0 {
+                match entry.hash.compare_exchange(0, hash, Ordering::Relaxed, Ordering::Relaxed) {
+                    Ok(_) => {
+                        let name = match who {
+                            Who::Tag(tag) => Name::Tag(Arc::clone(tag)),
+                            Who::Library(name) => Name::Library(name),
+                        };
+                        let _ = entry.told.set((name, device, device.and_then(driver::uuid)));
+                        there = hash;
+                    }
+                    Err(other) => there = other,
+                }
+            }
+            if there == hash {
+                return (place as u16, entry);
+            }
+        }
+        shared
+    }
+
+    fn told_owners(&self) -> Vec<MemoryOwner> {
+        let told = |(owner, entry): (usize, &Owner)| {
+            let in_use = entry.in_use.load(Ordering::Relaxed);
+            let (tag, library, device, gpu) = match entry.told.get() {
+                Some((Name::Tag(tag), device, gpu)) => (Some(tag.to_string()), None, *device, gpu.clone()),
+                Some((Name::Library(name), device, gpu)) => (None, Some((*name).to_owned()), *device, gpu.clone()),
+                None if owner == 0 && in_use > 0 => (None, None, None, None),
+                None => return None,
+            };
+            Some(MemoryOwner { owner: owner as u16, tag, library, device, gpu, in_use })
+        };
+        self.owners.iter().enumerate().filter_map(told).collect()
+    }
+
+    fn record(&self, what: &Happening) {
+        self.ring.push(written(now(), what));
+    }
+}
+
+/// The words of a record: its time; what it is, with a small number, an owner and a thread; and two large numbers.
+fn written(at: u64, what: &Happening) -> [u64; WORDS] {
+    let head = |kind: u64, small: u64, owner: u16, thread: u32| kind | small << 8 | u64::from(owner) << 16 | u64::from(thread) << 32;
+    match *what {
+        Happening::Allocated(OwnersBytes { owner, bytes, in_use }) => [at, head(1, 0, owner, 0), bytes, in_use],
+        Happening::Freed(OwnersBytes { owner, bytes, in_use }) => [at, head(2, 0, owner, 0), bytes, in_use],
+        Happening::FreedPaused(OwnersBytes { owner, bytes, in_use }) => [at, head(3, 0, owner, 0), bytes, in_use],
+        Happening::Paused(OwnersBytes { owner, bytes, in_use }) => [at, head(4, 0, owner, 0), bytes, in_use],
+        Happening::Resumed(OwnersBytes { owner, bytes, in_use }) => [at, head(5, 0, owner, 0), bytes, in_use],
+        Happening::Failed { owner, bytes, code } => [at, head(6, 0, owner, 0), bytes, u64::from(code)],
+        Happening::Began { verb, thread } => [at, head(7, verb as u64, 0, thread), 0, 0],
+        Happening::Stage { stage, thread, ns } => [at, head(8, stage as u64, 0, thread), 0, ns],
+        Happening::Ended { verb, thread, ns, bytes, error } => {
+            [at, head(9, verb as u64, error.map_or(0, |kind| kind as u16), thread), bytes, ns]
+        }
+    }
+}
+
+/// The event of a record.
+fn read(number: u64, [at_ns, head, bytes, rest]: [u64; WORDS]) -> Option<TraceEvent> {
+    let (kind, small, owner, thread) = (head & 0xff, (head >> 8 & 0xff) as usize, (head >> 16) as u16, (head >> 32) as u32);
+    let changed = OwnersBytes { owner, bytes, in_use: rest };
+    let verb = || [Verb::Pause, Verb::Resume].get(small).copied();
+    let what = match kind {
+        1 => Happening::Allocated(changed),
+        2 => Happening::Freed(changed),
+        3 => Happening::FreedPaused(changed),
+        4 => Happening::Paused(changed),
+        5 => Happening::Resumed(changed),
+        6 => Happening::Failed { owner, bytes, code: rest as u32 },
+        7 => Happening::Began { verb: verb()?, thread },
+        8 => Happening::Stage { stage: *Stage::ALL.get(small)?, thread, ns: rest },
+        9 => Happening::Ended { verb: verb()?, thread, ns: rest, bytes, error: Kind::of_number(i32::from(owner)) },
+        _ => return None,
+    };
+    Some(TraceEvent { number, at_ns, what })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread as threads;
+
+    fn recorder(bytes: usize) -> Recorder {
+        Recorder { ring: Ring::of_bytes(bytes).unwrap(), owners: (0..OWNERS).map(|_| Owner::default()).collect() }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let of = OwnersBytes { owner: u16::MAX, bytes: 1 << 47, in_use: u64::MAX };
+        let thread = u32::MAX;
+        let mut all = vec![
+            Happening::Allocated(of),
+            Happening::Freed(of),
+            Happening::FreedPaused(of),
+            Happening::Paused(of),
+            Happening::Resumed(of),
+            Happening::Failed { owner: 3, bytes: 5, code: u32::MAX },
+        ];
+        all.extend(Stage::ALL.map(|stage| Happening::Stage { stage, thread, ns: 7 }));
+        for verb in [Verb::Pause, Verb::Resume] {
+            all.push(Happening::Began { verb, thread });
+            all.extend((0..=21).map(|number| Happening::Ended { verb, thread: 1, ns: 2, bytes: 3, error: Kind::of_number(number) }));
+        }
+        for what in all {
+            assert_eq!(read(9, written(8, &what)), Some(TraceEvent { number: 9, at_ns: 8, what }));
+        }
+        assert_eq!(read(0, [1, 2 | 9 << 8 | 7, 3, 4]), None);
+        assert_eq!(read(0, [u64::MAX; WORDS]), None);
+    }
+
+    #[test]
+    fn owners_are_told_apart_by_name_kind_and_device() {
+        let recorder = recorder(64 << 10);
+        let (a, b): (Arc<str>, Arc<str>) = ("libx.so".into(), "b".into());
+        for (who, device) in [
+            (Who::Tag(&a), Some(0)),
+            (Who::Tag(&b), Some(0)),
+            (Who::Tag(&a), Some(1)),
+            (Who::Library("libx.so"), Some(0)),
+            (Who::Library("libx.so"), None),
+        ] {
+            recorder.change(Change::Allocated, who, device, 5);
+            recorder.change(Change::Paused, who, device, 3);
+            assert_eq!(recorder.owner(who, device).1.in_use.load(Ordering::Relaxed), 2);
+        }
+        let told = recorder.told_owners();
+        assert_eq!(told.len(), 5);
+        assert!(told.iter().all(|owner| owner.in_use == 2 && owner.owner != 0));
+    }
+
+    #[test]
+    fn owners_without_a_place_share_one() {
+        let recorder = recorder(64 << 10);
+        threads::scope(|scope| {
+            for half in 0..2 {
+                let recorder = &recorder;
+                scope.spawn(move || {
+                    for number in 0..OWNERS {
+                        recorder.change(Change::Allocated, Who::Tag(&format!("{}", number * 2 + half).into()), None, 1);
+                    }
+                });
+            }
+        });
+        let told = recorder.told_owners();
+        assert_eq!(told.len(), OWNERS);
+        assert_eq!(told.iter().map(|owner| owner.in_use).sum::<u64>(), 2 * OWNERS as u64);
+        assert!(told[0].tag.is_none() && told[0].in_use > OWNERS as u64, "{:?}", told[0]);
+    }
+}
