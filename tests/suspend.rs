@@ -547,6 +547,26 @@ fn behind_mps_and_on_mig_there_is_no_suspend() {
     machine.vramctl("status empty").expect(0, "Cannot be suspended: a GPU behind MPS");
 }
 
+/// Plain memory that the program has passed to others by CUDA IPC cannot be paused away, so the program need not be paused to know.
+#[test]
+fn what_could_not_be_restored_is_not_moved_and_not_paused() {
+    let machine = Machine::new();
+    let mut command = machine.command(common::command_line(), &["run", "--name", "giver", "--", "python3", "-c"]);
+    let program = "import ctypes\ncuda = ctypes.CDLL('libcudart.so.13', mode=ctypes.RTLD_GLOBAL)\ncuda = ctypes.CDLL(None)\nmanaged, plain = \
+                   ctypes.c_void_p(), ctypes.c_void_p()\nhandle = (ctypes.c_char * 64)()\nassert cuda.cudaMalloc(ctypes.byref(managed), 4 << 20) \
+                   == cuda.cudaMalloc(ctypes.byref(plain), 4096) == cuda.cudaIpcGetMemHandle(handle, plain) == 0\nprint('ready', \
+                   flush=True)\ninput()";
+    let mut child = command.arg(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let output = BufReader::new(child.stdout.take().unwrap());
+    let mut giver = Engine { child, output, answers: 0 };
+    giver.line("ready");
+    let before = machine.gpus();
+    let refused = machine.vramctl("move giver --to 1");
+    refused.expect(7, "Nothing has changed");
+    assert!(refused.text.contains("shared with other processes"), "{}", refused.text);
+    assert_eq!((machine.gpus(), machine.status("giver")["processes"][0]["tags"][0]["state"].as_str()), (before, Some("active")));
+}
+
 /// The program runs on until the driver has locked it. What it makes until then is found, and nothing is checkpointed.
 #[test]
 fn an_obstacle_that_comes_in_the_middle_is_found() {

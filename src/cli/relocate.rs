@@ -11,7 +11,6 @@ use std::time::Duration;
 use vramctl_control::protocol::Transition;
 use vramctl_driver::checkpoint::GpuMap;
 use vramctl_driver::{Card, cards, holders_of};
-use vramctl_model::ObstacleKind;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -73,12 +72,10 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
         members.extend(others);
     }
     let map = permutation(&cards, &from, &to)?;
-    check_restorable(&members)?;
-    checkpoint::can_be_taken(&members)?;
-    checkpoint::load()?;
+    let request = Transition { hold_ms: Some(milliseconds(args.hold_timeout)), ..Transition::default() };
+    check_able(&mut members, &request)?;
     check_room(&members, &cards, &map)?;
 
-    let request = Transition { hold_ms: Some(milliseconds(args.hold_timeout)), ..Transition::default() };
     checkpoint::pause(&found, &mut members, request)?;
     let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
         checkpoint::restore(&mut members, &map, Duration::ZERO).map_err(|failure| {
@@ -172,17 +169,10 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
     Ok(map.into_iter().map(|(old, new)| (old.clone(), new.clone())).collect())
 }
 
-/// A pause takes away what is shared or registered, or says what it cannot take.
-fn check_restorable(members: &[Member]) -> Result<(), CommandError> {
-    let statuses = members.iter().filter_map(|member| Some((&member.process, member.process.status.as_ref().ok()?)));
-    for (process, status) in statuses {
-        let stays = |kind| !matches!(kind, ObstacleKind::Shared | ObstacleKind::Registered);
-        if let Some(obstacle) = status.memory.obstacles.iter().find(|obstacle| stays(obstacle.kind)) {
-            let text = format!("the driver could not restore {process}: {obstacle}. Nothing has changed");
-            return Err(CommandError::new(Exit::Unsuspendable, text));
-        }
-    }
-    Ok(())
+/// Fails if one of them could not be paused, taken and restored.
+fn check_able(members: &mut [Member], request: &Transition) -> Result<(), CommandError> {
+    let refusal = checkpoint::foretell(members, request)?.into_iter().find_map(|foretold| foretold.failure);
+    refusal.map_or(Ok(()), |failure| Err(failure.adding(". Nothing has changed")))
 }
 
 /// Whether all of it fits, once everybody who moves has left.

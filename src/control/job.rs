@@ -84,7 +84,7 @@ const TURN_WITHIN: Duration = Duration::from_secs(10);
 /// Longer than anyone waits, yet small enough to add to an `Instant`.
 const LONGEST_WAIT: Duration = Duration::from_secs(1 << 32);
 /// How long the first attempts wait for the work of several processes. Aligned ones drain sooner, the others never.
-const FIRST_DRAIN: Duration = Duration::from_millis(250);
+const FIRST_DRAIN: Duration = Duration::from_millis(100);
 const LONGEST_DRAIN: Duration = Duration::from_secs(2);
 
 /// Where the processes wait for each other.
