@@ -115,6 +115,16 @@ typedef struct VramctlRange {
   size_t bytes;
 } VramctlRange;
 
+// A piece of memory that a program's own allocator has from CUDA.
+typedef struct VramctlSegment {
+  // First address.
+  const void *address;
+  // Length in bytes.
+  size_t bytes;
+  // Of that, bytes in use. If none, all of it counts as cached; else the rest counts as fragmented.
+  size_t live_bytes;
+} VramctlSegment;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -193,8 +203,8 @@ VramctlResult vramctl_resume(const char *tag, int64_t timeout_ms);
 // `tags` must be readable for `count` pointers, each null or to a NUL-terminated string.
 VramctlResult vramctl_resume_tags(const char *const *tags, size_t count, int64_t timeout_ms);
 
-// Writes the report of the calling thread's last successful pause or resume to `buffer`, as a NUL-terminated JSON
-// object: the fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if
+// Writes the report of the calling thread's last successful pause, resume or trim to `buffer`, as a NUL-terminated JSON
+// object: the fields of the control protocol's `done` or `trimmed` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if
 // there was none.
 //
 // If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
@@ -202,7 +212,9 @@ VramctlResult vramctl_resume_tags(const char *const *tags, size_t count, int64_t
 //
 // # Safety
 // `buffer` must be writable for `capacity` bytes (or null if `capacity` is 0), and `needed` null or writable.
-VramctlResult vramctl_last_report_json(char *buffer, size_t capacity, size_t *needed);
+VramctlResult vramctl_last_report_json(char *buffer,
+                                       size_t capacity,
+                                       size_t *needed);
 
 // Writes the state of the managed memory to `buffer`, as a NUL-terminated JSON object: the memory fields of the
 // control protocol's `status` reply (`docs/protocol.md`), sizes in bytes.
@@ -243,6 +255,40 @@ VramctlResult vramctl_backup_pointer(const void *address, const void **pointer, 
 // Sets a margin: a managed allocation that would leave less than `bytes` free on its device fails with out of memory.
 // The default is 0.
 VramctlResult vramctl_set_memory_margin(uint64_t bytes);
+
+// For a program with an allocator of its own, which holds free memory: waits until somebody wants to know what it holds
+// (`vramctl status --ledger`), or wants that returned (`vramctl trim`, `vramctl_trim`), and writes a `VramctlCacheTask` to
+// `task`. The Python package does all this for torch.
+//
+// One thread of the program calls this again and again, and does nothing else. After each call it does the task, calling
+// `vramctl_cache_report` before and after what it returns, and then calls `vramctl_cache_answer`. Its stream capture mode
+// (`cuThreadExchangeStreamCaptureMode`) is relaxed from the first task on, so that what it frees leaves captures of other
+// threads intact. If a report fails, nobody waits for the task any more, and the thread goes on to the answer.
+//
+// # Safety
+// `task` must be writable.
+VramctlResult vramctl_cache_wait(int32_t *task);
+
+// For the thread that calls `vramctl_cache_wait`: the memory that the allocator has from CUDA now.
+//
+// # Safety
+// `segments` must be readable for `count` entries (or null if `count` is 0).
+VramctlResult vramctl_cache_report(const struct VramctlSegment *segments, size_t count);
+
+// For the thread that calls `vramctl_cache_wait`: the task is done if `problem` is null, else it says why not. A call before
+// the first task tells that there is such a thread, which may not have come to wait yet.
+//
+// # Safety
+// `problem` must be null or NUL-terminated.
+VramctlResult vramctl_cache_answer(const char *problem);
+
+// Has the program's own allocator return to CUDA what it holds without using it, and waits for that. Not from the thread
+// that calls `vramctl_cache_wait`, which does it. `vramctl_last_report_json` then has the fields of the control protocol's
+// `trimmed` reply (`docs/protocol.md`).
+//
+// `timeout_ms`: how long to wait, in milliseconds; a negative value means 10 seconds. Returns `Busy` after that, and
+// `Invalid` if no thread serves or the program is held.
+VramctlResult vramctl_trim(int64_t timeout_ms);
 
 // Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and
 // `vramctl pause` refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws

@@ -271,6 +271,7 @@ impl State {
             }
             Request::Prepare(_) | Request::Renew | Request::Commit | Request::Abort => panic!("the conversation knows the steps"),
             Request::Counted { .. } => Reply::Counted,
+            Request::Cache | Request::Trim { .. } => panic!("python/tests/test_trim.py has real processes"),
             Request::Open { .. } | Request::Close { .. } => panic!("the command line shares no memory"),
         }
     }
@@ -317,6 +318,7 @@ impl State {
             job: None,
             ranks: Vec::new(),
             prepares: true,
+            trims: false,
         }
     }
 
@@ -358,6 +360,7 @@ impl State {
             cycles: Vec::new(),
             growing: Vec::new(),
             totals: std::collections::BTreeMap::new(),
+            cache: Vec::new(),
         };
         ProcessStatus { process: self.hello(), memory }
     }

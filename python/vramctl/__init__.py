@@ -34,14 +34,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _library, _request, _torch, errors
+from . import _imports, _library, _request, _torch, _trim, errors
 from ._request import Backup, Tags
-from ._types import Cycle, Device, Growth, Hello, Host, Ledger, LeftAlone, Progress, Report, Share, Status, Tag
+from ._types import Cached, Cycle, Device, Growth, Hello, Host, Ledger, LeftAlone, Progress, Report, Share, Status, Tag, Trimmed
 from .client import Client, Process, processes
 from .errors import Error
 from .job import Job, JobReport, StepsReport, ledger
 
 __all__ = [
+    "Cached",
     "Client",
     "Cycle",
     "Device",
@@ -60,6 +61,7 @@ __all__ = [
     "Status",
     "StepsReport",
     "Tag",
+    "Trimmed",
     "__version__",
     "backup_of",
     "cuda_graph",
@@ -77,6 +79,7 @@ __all__ = [
     "set_disk_directory",
     "set_memory_margin",
     "status",
+    "trim",
     "unmanaged",
 ]
 
@@ -267,6 +270,22 @@ def status() -> Status:
     return Status._from(_library.get().json("status_json"))
 
 
+def trim(*, timeout: float | None = 10.0) -> Trimmed:
+    """Returns the GPU memory that torch holds without using it, before a phase that needs it: collects garbage and empties torch's
+    cache, up to three times, until a round returns less than 1 GiB.
+
+    A thread of this package does it, and this call waits for that. Memory of pools that are in use, such as those of regions, is
+    kept; `Cached.fragmented_bytes` is what is stuck in segments that still hold a tensor.
+
+    `timeout`: seconds to wait; None means 10. Raises `errors.NotPreloaded`, `errors.Busy` on timeout, and `errors.Invalid` if torch
+    has not used CUDA yet.
+    """
+    library = _library.get()
+    _trim.ensure()
+    library.call("trim", _library.milliseconds(timeout))
+    return Trimmed._from(library.json("last_report_json"))
+
+
 def retain(tag: str | None, keep: bool | None) -> None:
     """Sets whether the saved contents of a tag stay in host memory after a resume, so that the next pause copies only what
     has changed. `tag` None: every tag without its own setting. `keep` None: follow ``VRAMCTL_RETAIN``.
@@ -318,3 +337,8 @@ def backup_of(tensor_or_address: Any) -> memoryview:
         raise errors.Invalid(f"the tensor has {length} bytes, but only {size.value} remain in its allocation")
     contents = (ctypes.c_ubyte * length).from_address(pointer.value or 0)
     return memoryview(contents).cast("B").toreadonly()
+
+
+# So that `vramctl trim` works from outside, however this package was found.
+if _library.find() is not None:
+    _imports.when_imported("torch", _trim.install)

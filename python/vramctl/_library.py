@@ -31,6 +31,12 @@ class Tag(ctypes.Structure):
     _fields_ = [("tag", ctypes.c_char_p), ("backup", ctypes.c_int32)]
 
 
+class Segment(ctypes.Structure):
+    """`VramctlSegment`."""
+
+    _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("live_bytes", ctypes.c_size_t)]
+
+
 #: The functions of `include/vramctl.h` that this package uses, with their argument types.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "region_begin": (_text, ctypes.c_int32),
@@ -45,6 +51,10 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "set_memory_margin": (ctypes.c_uint64,),
     "set_retain": (_text, ctypes.c_int32),
     "set_disk_directory": (_text,),
+    "cache_wait": (_pointer(ctypes.c_int32),),
+    "cache_report": (_pointer(Segment), _size),
+    "cache_answer": (_text,),
+    "trim": (ctypes.c_int64,),
 }
 
 BACKUPS = {"default": 0, "discard": 1, "host": 2, "disk": 3}

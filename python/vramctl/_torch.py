@@ -374,6 +374,22 @@ def _is_trusted(segment: Mapping[str, Any], pools: Collection[PoolId]) -> bool:
     return pool in pools and not segment.get("is_expandable") and (pool == _DEFAULT_POOL or segment.get("stream") == 0)
 
 
+def segments() -> list[tuple[int, int, int]]:
+    """Torch's memory, as (address, bytes, bytes in use). Of expandable segments each block by itself: their pages go one by one."""
+    found = []
+    for segment in _segments(sys.modules["torch"]):
+        blocks = [
+            (int(block["size"]), 0 if block["state"] == "inactive" else int(block["size"])) for block in segment["blocks"]
+        ]
+        if not segment.get("is_expandable"):
+            blocks = [(int(segment["total_size"]), sum(live for _, live in blocks))]
+        address = int(segment["address"])
+        for size, live in blocks:
+            found.append((address, size, live))
+            address += size
+    return found
+
+
 def taken_since(before: Free) -> int:
     """Bytes of `before` that torch has since handed out to other threads."""
     if not before.ranges:

@@ -125,6 +125,40 @@ class LeftAlone:
 
 
 @dataclass(frozen=True)
+class Cached:
+    """What a program's own allocator, such as torch's, has of a tag on a GPU."""
+
+    #: The UUID; None if the memory is not managed.
+    gpu: str | None = None
+    #: None: left to CUDA.
+    tag: str | None = None
+    #: In use.
+    live_bytes: int = 0
+    #: Free, in whole segments.
+    cached_bytes: int = 0
+    #: Free, in segments partly in use: stuck.
+    fragmented_bytes: int = 0
+    #: After a trim: returned.
+    returned_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    """What a trim did."""
+
+    #: Returned to the driver.
+    returned_bytes: int = 0
+    #: What there is afterwards.
+    cache: tuple[Cached, ...] = ()
+    #: Milliseconds in total.
+    ms: float = 0.0
+
+    @classmethod
+    def _from(cls, reply: Mapping[str, Any]) -> Trimmed:
+        return _read(cls, reply, cache=tuple(_read(Cached, part) for part in reply.get("cache", ())))
+
+
+@dataclass(frozen=True)
 class Cycle:
     """What a process had after a pause, in bytes. Pauses without a resume in between are one cycle."""
 
@@ -198,6 +232,11 @@ class Share:
     name: str | None = None
     #: The tag, or the file name of the library that has asked CUDA for it.
     of: str | None = None
+    #: Of a tag, if the program's own allocator, such as torch's, has said: in use, free in whole segments, and free in segments partly
+    #: in use.
+    live_bytes: int | None = None
+    cached_bytes: int | None = None
+    fragmented_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 from . import _request, errors
 from ._request import Backup, Tags
-from ._types import Hello, Progress, Report, Status
+from ._types import Hello, Progress, Report, Status, Trimmed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -304,6 +304,15 @@ class Client:
         timeout_ms = _request.milliseconds(timeout)
         # Without a timeout in the request, a resume does not wait.
         return self._transition(request, _FOR_EVER if timeout_ms is None else timeout_ms, progress)
+
+    def trim(self, *, timeout: float = 10.0) -> Trimmed:
+        """Has torch in the process return the GPU memory that it holds without using it, by a thread of its own, next to its work.
+
+        `timeout`: seconds to wait. Raises `errors.Busy` after that (what has begun goes on), and `errors.Invalid` if the process is
+        held, or does not use torch.
+        """
+        timeout_ms = _request.milliseconds(timeout)
+        return Trimmed._from(self._ask({"request": "trim", "timeout_ms": timeout_ms}, "trimmed", None, None))
 
     def set_tag(self, tag: str | None) -> str | None:
         """Sets the tag of future allocations outside regions; None leaves them to CUDA. Existing allocations keep their tag.

@@ -50,6 +50,21 @@ pub struct Share {
     /// The least that it was in the last cycles.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub least_bytes: Option<u64>,
+    /// Of a tag: what the program's own allocator has of it.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<Cache>,
+}
+
+/// Bytes of an allocator of the program's own, such as torch's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[allow(clippy::struct_field_names)] // as in the protocol
+pub struct Cache {
+    /// In use.
+    live_bytes: u64,
+    /// Free, in whole segments.
+    cached_bytes: u64,
+    /// Free, in segments partly in use.
+    fragmented_bytes: u64,
 }
 
 /// Whose a share is.
@@ -162,7 +177,8 @@ fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Share>
                 let rest = signed(bytes) - sum;
                 let least_bytes = status.memory.cycles.iter().filter_map(|cycle| cycle.driver.get(&card.uuid)).min().copied();
                 let name = || process.name.clone();
-                let share = |what, bytes| Share { pid: Some(process.pid), name: name(), what, of: None, bytes, least_bytes: None };
+                let share =
+                    |what, bytes| Share { pid: Some(process.pid), name: name(), what, of: None, bytes, least_bytes: None, cache: None };
                 known.push(Share { least_bytes, ..share(What::Driver, rest) });
                 tables.push(share(What::PageTables, signed(status.memory.host.pinned_bytes / PAGE_TABLES)));
             }
@@ -176,10 +192,10 @@ fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Share>
     let other = |holder: &&Holder| {
         let silent = processes.iter().find(|process| process.pid == holder.pid).and_then(|process| process.name.clone());
         let (name, bytes) = (silent.or_else(|| holder.program.clone()), signed(holder.bytes?));
-        Some(Share { pid: Some(holder.pid), name, what: What::Process, of: None, bytes, least_bytes: None })
+        Some(Share { pid: Some(holder.pid), name, what: What::Process, of: None, bytes, least_bytes: None, cache: None })
     };
     shares.extend(in_sight.iter().filter_map(other));
-    let whole = |what, bytes| Share { pid: None, name: None, what, of: None, bytes, least_bytes: None };
+    let whole = |what, bytes| Share { pid: None, name: None, what, of: None, bytes, least_bytes: None, cache: None };
     if !out_of_sight.is_empty() {
         let bytes: i64 = out_of_sight.iter().map(|holder| signed(holder.bytes.unwrap_or(0))).sum();
         shares.push(whole(What::OutOfSight, bytes - known_of_unlisted));
@@ -206,10 +222,16 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
     let share = |what, of: &str, bytes| {
         let process = &status.process;
         let (pid, name, of) = (Some(process.pid), Some(process.name.clone()), Some(of.to_owned()));
-        Share { pid, name, what, of, bytes: signed(bytes), least_bytes: None }
+        Share { pid, name, what, of, bytes: signed(bytes), least_bytes: None, cache: None }
+    };
+    let cache_of = |tag: &str| {
+        let parts = status.memory.cache.iter().filter(|part| part.gpu.as_deref() == Some(uuid) && part.tag.as_deref() == Some(tag));
+        parts
+            .map(|part| Cache { live_bytes: part.live_bytes, cached_bytes: part.cached_bytes, fragmented_bytes: part.fragmented_bytes })
+            .next()
     };
     let devices = status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
-    let tags = devices.flat_map(|device| &device.tags).map(|(tag, bytes)| share(What::Tag, tag, *bytes));
+    let tags = devices.flat_map(|device| &device.tags).map(|(tag, bytes)| Share { cache: cache_of(tag), ..share(What::Tag, tag, *bytes) });
     let left = status.memory.left_alone.iter().filter_map(|left| Some(share(What::LeftAlone, &left.owner, *left.gpus.get(uuid)?)));
     let mut shares: Vec<_> = tags.chain(left).collect();
     shares.sort_by_key(|share| -share.bytes);
@@ -251,7 +273,15 @@ pub fn host(processes: &[Process]) -> Host {
     for (job, managed) in jobs {
         let rest = of_job(job).into_iter().filter(|pid| !managed.contains(pid));
         let bytes: u64 = rest.map(|pid| resident(pid).0).sum();
-        shares.push(Share { pid: None, name: Some(job.into()), what: What::RestOfJob, of: None, bytes: signed(bytes), least_bytes: None });
+        shares.push(Share {
+            pid: None,
+            name: Some(job.into()),
+            what: What::RestOfJob,
+            of: None,
+            bytes: signed(bytes),
+            least_bytes: None,
+            cache: None,
+        });
     }
     shares.retain(|share| share.bytes > 0);
     let free = limit.map_or_else(limits::available_bytes, |room| room.free);
@@ -263,7 +293,7 @@ fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
     let (process, memory) = (&status.process, &status.memory);
     let part = |what, of: Option<&String>, bytes| {
         let (pid, name) = (Some(process.pid), Some(process.name.clone()));
-        Share { pid, name, what, of: of.cloned(), bytes: signed(bytes), least_bytes: None }
+        Share { pid, name, what, of: of.cloned(), bytes: signed(bytes), least_bytes: None, cache: None }
     };
     let backups = memory.tags.iter().map(|tag| {
         let what = if tag.paused_bytes == 0 { What::Retained } else { What::Backup };
@@ -332,7 +362,22 @@ pub fn describe(ledger: &Ledger) -> String {
         let _ = write!(text, ", {} reserved by the driver", Bytes(reserved));
     }
     let _ = writeln!(text, ", {} free, of {}", Bytes(*free_bytes), Bytes(*total_bytes));
-    text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], shares.iter().map(row))
+    text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], shares.iter().flat_map(rows))
+}
+
+/// A share's row, and below it what an allocator makes of it.
+fn rows(share: &Share) -> Vec<Vec<String>> {
+    let cache = share.cache.unwrap_or_default();
+    let parts = [
+        ("live", cache.live_bytes),
+        ("cached by the allocator (vramctl trim)", cache.cached_bytes),
+        ("free in partly used segments", cache.fragmented_bytes),
+    ];
+    let below = parts
+        .iter()
+        .filter(|_| share.cache.is_some())
+        .map(|(what, bytes)| vec![String::new(), String::new(), format!("  {what}"), format!("  {}", Bytes(*bytes))]);
+    [row(share)].into_iter().chain(below).collect()
 }
 
 #[cfg(test)]

@@ -22,6 +22,7 @@ mod suspend;
 mod tag;
 mod target;
 mod transition;
+mod trim;
 
 use clap::{Parser, Subcommand};
 use failure::{CommandError, Exit};
@@ -54,6 +55,8 @@ enum Command {
     Move(relocate::Args),
     /// Print what the processes hold and have done, for Prometheus
     Metrics(metrics::Args),
+    /// Have torch in processes return the GPU memory that it holds without using it
+    Trim(trim::Args),
     /// Set the tag for a process's future allocations
     SetTag(tag::Args),
     /// Check this machine, and report what would fail
@@ -86,6 +89,7 @@ impl Command {
             Self::Suspend(args) => suspend::suspend(args),
             Self::Move(args) => relocate::relocate(args),
             Self::Metrics(args) => metrics::metrics(&args),
+            Self::Trim(args) => trim::trim(&args),
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
@@ -101,6 +105,7 @@ impl Command {
             Self::Resume(args) => args.transition.json,
             Self::Suspend(args) => args.json,
             Self::Move(args) => args.json,
+            Self::Trim(args) => args.json,
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
             Self::Run(_) | Self::Metrics(_) | Self::PythonPath(_) | Self::Completions(_) => false,
@@ -117,6 +122,7 @@ fn after_help() -> String {
   vramctl pause kv_cache --discard                 free a tag and drop its contents
   vramctl pause && vramctl resume                  all tags of the only managed process
   vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back
+  vramctl trim engine                              return what torch has cached
   vramctl move engine --to 1                       go on with another GPU
   vramctl metrics --listen 9977                    for Prometheus
   vramctl doctor                                   check this machine

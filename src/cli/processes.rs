@@ -247,6 +247,24 @@ impl Found {
         self.directory.as_ref().map_or_else(Vec::new, |directory| ask(directory, &listening))
     }
 
+    /// Asks the programs' own allocators, such as torch's, what they hold. Who does not say in time is left out.
+    pub fn ask_allocators(&mut self) {
+        let Some(directory) = self.directory.clone() else { return };
+        thread::scope(|scope| {
+            for Process { pid, status, .. } in &mut self.processes {
+                let Ok(status) = status else { continue };
+                if !status.process.trims || status.memory.suspended.is_some() {
+                    continue;
+                }
+                let (directory, pid) = (&directory, *pid);
+                scope.spawn(move || {
+                    let told = Client::connect(directory, pid).and_then(|mut client| client.cache());
+                    status.memory.cache = told.unwrap_or_default();
+                });
+            }
+        });
+    }
+
     /// Connects to one of them.
     pub fn connect(&self, pid: u32) -> Result<Client, ClientError> {
         let nowhere = || ClientError::Io { pid, error: io::ErrorKind::NotFound.into() };
@@ -444,6 +462,7 @@ pub mod tests {
             job: None,
             ranks: Vec::new(),
             prepares: true,
+            trims: false,
         };
         let tag = |&(tag, state): &(&str, TagState)| {
             let paused_bytes = if state == TagState::Paused { 1 << 30 } else { 0 };
@@ -464,6 +483,7 @@ pub mod tests {
             cycles: Vec::new(),
             growing: Vec::new(),
             totals: BTreeMap::new(),
+            cache: Vec::new(),
         };
         Process { pid, name: Some(name.into()), status: Ok(ProcessStatus { process: hello, memory }) }
     }

@@ -79,7 +79,8 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
 
 fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, CommandError> {
     // All, since whoever is left out would look like a process without the library.
-    let found = Found::look(&Target::All)?;
+    let mut found = Found::look(&Target::All)?;
+    found.ask_allocators();
     let mut gpus = found.uuids(gpus)?;
     // Where nothing is managed, others may have memory.
     let chosen = if *target == Target::All { found.processes.clone() } else { found.choose(target)? };

@@ -12,6 +12,7 @@ use crate::progress::{Bar, Bars};
 use crate::status::come_so_far;
 use crate::suspend;
 use crate::target::{GpuArgs, TargetArgs, checked_tag, milliseconds, seconds};
+use crate::trim;
 use clap_complete::ArgValueCandidates;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -29,7 +30,7 @@ use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
 use vramctl_driver as driver;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, Plan, Progress, Report, TagState, Verb};
+use vramctl_model::{Backup, Plan, Progress, Report, TagState, Trimmed, Verb};
 use vramctl_model::{Error, Kind, Registered};
 
 #[derive(clap::Args)]
@@ -56,8 +57,10 @@ Examples:
   vramctl pause --name engine --timeout 2.5
   vramctl pause cache --no-hold              the program goes on with its other memory
   vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
+  vramctl pause --trim                       first return what torch holds without using it
   vramctl pause --dry-run                    show what would be paused, and change nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
+#[allow(clippy::struct_excessive_bools)] // options
 pub struct PauseArgs {
     #[command(flatten)]
     pub transition: Args,
@@ -79,6 +82,9 @@ pub struct PauseArgs {
     /// away reads and writes garbage there, instead of destroying the program's context
     #[arg(long)]
     guard: bool,
+    /// First have torch return what it holds without using it, as `vramctl trim` does, for at most 10 seconds
+    #[arg(long, conflicts_with = "dry_run")]
+    trim: bool,
     #[command(flatten)]
     hold: HoldArgs,
     #[command(flatten)]
@@ -138,7 +144,7 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
     /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}; a resume of a suspended process also has "restored",
-    /// with the times of the driver's part
+    /// with the times of the driver's part, and a pause with --trim "trimmed"
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only
@@ -165,6 +171,9 @@ struct Outcome {
     /// For one that was suspended: what brought it back to the GPU, before its tags were resumed.
     #[serde(skip_serializing_if = "Option::is_none")]
     restored: Option<Value>,
+    /// With `--trim`: what its own allocator has returned before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trimmed: Option<Trimmed>,
     #[serde(flatten)]
     result: Answer,
 }
@@ -222,6 +231,8 @@ impl JobOutcome {
 
 /// Longer than anyone waits, yet small enough to add to an `Instant`.
 const LONGEST_WAIT: Duration = Duration::from_secs(1 << 32);
+/// How long a program's allocator may take to return its cache before a pause.
+const TRIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the program's GPU work in flight may take once it is held.
 const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -229,7 +240,11 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     let backup = args.discard.then_some(Backup::Discard).or(args.backup);
     let patience = args.transition.timeout.unwrap_or_default();
     let hold_ms = args.hold.ms(args.transition.timeout);
+    let Args { target, json, quiet, .. } = &args.transition;
+    let trimmed =
+        if args.trim { trim::before_a_pause(&Target::from(target.clone()), TRIM_TIMEOUT, *json || *quiet)? } else { BTreeMap::new() };
     let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
+    asking.trimmed = trimmed;
     asking.request.backup = backup;
     asking.request.registered = args.registered;
     asking.request.guard = args.guard;
@@ -303,6 +318,8 @@ struct Asking {
     is_whole: bool,
     /// What brought those that were suspended back to the GPU.
     restored: BTreeMap<u32, Done>,
+    /// What their own allocators have returned before.
+    trimmed: BTreeMap<u32, Trimmed>,
     json: bool,
     quiet: bool,
     bars: Bars,
@@ -351,6 +368,7 @@ impl Asking {
             request,
             is_whole,
             restored,
+            trimmed: BTreeMap::new(),
             json: args.json,
             quiet: args.quiet,
             bars,
@@ -509,6 +527,7 @@ impl Asking {
             name: task.process.name().map(str::to_owned),
             tags: task.meant.clone(),
             restored: self.restored.get(&task.process.pid).map(|done| json!(done)),
+            trimmed: self.trimmed.get(&task.process.pid).cloned(),
             result: results.remove(&place).unwrap_or_else(|| unasked(task)),
         };
         (self.tasks.iter().enumerate().map(outcome).collect(), told)

@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
-use vramctl_model::{Events, GpuUse, Plan, Progress, Report};
+use vramctl_model::{Cached, Events, GpuUse, Plan, Progress, Report, Trimmed};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -158,6 +158,23 @@ impl Client {
     pub fn set_tag(&mut self, tag: Option<String>) -> Result<Option<String>, ClientError> {
         match self.ask(Request::SetTag { tag }, None, &mut |_| ())? {
             Reply::Tag { tag } => Ok(tag),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Asks what its own allocator holds.
+    pub fn cache(&mut self) -> Result<Vec<Cached>, ClientError> {
+        match self.ask(Request::Cache, None, &mut |_| ())? {
+            Reply::Cache { cache } => Ok(cache),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Has its own allocator return what it holds without using it.
+    pub fn trim(&mut self, timeout: Option<Duration>) -> Result<Trimmed, ClientError> {
+        let timeout_ms = timeout.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
+        match self.ask(Request::Trim { timeout_ms }, None, &mut |_| ())? {
+            Reply::Trimmed(done) => Ok(done),
             other => Err(self.unexpected(&other)),
         }
     }

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use vramctl_model::{
-    Backup, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage, Status,
-    TransitionRequest, Verb,
+    Backup, Cached, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage, Status,
+    TransitionRequest, Trimmed, Verb,
 };
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
@@ -83,6 +83,14 @@ pub enum Request {
     Counted {
         /// Bytes by the UUID of the GPU.
         gpus: BTreeMap<String, u64>,
+    },
+    /// What does the program's own allocator, such as torch's, hold? At most 200 ms.
+    Cache,
+    /// Have it return what it holds without using it.
+    Trim {
+        /// Within this many milliseconds; 10 s if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        timeout_ms: Option<u64>,
     },
     /// Pass me the memory behind an IPC handle. Between the libraries of two processes. The memory counts as open until it is
     /// closed or the connection ends.
@@ -212,6 +220,13 @@ pub enum Reply {
     },
     /// To `counted`.
     Counted,
+    /// To `cache`.
+    Cache {
+        /// By GPU and tag.
+        cache: Vec<Cached>,
+    },
+    /// To `trim`.
+    Trimmed(Trimmed),
     /// To `open`: with the line come as many file descriptors.
     Opened {
         /// The length of each in bytes.
@@ -258,6 +273,9 @@ pub struct Hello {
     /// Whether it understands `hold` and `prepare`.
     #[serde(default)]
     pub prepares: bool,
+    /// Whether its own allocator, such as torch's, can be asked: it understands `cache` and `trim`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub trims: bool,
 }
 
 /// A process and its memory.

@@ -6,7 +6,7 @@
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::Memory;
 use crate::suspend::suspended;
-use crate::{engine, events, lease, residue};
+use crate::{cache, engine, events, lease, residue};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
@@ -19,6 +19,10 @@ use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Re
 use vramctl_host::{Held, PerProcess, exit, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
+/// How long the program's allocator may take to say what it holds.
+const CACHE_WITHIN: Duration = Duration::from_millis(200);
+/// How long it may take to return it, unless the client says.
+const TRIM_WITHIN: Duration = Duration::from_secs(10);
 /// Delay between attempts to create the socket.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
 /// Starts this process's server unless it is running. A failure is logged once and does not affect the program. Creating the
@@ -229,6 +233,8 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
             residue::counted(gpus);
             Ok(Reply::Counted)
         }
+        Request::Cache => cache::ask(CACHE_WITHIN).map(|cache| Reply::Cache { cache }),
+        Request::Trim { timeout_ms } => cache::trim(timeout_ms.map_or(TRIM_WITHIN, Duration::from_millis)).map(Reply::Trimmed),
         Request::Open { token } => {
             let loan = connection.lend(&token)?;
             let pieces;
@@ -257,5 +263,6 @@ fn hello() -> Hello {
         job: Config::get().job.clone(),
         ranks: lease::ranks().clone(),
         prepares: true,
+        trims: cache::is_served(),
     }
 }

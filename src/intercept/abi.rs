@@ -11,9 +11,10 @@ use std::path::Path;
 use std::time::Duration;
 use std::{ptr, slice};
 use vramctl_control::protocol::Refusal;
+use vramctl_core::cache::{self, Errand, Segment};
 use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
-use vramctl_model::{Backup, Error, Kind, Report, Span, TransitionRequest};
+use vramctl_model::{Backup, Error, Kind, Span, TransitionRequest};
 
 /// A result code. Codes never change their meaning; new ones may be added.
 #[repr(i32)]
@@ -167,7 +168,7 @@ pub unsafe extern "C" fn vramctl_pause(tag: *const c_char, timeout_ms: i64, back
     answer(|| {
         // SAFETY: the caller's promise.
         let request = TransitionRequest { backup: policy(backup)?, ..unsafe { request(tag, timeout_ms)? } };
-        keep_report(Memory::get().pause(&request, &mut ())?);
+        keep_report(&Memory::get().pause(&request, &mut ())?);
         Ok(())
     })
 }
@@ -237,7 +238,7 @@ pub unsafe extern "C" fn vramctl_pause_tags(
         if tags.iter().any(|one| one.tag.is_null()) {
             request.tags.clear();
         }
-        keep_report(Memory::get().pause(&request, &mut ())?);
+        keep_report(&Memory::get().pause(&request, &mut ())?);
         Ok(())
     })
 }
@@ -256,7 +257,7 @@ pub unsafe extern "C" fn vramctl_resume(tag: *const c_char, timeout_ms: i64) -> 
         // SAFETY: the caller's promise.
         let mut request = unsafe { request(tag, timeout_ms)? };
         request.timeout = request.timeout.or(Some(Duration::MAX));
-        keep_report(Memory::get().resume(&request, &mut ())?);
+        keep_report(&Memory::get().resume(&request, &mut ())?);
         Ok(())
     })
 }
@@ -279,15 +280,15 @@ pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: 
         let tags = names.into_iter().map(|name| name.map(str::to_owned)).collect::<Option<Vec<_>>>();
         let timeout = timeout(timeout_ms).or(Some(Duration::MAX));
         keep_report(
-            Memory::get()
+            &Memory::get()
                 .resume(&TransitionRequest { tags: tags.unwrap_or_default(), timeout, ..TransitionRequest::default() }, &mut ())?,
         );
         Ok(())
     })
 }
 
-/// Writes the report of the calling thread's last successful pause or resume to `buffer`, as a NUL-terminated JSON
-/// object: the fields of the control protocol's `done` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if
+/// Writes the report of the calling thread's last successful pause, resume or trim to `buffer`, as a NUL-terminated JSON
+/// object: the fields of the control protocol's `done` or `trimmed` reply (`docs/protocol.md`), in bytes and milliseconds; `{}` if
 /// there was none.
 ///
 /// If `needed` is not null, it receives the string's size in bytes, including the NUL. If `capacity` is smaller,
@@ -298,9 +299,9 @@ pub unsafe extern "C" fn vramctl_resume_tags(tags: *const *const c_char, count: 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramctl_last_report_json(buffer: *mut c_char, capacity: usize, needed: *mut usize) -> VramctlResult {
     answer(|| {
-        let report = LAST.try_with(|last| last.try_borrow().map(|last| json(last.report.as_ref())));
+        let report = LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.report.clone())).ok().flatten();
         // SAFETY: the caller's promise.
-        unsafe { put(&report.unwrap_or(Ok(json(None::<&Report>))).unwrap_or_default(), buffer, capacity, needed) }
+        unsafe { put(report.as_deref().unwrap_or("{}"), buffer, capacity, needed) }
     })
 }
 
@@ -394,6 +395,99 @@ pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
     })
 }
 
+/// What a program's own allocator is asked, by `vramctl_cache_wait`.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VramctlCacheTask {
+    /// Report what there is.
+    Report = 1,
+    /// Report what there is, return what can be returned to CUDA, and report again.
+    Trim = 2,
+}
+
+/// A piece of memory that a program's own allocator has from CUDA.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct VramctlSegment {
+    /// First address.
+    pub address: *const c_void,
+    /// Length in bytes.
+    pub bytes: usize,
+    /// Of that, bytes in use. If none, all of it counts as cached; else the rest counts as fragmented.
+    pub live_bytes: usize,
+}
+
+/// For a program with an allocator of its own, which holds free memory: waits until somebody wants to know what it holds
+/// (`vramctl status --ledger`), or wants that returned (`vramctl trim`, `vramctl_trim`), and writes a `VramctlCacheTask` to
+/// `task`. The Python package does all this for torch.
+///
+/// One thread of the program calls this again and again, and does nothing else. After each call it does the task, calling
+/// `vramctl_cache_report` before and after what it returns, and then calls `vramctl_cache_answer`. Its stream capture mode
+/// (`cuThreadExchangeStreamCaptureMode`) is relaxed from the first task on, so that what it frees leaves captures of other
+/// threads intact. If a report fails, nobody waits for the task any more, and the thread goes on to the answer.
+///
+/// # Safety
+/// `task` must be writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_cache_wait(task: *mut i32) -> VramctlResult {
+    answer(|| {
+        if task.is_null() {
+            return Err(Error::Invalid("`task` is null".into()));
+        }
+        let wanted = match cache::wait() {
+            Errand::Report => VramctlCacheTask::Report,
+            Errand::Trim => VramctlCacheTask::Trim,
+        };
+        // SAFETY: the caller's promise.
+        unsafe { task.write(wanted as i32) };
+        Ok(())
+    })
+}
+
+/// For the thread that calls `vramctl_cache_wait`: the memory that the allocator has from CUDA now.
+///
+/// # Safety
+/// `segments` must be readable for `count` entries (or null if `count` is 0).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_cache_report(segments: *const VramctlSegment, count: usize) -> VramctlResult {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let segments = unsafe { array(segments, count, "segments")? };
+        let segment =
+            |of: &VramctlSegment| Segment { address: of.address as u64, bytes: of.bytes as u64, live_bytes: of.live_bytes as u64 };
+        cache::report(&segments.iter().map(segment).collect::<Vec<_>>())
+    })
+}
+
+/// For the thread that calls `vramctl_cache_wait`: the task is done if `problem` is null, else it says why not. A call before
+/// the first task tells that there is such a thread, which may not have come to wait yet.
+///
+/// # Safety
+/// `problem` must be null or NUL-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramctl_cache_answer(problem: *const c_char) -> VramctlResult {
+    answer(|| {
+        // SAFETY: NUL-terminated where not null, by the caller's promise.
+        let problem = (!problem.is_null()).then(|| unsafe { CStr::from_ptr(problem) }.to_string_lossy());
+        cache::answer(problem.as_deref());
+        Ok(())
+    })
+}
+
+/// Has the program's own allocator return to CUDA what it holds without using it, and waits for that. Not from the thread
+/// that calls `vramctl_cache_wait`, which does it. `vramctl_last_report_json` then has the fields of the control protocol's
+/// `trimmed` reply (`docs/protocol.md`).
+///
+/// `timeout_ms`: how long to wait, in milliseconds; a negative value means 10 seconds. Returns `Busy` after that, and
+/// `Invalid` if no thread serves or the program is held.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_trim(timeout_ms: i64) -> VramctlResult {
+    answer(|| {
+        keep_report(&cache::trim(timeout(timeout_ms).unwrap_or(Duration::from_secs(10)))?);
+        Ok(())
+    })
+}
+
 /// Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and
 /// `vramctl pause` refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws
 /// the declaration.
@@ -465,12 +559,13 @@ struct Last {
     error: Option<Error>,
     /// The error's message as a C string.
     error_text: CString,
-    report: Option<Report>,
+    /// As JSON.
+    report: Option<String>,
 }
 
 /// Stores a report for `vramctl_last_report_json`.
-fn keep_report(report: Report) {
-    let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.report = Some(report)));
+fn keep_report(report: &impl serde::Serialize) {
+    let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.report = Some(json(Some(report)))));
 }
 
 fn json(value: Option<&impl serde::Serialize>) -> String {

@@ -38,6 +38,8 @@ pub enum Error {
     Busy(Duration),
     /// The program could not be held in time; the text says what is in the way.
     NotHeld(String),
+    /// The program did not do something in time; the text says what.
+    Late(String),
     /// The device has no virtual memory management.
     Unsupported,
     /// The pause would drop a KV cache that this inference engine's prefix cache still describes.
@@ -178,7 +180,7 @@ impl Error {
             Self::Disk(_) => Kind::Disk,
             Self::UnknownTag { .. } => Kind::UnknownTag,
             Self::Capturing => Kind::Capturing,
-            Self::Busy(_) | Self::NotHeld(_) => Kind::Busy,
+            Self::Busy(_) | Self::NotHeld(_) | Self::Late(_) => Kind::Busy,
             Self::Unsupported => Kind::Unsupported,
             Self::PrefixCache(_) => Kind::PrefixCache,
             Self::Registered(_) => Kind::Registered,
@@ -207,6 +209,7 @@ impl Error {
             Self::Ending => code::DEINITIALIZED,
             Self::Busy(_)
             | Self::NotHeld(_)
+            | Self::Late(_)
             | Self::PrefixCache(_)
             | Self::Registered(_)
             | Self::Shared(_)
@@ -286,7 +289,7 @@ impl fmt::Display for Error {
                 let obstacles: Vec<_> = obstacles.iter().map(ToString::to_string).collect();
                 write!(out, "the driver could checkpoint the process, but not restore it: {}", obstacles.join("; "))
             }
-            Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) => write!(out, "{why}"),
+            Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) | Self::Late(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
             Self::Aborted(why) => write!(out, "taken back: {why}; nothing has changed"),
             Self::Leased => write!(out, "another client is pausing or resuming this process right now; try again"),

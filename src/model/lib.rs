@@ -3,6 +3,7 @@
 //!
 //! This crate depends on no other crate of the project and holds no state.
 
+mod cache;
 mod error;
 mod event;
 mod failure;
@@ -18,6 +19,7 @@ mod status;
 mod totals;
 mod units;
 
+pub use cache::{Cached, Trimmed};
 pub use error::{Error, Kind, Shortage};
 pub use event::{Events, Happening, MemoryOwner, OwnersBytes, TraceEvent};
 pub use failure::{Failure, StatusCode, code};

@@ -1,6 +1,6 @@
 //! The state of a process, by tag and by device.
 
-use crate::{Backup, Cycle, GpuUse, Growth, Obstacle, Progress, Totals, Verb};
+use crate::{Backup, Cached, Cycle, GpuUse, Growth, Obstacle, Progress, Totals, Verb};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -44,6 +44,9 @@ pub struct Status {
     /// What its pauses and resumes add up to since it began. Absent before the first.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub totals: BTreeMap<Verb, Totals>,
+    /// What the program's own allocator holds. Only where it was asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cache: Vec<Cached>,
 }
 
 /// Memory of another process that this one has open (CUDA IPC), on one GPU.

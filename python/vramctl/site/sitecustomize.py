@@ -1,6 +1,6 @@
 """Python runs this at startup in programs under `vramctl run`, which puts this directory on PYTHONPATH.
 
-It registers import hooks for inference engines if something is preloaded, then runs the `sitecustomize` it hides.
+It registers import hooks for inference engines and torch if something is preloaded, then runs the `sitecustomize` it hides.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ def _watch_for_engines() -> None:
 
     for engine in ("vllm", "sglang"):
         imports.when_imported(engine, install)
+
+    # The package then asks torch to return its cache when somebody wants that.
+    imports.when_imported("torch", lambda torch: importlib.import_module("vramctl"))
 
 
 def _run_the_next() -> None:

@@ -112,6 +112,7 @@ impl Memory {
             late_bytes: driver::leftover_bytes(),
             left_alone: left::status(),
             growing: Cycle::growing(&cycles),
+            cache: Vec::new(),
             cycles,
             totals: totals::so_far(),
         }

@@ -8,6 +8,7 @@ from typing import Any
 from . import memory as memory
 from .memory import MemPool as MemPool
 from .memory import PoolId
+from .memory import memory_reserved as memory_reserved
 from .memory import memory_snapshot as memory_snapshot
 from .memory import memory_stats as memory_stats
 from .memory import use_mem_pool as use_mem_pool
@@ -21,6 +22,11 @@ def is_available() -> bool:
 
 def init() -> None:
     memory.runtime()
+
+
+def _lazy_call(function: Any) -> None:
+    """Calls it when CUDA is initialized: now, if it is."""
+    memory.when_initialized(function)
 
 
 def is_initialized() -> bool:

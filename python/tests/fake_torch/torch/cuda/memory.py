@@ -19,6 +19,7 @@ backend = "native"
 destroyed: list[PoolId] = []
 
 _runtime: Cuda | None = None
+_waiting: list[Any] = []
 _allocators: dict[int, Allocator] = {}
 _settings: dict[str, Any] = {"text": "", "expandable": False}
 _numbers = itertools.count(1)
@@ -30,7 +31,17 @@ def runtime() -> Cuda:
     global _runtime
     if _runtime is None:
         _runtime = Cuda()
+        for function in _waiting:
+            function()
+        _waiting.clear()
     return _runtime
+
+
+def when_initialized(function: Any) -> None:
+    if initialized():
+        function()
+    else:
+        _waiting.append(function)
 
 
 def initialized() -> bool:
@@ -247,6 +258,10 @@ def _snapshot(device: Any = None) -> dict[str, Any]:
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     return {"allocation.all.allocated": allocator(int(device)).made} if initialized() else {}
+
+
+def memory_reserved(device: int) -> int:
+    return sum(segment.size for segment in allocator(device).segments)
 
 
 def empty_cache() -> None:

@@ -1,0 +1,106 @@
+"""Returns the memory that torch's allocator holds without using it, when somebody asks: `vramctl trim`, `vramctl.trim()`.
+
+A daemon thread of this package waits in the library, without the interpreter lock, and does what it is asked. Not a pending call
+on the main thread: an idle server's main thread sits in a system call and runs none, and idle is when a trim is wanted. And the
+library's own threads run no Python: one that waits for the interpreter lock when the interpreter ends would be ended there.
+
+Other threads may go on meanwhile. Torch's allocator and the garbage collector allow that: both run in whatever thread comes
+along. The library has put this thread's stream captures into the relaxed mode, so that what it frees does not invalidate the
+captures of others. `torch.cuda.synchronize()` would, so it is not called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import threading
+from typing import Any
+
+from . import _library, _torch, errors
+
+_TRIM = 2  # VRAMCTL_CACHE_TASK_TRIM
+_MOST_ROUNDS = 3
+#: A round that returns less is the last.
+_WORTH_ANOTHER = 1 << 30
+
+_lock = threading.Lock()
+#: The process that has the thread.
+_serves_in: int | None = None
+
+
+def install(torch: Any) -> None:
+    """Starts the thread as soon as torch uses CUDA, in this process or in a forked child."""
+    library = _library.find()
+    if library is None or not library.has("cache_wait"):
+        return
+    # Runs now if torch uses it already.
+    when_initialized = getattr(torch.cuda, "_lazy_call", None)
+    if when_initialized is not None:
+        when_initialized(_serve)
+
+
+def ensure() -> None:
+    """Starts the thread if torch uses CUDA and it does not run."""
+    if _torch.is_used():
+        _serve()
+
+
+def _serve() -> None:
+    global _serves_in
+    library = _library.find()
+    with _lock:
+        if library is None or not library.has("cache_wait") or _serves_in == os.getpid():
+            return
+        _serves_in = os.getpid()
+    threading.Thread(target=_work, args=(library,), name="vramctl-trim", daemon=True).start()
+    # Whoever asks from now on waits for it.
+    library.call("cache_answer", None)
+
+
+def _work(library: _library.Library) -> None:
+    # The program's signals are for the program's threads.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    task = ctypes.c_int32()
+    try:
+        while True:
+            library.call("cache_wait", ctypes.byref(task))
+            problem = None
+            try:
+                _do(library, task.value)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}".encode(errors="replace").replace(b"\0", b" ")
+            library.call("cache_answer", problem)
+    except errors.Error:
+        logging.getLogger("vramctl").warning("vramctl: torch's cache cannot be returned any more", exc_info=True)
+
+
+def _do(library: _library.Library, task: int) -> None:
+    torch = _torch.loaded()
+    if torch is None or not _torch.is_used():
+        raise errors.Unsupported("torch's own allocator is not in use")
+    _report(library)
+    if task != _TRIM:
+        return
+    before = _reserved(torch)
+    for _ in range(_MOST_ROUNDS):
+        gc.collect()
+        torch.cuda.empty_cache()
+        after = _reserved(torch)
+        if before - after < _WORTH_ANOTHER:
+            break
+        before = after
+    _report(library)
+
+
+def _report(library: _library.Library) -> None:
+    segments = _torch.segments()
+    library.call(
+        "cache_report", (_library.Segment * len(segments))(*(_library.Segment(*each) for each in segments)), len(segments)
+    )
+
+
+def _reserved(torch: Any) -> int:
+    return sum(int(torch.cuda.memory_reserved(device)) for device in range(torch.cuda.device_count()))

@@ -1,0 +1,160 @@
+//! `vramctl trim`, and the trim before a pause.
+
+use crate::completions;
+use crate::failure::{CommandError, Exit};
+use crate::output;
+use crate::processes::{Found, Process, Target};
+use crate::target::{TargetArgs, seconds};
+use clap_complete::ArgValueCandidates;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::thread;
+use std::time::Duration;
+use vramctl_model::{Bytes, Cached, Trimmed};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+PyTorch keeps the GPU memory that its tensors no longer use. This has it collect garbage and empty its cache, up to three times, \
+until a round returns less than 1 GiB, and tells what came back and what is stuck: free memory in segments that still hold a \
+tensor. A thread of the Python package does it in the program, next to its work, as soon as the interpreter lets it; if that is \
+not within --timeout, nothing happens, with exit code 5.
+
+Without a target, all managed processes whose allocator can be asked. A held program cannot be trimmed: `vramctl pause --trim` \
+trims before it holds.
+
+Examples:
+  vramctl trim engine
+  vramctl trim --timeout 60
+  vramctl pause --trim --name engine          trim, then pause")]
+pub struct Args {
+    /// The processes with this name, or the one with this id
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
+    process: Option<String>,
+    #[command(flatten)]
+    target: TargetArgs,
+    /// How many seconds to wait for each program's allocator
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    timeout: Duration,
+    /// Print JSON: {"processes": [{"pid", "name", "trimmed" or "error"}]}, with the fields of a `trimmed` reply (docs/protocol.md)
+    #[arg(long)]
+    pub json: bool,
+}
+
+pub fn trim(args: &Args) -> Result<Exit, CommandError> {
+    let named = args.process.clone().map(Target::parse);
+    let target = named.unwrap_or_else(|| match Target::from(args.target.clone()) {
+        Target::Only => Target::All,
+        target => target,
+    });
+    let found = Found::look(&target)?;
+    let mut chosen = found.choose_answering(&target)?;
+    if target == Target::All && chosen.iter().any(trims) {
+        chosen.retain(trims);
+    }
+    let done = all(&found, &chosen, args.timeout);
+    if args.json {
+        let answer = |(process, done): (&Process, &Result<Trimmed, CommandError>)| match done {
+            Ok(trimmed) => json!({ "pid": process.pid, "name": process.name(), "trimmed": trimmed }),
+            Err(failure) => json!({ "pid": process.pid, "name": process.name(), "error": failure }),
+        };
+        output::json(&chosen.iter().zip(&done).map(answer).collect::<Vec<_>>())?;
+    }
+    let mut exit = Exit::Done;
+    for (process, done) in chosen.iter().zip(&done) {
+        match done {
+            Ok(_) if args.json => (),
+            Ok(trimmed) => output::say(&describe(process, trimmed))?,
+            Err(failure) => {
+                if !args.json {
+                    output::complain("error", &format!("{process}: {failure}"));
+                }
+                exit = if exit == Exit::Done { failure.exit() } else { exit };
+            }
+        }
+    }
+    Ok(exit)
+}
+
+fn trims(process: &Process) -> bool {
+    process.status.as_ref().is_ok_and(|status| status.process.trims)
+}
+
+/// Trims these at once.
+fn all(found: &Found, processes: &[Process], timeout: Duration) -> Vec<Result<Trimmed, CommandError>> {
+    let one = |process: &Process| Ok(found.connect(process.pid)?.trim(Some(timeout))?);
+    thread::scope(|scope| {
+        let threads: Vec<_> = processes.iter().map(|process| scope.spawn(move || one(process))).collect();
+        let broken = || Err(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| broken())).collect()
+    })
+}
+
+/// Before a pause: trims those that run and can be asked. What cannot be trimmed is paused all the same. Returns what was done, by
+/// process.
+pub fn before_a_pause(target: &Target, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Trimmed>, CommandError> {
+    let found = Found::look(target)?;
+    // Whoever does not answer, or does not exist, is reported by the pause.
+    let Ok(mut chosen) = found.choose(target) else { return Ok(BTreeMap::new()) };
+    chosen.retain(|process| trims(process) && !process.is_held() && process.suspended().is_none());
+    if chosen.is_empty() {
+        output::complain("note", "nothing to trim: no program that runs has an allocator that can be asked");
+    }
+    let mut trimmed = BTreeMap::new();
+    for (process, done) in chosen.iter().zip(all(&found, &chosen, timeout)) {
+        match done {
+            Ok(done) => {
+                if !quiet {
+                    output::say(&describe(process, &done))?;
+                }
+                trimmed.insert(process.pid, done);
+            }
+            Err(failure) => output::complain("warning", &format!("{process} is paused untrimmed: {failure}")),
+        }
+    }
+    Ok(trimmed)
+}
+
+/// For people.
+fn describe(process: &Process, Trimmed { returned_bytes, cache, ms }: &Trimmed) -> String {
+    let mut text = format!("trimmed {process}: {} returned in {ms:.0} ms", Bytes(*returned_bytes));
+    for part @ Cached { returned_bytes, cached_bytes, fragmented_bytes, .. } in cache {
+        if returned_bytes + cached_bytes + fragmented_bytes == 0 {
+            continue;
+        }
+        let tag = part.tag.as_deref().unwrap_or("without a tag");
+        let _ = write!(text, "\n  {tag}: {} returned", Bytes(*returned_bytes));
+        if *fragmented_bytes > 0 {
+            let _ = write!(text, ", {} stuck in partly used segments", Bytes(*fragmented_bytes));
+        }
+        if *cached_bytes > 0 {
+            let _ = write!(text, ", {} kept in pools of its own", Bytes(*cached_bytes));
+        }
+        if cache.iter().any(|other| other.gpu != part.gpu) {
+            let _ = write!(text, " ({})", part.gpu.as_deref().unwrap_or("GPU unknown"));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::processes::tests::process;
+
+    #[test]
+    fn what_came_back_and_what_is_stuck_is_told_by_tag() {
+        let part = |tag: &str, returned: u64, stuck: u64, kept: u64| Cached {
+            tag: Some(tag.into()),
+            returned_bytes: returned << 20,
+            fragmented_bytes: stuck << 20,
+            cached_bytes: kept << 20,
+            ..Cached::default()
+        };
+        let cache = vec![part("default", 40, 3, 0), part("kv", 0, 0, 20), part("weights", 0, 0, 0)];
+        let text = describe(&process(1, "engine", &[]), &Trimmed { returned_bytes: 40 << 20, cache, ms: 12.3 });
+        let wanted = "trimmed engine (pid 1): 40.00 MiB returned in 12 ms\n  default: 40.00 MiB returned, 3.00 MiB stuck in partly used \
+                      segments\n  kv: 0 B returned, 20.00 MiB kept in pools of its own";
+        assert_eq!(text, wanted);
+    }
+}

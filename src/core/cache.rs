@@ -1,0 +1,235 @@
+//! The program's own allocator, such as torch's: what it holds without using it, and returning that.
+//!
+//! Only the program can ask its allocator, and only where the allocator allows it. So a thread of the program's serves
+//! ([`wait`], [`report`], [`answer`]) and nothing of the program runs in a thread of the library's: a thread that takes Python's
+//! interpreter lock may wait for it for ever, and is ended in the middle of its stack when the interpreter ends. Who asks waits for
+//! a limited time, whatever that thread waits for.
+
+use crate::gate;
+use crate::memory::Memory;
+use std::collections::BTreeMap;
+use std::mem;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
+use vramctl_host::{PerProcess, exit};
+use vramctl_model::{Bytes, Cached, Error, Trimmed};
+
+/// What the serving thread is to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Errand {
+    /// Report what there is.
+    Report,
+    /// Report, return what can be returned, and report again.
+    Trim,
+}
+
+/// A piece of memory that the allocator has from CUDA.
+#[derive(Debug, Clone, Copy)]
+pub struct Segment {
+    /// Where it begins.
+    pub address: CUdeviceptr,
+    /// Its length.
+    pub bytes: u64,
+    /// Of that, bytes in use.
+    pub live_bytes: u64,
+}
+
+/// What there is, by GPU and tag.
+type ByTag = BTreeMap<(Option<String>, Option<Arc<str>>), Cached>;
+
+static WICKET: PerProcess<Wicket> = PerProcess::new(Wicket::default);
+
+/// Where a caller and the serving thread meet.
+#[derive(Default)]
+struct Wicket {
+    state: Mutex<Meeting>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Meeting {
+    is_served: bool,
+    deal: Deal,
+    /// The first and the last report of this deal.
+    reports: Option<(ByTag, ByTag)>,
+}
+
+/// State of the one errand that can be in progress.
+#[derive(Default)]
+enum Deal {
+    #[default]
+    Free,
+    Asked(Errand),
+    Working,
+    /// The thread is working, but its caller has given up.
+    Unwanted,
+    Answered(Result<(), String>),
+}
+
+impl Wicket {
+    fn lock(&self) -> MutexGuard<'_, Meeting> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `is_so`. `None` at the deadline, or when the program ends.
+    fn until(&self, deadline: Instant, is_so: fn(&Deal) -> bool) -> Option<MutexGuard<'_, Meeting>> {
+        /// How soon the program's end is noticed.
+        const LOOK_EVERY: Duration = Duration::from_millis(100);
+        let mut state = self.lock();
+        while !is_so(&state.deal) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || exit::is_ending() {
+                return None;
+            }
+            state = self.changed.wait_timeout(state, left.min(LOOK_EVERY)).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Some(state)
+    }
+}
+
+/// Whether a thread of the program serves.
+pub fn is_served() -> bool {
+    WICKET.existing().is_some_and(|wicket| wicket.lock().is_served)
+}
+
+/// The serving thread: waits for the next errand. From then on its calls leave stream captures of other threads intact.
+pub fn wait() -> Errand {
+    let wicket = WICKET.get();
+    let mut state = wicket.lock();
+    state.is_served = true;
+    // One that comes back without an answer has none.
+    finish(&mut state, Err("the program's allocator has not answered".into()));
+    wicket.changed.notify_all();
+    loop {
+        if let Deal::Asked(errand) = state.deal {
+            state.deal = Deal::Working;
+            state.reports = None;
+            drop(state);
+            // For good: the thread does nothing else.
+            mem::forget(RelaxedCapture::enter());
+            return errand;
+        }
+        state = wicket.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+/// The serving thread: this is what there is. The first time, an error if nobody waits for it any more.
+pub fn report(segments: &[Segment]) -> Result<(), Error> {
+    let parts = parts_of(segments);
+    let mut state = WICKET.get().lock();
+    let first = state.reports.take().map(|(first, _)| first);
+    match (&state.deal, first) {
+        (Deal::Working, None) => state.reports = Some((parts.clone(), parts)),
+        (Deal::Working | Deal::Unwanted, Some(first)) => state.reports = Some((first, parts)),
+        (Deal::Unwanted, None) => return Err(Error::Aborted("nobody waits for it any more".into())),
+        _ => return Err(Error::Invalid("nobody has asked for it: first comes vramctl_cache_wait".into())),
+    }
+    Ok(())
+}
+
+/// The serving thread: the errand is done, or why not. Before the first errand: there is such a thread.
+pub fn answer(problem: Option<&str>) {
+    let wicket = WICKET.get();
+    let mut state = wicket.lock();
+    state.is_served = true;
+    finish(&mut state, problem.map_or(Ok(()), |problem| Err(problem.to_owned())));
+    drop(state);
+    wicket.changed.notify_all();
+}
+
+fn finish(state: &mut Meeting, answer: Result<(), String>) {
+    match state.deal {
+        Deal::Working => state.deal = Deal::Answered(answer),
+        Deal::Unwanted => state.deal = Deal::Free,
+        Deal::Free | Deal::Asked(_) | Deal::Answered(_) => (),
+    }
+}
+
+/// What the allocator has. Waits for `limit` at most.
+pub fn ask(limit: Duration) -> Result<Vec<Cached>, Error> {
+    carry_out(Errand::Report, limit).map(|(_, now)| now.into_values().collect())
+}
+
+/// Has the allocator return what it can. Waits for `limit` at most; what has begun goes on.
+pub fn trim(limit: Duration) -> Result<Trimmed, Error> {
+    if gate::is_held() {
+        let why = "the program is held, so that its allocator could wait for ever in the middle of it. Resume it first, or pause it \
+                   with --trim";
+        return Err(Error::Invalid(why.into()));
+    }
+    let begun = Instant::now();
+    let (before, now) = carry_out(Errand::Trim, limit)?;
+    let mut all = now;
+    for (of, before) in before {
+        let now = all.entry(of).or_insert_with(|| Cached { gpu: before.gpu.clone(), tag: before.tag.clone(), ..Cached::default() });
+        now.returned_bytes = in_all(&before).saturating_sub(in_all(now));
+    }
+    let cache: Vec<_> = all.into_values().collect();
+    let returned_bytes = cache.iter().map(|part| part.returned_bytes).sum();
+    let ms = begun.elapsed().as_secs_f64() * 1e3;
+    log::info!("the program's allocator has returned {} in {ms:.0} ms", Bytes(returned_bytes));
+    Ok(Trimmed { returned_bytes, cache, ms })
+}
+
+fn in_all(part: &Cached) -> u64 {
+    part.live_bytes + part.cached_bytes + part.fragmented_bytes
+}
+
+fn carry_out(errand: Errand, limit: Duration) -> Result<(ByTag, ByTag), Error> {
+    /// Yet small enough to add to an `Instant`.
+    const LONGEST: Duration = Duration::from_secs(3600);
+    if !is_served() {
+        let why = "no allocator of this program returns cached memory: it has not used torch with CUDA yet, its Python does not find \
+                   vramctl (start it with `vramctl run`), or it is another kind of program (vramctl_cache_wait in vramctl.h)";
+        return Err(Error::Invalid(why.into()));
+    }
+    let (wicket, deadline) = (WICKET.get(), Instant::now() + limit.min(LONGEST));
+    let late = |why: &str| {
+        if exit::is_ending() { Error::Ending } else { Error::Late(format!("not within {} ms: {why}", limit.as_millis())) }
+    };
+    let mut state =
+        wicket.until(deadline, |deal| matches!(deal, Deal::Free)).ok_or_else(|| late("its allocator is busy with an earlier request"))?;
+    state.deal = Deal::Asked(errand);
+    drop(state);
+    wicket.changed.notify_all();
+    if let Some(mut state) = wicket.until(deadline, |deal| matches!(deal, Deal::Answered(_))) {
+        let (deal, reports) = (mem::take(&mut state.deal), state.reports.take());
+        drop(state);
+        wicket.changed.notify_all();
+        return match (deal, reports) {
+            (Deal::Answered(Err(problem)), _) => Err(Error::Invalid(format!("the program's allocator: {problem}"))),
+            (_, reports) => Ok(reports.unwrap_or_default()),
+        };
+    }
+    let mut state = wicket.lock();
+    let has_begun = state.reports.is_some();
+    // It may have answered just now, or not have seen the errand yet.
+    state.deal = if matches!(state.deal, Deal::Working) { Deal::Unwanted } else { Deal::Free };
+    drop(state);
+    wicket.changed.notify_all();
+    Err(late(if has_begun {
+        "it goes on, and takes longer"
+    } else {
+        "it has not begun, and will not: the program's Python does not run other threads now, because one of them keeps the \
+         interpreter lock, in a long call or while the program is held. Try again"
+    }))
+}
+
+fn parts_of(segments: &[Segment]) -> ByTag {
+    let (mut parts, mut uuids) = (ByTag::new(), BTreeMap::new());
+    for Segment { address, bytes, live_bytes } in segments {
+        let found = Memory::existing().and_then(|memory| memory.find(*address));
+        let gpu = found.as_ref().and_then(|found| uuids.entry(found.device).or_insert_with(|| driver::uuid(found.device)).clone());
+        let tag = found.map(|found| Arc::clone(&found.tag));
+        let part = parts.entry((gpu.clone(), tag.clone())).or_insert_with(|| Cached {
+            gpu,
+            tag: tag.map(|tag| tag.to_string()),
+            ..Cached::default()
+        });
+        let live = (*live_bytes).min(*bytes);
+        part.live_bytes += live;
+        *(if live == 0 { &mut part.cached_bytes } else { &mut part.fragmented_bytes }) += bytes - live;
+    }
+    parts
+}
