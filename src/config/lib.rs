@@ -18,6 +18,7 @@
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
 //! | `VRAMCTL_JOB` | identifies the job of processes without a name; `vramctl run` sets it | unset |
 //! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
+//! | `VRAMCTL_REPORT_DIR` | where a process that runs out of device memory writes its reports as JSON; it keeps its last ten | none are written |
 //! | `VRAMCTL_LOG` | `off`, `error`, `warn`, `info` or `debug`: what goes to stderr | `warn` |
 //!
 //! The variables of `torch_memory_saver` are fallbacks for these (`docs/torch_memory_saver.md`):
@@ -137,6 +138,8 @@ pub struct Directories {
     disk: PathBuf,
     /// Whether to create `disk`, as users of `TMS_DISK_BACKUP_DIR` expect.
     makes_disk: bool,
+    /// For reports of device memory that has run out.
+    reports: Option<PathBuf>,
 }
 
 impl Directories {
@@ -150,7 +153,8 @@ impl Directories {
         let disk = ours.or(of_memory_saver).or_else(|| set("TMPDIR")).unwrap_or_else(|| PathBuf::from("/tmp"));
         // Without a working directory the path stays relative, and its first use reports the error.
         let absolute = |path: PathBuf| std::path::absolute(&path).unwrap_or(path);
-        Self { sockets: absolute(sockets), disk: absolute(disk), makes_disk }
+        let reports = set("VRAMCTL_REPORT_DIR").map(absolute);
+        Self { sockets: absolute(sockets), disk: absolute(disk), makes_disk, reports }
     }
 }
 
@@ -325,6 +329,11 @@ pub fn socket_directory() -> &'static Path {
     &Config::get().directories.sockets
 }
 
+/// The directory from `VRAMCTL_REPORT_DIR`.
+pub fn report_directory() -> Option<&'static Path> {
+    Config::get().directories.reports.as_deref()
+}
+
 /// The directory of the policy `disk`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskDirectory {
@@ -365,7 +374,7 @@ mod tests {
     #[test]
     fn directories_are_absolute_and_each_has_its_order() {
         let directories = |pairs: &[(&str, &str)]| {
-            let Directories { sockets, disk, makes_disk } = config(pairs).directories;
+            let Directories { sockets, disk, makes_disk, .. } = config(pairs).directories;
             (sockets.to_str().unwrap().to_owned(), disk.to_str().unwrap().to_owned(), makes_disk)
         };
         let (sockets, disk, makes_disk) = directories(&[]);
@@ -380,6 +389,9 @@ mod tests {
         let relative = directories(&[("VRAMCTL_DIR", "sockets"), ("VRAMCTL_DISK_DIR", "spill"), runtime]);
         assert_eq!(relative.0, here.join("sockets").to_str().unwrap());
         assert_eq!(relative.1, here.join("spill").to_str().unwrap());
+        let reports = |pairs: &[(&str, &str)]| config(pairs).directories.reports;
+        assert_eq!(reports(&[("VRAMCTL_REPORT_DIR", "reports")]), Some(here.join("reports")));
+        assert_eq!(reports(&[("VRAMCTL_REPORT_DIR", "")]), None);
     }
 
     #[test]

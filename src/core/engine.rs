@@ -1,6 +1,8 @@
-//! The inference engine in this process, as it announced itself.
+//! Who this process is: its name, its program, and the inference engine in it, as it announced itself.
 
+use std::fs;
 use std::sync::{Mutex, PoisonError};
+use vramctl_config::Config;
 use vramctl_host::PerProcess;
 
 static ENGINE: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
@@ -13,4 +15,19 @@ pub fn set(name: Option<&str>) {
 /// The announced inference engine.
 pub fn name() -> Option<String> {
     ENGINE.existing()?.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// The process's name: `VRAMCTL_NAME`, else the program's.
+pub fn process_name() -> String {
+    Config::get().name.clone().unwrap_or_else(|| String::from_utf8_lossy(&own("comm")).trim().to_owned())
+}
+
+/// The beginning of its command line.
+pub fn program() -> String {
+    let command = own("cmdline");
+    String::from_utf8_lossy(&command).replace('\0', " ").trim().chars().take(200).collect()
+}
+
+fn own(file: &str) -> Vec<u8> {
+    fs::read(format!("/proc/self/{file}")).unwrap_or_default()
 }

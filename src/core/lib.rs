@@ -1,5 +1,5 @@
 //! The memory this process has under management and the operations on it: allocations by address ([`memory`]), the contexts
-//! whose work may use them ([`contexts`]), pause and resume ([`transition`]), standing aside for a checkpoint (`suspend`), and the control server ([`server`]).
+//! whose work may use them ([`contexts`]), what is told when memory runs out ([`out_of_memory`]), pause and resume ([`transition`]), standing aside for a checkpoint (`suspend`), and the control server ([`server`]).
 
 pub mod cache;
 mod connection;
@@ -10,6 +10,7 @@ pub mod events;
 pub mod gate;
 mod lease;
 pub mod memory;
+pub mod out_of_memory;
 mod residue;
 pub mod server;
 mod suspend;

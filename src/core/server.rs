@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
 use std::time::Duration;
-use std::{fs, io, thread};
+use std::{io, thread};
 use vramctl_config::Config;
 use vramctl_control::discovery::{self, Directory};
 use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
@@ -249,16 +249,12 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
 }
 
 fn hello() -> Hello {
-    let own = |file: &str| fs::read(format!("/proc/self/{file}")).unwrap_or_default();
-    let command = own("cmdline");
-    let program = String::from_utf8_lossy(&command).replace('\0', " ");
-    let name = Config::get().name.clone();
     Hello {
         protocol: VERSION,
         library: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
-        name: name.unwrap_or_else(|| String::from_utf8_lossy(&own("comm")).trim().to_owned()),
-        program: program.trim().chars().take(200).collect(),
+        name: engine::process_name(),
+        program: engine::program(),
         engine: engine::name(),
         job: Config::get().job.clone(),
         ranks: lease::ranks().clone(),

@@ -10,6 +10,7 @@ pub mod exit;
 mod fork;
 pub mod limits;
 pub mod logger;
+pub mod stack;
 pub mod symbols;
 pub mod worker;
 

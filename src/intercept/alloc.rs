@@ -13,11 +13,12 @@ use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_core::events::{self, Who};
 use vramctl_core::gate::{self, Gated};
-use vramctl_core::memory::{Memory, Placement, left, obstacles, region};
+use vramctl_core::memory::{Memory, Origin, Placement, left, obstacles, region};
+use vramctl_core::out_of_memory::{self, Asked, Cause};
 use vramctl_core::server;
-use vramctl_driver::{self as driver, CUdeviceptr, CUmemAccessDesc, Current, StreamHandle};
+use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, CUmemAccessDesc, Current, StreamHandle};
 use vramctl_host::{PerProcess, log_once};
-use vramctl_model::{Error, ObstacleKind, StatusCode, code};
+use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
 /// The functions through which a request came.
 pub trait Door {
@@ -161,21 +162,54 @@ pub enum Source {
 
 /// Leaves a request to the real function, whose own calls of the driver's functions then pass as well. What it gives is counted as
 /// left alone, by `note`, which is told whose it is: the first of our functions that a request passes knows.
-pub fn leave(caller: *const c_void, bytes: usize, real: impl FnOnce() -> StatusCode, note: impl FnOnce(&'static str)) -> StatusCode {
-    if is_small(bytes) || decided::is_decided() {
-        return decided::pass_by(real);
+pub fn leave(
+    caller: *const c_void,
+    bytes: usize,
+    device: Option<CUdevice>,
+    real: impl FnOnce() -> StatusCode,
+    note: impl FnOnce(Origin),
+) -> StatusCode {
+    if decided::is_decided() {
+        return real();
+    }
+    let reported = || {
+        let answer = decided::pass_by(real);
+        match answer {
+            code::SUCCESS => out_of_memory::went_on(bytes),
+            code::OUT_OF_MEMORY => report(bytes, caller, device, None, Cause::Refused(None)),
+            _ => (),
+        }
+        answer
+    };
+    if is_small(bytes) {
+        return reported();
     }
     let owner = exclude::library_at(caller).name();
     let noted = || {
-        let answer = decided::pass_by(real);
+        let answer = reported();
         match answer {
-            code::SUCCESS => note(owner),
+            code::SUCCESS => note(Origin::of_request(owner, bytes, caller)),
             code::OUT_OF_MEMORY => events::failed(Who::Library(owner), None, bytes, answer),
             _ => (),
         }
         answer
     };
     if obstacles::is_communicator(owner) { obstacles::making(ObstacleKind::Communicator, noted) } else { noted() }
+}
+
+/// Tells that a request has failed for lack of memory.
+#[cold]
+fn report(bytes: usize, caller: *const c_void, device: Option<CUdevice>, tag: Option<&str>, cause: Cause) {
+    // What the library itself asks of CUDA now is no request of the program's.
+    decided::pass_by(|| {
+        let (bytes, tag, library) = (bytes as u64, tag.map(str::to_owned), asker(caller));
+        out_of_memory::failed(Asked { bytes, device, tag, library, caller: caller as usize, cause });
+    });
+}
+
+/// The library that a request comes from. Only requests through [`torch_malloc`](crate::handlers::torch_malloc) come from nowhere.
+fn asker(caller: *const c_void) -> &'static str {
+    if caller.is_null() { "a pool of torch's" } else { exclude::library_at(caller).name() }
 }
 
 /// Whether a request is left to CUDA, and not counted, because of its size.
@@ -229,11 +263,11 @@ unsafe fn provide_now(
         return real();
     }
     // SAFETY: not null, and the real function has succeeded.
-    let note = |owner| left::note(unsafe { pointer.read() } as CUdeviceptr, bytes, owner);
-    match placement(bytes, caller).and_then(|policy| allocate(door, policy, bytes, source)) {
+    let note = |origin| left::note(unsafe { pointer.read() } as CUdeviceptr, bytes, origin);
+    match placement(bytes, caller).and_then(|policy| allocate(door, policy, bytes, source, caller)) {
         None => {
             free_up(bytes);
-            leave(caller, bytes, real, note)
+            leave(caller, bytes, None, real, note)
         }
         Some(Ok(address)) => {
             // SAFETY: not null, and writable by the caller's promise.
@@ -250,7 +284,13 @@ unsafe fn provide_now(
 }
 
 /// Allocates managed memory; `None` if the real function must allocate.
-fn allocate(door: &impl Door, policy: Placement, bytes: usize, source: Source) -> Option<Result<*mut c_void, StatusCode>> {
+fn allocate(
+    door: &impl Door,
+    policy: Placement,
+    bytes: usize,
+    source: Source,
+    caller: *const c_void,
+) -> Option<Result<*mut c_void, StatusCode>> {
     let current = match source {
         // An allocation during capture becomes part of the graph, which only the driver can do.
         Source::Stream(stream) | Source::Pool(_, stream) if stream.is_capturing() => return None,
@@ -259,7 +299,13 @@ fn allocate(door: &impl Door, policy: Placement, bytes: usize, source: Source) -
     };
     let current = match current {
         Ok(current) => current?,
-        Err(error) => return Some(Err(error)),
+        Err(error) => {
+            // The first call makes the context.
+            if error == code::OUT_OF_MEMORY {
+                report(bytes, caller, None, Some(&policy.tag), Cause::Refused(None));
+            }
+            return Some(Err(error));
+        }
     };
     // A pool of the program's own has a purpose: another device, host memory, sharing with other processes.
     let pool = match source {
@@ -273,7 +319,7 @@ fn allocate(door: &impl Door, policy: Placement, bytes: usize, source: Source) -
         return None;
     }
     let tag = policy.tag.clone();
-    let address = managed(&current, &tag, Memory::get().allocate(policy, bytes, &current), bytes)?;
+    let address = managed(&current, &tag, Memory::get().allocate(policy, bytes, &current), bytes, current.device(), caller)?;
     Some(address.map(|address| address as *mut c_void))
 }
 
@@ -294,9 +340,18 @@ pub unsafe fn pool_set_access(pool: *mut c_void, access: *const CUmemAccessDesc,
 }
 
 /// What follows a request for managed memory; `None` if the real function must answer it.
-pub fn managed(current: &Current, tag: &Arc<str>, answer: Result<u64, Error>, bytes: usize) -> Option<Result<u64, StatusCode>> {
+pub fn managed(
+    current: &Current,
+    tag: &Arc<str>,
+    answer: Result<u64, Error>,
+    bytes: usize,
+    device: CUdevice,
+    caller: *const c_void,
+) -> Option<Result<u64, StatusCode>> {
     match answer {
         Ok(made) => {
+            Memory::get().note_origin(made, Origin::of_request(asker(caller), bytes, caller));
+            out_of_memory::went_on(bytes);
             server::ensure_running();
             backup::get_ready(current, tag);
             Some(Ok(made))
@@ -308,6 +363,13 @@ pub fn managed(current: &Current, tag: &Arc<str>, answer: Result<u64, Error>, by
         Err(error) => {
             log::debug!("cannot allocate {bytes} bytes: {error}");
             events::failed(Who::Tag(tag), Some(current.device()), bytes, error.cuda_code());
+            if error.cuda_code() == code::OUT_OF_MEMORY {
+                let cause = match error {
+                    Error::Driver(Failure { call, .. }) => Cause::Refused(Some(call)),
+                    _ => Cause::Margin,
+                };
+                report(bytes, caller, Some(device), Some(tag), cause);
+            }
             Some(Err(error.cuda_code()))
         }
     }

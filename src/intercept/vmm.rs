@@ -28,11 +28,11 @@ pub unsafe fn create(
     let (Some(wanted), false, 0) = (wanted, handle.is_null(), flags) else { return real() };
     let Some(device) = wanted.device() else { return real() };
     // SAFETY: not null, and the real function has succeeded.
-    let real = || leave(caller, bytes, real, |owner| left::note_handle(unsafe { handle.read() }, bytes, device, owner));
+    let real = || leave(caller, bytes, Some(device), real, |origin| left::note_handle(unsafe { handle.read() }, bytes, device, origin));
     let Some(policy) = placement(bytes, caller) else { return real() };
     let Some(current) = context_on(device) else { return real() };
     let tag = policy.tag.clone();
-    match managed(&current, &tag, Memory::get().create(policy, wanted, bytes, &current), bytes) {
+    match managed(&current, &tag, Memory::get().create(policy, wanted, bytes, &current), bytes, device, caller) {
         None => real(),
         Some(Ok(made)) => {
             // SAFETY: not null, and writable by the program's promise.

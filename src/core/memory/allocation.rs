@@ -3,11 +3,11 @@
 //! `cudaMalloc` and its kin make one with one mapping. A program that manages virtual memory itself (`cuMemCreate`) gets a
 //! handle of the library's for it and maps it wherever, and as often as, it likes (`handles`).
 
-use super::Placement;
 use super::registered::RegistrantMark;
 use super::share::Lending;
+use super::{Origin, Placement};
 use crate::events::{self, Change, Who};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
@@ -26,6 +26,8 @@ pub struct Allocation {
     pub requested: usize,
     /// The memory's device.
     pub device: CUdevice,
+    /// Who has asked for it, if that is known.
+    pub origin: OnceLock<Origin>,
     bytes: usize,
     key: u64,
     /// What the program asked `cuMemCreate` for; `None` for `cudaMalloc`.
@@ -154,6 +156,7 @@ impl Allocation {
             backend: policy.backend,
             requested,
             device,
+            origin: OnceLock::new(),
             bytes,
             key,
             wanted,
@@ -232,6 +235,15 @@ impl Allocation {
     /// status waits for.
     pub fn contents(&self) -> MutexGuard<'_, Contents> {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same, unless somebody has the lock.
+    pub fn try_contents(&self) -> Option<MutexGuard<'_, Contents>> {
+        match self.contents.try_lock() {
+            Ok(contents) => Some(contents),
+            Err(TryLockError::Poisoned(contents)) => Some(contents.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Replaces the memory and the saved contents. The old ones are freed after the lock is released.

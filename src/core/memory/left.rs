@@ -4,7 +4,7 @@
 //! packs them together.
 
 use super::keyed::{Keyed, Spread};
-use super::obstacles;
+use super::{Origin, obstacles};
 use crate::events::{self, Change, Who};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
@@ -25,14 +25,14 @@ struct LeftToCuda {
 #[derive(Debug)]
 struct Given {
     bytes: usize,
-    owner: &'static str,
+    origin: Origin,
     /// It ends with this context, which is on this device.
     context: Option<(Context, CUdevice)>,
 }
 
 impl Given {
     fn record(&self, change: Change) {
-        events::change(change, Who::Library(self.owner), self.context.map(|(_, device)| device), self.bytes);
+        events::change(change, Who::Library(self.origin.library), self.context.map(|(_, device)| device), self.bytes);
     }
 }
 
@@ -53,13 +53,13 @@ struct Handles {
 #[derive(Debug)]
 struct Created {
     bytes: usize,
-    owner: &'static str,
+    origin: Origin,
     device: CUdevice,
 }
 
 impl Created {
     fn record(&self, change: Change) {
-        events::change(change, Who::Library(self.owner), Some(self.device), self.bytes);
+        events::change(change, Who::Library(self.origin.library), Some(self.device), self.bytes);
     }
 }
 
@@ -92,9 +92,9 @@ impl Handles {
 }
 
 /// Records memory in the thread's current context.
-pub fn note(address: CUdeviceptr, bytes: usize, owner: &'static str) {
+pub fn note(address: CUdeviceptr, bytes: usize, origin: Origin) {
     let context = Current::of_thread().ok().flatten().map(|current| (current.context(), current.device()));
-    let given = Given { bytes, owner, context };
+    let given = Given { bytes, origin, context };
     given.record(Change::Allocated);
     LEFT.get().blocks.insert(address, given);
 }
@@ -114,8 +114,8 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
 }
 
 /// Records what `cuMemCreate` has made on a device.
-pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, owner: &'static str) {
-    let created = Created { bytes, owner, device };
+pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, origin: Origin) {
+    let created = Created { bytes, origin, device };
     created.record(Change::Allocated);
     LEFT.get().handles().handles.insert(handle, (Arc::new(created), 1));
 }
@@ -170,6 +170,35 @@ pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
     answer
 }
 
+/// A block of it.
+#[derive(Debug)]
+pub struct LeftBlock {
+    /// Bytes asked for.
+    pub bytes: u64,
+    /// By whom.
+    pub origin: Origin,
+    /// Where it is, if that is known.
+    pub device: Option<CUdevice>,
+}
+
+/// All that is left to CUDA, as it was noted: without asking the driver whether it is still there.
+pub(crate) fn blocks() -> Vec<LeftBlock> {
+    let Some(left) = LEFT.existing() else { return Vec::new() };
+    let of_given = |given: &Given| LeftBlock {
+        bytes: given.bytes as u64,
+        origin: given.origin.clone(),
+        device: given.context.map(|(_, device)| device),
+    };
+    let mut all: Vec<_> = left.blocks.iter().map(|given| of_given(&given)).collect();
+    let handles = left.handles();
+    let held = handles.handles.values().map(|(piece, _)| piece);
+    let pieces: BTreeMap<_, _> = held.chain(handles.mapped.values()).map(|piece| (Arc::as_ptr(piece), piece)).collect();
+    let of_created =
+        |piece: &&Arc<Created>| LeftBlock { bytes: piece.bytes as u64, origin: piece.origin.clone(), device: Some(piece.device) };
+    all.extend(pieces.values().map(of_created));
+    all
+}
+
 /// What is left to CUDA now, by owner in alphabetical order. Forgets what has ended with its context.
 pub fn status() -> Vec<LeftAlone> {
     let Some(left) = LEFT.existing() else { return Vec::new() };
@@ -179,17 +208,8 @@ pub fn status() -> Vec<LeftAlone> {
     left.blocks.retain(|_, block| block.context.is_none_or(|context| !contexts.contains(&context)));
 
     let mut owners = BTreeMap::<&str, BTreeMap<Option<CUdevice>, u64>>::new();
-    let mut add = |owner, device, bytes| *owners.entry(owner).or_default().entry(device).or_default() += bytes as u64;
-    for block in &left.blocks {
-        add(block.owner, block.context.map(|(_, device)| device), block.bytes);
-    }
-    {
-        let handles = left.handles();
-        let held = handles.handles.values().map(|(piece, _)| piece);
-        let pieces: BTreeMap<_, _> = held.chain(handles.mapped.values()).map(|piece| (Arc::as_ptr(piece), piece)).collect();
-        for piece in pieces.values() {
-            add(piece.owner, Some(piece.device), piece.bytes);
-        }
+    for block in blocks() {
+        *owners.entry(block.origin.library).or_default().entry(block.device).or_default() += block.bytes;
     }
     let told = |(owner, devices): (&str, BTreeMap<Option<CUdevice>, u64>)| LeftAlone {
         owner: owner.to_owned(),
@@ -217,8 +237,8 @@ mod tests {
     #[test]
     fn what_is_freed_is_no_longer_counted_unless_the_free_fails() {
         let (first, second) = (0x1000_0000, 0x2000_0000);
-        note(first, PAGE, "blocks");
-        note(second, 2 * PAGE, "blocks");
+        note(first, PAGE, Origin::of("blocks"));
+        note(second, 2 * PAGE, Origin::of("blocks"));
         assert_eq!(bytes_of("blocks"), 3 * PAGE as u64);
         assert_eq!(free(first, || code::UNKNOWN), code::UNKNOWN);
         assert_eq!(bytes_of("blocks"), 3 * PAGE as u64);
@@ -226,7 +246,7 @@ mod tests {
         assert_eq!(bytes_of("blocks"), 2 * PAGE as u64);
         // Another thread may be given the address before the driver's call returns.
         free(second, || {
-            note(second, PAGE, "blocks");
+            note(second, PAGE, Origin::of("blocks"));
             code::SUCCESS
         });
         assert_eq!(bytes_of("blocks"), PAGE as u64);
@@ -237,7 +257,7 @@ mod tests {
     fn physical_memory_is_there_while_it_has_a_handle_or_a_mapping() {
         let (handle, at) = (0x5555_0000_0000, 0x3000_0000);
         let span = Span { address: at, bytes: 4 * PAGE };
-        note_handle(handle, PAGE, 0, "handles");
+        note_handle(handle, PAGE, 0, Origin::of("handles"));
         note_mapped(at, handle);
         note_mapped(at + 2 * PAGE as u64, handle);
         assert_eq!(bytes_of("handles"), PAGE as u64, "two mappings, one memory");
@@ -259,7 +279,7 @@ mod tests {
 
     #[test]
     fn a_forked_child_has_none_of_it() {
-        note(0x4000_0000, PAGE, "parent");
+        note(0x4000_0000, PAGE, Origin::of("parent"));
         // SAFETY: the child leaves by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {

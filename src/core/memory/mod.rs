@@ -11,6 +11,7 @@ mod handles;
 mod keyed;
 pub mod left;
 pub mod obstacles;
+mod origin;
 pub mod region;
 mod registered;
 pub mod share;
@@ -18,6 +19,7 @@ mod status;
 
 pub use allocation::Allocation;
 pub use handles::is_ours;
+pub use origin::Origin;
 pub use region::Placement;
 
 use crate::{contexts, drain};
@@ -193,8 +195,13 @@ impl Memory {
         )
     }
 
+    /// Bytes an allocation must leave free on its device.
+    pub(crate) fn margin(&self) -> u64 {
+        self.margin.load(Ordering::Relaxed)
+    }
+
     fn check_margin(&self, device: CUdevice, size: usize) -> Result<(), Error> {
-        let margin = self.margin.load(Ordering::Relaxed);
+        let margin = self.margin();
         if margin == 0 {
             return Ok(());
         }
@@ -376,9 +383,21 @@ impl Memory {
         self.snapshot().iter().filter(|allocation| allocation.wanted().is_none()).map(|allocation| allocation.key()).collect()
     }
 
-    /// All allocations in address order; does not hold the map.
+    /// Records who has asked for the allocation at an address or behind a handle.
+    pub fn note_origin(&self, key: u64, origin: Origin) {
+        if let Some(allocation) = self.allocations.get(&key) {
+            let _ = allocation.origin.set(origin);
+        }
+    }
+
+    /// All allocations; does not hold the map.
+    pub(crate) fn all(&self) -> Vec<Arc<Allocation>> {
+        self.allocations.iter().map(|entry| Arc::clone(&entry)).collect()
+    }
+
+    /// The same in address order.
     pub(crate) fn snapshot(&self) -> Vec<Arc<Allocation>> {
-        let mut all: Vec<_> = self.allocations.iter().map(|entry| Arc::clone(&entry)).collect();
+        let mut all = self.all();
         all.sort_by_cached_key(|allocation| allocation.address());
         all
     }

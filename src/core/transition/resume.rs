@@ -3,6 +3,7 @@
 use super::pause::WAIT_LOCKED;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
+use crate::out_of_memory::{self, Asked, Cause};
 use crate::totals::tallied;
 use crate::{drain, events, residue};
 use std::collections::{BTreeMap, BTreeSet};
@@ -63,7 +64,7 @@ impl Memory {
             };
             let left = limit.saturating_sub(started.elapsed());
             if left.is_zero() || observer.is_gone() == Some(true) {
-                return attempt.map_err(with_holders);
+                return attempt.map_err(with_holders).inspect_err(|error| report(request, error));
             }
             // Without the lock, so that the program can free memory.
             thread::sleep(left.min(LOOK_AGAIN));
@@ -234,6 +235,19 @@ fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Err
 fn shortage(allocation: &Allocation, needed: u64) -> Error {
     let free = Current::push(allocation.context()).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
     Error::DeviceMemory(Shortage { device: allocation.device, uuid: None, needed, free, holders: Vec::new() })
+}
+
+/// A shortage at the end of a resume is one that somebody has to do something about.
+fn report(request: &TransitionRequest, error: &Error) {
+    let Error::DeviceMemory(Shortage { device, needed, holders, .. }) = error else { return };
+    out_of_memory::failed(Asked {
+        bytes: *needed,
+        device: Some(*device),
+        tag: (!request.tags.is_empty()).then(|| request.tags.join(", ")),
+        library: "vramctl",
+        caller: 0,
+        cause: Cause::Resume(holders.clone()),
+    });
 }
 
 fn with_holders(error: Error) -> Error {

@@ -1,0 +1,31 @@
+//! Who has asked for memory, and where in the program.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use vramctl_config as config;
+use vramctl_host::stack::Stack;
+
+/// Who has asked for memory.
+#[derive(Debug, Clone)]
+pub struct Origin {
+    /// The library that has called, by its file name.
+    pub library: &'static str,
+    /// Where the program was. Known of large requests, and only if reports are written (`VRAMCTL_REPORT_DIR`).
+    pub stack: Option<Arc<Stack>>,
+}
+
+impl Origin {
+    /// A library, without more.
+    pub fn of(library: &'static str) -> Self {
+        Self { library, stack: None }
+    }
+
+    /// Of a request that the calling thread makes now. `caller`: where its call returns to.
+    pub fn of_request(library: &'static str, bytes: usize, caller: *const c_void) -> Self {
+        /// Smaller ones explain no shortage, and are so many that their stacks would cost time.
+        const LARGE: usize = 64 << 20;
+        const FRAMES: usize = 24;
+        let is_told = bytes >= LARGE && config::report_directory().is_some();
+        Self { library, stack: is_told.then(|| Arc::new(Stack::here(FRAMES, caller as usize))) }
+    }
+}

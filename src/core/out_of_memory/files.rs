@@ -1,0 +1,46 @@
+//! Reports as files in `VRAMCTL_REPORT_DIR`. A process keeps its last ten and touches nobody else's.
+
+use super::page::ReportPage;
+use std::collections::VecDeque;
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use vramctl_config as config;
+use vramctl_host::PerProcess;
+
+const KEPT: usize = 10;
+
+/// What this process has written, the oldest first.
+static WRITTEN: PerProcess<Mutex<VecDeque<PathBuf>>> = PerProcess::new(Mutex::default);
+
+/// Writes a page; `None` if nobody wants files.
+pub fn write(page: &ReportPage) -> Option<io::Result<PathBuf>> {
+    config::report_directory().map(|directory| {
+        // One at a time, so that the last ten are.
+        let mut written = WRITTEN.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let path = put(directory, page)?;
+        written.push_back(path.clone());
+        while written.len() > KEPT {
+            // Somebody else may have removed it.
+            let _ = written.pop_front().map(fs::remove_file);
+        }
+        Ok(path)
+    })
+}
+
+/// Readers find a file whole or not at all.
+fn put(directory: &Path, page: &ReportPage) -> io::Result<PathBuf> {
+    DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+    // Unique: a later process may have this one's number, and so may one in another container.
+    let name = format!("out-of-memory-{:.6}-{}", page.time, std::process::id());
+    let (unfinished, path) = (directory.join(format!(".{name}")), directory.join(format!("{name}.json")));
+    let mut text = serde_json::to_vec_pretty(page)?;
+    text.push(b'\n');
+    let done = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&unfinished).and_then(|mut file| {
+        let done = file.write_all(&text).and_then(|()| fs::rename(&unfinished, &path));
+        done.inspect_err(|_| _ = fs::remove_file(&unfinished))
+    });
+    done.map(|()| path)
+}

@@ -1,0 +1,330 @@
+//! What is told when device memory runs out: a page in the log and, with `VRAMCTL_REPORT_DIR`, a file.
+//!
+//! A guest's report: until a request fails, it costs an allocation a look at one word. The failed call records what only its thread
+//! knows, in memory (`scene`); a worker asks the other processes on the GPU (`others`), writes the page (`page`) and the file
+//! (`files`). The call waits for it only briefly, so that the page is there if the program now ends, however it does.
+//!
+//! **One episode, one page.** What a thread asks for again, as much as before, within a second of the last failure, is the same episode.
+//! torch's allocator always does: it gives back what it has cached and tries once more. So its first failure is held back: if the
+//! second attempt fails, the page tells how things are then; if it gets the memory, a line does. All other failures are told at once.
+//!
+//! **No flood.** For each library that asks, three episodes at a time and then one every ten seconds. The rest is counted.
+
+mod files;
+mod others;
+mod page;
+mod scene;
+
+pub use scene::{Asked, Cause};
+
+use page::ReportPage;
+use scene::Scene;
+use std::collections::BTreeMap;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError, TryLockError};
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_config as config;
+use vramctl_host::{PerProcess, exit, stack, worker};
+use vramctl_model::Bytes;
+
+/// How long after a failure the same request counts as the same episode.
+const SAME: Duration = Duration::from_secs(1);
+
+/// How long a failed call waits at most for its page to be written.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+/// The most episodes at a time: each has a worker.
+const MOST_OPEN: usize = 8;
+
+static REPORTS: PerProcess<Reports> = PerProcess::new(Reports::default);
+
+#[derive(Default)]
+struct Reports {
+    /// How many episodes are open. Every allocation looks at it.
+    open: AtomicUsize,
+    books: Mutex<Books>,
+}
+
+#[derive(Default)]
+struct Books {
+    open: Vec<Arc<Episode>>,
+    /// By library.
+    allowances: BTreeMap<&'static str, Allowance>,
+    /// Failures since the last page that have none of their own.
+    untold: u64,
+}
+
+/// How many more pages a library gets now.
+struct Allowance {
+    pages: u32,
+    counted: Instant,
+}
+
+/// A request that has failed.
+struct Episode {
+    thread: u32,
+    library: &'static str,
+    bytes: u64,
+    is_resume: bool,
+    course: Mutex<Course>,
+    changed: Condvar,
+}
+
+struct Course {
+    /// How things were at the last failure, until the worker takes it.
+    scene: Option<Scene>,
+    attempts: u32,
+    last_failed: Instant,
+    /// A later attempt has succeeded.
+    got_it: bool,
+    /// Nothing more is waited for.
+    is_due: bool,
+    is_told: bool,
+}
+
+/// Reports that a request for device memory has failed.
+pub fn failed(asked: Asked) {
+    if exit::is_ending() || !is_wanted() {
+        return;
+    }
+    // A defect of ours is not the program's.
+    let _ = panic::catch_unwind(AssertUnwindSafe(|| take_up(asked)));
+}
+
+fn take_up(asked: Asked) {
+    let (thread, name) = stack::thread();
+    let reports = REPORTS.get();
+    let episode = {
+        // Somebody else's episode is being written down right now: this one is not worth waiting.
+        let Some(mut books) = reports.try_books() else { return };
+        match books.same(thread, &asked) {
+            Some(episode) => Some(episode),
+            None if books.may_report(asked.library) => None,
+            None => {
+                books.untold += 1;
+                return log::debug!("out of memory: {} asked for {}", asked.library, Bytes(asked.bytes));
+            }
+        }
+    };
+    match episode {
+        Some(episode) => episode.again(|| Scene::now(asked, thread, name)),
+        None => reports.begin(Episode::new(thread, Scene::now(asked, thread, name))),
+    }
+}
+
+/// A request of the calling thread has succeeded.
+#[inline]
+pub fn went_on(bytes: usize) {
+    if REPORTS.existing().is_some_and(|reports| reports.open.load(Ordering::Relaxed) > 0) {
+        note_success(bytes as u64);
+    }
+}
+
+#[cold]
+fn note_success(bytes: u64) {
+    let (thread, _) = stack::thread();
+    let Some(books) = REPORTS.get().try_books() else { return };
+    for episode in books.open.iter().filter(|episode| episode.thread == thread && episode.bytes <= bytes) {
+        episode.course().got_it = true;
+    }
+}
+
+/// Ends the open episodes as if their time were over, and waits until all is told. For tests.
+pub fn settle() {
+    while let Some(reports) = REPORTS.existing().filter(|reports| reports.open.load(Ordering::Relaxed) > 0) {
+        let open = reports.books().open.clone();
+        for episode in open {
+            episode.course().last_failed -= SAME;
+            episode.changed.notify_all();
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether anybody would read it.
+fn is_wanted() -> bool {
+    log::log_enabled!(log::Level::Warn) || config::report_directory().is_some()
+}
+
+impl Reports {
+    fn try_books(&self) -> Option<MutexGuard<'_, Books>> {
+        match self.books.try_lock() {
+            Ok(books) => Some(books),
+            Err(TryLockError::Poisoned(books)) => Some(books.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&'static self, episode: Episode) {
+        let is_due = episode.course().is_due;
+        let episode = Arc::new(episode);
+        self.books().open.push(Arc::clone(&episode));
+        self.open.fetch_add(1, Ordering::Relaxed);
+        let own = Arc::clone(&episode);
+        if let Err(error) = worker::spawn("vramctl-report", move || {
+            let _ = panic::catch_unwind(AssertUnwindSafe(|| own.follow()));
+            self.close(&own);
+        }) {
+            log::warn!("out of memory, and no report: could not start a thread: {error}");
+            return self.close(&episode);
+        }
+        tell_at_exit();
+        if is_due {
+            episode.wait_until_told();
+        }
+    }
+
+    fn close(&self, episode: &Arc<Episode>) {
+        self.books().open.retain(|other| !Arc::ptr_eq(other, episode));
+        self.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Books {
+    /// The episode that this failure belongs to. A resume is tried again by another thread.
+    fn same(&self, thread: u32, asked: &Asked) -> Option<Arc<Episode>> {
+        let is_same = |episode: &&Arc<Episode>| {
+            (episode.library, episode.bytes) == (asked.library, asked.bytes) && (episode.is_resume || episode.thread == thread)
+        };
+        self.open.iter().find(is_same).cloned()
+    }
+
+    fn may_report(&mut self, library: &'static str) -> bool {
+        const AT_A_TIME: u32 = 3;
+        const ONE_MORE_AFTER: Duration = Duration::from_secs(10);
+        let now = Instant::now();
+        let allowance = self.allowances.entry(library).or_insert(Allowance { pages: AT_A_TIME, counted: now });
+        let more = (now - allowance.counted).as_secs() / ONE_MORE_AFTER.as_secs();
+        if more > 0 {
+            allowance.pages = AT_A_TIME.min(allowance.pages.saturating_add(more as u32));
+            allowance.counted = now;
+        }
+        if self.open.len() >= MOST_OPEN || allowance.pages == 0 {
+            return false;
+        }
+        allowance.pages -= 1;
+        true
+    }
+}
+
+impl Episode {
+    fn new(thread: u32, scene: Scene) -> Self {
+        let Asked { bytes, library, .. } = scene.asked;
+        let is_resume = scene.asked.cause.is_resume();
+        let is_due = !scene.asked.is_tried_again();
+        let course = Course { scene: Some(scene), attempts: 1, last_failed: Instant::now(), got_it: false, is_due, is_told: false };
+        Self { thread, library, bytes, is_resume, course: Mutex::new(course), changed: Condvar::new() }
+    }
+
+    fn course(&self) -> MutexGuard<'_, Course> {
+        self.course.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The thread has tried again, in vain.
+    fn again(&self, scene: impl FnOnce() -> Scene) {
+        let wants_scene = self.course().scene.is_some();
+        // Not under the lock: it asks the driver.
+        let scene = wants_scene.then(scene);
+        {
+            let mut course = self.course();
+            course.attempts += 1;
+            course.last_failed = Instant::now();
+            course.got_it = false;
+            let (Some(first), Some(now)) = (&course.scene, scene) else { return };
+            course.scene = Some(now.after(first));
+            course.is_due = true;
+        }
+        self.changed.notify_all();
+        self.wait_until_told();
+    }
+
+    fn wait_until_told(&self) {
+        let course = self.course();
+        // A poisoned lock has its message already.
+        let _ = self.changed.wait_timeout_while(course, PATIENCE, |course| !course.is_told);
+    }
+
+    /// The worker's part: tells of the episode once it is clear what has become of it.
+    fn follow(&self) {
+        let mut course = self.wait(|course| course.is_due);
+        let (scene, attempts, got_it) = (course.scene.take(), course.attempts, course.got_it);
+        drop(course);
+        if let Some(scene) = scene {
+            if got_it {
+                log::warn!("{}; a later attempt got it, after others were given back", scene.headline());
+            } else {
+                tell(scene, attempts);
+            }
+        }
+        self.course().is_told = true;
+        self.changed.notify_all();
+        let course = self.wait(|_| false);
+        if course.got_it && !got_it {
+            log::warn!("out of memory: a later attempt of thread {} got {} after all", self.thread, Bytes(self.bytes));
+        }
+    }
+
+    /// Waits until that is so, or nothing has failed for a while.
+    fn wait(&self, until: impl Fn(&Course) -> bool) -> MutexGuard<'_, Course> {
+        let mut course = self.course();
+        loop {
+            let left = SAME.saturating_sub(course.last_failed.elapsed());
+            if until(&course) || left.is_zero() || exit::is_ending() {
+                return course;
+            }
+            course = self.changed.wait_timeout(course, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+fn tell(scene: Scene, attempts: u32) {
+    let untold = std::mem::take(&mut REPORTS.get().books().untold);
+    let page = ReportPage::of(scene, attempts, untold);
+    let written = files::write(&page);
+    for line in page.to_string().lines() {
+        log::warn!("{line}");
+    }
+    match written {
+        Some(Ok(path)) => log::warn!("  All of it is in {}", path.display()),
+        Some(Err(error)) => log::warn!("  Could not write it to VRAMCTL_REPORT_DIR: {error}"),
+        None => (),
+    }
+}
+
+/// Events that are held back are told before the program ends. Registered after a worker was started, so that this runs before the
+/// library's own end, after which nothing is logged.
+fn tell_at_exit() {
+    extern "C" fn tell() {
+        let _ = panic::catch_unwind(|| {
+            let Some(books) = REPORTS.existing().and_then(Reports::try_books) else { return };
+            let (open, untold) = (books.open.clone(), books.untold);
+            drop(books);
+            let begun = Instant::now();
+            for episode in open {
+                match episode.course.try_lock() {
+                    Ok(mut course) => course.is_due = true,
+                    Err(_) => continue,
+                }
+                episode.changed.notify_all();
+                // No lock is waited for: a program may exit in a signal handler, whatever that has interrupted.
+                while begun.elapsed() < PATIENCE && episode.course.try_lock().is_ok_and(|course| !course.is_told) {
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+            if untold > 0 {
+                log::warn!("out of memory: {untold} more requests have failed since the last report");
+            }
+        });
+    }
+    static REGISTERED: PerProcess<Once> = PerProcess::new(Once::new);
+    REGISTERED.get().call_once(|| {
+        // SAFETY: the function lives in this library, which is never unloaded.
+        unsafe { libc::atexit(tell) };
+    });
+}

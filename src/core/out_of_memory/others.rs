@@ -1,0 +1,75 @@
+//! The other processes with the library on a GPU, asked over their sockets. Who does not answer soon is left out.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+use vramctl_control::discovery::Directory;
+use vramctl_control::protocol::{self, Message, ProcessStatus, Reply, Request, VERSION};
+
+/// For all of them together.
+const WITHIN: Duration = Duration::from_millis(150);
+
+/// The longest answer.
+const LONGEST: u64 = 4 << 20;
+
+/// What another process has on a GPU.
+#[derive(Debug)]
+pub struct Neighbour {
+    pub pid: u32,
+    pub name: String,
+    /// Active memory, by tag.
+    pub tags: BTreeMap<String, u64>,
+    /// Left to CUDA.
+    pub left: u64,
+}
+
+impl Neighbour {
+    pub fn active(&self) -> u64 {
+        self.tags.values().sum()
+    }
+}
+
+/// Those with memory on this GPU.
+pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
+    let deadline = Instant::now() + WITHIN;
+    let Ok(Some(directory)) = Directory::open() else { return Vec::new() };
+    let pids = directory.processes().unwrap_or_default().into_iter().filter(|pid| *pid != std::process::id());
+    // All are asked before the first answer is read.
+    let asked: Vec<_> = pids.filter_map(|pid| ask(&directory, pid)).collect();
+    let answers = asked.into_iter().filter_map(|stream| answer(stream, deadline));
+    answers.map(|status| of_status(&status, uuid)).filter(|one| one.active() + one.left > 0).collect()
+}
+
+fn ask(directory: &Directory, pid: u32) -> Option<UnixStream> {
+    let mut stream = directory.connect(pid).ok()?;
+    stream.set_write_timeout(Some(Duration::from_millis(10))).ok()?;
+    stream.write_all(&protocol::line(&Message { version: VERSION, request: Request::Status })).ok()?;
+    Some(stream)
+}
+
+fn answer(stream: UnixStream, deadline: Instant) -> Option<ProcessStatus> {
+    // At least a scene: zero would mean without limit.
+    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_read_timeout(Some(left)).ok()?;
+    let mut line = Vec::new();
+    BufReader::new(stream.take(LONGEST)).read_until(b'\n', &mut line).ok()?;
+    match serde_json::from_slice(&line).ok()? {
+        Reply::Status(status) => Some(status),
+        _ => None,
+    }
+}
+
+fn of_status(status: &ProcessStatus, uuid: &str) -> Neighbour {
+    let on_it = status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
+    let mut tags = BTreeMap::new();
+    // A suspended process has nothing on any GPU.
+    if status.memory.suspended.is_none() {
+        for (tag, bytes) in on_it.flat_map(|device| &device.tags) {
+            *tags.entry(tag.clone()).or_default() += bytes;
+        }
+    }
+    let left =
+        if status.memory.suspended.is_none() { status.memory.left_alone.iter().filter_map(|left| left.gpus.get(uuid)).sum() } else { 0 };
+    Neighbour { pid: status.process.pid, name: status.process.name.clone(), tags, left }
+}

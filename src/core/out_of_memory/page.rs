@@ -1,0 +1,463 @@
+//! The page: what is known about an episode, for people and as JSON. `docs/out-of-memory.md` describes both.
+
+use super::others::{self, Neighbour};
+use super::scene::{Cause, DeviceRoom, Placed, Scene};
+use crate::engine;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+use vramctl_backup as backup;
+use vramctl_config::Config;
+use vramctl_host::stack::Stack;
+use vramctl_model::{Bytes, HostStatus};
+
+/// Changes if readers would misunderstand a new page.
+const VERSION: u32 = 1;
+
+/// How many of the largest are told.
+const LARGEST: usize = 10;
+
+/// A report.
+#[derive(Debug, Serialize)]
+pub struct ReportPage {
+    version: u32,
+    /// Seconds since 1970.
+    pub time: f64,
+    /// What has happened, in a sentence.
+    headline: String,
+    process: Own,
+    request: Failed,
+    thread: ThreadName,
+    /// The last call first.
+    python_stack: Vec<String>,
+    native_stack: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<RoomOn>,
+    /// What is in use on the device, the largest first. The last row is what is left of it.
+    in_use: Vec<Row>,
+    /// This process's largest blocks, by where they were asked for.
+    largest: Vec<Group>,
+    /// This process's memory that is paused, and takes none now.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    paused: BTreeMap<String, u64>,
+    host: HostStatus,
+    could_be_freed: Vec<Way>,
+    /// Failures since the page before that have none of their own.
+    #[serde(skip_serializing_if = "is_none")]
+    untold: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+fn is_none(count: &u64) -> bool {
+    *count == 0
+}
+
+/// This process.
+#[derive(Debug, Serialize)]
+struct Own {
+    pid: u32,
+    name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    job: Option<String>,
+    program: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    engine: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Failed {
+    bytes: u64,
+    /// Absent if the memory was left to CUDA.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tag: Option<String>,
+    library: &'static str,
+    /// `driver`, `margin` or `resume`.
+    refused_by: &'static str,
+    /// The driver's function, if the library has called it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    call: Option<&'static str>,
+    #[serde(skip_serializing_if = "is_none")]
+    margin_bytes: u64,
+    attempts: u32,
+    /// What the program has given back since the first attempt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    freed_since_bytes: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct ThreadName {
+    id: u32,
+    name: String,
+}
+
+#[derive(Debug, Serialize)]
+struct RoomOn {
+    /// The ordinal in the process.
+    device: i32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    uuid: Option<String>,
+    free_bytes: u64,
+    total_bytes: u64,
+}
+
+/// Memory in use.
+#[derive(Debug, Serialize)]
+struct Row {
+    /// `tag`, `left_alone`, `process` or `rest`.
+    what: &'static str,
+    /// The tag, the library, or the process's name.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    of: String,
+    /// Of a process: what of it.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    tags: BTreeMap<String, u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pid: Option<u32>,
+    bytes: u64,
+}
+
+/// Blocks from one place.
+#[derive(Debug, Serialize)]
+struct Group {
+    bytes: u64,
+    blocks: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tag: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    library: Option<&'static str>,
+    /// Where in the program, in a line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    at: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    python_stack: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    native_stack: Vec<String>,
+}
+
+/// Something that would free memory on the device.
+#[derive(Debug, Serialize)]
+struct Way {
+    bytes: u64,
+    command: String,
+    /// Whether that would have been enough.
+    is_enough: bool,
+    note: &'static str,
+}
+
+impl ReportPage {
+    /// Asks the others on the GPU, and looks names up.
+    pub fn of(scene: Scene, attempts: u32, untold: u64) -> Self {
+        let neighbours = scene.room.as_ref().and_then(|room| room.uuid.as_deref()).map(others::on_gpu).unwrap_or_default();
+        let own = Own::now();
+        let request = Failed::of(&scene, attempts);
+        Self {
+            version: VERSION,
+            time: scene.when.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
+            headline: scene.headline(),
+            request,
+            thread: ThreadName { id: scene.thread, name: scene.thread_name.clone() },
+            python_stack: scene.stack.python().to_vec(),
+            native_stack: scene.stack.native(),
+            in_use: rows(&scene, &neighbours),
+            largest: largest(&scene.blocks),
+            paused: scene.tags.iter().filter(|(_, share)| share.paused > 0).map(|(tag, share)| (tag.to_string(), share.paused)).collect(),
+            host: backup::status(),
+            could_be_freed: ways(&scene, &neighbours, &own),
+            device: scene.room.map(|DeviceRoom { device, uuid, free, total }| RoomOn {
+                device,
+                uuid,
+                free_bytes: free,
+                total_bytes: total,
+            }),
+            process: own,
+            untold,
+        }
+    }
+}
+
+impl Own {
+    fn now() -> Self {
+        Self {
+            pid: std::process::id(),
+            name: engine::process_name(),
+            job: Config::get().job.clone(),
+            program: engine::program(),
+            engine: engine::name(),
+        }
+    }
+}
+
+impl Failed {
+    fn of(scene: &Scene, attempts: u32) -> Self {
+        let (refused_by, call) = match scene.asked.cause {
+            Cause::Refused(call) => ("driver", call),
+            Cause::Margin => ("margin", None),
+            Cause::Resume(_) => ("resume", None),
+        };
+        Self {
+            bytes: scene.asked.bytes,
+            tag: scene.asked.tag.clone(),
+            library: scene.asked.library,
+            refused_by,
+            call,
+            margin_bytes: scene.margin,
+            attempts,
+            freed_since_bytes: scene.freed_since,
+        }
+    }
+}
+
+fn rows(scene: &Scene, neighbours: &[Neighbour]) -> Vec<Row> {
+    let row = |what, of: &str, bytes| Row { what, of: of.to_owned(), tags: BTreeMap::new(), pid: None, bytes };
+    let tags = scene.tags.iter().filter(|(_, share)| share.active > 0).map(|(tag, share)| row("tag", tag, share.active));
+    let left = scene.left.iter().map(|(owner, bytes)| row("left_alone", owner, *bytes));
+    let of_neighbour =
+        |one: &Neighbour| Row { tags: one.tags.clone(), pid: Some(one.pid), ..row("process", &one.name, one.active() + one.left) };
+    let mut rows: Vec<_> = tags.chain(left).chain(neighbours.iter().map(of_neighbour)).collect();
+    if let Cause::Resume(holders) = &scene.asked.cause {
+        let unknown = holders.iter().filter(|holder| neighbours.iter().all(|one| one.pid != holder.pid));
+        rows.extend(unknown.filter_map(|holder| {
+            let name = holder.program.as_deref().unwrap_or_default();
+            Some(Row { pid: Some(holder.pid), ..row("process", name, holder.bytes?) })
+        }));
+    }
+    rows.sort_by_key(|row| std::cmp::Reverse(row.bytes));
+    if let Some(room) = &scene.room {
+        let known: u64 = rows.iter().map(|row| row.bytes).sum();
+        let rest = room.total.saturating_sub(room.free).saturating_sub(known);
+        rows.push(row("rest", "", rest));
+    }
+    rows
+}
+
+fn largest(blocks: &[Placed]) -> Vec<Group> {
+    struct Together<'a> {
+        first: &'a Placed,
+        stack: Option<&'a Arc<Stack>>,
+        bytes: u64,
+        blocks: u64,
+    }
+    let mut groups: Vec<Together<'_>> = Vec::new();
+    // Blocks of one size and owner are next to each other, however many there are.
+    let mut sorted: Vec<_> = blocks.iter().collect();
+    sorted.sort_by_key(|block| (std::cmp::Reverse(block.bytes), block.tag.clone(), block.origin.as_ref().map(|origin| origin.library)));
+    for block in sorted {
+        let library = |block: &Placed| block.origin.as_ref().map(|origin| origin.library);
+        let stack = block.origin.as_ref().and_then(|origin| origin.stack.as_ref());
+        let is_like = |group: &Together<'_>| {
+            (&group.first.tag, library(group.first), group.stack) == (&block.tag, library(block), stack)
+                && (stack.is_some() || group.first.bytes == block.bytes)
+        };
+        // With stacks there may be one between; without, it is the last or none.
+        let found =
+            if stack.is_some() { groups.iter_mut().find(|group| is_like(group)) } else { groups.last_mut().filter(|group| is_like(group)) };
+        match found {
+            Some(group) => {
+                group.bytes += block.bytes;
+                group.blocks += 1;
+            }
+            None => groups.push(Together { first: block, stack, bytes: block.bytes, blocks: 1 }),
+        }
+    }
+    groups.sort_by_key(|group| std::cmp::Reverse(group.bytes));
+    let told = |group: Together<'_>| {
+        let (python, native) = group.stack.map_or_else(Default::default, |stack| (stack.python().to_vec(), stack.native()));
+        Group {
+            bytes: group.bytes,
+            blocks: group.blocks,
+            tag: group.first.tag.as_ref().map(ToString::to_string),
+            library: group.first.origin.as_ref().map(|origin| origin.library),
+            at: place(&python, &native).map(str::to_owned),
+            python_stack: python,
+            native_stack: native,
+        }
+    };
+    groups.into_iter().take(LARGEST).map(told).collect()
+}
+
+/// The call that says most: the last one in Python that is neither torch's nor ours, else the last native one outside of CUDA and of
+/// torch's allocator.
+fn place<'a>(python: &'a [String], native: &'a [String]) -> Option<&'a str> {
+    let is_own = |frame: &&String| {
+        let (file, _) = frame.rsplit_once(':').unwrap_or((frame, ""));
+        !["/torch/", "/vramctl/", "/contextlib.py"].iter().any(|part| file.contains(part))
+    };
+    let tells = |frame: &&String| !["libc10", "libcuda", "libvramctl", "libtorch_memory_saver"].iter().any(|part| frame.starts_with(part));
+    let (python, native) = (python.iter().find(is_own).or(python.first()), native.iter().find(tells).or(native.first()));
+    python.or(native).map(String::as_str)
+}
+
+fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
+    let margin = if matches!(scene.asked.cause, Cause::Margin) { scene.margin } else { 0 };
+    let short = (scene.asked.bytes + margin).saturating_sub(scene.room.as_ref().map_or(0, |room| room.free));
+    let way = |bytes, command, note| Way { bytes, command, is_enough: bytes >= short, note };
+    // The program is using the tag that it asks for more of.
+    let asked_for = scene.asked.tag.as_deref().unwrap_or_default();
+    let idle = scene.tags.iter().filter(|(tag, share)| share.active > 0 && (scene.asked.cause.is_resume() || ***tag != *asked_for));
+    let mut ways: Vec<_> = idle
+        .map(|(tag, share)| {
+            let command = format!("vramctl pause --no-hold --pid {} {}", own.pid, quoted(tag));
+            way(share.active, command, "if the program keeps away from it meanwhile")
+        })
+        .collect();
+    // Processes of one name are paused together; one of ours would be paused, too.
+    let mut names = BTreeMap::<&str, u64>::new();
+    for one in neighbours.iter().filter(|one| one.active() > 0) {
+        if one.name == own.name {
+            ways.push(way(one.active(), format!("vramctl pause --pid {}", one.pid), "stands still until it is resumed"));
+        } else {
+            *names.entry(&one.name).or_default() += one.active();
+        }
+    }
+    ways.extend(
+        names
+            .into_iter()
+            .map(|(name, bytes)| way(bytes, format!("vramctl pause --name {}", quoted(name)), "stands still until it is resumed")),
+    );
+    ways.sort_by_key(|way| std::cmp::Reverse(way.bytes));
+    ways
+}
+
+/// For a shell.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@%+".contains(c);
+    if !word.is_empty() && !word.starts_with('-') && word.chars().all(is_plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+impl fmt::Display for ReportPage {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        /// The file has all of them.
+        const FRAMES: usize = 12;
+        let Failed { refused_by, call, attempts, freed_since_bytes, margin_bytes, .. } = &self.request;
+        writeln!(out, "{}", self.headline)?;
+        let ThreadName { id, name } = &self.thread;
+        write!(out, "  In thread {id} ({name}); refused by ")?;
+        match (*refused_by, call) {
+            ("margin", _) => write!(out, "the memory margin of {}", Bytes(*margin_bytes))?,
+            ("resume", _) => write!(out, "the check before a resume, or the driver in it")?,
+            (_, Some(call)) => write!(out, "the driver's {call}")?,
+            _ => write!(out, "the driver")?,
+        }
+        match (attempts, freed_since_bytes) {
+            (1, _) => writeln!(out)?,
+            (_, Some(freed)) => writeln!(out, ", in {attempts} attempts; {} were given back between them", Bytes(*freed))?,
+            (_, None) => writeln!(out, ", in {attempts} attempts")?,
+        }
+        if self.untold > 0 {
+            writeln!(out, "  {} other requests have failed since the last report", self.untold)?;
+        }
+        for (what, stack) in [("Python", &self.python_stack), ("Native", &self.native_stack)] {
+            if !stack.is_empty() {
+                writeln!(out, "  {what} calls, the last first:")?;
+                stack.iter().take(FRAMES).try_for_each(|frame| writeln!(out, "    {frame}"))?;
+            }
+            if stack.len() > FRAMES {
+                writeln!(out, "    … and {} more", stack.len() - FRAMES)?;
+            }
+        }
+        writeln!(out, "  In use on the device:")?;
+        for Row { what, of, tags, pid, bytes } in &self.in_use {
+            let bytes = Bytes(*bytes).to_string();
+            match *what {
+                "tag" => writeln!(out, "    {bytes:>11}  tag {of}")?,
+                "left_alone" => writeln!(out, "    {bytes:>11}  left to CUDA: {of}")?,
+                "process" => {
+                    let tags: Vec<_> = tags.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
+                    let tags = if tags.is_empty() { String::new() } else { format!(": {}", tags.join(", ")) };
+                    writeln!(out, "    {bytes:>11}  process {} ({of}){tags}", pid.unwrap_or_default())?;
+                }
+                // It makes the rows add up in the file.
+                _ if bytes == "0 B" => (),
+                _ => writeln!(out, "    {bytes:>11}  all else: contexts, loaded code, small allocations, processes without the library")?,
+            }
+        }
+        if !self.paused.is_empty() {
+            let paused: Vec<_> = self.paused.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
+            writeln!(out, "  Paused, and taking none of it: {}", paused.join(", "))?;
+        }
+        if !self.largest.is_empty() {
+            writeln!(out, "  This process's largest blocks:")?;
+        }
+        for Group { bytes, blocks, tag, library, at, .. } in &self.largest {
+            let bytes = Bytes(*bytes).to_string();
+            let count = if *blocks == 1 { String::new() } else { format!(" in {blocks} blocks") };
+            let tag = tag.as_ref().map_or_else(|| "left to CUDA".to_owned(), |tag| format!("tag {tag}"));
+            let library = library.map_or_else(String::new, |library| format!(", {library}"));
+            let at = at.as_ref().map_or_else(String::new, |at| format!(", {at}"));
+            writeln!(out, "    {bytes:>11}{count}  {tag}{library}{at}")?;
+        }
+        if self.host.used_bytes > 0 {
+            writeln!(out, "  Backups take {} of host memory", Bytes(self.host.used_bytes))?;
+        }
+        if self.could_be_freed.is_empty() {
+            return writeln!(out, "  Nothing can be paused to make room: no other program with the library has memory here");
+        }
+        writeln!(out, "  Could be freed:")?;
+        for Way { bytes, command, is_enough, note } in &self.could_be_freed {
+            let enough = if *is_enough { ", which would be enough" } else { "" };
+            writeln!(out, "    {:>11}  {command}  ({note}{enough})", Bytes(*bytes).to_string())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Origin;
+
+    fn frames(list: &[&str]) -> Vec<String> {
+        list.iter().map(|frame| (*frame).to_owned()).collect()
+    }
+
+    #[test]
+    fn the_place_of_a_block_is_the_programs_own_line() {
+        let python =
+            frames(&["/lib/site-packages/torch/nn/functional.py:12 in linear", "/app/train.py:7 in logits", "/app/train.py:90 in main"]);
+        let native = frames(&["libc10_cuda.so+0x12 alloc", "libtorch_cpu.so+0x34 at::empty", "python3+0x1"]);
+        assert_eq!(place(&python, &native), Some("/app/train.py:7 in logits"));
+        assert_eq!(
+            place(&python[..1], &native),
+            Some("/lib/site-packages/torch/nn/functional.py:12 in linear"),
+            "torch's, if there is no other"
+        );
+        assert_eq!(place(&[], &native), Some("libtorch_cpu.so+0x34 at::empty"));
+        assert_eq!(place(&[], &native[..1]), Some("libc10_cuda.so+0x12 alloc"));
+        assert_eq!(place(&[], &[]), None);
+    }
+
+    #[test]
+    fn blocks_from_one_place_are_told_together_and_the_largest_first() {
+        const MIB: u64 = 1 << 20;
+        let here = Arc::new(Stack::here(8, 0));
+        let there = Arc::new(Stack::here(4, 0));
+        let at = |stack: &Arc<Stack>| Some(Origin { library: "libc10_cuda.so", stack: Some(Arc::clone(stack)) });
+        let block = |mib: u64, tag: Option<&str>, origin| Placed { bytes: mib * MIB, tag: tag.map(Into::into), origin };
+        let mut blocks = vec![
+            block(100, Some("default"), at(&here)),
+            block(150, Some("default"), at(&there)),
+            block(90, Some("default"), at(&here)),
+            block(70, None, Some(Origin::of("libnccl.so.2"))),
+        ];
+        blocks.extend((0..40).map(|_| block(20, Some("default"), Some(Origin::of("libc10_cuda.so")))));
+        let told: Vec<_> = largest(&blocks).into_iter().map(|group| (group.bytes / MIB, group.blocks, group.tag)).collect();
+        let tag = Some("default".to_owned());
+        assert_eq!(told, [(800, 40, tag.clone()), (190, 2, tag.clone()), (150, 1, tag), (70, 1, None)]);
+        let many: Vec<_> = (1..100).map(|mib| block(mib, None, None)).collect();
+        assert_eq!(largest(&many).len(), LARGEST);
+    }
+
+    #[test]
+    fn names_are_safe_in_a_shell() {
+        assert_eq!(quoted("engine-1"), "engine-1");
+        assert_eq!(quoted("my job"), "'my job'");
+        assert_eq!(quoted("a'; rm -rf /"), r"'a'\''; rm -rf /'");
+        assert_eq!((quoted(""), quoted("-x")), ("''".into(), "'-x'".into()));
+    }
+}

@@ -1,0 +1,165 @@
+//! How things are in a thread whose request has just failed: what is known here and now, without waiting for anybody.
+
+use crate::memory::{Memory, Origin, left};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::SystemTime;
+use vramctl_driver::{self as driver, CUdevice, Current, Physical, RelaxedCapture};
+use vramctl_host::stack::Stack;
+use vramctl_model::{Bytes, Holder};
+
+/// A request for device memory that has failed.
+#[derive(Debug)]
+pub struct Asked {
+    /// Bytes.
+    pub bytes: u64,
+    /// On which device; `None`: on the calling thread's.
+    pub device: Option<CUdevice>,
+    /// The tag that the memory would have got; `None` if it was left to CUDA.
+    pub tag: Option<String>,
+    /// Who has asked: a library's file name.
+    pub library: &'static str,
+    /// The address to which its call returns; 0 if that is not known.
+    pub caller: usize,
+    /// Why it has failed.
+    pub cause: Cause,
+}
+
+/// Why a request has failed.
+#[derive(Debug, Clone)]
+pub enum Cause {
+    /// The driver refused it, in this function if it is known.
+    Refused(Option<&'static str>),
+    /// It would not have left the memory margin free.
+    Margin,
+    /// A resume needs more than is free. The other processes that NVML reports.
+    Resume(Vec<Holder>),
+}
+
+impl Cause {
+    /// Whether a resume has failed.
+    pub fn is_resume(&self) -> bool {
+        matches!(self, Self::Resume(_))
+    }
+}
+
+impl Asked {
+    /// Whether the same thread will ask again, whatever happens: torch's allocator does, after it has given back what it has cached.
+    pub fn is_tried_again(&self) -> bool {
+        !self.cause.is_resume() && (self.caller == 0 || self.library.starts_with("libc10_cuda"))
+    }
+}
+
+/// A device.
+#[derive(Debug, Clone)]
+pub struct DeviceRoom {
+    pub device: CUdevice,
+    pub uuid: Option<String>,
+    pub free: u64,
+    pub total: u64,
+}
+
+/// Memory of one tag on the device.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct TagShare {
+    pub active: u64,
+    pub paused: u64,
+}
+
+/// A block of memory on the device.
+#[derive(Debug)]
+pub struct Placed {
+    pub bytes: u64,
+    /// Its tag; `None` if it is left to CUDA.
+    pub tag: Option<Arc<str>>,
+    pub origin: Option<Origin>,
+}
+
+pub struct Scene {
+    pub asked: Asked,
+    pub when: SystemTime,
+    pub thread: u32,
+    pub thread_name: String,
+    pub stack: Stack,
+    /// Unknown if the thread has no context.
+    pub room: Option<DeviceRoom>,
+    pub margin: u64,
+    pub tags: BTreeMap<Arc<str>, TagShare>,
+    pub left: BTreeMap<&'static str, u64>,
+    /// All that is active.
+    pub blocks: Vec<Placed>,
+    /// Bytes that became free since the first attempt.
+    pub freed_since: Option<u64>,
+}
+
+impl Scene {
+    /// Looks at everything now. No call is made that would disturb a capture.
+    pub fn now(asked: Asked, thread: u32, thread_name: String) -> Self {
+        const FRAMES: usize = 48;
+        let stack = Stack::here(FRAMES, asked.caller);
+        let room = room_on(asked.device);
+        let device = room.as_ref().map(|room| room.device).or(asked.device);
+        let is_there = |other: Option<CUdevice>| device.is_none() || other.is_none() || other == device;
+        let (mut tags, mut left, mut blocks) = (BTreeMap::<_, TagShare>::new(), BTreeMap::new(), Vec::new());
+        let memory = Memory::existing();
+        for allocation in memory.map(Memory::all).unwrap_or_default() {
+            if !is_there(Some(allocation.device)) {
+                continue;
+            }
+            let bytes = allocation.bytes() as u64;
+            // Somebody who has the lock is mapping or unmapping it: it is not gone yet.
+            let is_active = allocation.try_contents().is_none_or(|contents| contents.memory.as_ref().is_some_and(Physical::is_mapped));
+            let share = tags.entry(Arc::clone(&allocation.tag)).or_default();
+            if is_active {
+                share.active += bytes;
+                blocks.push(Placed { bytes, tag: Some(Arc::clone(&allocation.tag)), origin: allocation.origin.get().cloned() });
+            } else {
+                share.paused += bytes;
+            }
+        }
+        for block in left::blocks().into_iter().filter(|block| is_there(block.device)) {
+            *left.entry(block.origin.library).or_default() += block.bytes;
+            blocks.push(Placed { bytes: block.bytes, tag: None, origin: Some(block.origin) });
+        }
+        let margin = memory.map_or(0, Memory::margin);
+        Self { asked, when: SystemTime::now(), thread, thread_name, stack, room, margin, tags, left, blocks, freed_since: None }
+    }
+
+    /// The same, seen from an earlier attempt.
+    pub fn after(self, first: &Self) -> Self {
+        let has = |scene: &Self| scene.blocks.iter().map(|block| block.bytes).sum::<u64>();
+        Self { freed_since: Some(has(first).saturating_sub(has(&self))), ..self }
+    }
+
+    /// What has happened, in a sentence.
+    pub fn headline(&self) -> String {
+        let Asked { bytes, tag, library, cause, device, .. } = &self.asked;
+        let tag = tag.as_ref().map_or_else(String::new, |tag| format!(" (tag {tag})"));
+        let who = if cause.is_resume() { format!("a resume{tag} needs") } else { format!("{library} asked for") };
+        let tag = if cause.is_resume() { String::new() } else { tag };
+        let Some(DeviceRoom { device, free, total, .. }) = &self.room else {
+            let device = device.map_or_else(String::new, |device| format!(" on device {device}"));
+            return format!("out of memory: {who} {}{tag}{device}", Bytes(*bytes));
+        };
+        let short = match (bytes + if matches!(cause, Cause::Margin) { self.margin } else { 0 }).saturating_sub(*free) {
+            0 => String::new(),
+            short => format!(", {} short", Bytes(short)),
+        };
+        format!("out of memory: {who} {}{tag} on device {device}; {} of {} are free{short}", Bytes(*bytes), Bytes(*free), Bytes(*total))
+    }
+}
+
+/// How much is free on a device, or on the calling thread's.
+fn room_on(device: Option<CUdevice>) -> Option<DeviceRoom> {
+    let _relaxed = RelaxedCapture::enter();
+    let own = Current::of_thread().ok().flatten();
+    let current = match (own, device) {
+        (Some(own), Some(device)) if own.device() == device => own,
+        (Some(own), None) => own,
+        (_, Some(device)) => Current::push(Current::primary_of(device).ok()??).ok()?,
+        (None, None) => return None,
+    };
+    let (free, total) = driver::memory_info().ok()?;
+    let device = current.device();
+    Some(DeviceRoom { device, uuid: driver::uuid(device), free, total })
+}

@@ -1,0 +1,236 @@
+//! Where a thread is: its native frames and, if it runs Python, Python's.
+//!
+//! For messages, so best effort, and safe wherever a program may call us: nothing waits, and nothing of Python's is touched but the
+//! calling thread's own frames, by the interpreter itself and in the way of its own `faulthandler`, which needs no interpreter lock.
+
+use crate::{descriptor, symbols};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{mem, ptr};
+
+/// Where a thread was, the last call first.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Stack {
+    /// Return addresses.
+    native: Vec<usize>,
+    /// `FILE:LINE in FUNCTION`.
+    python: Vec<String>,
+}
+
+impl Stack {
+    /// The calling thread's, at most this many frames of each kind. Native frames begin with the call that returns to the
+    /// address `from`, if there is one.
+    pub fn here(most: usize, from: usize) -> Self {
+        Self { native: native_frames(most, from), python: python_frames(most) }
+    }
+
+    /// Python's frames; none if the thread runs no Python, or the interpreter does not offer them.
+    pub fn python(&self) -> &[String] {
+        &self.python
+    }
+
+    /// The native frames by name. What is at an address is looked up now, which takes the loader's lock.
+    pub fn native(&self) -> Vec<String> {
+        self.native.iter().map(|address| named(*address)).collect()
+    }
+}
+
+/// The calling thread's id and name.
+pub fn thread() -> (u32, String) {
+    let mut name = [0 as c_char; 16];
+    // SAFETY: the kernel writes at most 16 bytes, NUL-terminated.
+    unsafe {
+        libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr());
+        let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
+        (libc::syscall(libc::SYS_gettid) as u32, name)
+    }
+}
+
+/// The unwinder of `libgcc_s`, which Rust's own panics use, too.
+mod unwinder {
+    use super::{c_int, c_void};
+    unsafe extern "C" {
+        pub fn _Unwind_Backtrace(each: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int, with: *mut c_void) -> c_int;
+        pub fn _Unwind_GetIP(context: *mut c_void) -> usize;
+    }
+    pub const GO_ON: c_int = 0;
+    pub const STOP: c_int = 4;
+}
+
+/// Without the library's own frames, which come before `from`.
+fn native_frames(most: usize, from: usize) -> Vec<usize> {
+    /// The library's own are not many.
+    const OWN: usize = 32;
+    struct Walk {
+        addresses: Vec<usize>,
+        room: usize,
+    }
+    unsafe extern "C" fn note(context: *mut c_void, walk: *mut c_void) -> c_int {
+        // SAFETY: the unwinder's context, and what is passed below.
+        unsafe {
+            let walk = &mut *walk.cast::<Walk>();
+            let address = unwinder::_Unwind_GetIP(context);
+            // The frame in which a thread begins may be one of nothing.
+            if address == 0 || walk.addresses.len() == walk.room {
+                return unwinder::STOP;
+            }
+            walk.addresses.push(address);
+        }
+        unwinder::GO_ON
+    }
+    let mut walk = Walk { addresses: Vec::with_capacity(most + OWN), room: most + OWN };
+    // SAFETY: the callback gets what it expects, does not unwind and, since there is room, does not allocate.
+    unsafe { unwinder::_Unwind_Backtrace(note, (&raw mut walk).cast()) };
+    let own = walk.addresses.iter().position(|address| *address == from).unwrap_or(0);
+    walk.addresses.drain(..own);
+    walk.addresses.truncate(most);
+    walk.addresses
+}
+
+/// `LIBRARY+OFFSET FUNCTION`, as far as the loader knows.
+fn named(address: usize) -> String {
+    // SAFETY: plain data and writable; the names belong to a loaded library.
+    unsafe {
+        let mut info: libc::Dl_info = mem::zeroed();
+        // A return address may be the first of the next function.
+        if libc::dladdr(ptr::without_provenance(address.wrapping_sub(1)), &raw mut info) == 0 || info.dli_fname.is_null() {
+            return format!("{address:#x}");
+        }
+        let path = CStr::from_ptr(info.dli_fname).to_string_lossy();
+        let place = format!("{}+{:#x}", path.rsplit('/').next().unwrap_or_default(), address.wrapping_sub(info.dli_fbase as usize));
+        if info.dli_sname.is_null() {
+            return place;
+        }
+        format!("{place} {}", readable(CStr::from_ptr(info.dli_sname)))
+    }
+}
+
+/// A symbol as C++ programmers write it, if the program has a C++ library.
+fn readable(symbol: &CStr) -> String {
+    type Demangle = unsafe extern "C" fn(*const c_char, *mut c_char, *mut usize, *mut c_int) -> *mut c_char;
+    /// Names with templates may fill pages.
+    const LONGEST: usize = 120;
+    // SAFETY: a library that is loaded already, a function of its type, and a text that it has from `malloc`.
+    let text = unsafe {
+        let library = libc::dlopen(c"libstdc++.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        let found = if library.is_null() { ptr::null_mut() } else { symbols::dlsym(library, c"__cxa_demangle") };
+        let text = if found.is_null() {
+            ptr::null_mut()
+        } else {
+            mem::transmute::<*mut c_void, Demangle>(found)(symbol.as_ptr(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut())
+        };
+        if !library.is_null() {
+            libc::dlclose(library);
+        }
+        if text.is_null() {
+            symbol.to_string_lossy().into_owned()
+        } else {
+            let readable = CStr::from_ptr(text).to_string_lossy().into_owned();
+            libc::free(text.cast());
+            readable
+        }
+    };
+    if text.chars().count() <= LONGEST { text } else { text.chars().take(LONGEST).chain(['…']).collect() }
+}
+
+type ThreadState = unsafe extern "C" fn() -> *mut c_void;
+type DumpTraceback = unsafe extern "C" fn(c_int, *mut c_void);
+
+/// As `faulthandler` does it in a signal handler: the interpreter writes the frames into a file by itself. It needs no lock, and a
+/// thread that is in a call does not change its frames. `_Py_DumpTraceback` is exported by Python 3.11 and 3.12.
+fn python_frames(most: usize) -> Vec<String> {
+    static STATE: AtomicUsize = AtomicUsize::new(0);
+    static DUMP: AtomicUsize = AtomicUsize::new(0);
+    let (Some(state), Some(dump)) = (function(&STATE, c"PyGILState_GetThisThreadState"), function(&DUMP, c"_Py_DumpTraceback")) else {
+        return Vec::new();
+    };
+    // SAFETY: the interpreter's functions of these names have these types. Without a state the thread is none of Python's.
+    unsafe {
+        let (state, dump) = (mem::transmute::<usize, ThreadState>(state), mem::transmute::<usize, DumpTraceback>(dump));
+        let own = state();
+        if own.is_null() {
+            return Vec::new();
+        }
+        // In memory: a pipe may be too small and block.
+        let file = libc::syscall(libc::SYS_memfd_create, c"vramctl-stack".as_ptr(), libc::MFD_CLOEXEC) as c_int;
+        if file < 0 {
+            return Vec::new();
+        }
+        let Ok(file) = descriptor::above_standard(OwnedFd::from_raw_fd(file)).map(std::fs::File::from) else { return Vec::new() };
+        dump(file.as_raw_fd(), own);
+        let mut text = vec![0; file.metadata().map_or(0, |data| data.len()).min(1 << 20) as usize];
+        if file.read_exact_at(&mut text, 0).is_err() {
+            return Vec::new();
+        }
+        String::from_utf8_lossy(&text).lines().filter_map(python_frame).take(most).collect()
+    }
+}
+
+/// `  File "x.py", line 1 in main` as `x.py:1 in main`.
+fn python_frame(line: &str) -> Option<String> {
+    let (file, rest) = line.trim_start().strip_prefix("File ")?.rsplit_once(", line ")?;
+    let (number, function) = rest.split_once(" in ")?;
+    Some(format!("{}:{number} in {function}", file.trim_matches('"')))
+}
+
+/// A function of the interpreter, looked up until it is found: Python may be loaded later.
+fn function(known: &AtomicUsize, name: &CStr) -> Option<usize> {
+    let mut found = known.load(Ordering::Relaxed);
+    if found == 0 {
+        // SAFETY: a NUL-terminated name.
+        found = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, name) } as usize;
+        known.store(found, Ordering::Relaxed);
+    }
+    (found != 0).then_some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[inline(never)]
+    fn recursion(left: usize, most: usize) -> Stack {
+        let stack = if left == 0 { Stack::here(most, 0) } else { recursion(left - 1, most) };
+        std::hint::black_box(stack)
+    }
+
+    #[test]
+    fn a_stack_is_the_last_calls_by_name_and_no_longer_than_asked() {
+        let stack = recursion(3, 8);
+        let native = stack.native();
+        assert_eq!(native.len(), 8);
+        let this = std::env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().to_owned();
+        assert!(native.iter().any(|frame| frame.starts_with(&format!("{this}+0x"))), "{native:?}");
+        assert_eq!(recursion(100, 64).native().len(), 64);
+        let (all, last) = (native_frames(8, 0), native_frames(64, 0).pop().unwrap());
+        assert_eq!(native_frames(8, last), [last], "where the thread began");
+        assert_eq!(native_frames(8, all[3])[0], all[3]);
+        assert!(stack.python().is_empty(), "this is no Python");
+    }
+
+    #[test]
+    fn frames_of_python_are_read_and_nothing_else() {
+        let read = |line: &str| python_frame(line);
+        assert_eq!(read(r#"  File "/a b/x.py", line 12 in <module>"#).as_deref(), Some("/a b/x.py:12 in <module>"));
+        assert_eq!(read(r#"  File "/x, line 3 in y.py", line 7 in f"#).as_deref(), Some("/x, line 3 in y.py:7 in f"));
+        assert_eq!(read("  File ???, line ??? in ???").as_deref(), Some("???:??? in ???"));
+        for other in ["Stack (most recent call first):", "  <no Python frame>", "  ...", "", "File "] {
+            assert_eq!(read(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_thread_says_its_id_and_name() {
+        let told = std::thread::Builder::new().name("a-thread".into()).spawn(thread).unwrap().join().unwrap();
+        assert_eq!(told.1, "a-thread");
+        assert_ne!(told.0, thread().0);
+    }
+
+    #[test]
+    fn what_is_at_no_address_is_told_as_a_number() {
+        assert_eq!(named(0x1234), "0x1234");
+        assert!(named(libc::malloc as *const () as usize + 1).contains('+'));
+    }
+}

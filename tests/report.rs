@@ -1,0 +1,523 @@
+//! What is told when device memory runs out: once for each episode, with its culprit, and never in the program's way.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::{Gpu, MIB, Stream, free, malloc_tagged, pause, resume};
+use log::{LevelFilter, Log, Metadata, Record};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::ffi::{CString, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, Once, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+use std::{env, fs, mem, ptr, thread};
+use vramctl_core::memory::{Memory, region};
+use vramctl_core::out_of_memory::{self, Asked, Cause};
+use vramctl_intercept::{entries, hooks};
+
+const OUT_OF_MEMORY: u32 = 2;
+/// More than the device has.
+const TOO_MUCH: usize = 300 * MIB;
+/// Enough to make a block worth a stack.
+const LARGE: usize = 64 * MIB;
+
+/// What the library has warned of.
+struct Warnings(Mutex<Vec<String>>);
+
+static WARNINGS: Warnings = Warnings(Mutex::new(Vec::new()));
+
+impl Log for Warnings {
+    fn enabled(&self, metadata: &Metadata) -> bool {
+        metadata.level() <= log::Level::Warn
+    }
+
+    fn log(&self, record: &Record) {
+        if self.enabled(record.metadata()) {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).push(record.args().to_string());
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+impl Warnings {
+    fn about(&self, what: &str) -> Vec<String> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter(|text| text.contains(what)).cloned().collect()
+    }
+}
+
+/// Where this process's reports go.
+fn folder() -> PathBuf {
+    common::own_folder().join("reports")
+}
+
+fn take() -> Gpu {
+    static SET_UP: Once = Once::new();
+    SET_UP.call_once(|| {
+        // SAFETY: before any other thread reads the environment: the others wait here.
+        unsafe { env::set_var("VRAMCTL_REPORT_DIR", folder()) };
+        let _ = log::set_logger(&WARNINGS);
+        log::set_max_level(LevelFilter::Warn);
+    });
+    let gpu = Gpu::take();
+    // The environment has its own log level, which is not what this is about.
+    log::set_max_level(LevelFilter::Warn);
+    // Only so many episodes are followed at a time.
+    out_of_memory::settle();
+    gpu
+}
+
+/// The reports of a library, the oldest first.
+fn reports(library: &str) -> Vec<Value> {
+    let mut found: Vec<_> = files().into_iter().map(|path| serde_json::from_slice::<Value>(&fs::read(path).unwrap()).unwrap()).collect();
+    found.retain(|report| report["request"]["library"] == library);
+    found.sort_by(|one, other| one["time"].as_f64().unwrap().total_cmp(&other["time"].as_f64().unwrap()));
+    found
+}
+
+fn files() -> BTreeSet<PathBuf> {
+    let entries = fs::read_dir(folder()).into_iter().flatten().map(|entry| entry.unwrap().path());
+    entries.filter(|path| path.extension().is_some_and(|kind| kind == "json")).collect()
+}
+
+fn within_some_seconds(what: &str, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{what} has not happened");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+type Allocate = unsafe extern "C" fn(*mut *mut c_void, usize) -> u32;
+
+/// A library that allocates.
+struct Library {
+    name: String,
+    ask: unsafe extern "C" fn(Allocate, *mut *mut c_void, usize) -> u32,
+}
+
+impl Library {
+    fn new(name: &str) -> Self {
+        static COMPILED: OnceLock<PathBuf> = OnceLock::new();
+        let compiled = COMPILED.get_or_init(|| {
+            let library = common::own_folder().join("libasks.so");
+            let mut compiler = Command::new(env::var_os("CC").unwrap_or_else(|| "cc".into()));
+            compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]).arg(&library);
+            compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/asks.c"));
+            assert!(compiler.status().unwrap().success());
+            library
+        });
+        let library = common::own_folder().join(name);
+        fs::copy(compiled, &library).unwrap();
+        let path = CString::new(library.to_str().unwrap()).unwrap();
+        let ask = unsafe {
+            let opened = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
+            assert!(!opened.is_null());
+            mem::transmute::<*mut c_void, unsafe extern "C" fn(Allocate, *mut *mut c_void, usize) -> u32>(libc::dlsym(
+                opened,
+                c"ask".as_ptr(),
+            ))
+        };
+        Self { name: name.to_owned(), ask }
+    }
+
+    fn ask_at(&self, door: Allocate, bytes: usize) -> Result<u64, u32> {
+        let mut pointer = ptr::null_mut();
+        match unsafe { (self.ask)(door, &raw mut pointer, bytes) } {
+            0 => Ok(pointer as u64),
+            code => Err(code),
+        }
+    }
+
+    fn ask(&self, bytes: usize) -> Result<u64, u32> {
+        self.ask_at(hooks::cudaMalloc, bytes)
+    }
+
+    fn reports(&self) -> Vec<Value> {
+        reports(&self.name)
+    }
+
+    /// Its only report.
+    fn report(&self) -> Value {
+        within_some_seconds("a report", || !self.reports().is_empty());
+        let mut all = self.reports();
+        assert_eq!(all.len(), 1, "{all:#?}");
+        all.remove(0)
+    }
+}
+
+fn drivers_door() -> Allocate {
+    unsafe { mem::transmute::<*const c_void, Allocate>(entries::cuMemAlloc_v2 as *const c_void) }
+}
+
+fn rows(report: &Value, what: &str) -> Vec<(String, u64)> {
+    let rows = report["in_use"].as_array().unwrap().iter().filter(|row| row["what"] == what);
+    rows.map(|row| (row["of"].as_str().unwrap_or_default().to_owned(), row["bytes"].as_u64().unwrap())).collect()
+}
+
+#[test]
+fn a_refusal_at_either_door_is_reported_whether_the_memory_is_managed_or_not() {
+    let gpu = take();
+    let kept = malloc_tagged("weights", None, LARGE).unwrap();
+    let doors: [(&str, Allocate, bool); 4] = [
+        ("librefused_runtime.so", hooks::cudaMalloc, true),
+        ("librefused_driver.so", drivers_door(), true),
+        ("librefused_runtime_left.so", hooks::cudaMalloc, false),
+        ("librefused_driver_left.so", drivers_door(), false),
+    ];
+    let before = gpu.footprint();
+    for (name, door, is_managed) in doors {
+        let library = Library::new(name);
+        region::begin(is_managed.then_some("activations"), None).unwrap();
+        assert_eq!(library.ask_at(door, TOO_MUCH), Err(OUT_OF_MEMORY));
+        region::end().unwrap();
+        let report = library.report();
+        assert_eq!(report["request"]["bytes"], TOO_MUCH, "{report:#}");
+        assert_eq!(report["request"]["refused_by"], "driver");
+        assert_eq!(report["request"]["tag"].as_str(), is_managed.then_some("activations"));
+        assert_eq!(report["request"]["call"].as_str(), is_managed.then_some("cuMemCreate"));
+        assert_eq!(report["request"]["attempts"], 1);
+        assert_eq!((&report["process"]["pid"], &report["version"]), (&std::process::id().into(), &1.into()));
+        assert_eq!(report["thread"]["name"], thread_name());
+        let first = report["native_stack"][0].as_str().unwrap();
+        assert!(first.starts_with(&format!("{name}+0x")) && first.contains(" ask"), "the call is where the stack begins: {first}");
+        assert_eq!(rows(&report, "tag"), [("weights".to_owned(), LARGE as u64)]);
+        let (free, total) = (report["device"]["free_bytes"].as_u64().unwrap(), report["device"]["total_bytes"].as_u64().unwrap());
+        let in_use: u64 = report["in_use"].as_array().unwrap().iter().map(|row| row["bytes"].as_u64().unwrap()).sum();
+        assert_eq!((total, in_use), (common::DEVICE_BYTES as u64, total - free), "the rows add up: {report:#}");
+        let largest = &report["largest"][0];
+        assert_eq!((&largest["bytes"], &largest["tag"]), (&LARGE.into(), &"weights".into()));
+        assert!(largest["native_stack"].as_array().unwrap().len() > 2 && largest["at"].is_string(), "where it was made: {largest}");
+        let ways = report["could_be_freed"].as_array().unwrap();
+        assert_eq!(ways[0]["command"], format!("vramctl pause --no-hold --pid {} weights", std::process::id()));
+        assert_eq!(ways[0]["is_enough"], false, "more than the device has");
+        let page = WARNINGS.about(name);
+        assert!(page[0].starts_with(&format!("out of memory: {name} asked for 300.00 MiB")), "{page:?}");
+    }
+    assert!(WARNINGS.about("All of it is in ").len() >= 4 && !WARNINGS.about("tag weights").is_empty());
+    assert_eq!(gpu.footprint(), before, "a report leaves nothing on the device");
+    assert_eq!(free(kept), 0);
+}
+
+fn thread_name() -> String {
+    vramctl_host::stack::thread().1
+}
+
+#[test]
+fn a_refusal_of_physical_memory_is_reported() {
+    unsafe extern "C" fn create(handle: *mut *mut c_void, bytes: usize) -> u32 {
+        // `CUmemAllocationProp` of plain memory on the second device.
+        let wanted = [1_u32, 0, 1, 1, 0, 0, 0, 0];
+        // Not through the library: its call site is this one.
+        unsafe { entries::cuMemCreate(handle.cast(), bytes, wanted.as_ptr().cast(), 0) }
+    }
+    let _gpu = take();
+    let this = env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().to_owned();
+    common::set_device(1);
+    for tag in [Some("pool"), None] {
+        region::begin(tag, None).unwrap();
+        common::set_device(0);
+        let before = reports(&this).len();
+        let mut handle = ptr::null_mut();
+        assert_eq!(unsafe { create(&raw mut handle, TOO_MUCH + if tag.is_some() { 2 * MIB } else { 0 }) }, OUT_OF_MEMORY);
+        region::end().unwrap();
+        within_some_seconds("a report", || reports(&this).len() > before);
+        let report = reports(&this).pop().unwrap();
+        assert_eq!(report["request"]["tag"].as_str(), tag);
+        assert_eq!(report["device"]["device"], 1, "the memory's device, which is not the thread's");
+        assert_eq!(report["device"]["uuid"], vramctl_driver::uuid(1).unwrap());
+    }
+}
+
+#[test]
+fn a_refusal_by_the_margin_says_how_large_it_is() {
+    let _gpu = take();
+    let library = Library::new("libmargin.so");
+    Memory::get().set_margin(200 << 20);
+    region::begin(Some("cache"), None).unwrap();
+    assert_eq!(library.ask(100 * MIB), Err(OUT_OF_MEMORY));
+    region::end().unwrap();
+    let report = library.report();
+    assert_eq!(report["request"]["refused_by"], "margin", "{report:#}");
+    assert_eq!(report["request"]["margin_bytes"], 200_u64 << 20);
+    assert_eq!(WARNINGS.about("refused by the memory margin of 200.00 MiB").len(), 1);
+    assert!(WARNINGS.about("libmargin.so asked for")[0].ends_with(" short"), "{:?}", WARNINGS.about("libmargin.so"));
+}
+
+#[test]
+fn a_resume_that_lacks_memory_is_reported_once_however_often_it_is_tried() {
+    let gpu = take();
+    let address = malloc_tagged("kv_cache", None, 150 * MIB).unwrap();
+    let other = malloc_tagged("weights", None, 40 * MIB).unwrap();
+    pause(&["kv_cache"]).unwrap();
+    gpu.occupy(0, 100 * MIB);
+    for _ in 0..5 {
+        resume(&["kv_cache"]).unwrap_err();
+    }
+    gpu.occupy(0, 0);
+    let of_resumes = || reports("vramctl");
+    within_some_seconds("a report", || !of_resumes().is_empty());
+    let all = of_resumes();
+    assert_eq!(all.len(), 1, "{all:#?}");
+    let report = &all[0];
+    assert_eq!((&report["request"]["refused_by"], &report["request"]["tag"]), (&"resume".into(), &"kv_cache".into()));
+    assert_eq!(report["request"]["bytes"], 150 * MIB);
+    assert_eq!(report["paused"]["kv_cache"], 150 * MIB);
+    let ways = report["could_be_freed"].as_array().unwrap();
+    assert_eq!((&ways[0]["bytes"], &ways[0]["is_enough"]), (&(40 * MIB).into(), &true.into()), "{report:#}");
+    assert!(WARNINGS.about("a resume (tag kv_cache) needs 150.00 MiB on device 0").len() == 1, "{:?}", WARNINGS.about("a resume"));
+    resume(&["kv_cache"]).unwrap();
+    assert_eq!((free(address), free(other)), (0, 0));
+}
+
+/// torch gives back what it has cached and tries again: one page, of how things are then.
+#[test]
+fn what_torch_tries_again_in_vain_is_one_episode() {
+    let _gpu = take();
+    let torch = Library::new("libc10_cuda_vain.so");
+    region::begin(Some("default"), None).unwrap();
+    let cached = torch.ask(40 * MIB).unwrap();
+    assert_eq!(torch.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
+    assert_eq!(free(cached), 0);
+    assert_eq!(torch.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
+    // With `max_split_size_mb`, torch tries a third time.
+    assert_eq!(torch.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
+    region::end().unwrap();
+    let report = torch.report();
+    assert_eq!(report["request"]["attempts"], 2, "{report:#}");
+    assert_eq!(report["request"]["freed_since_bytes"], 40 * MIB);
+    assert_eq!(rows(&report, "tag"), [], "as it was at the second attempt");
+    assert_eq!(WARNINGS.about("in 2 attempts; 40.00 MiB were given back between them").len(), 1);
+    assert_eq!(
+        WARNINGS.about(&torch.name).len(),
+        1 + report["native_stack"].as_array().unwrap().iter().filter(|frame| frame.as_str().unwrap().contains(&torch.name)).count()
+    );
+}
+
+#[test]
+fn what_torch_gets_at_its_second_attempt_is_a_line_and_no_page() {
+    let _gpu = take();
+    let torch = Library::new("libc10_cuda_saved.so");
+    region::begin(Some("default"), None).unwrap();
+    let cached = torch.ask(200 * MIB).unwrap();
+    assert_eq!(torch.ask(150 * MIB), Err(OUT_OF_MEMORY));
+    assert_eq!(free(cached), 0);
+    let got = torch.ask(150 * MIB).unwrap();
+    region::end().unwrap();
+    out_of_memory::settle();
+    let lines = WARNINGS.about(&torch.name);
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert!(lines[0].contains("asked for 150.00 MiB (tag default)") && lines[0].contains("a later attempt got it"), "{lines:?}");
+    assert_eq!(torch.reports().len(), 0);
+    assert_eq!(free(got), 0);
+}
+
+/// With expandable segments, torch gets some pieces before the next is refused again.
+#[test]
+fn a_piece_that_torch_gets_is_not_yet_all_of_it() {
+    const PIECE: usize = 20 * MIB;
+    let _gpu = take();
+    let torch = Library::new("libc10_cuda_pieces.so");
+    region::begin(Some("default"), None).unwrap();
+    let attempt = || {
+        let mut pieces = Vec::new();
+        loop {
+            match torch.ask(PIECE) {
+                Ok(piece) => pieces.push(piece),
+                Err(code) => return (pieces, code),
+            }
+        }
+    };
+    for _ in 0..2 {
+        let (pieces, code) = attempt();
+        assert!(pieces.len() > 5 && code == OUT_OF_MEMORY);
+        for piece in pieces {
+            assert_eq!(free(piece), 0);
+        }
+    }
+    region::end().unwrap();
+    assert_eq!(torch.report()["request"]["attempts"], 2);
+}
+
+/// Without its cache (`PYTORCH_NO_CUDA_MEMORY_CACHING`), torch does not try again.
+#[test]
+fn what_torch_does_not_try_again_is_reported_a_little_later() {
+    let _gpu = take();
+    let torch = Library::new("libc10_cuda_once.so");
+    assert_eq!(torch.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
+    // A second is over.
+    out_of_memory::settle();
+    assert_eq!(torch.report()["request"]["attempts"], 1);
+}
+
+#[test]
+fn a_program_that_looks_for_the_largest_possible_block_gets_few_pages() {
+    let _gpu = take();
+    let library = Library::new("libsearches.so");
+    let mut bytes = TOO_MUCH;
+    let found = loop {
+        match library.ask(bytes) {
+            Ok(address) => break address,
+            Err(code) => assert_eq!(code, OUT_OF_MEMORY),
+        }
+        bytes -= MIB / 4;
+    };
+    assert_eq!(free(found), 0);
+    // Three at once, and one every ten seconds.
+    let pages = library.reports().len();
+    assert!((3..6).contains(&pages), "{pages} pages");
+    // Another library's failures have their own pages, and these tell how many had none.
+    let next = Library::new("libsearches_not.so");
+    assert_eq!(next.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
+    let untold = next.report()["untold"].as_u64().unwrap();
+    assert!(untold > 100, "{untold} requests without a page");
+}
+
+/// A capture in the strictest mode ends as soon as anybody makes a call that it does not allow.
+#[test]
+fn a_failure_in_a_capture_is_reported_and_leaves_the_capture_alone() {
+    let _gpu = take();
+    let library = Library::new("libcaptures.so");
+    let address = malloc_tagged("x", None, 4 * MIB).unwrap();
+    let stream = Stream::create();
+    stream.begin_capture(0);
+    region::begin(Some("graph"), None).unwrap();
+    assert_eq!(library.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
+    region::end().unwrap();
+    assert_eq!(stream.fill(address, 7, MIB), 0);
+    let graph = stream.end_capture().expect("the capture is intact");
+    assert_eq!((stream.launch(&graph), stream.synchronize()), (0, 0));
+    assert_eq!(common::read(address, 1).unwrap(), [7]);
+    let report = library.report();
+    assert_eq!(report["device"]["device"], 0, "{report:#}");
+    drop((graph, stream));
+    assert_eq!(free(address), 0);
+}
+
+fn asked(library: &'static str, bytes: u64) -> Asked {
+    Asked { bytes, device: None, tag: None, library, caller: 1, cause: Cause::Refused(None) }
+}
+
+/// The last ten of this process; whatever else is in the directory is somebody else's.
+#[test]
+fn a_process_keeps_its_last_ten_files_and_nobody_elses_are_touched() {
+    let _gpu = take();
+    fs::create_dir_all(folder()).unwrap();
+    let others = ["out-of-memory-1.000000-1.json.txt", ".out-of-memory-2.000000-3", "core.4711"];
+    for name in others {
+        fs::write(folder().join(name), "not ours").unwrap();
+    }
+    fs::create_dir_all(folder().join("out-of-memory-0.000000-1")).unwrap();
+    for (number, name) in ["one", "two", "three", "four", "five"].into_iter().enumerate() {
+        for bytes in 0..3 {
+            out_of_memory::failed(asked(name, number as u64 * 10 + bytes));
+        }
+        within_some_seconds("three reports", || reports(name).len() == 3);
+        out_of_memory::settle();
+    }
+    assert_eq!(files().len(), 10);
+    assert_eq!((reports("one").len(), reports("five").len()), (0, 3));
+    for name in others {
+        assert_eq!(fs::read_to_string(folder().join(name)).unwrap(), "not ours");
+        fs::remove_file(folder().join(name)).unwrap();
+    }
+    let unfinished = fs::read_dir(folder()).unwrap().filter(|entry| entry.as_ref().unwrap().file_name().to_str().unwrap().starts_with('.'));
+    assert_eq!(unfinished.count(), 0);
+}
+
+#[test]
+fn a_forked_child_writes_reports_of_its_own() {
+    let _gpu = take();
+    // Its parent's allowance is used up, and an episode of its parent is open.
+    for bytes in 0..5 {
+        out_of_memory::failed(asked("before the fork", bytes));
+    }
+    let before = files();
+    // SAFETY: the child leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        out_of_memory::went_on(1 << 30);
+        out_of_memory::failed(asked("before the fork", 77));
+        let own: Vec<_> = reports("before the fork").into_iter().filter(|report| report["process"]["pid"] == std::process::id()).collect();
+        let fine = own.len() == 1 && own[0]["request"]["bytes"] == 77;
+        // SAFETY: ends the child without running the test harness's exit handlers.
+        unsafe { libc::_exit(i32::from(!fine)) };
+    }
+    let mut ended = -1;
+    // SAFETY: `child` is ours and `ended` is writable.
+    unsafe { libc::waitpid(child, &raw mut ended, 0) };
+    assert_eq!(ended, 0);
+    let of_child: Vec<_> = files().difference(&before).cloned().collect();
+    assert_eq!(of_child.len(), 1, "its parent's are still there");
+    fs::remove_file(&of_child[0]).unwrap();
+}
+
+/// Runs one of the tests below in a process of its own, with the library's own log: what it wrote to stderr.
+fn alone(test: &str, directory: &Path) -> String {
+    let mut program = Command::new(env::current_exe().unwrap());
+    program.args(["--ignored", "--exact", "--nocapture", test]).env(common::BUILT, "1").env("VRAMCTL_REPORT_DIR", directory);
+    let done = program.env(common::LOG_LEVEL, "warn").output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(done.status.success(), "{said}");
+    said
+}
+
+fn fail_and_go_on() {
+    let _gpu = Gpu::take();
+    vramctl_config::set_up_logger();
+    for tag in ["first", "second"] {
+        assert_eq!(malloc_tagged(tag, None, TOO_MUCH), Err(OUT_OF_MEMORY));
+        out_of_memory::settle();
+    }
+    let address = malloc_tagged("x", None, MIB).unwrap();
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+#[ignore = "run by the tests below"]
+fn fails_and_goes_on() {
+    fail_and_go_on();
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_named_and_the_page_is_in_the_log_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("file"), "").unwrap();
+    let text = alone("fails_and_goes_on", &folder.path().join("file/reports"));
+    assert_eq!(text.matches("Could not write it to VRAMCTL_REPORT_DIR: ").count(), 2, "{text}");
+    assert!(text.contains("(tag second) on device 0") && text.contains("In use on the device:"), "{text}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_missing_directory_is_made_for_the_user_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let reports = folder.path().join("a/b");
+    alone("fails_and_goes_on", &reports);
+    let files: Vec<_> =
+        fs::read_dir(&reports).unwrap().map(|entry| entry.unwrap().metadata().unwrap().permissions().mode() & 0o777).collect();
+    assert_eq!((files, fs::metadata(&reports).unwrap().permissions().mode() & 0o777), (vec![0o600, 0o600], 0o700));
+}
+
+#[test]
+#[ignore = "run by the test below"]
+fn ends_while_a_failure_is_held_back() {
+    let _gpu = Gpu::take();
+    vramctl_config::set_up_logger();
+    let torch = Library::new("libc10_cuda_ends.so");
+    assert_eq!(torch.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
+    std::process::exit(0);
+}
+
+/// torch may have no second attempt, and a program that ends will not wait for the first to be told.
+#[test]
+fn a_failure_that_is_held_back_is_told_when_the_program_ends() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = alone("ends_while_a_failure_is_held_back", folder.path());
+    assert!(text.contains("out of memory: libc10_cuda_ends.so asked for 300.00 MiB"), "{text}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
