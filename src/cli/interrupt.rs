@@ -1,4 +1,4 @@
-//! ^C: the command reports what becomes of its requests, and dies by SIGINT.
+//! ^C: the command reports what becomes of its requests, and dies by SIGINT. One that has the terminal gives it back first.
 
 use std::{mem, process, ptr, thread};
 
@@ -32,17 +32,49 @@ pub fn watch(last: impl FnOnce() + Send + 'static) {
     }
 }
 
+/// Has a thread tell of the first signal that asks this program to end, instead of ending it. Call it before there are other threads,
+/// which are to have these signals blocked.
+pub fn catch_end(tell: impl FnOnce(libc::c_int) + Send + 'static) {
+    let signals = set_of(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP]);
+    // SAFETY: an initialised set; concerns the calling thread's mask alone.
+    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const signals, ptr::null_mut()) };
+    thread::spawn(move || {
+        let mut signal = 0;
+        // SAFETY: an initialised set, and a writable signal number.
+        if unsafe { libc::sigwait(&raw const signals, &raw mut signal) } == 0 {
+            tell(signal);
+        }
+    });
+}
+
+/// Ends this program by a signal that was caught.
+pub fn end_by(signal: libc::c_int) -> ! {
+    // SAFETY: an initialised set, and no memory.
+    unsafe {
+        libc::signal(signal, libc::SIG_DFL);
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, &set_of(&[signal]), ptr::null_mut());
+        libc::raise(signal);
+    }
+    process::exit(128 + signal)
+}
+
 fn release() {
     // SAFETY: as in `hold`.
     unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &interrupt_alone(), ptr::null_mut()) };
 }
 
 fn interrupt_alone() -> libc::sigset_t {
+    set_of(&[libc::SIGINT])
+}
+
+fn set_of(signals: &[libc::c_int]) -> libc::sigset_t {
     // SAFETY: plain data, and writable.
     unsafe {
         let mut set = mem::zeroed();
         libc::sigemptyset(&raw mut set);
-        libc::sigaddset(&raw mut set, libc::SIGINT);
+        for signal in signals {
+            libc::sigaddset(&raw mut set, *signal);
+        }
         set
     }
 }

@@ -164,7 +164,7 @@ pub fn take(processes: &[Process], gpus: &[String]) -> Vec<Ledger> {
 }
 
 /// Splits what is in use on a GPU.
-fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Share> {
+pub fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Share> {
     let bytes_of = |pid| holders.iter().find(|holder: &&Holder| holder.pid == pid).map(|holder| holder.bytes);
     let managed: BTreeSet<_> = processes.iter().filter(|process| process.status.is_ok()).map(|process| process.pid).collect();
     let (mut shares, mut tables, mut known_of_unlisted) = (Vec::new(), Vec::new(), 0);
@@ -310,7 +310,7 @@ fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
 }
 
 /// Host memory that a process has of its own, and what it may share, without files. Nothing, if `/proc` does not have the process.
-fn resident(pid: u32) -> (u64, u64) {
+pub fn resident(pid: u32) -> (u64, u64) {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let bytes = |name: &str| -> u64 {
         let line = text.lines().find_map(|line| line.strip_prefix(name));

@@ -21,6 +21,7 @@ mod status;
 mod suspend;
 mod tag;
 mod target;
+mod top;
 mod transition;
 mod trim;
 
@@ -45,6 +46,8 @@ enum Command {
     Ps(ps::Args),
     /// Show the memory of processes, by tag and by GPU
     Status(status::Args),
+    /// Watch the GPUs and the processes live, and pause, resume and suspend by key
+    Top(top::Args),
     /// Return the GPU memory of processes to the driver
     Pause(transition::PauseArgs),
     /// Give processes their GPU memory back, with its contents
@@ -84,6 +87,7 @@ impl Command {
             Self::Run(args) => run::run(&args),
             Self::Ps(args) => ps::ps(&args),
             Self::Status(args) => status::status(args),
+            Self::Top(args) => top::top(&args),
             Self::Pause(args) => transition::pause(args),
             Self::Resume(args) => transition::resume(args),
             Self::Suspend(args) => suspend::suspend(args),
@@ -108,7 +112,7 @@ impl Command {
             Self::Trim(args) => args.json,
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
-            Self::Run(_) | Self::Metrics(_) | Self::PythonPath(_) | Self::Completions(_) => false,
+            Self::Run(_) | Self::Top(_) | Self::Metrics(_) | Self::PythonPath(_) | Self::Completions(_) => false,
         }
     }
 }
@@ -119,6 +123,7 @@ fn after_help() -> String {
   vramctl run --name engine -- python serve.py     start a program
   vramctl status engine                            show its memory
   vramctl status --ledger                          where all memory of each GPU went
+  vramctl top                                      watch all of it
   vramctl pause kv_cache --discard                 free a tag and drop its contents
   vramctl pause && vramctl resume                  all tags of the only managed process
   vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back

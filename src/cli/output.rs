@@ -40,7 +40,7 @@ pub fn complain(what: &str, text: &str) {
 }
 
 /// The text without control characters: names and command lines come from other programs.
-fn plain(text: &str) -> String {
+pub fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect()
 }
 

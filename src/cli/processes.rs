@@ -342,7 +342,7 @@ fn at_once<T: Send + 'static, R: Send + 'static>(
 }
 
 /// A process that does not answer. `None` if it has ended.
-fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, CommandError>) -> Option<Process> {
+pub fn silent(directory: &Directory, pid: u32, status: Result<ProcessStatus, CommandError>) -> Option<Process> {
     let stream = match directory.connect(pid) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => return None,
         connected => connected.ok(),

@@ -12,6 +12,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use std::{io, process};
+use vramctl_driver::keep_nvml;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -36,7 +37,10 @@ pub struct Args {
 
 pub fn metrics(args: &Args) -> Result<Exit, CommandError> {
     match (args.listen, &args.textfile) {
-        (Some(address), _) => serve::serve(address, &|| page().map_err(|failure| failure.to_string())),
+        (Some(address), _) => {
+            keep_nvml();
+            serve::serve(address, &|| page().map_err(|failure| failure.to_string()))
+        }
         (None, Some(path)) => replace(path, &page()?)
             .map(|()| Exit::Done)
             .map_err(|error| CommandError::new(Exit::Failed, format!("{}: {error}", path.display()))),

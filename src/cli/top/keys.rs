@@ -1,0 +1,136 @@
+//! What a key does.
+
+use super::model::{Model, Overlay, Subject, TableRow, View};
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use std::time::{Duration, Instant};
+use vramctl_model::Bytes;
+
+/// What is to be done beyond the model.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Wish {
+    Nothing,
+    Quit,
+    /// Run `vramctl` with these arguments.
+    Run(Vec<String>),
+    /// Interrupt what runs.
+    Cancel,
+}
+
+/// The keys, and what they do, for the help.
+pub const KEYS: [(&str, &str); 11] = [
+    ("up, down, j, k", "select; PgUp, PgDn, Home and End too"),
+    ("p", "pause what is selected: a tag, a process or all with a name"),
+    ("r", "resume it"),
+    ("s", "suspend it: it leaves the GPU entirely (never only a tag)"),
+    ("x", "cancel the command that is running"),
+    ("o", "order by name, size or state"),
+    ("t", "tags or processes below each name"),
+    ("+, -", "refresh more or less often"),
+    ("?, h", "this help"),
+    ("esc", "close this help, or a question"),
+    ("q", "quit; a command that is running goes on"),
+];
+
+const SHORTEST: Duration = Duration::from_millis(100);
+/// A process hangs up on those who are silent for longer than 30 s.
+const LONGEST: Duration = Duration::from_secs(20);
+
+/// Whether that is an interval.
+pub fn checked(interval: Duration) -> Result<Duration, String> {
+    let is_one = (SHORTEST..=LONGEST).contains(&interval);
+    is_one.then_some(interval).ok_or_else(|| format!("from {} to {} seconds", SHORTEST.as_secs_f64(), LONGEST.as_secs()))
+}
+
+/// A key is pressed.
+pub fn press(model: &mut Model, key: KeyEvent, now: Instant) -> Wish {
+    if key.modifiers.contains(KeyModifiers::CONTROL) {
+        return if matches!(key.code, KeyCode::Char('c')) { Wish::Quit } else { Wish::Nothing };
+    }
+    match std::mem::replace(&mut model.overlay, Overlay::Nothing) {
+        Overlay::Question { words, .. } => {
+            return if matches!(key.code, KeyCode::Char('y' | 'Y') | KeyCode::Enter) { Wish::Run(words) } else { Wish::Nothing };
+        }
+        Overlay::Help if !matches!(key.code, KeyCode::Char('q')) => return Wish::Nothing,
+        Overlay::Help | Overlay::Nothing => (),
+    }
+    match key.code {
+        KeyCode::Char('q') => return Wish::Quit,
+        KeyCode::Char('?' | 'h') => model.overlay = Overlay::Help,
+        KeyCode::Char('o') => model.order = model.order.next(),
+        KeyCode::Char('t') => model.view = if model.view == View::Tags { View::Processes } else { View::Tags },
+        KeyCode::Char('+' | '=') => model.interval = (model.interval / 2).max(SHORTEST),
+        KeyCode::Char('-') => model.interval = (model.interval * 2).min(LONGEST),
+        KeyCode::Down | KeyCode::Char('j') => model.select(1, now),
+        KeyCode::Up | KeyCode::Char('k') => model.select(-1, now),
+        KeyCode::PageDown => model.select(10, now),
+        KeyCode::PageUp => model.select(-10, now),
+        KeyCode::Home => model.select(isize::MIN, now),
+        KeyCode::End => model.select(isize::MAX, now),
+        KeyCode::Char('x') if model.command.is_some() => return Wish::Cancel,
+        KeyCode::Char('p') => ask(model, "pause", now),
+        KeyCode::Char('r') => ask(model, "resume", now),
+        KeyCode::Char('s') => ask(model, "suspend", now),
+        _ => (),
+    }
+    Wish::Nothing
+}
+
+/// Asks whether to do this to what is selected.
+fn ask(model: &mut Model, verb: &str, now: Instant) {
+    if let Some((words, _)) = &model.command {
+        let text = format!("vramctl {} is still running; x cancels it", words.join(" "));
+        return model.say(text, now);
+    }
+    let rows = model.rows(now);
+    let Some(row) = model.selection(&rows).map(|at| &rows[at]) else { return };
+    // A process leaves its GPUs with all its tags.
+    let key = Subject { tag: row.key.tag.clone().filter(|_| verb != "suspend"), ..row.key.clone() };
+    let row = rows.iter().find(|row| row.key == key).unwrap_or(row);
+    let what = match (verb, &key.tag) {
+        ("resume", _) => format!("{}: {} of GPU memory", of(row), Bytes(row.paused)),
+        _ => format!("{}: {} of GPU memory", of(row), Bytes(row.active)),
+    };
+    model.overlay = Overlay::Question { words: words(verb, &key), what };
+}
+
+fn of(row: &TableRow) -> String {
+    match (&row.key.tag, &row.key.name, row.key.pid) {
+        (Some(tag), Some(name), _) => format!("{tag} of {name}"),
+        (None, Some(name), Some(pid)) => format!("{name} (pid {pid})"),
+        _ => row.title.clone(),
+    }
+}
+
+/// The command line.
+fn words(verb: &str, key: &Subject) -> Vec<String> {
+    let target = match (&key.name, key.pid) {
+        (_, Some(pid)) => ["--pid".to_owned(), pid.to_string()],
+        (name, None) => ["--name".to_owned(), name.clone().unwrap_or_default()],
+    };
+    // A name or a tag may begin with a dash.
+    let [option, value] = target;
+    let mut words = vec![verb.to_owned(), format!("{option}={value}")];
+    if let Some(tag) = &key.tag {
+        words.extend(tag.starts_with('-').then(|| "--".to_owned()));
+        words.push(tag.clone());
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(name: Option<&str>, pid: Option<u32>, tag: Option<&str>) -> Subject {
+        Subject { name: name.map(Into::into), pid, tag: tag.map(Into::into) }
+    }
+
+    #[test]
+    fn a_question_shows_the_command_that_does_it() {
+        let line = |verb, key: &Subject| words(verb, key).join(" ");
+        assert_eq!(line("pause", &key(Some("engine"), None, Some("kv_cache"))), "pause --name=engine kv_cache");
+        assert_eq!(line("resume", &key(Some("engine"), Some(7), None)), "resume --pid=7");
+        assert_eq!(line("suspend", &key(None, Some(7), None)), "suspend --pid=7");
+        assert_eq!(line("pause", &key(Some("-x"), None, Some("-y"))), "pause --name=-x -- -y");
+    }
+}

@@ -1,0 +1,482 @@
+//! What `vramctl top` knows, and what of it is shown. Draws nothing, asks nobody, and is told what time it is.
+
+use crate::ledger::{self, What};
+use crate::processes::Process;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+use vramctl_driver::Card;
+use vramctl_host::limits::Room;
+use vramctl_model::{Holder, Progress, Stage, TagState, Verb};
+
+/// How long a process may take before it is called silent, at least.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// Transitions of a job's processes that end within this time are one.
+const TOGETHER: Duration = Duration::from_secs(2);
+/// A message is shown for so long.
+const MESSAGE: Duration = Duration::from_secs(20);
+
+/// All that is known.
+pub struct Model {
+    seen: BTreeMap<u32, Seen>,
+    gpus: Option<(Instant, Gpus)>,
+    letters: BTreeMap<(String, String), char>,
+    /// Why nothing can be found.
+    pub trouble: Option<String>,
+    pub interval: Duration,
+    pub order: Order,
+    pub view: View,
+    pub overlay: Overlay,
+    /// The command that runs, and since when.
+    pub command: Option<(Vec<String>, Instant)>,
+    message: Option<(Instant, String)>,
+    /// By its key, so that it stays when rows come and go, and by its place, if its row goes. The first row until another is chosen.
+    selected: Option<(Subject, usize)>,
+}
+
+/// What NVML and the kernel tell of this machine.
+#[derive(Debug, Clone, Default)]
+pub struct Gpus {
+    pub cards: Vec<(Card, Vec<Holder>)>,
+    /// Host memory available.
+    pub available: u64,
+}
+
+/// What is known of a process.
+#[derive(Debug, Clone)]
+pub struct Sample {
+    pub process: Process,
+    /// Bytes of host memory of its own.
+    pub resident: u64,
+    /// The limit on its host memory.
+    pub room: Option<Room>,
+}
+
+struct Seen {
+    sample: Sample,
+    answered: Instant,
+    flow: Flow,
+}
+
+/// How fast contents go over the link.
+#[derive(Default)]
+struct Flow {
+    before: Option<(Instant, Progress)>,
+    now: Option<(Verb, f64)>,
+    last: BTreeMap<Verb, (Instant, f64)>,
+}
+
+/// What is in front of the rest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Overlay {
+    Nothing,
+    Help,
+    /// Whether to run this command, and what it would do.
+    Question {
+        words: Vec<String>,
+        what: String,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    Name,
+    Size,
+    State,
+}
+
+impl Order {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Name => "name",
+            Self::Size => "size",
+            Self::State => "state",
+        }
+    }
+
+    pub fn next(self) -> Self {
+        match self {
+            Self::Name => Self::Size,
+            Self::Size => Self::State,
+            Self::State => Self::Name,
+        }
+    }
+}
+
+/// What is shown below a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum View {
+    Tags,
+    Processes,
+}
+
+/// What a row is about: a name, a tag of it, or a process.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Subject {
+    /// Absent if it does not say: then `pid` is there.
+    pub name: Option<String>,
+    pub pid: Option<u32>,
+    pub tag: Option<String>,
+}
+
+/// A row of the table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TableRow {
+    pub key: Subject,
+    /// Stands for it in the bars.
+    pub letter: Option<char>,
+    pub title: String,
+    pub state: String,
+    /// The stage that copies contents, over all processes.
+    pub progress: Option<Progress>,
+    /// On GPUs.
+    pub active: u64,
+    /// Taken from GPUs.
+    pub paused: u64,
+    /// Contents in host memory.
+    pub host: u64,
+    /// Contents in files.
+    pub disk: u64,
+}
+
+impl TableRow {
+    /// Below another one.
+    pub fn is_child(&self) -> bool {
+        self.key.tag.is_some() || (self.key.name.is_some() && self.key.pid.is_some())
+    }
+}
+
+/// A part of a GPU's bar.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Slice {
+    /// A tag.
+    Letter(char),
+    LeftAlone,
+    Driver,
+    Others,
+    Unexplained,
+    Free,
+}
+
+/// The bar of a GPU.
+pub struct GpuBar {
+    pub index: u32,
+    pub model: String,
+    pub used: u64,
+    pub total: u64,
+    pub parts: Vec<(Slice, u64)>,
+}
+
+/// Host memory.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct HostMemory {
+    pub backups: u64,
+    /// For the next backups.
+    pub ready: u64,
+    /// The rest of the processes' own.
+    pub other: u64,
+    pub free: u64,
+    pub limit: Option<u64>,
+}
+
+/// Bytes per second, and whether that is now.
+pub type Rate = Option<(f64, bool)>;
+
+impl Model {
+    pub fn new(interval: Duration) -> Self {
+        Self {
+            seen: BTreeMap::new(),
+            gpus: None,
+            letters: BTreeMap::new(),
+            trouble: None,
+            interval,
+            order: Order::Name,
+            view: View::Tags,
+            overlay: Overlay::Nothing,
+            command: None,
+            message: None,
+            selected: None,
+        }
+    }
+
+    /// A process has answered, or does not.
+    pub fn put(&mut self, sample: Sample, now: Instant) {
+        let pid = sample.process.pid;
+        if sample.process.status.is_err()
+            && let Some(seen) = self.seen.get_mut(&pid)
+        {
+            // What it said last is shown, with its age.
+            seen.flow.now = None;
+            seen.sample.process.name = seen.sample.process.name.take().or(sample.process.name);
+            return;
+        }
+        let mut flow = self.seen.remove(&pid).map(|before| before.flow.after(&before.sample, &sample, now)).unwrap_or_default();
+        flow.follow(&sample, now);
+        for tag in sample.process.tags() {
+            self.letter(sample.process.name().unwrap_or_default(), &tag.tag);
+        }
+        self.seen.insert(pid, Seen { sample, answered: now, flow });
+    }
+
+    /// A process has ended.
+    pub fn remove(&mut self, pid: u32) {
+        self.seen.remove(&pid);
+    }
+
+    pub fn put_gpus(&mut self, gpus: Gpus, now: Instant) {
+        self.gpus = Some((now, gpus));
+    }
+
+    /// The letters come in the order in which tags do, and stay.
+    fn letter(&mut self, name: &str, tag: &str) {
+        let next = ('a'..='z').chain('A'..='Z').nth(self.letters.len()).unwrap_or('*');
+        self.letters.entry((name.to_owned(), tag.to_owned())).or_insert(next);
+    }
+
+    pub fn say(&mut self, text: String, now: Instant) {
+        self.message = Some((now, text));
+    }
+
+    pub fn message(&self, now: Instant) -> Option<&str> {
+        self.message.as_ref().filter(|(said, _)| now < *said + MESSAGE).map(|(_, text)| text.as_str())
+    }
+
+    /// How many processes there are.
+    pub fn processes(&self) -> usize {
+        self.seen.len()
+    }
+
+    /// Whether a pause or resume is in progress somewhere.
+    pub fn is_under_way(&self) -> bool {
+        self.seen.values().any(|seen| is_under_way(&seen.sample.process))
+    }
+
+    /// How long ago NVML last answered, if that is too long.
+    pub fn gpus_silent(&self, now: Instant) -> Option<Duration> {
+        self.gpus.as_ref().map(|(told, _)| now - *told).filter(|age| *age > PATIENCE.max(3 * self.interval))
+    }
+
+    /// The bars of the GPUs.
+    pub fn bars(&self) -> Vec<GpuBar> {
+        let processes: Vec<_> = self.seen.values().map(|seen| seen.sample.process.clone()).collect();
+        let Some((_, gpus)) = &self.gpus else { return Vec::new() };
+        let bar = |(card, holders): &(Card, Vec<Holder>)| {
+            let mut parts = BTreeMap::<Slice, i64>::new();
+            for share in ledger::account(card, holders, &processes) {
+                let name = share.name.clone().unwrap_or_default();
+                let part = match share.what {
+                    What::Tag => Slice::Letter(self.letters.get(&(name, share.of.unwrap_or_default())).copied().unwrap_or('*')),
+                    What::LeftAlone => Slice::LeftAlone,
+                    What::Driver | What::PageTables => Slice::Driver,
+                    What::Process | What::OutOfSight => Slice::Others,
+                    _ => Slice::Unexplained,
+                };
+                *parts.entry(part).or_default() += share.bytes;
+            }
+            let mut parts: Vec<_> = parts.into_iter().map(|(part, bytes)| (part, bytes.max(0) as u64)).collect();
+            let shown: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
+            parts.push((Slice::Free, card.total.saturating_sub(shown)));
+            GpuBar { index: card.index, model: card.name.clone(), used: card.used, total: card.total, parts }
+        };
+        gpus.cards.iter().map(bar).collect()
+    }
+
+    pub fn host(&self) -> HostMemory {
+        let mut host = HostMemory { free: self.gpus.as_ref().map_or(0, |(_, gpus)| gpus.available), ..HostMemory::default() };
+        for Seen { sample: Sample { process, resident, room }, .. } in self.seen.values() {
+            let Ok(status) = &process.status else { continue };
+            let kept: u64 = process.tags().iter().map(|tag| tag.host_bytes).sum();
+            host.backups += kept;
+            host.ready += status.memory.host.ready_bytes.saturating_sub(kept);
+            host.other += resident.saturating_sub(status.memory.host.ready_bytes);
+            if let Some(room) = room.filter(|room| host.limit.is_none() || room.free < host.free) {
+                (host.free, host.limit) = (room.free, Some(room.all));
+            }
+        }
+        host
+    }
+
+    /// What goes over the links to the host, or comes back, of all processes together: now, or in the last pause or resume.
+    pub fn rate(&self, verb: Verb) -> Rate {
+        let now: f64 = self.seen.values().filter_map(|seen| seen.flow.now).filter(|(of, _)| *of == verb).map(|(_, rate)| rate).sum();
+        if now > 0.0 {
+            return Some((now, true));
+        }
+        let last: Vec<_> = self.seen.values().filter_map(|seen| seen.flow.last.get(&verb)).collect();
+        let latest = last.iter().map(|(when, _)| *when).max()?;
+        Some((last.iter().filter(|(when, _)| *when + TOGETHER >= latest).map(|(_, rate)| rate).sum(), false))
+    }
+
+    /// The rows of the table.
+    pub fn rows(&self, now: Instant) -> Vec<TableRow> {
+        let mut groups = BTreeMap::<Subject, Vec<&Seen>>::new();
+        for (pid, seen) in &self.seen {
+            let name = seen.sample.process.name.clone();
+            let pid = name.is_none().then_some(*pid);
+            groups.entry(Subject { name, pid, tag: None }).or_default().push(seen);
+        }
+        let mut groups: Vec<_> = groups.into_iter().map(|(key, members)| (self.row(key, &members, now), members)).collect();
+        match self.order {
+            Order::Name => (),
+            Order::Size => groups.sort_by_key(|(row, _)| std::cmp::Reverse(row.active + row.paused)),
+            Order::State => groups.sort_by_cached_key(|(row, _)| rank(&row.state)),
+        }
+        groups
+            .into_iter()
+            .flat_map(|(row, members)| {
+                let children = self.children(&row.key, &members, now);
+                std::iter::once(row).chain(children)
+            })
+            .collect()
+    }
+
+    /// What is below a name.
+    fn children(&self, key: &Subject, members: &[&Seen], now: Instant) -> Vec<TableRow> {
+        let mut rows: Vec<_> = match self.view {
+            View::Tags => {
+                let tags: BTreeSet<_> = members.iter().flat_map(|seen| seen.sample.process.tags()).map(|tag| tag.tag.clone()).collect();
+                tags.into_iter().map(|tag| self.tag_row(key, tag, members)).collect()
+            }
+            // A single one is in the row above.
+            View::Processes if members.len() < 2 => Vec::new(),
+            View::Processes => {
+                let row = |seen: &&Seen| {
+                    let pid = seen.sample.process.pid;
+                    TableRow { title: format!("pid {pid}"), ..self.row(Subject { pid: Some(pid), ..key.clone() }, &[seen], now) }
+                };
+                members.iter().map(row).collect()
+            }
+        };
+        match self.order {
+            Order::Name => (),
+            Order::Size => rows.sort_by_key(|row| std::cmp::Reverse(row.active + row.paused)),
+            Order::State => rows.sort_by_cached_key(|row| rank(&row.state)),
+        }
+        rows
+    }
+
+    /// Processes as one row.
+    fn row(&self, key: Subject, members: &[&Seen], now: Instant) -> TableRow {
+        let title = match (&key.name, members) {
+            (Some(name), [one]) => format!("{name} (pid {})", one.sample.process.pid),
+            (Some(name), several) => format!("{name} x{}", several.len()),
+            (None, _) => format!("pid {}", key.pid.unwrap_or_default()),
+        };
+        let states: BTreeSet<_> = members.iter().map(|seen| self.state(seen, now)).collect();
+        let tags = || members.iter().flat_map(|seen| seen.sample.process.tags());
+        let is_there = |seen: &&&Seen| seen.sample.process.suspended().is_none();
+        TableRow {
+            key,
+            letter: None,
+            title,
+            state: states.into_iter().collect::<Vec<_>>().join("; "),
+            progress: joined(members.iter().filter_map(|seen| copying(&seen.sample.process).map(|(_, now)| now))),
+            active: members.iter().filter(is_there).map(|seen| seen.sample.process.active_bytes()).sum(),
+            paused: tags().map(|tag| tag.paused_bytes).sum(),
+            host: tags().map(|tag| tag.host_bytes).sum(),
+            disk: tags().map(|tag| tag.disk_bytes).sum(),
+        }
+    }
+
+    fn tag_row(&self, of: &Subject, name: String, members: &[&Seen]) -> TableRow {
+        let letter = self.letters.get(&(of.name.clone().unwrap_or_default(), name.clone())).copied();
+        let tags: Vec<_> = members.iter().flat_map(|seen| seen.sample.process.tags()).filter(|tag| tag.tag == name).collect();
+        let states: BTreeSet<_> = tags.iter().map(|tag| tag.state.name()).collect();
+        let sum = |of: fn(&vramctl_model::TagStatus) -> u64| tags.iter().map(|tag| of(tag)).sum();
+        TableRow {
+            key: Subject { tag: Some(name.clone()), ..of.clone() },
+            letter,
+            title: name,
+            state: states.into_iter().collect::<Vec<_>>().join(", "),
+            progress: None,
+            active: sum(|tag| tag.bytes - tag.paused_bytes),
+            paused: sum(|tag| tag.paused_bytes),
+            host: sum(|tag| tag.host_bytes),
+            disk: sum(|tag| tag.disk_bytes),
+        }
+    }
+
+    fn state(&self, seen: &Seen, now: Instant) -> String {
+        let process = &seen.sample.process;
+        let age = now.saturating_duration_since(seen.answered);
+        if age > PATIENCE.max(3 * self.interval) || process.status.is_err() {
+            return format!("no answer for {} s", age.as_secs());
+        }
+        let held = if process.is_held() && process.suspended().is_none() { "held, " } else { "" };
+        held.to_owned() + &process.state()
+    }
+
+    /// The selected row's place.
+    pub fn selection(&self, rows: &[TableRow]) -> Option<usize> {
+        let last = rows.len().checked_sub(1)?;
+        let Some((key, place)) = &self.selected else { return Some(0) };
+        Some(rows.iter().position(|row| row.key == *key).unwrap_or((*place).min(last)))
+    }
+
+    /// Selects another row, so many further down.
+    pub fn select(&mut self, by: isize, now: Instant) {
+        let rows = self.rows(now);
+        let at = self.selection(&rows).map_or(0, |at| at.saturating_add_signed(by)).min(rows.len().saturating_sub(1));
+        self.selected = rows.get(at).map(|row| (row.key.clone(), at));
+    }
+}
+
+impl Flow {
+    /// What has gone over the link between two samples, if pauses or resumes have ended.
+    fn after(mut self, before: &Sample, after: &Sample, now: Instant) -> Self {
+        let (Ok(before), Ok(after)) = (&before.process.status, &after.process.status) else { return self };
+        for (verb, stage) in [(Verb::Pause, Stage::Save), (Verb::Resume, Stage::Restore)] {
+            let totals = |memory: &vramctl_model::Status| memory.totals.get(&verb).cloned().unwrap_or_default();
+            let (before, after) = (totals(&before.memory), totals(&after.memory));
+            let ms = |totals: &vramctl_model::Totals| totals.stages.get(&stage).copied().unwrap_or_default();
+            let (bytes, ms) = (after.copied_bytes().saturating_sub(before.copied_bytes()), ms(&after) - ms(&before));
+            if bytes > 0 && ms > 0.0 {
+                self.last.insert(verb, (now, bytes as f64 * 1e3 / ms));
+            }
+        }
+        self
+    }
+
+    /// What is going over it.
+    fn follow(&mut self, sample: &Sample, now: Instant) {
+        let copying = copying(&sample.process);
+        self.now = match (copying, self.before) {
+            (Some((verb, at)), Some((then, before))) if before.stage == at.stage && before.total == at.total && at.done >= before.done => {
+                let seconds = now.saturating_duration_since(then).as_secs_f64();
+                (seconds > 0.0).then(|| (verb, (at.done - before.done) as f64 / seconds))
+            }
+            _ => None,
+        };
+        self.before = copying.map(|(_, at)| (now, at));
+    }
+}
+
+/// How far a process has come with what it copies. All tags of a pause or resume tell the same.
+fn copying(process: &Process) -> Option<(Verb, Progress)> {
+    process.tags().iter().find_map(|tag| match (tag.state, tag.progress?) {
+        (TagState::Pausing, at @ Progress { stage: Stage::Save, .. }) => Some((Verb::Pause, at)),
+        (TagState::Resuming, at @ Progress { stage: Stage::Restore, .. }) => Some((Verb::Resume, at)),
+        _ => None,
+    })
+}
+
+/// Of the stage that most bytes are in.
+fn joined(all: impl Iterator<Item = Progress>) -> Option<Progress> {
+    let mut stages = BTreeMap::<Stage, Progress>::new();
+    for one in all {
+        let sum = stages.entry(one.stage).or_insert(Progress { done: 0, total: 0, ..one });
+        sum.done += one.done;
+        sum.total += one.total;
+    }
+    stages.into_values().max_by_key(|progress| progress.total)
+}
+
+/// Whether a pause or resume of it is in progress.
+pub fn is_under_way(process: &Process) -> bool {
+    process.tags().iter().any(|tag| matches!(tag.state, TagState::Pausing | TagState::Resuming))
+}
+
+/// What is happening comes first.
+fn rank(state: &str) -> (usize, String) {
+    const ORDER: [&str; 6] = ["pausing", "resuming", "no answer", "active", "paused", "suspended"];
+    (ORDER.iter().position(|word| state.contains(word)).unwrap_or(ORDER.len()), state.to_owned())
+}

@@ -1,0 +1,158 @@
+//! Asks the processes and NVML, each in a thread of its own: who does not answer keeps nobody waiting.
+
+use super::model::{Gpus, Sample, is_under_way};
+use crate::failure::{CommandError, Exit};
+use crate::ledger;
+use crate::processes::{Process, silent};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+use vramctl_config::socket_directory;
+use vramctl_control::client::Client;
+use vramctl_control::discovery::Directory;
+use vramctl_driver::{cards, holders_of, keep_nvml};
+use vramctl_host::limits;
+
+/// What they answer.
+pub enum News {
+    Process(Box<Sample>),
+    Gone(u32),
+    Gpus(Gpus),
+    /// All processes that there are have been found, and will answer or not.
+    Found(usize),
+    /// Why none can be found.
+    Trouble(String),
+}
+
+/// How often to look for new processes, at most: looking connects to all.
+const FIND_EVERY: Duration = Duration::from_secs(2);
+/// While something is copied, its progress is of interest.
+const WHILE_UNDER_WAY: Duration = Duration::from_millis(250);
+/// When to ask a silent process again: each attempt waits in its queue.
+const WHILE_SILENT: Duration = Duration::from_secs(5);
+
+/// How often to ask, which may be changed.
+#[derive(Clone)]
+pub struct Interval(Arc<AtomicU64>);
+
+impl Interval {
+    pub fn new(interval: Duration) -> Self {
+        Self(Arc::new(AtomicU64::new(interval.as_millis() as u64)))
+    }
+
+    pub fn set(&self, interval: Duration) {
+        self.0.store(interval.as_millis() as u64, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Duration {
+        Duration::from_millis(self.0.load(Ordering::Relaxed))
+    }
+
+    /// Waits for that long, and notices when it becomes shorter.
+    fn wait(&self, most: Duration) {
+        const STEP: Duration = Duration::from_millis(100);
+        let mut waited = Duration::ZERO;
+        while waited < self.get().min(most) {
+            let step = STEP.min(self.get().min(most).saturating_sub(waited));
+            thread::sleep(step);
+            waited += step;
+        }
+    }
+}
+
+/// Whom to tell. Asking ends when nobody listens any more.
+pub trait Listener: Clone + Send + 'static {
+    fn tell(&self, news: News) -> bool;
+}
+
+/// Starts asking.
+pub fn start<L: Listener>(listener: &L, interval: &Interval) {
+    let (one, pace) = (listener.clone(), interval.clone());
+    spawn("gpus", move || ask_nvml(&one, &pace));
+    let (one, pace) = (listener.clone(), interval.clone());
+    spawn("find", move || find(&one, &pace));
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
+    // Without a thread, this part stays as it is: nobody answers.
+    let _ = thread::Builder::new().name(name.into()).spawn(work);
+}
+
+fn ask_nvml(listener: &impl Listener, interval: &Interval) {
+    keep_nvml();
+    loop {
+        let cards = cards().into_iter().map(|card| (card.clone(), holders_of(&card.uuid))).collect();
+        if !listener.tell(News::Gpus(Gpus { cards, available: limits::available_bytes() })) {
+            return;
+        }
+        interval.wait(Duration::MAX);
+    }
+}
+
+/// Finds processes, and has each watched.
+fn find<L: Listener>(listener: &L, interval: &Interval) {
+    let watched = Arc::new(Mutex::new(BTreeSet::new()));
+    loop {
+        let found = Directory::open().and_then(|directory| directory.map_or_else(|| Ok(Vec::new()), |directory| directory.processes()));
+        let news = match found {
+            Ok(pids) => {
+                for &pid in &pids {
+                    if watched.lock().unwrap_or_else(PoisonError::into_inner).insert(pid) {
+                        let (listener, interval, watched) = (listener.clone(), interval.clone(), Arc::clone(&watched));
+                        spawn("watch", move || {
+                            watch(pid, &listener, &interval);
+                            watched.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);
+                        });
+                    }
+                }
+                News::Found(pids.len())
+            }
+            Err(error) => {
+                News::Trouble(format!("the directory of the control sockets cannot be used: {error} ({})", socket_directory().display()))
+            }
+        };
+        if !listener.tell(news) {
+            return;
+        }
+        thread::sleep(FIND_EVERY);
+    }
+}
+
+/// Asks a process again and again, until it has ended.
+fn watch(pid: u32, listener: &impl Listener, interval: &Interval) {
+    let mut connection = None;
+    loop {
+        let Ok(Some(directory)) = Directory::open() else {
+            listener.tell(News::Gone(pid));
+            return;
+        };
+        let answer = match connection.take().map_or_else(|| Client::connect(&directory, pid), Ok) {
+            Ok(mut client) => client.status().inspect(|_| connection = Some(client)),
+            Err(error) => Err(error),
+        };
+        let process = match answer {
+            Ok(status) => Process { pid, name: Some(status.process.name.clone()), status: Ok(status) },
+            Err(error) => {
+                let Some(process) = silent(&directory, pid, Err(CommandError::from(error))) else {
+                    listener.tell(News::Gone(pid));
+                    return;
+                };
+                process
+            }
+        };
+        let pause = match &process.status {
+            Ok(_) if is_under_way(&process) => WHILE_UNDER_WAY,
+            Ok(_) => Duration::MAX,
+            // It was just being asked by many.
+            Err(failure) if failure.exit() != Exit::Busy => Duration::MAX,
+            Err(_) => WHILE_SILENT,
+        };
+        let sample = Sample { resident: ledger::resident(pid).0, room: limits::limit_of(pid), process };
+        if !listener.tell(News::Process(Box::new(sample))) {
+            return;
+        }
+        if pause == WHILE_SILENT { thread::sleep(pause) } else { interval.wait(pause) }
+    }
+}
