@@ -59,6 +59,8 @@ fn take() -> Gpu {
     SET_UP.call_once(|| {
         // SAFETY: before any other thread reads the environment: the others wait here.
         unsafe { env::set_var("VRAMCTL_REPORT_DIR", folder()) };
+        // SAFETY: as above.
+        unsafe { env::set_var("VRAMCTL_TRACE", "1M") };
         let _ = log::set_logger(&WARNINGS);
         log::set_max_level(LevelFilter::Warn);
     });
@@ -194,9 +196,15 @@ fn a_refusal_at_either_door_is_reported_whether_the_memory_is_managed_or_not() {
         let ways = report["could_be_freed"].as_array().unwrap();
         assert_eq!(ways[0]["command"], format!("vramctl pause --no-hold --pid {} weights", std::process::id()));
         assert_eq!(ways[0]["is_enough"], false, "more than the device has");
+        let events = &report["events"];
+        let owner = events["owners"].as_array().unwrap().iter().find(|owner| owner["tag"] == "weights").unwrap();
+        let is_its = |event: &&Value| event["event"] == "allocated" && event["owner"] == owner["owner"] && event["bytes"] == LARGE;
+        assert!(events["events"].as_array().unwrap().iter().any(|event| is_its(&event)), "the last minute: {events}");
         let page = WARNINGS.about(name);
         assert!(page[0].starts_with(&format!("out of memory: {name} asked for 300.00 MiB")), "{page:?}");
     }
+    let changes = WARNINGS.about("Changes in the last minute: ");
+    assert!(changes.iter().any(|line| line.contains("tag weights +64.00 MiB")), "{changes:?}");
     assert!(WARNINGS.about("All of it is in ").len() >= 4 && !WARNINGS.about("tag weights").is_empty());
     assert_eq!(gpu.footprint(), before, "a report leaves nothing on the device");
     assert_eq!(free(kept), 0);

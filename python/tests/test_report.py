@@ -40,6 +40,17 @@ other.start()
 other.join()
 """.format(tests=str(Path(__file__).resolve().parent))
 
+#: Has 20 MiB in use, and 20 MiB that torch keeps for later.
+CACHES = """
+import sys
+sys.path[:0] = [{tests!r}, {tests!r} + "/fake_torch"]
+import torch
+live, cached = torch.empty(20 << 20), torch.empty(20 << 20)
+del cached
+print("ready", flush=True)
+sys.stdin.read()
+""".format(tests=str(Path(__file__).resolve().parent))
+
 #: Python itself writes down its stack, if it can without its lock: from 3.11 to 3.12.
 TELLS_ITS_STACK = hasattr(__import__("ctypes").pythonapi, "_Py_DumpTraceback")
 
@@ -76,6 +87,13 @@ class Reports(unittest.TestCase):
         way = next(way for way in report["could_be_freed"] if "train er" in way["command"])
         self.assertEqual((way["command"], way["bytes"], way["is_enough"]), ("vramctl pause --name 'train er'", 12 * MIB, False))
         self.assertIn("vramctl pause --name 'train er'", log)
+
+    def test_what_torch_has_cached_in_another_job_is_named_with_the_command_that_returns_it(self) -> None:
+        with Program("caches", CACHES):
+            (report, _), _ = self.reports(FAILS)
+        ways = {way["command"]: way["bytes"] for way in report["could_be_freed"]}
+        self.assertEqual(ways.get("vramctl trim --name caches"), 20 * MIB, ways)
+        self.assertEqual(ways.get("vramctl pause --name caches"), 40 * MIB, ways)
 
     def test_a_process_that_does_not_answer_delays_nothing(self) -> None:
         with Program("stopped") as stopped:

@@ -584,10 +584,10 @@ class Check:
         self.expect("the program ends well", code == 0, f"exit code {code}: {text[-500:]}")
         self.say(f"  {name} ({taken:.1f} s)")
 
-    def script(self, name, seconds):
+    def script(self, name, seconds, *arguments):
         """Runs a program that pauses what it starts, and prints a line for each check, and for each row of a table."""
         program = pathlib.Path(self.options.root) / "scripts" / "gpu-check.d" / name
-        code, text, taken = self.command(sys.executable, program, self.bin / "vramctl", seconds=seconds)
+        code, text, taken = self.command(sys.executable, program, self.bin / "vramctl", *arguments, seconds=seconds)
         for line in text.splitlines():
             if line.startswith(("ok: ", "FAILED: ")):
                 state, _, what = line.partition(": ")
@@ -724,6 +724,10 @@ class Check:
             "kill": (lambda: self.script("kill.py", 110), 120),
             "suspend": (lambda: self.script("suspend.py", 150), 160),
             "ledger": (lambda: self.script("ledger.py", 150), 160),
+            "report": (
+                lambda: self.script("report.py", 110, pathlib.Path(self.options.root) / "python" / "vramctl"),
+                120,
+            ),
             "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),

@@ -174,6 +174,16 @@ pub fn since(number: u64, most: Option<usize>) -> Events {
     told
 }
 
+/// The last events, not older than this; `None` if the process does not record any.
+pub(crate) fn last(within: Duration, most: usize) -> Option<Events> {
+    recorder()?;
+    let end = since(u64::MAX, Some(1)).next;
+    let mut told = since(end.saturating_sub(most.min(MOST) as u64), Some(most));
+    let oldest = told.now_ns.saturating_sub(within.as_nanos() as u64);
+    told.events.retain(|event| event.at_ns >= oldest);
+    Some(told)
+}
+
 impl Recorder {
     fn change(&self, change: Change, who: Who<'_>, device: Option<CUdevice>, bytes: u64) {
         let (owner, entry) = self.owner(who, device);

@@ -22,6 +22,8 @@ pub struct Neighbour {
     pub tags: BTreeMap<String, u64>,
     /// Left to CUDA.
     pub left: u64,
+    /// What its own allocator, such as torch's, could return.
+    pub cached: u64,
 }
 
 impl Neighbour {
@@ -37,27 +39,38 @@ pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
     let pids = directory.processes().unwrap_or_default().into_iter().filter(|pid| *pid != std::process::id());
     // All are asked before the first answer is read.
     let asked: Vec<_> = pids.filter_map(|pid| ask(&directory, pid)).collect();
-    let answers = asked.into_iter().filter_map(|stream| answer(stream, deadline));
-    answers.map(|status| of_status(&status, uuid)).filter(|one| one.active() + one.left > 0).collect()
+    let answers = asked.into_iter().filter_map(|stream| {
+        let mut answers = BufReader::new(stream);
+        let Reply::Status(status) = answer(&mut answers, deadline)? else { return None };
+        let cache = if status.process.trims { answer(&mut answers, deadline) } else { None };
+        let one = of_status(&status, uuid);
+        match cache {
+            Some(Reply::Cache { cache }) => {
+                let on_it = cache.iter().filter(|part| part.gpu.as_deref() == Some(uuid));
+                Some(Neighbour { cached: on_it.map(|part| part.cached_bytes).sum(), ..one })
+            }
+            _ => Some(one),
+        }
+    });
+    answers.filter(|one| one.active() + one.left > 0).collect()
 }
 
 fn ask(directory: &Directory, pid: u32) -> Option<UnixStream> {
     let mut stream = directory.connect(pid).ok()?;
     stream.set_write_timeout(Some(Duration::from_millis(10))).ok()?;
-    stream.write_all(&protocol::line(&Message { version: VERSION, request: Request::Status })).ok()?;
+    for request in [Request::Status, Request::Cache] {
+        stream.write_all(&protocol::line(&Message { version: VERSION, request })).ok()?;
+    }
     Some(stream)
 }
 
-fn answer(stream: UnixStream, deadline: Instant) -> Option<ProcessStatus> {
-    // At least a scene: zero would mean without limit.
+fn answer(answers: &mut BufReader<UnixStream>, deadline: Instant) -> Option<Reply> {
+    // At least a moment: zero would mean without limit.
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    stream.set_read_timeout(Some(left)).ok()?;
+    answers.get_ref().set_read_timeout(Some(left)).ok()?;
     let mut line = Vec::new();
-    BufReader::new(stream.take(LONGEST)).read_until(b'\n', &mut line).ok()?;
-    match serde_json::from_slice(&line).ok()? {
-        Reply::Status(status) => Some(status),
-        _ => None,
-    }
+    answers.take(LONGEST).read_until(b'\n', &mut line).ok()?;
+    serde_json::from_slice(&line).ok()
 }
 
 fn of_status(status: &ProcessStatus, uuid: &str) -> Neighbour {
@@ -71,5 +84,5 @@ fn of_status(status: &ProcessStatus, uuid: &str) -> Neighbour {
     }
     let left =
         if status.memory.suspended.is_none() { status.memory.left_alone.iter().filter_map(|left| left.gpus.get(uuid)).sum() } else { 0 };
-    Neighbour { pid: status.process.pid, name: status.process.name.clone(), tags, left }
+    Neighbour { pid: status.process.pid, name: status.process.name.clone(), tags, left, cached: 0 }
 }

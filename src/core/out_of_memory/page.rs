@@ -2,22 +2,26 @@
 
 use super::others::{self, Neighbour};
 use super::scene::{Cause, DeviceRoom, Placed, Scene};
-use crate::engine;
+use crate::{engine, events};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, UNIX_EPOCH};
 use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_host::stack::Stack;
-use vramctl_model::{Bytes, HostStatus};
+use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes};
 
 /// Changes if readers would misunderstand a new page.
 const VERSION: u32 = 1;
 
 /// How many of the largest are told.
 const LARGEST: usize = 10;
+
+/// How far back the events go, and how many of them.
+const LAST: Duration = Duration::from_secs(60);
+const MOST_EVENTS: usize = 4096;
 
 /// A report.
 #[derive(Debug, Serialize)]
@@ -44,6 +48,9 @@ pub struct ReportPage {
     paused: BTreeMap<String, u64>,
     host: HostStatus,
     could_be_freed: Vec<Way>,
+    /// The last minute, if the process records what happens (`VRAMCTL_TRACE`), at most so many events.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    events: Option<Events>,
     /// Failures since the page before that have none of their own.
     #[serde(skip_serializing_if = "is_none")]
     untold: u64,
@@ -159,11 +166,12 @@ impl ReportPage {
             request,
             thread: ThreadName { id: scene.thread, name: scene.thread_name.clone() },
             python_stack: scene.stack.python().to_vec(),
-            native_stack: scene.stack.native(),
+            native_stack: scene.stack.native().into_iter().skip_while(|frame| frame.starts_with("libvramctl")).collect(),
             in_use: rows(&scene, &neighbours),
             largest: largest(&scene.blocks),
             paused: scene.tags.iter().filter(|(_, share)| share.paused > 0).map(|(tag, share)| (tag.to_string(), share.paused)).collect(),
             host: backup::status(),
+            events: events::last(LAST, MOST_EVENTS),
             could_be_freed: ways(&scene, &neighbours, &own),
             device: scene.room.map(|DeviceRoom { device, uuid, free, total }| RoomOn {
                 device,
@@ -303,21 +311,49 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
         })
         .collect();
     // Processes of one name are paused together; one of ours would be paused, too.
-    let mut names = BTreeMap::<&str, u64>::new();
-    for one in neighbours.iter().filter(|one| one.active() > 0) {
-        if one.name == own.name {
-            ways.push(way(one.active(), format!("vramctl pause --pid {}", one.pid), "stands still until it is resumed"));
-        } else {
-            *names.entry(&one.name).or_default() += one.active();
+    let mut others = BTreeMap::<String, (u64, u64)>::new();
+    for one in neighbours {
+        let who = if one.name == own.name { format!("--pid {}", one.pid) } else { format!("--name {}", quoted(&one.name)) };
+        let (active, cached) = others.entry(who).or_default();
+        *active += one.active();
+        *cached += one.cached;
+    }
+    for (who, (active, cached)) in others {
+        if active > 0 {
+            ways.push(way(active, format!("vramctl pause {who}"), "stands still until it is resumed"));
+        }
+        if cached > 0 {
+            ways.push(way(cached, format!("vramctl trim {who}"), "runs on; its allocator holds this without using it"));
         }
     }
-    ways.extend(
-        names
-            .into_iter()
-            .map(|(name, bytes)| way(bytes, format!("vramctl pause --name {}", quoted(name)), "stands still until it is resumed")),
-    );
     ways.sort_by_key(|way| std::cmp::Reverse(way.bytes));
     ways
+}
+
+/// Who has more or less than before these events, the largest change first.
+fn changes(events: &Events) -> Vec<String> {
+    let mut owners = BTreeMap::<u16, i64>::new();
+    for event in &events.events {
+        let (owner, bytes) = match event.what {
+            Happening::Allocated(OwnersBytes { owner, bytes, .. }) | Happening::Resumed(OwnersBytes { owner, bytes, .. }) => {
+                (owner, bytes as i64)
+            }
+            Happening::Freed(OwnersBytes { owner, bytes, .. }) | Happening::Paused(OwnersBytes { owner, bytes, .. }) => {
+                (owner, -(bytes as i64))
+            }
+            _ => continue,
+        };
+        *owners.entry(owner).or_default() += bytes;
+    }
+    let mut changes: Vec<_> = owners.into_iter().filter(|(_, bytes)| *bytes != 0).collect();
+    changes.sort_by_key(|(_, bytes)| std::cmp::Reverse(bytes.unsigned_abs()));
+    let told = |(owner, bytes): (u16, i64)| {
+        let owner = events.owners.iter().find(|known| known.owner == owner);
+        let tag = owner.and_then(|owner| owner.tag.as_ref()).map(|tag| format!("tag {tag}"));
+        let name = tag.or_else(|| owner?.library.clone()).unwrap_or_else(|| "others".to_owned());
+        format!("{name} {}{}", if bytes > 0 { '+' } else { '−' }, Bytes(bytes.unsigned_abs()))
+    };
+    changes.into_iter().map(told).collect()
 }
 
 /// For a shell.
@@ -391,6 +427,10 @@ impl fmt::Display for ReportPage {
             let library = library.map_or_else(String::new, |library| format!(", {library}"));
             let at = at.as_ref().map_or_else(String::new, |at| format!(", {at}"));
             writeln!(out, "    {bytes:>11}{count}  {tag}{library}{at}")?;
+        }
+        let changes = self.events.as_ref().map(changes).unwrap_or_default();
+        if !changes.is_empty() {
+            writeln!(out, "  Changes in the last minute: {}", changes.join(", "))?;
         }
         if self.host.used_bytes > 0 {
             writeln!(out, "  Backups take {} of host memory", Bytes(self.host.used_bytes))?;
