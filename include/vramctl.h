@@ -290,6 +290,12 @@ VramctlResult vramctl_cache_answer(const char *problem);
 // `Invalid` if no thread serves or the program is held.
 VramctlResult vramctl_trim(int64_t timeout_ms);
 
+// Watches how much of each device is free, whoever has the rest: when less than `below` bytes are, logs once whose the
+// memory is. It is logged again once more has been free. 0 ends the watch. `VRAMCTL_WATCH` sets it from the beginning.
+//
+// `trim`: 1 to have the program's own allocator return what it has cached then (`vramctl_cache_wait`), 0 not to.
+VramctlResult vramctl_set_watch(uint64_t below, int32_t trim);
+
 // Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and
 // `vramctl pause` refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws
 // the declaration.

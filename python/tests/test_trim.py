@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,16 @@ class FromOutside(unittest.TestCase):
         self.assertIn("50.00 MiB returned", ran.stdout, ran.stderr)
         self.assertIn("without a tag: 30.00 MiB returned", ran.stdout)
         self.assertEqual(program.ask("go on"), "0")
+
+    def test_a_watch_trims_when_little_is_free(self) -> None:
+        program = self.start()
+        self.assertEqual(program.ask("segments"), "2")
+        self.command("watch", "trainer", "--below", "2G", "--trim")
+        for _ in range(200):
+            if program.ask("segments") == "1":
+                break
+            time.sleep(0.05)
+        self.assertEqual(program.ask("segments"), "1")
 
     def test_a_forked_child_has_no_thread_of_it(self) -> None:
         self.assertEqual(self.start().ask("child"), "0")

@@ -78,6 +78,7 @@ __all__ = [
     "retain",
     "set_disk_directory",
     "set_memory_margin",
+    "set_watch",
     "status",
     "trim",
     "unmanaged",
@@ -309,6 +310,18 @@ def set_memory_margin(bytes: int) -> None:
     if not 0 <= bytes < 1 << 64:
         raise errors.Invalid(f"the margin must be a number of bytes from 0 to 2**64 - 1, not {bytes!r}")
     _library.get().call("set_memory_margin", bytes)
+
+
+def set_watch(below: int, *, trim: bool = False) -> None:
+    """Watches how much of each device is free, whoever has the rest: when it falls below this many bytes, the library logs once whose
+    the memory is, and with `trim` does what `trim()` does. 0 ends the watch. ``VRAMCTL_WATCH`` and ``VRAMCTL_WATCH_TRIM`` set this from
+    the beginning. Raises `errors.NotPreloaded`.
+    """
+    if not 0 <= below < 1 << 64:
+        raise errors.Invalid(f"the watch is for a number of bytes from 0 to 2**64 - 1, not {below!r}")
+    if trim:
+        _trim.ensure()
+    _library.get().call("set_watch", below, int(trim))
 
 
 def backup_of(tensor_or_address: Any) -> memoryview:

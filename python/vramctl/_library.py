@@ -55,6 +55,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cache_report": (_pointer(Segment), _size),
     "cache_answer": (_text,),
     "trim": (ctypes.c_int64,),
+    "set_watch": (ctypes.c_uint64, ctypes.c_int32),
 }
 
 BACKUPS = {"default": 0, "discard": 1, "host": 2, "disk": 3}

@@ -24,6 +24,7 @@ mod target;
 mod top;
 mod transition;
 mod trim;
+mod watch;
 
 use clap::{Parser, Subcommand};
 use failure::{CommandError, Exit};
@@ -60,6 +61,8 @@ enum Command {
     Metrics(metrics::Args),
     /// Have torch in processes return the GPU memory that it holds without using it
     Trim(trim::Args),
+    /// Have processes log whose the memory is when little of it is free
+    Watch(watch::Args),
     /// Set the tag for a process's future allocations
     SetTag(tag::Args),
     /// Check this machine, and report what would fail
@@ -94,6 +97,7 @@ impl Command {
             Self::Move(args) => relocate::relocate(args),
             Self::Metrics(args) => metrics::metrics(&args),
             Self::Trim(args) => trim::trim(&args),
+            Self::Watch(args) => watch::watch(&args),
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
@@ -110,6 +114,7 @@ impl Command {
             Self::Suspend(args) => args.json,
             Self::Move(args) => args.json,
             Self::Trim(args) => args.json,
+            Self::Watch(args) => args.json,
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
             Self::Run(_) | Self::Top(_) | Self::Metrics(_) | Self::PythonPath(_) | Self::Completions(_) => false,
@@ -128,6 +133,7 @@ fn after_help() -> String {
   vramctl pause && vramctl resume                  all tags of the only managed process
   vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back
   vramctl trim engine                              return what torch has cached
+  vramctl watch engine --below 5G                  log whose memory it is when little is free
   vramctl move engine --to 1                       go on with another GPU
   vramctl metrics --listen 9977                    for Prometheus
   vramctl doctor                                   check this machine

@@ -15,6 +15,8 @@
 //! | `VRAMCTL_EXCLUDE` | `NAME,…`: libraries, by the beginning of their file names, whose requests are left to CUDA | none |
 //! | `VRAMCTL_GUARD` | `1`: every pause maps a guard under the paused addresses, as `vramctl pause --guard` does | `0` |
 //! | `VRAMCTL_TRACE` | `1`: record what happens to memory, for `vramctl trace`; or how much memory that may take, in bytes, with `K` or `M`, at most and by default `16M` | `0` |
+//! | `VRAMCTL_WATCH` | a size such as `5G`: when less of a device is free, log whose it is; `0`: do not watch | `0` |
+//! | `VRAMCTL_WATCH_TRIM` | `1`: and return what torch has cached then | `0` |
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
 //! | `VRAMCTL_JOB` | identifies the job of processes without a name; `vramctl run` sets it | unset |
 //! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |
@@ -118,6 +120,10 @@ pub struct Config {
     pub guard: bool,
     /// `VRAMCTL_TRACE`: how many bytes of events are kept. 0: none are recorded.
     pub trace: usize,
+    /// `VRAMCTL_WATCH`: the ledger is logged when fewer bytes are free on a device. 0: nothing is watched.
+    pub watch: u64,
+    /// `VRAMCTL_WATCH_TRIM`.
+    pub watch_trims: bool,
     /// `VRAMCTL_NAME`.
     pub name: Option<String>,
     /// The job that this process belongs to: its name, else `VRAMCTL_JOB`.
@@ -195,6 +201,7 @@ impl Config {
         let (in_memory, on_disk) = (is_on("TMS_INIT_ENABLE_CPU_BACKUP"), is_on("TMS_INIT_ENABLE_DISK_BACKUP"));
         let retains_all = is_on("TMS_RETAIN_CPU_BACKUP") == Some(true);
         let guard = is_on("VRAMCTL_GUARD") == Some(true);
+        let watch_trims = is_on("VRAMCTL_WATCH_TRIM") == Some(true);
         let ground_backup = match (in_memory, on_disk) {
             (_, Some(true)) => Some(Backup::Disk),
             (Some(true), _) => Some(Backup::Host),
@@ -229,6 +236,7 @@ impl Config {
         let min_bytes = bytes("VRAMCTL_MIN_BYTES", DEFAULT_MIN_BYTES);
         let host_cap = bytes("VRAMCTL_HOST_CAP", usize::MAX) as u64;
         let prewarm = bytes("VRAMCTL_PREWARM", 0) as u64;
+        let watch = bytes("VRAMCTL_WATCH", 0) as u64;
         let trace = set("VRAMCTL_TRACE").map_or(0, |text| {
             let size = || parse_bytes(&text).filter(|bytes| (LEAST_TRACE..=MOST_TRACE).contains(bytes));
             switch(&text).map(|on| if on { MOST_TRACE } else { 0 }).or_else(size).unwrap_or_else(|| {
@@ -263,6 +271,8 @@ impl Config {
             exclude,
             guard,
             trace,
+            watch,
+            watch_trims,
             name,
             job,
             directories,

@@ -179,6 +179,14 @@ impl Client {
         }
     }
 
+    /// Has it watch for less than `below` bytes free. Returns what it watches for from now on.
+    pub fn watch(&mut self, below: Option<u64>, trim: bool) -> Result<(u64, bool), ClientError> {
+        match self.ask(Request::Watch { below_bytes: below, trim }, None, &mut |_| ())? {
+            Reply::Watch { below_bytes, trim } => Ok((below_bytes, trim)),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
     /// Tells it what NVML counts for it, by the UUID of the GPU.
     pub fn counted(&mut self, gpus: BTreeMap<String, u64>) -> Result<(), ClientError> {
         match self.ask(Request::Counted { gpus }, None, &mut |_| ())? {

@@ -7,6 +7,7 @@ pub mod client;
 pub mod decision;
 pub mod descriptors;
 pub mod discovery;
+pub mod gauge;
 pub mod job;
 pub mod protocol;
 pub mod queue;

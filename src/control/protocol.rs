@@ -86,6 +86,15 @@ pub enum Request {
     },
     /// What does the program's own allocator, such as torch's, hold? At most 200 ms.
     Cache,
+    /// Watch for little free memory from now on.
+    Watch {
+        /// Log whose it is when less is free on a device; 0 for nothing. Absent: only ask.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        below_bytes: Option<u64>,
+        /// And return what the program's own allocator has cached.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        trim: bool,
+    },
     /// Have it return what it holds without using it.
     Trim {
         /// Within this many milliseconds; 10 s if absent.
@@ -224,6 +233,13 @@ pub enum Reply {
     Cache {
         /// By GPU and tag.
         cache: Vec<Cached>,
+    },
+    /// To `watch`: what is watched for now.
+    Watch {
+        /// Less than this; 0 for nothing.
+        below_bytes: u64,
+        /// Whether what is cached is returned.
+        trim: bool,
     },
     /// To `trim`.
     Trimmed(Trimmed),

@@ -55,6 +55,11 @@ pub fn of_devices(devices: &BTreeSet<CUdevice>) -> BTreeSet<Context> {
     read().iter().filter(|(_, device)| devices.contains(device)).map(|(context, _)| *context).collect()
 }
 
+/// A known context of each device.
+pub fn of_each_device() -> BTreeMap<CUdevice, Context> {
+    read().iter().rev().map(|(context, device)| (*device, *context)).collect()
+}
+
 /// Forgets destroyed contexts and returns them.
 pub fn forget_gone() -> Vec<Context> {
     let seen: Vec<_> = read().keys().copied().collect();

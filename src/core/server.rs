@@ -6,7 +6,7 @@
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
 use crate::memory::Memory;
 use crate::suspend::suspended;
-use crate::{cache, engine, events, lease, residue};
+use crate::{cache, engine, events, lease, residue, watch};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
@@ -234,6 +234,13 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
             Ok(Reply::Counted)
         }
         Request::Cache => cache::ask(CACHE_WITHIN).map(|cache| Reply::Cache { cache }),
+        Request::Watch { below_bytes, trim } => {
+            if let Some(below) = below_bytes {
+                watch::set(below, trim);
+            }
+            let (below_bytes, trim) = watch::get();
+            Ok(Reply::Watch { below_bytes, trim })
+        }
         Request::Trim { timeout_ms } => cache::trim(timeout_ms.map_or(TRIM_WITHIN, Duration::from_millis)).map(Reply::Trimmed),
         Request::Open { token } => {
             let loan = connection.lend(&token)?;

@@ -14,6 +14,7 @@ use vramctl_control::protocol::Refusal;
 use vramctl_core::cache::{self, Errand, Segment};
 use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
+use vramctl_core::watch;
 use vramctl_model::{Backup, Error, Kind, Span, TransitionRequest};
 
 /// A result code. Codes never change their meaning; new ones may be added.
@@ -484,6 +485,21 @@ pub unsafe extern "C" fn vramctl_cache_answer(problem: *const c_char) -> Vramctl
 pub extern "C" fn vramctl_trim(timeout_ms: i64) -> VramctlResult {
     answer(|| {
         keep_report(&cache::trim(timeout(timeout_ms).unwrap_or(Duration::from_secs(10)))?);
+        Ok(())
+    })
+}
+
+/// Watches how much of each device is free, whoever has the rest: when less than `below` bytes are, logs once whose the
+/// memory is. It is logged again once more has been free. 0 ends the watch. `VRAMCTL_WATCH` sets it from the beginning.
+///
+/// `trim`: 1 to have the program's own allocator return what it has cached then (`vramctl_cache_wait`), 0 not to.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramctl_set_watch(below: u64, trim: i32) -> VramctlResult {
+    answer(|| {
+        if !matches!(trim, 0 | 1) {
+            return Err(Error::Invalid(format!("`trim` is {trim}, not 1 or 0")));
+        }
+        watch::set(below, trim == 1);
         Ok(())
     })
 }

@@ -16,6 +16,7 @@ use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::{Memory, Origin, Placement, left, obstacles, region};
 use vramctl_core::out_of_memory::{self, Asked, Cause};
 use vramctl_core::server;
+use vramctl_core::watch;
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, CUmemAccessDesc, Current, StreamHandle};
 use vramctl_host::{PerProcess, log_once};
 use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
@@ -353,6 +354,7 @@ pub fn managed(
             Memory::get().note_origin(made, Origin::of_request(asker(caller), bytes, caller));
             out_of_memory::went_on(bytes);
             server::ensure_running();
+            watch::ensure_running();
             backup::get_ready(current, tag);
             Some(Ok(made))
         }

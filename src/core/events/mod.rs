@@ -4,6 +4,7 @@
 
 mod ring;
 
+use crate::free;
 use ring::{Ring, WORDS};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -127,9 +128,22 @@ pub enum Change {
     Resumed,
 }
 
+impl Change {
+    /// What is free afterwards and was not before.
+    #[inline]
+    fn gives(self, bytes: i64) -> i64 {
+        match self {
+            Self::Allocated | Self::Resumed => -bytes,
+            Self::Freed | Self::Paused => bytes,
+            Self::FreedPaused => 0,
+        }
+    }
+}
+
 /// Records a change of what an owner has on a device.
 #[inline]
 pub fn change(change: Change, who: Who<'_>, device: Option<CUdevice>, bytes: usize) {
+    free::passes(device, change.gives(bytes as i64));
     if let Some(recorder) = recorder() {
         recorder.change(change, who, device, bytes as u64);
     }

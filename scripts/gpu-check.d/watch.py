@@ -1,0 +1,210 @@
+"""What the watch costs: training steps with collectives, plain, with `vramctl watch`, and with what Relax does before each collective
+(`--enable-cuda-memory-check`), in turns in one run. And that watch and trim do on a real GPU what they say. On two GPUs if there are.
+
+Relax wraps the functions of torch.distributed (relax/utils/reloadable_process_group.py, `_wrap_low_level_call`): before each it asks
+torch.cuda.mem_get_info(), memory_allocated() and memory_reserved(), and below 5 GB free it synchronizes, collects garbage and empties
+the cache. https://github.com/redai-infra/Relax, docs/en/guide/oom-troubleshooting.md: "approximately 20%".
+
+usage: watch.py VRAMCTL                prints a line `ok: …` or `FAILED: …` for each check, and a table
+       watch.py --rank N WORLD PORT    the program, which watch.py starts under `vramctl run`
+"""
+
+import gc
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from suspend import check
+from two import end, free_port
+
+#: Steps as (what, width, rows, layers): a collective per layer.
+SIZES = [("large layers", 4096, 4096, 32), ("small layers", 1024, 512, 64)]
+ROUNDS = 9
+SECONDS = 0.5
+#: The most that the watch may cost.
+LIMIT = 0.005
+GIB = 1 << 30
+
+
+def answer(**fields):
+    print(json.dumps(fields), flush=True)
+
+
+def rank(number, world, port):
+    import torch
+    import torch.distributed as distributed
+
+    torch.cuda.set_device(number)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    distributed.init_process_group("nccl", rank=number, world_size=world, device_id=torch.device("cuda", number))
+    torch.manual_seed(7)
+    weights = {
+        what: [torch.randn(width, width, device="cuda", dtype=torch.bfloat16) / width for _ in range(layers)]
+        for what, width, _, layers in SIZES
+    }
+    inputs = {what: torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for what, width, rows, _ in SIZES}
+
+    def as_relax_does():
+        free, _ = torch.cuda.mem_get_info()
+        torch.cuda.memory_allocated()
+        torch.cuda.memory_reserved()
+        if free / GIB < 5:
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def step(what, before_each):
+        x = inputs[what]
+        for weight in weights[what]:
+            x = torch.relu(x @ weight)
+            before_each()
+            distributed.all_reduce(x)
+
+    def ms_per_step(what, before_each, steps):
+        torch.cuda.synchronize()
+        distributed.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step(what, before_each)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / steps * 1e3
+
+    for what, *_ in SIZES:
+        ms_per_step(what, as_relax_does, 10)
+    answer(ready=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "steps" in request:
+            before_each = as_relax_does if request["mode"] == "relax" else lambda: None
+            answer(ms=ms_per_step(request["what"], before_each, request["steps"]))
+        elif "cache" in request:
+            # Free, and a little that keeps a segment.
+            kept, gone = torch.empty(2 << 20, dtype=torch.uint8, device="cuda"), torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
+            del gone
+            answer(reserved=torch.cuda.memory_reserved(), kept=kept.numel())
+        elif "reserved" in request:
+            answer(reserved=torch.cuda.memory_reserved())
+        elif "capture" in request:
+            x, graph = torch.ones(1024, device="cuda"), torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                y = x * 2
+                answer(capturing=True)
+                sys.stdin.readline()
+                z = y + 1
+            graph.replay()
+            torch.cuda.synchronize()
+            answer(graph=bool((z == 3).all()))
+    os._exit(0)
+
+
+def measure(vramctl, ask):
+    """The cost of the watch and of Relax's way, as a part of a step, by size."""
+    costs, rows = {}, []
+    for what, *_ in SIZES:
+        one = ask(mode="plain", what=what, steps=20)["ms"]
+        steps = max(10, int(SECONDS * 1e3 / one))
+        ms = {"plain": [], "watch": [], "relax": []}
+        for number in range(ROUNDS):
+            # In turns, and not always in the same order: the GPU's clock drifts.
+            order = list(ms)
+            for mode in order[number % 3 :] + order[: number % 3]:
+                command(vramctl, "watch", "--name", "watch", *(["--below", "5G"] if mode == "watch" else ["--off"]))
+                ms[mode].append(ask(mode=mode, what=what, steps=steps)["ms"])
+        cost = {mode: statistics.median(one / plain for one, plain in zip(ms[mode], ms["plain"])) - 1 for mode in ("watch", "relax")}
+        costs[what] = cost
+        middle = {mode: statistics.median(each) for mode, each in ms.items()}
+        rows += [(what, mode, f"{middle[mode]:.3f}", f"{cost.get(mode, 0):+.2%}") for mode in ms]
+        check(f"{what}: the watch costs less than {LIMIT:.1%} of a step", cost["watch"] < LIMIT, f"{cost['watch']:+.2%}")
+    print("| step | | ms | |\n| --- | --- | --- | --- |")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+    return costs
+
+
+def command(vramctl, *arguments):
+    done = subprocess.run([vramctl, *arguments], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        check(" ".join(arguments), False, (done.stdout + done.stderr)[:500])
+    return done.stdout
+
+
+def wait_for(happened, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return happened()
+
+
+def main():
+    vramctl = sys.argv[1]
+    world = min(2, len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()))
+    port = free_port()
+    with tempfile.NamedTemporaryFile("a") as log:
+        own = [sys.executable, os.path.abspath(__file__), "--rank"]
+        ranks = [
+            subprocess.Popen(
+                [vramctl, "run", "--name", "watch", "--", *own, str(number), str(world), port],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            for number in range(world)
+        ]
+
+        def hear(child):
+            return json.loads(child.stdout.readline() or "{}")
+
+        def ask(**request):
+            for child in ranks:
+                child.stdin.write(json.dumps(request) + "\n")
+                child.stdin.flush()
+            return [hear(child) for child in ranks][0]
+
+        def falls():
+            with open(log.name) as lines:
+                return [line.strip() for line in lines if "are free on device" in line]
+
+        try:
+            check(f"{world} ranks have started", all(hear(child).get("ready") for child in ranks))
+            measure(vramctl, ask)
+            check("nothing was low", not falls(), "".join(falls()))
+
+            before = ask(cache=True)["reserved"]
+            trimmed = json.loads(command(vramctl, "trim", "--name", "watch", "--json"))["processes"]
+            returned = [one.get("trimmed", {}).get("returned_bytes", 0) for one in trimmed]
+            now = ask(reserved=True)["reserved"]
+            detail = f"{[round(bytes_ / GIB, 2) for bytes_ in returned]} GiB in {[one.get('trimmed', {}).get('ms') for one in trimmed]} ms"
+            check("a trim returns what is cached", min(returned) >= 4 * GIB and before - now >= 4 * GIB, detail)
+            print(command(vramctl, "trim", "--name", "watch").strip(), flush=True)
+
+            ask(cache=True)
+            check("a graph is being captured", ask(capture=True).get("capturing", False))
+            done = subprocess.run([vramctl, "trim", "--name", "watch"], capture_output=True, text=True, timeout=60)
+            print(f"note: a trim during a capture: {(done.stdout + done.stderr).strip()[:300]}", flush=True)
+            check("a capture survives a trim", ask(go="on").get("graph", False))
+
+            ask(cache=True)
+            high = ask(reserved=True)["reserved"]
+            command(vramctl, "watch", "--name", "watch", "--below", "4000G", "--trim")
+            check("a fall is told once per rank", wait_for(lambda: len(falls()) == world), " ".join(falls())[:600])
+            low = wait_for(lambda: high - ask(reserved=True)["reserved"] >= 4 * GIB)
+            check("and what is cached is returned", low, f"{high >> 20} MiB, then {ask(reserved=True)['reserved'] >> 20} MiB")
+            line = re.sub(r"GPU-[0-9a-f-]+", "GPU-…", falls()[0]) if falls() else ""
+            print(f"note: {line}", flush=True)
+        finally:
+            end(ranks)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        rank(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    else:
+        main()

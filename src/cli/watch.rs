@@ -1,0 +1,74 @@
+//! `vramctl watch`.
+
+use crate::completions;
+use crate::failure::{CommandError, Exit};
+use crate::output;
+use crate::processes::{Found, Target};
+use crate::target::TargetArgs;
+use clap_complete::ArgValueCandidates;
+use serde_json::json;
+use vramctl_model::{Bytes, parse_bytes};
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Has processes watch how much of their GPUs is free, whoever has the rest. When it falls below the size, each logs once (to its \
+stderr) whose the memory is; again only after a tenth more has been free. VRAMCTL_WATCH and VRAMCTL_WATCH_TRIM in a program's \
+environment do the same from its beginning. Without --below and --off, tells what they watch for.
+
+Examples:
+  vramctl watch trainer --below 5G
+  vramctl watch trainer --below 5G --trim      and have torch return what it holds without using it
+  vramctl watch trainer --off")]
+pub struct Args {
+    /// The processes with this name, or the one with this id [default: the only managed process]
+    #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
+    process: Option<String>,
+    #[command(flatten)]
+    target: TargetArgs,
+    /// Log when less than this is free, in bytes, with K, M or G
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    below: Option<u64>,
+    /// Then also have torch return what it has cached, as `vramctl trim` does
+    #[arg(long, requires = "below")]
+    trim: bool,
+    /// Watch no longer
+    #[arg(long, conflicts_with = "below")]
+    off: bool,
+    /// Print JSON: {"processes": [{"pid", "name", "watch" or "error"}]}, with the fields of a `watch` reply (docs/protocol.md)
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    parse_bytes(text).filter(|bytes| *bytes > 0).map(|bytes| bytes as u64).ok_or_else(|| "not a size such as 5G".into())
+}
+
+pub fn watch(args: &Args) -> Result<Exit, CommandError> {
+    let target = args.process.clone().map_or_else(|| Target::from(args.target.clone()), Target::parse);
+    let found = Found::look(&target)?;
+    let below = if args.off { Some(0) } else { args.below };
+    let (mut exit, mut answers) = (Exit::Done, Vec::new());
+    for process in found.choose_answering(&target)? {
+        let done = found.connect(process.pid).and_then(|mut client| client.watch(below, args.trim)).map_err(CommandError::from);
+        let (pid, name) = (process.pid, process.name());
+        match &done {
+            Ok((below, trim)) if args.json => {
+                answers.push(json!({ "pid": pid, "name": name, "watch": { "below_bytes": below, "trim": trim } }));
+            }
+            Err(failure) if args.json => answers.push(json!({ "pid": pid, "name": name, "error": failure })),
+            Ok((0, _)) => output::say(&format!("{process}: does not watch"))?,
+            Ok((below, trim)) => {
+                let trims = if *trim { ", and has its allocator return what is cached" } else { "" };
+                output::say(&format!("{process}: logs when less than {} are free{trims}", Bytes(*below)))?;
+            }
+            Err(failure) => output::complain("error", &format!("{process}: {failure}")),
+        }
+        if let (Err(failure), Exit::Done) = (&done, exit) {
+            exit = failure.exit();
+        }
+    }
+    if args.json {
+        output::json(&answers)?;
+    }
+    Ok(exit)
+}

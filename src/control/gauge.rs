@@ -1,0 +1,98 @@
+//! How much of a GPU is free, as one process per GPU asks the driver and the others read: a file in the directory of the sockets.
+//!
+//! Who holds its lock asks. The lock goes with its holder, so the next one that looks takes over. The file is read, not mapped:
+//! who cuts it must not end the program.
+
+use crate::discovery::Directory;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::time::Duration;
+use vramctl_host::Held;
+
+/// The file of one GPU.
+#[derive(Debug)]
+pub struct Gauge(Held);
+
+/// Bytes free, when they were counted, and both mixed, which tells a whole value from a torn one.
+const WORDS: usize = 3;
+const MIX: u64 = 0x7672_616d_6374_6c21;
+
+impl Gauge {
+    /// Opens the file for the GPU with this UUID.
+    pub fn open(uuid: &str) -> io::Result<Self> {
+        Self::within(&Directory::open_or_create()?, uuid)
+    }
+
+    fn within(directory: &Directory, uuid: &str) -> io::Result<Self> {
+        let name: String = uuid.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+        Held::new(options.open(directory.within_process().join(format!("free-{name}")))?).map(Self)
+    }
+
+    /// Whether it is this process that asks the driver, from now on if nobody else does.
+    pub fn is_ours(&self) -> bool {
+        let (l_type, l_whence) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
+        let mut lock = libc::flock64 { l_type, l_whence, l_start: 0, l_len: 1, l_pid: 0 };
+        let Ok(file) = self.0.get() else { return false };
+        // SAFETY: the structure is readable and writable. The lock belongs to the open file, so taking it twice is fine.
+        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw mut lock) == 0 }
+    }
+
+    /// Tells the others.
+    pub fn tell(&self, free: u64) -> io::Result<()> {
+        let (now, mut bytes) = (now(), [0; WORDS * 8]);
+        for (place, word) in bytes.chunks_exact_mut(8).zip([free, now, free ^ now ^ MIX]) {
+            place.copy_from_slice(&word.to_ne_bytes());
+        }
+        self.0.as_type::<File>()?.write_all_at(&bytes, 0)
+    }
+
+    /// What was told, unless that is longer ago.
+    pub fn told(&self, within: Duration) -> Option<u64> {
+        let mut bytes = [0; WORDS * 8];
+        self.0.as_type::<File>().ok()?.read_exact_at(&mut bytes, 0).ok()?;
+        let mut words = bytes.chunks_exact(8).filter_map(|word| Some(u64::from_ne_bytes(word.try_into().ok()?)));
+        let (free, then, mixed) = (words.next()?, words.next()?, words.next()?);
+        let is_fresh = now().checked_sub(then).is_some_and(|age| u128::from(age) <= within.as_nanos());
+        (mixed == free ^ then ^ MIX && is_fresh).then_some(free)
+    }
+}
+
+/// The same for all processes of the machine.
+fn now() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writable, and the clock exists everywhere.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn one_asks_the_others_read_and_the_next_takes_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let gauge = || Gauge::within(&directory, "GPU-1/../..").unwrap();
+        let (one, other) = (gauge(), gauge());
+        assert_eq!(other.told(LONG), None, "nobody has told anything");
+        assert!(one.is_ours() && one.is_ours() && !other.is_ours());
+        one.tell(5 << 30).unwrap();
+        assert_eq!(other.told(LONG), Some(5 << 30));
+        assert_eq!(other.told(Duration::ZERO), None, "too old");
+        drop(one);
+        assert!(other.is_ours() && !gauge().is_ours());
+        let file = folder.path().join("free-GPU-1");
+        for garbage in [&b""[..], b"short", &[7; 24], &[0; 100]] {
+            fs::write(&file, garbage).unwrap();
+            assert_eq!(other.told(LONG), None, "{garbage:?}");
+        }
+    }
+}

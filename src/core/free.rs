@@ -1,0 +1,131 @@
+//! How much of each device is free, from what passes by between two samples of the watch (`watch`), and from when on that is too
+//! little.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::thread::Thread;
+use vramctl_config::Config;
+use vramctl_driver::CUdevice;
+use vramctl_host::PerProcess;
+
+/// Devices that are watched.
+const MOST: usize = 64;
+/// Nothing is known yet. Far from where adding to it overflows.
+const UNKNOWN: i64 = i64::MAX / 2;
+
+/// What is watched for.
+#[derive(Debug)]
+pub struct Watermark {
+    /// 0: nothing.
+    below: AtomicU64,
+    /// Whether to return what the program's own allocator has cached.
+    trims: AtomicBool,
+    free: [AtomicI64; MOST],
+    /// Who is told when a device may have fallen below.
+    watcher: OnceLock<Thread>,
+}
+
+static LEVEL: PerProcess<Watermark> = PerProcess::new(|| {
+    let Config { watch, watch_trims, .. } = Config::get();
+    Watermark {
+        below: AtomicU64::new(*watch),
+        trims: AtomicBool::new(*watch_trims),
+        free: [const { AtomicI64::new(UNKNOWN) }; MOST],
+        watcher: OnceLock::new(),
+    }
+});
+
+/// What this process watches for.
+pub fn level() -> &'static Watermark {
+    LEVEL.get()
+}
+
+/// An allocation or free gives this much of a device back, or takes it.
+#[inline]
+pub fn passes(device: Option<CUdevice>, given: i64) {
+    if let (Some(level), Some(device)) = (LEVEL.existing(), device)
+        && level.below() != 0
+    {
+        level.passes(device, given);
+    }
+}
+
+impl Watermark {
+    /// Sets it.
+    pub fn set(&self, below: u64, trims: bool) {
+        self.trims.store(trims, Ordering::Relaxed);
+        self.below.store(below, Ordering::Relaxed);
+        self.free.iter().for_each(|free| free.store(UNKNOWN, Ordering::Relaxed));
+        if let Some(watcher) = self.watcher.get() {
+            watcher.unpark();
+        }
+    }
+
+    /// How much is too little. 0: nothing is watched.
+    #[inline]
+    pub fn below(&self) -> u64 {
+        self.below.load(Ordering::Relaxed)
+    }
+
+    /// Whether to return what the program's own allocator has cached.
+    pub fn trims(&self) -> bool {
+        self.trims.load(Ordering::Relaxed)
+    }
+
+    /// The calling thread is told from now on.
+    pub fn tell(&self) {
+        let _ = self.watcher.set(std::thread::current());
+    }
+
+    /// What a sample says.
+    pub fn is(&self, device: CUdevice, free: u64) {
+        if let Some(place) = self.free.get(device as usize) {
+            place.store(free.min(UNKNOWN as u64) as i64, Ordering::Relaxed);
+        }
+    }
+
+    /// Bytes free, as far as known.
+    pub fn free(&self, device: CUdevice) -> Option<u64> {
+        let free = self.free.get(device as usize)?.load(Ordering::Relaxed);
+        (free < UNKNOWN / 2).then_some(free.max(0) as u64)
+    }
+
+    fn passes(&self, device: CUdevice, given: i64) {
+        let Some(place) = self.free.get(device as usize) else { return };
+        let before = place.fetch_add(given, Ordering::Relaxed);
+        let below = self.below() as i64;
+        if before >= below
+            && before + given < below
+            && let Some(watcher) = self.watcher.get()
+        {
+            watcher.unpark();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_passes_by_counts_until_the_next_sample() {
+        let level = Watermark {
+            below: AtomicU64::new(100),
+            trims: AtomicBool::new(false),
+            free: [const { AtomicI64::new(UNKNOWN) }; MOST],
+            watcher: OnceLock::new(),
+        };
+        level.passes(1, -50);
+        assert_eq!(level.free(1), None, "of a device that was never sampled");
+        level.is(1, 300);
+        level.passes(1, -150);
+        level.passes(1, -100);
+        assert_eq!(level.free(1), Some(50));
+        level.passes(1, -90);
+        assert_eq!(level.free(1), Some(0), "somebody else has given some back");
+        level.passes(1, 110);
+        assert_eq!((level.free(1), level.free(0), level.free(-1), level.free(64)), (Some(70), None, None, None));
+        level.is(1, u64::MAX);
+        assert_eq!(level.free(1), None);
+    }
+}

@@ -1,0 +1,173 @@
+//! The watch (`VRAMCTL_WATCH`, `vramctl watch`): when little of a device is free, says once whose it is, and returns what the
+//! program's own allocator has cached, if it is to.
+//!
+//! One process per GPU asks the driver, every 50 ms, and tells the others (`control/gauge.rs`). In between, each process knows what
+//! it has taken itself (`free`). It is said only if the driver confirms it.
+
+use crate::cache;
+use crate::contexts;
+use crate::free::{Watermark, level};
+use crate::memory::{Memory, left};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+use vramctl_control::gauge::Gauge;
+use vramctl_driver::{self as driver, CUdevice, Context, Current, RelaxedCapture};
+use vramctl_host::{PerProcess, exit, worker};
+use vramctl_model::{Bytes, Error, Failure};
+
+/// How often a device is asked.
+const EVERY: Duration = Duration::from_millis(50);
+/// What another process has told before that is worth nothing: it is stopped, or suspended.
+const STALE: Duration = Duration::from_millis(250);
+/// How much more than the level must be free, at least, before the next fall is told.
+const REARM: u64 = 64 << 20;
+/// How long the program's allocator may take to say what it has cached, and to return it.
+const ASK_WITHIN: Duration = Duration::from_millis(200);
+const TRIM_WITHIN: Duration = Duration::from_secs(10);
+
+static RUNS: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
+
+/// Starts the watch if something is to be watched for.
+pub fn ensure_running() {
+    let level = level();
+    if level.below() != 0
+        && !RUNS.get().swap(true, Ordering::SeqCst)
+        && let Err(error) = worker::spawn("vramctl-watch", || watch(level))
+    {
+        log::warn!("no watch: could not start a thread: {error}");
+    }
+}
+
+/// Watches for less than `below` bytes free from now on, or for nothing if that is 0.
+pub fn set(below: u64, trims: bool) {
+    level().set(below, trims);
+    ensure_running();
+}
+
+/// How much is watched for, and whether what is cached is returned.
+pub fn get() -> (u64, bool) {
+    (level().below(), level().trims())
+}
+
+/// A device that is watched.
+#[derive(Default)]
+struct Watched {
+    gauge: Option<Gauge>,
+    is_low: bool,
+}
+
+fn watch(level: &'static Watermark) {
+    let mut devices = BTreeMap::<CUdevice, Watched>::new();
+    level.tell();
+    loop {
+        if level.below() == 0 {
+            devices.clear();
+            thread::park();
+        } else {
+            thread::park_timeout(EVERY);
+        }
+        if exit::is_ending() {
+            return;
+        }
+        if exit::is_resting() {
+            // Another process asks meanwhile.
+            devices.clear();
+            continue;
+        }
+        let contexts = contexts::of_each_device();
+        devices.retain(|device, _| contexts.contains_key(device));
+        for (device, context) in contexts {
+            devices.entry(device).or_default().look(level, device, context);
+        }
+    }
+}
+
+impl Watched {
+    fn look(&mut self, level: &'static Watermark, device: CUdevice, context: Context) {
+        let below = level.below();
+        if self.gauge.is_none() {
+            self.gauge = driver::uuid(device).and_then(|uuid| Gauge::open(&uuid).ok());
+        }
+        let told = self.gauge.as_ref().filter(|gauge| !gauge.is_ours()).and_then(|gauge| gauge.told(STALE));
+        let may_be_low = |free: u64| free < below || level.free(device).is_some_and(|free| free < below);
+        // What has passed by may have been counted twice, or be back.
+        let enough = told.filter(|free| self.is_low || !may_be_low(*free));
+        let Some(free) = enough.or_else(|| ask(context).ok().map(|(free, _)| free)) else {
+            // Whoever can asks.
+            self.gauge = None;
+            return;
+        };
+        if let (None, Some(gauge)) = (told, &self.gauge)
+            && gauge.tell(free).is_err()
+        {
+            self.gauge = None;
+        }
+        level.is(device, free);
+        if free >= below.saturating_add((below / 10).max(REARM)) {
+            self.is_low = false;
+        } else if free < below && !self.is_low {
+            self.is_low = true;
+            // The program's allocator may take longer than until the next sample.
+            if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device, context)) {
+                log::debug!("could not start a thread: {error}");
+            }
+        }
+    }
+}
+
+fn ask(context: Context) -> Result<(u64, u64), Failure> {
+    let _relaxed = RelaxedCapture::enter();
+    Current::push(context).and_then(|_current| driver::memory_info())
+}
+
+/// Little of a device is free.
+fn has_fallen(level: &Watermark, device: CUdevice, context: Context) {
+    if exit::is_resting() {
+        return;
+    }
+    let Ok((free, total)) = ask(context) else { return };
+    let uuid = driver::uuid(device);
+    let (mut own, mut whose) = (0, Vec::new());
+    let mut tags = BTreeMap::<_, u64>::new();
+    for allocation in Memory::get().snapshot().iter().filter(|allocation| allocation.device == device && !allocation.is_paused()) {
+        *tags.entry(allocation.tag.to_string()).or_default() += allocation.bytes() as u64;
+    }
+    whose.extend(tags);
+    let left = left::status().into_iter();
+    whose.extend(left.filter_map(|left| Some((format!("left to CUDA for {}", left.owner), *left.gpus.get(uuid.as_ref()?)?))));
+    whose.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+    let mut text = format!(
+        "{} of {} are free on device {device} ({}), less than {}.",
+        Bytes(free),
+        Bytes(total),
+        uuid.as_deref().unwrap_or("UUID unknown"),
+        Bytes(level.below())
+    );
+    for (what, bytes) in &whose {
+        own += bytes;
+        let _ = write!(text, " {what}: {};", Bytes(*bytes));
+    }
+    let rest = total.saturating_sub(free).saturating_sub(own);
+    let _ = write!(text, " the driver and other processes: {}.", Bytes(rest));
+    if let Ok(parts) = cache::ask(ASK_WITHIN) {
+        let parts = parts.iter().filter(|part| part.gpu.is_none() || part.gpu == uuid);
+        let (cached, stuck) = parts.fold((0, 0), |(cached, stuck), part| (cached + part.cached_bytes, stuck + part.fragmented_bytes));
+        let _ = write!(
+            text,
+            " The program's allocator has {} cached (`vramctl trim`) and {} free in partly used segments.",
+            Bytes(cached),
+            Bytes(stuck)
+        );
+    }
+    log::warn!("{text} `vramctl status --ledger` shows whose all of it is");
+    if level.trims() && cache::is_served() {
+        match cache::trim(TRIM_WITHIN) {
+            Ok(done) => log::warn!("the program's allocator has returned {} in {:.0} ms", Bytes(done.returned_bytes), done.ms),
+            Err(Error::Ending) => (),
+            Err(error) => log::warn!("nothing could be returned: {error}"),
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The watch: when little of a device is free, whose it is is logged, once per fall. Real programs on a simulated machine.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::machine::{Machine, Rank};
+use serde_json::json;
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const GPU: &str = "GPU-73696d75-6c61-7465-642d-6770752d3030";
+
+/// Long enough for ten samples.
+const A_WHILE: Duration = Duration::from_millis(500);
+
+struct Watched {
+    machine: Machine,
+}
+
+impl Watched {
+    fn new() -> Self {
+        Self { machine: Machine::new() }
+    }
+
+    fn log(&self, name: &str) -> PathBuf {
+        self.machine.folder.path().join(name)
+    }
+
+    /// An engine of 16 MiB whose log is kept.
+    fn engine(&self, name: &str, watch: &str) -> Rank {
+        let log = File::create(self.log(name)).unwrap();
+        self.machine.start_with(name, |command| {
+            command.env("VRAMCTL_WATCH", watch).stderr(log.try_clone().unwrap());
+        })
+    }
+
+    /// Another program that takes most of the 1 GiB, until it is dropped.
+    fn hog(&self) -> Hog {
+        let mut command = self.machine.command(common::programs().join("hog"), &["--mib", "900"]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.starts_with("holding"), "{line}");
+        Hog(child)
+    }
+
+    fn falls(&self, name: &str) -> Vec<String> {
+        let log = fs::read_to_string(self.log(name)).unwrap();
+        log.lines().filter(|line| line.contains("are free on device")).map(str::to_owned).collect()
+    }
+
+    #[track_caller]
+    fn expect(&self, name: &str, count: usize) -> Vec<String> {
+        let begun = Instant::now();
+        while self.falls(name).len() < count {
+            assert!(begun.elapsed() < Duration::from_secs(30), "{}", fs::read_to_string(self.log(name)).unwrap());
+            thread::sleep(Duration::from_millis(10));
+        }
+        thread::sleep(A_WHILE);
+        let falls = self.falls(name);
+        assert_eq!(falls.len(), count, "{falls:?}");
+        falls
+    }
+
+    /// Whether a process asks the driver for all.
+    fn is_asked_for(&self) -> bool {
+        let path = self.machine.folder.path().join(format!("sockets/free-{GPU}"));
+        let Ok(file) = OpenOptions::new().read(true).write(true).open(path) else { return false };
+        let (l_type, l_whence) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
+        let mut lock = libc::flock64 { l_type, l_whence, l_start: 0, l_len: 1, l_pid: 0 };
+        assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) }, 0);
+        lock.l_type != libc::F_UNLCK as libc::c_short
+    }
+
+    #[track_caller]
+    fn until(&self, wanted: bool) {
+        let begun = Instant::now();
+        while self.is_asked_for() != wanted {
+            assert!(begun.elapsed() < Duration::from_secs(30));
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+struct Hog(Child);
+
+impl Drop for Hog {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn each_fall_is_told_once_with_whose_memory_it_is() {
+    let watched = Watched::new();
+    let mut engine = watched.engine("engine", "256M");
+    watched.until(true);
+    watched.expect("engine", 0);
+    for fall in 1..=2 {
+        let hog = watched.hog();
+        let line = watched.expect("engine", fall).pop().unwrap();
+        for part in ["of 1.00 GiB", "less than 256.00 MiB", GPU, "default: 22.00 MiB", "the driver and other processes: 9", "--ledger"] {
+            assert!(line.contains(part), "{part} is not in {line}");
+        }
+        drop(hog);
+        // It sees that it is over.
+        thread::sleep(A_WHILE);
+    }
+    engine.verify();
+    assert_eq!(engine.ask("quit"), "bye");
+    assert!(engine.child.wait().unwrap().success());
+    assert!(!watched.is_asked_for());
+}
+
+#[test]
+fn a_program_that_takes_it_all_itself_is_told_and_so_are_the_others() {
+    let watched = Watched::new();
+    let _other = watched.engine("other", "256M");
+    let log = File::create(watched.log("large")).unwrap();
+    let large = |command: &mut std::process::Command| {
+        command.args(["--weights-mib", "8", "--kv-mib", "900"]);
+        command.env("VRAMCTL_WATCH", "256M").stderr(log.try_clone().unwrap());
+    };
+    let _large = watched.machine.start("large", "engine", large);
+    assert!(watched.expect("large", 1)[0].contains("default: 9"));
+    assert!(watched.expect("other", 1)[0].contains("default: 22"));
+}
+
+/// The first one that watches asks the driver for all.
+#[test]
+fn the_others_go_on_without_the_process_that_asks() {
+    for signal in [libc::SIGKILL, libc::SIGSTOP] {
+        let watched = Watched::new();
+        let first = watched.engine("first", "256M");
+        watched.until(true);
+        let mut second = watched.engine("second", "256M");
+        first.signal(signal);
+        let _hog = watched.hog();
+        watched.expect("second", 1);
+        second.verify();
+        first.signal(libc::SIGCONT);
+    }
+}
+
+#[test]
+fn the_watch_is_set_from_outside_and_ended() {
+    let watched = Watched::new();
+    let engine = watched.engine("engine", "");
+    let hog = watched.hog();
+    let watch = |arguments: &str| watched.machine.vramctl(&format!("watch engine {arguments}")).expect(0, "", "").out;
+    assert!(watch("").contains("does not watch"));
+    watched.expect("engine", 0);
+    assert!(watch("--below 256M --trim").contains("logs when less than 256.00 MiB are free, and has its allocator return"));
+    watched.expect("engine", 1);
+    assert!(watch("--off").contains("does not watch"));
+    watched.until(false);
+    drop(hog);
+    let _hog = watched.hog();
+    watched.expect("engine", 1);
+    let told = watched.machine.connect(&engine).ask(&json!({"request": "watch", "below_bytes": 512 << 20}));
+    assert_eq!(told, json!({"reply": "watch", "below_bytes": 512 << 20, "trim": false}));
+    watched.expect("engine", 2);
+    watched.machine.vramctl("watch engine --below much").expect(2, "", "not a size such as 5G");
+}
+
+/// Its driver calls would wait, and whoever checkpoints it waits for those in flight.
+#[test]
+fn a_suspended_process_asks_nothing_and_goes_on_afterwards() {
+    let watched = Watched::new();
+    let mut engine = watched.engine("engine", "256M");
+    watched.until(true);
+    watched.machine.vramctl("suspend").expect(0, "suspended engine", "");
+    watched.until(false);
+    let hog = watched.hog();
+    watched.expect("engine", 0);
+    drop(hog);
+    watched.machine.vramctl("resume").expect(0, "", "");
+    watched.until(true);
+    engine.verify();
+    let _hog = watched.hog();
+    watched.expect("engine", 1);
+}
+
+#[test]
+fn without_a_watch_there_is_no_thread_and_no_file() {
+    let watched = Watched::new();
+    let engine = watched.engine("engine", "");
+    let threads = fs::read_dir(format!("/proc/{}/task", engine.pid())).unwrap();
+    let names: Vec<_> = threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("comm")).unwrap()).collect();
+    assert!(!names.is_empty() && names.iter().all(|name| name.trim() != "vramctl-watch"), "{names:?}");
+    assert!(!Path::new(&watched.machine.folder.path().join(format!("sockets/free-{GPU}"))).exists());
+}
