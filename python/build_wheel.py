@@ -36,6 +36,8 @@ class Readme(MetadataHookInterface):
         text = (Path(self.root) / "README.md").read_text()
         repository = metadata["urls"]["Homepage"] + "/blob/HEAD/"
         text = re.sub(r"\]\((?!https?:|#)", f"]({repository}", text)
+        # A picture's page is no picture.
+        text = re.sub(r"(!\[[^]]*\]\([^)]*)\)", r"\1?raw=true)", text)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 

@@ -144,7 +144,7 @@ class Wheel(unittest.TestCase):
         for link in links:
             self.assertRegex(link, "^https://")
             if link.startswith(f"{HOME}/blob/HEAD/"):
-                file = link[len(f"{HOME}/blob/HEAD/") :].partition("#")[0]
+                file = link[len(f"{HOME}/blob/HEAD/") :].partition("#")[0].removesuffix("?raw=true")
                 self.assertTrue((ROOT / file).exists(), link)
 
     def test_it_is_built_for_another_machine(self) -> None:
