@@ -152,6 +152,20 @@ class FromOutside(unittest.TestCase):
         with vramctl.Client("trainer") as client:
             self.assertEqual(parts(client.trim()), {"default": (8, 0, 12, 20)})
 
+    def test_the_package_is_not_imported_before_torch_uses_cuda(self) -> None:
+        program = """
+import sys
+sys.path[:0] = [{tests!r}, {tests!r} + "/fake_torch"]
+import torch
+print("vramctl" in sys.modules)
+torch.empty(1 << 20)
+print("vramctl" in sys.modules)
+import vramctl
+print(vramctl.trim().returned_bytes)
+""".format(tests=str(Path(__file__).resolve().parent))
+        ran = self.command("run", "--", sys.executable, "-c", program)
+        self.assertEqual((ran.stdout.split()[:2], ran.returncode), (["False", "True"], 0), ran.stderr)
+
     def test_the_ledger_splits_a_tag(self) -> None:
         self.start()
         answer = json.loads(self.command("status", "trainer", "--ledger", "--json").stdout)

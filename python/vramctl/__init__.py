@@ -354,4 +354,4 @@ def backup_of(tensor_or_address: Any) -> memoryview:
 
 # So that `vramctl trim` works from outside, however this package was found.
 if _library.find() is not None:
-    _imports.when_imported("torch", _trim.install)
+    _imports.serve_torch()

@@ -36,13 +36,39 @@ def when_imported(name: str, function: Callable[[Any], object]) -> None:
         _call(function, module)
 
 
+def serve_torch() -> None:
+    """Has the package return torch's cache when somebody asks, from the moment that torch uses CUDA, here or in a forked child."""
+    when_imported("torch", _when_torch_uses_cuda)
+
+
+def _when_torch_uses_cuda(torch: Any) -> None:
+    # Not before: importing the package takes longer than a hundredth of importing torch. At once, if torch uses CUDA already.
+    when_initialized = getattr(torch.cuda, "_lazy_call", None)
+    if when_initialized is not None:
+        when_initialized(_serve)
+
+
+def _serve() -> None:
+    # Torch holds a lock that is not reentrant. What is raised here would be an error of the program's first use of CUDA.
+    try:
+        from vramctl import _trim
+
+        _trim.serve()
+    except Exception:
+        _complain("torch")
+
+
 def _call(function: Callable[[Any], object], module: ModuleType) -> None:
     try:
         function(module)
     except Exception:
-        import logging
+        _complain(module.__name__)
 
-        logging.getLogger("vramctl").warning("vramctl: left %s unchanged because of an error", module.__name__, exc_info=True)
+
+def _complain(name: str) -> None:
+    import logging
+
+    logging.getLogger("vramctl").warning("vramctl: left %s unchanged because of an error", name, exc_info=True)
 
 
 class _Finder:

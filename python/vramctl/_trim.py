@@ -31,24 +31,14 @@ _lock = threading.Lock()
 _serves_in: int | None = None
 
 
-def install(torch: Any) -> None:
-    """Starts the thread as soon as torch uses CUDA, in this process or in a forked child."""
-    library = _library.find()
-    if library is None or not library.has("cache_wait"):
-        return
-    # Runs now if torch uses it already.
-    when_initialized = getattr(torch.cuda, "_lazy_call", None)
-    if when_initialized is not None:
-        when_initialized(_serve)
-
-
 def ensure() -> None:
     """Starts the thread if torch uses CUDA and it does not run."""
     if _torch.is_used():
-        _serve()
+        serve()
 
 
-def _serve() -> None:
+def serve() -> None:
+    """Starts the thread, if this process has none. Idempotent."""
     global _serves_in
     library = _library.find()
     with _lock:

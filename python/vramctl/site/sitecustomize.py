@@ -38,8 +38,7 @@ def _watch_for_engines() -> None:
     for engine in ("vllm", "sglang"):
         imports.when_imported(engine, install)
 
-    # The package then asks torch to return its cache when somebody wants that.
-    imports.when_imported("torch", lambda torch: importlib.import_module("vramctl"))
+    imports.serve_torch()
 
 
 def _run_the_next() -> None:

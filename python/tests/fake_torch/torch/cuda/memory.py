@@ -25,23 +25,30 @@ _settings: dict[str, Any] = {"text": "", "expandable": False}
 _numbers = itertools.count(1)
 _expandable = itertools.count(0x7000_0000_0000, 1 << 36)
 _lock = threading.RLock()
+_initializing = threading.Lock()
 
 
 def runtime() -> Cuda:
     global _runtime
     if _runtime is None:
-        _runtime = Cuda()
-        for function in _waiting:
-            function()
-        _waiting.clear()
+        with _initializing:
+            _runtime = Cuda()
+            for function in _waiting:
+                function()
+            _waiting.clear()
     return _runtime
 
 
 def when_initialized(function: Any) -> None:
-    if initialized():
-        function()
-    else:
-        _waiting.append(function)
+    # As torch's: what is called may not ask for another call, and what it raises is the program's.
+    assert _initializing.acquire(timeout=10), "torch would wait for itself for ever"
+    try:
+        if initialized():
+            function()
+        else:
+            _waiting.append(function)
+    finally:
+        _initializing.release()
 
 
 def initialized() -> bool:
