@@ -14,6 +14,7 @@ PAIR_LIMIT_NS = 100.0
 LAUNCH_LIMIT_NS = 5.0
 START_LIMIT_MS = 2.0
 IMPORT_LIMIT = 0.01  # of the time without the library
+TRACE_LIMIT = 0.01  # of the time without the ring
 # Live managed allocations while pairs of unmanaged ones are timed.
 HELD = 256
 
@@ -164,6 +165,43 @@ def driver_rows(command, rounds, variants):
     return rows
 
 
+def trace_rows(program, rounds, variants):
+    """What an allocation or a free of managed memory takes. All variants run at the same time and take turns of some
+    milliseconds, so that what else the machine does is the same for all. They are started anew in each round: two processes
+    differ.
+    """
+    turns, calls = 40, 200
+    figures = {name: [] for name in variants}
+    extra = {name: [] for name in variants}
+    base, *others = variants
+    for number in range(rounds):
+        running = {}
+        for name, env in variants.items():
+            running[name] = subprocess.Popen([program], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            if running[name].stdout.readline() != "ready\n":
+                raise SystemExit(f"bench-overhead: {program} ended with {running[name].wait()}")
+        taken = {name: [] for name in variants}
+        names = list(variants)
+        for turn in range(turns + 1):
+            shift = (number + turn) % len(names)
+            for name in names[shift:] + names[:shift]:
+                print(calls, file=running[name].stdin, flush=True)
+                taken[name].append(int(running[name].stdout.readline().split()[1]) / calls)
+        for name, process in running.items():
+            process.stdin.close()
+            process.wait(60)
+            del taken[name][0]  # the first use of everything
+            figures[name].append(statistics.median(taken[name]))
+        for name in others:
+            extra[name].append(statistics.median(one - other for one, other in zip(taken[name], taken[base])))
+    limit = TRACE_LIMIT * statistics.median(figures[base])
+    again, *traced = others
+    scatter = statistics.median(map(abs, extra[again]))
+    what = "an allocation or a free of 2 to 8 MiB, managed"
+    rows = [row(what, again, "ns", None, figures[base], figures[again], extra[again], scatter)]
+    return rows + [row(what, name, "ns", limit, figures[base], figures[name], extra[name], scatter) for name in traced]
+
+
 def import_rows(rounds, variants):
     """How long it takes to import torch, where there is one."""
     if importlib.util.find_spec("torch") is None:
@@ -210,6 +248,7 @@ def main():
     parser.add_argument("--library", required=True)
     parser.add_argument("--overhead", required=True)
     parser.add_argument("--overhead-driver", required=True)
+    parser.add_argument("--churn", required=True)
     parser.add_argument("--library-path", default="")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--gpu", default="")
@@ -247,6 +286,11 @@ def main():
         [options.overhead_driver],
         options.rounds,
         {"without": plain, "preloaded": preloaded, "preloaded, VRAMCTL_TAG=default": tagged},
+    )
+    rows += trace_rows(
+        options.churn,
+        options.rounds,
+        {"without VRAMCTL_TRACE": tagged, "without, once more": tagged, "VRAMCTL_TRACE=1": {**tagged, "VRAMCTL_TRACE": "1"}},
     )
     starts = in_turns(
         options.rounds,

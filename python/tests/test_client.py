@@ -41,6 +41,20 @@ class Real(unittest.TestCase):
             self.assertEqual(client.resume(timeout=float("inf")).unchanged, 2)
             self.assertEqual(engine.ask("check"), "weights ok, cache zero")
 
+    def test_a_process_tells_what_has_happened_to_its_memory(self) -> None:
+        with Program("engine", VRAMCTL_TRACE="1") as engine, vramctl.Client("engine") as client:
+            client.pause()
+            told = client.events()
+            self.assertEqual([event["number"] for event in told["events"]], list(range(told["next"])))
+            self.assertEqual({owner["tag"]: owner["in_use"] for owner in told["owners"]}, {"weights": 0, "kv_cache": 0})
+            self.assertEqual(client.events(told["next"])["events"], [])
+            client.resume()
+            kinds = [event["event"] for event in client.events(told["next"])["events"]]
+            self.assertEqual((kinds[0], kinds[-1], kinds.count("resumed")), ("began", "ended", 2))
+            self.assertEqual(engine.ask("check"), "weights ok, cache zero")
+        with Program("engine"), vramctl.Client("engine") as client:
+            self.assertFalse(client.events()["on"])
+
     def test_a_process_cannot_hold_itself(self) -> None:
         source = HOLDER.replace(
             'print("ready", flush=True)',

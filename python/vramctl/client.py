@@ -224,6 +224,13 @@ class Client:
         """The process's managed memory. Works during a pause or resume, too."""
         return Status._from(self._question("status", "status"))
 
+    def events(self, since: int = 0) -> dict[str, Any]:
+        """What has happened to the process's memory, from an event's number on, as a dict (``docs/protocol.md``: ``events``).
+
+        Ask again from ``next``, at once if there is ``more``. The process must have ``VRAMCTL_TRACE=1``, else ``on`` is false.
+        """
+        return self._question("events", "events", since=since)
+
     def pause(
         self,
         tags: Tags = None,

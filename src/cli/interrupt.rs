@@ -1,5 +1,6 @@
 //! ^C: the command reports what becomes of its requests, and dies by SIGINT. One that has the terminal gives it back first.
 
+use std::time::Duration;
 use std::{mem, process, ptr, thread};
 
 /// Blocks SIGINT in this thread and the threads it starts, until [`watch`] handles it.
@@ -77,4 +78,15 @@ fn set_of(signals: &[libc::c_int]) -> libc::sigset_t {
         }
         set
     }
+}
+
+/// Waits for SIGINT, which [`hold`] has blocked, for a while. If it comes, the next one ends the process at once.
+pub fn comes_within(time: Duration) -> bool {
+    let wait = libc::timespec { tv_sec: time.as_secs() as libc::time_t, tv_nsec: time.subsec_nanos().into() };
+    // SAFETY: both are initialised, and nobody wants to know more of the signal.
+    let came = unsafe { libc::sigtimedwait(&interrupt_alone(), ptr::null_mut(), &raw const wait) } == libc::SIGINT;
+    if came {
+        release();
+    }
+    came
 }

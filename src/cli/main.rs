@@ -22,6 +22,7 @@ mod suspend;
 mod tag;
 mod target;
 mod top;
+mod trace;
 mod transition;
 mod trim;
 mod watch;
@@ -63,6 +64,8 @@ enum Command {
     Trim(trim::Args),
     /// Have processes log whose the memory is when little of it is free
     Watch(watch::Args),
+    /// Write what has happened to the memory over time, for Perfetto or as a page
+    Trace(trace::Args),
     /// Set the tag for a process's future allocations
     SetTag(tag::Args),
     /// Check this machine, and report what would fail
@@ -98,6 +101,7 @@ impl Command {
             Self::Metrics(args) => metrics::metrics(&args),
             Self::Trim(args) => trim::trim(&args),
             Self::Watch(args) => watch::watch(&args),
+            Self::Trace(args) => trace::trace(args),
             Self::SetTag(args) => tag::set_tag(args),
             Self::Doctor(args) => doctor::doctor(&args),
             Self::PythonPath(args) => python_path::python_path(&args),
@@ -117,7 +121,7 @@ impl Command {
             Self::Watch(args) => args.json,
             Self::SetTag(args) => args.json,
             Self::Doctor(args) => args.json,
-            Self::Run(_) | Self::Top(_) | Self::Metrics(_) | Self::PythonPath(_) | Self::Completions(_) => false,
+            Self::Run(_) | Self::Top(_) | Self::Metrics(_) | Self::Trace(_) | Self::PythonPath(_) | Self::Completions(_) => false,
         }
     }
 }
@@ -135,6 +139,7 @@ fn after_help() -> String {
   vramctl trim engine                              return what torch has cached
   vramctl watch engine --below 5G                  log whose memory it is when little is free
   vramctl move engine --to 1                       go on with another GPU
+  vramctl trace engine -o page.html                its memory over time
   vramctl metrics --listen 9977                    for Prometheus
   vramctl doctor                                   check this machine
 

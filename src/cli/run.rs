@@ -44,6 +44,9 @@ pub struct Args {
     /// Leave PYTHONPATH alone: Python programs then do not find the `vramctl` package that came with this command
     #[arg(long)]
     no_python: bool,
+    /// Record what happens to its memory, for `vramctl trace`
+    #[arg(long)]
+    trace: bool,
     /// What the library writes to stderr [default: warn]
     #[arg(long, value_name = "LEVEL")]
     log: Option<Level>,
@@ -126,6 +129,7 @@ fn environment(
     let given = [
         ("VRAMCTL_NAME", args.name.as_deref()),
         ("VRAMCTL_MIN_BYTES", args.min_bytes.as_deref()),
+        ("VRAMCTL_TRACE", args.trace.then_some("1")),
         ("VRAMCTL_LOG", args.log.map(Level::name)),
     ];
     variables.extend(given.into_iter().filter_map(|(name, value)| Some((name, Some(value?.into())))));

@@ -5,8 +5,8 @@
 //! interpreter lock may wait for it for ever, and is ended in the middle of its stack when the interpreter ends. Who asks waits for
 //! a limited time, whatever that thread waits for.
 
-use crate::gate;
 use crate::memory::Memory;
+use crate::{events, gate};
 use std::collections::BTreeMap;
 use std::mem;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -167,6 +167,7 @@ pub fn trim(limit: Duration) -> Result<Trimmed, Error> {
     }
     let cache: Vec<_> = all.into_values().collect();
     let returned_bytes = cache.iter().map(|part| part.returned_bytes).sum();
+    events::trimmed(begun.elapsed(), returned_bytes);
     let ms = begun.elapsed().as_secs_f64() * 1e3;
     log::info!("the program's allocator has returned {} in {ms:.0} ms", Bytes(returned_bytes));
     Ok(Trimmed { returned_bytes, cache, ms })

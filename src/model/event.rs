@@ -68,6 +68,15 @@ pub enum Happening {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         error: Option<Kind>,
     },
+    /// The program's allocator has returned what it held without using it.
+    Trimmed {
+        /// The thread that waited for it.
+        thread: u32,
+        /// How long it took.
+        ns: u64,
+        /// How much it has returned.
+        bytes: u64,
+    },
 }
 
 /// A change of what an owner has.

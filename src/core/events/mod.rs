@@ -175,6 +175,13 @@ pub fn transition(verb: Verb, work: impl FnOnce() -> Result<Report, Error>) -> R
     done
 }
 
+/// Records a trim that ends now.
+pub fn trimmed(took: Duration, bytes: u64) {
+    if let Some(recorder) = recorder() {
+        recorder.record(&Happening::Trimmed { thread: thread(), ns: took.as_nanos() as u64, bytes });
+    }
+}
+
 /// What this process has recorded, from an event's number on. Needs no driver.
 pub fn since(number: u64, most: Option<usize>) -> Events {
     let mut told = Events { now_ns: now(), unix_ns: nanoseconds(libc::CLOCK_REALTIME), ..Events::default() };
@@ -278,6 +285,7 @@ fn written(at: u64, what: &Happening) -> [u64; WORDS] {
         Happening::Ended { verb, thread, ns, bytes, error } => {
             [at, head(9, verb as u64, error.map_or(0, |kind| kind as u16), thread), bytes, ns]
         }
+        Happening::Trimmed { thread, ns, bytes } => [at, head(10, 0, 0, thread), bytes, ns],
     }
 }
 
@@ -296,6 +304,7 @@ fn read(number: u64, [at_ns, head, bytes, rest]: [u64; WORDS]) -> Option<TraceEv
         7 => Happening::Began { verb: verb()?, thread },
         8 => Happening::Stage { stage: *Stage::ALL.get(small)?, thread, ns: rest },
         9 => Happening::Ended { verb: verb()?, thread, ns: rest, bytes, error: Kind::of_number(i32::from(owner)) },
+        10 => Happening::Trimmed { thread, ns: rest, bytes },
         _ => return None,
     };
     Some(TraceEvent { number, at_ns, what })
@@ -321,6 +330,7 @@ mod tests {
             Happening::Paused(of),
             Happening::Resumed(of),
             Happening::Failed { owner: 3, bytes: 5, code: u32::MAX },
+            Happening::Trimmed { thread, ns: 5, bytes: 6 },
         ];
         all.extend(Stage::ALL.map(|stage| Happening::Stage { stage, thread, ns: 7 }));
         for verb in [Verb::Pause, Verb::Resume] {

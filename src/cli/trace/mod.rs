@@ -1,0 +1,219 @@
+//! `vramctl trace`: where the memory went over time.
+
+mod chrome;
+mod follow;
+mod page;
+mod timeline;
+
+use crate::completions;
+use crate::failure::{CommandError, Exit};
+use crate::output;
+use crate::processes::{Found, Target};
+use crate::target::{TargetArgs, seconds};
+use clap_complete::ArgValueCandidates;
+use follow::{Followed, Until};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use timeline::Timeline;
+use vramctl_driver::uuid_of_index;
+use vramctl_model::MemoryOwner;
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+A process records its last 400 000 events if it was started with `vramctl run --trace`, or has VRAMCTL_TRACE=1 in its environment: \
+allocations, frees, pauses, resumes, failures. Without --seconds and --follow, the trace has what is recorded already.
+
+Open a .json in https://ui.perfetto.dev or chrome://tracing; an .html is a page that needs nothing else. Without a target, the \
+trace is of all managed processes, on one axis of time.
+
+Examples:
+  vramctl run --trace --name engine -- python serve.py
+  vramctl trace engine -o trace.json
+  vramctl trace engine -o page.html --seconds 60     what is recorded already, and the next minute
+  vramctl trace -o page.html --follow                until ^C")]
+pub struct Args {
+    /// A process id or name
+    #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
+    process: Option<String>,
+    #[command(flatten)]
+    target: TargetArgs,
+    /// The file to write: `….json` for Perfetto, `….html` for a page
+    #[arg(short, long, value_name = "FILE", value_parser = output_file)]
+    output: PathBuf,
+    /// Go on recording for so many seconds, or until ^C
+    #[arg(long, value_name = "N", value_parser = seconds)]
+    seconds: Option<Duration>,
+    /// Go on recording until ^C
+    #[arg(long, conflicts_with = "seconds")]
+    follow: bool,
+}
+
+fn output_file(text: &str) -> Result<PathBuf, String> {
+    match Path::new(text).extension().and_then(|extension| extension.to_str()) {
+        Some("json" | "html") => Ok(text.into()),
+        _ => Err("must end in .json (for Perfetto) or .html (a page)".into()),
+    }
+}
+
+pub fn trace(args: Args) -> Result<Exit, CommandError> {
+    let target = match (args.process, Target::from(args.target)) {
+        (Some(text), _) => Target::parse(text),
+        // Looking is harmless, so there is no need to choose.
+        (None, Target::Only) => Target::All,
+        (None, target) => target,
+    };
+    let found = Found::look(&target)?;
+    let chosen = found.choose(&target)?;
+    // Before the recording, which may take long.
+    let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("{}: {error}", args.output.display()));
+    let mut file = OpenOptions::new().append(true).create(true).open(&args.output).map_err(failed)?;
+    let until = match args.seconds {
+        Some(time) => Until::After(time),
+        None if args.follow => Until::Interrupted,
+        None => Until::Now,
+    };
+    if until == Until::Interrupted {
+        output::complain("note", "recording; ^C writes the trace");
+    }
+    let recording = Recording::of(&follow::follow(&found, &chosen, until));
+    if recording.processes.is_empty() {
+        if file.metadata().is_ok_and(|it| it.len() == 0) {
+            let _ = fs::remove_file(&args.output);
+        }
+        return Err(recording.nothing());
+    }
+    file.set_len(0).map_err(failed)?;
+    let mut out = BufWriter::new(&mut file);
+    let is_page = args.output.extension().is_some_and(|extension| extension == "html");
+    let written = if is_page { page::write(&recording, &mut out) } else { chrome::write(&recording, &mut out) };
+    written.and_then(|()| out.flush()).map_err(failed)?;
+    recording.ended().iter().for_each(|text| output::complain("note", text));
+    output::say(&recording.summary(&args.output))?;
+    Ok(Exit::Done)
+}
+
+/// What all processes have told, on one axis of time.
+#[derive(Debug)]
+struct Recording {
+    processes: Vec<Recorded>,
+    /// Those that record nothing, and why.
+    silent: Vec<String>,
+}
+
+/// What one process has told.
+#[derive(Debug)]
+struct Recorded {
+    pid: u32,
+    name: String,
+    /// Whether it is the only one of its name.
+    is_unique: bool,
+    timeline: Timeline,
+    /// By owner.
+    gpus: BTreeMap<u16, String>,
+    /// Nanoseconds since 1970 when the host's clock began.
+    epoch: u64,
+    ended: Option<String>,
+}
+
+/// For messages.
+impl fmt::Display for Recorded {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_unique { out.write_str(&self.name) } else { write!(out, "{} {}", self.name, self.pid) }
+    }
+}
+
+impl Recorded {
+    /// The owner's tag, or library; with its GPU, if the process has memory on several.
+    fn name_of(&self, owner: u16) -> String {
+        let Some(history) = self.timeline.owners.get(&owner) else { return "others".into() };
+        let name = owner_name(&history.owner);
+        let gpu = self.gpu_of(owner);
+        if self.gpus.values().all(|other| other == gpu) { name } else { format!("{name}, {gpu}") }
+    }
+
+    fn gpu_of(&self, owner: u16) -> &str {
+        self.gpus.get(&owner).map_or("GPU not known", String::as_str)
+    }
+}
+
+fn owner_name(owner: &MemoryOwner) -> String {
+    match (&owner.tag, &owner.library) {
+        (Some(tag), _) => tag.clone(),
+        (None, Some(library)) => format!("{library} (left to CUDA)"),
+        (None, None) => "others".into(),
+    }
+}
+
+impl Recording {
+    fn of(followed: &[Followed]) -> Self {
+        let indices: BTreeMap<_, _> = (0..).map_while(|index| Some((uuid_of_index(index)?, index))).collect();
+        let gpu = |owner: &MemoryOwner| match (&owner.gpu, owner.device) {
+            (Some(uuid), _) => {
+                let short = uuid.get(..12).unwrap_or(uuid);
+                indices.get(uuid).map_or_else(|| format!("GPU {short}"), |index| format!("GPU {index} ({short})"))
+            }
+            (None, Some(device)) => format!("device {device}"),
+            (None, None) => "GPU not known".into(),
+        };
+        let recorded = |one: &Followed| Recorded {
+            pid: one.pid,
+            name: one.name.clone(),
+            is_unique: followed.iter().filter(|other| other.name == one.name).count() == 1,
+            timeline: Timeline::of(one),
+            gpus: one.owners.iter().map(|(id, owner)| (*id, gpu(owner))).collect(),
+            epoch: one.unix_ns.saturating_sub(one.now_ns),
+            ended: one.ended.clone(),
+        };
+        let (on, off): (Vec<_>, Vec<_>) = followed.iter().partition(|one| one.is_on);
+        let why = |one: &&Followed| {
+            let reason = one.ended.as_deref().unwrap_or("it records nothing: start it with `vramctl run --trace`, or VRAMCTL_TRACE=1");
+            format!("{} (pid {}) is not in the trace: {reason}", one.name, one.pid)
+        };
+        Self { processes: on.into_iter().map(recorded).collect(), silent: off.iter().map(why).collect() }
+    }
+
+    fn nothing(&self) -> CommandError {
+        CommandError::new(Exit::Failed, self.silent.join("; "))
+    }
+
+    fn from(&self) -> u64 {
+        self.processes.iter().map(|process| process.timeline.from).min().unwrap_or_default()
+    }
+
+    fn to(&self) -> u64 {
+        self.processes.iter().map(|process| process.timeline.to).max().unwrap_or_default()
+    }
+
+    /// The beginning in nanoseconds since 1970.
+    fn unix_from(&self) -> u64 {
+        self.processes.first().map_or(0, |process| process.epoch) + self.from()
+    }
+
+    /// The owner's name where all processes on its GPU are shown.
+    fn owner_on_gpu(&self, process: &Recorded, owner: u16) -> String {
+        let name = process.timeline.owners.get(&owner).map_or_else(|| "others".into(), |history| owner_name(&history.owner));
+        if self.processes.len() == 1 { name } else { format!("{process}: {name}") }
+    }
+
+    /// What is not in the trace, or not to the end.
+    fn ended(&self) -> Vec<String> {
+        let ended = |process: &Recorded| {
+            let why = process.ended.as_ref()?;
+            Some(format!("{} (pid {}) is in the trace up to its last answer: {why}", process.name, process.pid))
+        };
+        self.silent.iter().cloned().chain(self.processes.iter().filter_map(ended)).collect()
+    }
+
+    fn summary(&self, file: &Path) -> String {
+        let count = self.processes.len();
+        let time = Duration::from_nanos(self.to() - self.from()).as_secs_f64();
+        let processes = if count == 1 { "1 process".to_owned() } else { format!("{count} processes") };
+        let missed: u64 = self.processes.iter().map(|process| process.timeline.missed).sum();
+        let older = if missed == 0 { String::new() } else { format!("; {missed} older events were recorded over") };
+        format!("{}: {time:.1} s of {processes}{older}", file.display())
+    }
+}

@@ -1,0 +1,229 @@
+//! `vramctl trace`: real programs under the preloaded library on a simulated machine, and the trace of what they did.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::command_line;
+use common::machine::{Machine, Ran, Rank};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+fn traced(command: &mut Command) {
+    command.env("VRAMCTL_TRACE", "1");
+}
+
+fn start(machine: &Machine, name: &str) -> Rank {
+    machine.start_with(name, traced)
+}
+
+fn file(machine: &Machine, name: &str) -> PathBuf {
+    machine.folder.path().join(name)
+}
+
+/// Makes a trace, and reads it.
+fn trace(machine: &Machine, arguments: &str) -> (Vec<Value>, Ran) {
+    let path = file(machine, "trace.json");
+    let ran = machine.vramctl(&format!("trace {arguments} -o {}", path.display())).expect(0, "trace.json: ", "");
+    (read(&fs::read_to_string(path).unwrap()), ran)
+}
+
+/// The events of a trace, whose structure is as Perfetto expects it.
+fn read(text: &str) -> Vec<Value> {
+    let trace: Value = serde_json::from_str(text).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap().clone();
+    let mut counted = BTreeMap::new();
+    let mut open = BTreeMap::<_, Vec<(f64, f64)>>::new();
+    for event in &events {
+        let (at, pid) = (event["ts"].as_f64().unwrap(), event["pid"].as_u64().unwrap());
+        assert!(at >= 0.0 && event["name"].is_string(), "{event}");
+        match event["ph"].as_str().unwrap() {
+            "M" => assert!(event["args"]["name"].is_string(), "{event}"),
+            "C" => {
+                assert!(event["args"]["bytes"].is_u64() && event["args"].as_object().unwrap().len() == 1, "{event}");
+                let before = counted.insert((pid, event["name"].as_str().unwrap().to_owned()), at);
+                assert!(before.is_none_or(|before| before <= at), "{event} after {before:?}");
+            }
+            "X" => {
+                let end = at + event["dur"].as_f64().unwrap();
+                let stack = open.entry((pid, event["tid"].as_u64().unwrap())).or_default();
+                stack.retain(|(_, outer)| *outer > at + 1e-6);
+                assert!(stack.last().is_none_or(|(from, to)| *from <= at && end <= to + 1e-6), "{event} overlaps {stack:?}");
+                stack.push((at, end));
+            }
+            "i" => assert_eq!(event["s"], "p", "{event}"),
+            other => panic!("{other}: {event}"),
+        }
+    }
+    events
+}
+
+fn slices<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
+    events.iter().filter(|event| event["ph"] == "X" && event["name"] == name).collect()
+}
+
+/// The last value of each counter of a process.
+fn in_the_end(events: &[Value], pid: u32) -> BTreeMap<String, u64> {
+    let counters = events.iter().filter(|event| event["ph"] == "C" && event["pid"] == pid);
+    counters.map(|event| (event["name"].as_str().unwrap().to_owned(), event["args"]["bytes"].as_u64().unwrap())).collect()
+}
+
+#[test]
+fn a_job_is_on_one_axis() {
+    let machine = Machine::new();
+    let ranks = [start(&machine, "engine"), start(&machine, "engine")];
+    machine.vramctl("pause --name engine").expect(0, "", "");
+    machine.vramctl("resume --name engine").expect(0, "", "");
+    machine.vramctl("pause --name engine --no-hold").expect(0, "", "");
+    let (events, ran) = trace(&machine, "engine");
+    assert!(ran.out.contains("s of 2 processes"), "{}", ran.out);
+
+    let pids = BTreeSet::from(ranks.each_ref().map(Rank::pid).map(u64::from));
+    assert_eq!(events.iter().map(|event| event["pid"].as_u64().unwrap()).collect::<BTreeSet<_>>(), pids);
+    let pauses = slices(&events, "pause");
+    assert_eq!((pauses.len(), slices(&events, "resume").len()), (4, 2));
+    assert!(pauses.iter().all(|pause| pause["args"]["bytes"].as_u64().unwrap() > 0));
+    // Both processes are held before either is paused, and each is paused until the command has committed both.
+    let of = |rank: &Rank| *pauses.iter().find(|pause| pause["pid"] == rank.pid()).unwrap();
+    let from_to = |slice: &Value| (slice["ts"].as_f64().unwrap(), slice["ts"].as_f64().unwrap() + slice["dur"].as_f64().unwrap());
+    let (one, other) = (from_to(of(&ranks[0])), from_to(of(&ranks[1])));
+    assert!(one.0 < other.1 && other.0 < one.1, "{one:?} {other:?}");
+    for stage in ["wait", "save", "unmap", "release"] {
+        assert!(slices(&events, stage).iter().all(|slice| slice["cat"] == "stage") && slices(&events, stage).len() >= 4, "{stage}");
+    }
+    assert!(slices(&events, "map").len() == 2 && slices(&events, "restore").len() == 2);
+    for rank in &ranks {
+        assert_eq!(in_the_end(&events, rank.pid()), [("default".to_owned(), 0)].into());
+    }
+    machine.vramctl("resume").expect(0, "", "");
+    let (events, _) = trace(&machine, "");
+    for rank in &ranks {
+        let status = machine.connect(rank).ask(&json!({"request": "status"}));
+        assert_eq!(in_the_end(&events, rank.pid()), [("default".to_owned(), status["tags"][0]["bytes"].as_u64().unwrap())].into());
+    }
+}
+
+fn follow(machine: &Machine, arguments: &[&str]) -> (Child, PathBuf) {
+    let path = file(machine, "followed.json");
+    let mut command = machine.command(command_line(), &["trace", "-o", path.to_str().unwrap()]);
+    let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    (child, path)
+}
+
+/// Waits until a recording has begun, most likely. If it has not, it has the same events all the same.
+fn until_followed(path: &Path) {
+    while !path.exists() {
+        thread::sleep(Duration::from_millis(5));
+    }
+    thread::sleep(Duration::from_millis(600));
+}
+
+#[test]
+fn a_process_that_dies_while_it_is_followed_is_in_the_trace_up_to_then() {
+    let machine = Machine::new();
+    let (mut stays, dies) = (start(&machine, "stays"), start(&machine, "dies"));
+    let (child, path) = follow(&machine, &["--follow"]);
+    until_followed(&path);
+    let dead = dies.pid();
+    drop(dies);
+    machine.vramctl("pause --name stays").expect(0, "", "");
+    machine.vramctl("resume --name stays").expect(0, "", "");
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
+    let ran = Ran::new(&child.wait_with_output().unwrap()).expect(0, "s of 2 processes", "^C writes the trace");
+    assert!(ran.err.contains(&format!("dies (pid {dead}) is in the trace up to its last answer: ")), "{}", ran.err);
+    let events = read(&fs::read_to_string(path).unwrap());
+    assert!(in_the_end(&events, dead)["default"] > 0);
+    let pauses = slices(&events, "pause");
+    assert_eq!((pauses.len(), &pauses[0]["pid"]), (1, &json!(stays.pid())));
+    stays.verify();
+}
+
+#[test]
+fn when_all_have_ended_so_does_the_recording() {
+    let machine = Machine::new();
+    let rank = start(&machine, "engine");
+    let (child, path) = follow(&machine, &["--seconds", "600"]);
+    until_followed(&path);
+    drop(rank);
+    Ran::new(&child.wait_with_output().unwrap()).expect(0, "s of 1 process", "up to its last answer");
+    read(&fs::read_to_string(path).unwrap());
+}
+
+#[test]
+fn a_recording_goes_on_for_so_many_seconds() {
+    let machine = Machine::new();
+    let rank = start(&machine, "engine");
+    let (child, path) = follow(&machine, &["--seconds", "2.5"]);
+    until_followed(&path);
+    machine.vramctl("pause").expect(0, "", "");
+    Ran::new(&child.wait_with_output().unwrap()).expect(0, "s of 1 process", "");
+    let events = read(&fs::read_to_string(path).unwrap());
+    assert_eq!((slices(&events, "pause").len(), in_the_end(&events, rank.pid())["default"]), (1, 0));
+}
+
+#[test]
+fn who_records_nothing_is_told_how_to() {
+    let machine = Machine::new();
+    let plain = machine.start_with("plain", |_| ());
+    let path = file(&machine, "trace.json");
+    let none = machine.vramctl(&format!("trace -o {}", path.display()));
+    none.expect(1, "", "vramctl run --trace");
+    assert!(!path.exists(), "an empty file is left");
+    machine.vramctl("trace -o trace.txt").expect(2, "", ".html");
+    machine.vramctl(&format!("trace -o {}/no/folder.json", machine.folder.path().display())).expect(1, "", "No such file");
+    machine.vramctl(&format!("trace nobody -o {}", path.display())).expect(3, "", "nobody");
+
+    let rank =
+        machine.start("traced", "engine", |command| _ = command.args(["--weights-mib", "8", "--kv-mib", "8"]).env("VRAMCTL_TRACE", "64K"));
+    let stopped = start(&machine, "stopped");
+    stopped.signal(libc::SIGSTOP);
+    let (events, ran) = trace(&machine, "");
+    assert!(ran.err.contains(&format!("plain (pid {}) is not in the trace: it records nothing", plain.pid())), "{}", ran.err);
+    assert!(ran.err.contains("stopped") && ran.err.contains("is it stopped?"), "{}", ran.err);
+    assert_eq!(events.iter().map(|event| event["pid"].as_u64().unwrap()).collect::<BTreeSet<_>>(), [u64::from(rank.pid())].into());
+    stopped.signal(libc::SIGCONT);
+}
+
+/// With a ring so small that the first events are gone, the counters still begin where they were, and end where they are.
+#[test]
+fn what_was_recorded_over_is_counted() {
+    let machine = Machine::new();
+    let mut churn = machine.start("churn", "churn", |command| _ = command.env("VRAMCTL_TRACE", "64K"));
+    churn.ask("5000");
+    let (events, ran) = trace(&machine, "churn");
+    assert!(ran.out.contains("older events were recorded over"), "{}", ran.out);
+    let status = machine.connect(&churn).ask(&json!({"request": "status"}));
+    let bytes = status["tags"][0]["bytes"].as_u64().unwrap();
+    assert_eq!(in_the_end(&events, churn.pid()), [("default".to_owned(), bytes)].into());
+    let counted: Vec<_> = events.iter().filter(|event| event["ph"] == "C").map(|event| event["args"]["bytes"].as_u64().unwrap()).collect();
+    // 32 blocks of 2 to 8 MiB, one of which is being replaced.
+    assert!(counted.len() > 1000 && counted.iter().all(|bytes| (31 << 21..=32 << 23).contains(bytes)), "{:?}", counted.iter().min());
+}
+
+#[test]
+fn the_page_needs_nothing_but_itself() {
+    let machine = Machine::new();
+    let rank = machine.start("engine", "engine", |command| {
+        traced(command);
+        command.args(["--weights-mib", "8", "--kv-mib", "8"]).env("VRAMCTL_TAG", "</script><b>");
+    });
+    let path = file(&machine, "page.html");
+    machine.vramctl(&format!("trace --pid {} -o {}", rank.pid(), path.display())).expect(0, "page.html: ", "");
+    let page = fs::read_to_string(&path).unwrap();
+    let (_, data) = page.split_once(r#"<script type="application/json" id="data">"#).unwrap();
+    let (data, rest) = data.split_once("</script>").unwrap();
+    let data: Value = serde_json::from_str(data).unwrap();
+    assert_eq!(data["gpus"][0]["owners"], json!(["</script><b>"]));
+    let bytes = data["gpus"][0]["bytes"][0].as_array().unwrap();
+    assert_eq!(bytes.len(), data["gpus"][0]["times"].as_array().unwrap().len());
+    assert!(bytes.last().unwrap().as_u64().unwrap() >= 16 << 20);
+    for outside in ["src=", "href=", "@import", "url(", "fetch(", "XMLHttpRequest", "{{"] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+    assert!(rest.contains("uPlot (v") && rest.contains("Permission is hereby granted"), "the library, and its licence");
+    assert!(page.trim_end().ends_with("</html>"));
+}
