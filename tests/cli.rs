@@ -263,6 +263,7 @@ impl State {
                 self.transition(wanted, TagState::Active)
             }
             Request::Events { .. } => panic!("tests/events.rs has real processes"),
+            Request::Communicators => panic!("tests/communicators.rs has real processes"),
             Request::Suspend | Request::Awake => panic!("tests/suspend.rs has real processes"),
             Request::Hold { .. } => Reply::Held,
             Request::Drain { limit_ms } => {
@@ -285,7 +286,7 @@ impl State {
         let lost = policy == Backup::Discard && tags.iter().any(|tag| tag.tag == "kv_cache");
         let needed_bytes = if policy == Backup::Host { GIB * tags.len() as u64 } else { 0 };
         let host = HostRoom { needed_bytes, available_bytes: 3 * GIB / 2 };
-        Plan { tags, host, prefix_cache: self.engine.clone().filter(|_| lost), obstacles: Vec::new() }
+        Plan { tags, host, prefix_cache: self.engine.clone().filter(|_| lost), obstacles: Vec::new(), communicators: Vec::new() }
     }
 
     fn transition(&mut self, wanted: &Transition, end: TagState) -> Reply {
@@ -350,6 +351,7 @@ impl State {
             waiting_threads: 0,
             suspended: None,
             obstacles: Vec::new(),
+            communicators: Vec::new(),
             process_tag: self.process_tag.clone(),
             tags: self.tags.iter().map(tag).collect(),
             devices: vec![device],

@@ -5,6 +5,7 @@
 
 use crate::dry_run::Foretold;
 use crate::failure::{CommandError, Exit};
+use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process, Target};
 use serde::{Serialize, Serializer};
@@ -22,7 +23,10 @@ use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::{Refusal, Transition};
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
-use vramctl_model::{Borrowed, Bytes, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Shortage, TagState, Verb, code};
+use vramctl_model::{
+    Borrowed, Bytes, Communicator, CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Shortage, TagState, Verb,
+    code,
+};
 
 /// A process of the job.
 pub struct Member {
@@ -48,6 +52,8 @@ pub struct Done {
     rest_bytes: u64,
     /// After a resume: memory of other processes that is not back, so the program stays held.
     missing: Vec<Borrowed>,
+    /// What NCCL was asked to suspend or resume.
+    communicators: Vec<Communicator>,
     /// Milliseconds in each step, in order.
     stages: Vec<(&'static str, f64)>,
 }
@@ -155,16 +161,30 @@ fn first(answers: Vec<Result<(), CommandError>>) -> Result<(), CommandError> {
     answers.into_iter().collect()
 }
 
-/// Holds and pauses all tags of all of them, or of none.
-pub fn pause(found: &Found, members: &mut [Member], wanted: Transition) -> Result<(), CommandError> {
+/// Holds and pauses all tags of all of them, or of none. Then NCCL suspends what is chosen.
+pub fn pause(found: &Found, members: &mut [Member], wanted: Transition, chosen: &nccl::ChosenCommunicators) -> Result<(), CommandError> {
     // Also those without memory of their own: they may have that of the others open.
-    transition(found, members, Verb::Pause, wanted, |member| member.gpus.is_empty().then(Vec::new))
+    transition(found, members, Verb::Pause, wanted, chosen, |member| member.gpus.is_empty().then(Vec::new))
+}
+
+/// What NCCL can suspend of them.
+pub fn choose_communicators(found: &Found, members: &[Member]) -> Result<nccl::ChosenCommunicators, CommandError> {
+    let mut chosen = nccl::ChosenCommunicators::default();
+    let jobs: BTreeSet<_> = members.iter().map(|member| member.process.job().ok_or(member.process.pid)).collect();
+    for job in jobs {
+        let of_job = |member: &&Member| member.gpus.is_empty() && member.process.job().ok_or(member.process.pid) == job;
+        chosen
+            .add(nccl::ChosenCommunicators::ask(found, &members.iter().filter(of_job).map(|member| &member.process).collect::<Vec<_>>())?);
+    }
+    Ok(chosen)
 }
 
 /// Gives the tags back that were active, and what those without tags have open of the others.
 pub fn resume(found: &Found, members: &mut [Member]) -> Result<(), CommandError> {
     let is_due = |member: &Member| !member.active.is_empty() || !member.process.has_memory();
-    transition(found, members, Verb::Resume, Transition::default(), |member| is_due(member).then(|| member.active.clone()))
+    transition(found, members, Verb::Resume, Transition::default(), &nccl::ChosenCommunicators::default(), |member| {
+        is_due(member).then(|| member.active.clone())
+    })
 }
 
 /// Pauses or resumes as one job. `tags`: those of a process; none means all, `None` leaves it out.
@@ -173,19 +193,27 @@ fn transition(
     members: &mut [Member],
     verb: Verb,
     wanted: Transition,
+    chosen: &nccl::ChosenCommunicators,
     tags: impl Fn(&Member) -> Option<Vec<String>>,
 ) -> Result<(), CommandError> {
     // What is chosen may be several jobs, as in an exchange.
     let jobs: BTreeSet<_> = members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
     let is_whole = jobs.len() == 1 && !jobs.contains(&None);
     let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((tags(member)?, member))).collect();
-    let ranks = due.iter().map(|(tags, member)| Rank { pid: member.process.pid, tags: tags.clone(), lenient: false }).collect();
+    let rank = |(tags, member): &(Vec<String>, &mut Member)| {
+        let pid = member.process.pid;
+        Rank { pid, tags: tags.clone(), lenient: false, communicators: chosen.ids(pid) }
+    };
+    let ranks = due.iter().map(rank).collect();
     let done = found.carry_out(&Job { verb, wanted, ranks, is_whole, ticket: None }, &());
     let mut failures = Vec::new();
     for ((_, member), result) in due.iter_mut().zip(done.results) {
         member.done.stages.push((verb.name(), done.ms));
         match result {
-            Ok(report) => (member.done.tag_bytes, member.done.missing) = (report.bytes, report.missing),
+            Ok(report) => {
+                (member.done.tag_bytes, member.done.missing, member.done.communicators) =
+                    (report.bytes, report.missing, report.communicators);
+            }
             Err(error) => failures.push(member.failed(error)),
         }
     }
@@ -310,7 +338,8 @@ pub fn tell(members: &[Member], as_json: bool, quiet: bool, line: impl Fn(&Membe
 
 /// Why programs stay held after a resume.
 pub fn stay_held(members: &[Member]) -> Vec<String> {
-    members.iter().flat_map(|member| member.done.missing.iter().map(|missing| member.process.stays_held(missing))).collect()
+    let missing = |member: &Member| member.done.missing.iter().map(|missing| member.process.stays_held(missing)).collect::<Vec<_>>();
+    members.iter().flat_map(|member| [missing(member), member.failures_of_nccl()].concat()).collect()
 }
 
 impl Member {
@@ -425,6 +454,16 @@ impl Member {
     /// Device memory of libraries that CUDA has given them, which a pause by tag leaves.
     pub fn left_alone(&self) -> u64 {
         self.process.status.iter().flat_map(|status| &status.memory.left_alone).map(|left| left.bytes).sum()
+    }
+
+    /// Bytes that NCCL has given back.
+    pub fn given_back(&self) -> u64 {
+        nccl::bytes(&self.done.communicators, CommunicatorState::Suspended)
+    }
+
+    /// What NCCL has not done as it was asked.
+    pub fn failures_of_nccl(&self) -> Vec<String> {
+        nccl::failures(&self.process, &self.done.communicators)
     }
 
     /// For messages.

@@ -1,6 +1,7 @@
 //! Dry runs: what a pause or a suspend would do to processes, and why it would fail.
 
 use crate::failure::{CommandError, Exit};
+use crate::nccl;
 use crate::output;
 use crate::processes::Process;
 use serde_json::json;
@@ -23,7 +24,18 @@ impl<'a> Foretold<'a> {
         Self { process, plan, failure }
     }
 
+    /// With what NCCL would give back.
+    pub fn with_communicators(mut self, chosen: &nccl::ChosenCommunicators) -> Self {
+        self.plan.communicators = chosen.of(self.process.pid).to_vec();
+        self
+    }
+
     fn text(&self) -> String {
+        let nccl = nccl::foretold(&self.plan.communicators).map_or_else(String::new, |text| format!("\n{text}"));
+        self.tags_text() + &nccl
+    }
+
+    fn tags_text(&self) -> String {
         let Self { process, plan, .. } = self;
         if plan.tags.is_empty() {
             return format!("{process}: nothing to pause");

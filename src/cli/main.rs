@@ -9,6 +9,7 @@ mod failure;
 mod interrupt;
 mod ledger;
 mod metrics;
+mod nccl;
 mod output;
 mod places;
 mod processes;

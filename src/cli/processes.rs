@@ -473,6 +473,7 @@ pub mod tests {
             waiting_threads: 0,
             suspended: None,
             obstacles: Vec::new(),
+            communicators: Vec::new(),
             process_tag: None,
             tags: tags.iter().map(tag).collect(),
             devices: Vec::new(),

@@ -76,7 +76,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     check_able(&mut members, &request)?;
     check_room(&members, &cards, &map)?;
 
-    checkpoint::pause(&found, &mut members, request)?;
+    checkpoint::pause(&found, &mut members, request, &crate::nccl::ChosenCommunicators::default())?;
     let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
         checkpoint::restore(&mut members, &map, Duration::ZERO).map_err(|failure| {
             // Those that the driver has refused to restore there.

@@ -4,7 +4,7 @@ use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Process, Target};
 use crate::target::{GpuArgs, TargetArgs};
-use crate::{ledger, output};
+use crate::{ledger, nccl, output};
 use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -144,6 +144,9 @@ fn describe(status: &ProcessStatus) -> String {
     for Borrowed { owner, bytes, paused_bytes, .. } in &memory.borrowed {
         let paused = if *paused_bytes > 0 { format!(", {} of it paused", Bytes(*paused_bytes)) } else { String::new() };
         let _ = write!(text, "\nOpen of process {owner}: {}{paused}.", Bytes(*bytes));
+    }
+    for line in nccl::described(&memory.communicators) {
+        let _ = write!(text, "\n{line}");
     }
     for obstacle in &memory.obstacles {
         let _ = write!(text, "\nCannot be suspended: {obstacle}.");

@@ -4,6 +4,7 @@ use crate::checkpoint::{self, Done};
 use crate::completions;
 use crate::dry_run;
 use crate::failure::{CommandError, Exit};
+use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Target, check_whole};
 use crate::target::{TargetArgs, milliseconds, seconds};
@@ -54,6 +55,9 @@ pub struct Args {
     /// What to do with memory that another process, a network card or NCCL has registered: refuse or take
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
     registered: Registered,
+    /// As with `vramctl pause --nccl`, for a job that can only be paused by tag because of NCCL
+    #[arg(long)]
+    nccl: bool,
     /// Discard a KV cache although the prefix cache of an engine still describes it
     #[arg(long)]
     force: bool,
@@ -82,12 +86,17 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
         ..Transition::default()
     };
 
+    let chosen = if args.nccl { checkpoint::choose_communicators(&found, &members)? } else { nccl::ChosenCommunicators::default() };
     if args.dry_run {
-        return dry_run::tell(&checkpoint::foretell(&mut members, &request)?, args.json);
+        chosen.tell_what_is_left();
+        let foretold = checkpoint::foretell(&mut members, &request)?;
+        return dry_run::tell(&foretold.into_iter().map(|one| one.with_communicators(&chosen)).collect::<Vec<_>>(), args.json);
     }
     // Loading the driver takes a while, which the pause takes anyway.
     let loading = thread::spawn(checkpoint::load);
-    checkpoint::pause(&found, &mut members, request)?;
+    checkpoint::pause(&found, &mut members, request, &chosen)?;
+    chosen.tell_what_is_left();
+    members.iter().flat_map(checkpoint::Member::failures_of_nccl).for_each(|why| output::complain("error", &why));
     let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let able = checkpoint::can_be_taken(&members).and(loaded);
     match able.and_then(|()| checkpoint::take(&mut members, args.hold_timeout)) {
@@ -100,9 +109,11 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
         }
         Err(failure) => {
             let left: u64 = members.iter().map(checkpoint::Member::left_alone).sum();
+            let given: u64 = members.iter().map(checkpoint::Member::given_back).sum();
+            let given = if given > 0 { format!("; NCCL has given back {}", Bytes(given)) } else { String::new() };
             let libraries = if left > 0 { format!(" and {} of libraries", Bytes(left)) } else { String::new() };
             Err(failure.adding(&format!(
-                ". All tags are paused; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken"
+                ". All tags are paused{given}; the CUDA context{libraries} may still be on the GPU. `vramctl resume` brings back what was taken"
             )))
         }
     }

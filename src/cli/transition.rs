@@ -6,6 +6,7 @@ use crate::dry_run::{self, Foretold};
 use crate::engine;
 use crate::failure::{CommandError, Exit};
 use crate::interrupt;
+use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::progress::{Bar, Bars};
@@ -29,8 +30,7 @@ use vramctl_control::job::{Follower, Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
 use vramctl_driver as driver;
-use vramctl_model::Bytes;
-use vramctl_model::{Backup, Plan, Progress, Report, TagState, Trimmed, Verb};
+use vramctl_model::{Backup, Bytes, Communicator, Plan, Progress, Report, TagState, Trimmed, Verb};
 use vramctl_model::{Error, Kind, Registered};
 
 #[derive(clap::Args)]
@@ -85,6 +85,10 @@ pub struct PauseArgs {
     /// First have torch return what it holds without using it, as `vramctl trim` does, for at most 10 seconds
     #[arg(long, conflicts_with = "dry_run")]
     trim: bool,
+    /// Have NCCL 2.29.7 or later give back the memory of its communicators, too, once all else is paused. All processes that share
+    /// one must be of the job. Off by default, because what fails in NCCL cannot be taken back
+    #[arg(long, conflicts_with = "no_hold")]
+    nccl: bool,
     #[command(flatten)]
     hold: HoldArgs,
     #[command(flatten)]
@@ -250,6 +254,9 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     asking.request.guard = args.guard;
     asking.request.hold_ms = hold_ms;
     asking.request.force = args.engine.force();
+    if args.nccl {
+        asking.choose_communicators()?;
+    }
     if args.dry_run {
         return asking.foretell(args.engine.asks());
     }
@@ -314,6 +321,8 @@ struct Asking {
     tasks: Vec<Task>,
     /// The same for each process: what they pause of their own, they pause of what they have open of each other.
     request: protocol::Transition,
+    /// What NCCL is to suspend.
+    communicators: nccl::ChosenCommunicators,
     /// Whether jobs are meant as a whole, not some of their processes or memory.
     is_whole: bool,
     /// What brought those that were suspended back to the GPU.
@@ -366,6 +375,7 @@ impl Asking {
             found,
             tasks,
             request,
+            communicators: nccl::ChosenCommunicators::default(),
             is_whole,
             restored,
             trimmed: BTreeMap::new(),
@@ -379,6 +389,17 @@ impl Asking {
     /// The tasks with something to do.
     fn due(&self) -> impl Iterator<Item = &Task> {
         self.tasks.iter().filter(|task| !task.due.is_empty())
+    }
+
+    /// Which communicators NCCL can suspend.
+    fn choose_communicators(&mut self) -> Result<(), CommandError> {
+        for job in self.jobs() {
+            let processes: Vec<_> = job.iter().map(|place| &self.tasks[*place].process).collect();
+            let chosen = nccl::ChosenCommunicators::ask(&self.found, &processes)?;
+            self.communicators.add(chosen);
+        }
+        self.communicators.tell_what_is_left();
+        Ok(())
     }
 
     /// Asks the inference engines for permission before anything changes. Returns whether a KV cache that a prefix cache
@@ -445,7 +466,7 @@ impl Asking {
             let Task { process, .. }: &Task = task;
             let old = || CommandError::new(Exit::Failed, format!("{process}: its library is too old for --dry-run; restart the program"));
             let plan = self.ask_plan(task)?.ok_or_else(old)?;
-            Ok(Foretold::new(process, plan, self.request.force || asks_engine))
+            Ok(Foretold::new(process, plan, self.request.force || asks_engine).with_communicators(&self.communicators))
         };
         let meant = self.tasks.iter().filter(|task| !task.meant.is_empty());
         dry_run::tell(&meant.map(foretell).collect::<Result<Vec<_>, CommandError>>()?, self.json)
@@ -477,7 +498,10 @@ impl Asking {
         // What was taken back because of another process says less than that one.
         let failures: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.result.failure()).collect();
         let cause = failures.iter().find(|failure| !failure.is(Kind::Aborted)).or(failures.first());
-        let stays_held = |outcome: &Outcome| outcome.result.report().is_some_and(|report| !report.missing.is_empty());
+        let is_amiss = |one: &Communicator| one.error.is_some() || one.state.is_in_progress();
+        let stays_held = |outcome: &Outcome| {
+            outcome.result.report().is_some_and(|report| !report.missing.is_empty() || report.communicators.iter().any(is_amiss))
+        };
         let otherwise = if outcomes.iter().any(stays_held) { Exit::Busy } else { Exit::Done };
         Ok(cause.map_or(otherwise, |failure| failure.exit()))
     }
@@ -560,7 +584,10 @@ impl Asking {
 
     fn carry_out_job(&self, places: &[usize]) -> JobReport {
         let protocol::Transition { tags, lenient, .. } = &self.request;
-        let rank = |place: &usize| Rank { pid: self.tasks[*place].process.pid, tags: tags.clone(), lenient: *lenient };
+        let rank = |place: &usize| {
+            let pid = self.tasks[*place].process.pid;
+            Rank { pid, tags: tags.clone(), lenient: *lenient, communicators: self.communicators.ids(pid) }
+        };
         let ranks = places.iter().map(rank).collect();
         let processes = || places.iter().map(|place| &self.tasks[*place].process);
         let gpus: BTreeSet<_> = processes().flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
@@ -602,6 +629,12 @@ impl Asking {
             Answer::Report(report) => {
                 if !self.quiet {
                     output::say(&success(self.direction, task, report, !self.request.gpus.is_empty()))?;
+                }
+                if let Some(text) = nccl::success(self.direction, &task.process, &report.communicators).filter(|_| !self.quiet) {
+                    output::say(&text)?;
+                }
+                for why in nccl::failures(&task.process, &report.communicators) {
+                    output::complain("error", &why);
                 }
                 if report.late_bytes > 0 {
                     let late = Bytes(report.late_bytes);
@@ -835,6 +868,7 @@ mod tests {
             unguarded_bytes: 0,
             guard_bytes: 0,
             guard_written_bytes: 0,
+            communicators: Vec::new(),
             stages: [(Stage::Wait, 3.2), (Stage::Save, 850.4), (Stage::Unmap, 19.8), (Stage::Release, 38.9)].into(),
             ms: 912.3,
         };

@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, thread};
-use vramctl_model::{Cached, Events, GpuUse, Plan, Progress, Report, Trimmed};
+use vramctl_model::{Cached, Communicator, Events, GpuUse, Plan, Progress, Report, Trimmed};
 
 /// A connection to one process.
 #[derive(Debug)]
@@ -119,6 +119,14 @@ impl Client {
     pub fn plan(&mut self, transition: Transition) -> Result<Plan, ClientError> {
         match self.ask(Request::Plan(transition), None, &mut |_| ())? {
             Reply::Plan(plan) => Ok(plan),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Asks for its NCCL communicators, and NCCL for their memory.
+    pub fn communicators(&mut self) -> Result<Vec<Communicator>, ClientError> {
+        match self.ask(Request::Communicators, None, &mut |_| ())? {
+            Reply::Communicators { communicators } => Ok(communicators),
             other => Err(self.unexpected(&other)),
         }
     }

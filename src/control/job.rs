@@ -45,6 +45,8 @@ pub struct Rank {
     pub tags: Vec<String>,
     /// Tags that it does not have are no error.
     pub lenient: bool,
+    /// Pause only: the communicators that NCCL is to suspend, each of which must be named to all of its ranks.
+    pub communicators: Vec<String>,
 }
 
 /// What came of it.
@@ -318,8 +320,9 @@ impl<'a> Attempt<'a> {
             (Verb::Pause, Some(_)) => self.job.ranks.iter().map(|rank| rank.pid).filter(|pid| *pid != self.job.ranks[member].pid).collect(),
             _ => Vec::new(),
         };
-        let Rank { tags, lenient, .. } = &self.job.ranks[member];
-        let mut transition = Transition { tags: tags.clone(), lenient: *lenient, partners, ..self.job.wanted.clone() };
+        let Rank { tags, lenient, communicators, .. } = &self.job.ranks[member];
+        let (tags, communicators) = (tags.clone(), communicators.clone());
+        let mut transition = Transition { tags, lenient: *lenient, partners, communicators, ..self.job.wanted.clone() };
         if let Some(hold_ms) = transition.hold_ms.take().filter(|_| self.job.verb == Verb::Pause) {
             let left = Duration::from_millis(hold_ms).saturating_sub(self.begun.elapsed()).min(self.drain_within);
             let limit_ms = left.as_millis() as u64;

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use vramctl_model::{
-    Backup, Cached, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage, Status,
-    TransitionRequest, Trimmed, Verb,
+    Backup, Cached, Communicator, Error, Events, GpuUse, Kind, Lent, Obstacle, Plan, Progress, Registered, Registration, Report, Shortage,
+    Status, TransitionRequest, Trimmed, Verb,
 };
 
 /// The version of the protocol. Changes only if an old client would misunderstand a new server, or the reverse; new fields
@@ -48,6 +48,8 @@ pub enum Request {
     Plan(Transition),
     /// Give memory back.
     Resume(Transition),
+    /// Which NCCL communicators are there, and how much memory could NCCL give back?
+    Communicators,
     /// Get ready for the driver's checkpoint: from the answer on, the library stays out of the driver. Only `hello`, `status` and
     /// `awake` are answered then.
     Suspend,
@@ -173,6 +175,10 @@ pub struct Transition {
     /// is no obstacle: each closes what of it is meant, until it is resumed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partners: Vec<u32>,
+    /// Pause with `hold` only: the communicators whose memory NCCL gives back once all else is paused, by their ids. All of their ranks
+    /// must be paused at once; NCCL's errors cannot be taken back.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub communicators: Vec<String>,
 }
 
 impl From<Transition> for TransitionRequest {
@@ -189,6 +195,7 @@ impl From<Transition> for TransitionRequest {
             hold: transition.hold_ms.map(Duration::from_millis),
             guard: transition.guard,
             partners: transition.partners,
+            communicators: transition.communicators,
             ..Self::default()
         }
     }
@@ -215,6 +222,11 @@ pub enum Reply {
     Prepared,
     /// To `plan`.
     Plan(Plan),
+    /// To `communicators`.
+    Communicators {
+        /// Those of the process.
+        communicators: Vec<Communicator>,
+    },
     /// To `suspend`: it may be checkpointed now.
     Suspended {
         /// The GPUs that it sees, and what a restore needs there.

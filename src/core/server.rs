@@ -4,7 +4,7 @@
 //! time, connections in number, and a running pause does not wait for its client.
 
 use crate::connection::{Connection, Line, Lines, PATIENCE, Seat, send};
-use crate::memory::Memory;
+use crate::memory::{Memory, communicators};
 use crate::suspend::suspended;
 use crate::{cache, engine, events, lease, residue, watch};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -220,6 +220,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
         Request::Drain { .. } | Request::Renew | Request::Commit | Request::Abort => {
             Err(Error::Invalid("nothing is held or prepared here: the lease has ended, or never began".into()))
         }
+        Request::Communicators => Ok(Reply::Communicators { communicators: communicators::measured() }),
         Request::Suspend => memory.suspend().map(|gpus| Reply::Suspended { gpus }),
         Request::Awake => {
             memory.awake();

@@ -6,6 +6,7 @@ pub mod checkpoint;
 mod context;
 mod copy;
 mod kernel;
+pub mod nccl;
 mod nvml;
 mod survey;
 mod table;

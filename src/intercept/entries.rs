@@ -118,6 +118,13 @@ macro_rules! pass_caller {
     (pitched extent) => {
         "mov rsi, [rsp]"
     };
+    // `ncclCommInitRank…`: the unique id is on the stack.
+    (communicator ranks unique rank) => {
+        "mov rcx, [rsp]"
+    };
+    (communicator ranks unique rank config) => {
+        "mov r8, [rsp]"
+    };
     ($a:ident) => {
         "mov rsi, [rsp]"
     };
@@ -132,6 +139,10 @@ macro_rules! pass_caller {
     };
     ($a:ident $b:ident $c:ident $d:ident $e:ident) => {
         "mov r9, [rsp]"
+    };
+    // The registers are full, so it goes onto the stack, and the call returns here.
+    ($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) => {
+        "push qword ptr [rsp]\n call {to}\n add rsp, 8\n ret"
     };
 }
 #[cfg(target_arch = "x86_64")]
@@ -156,6 +167,9 @@ macro_rules! pass_caller {
     };
     ($a:ident $b:ident $c:ident $d:ident $e:ident) => {
         "mov x5, x30"
+    };
+    ($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) => {
+        "mov x6, x30"
     };
 }
 #[cfg(target_arch = "aarch64")]

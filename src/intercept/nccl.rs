@@ -1,5 +1,6 @@
-//! NCCL's functions that register memory, generated from the table `nccl_functions!`: what NCCL has registered must keep its physical
-//! pages ([`vramctl_core::memory`]). The calls themselves are NCCL's, with their answers.
+//! NCCL's functions that register memory, and those that make and end communicators, generated from the table `nccl_functions!`. What
+//! NCCL has registered must keep its physical pages ([`vramctl_core::memory`]); of its communicators, it may be asked to give memory
+//! back ([`vramctl_core::memory::communicators`]). The calls themselves are NCCL's, with their answers.
 //!
 //! There may be several NCCLs in a process, each with communicators of its own: a library by itself, the one that torch brings, or
 //! one that is linked into torch. So a call must reach exactly the one that it would have reached without this library.
@@ -18,31 +19,34 @@ use std::arch::naked_asm;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_void};
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::{AtomicPtr, Ordering};
-use std::{mem, ptr};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::{env, mem, ptr, slice};
 use vramctl_core::memory::Memory;
+use vramctl_core::memory::communicators::{self, CommunicatorOrigin, NewCommunicator, Sharing};
+use vramctl_driver::nccl::answer::{IN_PROGRESS, INTERNAL_ERROR, SUCCESS, SYSTEM_ERROR};
+use vramctl_driver::nccl::{Nccl, NcclResult};
 use vramctl_host::symbols::{self, Loaded};
 use vramctl_model::Span;
-
-/// `ncclResult_t`.
-type NcclResult = c_int;
-const SUCCESS: NcclResult = 0;
-const SYSTEM_ERROR: NcclResult = 2;
-const INTERNAL_ERROR: NcclResult = 3;
-/// Of a communicator that does not block: it goes on in the background.
-const IN_PROGRESS: NcclResult = 7;
 
 fn is_done(answer: NcclResult) -> bool {
     matches!(answer, SUCCESS | IN_PROGRESS)
 }
 
-fn register(communicator: usize, address: *mut c_void, bytes: usize, handle: *mut usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
+fn register(
+    _: *mut c_void,
+    communicator: usize,
+    address: *mut c_void,
+    bytes: usize,
+    handle: *mut usize,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
     // NCCL gives no handle for what it does not register, as with `NCCL_LOCAL_REGISTER=0`.
     let given = |handle| if handle == 0 { None } else { Some(handle) };
     registering("NCCL: ncclCommRegister", communicator, address, bytes, handle, given, real)
 }
 
 fn register_window(
+    _: *mut c_void,
     communicator: usize,
     address: *mut c_void,
     bytes: usize,
@@ -74,7 +78,7 @@ fn registering(
     answer
 }
 
-fn deregister(communicator: usize, handle: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
+fn deregister(_: *mut c_void, communicator: usize, handle: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
     let Some(memory) = Memory::existing() else { return real() };
     let mut answer = INTERNAL_ERROR;
     memory.deregistering(communicator, handle, || {
@@ -85,13 +89,202 @@ fn deregister(communicator: usize, handle: usize, real: impl FnOnce() -> NcclRes
 }
 
 /// A communicator ends, and with it what it has registered.
-fn end(communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
-    let Some(memory) = Memory::existing() else { return real() };
+fn end(communicator: usize, waits: bool, real: impl FnOnce() -> NcclResult) -> NcclResult {
     let mut answer = INTERNAL_ERROR;
-    memory.ending_communicator(communicator, || {
+    communicators::ending(communicator, waits, || {
+        let Some(memory) = Memory::existing() else {
+            answer = real();
+            return is_done(answer);
+        };
+        memory.ending_communicator(communicator, || {
+            answer = real();
+            is_done(answer)
+        });
+        is_done(answer)
+    });
+    answer
+}
+
+fn destroy(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
+    end(communicator, true, real)
+}
+
+fn abort(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
+    end(communicator, false, real)
+}
+
+/// It can be used no more, and what it has registered is there until it is destroyed.
+fn finalize(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
+    let mut answer = INTERNAL_ERROR;
+    communicators::ending(communicator, true, || {
         answer = real();
         is_done(answer)
     });
+    answer
+}
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct UniqueId([u8; 128]);
+
+/// What of a `ncclConfig_t` matters here. Absent where the program leaves it to NCCL.
+#[derive(Default)]
+struct NcclConfig {
+    blocking: Option<bool>,
+    split_share: Option<bool>,
+    shrink_share: Option<bool>,
+}
+
+impl NcclConfig {
+    /// Reads a configuration; what NCCL's variables say takes precedence, as in NCCL.
+    ///
+    /// # Safety
+    /// Null, or what a program has passed to NCCL as its configuration.
+    unsafe fn of(config: *const c_void) -> Self {
+        const MAGIC: u32 = 0xcafe_beef;
+        /// Of a setting that the program has not made.
+        const UNDEFINED: i32 = i32::MIN;
+        let word = |at: usize| {
+            // SAFETY: a configuration begins with its size and the magic number, and is as long as it says.
+            unsafe {
+                let is_one = !config.is_null() && config.byte_add(8).cast::<u32>().read() == MAGIC;
+                let is_there = is_one && config.cast::<usize>().read() >= at + size_of::<i32>();
+                if is_there { Some(config.byte_add(at).cast::<i32>().read()) } else { None }
+            }
+        };
+        let set = |variable: &str, at| {
+            let by_variable = env::var(variable).ok().and_then(|text| text.trim().parse().ok());
+            by_variable.or_else(|| word(at)).filter(|value: &i32| *value != UNDEFINED).map(|value| value != 0)
+        };
+        Self {
+            blocking: set("NCCL_COMM_BLOCKING", 16),
+            split_share: set("NCCL_COMM_SPLIT_SHARE_RESOURCES", 40),
+            shrink_share: set("NCCL_COMM_SHRINK_SHARE_RESOURCES", 64),
+        }
+    }
+}
+
+/// Notes the communicator that NCCL has put somewhere, if it has. `of`: what it was made from, if from another.
+fn note(
+    found: *mut c_void,
+    made: *const usize,
+    answer: NcclResult,
+    config: *const c_void,
+    origin: CommunicatorOrigin<'_>,
+    is_shrunk: bool,
+) {
+    // SAFETY: NCCL has accepted the pointer.
+    let handle = if is_done(answer) && !made.is_null() { unsafe { made.read() } } else { 0 };
+    let Some(nccl) = Nccl::around(found).filter(|_| handle != 0) else { return };
+    // SAFETY: the program has passed it to NCCL.
+    let settings = unsafe { NcclConfig::of(config) };
+    let inherited = if let CommunicatorOrigin::Child { of, .. } = origin { communicators::sharing(of) } else { Sharing::default() };
+    let sharing =
+        Sharing { split: settings.split_share.unwrap_or(inherited.split), shrink: settings.shrink_share.unwrap_or(inherited.shrink) };
+    let shares = matches!(origin, CommunicatorOrigin::Child { .. }) && if is_shrunk { sharing.shrink } else { sharing.split };
+    let blocks = answer == SUCCESS && settings.blocking != Some(false);
+    communicators::made(&NewCommunicator { nccl, handle, origin, sharing, shares, blocks });
+}
+
+fn init(
+    found: *mut c_void,
+    communicator: *mut usize,
+    ranks: c_int,
+    unique: UniqueId,
+    rank: c_int,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    init_with(found, communicator, ranks, unique, rank, ptr::null(), real)
+}
+
+fn init_with(
+    found: *mut c_void,
+    communicator: *mut usize,
+    _ranks: c_int,
+    unique: UniqueId,
+    _rank: c_int,
+    config: *const c_void,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    let answer = real();
+    note(found, communicator, answer, config, CommunicatorOrigin::Unique(&unique.0), false);
+    answer
+}
+
+#[allow(clippy::too_many_arguments)] // NCCL's
+fn init_of_many(
+    found: *mut c_void,
+    communicator: *mut usize,
+    _ranks: c_int,
+    _rank: c_int,
+    ids: c_int,
+    uniques: *const UniqueId,
+    config: *const c_void,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    let answer = real();
+    if is_done(answer) && !uniques.is_null() && ids > 0 {
+        // SAFETY: NCCL has accepted them: there are as many.
+        let uniques = unsafe { slice::from_raw_parts(uniques.cast::<u8>(), ids as usize * size_of::<UniqueId>()) };
+        note(found, communicator, answer, config, CommunicatorOrigin::Unique(uniques), false);
+    }
+    answer
+}
+
+fn init_all(
+    found: *mut c_void,
+    communicators: *mut usize,
+    ranks: c_int,
+    _devices: *const c_int,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let answer = real();
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
+    for rank in 0..usize::try_from(ranks).unwrap_or_default() {
+        note(found, communicators.wrapping_add(rank), answer, ptr::null(), CommunicatorOrigin::Here(call), false);
+    }
+    answer
+}
+
+#[allow(clippy::too_many_arguments)] // NCCL's
+fn split(
+    found: *mut c_void,
+    communicator: usize,
+    color: c_int,
+    _key: c_int,
+    made: *mut usize,
+    config: *const c_void,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    let answer = real();
+    note(found, made, answer, config, CommunicatorOrigin::Child { of: communicator, saying: &color.to_le_bytes() }, false);
+    // Also at the ranks that get none.
+    if is_done(answer) {
+        communicators::has_had_child(communicator);
+    }
+    answer
+}
+
+#[allow(clippy::too_many_arguments)] // NCCL's
+fn shrink(
+    found: *mut c_void,
+    communicator: usize,
+    excluded: *const c_int,
+    count: c_int,
+    made: *mut usize,
+    config: *const c_void,
+    _flags: c_int,
+    real: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    let answer = real();
+    if is_done(answer) && !excluded.is_null() && count > 0 {
+        // SAFETY: NCCL has accepted them: there are as many.
+        let excluded = unsafe { slice::from_raw_parts(excluded.cast::<u8>(), count as usize * size_of::<c_int>()) };
+        note(found, made, answer, config, CommunicatorOrigin::Child { of: communicator, saying: excluded }, true);
+        communicators::has_had_child(communicator);
+    }
     answer
 }
 
@@ -200,7 +393,7 @@ macro_rules! functions {
             ///
             /// # Safety
             /// As NCCL's.
-            #[allow(non_snake_case)]
+            #[allow(non_snake_case, clippy::too_many_arguments)]
             #[unsafe(naked)]
             pub unsafe extern "C" fn $symbol($($argument: $type),*) -> NcclResult {
                 naked_asm!(pass_caller!($($argument)*), jump!(), to = sym linked::$symbol)
@@ -208,7 +401,7 @@ macro_rules! functions {
         )*
 
         /// The Rust functions behind the exported ones.
-        #[allow(non_snake_case, clippy::wildcard_imports)]
+        #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod linked {
             use super::*;
             $( pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> NcclResult {
@@ -223,7 +416,7 @@ macro_rules! functions {
         }
 
         /// What programs are told that look a function up.
-        #[allow(non_snake_case, clippy::wildcard_imports)]
+        #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod told {
             use super::*;
             $( pub unsafe extern "C" fn $symbol<const LIBRARY: usize>($($argument: $type),*) -> NcclResult {
@@ -233,7 +426,7 @@ macro_rules! functions {
         }
 
         /// What both do.
-        #[allow(non_snake_case, clippy::wildcard_imports)]
+        #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod behind {
             use super::*;
             $( pub unsafe fn $symbol(found: *mut c_void, $($argument: $type),*) -> NcclResult {
@@ -245,13 +438,13 @@ macro_rules! functions {
                     // SAFETY: NCCL's function of this name; the arguments are the caller's.
                     unsafe { types::$symbol(found)($($argument),*) }
                 };
-                let guarded = AssertUnwindSafe(|| if copies::another_is_first() { real() } else { $handler($($argument,)* real) });
+                let guarded = AssertUnwindSafe(|| if copies::another_is_first() { real() } else { $handler(found, $($argument,)* real) });
                 panic::catch_unwind(guarded).unwrap_or(INTERNAL_ERROR)
             } )*
         }
 
         /// Functions of NCCL's by their addresses.
-        #[allow(non_snake_case, clippy::wildcard_imports)]
+        #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod types {
             use super::*;
             $( pub unsafe fn $symbol(found: *mut c_void) -> unsafe extern "C" fn($($type),*) -> NcclResult {

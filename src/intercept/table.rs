@@ -86,7 +86,7 @@ macro_rules! hooked_functions {
     } };
 }
 
-/// The table of NCCL's functions that register memory. Each line: arguments and handler. Expands to `$with! { … }`.
+/// The table of NCCL's functions that register memory, and make and end communicators. Each line: arguments and handler. Expands to `$with! { … }`.
 #[macro_export]
 macro_rules! nccl_functions {
     ($with:ident) => { $with! {
@@ -94,8 +94,15 @@ macro_rules! nccl_functions {
         ncclCommDeregister(communicator: usize, handle: usize) => deregister;
         ncclCommWindowRegister(communicator: usize, address: *mut c_void, bytes: usize, window: *mut usize, flags: c_int) => register_window;
         ncclCommWindowDeregister(communicator: usize, window: usize) => deregister;
-        ncclCommDestroy(communicator: usize) => end;
-        ncclCommAbort(communicator: usize) => end;
+        ncclCommDestroy(communicator: usize) => destroy;
+        ncclCommAbort(communicator: usize) => abort;
+        ncclCommFinalize(communicator: usize) => finalize;
+        ncclCommInitRank(communicator: *mut usize, ranks: c_int, unique: UniqueId, rank: c_int) => init;
+        ncclCommInitRankConfig(communicator: *mut usize, ranks: c_int, unique: UniqueId, rank: c_int, config: *const c_void) => init_with;
+        ncclCommInitRankScalable(communicator: *mut usize, ranks: c_int, rank: c_int, ids: c_int, uniques: *const UniqueId, config: *const c_void) => init_of_many;
+        ncclCommInitAll(communicators: *mut usize, ranks: c_int, devices: *const c_int) => init_all;
+        ncclCommSplit(communicator: usize, color: c_int, key: c_int, made: *mut usize, config: *const c_void) => split;
+        ncclCommShrink(communicator: usize, excluded: *const c_int, count: c_int, made: *mut usize, config: *const c_void, flags: c_int) => shrink;
     } };
 }
 

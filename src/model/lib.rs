@@ -4,6 +4,7 @@
 //! This crate depends on no other crate of the project and holds no state.
 
 mod cache;
+mod communicator;
 mod error;
 mod event;
 mod failure;
@@ -20,6 +21,7 @@ mod totals;
 mod units;
 
 pub use cache::{Cached, Trimmed};
+pub use communicator::{Communicator, CommunicatorState};
 pub use error::{Error, Kind, Shortage};
 pub use event::{Events, Happening, MemoryOwner, OwnersBytes, TraceEvent};
 pub use failure::{Failure, StatusCode, code};

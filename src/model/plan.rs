@@ -1,6 +1,6 @@
 //! Dry runs.
 
-use crate::{Backup, Obstacle};
+use crate::{Backup, Communicator, Obstacle};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -17,6 +17,9 @@ pub struct Plan {
     /// What would keep the process from being suspended once this is paused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<Obstacle>,
+    /// The communicators whose memory NCCL would give back. Only the command line fills it in: it takes all processes of a job to know.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub communicators: Vec<Communicator>,
 }
 
 /// What a pause would do to one tag.

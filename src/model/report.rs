@@ -1,7 +1,7 @@
 //! A pause or resume: request, progress and report.
 
 use crate::status::is_zero;
-use crate::{Backup, Borrowed, Bytes, Error, Registered, Span, TagState};
+use crate::{Backup, Borrowed, Bytes, Communicator, Error, Registered, Span, TagState};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -37,6 +37,9 @@ pub struct TransitionRequest {
     /// The processes that are paused together with this one, with the same `tags` and `gpus`. What they have open of its memory does
     /// not keep that from being paused: each closes what of it is meant, for as long.
     pub partners: Vec<u32>,
+    /// The communicators whose memory NCCL is to give back once all else is paused, by their ids. Needs `hold`: nobody may use them.
+    /// Pause only.
+    pub communicators: Vec<String>,
 }
 
 /// The two transitions.
@@ -85,6 +88,8 @@ pub enum Stage {
     Map,
     /// Copy contents back.
     Restore,
+    /// Have NCCL give its communicators' memory back, or take it again.
+    Nccl,
 }
 
 impl Stage {
@@ -101,6 +106,7 @@ impl Stage {
             Self::Guard => "guard",
             Self::Map => "map",
             Self::Restore => "restore",
+            Self::Nccl => "nccl",
         }
     }
 }
@@ -151,6 +157,10 @@ pub struct Report {
     /// this may be less than was written.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guard_written_bytes: u64,
+    /// The communicators that NCCL was asked to suspend or to resume, as they are now. Unless all of them are active, the program stays
+    /// held.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub communicators: Vec<Communicator>,
     /// Milliseconds in each stage.
     pub stages: BTreeMap<Stage, f64>,
     /// Milliseconds in total.

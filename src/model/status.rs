@@ -1,6 +1,6 @@
 //! The state of a process, by tag and by device.
 
-use crate::{Backup, Cached, Cycle, GpuUse, Growth, Obstacle, Progress, Totals, Verb};
+use crate::{Backup, Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Progress, Totals, Verb};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -28,6 +28,9 @@ pub struct Status {
     /// Memory of other processes that this one has open, by owner and GPU. While any of it is paused, the program is held.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub borrowed: Vec<Borrowed>,
+    /// The NCCL communicators that the program has made and not ended.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub communicators: Vec<Communicator>,
     /// Host memory for backups.
     pub host: HostStatus,
     /// Bytes that the driver has refused to take back so far.

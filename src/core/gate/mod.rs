@@ -61,6 +61,15 @@ pub fn pass<R>(gated: &'static Gated, make: impl FnOnce() -> R) -> R {
     }
 }
 
+/// Calls `make`, and all that it calls, whether the gate is open or not: for the library's own work behind entries of the program's.
+pub fn unheld<R>(make: impl FnOnce() -> R) -> R {
+    static UNHELD: Gated = Gated("NCCL, for the library");
+    match threads::mark() {
+        Some(mark) => mark.pass_unheld(number(&UNHELD), make),
+        None => make(),
+    }
+}
+
 fn number(gated: &'static Gated) -> usize {
     ptr::from_ref(gated).expose_provenance()
 }

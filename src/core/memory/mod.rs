@@ -5,6 +5,7 @@
 
 mod allocation;
 pub mod borrow;
+pub mod communicators;
 mod freed;
 pub mod guard;
 mod handles;

@@ -3,7 +3,7 @@
 //! Driver 580 refuses to restore processes with NCCL or memory that several processes use; earlier ones, with unified memory. What is
 //! noted here is told as long as it may be there: too long rather than too short.
 
-use super::{Allocation, Memory, borrow, left};
+use super::{Allocation, Memory, borrow, communicators, left};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -78,6 +78,21 @@ pub fn is_communicator(library: &str) -> bool {
     ["libnccl", "libnvshmem"].iter().any(|name| library.starts_with(name))
 }
 
+/// The communicators that NCCL was seen to make, by their number of ranks.
+fn known_communicators() -> Option<String> {
+    let mut times = BTreeMap::<_, usize>::new();
+    for one in communicators::list() {
+        *times.entry(one.ranks).or_default() += 1;
+    }
+    let text = |(ranks, times): (u32, usize)| match ranks {
+        0 => format!("{times} of unknown size"),
+        1 => format!("{times} of 1 rank"),
+        ranks => format!("{times} of {ranks} ranks"),
+    };
+    let texts: Vec<_> = times.into_iter().map(text).collect();
+    if texts.is_empty() { None } else { Some(texts.join(", ")) }
+}
+
 /// Notes what is at an address, or behind a handle.
 pub fn note(kind: ObstacleKind, key: u64) {
     lock(SEEN.get()).insert(key, kind);
@@ -102,10 +117,17 @@ impl Memory {
         let paused: BTreeSet<_> = paused.iter().map(Arc::as_ptr).collect();
         let mut found = Vec::new();
         let mut add = |kind, what: String, bytes| found.push(Obstacle { kind, what, bytes });
+        // Those that NCCL was seen to make are told where its memory is; it may also be linked into another library.
+        let mut known = known_communicators();
         for owner in left::status() {
             if is_communicator(&owner.owner) {
-                add(ObstacleKind::Communicator, format!("communicators of {}", owner.owner), owner.bytes);
+                let which = if owner.owner.starts_with("libnccl") { known.take() } else { None };
+                let which = which.map_or_else(String::new, |which| format!(": {which}"));
+                add(ObstacleKind::Communicator, format!("communicators of {}{which}", owner.owner), owner.bytes);
             }
+        }
+        if let Some(which) = known {
+            add(ObstacleKind::Communicator, format!("communicators of NCCL: {which}"), 0);
         }
         let (mut lent, mut registered) = (0, BTreeMap::<_, u64>::new());
         for allocation in self.snapshot().iter().filter(|allocation| !paused.contains(&Arc::as_ptr(allocation))) {

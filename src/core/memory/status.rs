@@ -1,6 +1,6 @@
 //! Status by tag and by device.
 
-use super::{Allocation, Memory, borrow, guard, left};
+use super::{Allocation, Memory, borrow, communicators, guard, left};
 use crate::{gate, residue, totals};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -108,6 +108,7 @@ impl Memory {
             tags,
             devices: devices.into_values().map(ask).collect(),
             borrowed: borrow::status(),
+            communicators: communicators::list(),
             host: backup::status(),
             late_bytes: driver::leftover_bytes(),
             left_alone: left::status(),

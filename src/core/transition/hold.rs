@@ -1,7 +1,7 @@
 //! A held program: its new calls wait at the gate, so that it need not be idle to be paused.
 
-use super::unless_ending;
-use crate::memory::{Memory, check_awake};
+use super::{unless_ending, with_communicators};
+use crate::memory::{Memory, check_awake, communicators};
 use crate::{drain, events, gate};
 use std::fmt;
 use std::thread;
@@ -96,6 +96,8 @@ impl Holding<'_> {
         let count = || self.memory.snapshot().iter().filter(|allocation| allocation.is_paused() && self.memory.has(allocation)).count();
         let before = count();
         let paused = unless_ending(|| self.memory.pause_when_idle(request, observer));
+        // All ranks have consented: none of NCCL's calls waits for one that does not come. Without the lock, which NCCL's calls may need.
+        let paused = paused.map(|report| with_communicators(report, || communicators::suspend(&request.communicators)));
         // What could not be taken back stays paused: without it, the program must not run on.
         if (paused.is_ok() && self.memory.any_paused() || count() > before)
             && let Some(closed) = self.closed.take()

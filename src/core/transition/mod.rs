@@ -17,14 +17,14 @@ mod resume;
 
 pub use hold::Holding;
 
-use crate::memory::{Allocation, Memory, borrow};
+use crate::memory::{Allocation, Memory, borrow, communicators};
 use crate::{events, gate};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::exit;
-use vramctl_model::{Error, Registered, Registration, Stage, TransitionRequest};
+use vramctl_model::{Communicator, Error, Registered, Registration, Report, Stage, TransitionRequest};
 
 /// For messages.
 fn tags_text(request: &TransitionRequest) -> String {
@@ -47,9 +47,9 @@ impl Memory {
         self.snapshot().iter().any(|allocation| allocation.is_paused() && self.has(allocation))
     }
 
-    /// Whether anything is paused, also of what this process has open of others.
+    /// Whether anything is paused, also of what this process has open of others, or of NCCL's.
     fn any_paused(&self) -> bool {
-        borrow::any_set_aside() || self.has_paused()
+        borrow::any_set_aside() || communicators::any_away() || self.has_paused()
     }
 
     /// Lets a held program go on, once nothing is paused. Called wherever something may have been the last that was. If only memory
@@ -137,6 +137,20 @@ fn is_meant(request: &TransitionRequest, allocation: &Allocation) -> bool {
 /// fails for that reason.
 fn unless_ending<R>(work: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
     exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
+}
+
+/// Adds what NCCL has done to a report.
+fn with_communicators(report: Report, ask_nccl: impl FnOnce() -> Vec<Communicator>) -> Report {
+    let started = Instant::now();
+    let communicators = ask_nccl();
+    if communicators.is_empty() {
+        return report;
+    }
+    events::stage(Stage::Nccl, started.elapsed());
+    let ms = milliseconds(started.elapsed());
+    let mut stages = report.stages;
+    *stages.entry(Stage::Nccl).or_default() += ms;
+    Report { communicators, stages, ms: report.ms + ms, ..report }
 }
 
 /// Total bytes on each device.

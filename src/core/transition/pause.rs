@@ -3,7 +3,7 @@
 use super::plan::spare_prefix_cache;
 use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
+use crate::memory::{Allocation, Memory, borrow, check_awake, communicators, guard};
 use crate::totals::tallied;
 use crate::{drain, events, residue};
 use std::collections::BTreeMap;
@@ -31,6 +31,9 @@ impl Memory {
         let paused = events::transition(Verb::Pause, || {
             unless_ending(|| match request.hold {
                 Some(limit) => self.hold_and_pause(request, limit, observer),
+                None if !request.communicators.is_empty() => {
+                    Err(Error::Invalid("NCCL's communicators are only suspended while the program is held".into()))
+                }
                 // A process that runs on may use what it has open of the others, and the others what they have open of it.
                 None => self.pause_when_idle(&TransitionRequest { partners: Vec::new(), ..request.clone() }, observer),
             })
@@ -98,6 +101,7 @@ impl Memory {
         observer: &mut dyn Observer,
     ) -> Result<Report, Error> {
         let _exclusive = self.exclude_awake()?;
+        communicators::check(&request.communicators)?;
         let _relaxed = RelaxedCapture::enter();
         let mut chosen = self.choose_settled(request)?;
         spare_prefix_cache(request, &chosen)?;
@@ -145,6 +149,7 @@ impl Memory {
             unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
             guard_bytes: guard::all_bytes(&all),
             guard_written_bytes: 0,
+            communicators: Vec::new(),
             stages: std::mem::take(&mut clock.0),
             ms: milliseconds(started.elapsed()),
         })

@@ -32,6 +32,7 @@ impl Memory {
             host: HostRoom { needed_bytes, available_bytes: backup::available_host_bytes() },
             prefix_cache,
             obstacles: self.obstacles_after(&chosen.active, request),
+            communicators: Vec::new(),
         })
     }
 }

@@ -1,8 +1,8 @@
 //! A resume: create, map and fill new memory, then release the backups.
 
 use super::pause::WAIT_LOCKED;
-use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
-use crate::memory::{Allocation, Memory, borrow, check_awake, guard};
+use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
+use crate::memory::{Allocation, Memory, borrow, check_awake, communicators, guard};
 use crate::out_of_memory::{self, Asked, Cause};
 use crate::totals::tallied;
 use crate::{drain, events, residue};
@@ -33,6 +33,7 @@ impl Memory {
                     // Without the lock: its owner may be waiting for memory of this process.
                     borrow::bring_back(&mut || !exit::is_ending() && observer.is_gone() != Some(true));
                     report.missing = borrow::missing(request);
+                    report = with_communicators(report, communicators::resume);
                 }
                 Ok(report)
             })
@@ -100,7 +101,9 @@ impl Memory {
             shown.progress(now);
             observer.progress(now);
         };
-        let needed = check_free(&paused)?;
+        // NCCL takes its memory again once nothing of the process is paused, and cannot be let down then.
+        let is_last = all.iter().filter(|allocation| allocation.is_paused()).count() == paused.len();
+        let needed = check_free(&paused, &if is_last { communicators::bytes_away() } else { BTreeMap::new() })?;
         events::stage(Stage::Wait, started.elapsed());
         let unguarding = Instant::now();
         let guarded = self.unguard(&paused, WAIT_LOCKED)?;
@@ -183,7 +186,9 @@ fn nearly_idle(all: &[Arc<Allocation>]) -> BTreeSet<Context> {
 
 /// New memory mapped at an allocation's addresses, not accessible yet. `needed` is the total for the resume, for the error.
 fn create(allocation: &Allocation, needed: u64) -> Result<Physical, Error> {
-    let short = |failure: Failure| if failure.code == code::OUT_OF_MEMORY { shortage(allocation, needed) } else { failure.into() };
+    let short = |failure: Failure| {
+        if failure.code == code::OUT_OF_MEMORY { shortage(allocation.device, allocation.context(), needed) } else { failure.into() }
+    };
     allocation.create_again().map_err(short)
 }
 
@@ -217,24 +222,27 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     ends
 }
 
-/// Bytes needed on each device; an error if they are not free. What guards take may become free first.
-fn check_free(paused: &[Arc<Allocation>]) -> Result<BTreeMap<CUdevice, u64>, Error> {
-    let all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
+/// Bytes needed on each device; an error if they are not free. What guards take may become free first. `more`: what is needed besides.
+fn check_free(paused: &[Arc<Allocation>], more: &BTreeMap<CUdevice, u64>) -> Result<BTreeMap<CUdevice, u64>, Error> {
+    let mut all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
+    for (&device, &bytes) in more {
+        *all_needed.entry(device).or_default() += bytes;
+    }
     for (&device, &needed) in &all_needed {
-        let on_device = paused.iter().find(|allocation| allocation.device == device);
-        let Some(allocation) = on_device else { continue };
-        let _current = Current::push(allocation.context())?;
+        let on_device = paused.iter().find(|allocation| allocation.device == device).map(|allocation| allocation.context());
+        let Some(context) = on_device.map_or_else(|| Current::primary_of(device), |context| Ok(Some(context)))? else { continue };
+        let _current = Current::push(context)?;
         if needed > driver::memory_info()?.0 + guard::bytes_left_by(paused, device) {
-            return Err(shortage(allocation, needed));
+            return Err(shortage(device, context, needed));
         }
     }
     Ok(all_needed)
 }
 
 /// A shortage with the bytes free now: another process may have allocated since the check.
-fn shortage(allocation: &Allocation, needed: u64) -> Error {
-    let free = Current::push(allocation.context()).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
-    Error::DeviceMemory(Shortage { device: allocation.device, uuid: None, needed, free, holders: Vec::new() })
+fn shortage(device: CUdevice, context: Context, needed: u64) -> Error {
+    let free = Current::push(context).and_then(|_current| driver::memory_info()).map_or(0, |(free, _)| free);
+    Error::DeviceMemory(Shortage { device, uuid: None, needed, free, holders: Vec::new() })
 }
 
 /// A shortage at the end of a resume is one that somebody has to do something about.

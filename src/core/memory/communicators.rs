@@ -1,0 +1,301 @@
+//! NCCL's communicators: which there are, and having NCCL give their memory back and take it again.
+//!
+//! `ncclCommSuspend` and `ncclCommResume` return once all ranks have called them. So each communicator gets a thread: then it does not
+//! matter in which order the ranks come to theirs. While one is not active, the program stays held: a collective would touch memory
+//! that is not there.
+//!
+//! A failure cannot be undone, for the other ranks may have succeeded. What NCCL has refused before it did anything is active as before;
+//! what has failed in the middle is [`Broken`](State::Broken); what has not come back is still suspended, and another
+//! resume tries again: NCCL goes on with what is missing.
+
+use crate::gate;
+use crate::memory::Memory;
+use std::collections::BTreeMap;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use vramctl_driver::nccl::{Nccl, answer};
+use vramctl_driver::{CUdevice, Current};
+use vramctl_host::{PerProcess, exit, worker};
+use vramctl_model::{Communicator, CommunicatorState as State, Error, Verb};
+
+/// How long a pause or resume waits for NCCL, which waits for the other ranks. It goes on after that, and so does the hold.
+const WITHIN: Duration = Duration::from_secs(10);
+
+static TABLE: PerProcess<Table> = PerProcess::new(Table::default);
+
+#[derive(Default)]
+struct Table {
+    /// By NCCL's handle.
+    known: Mutex<BTreeMap<usize, Known>>,
+    changed: Condvar,
+}
+
+struct Known {
+    nccl: Nccl,
+    id: u64,
+    /// How many others have been made from it, which all of its ranks do together.
+    children: u64,
+    sharing: Sharing,
+    told: Communicator,
+}
+
+/// Whether what is made from a communicator shares its memory, by `splitShare` and `shrinkShare`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sharing {
+    /// By `ncclCommSplit`.
+    pub split: bool,
+    /// By `ncclCommShrink`.
+    pub shrink: bool,
+}
+
+/// How a communicator was made.
+#[derive(Debug, Clone, Copy)]
+pub enum CommunicatorOrigin<'a> {
+    /// Of these unique ids, which all of its ranks have been given.
+    Unique(&'a [u8]),
+    /// All of its ranks in this process, by one call.
+    Here(u64),
+    /// From another one, by the ranks that say the same.
+    Child {
+        /// The other one.
+        of: usize,
+        /// What the ranks of the new one, and no others, say.
+        saying: &'a [u8],
+    },
+}
+
+/// What is known of a communicator when it has been made.
+#[derive(Debug, Clone, Copy)]
+pub struct NewCommunicator<'a> {
+    /// Whose it is.
+    pub nccl: Nccl,
+    /// NCCL's handle.
+    pub handle: usize,
+    /// How it was made.
+    pub origin: CommunicatorOrigin<'a>,
+    /// What those made from it will share with it.
+    pub sharing: Sharing,
+    /// Whether it shares the memory of the one that it was made from.
+    pub shares: bool,
+    /// Whether its calls wait for their work.
+    pub blocks: bool,
+}
+
+fn known(table: &Table) -> MutexGuard<'_, BTreeMap<usize, Known>> {
+    table.known.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// FNV-1a: the same in every process.
+fn hash(parts: &[&[u8]]) -> u64 {
+    let mix = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    parts.iter().flat_map(|part| part.iter()).fold(0xcbf2_9ce4_8422_2325, mix)
+}
+
+const SHARES: &str = "it shares its memory with another one (splitShare or shrinkShare)";
+
+/// Notes a communicator that NCCL has made.
+pub fn made(made: &NewCommunicator) {
+    let NewCommunicator { nccl, handle, origin, sharing, shares, blocks } = *made;
+    // SAFETY: NCCL has just made it, and the program cannot have ended it yet.
+    let (ranks, device) = if blocks { unsafe { (nccl.ranks(handle), nccl.device(handle)) } } else { (None, None) };
+    let mut all = known(TABLE.get());
+    let id = match origin {
+        CommunicatorOrigin::Unique(ids) => Some(hash(&[b"unique", ids])),
+        CommunicatorOrigin::Here(call) => Some(hash(&[b"here", &std::process::id().to_le_bytes(), &call.to_le_bytes()])),
+        CommunicatorOrigin::Child { of, saying } => all.get_mut(&of).map(|parent| {
+            if shares {
+                parent.told.unfit = Some(SHARES.into());
+            }
+            hash(&[b"child", &parent.id.to_le_bytes(), &parent.children.to_le_bytes(), saying])
+        }),
+    };
+    let unfit = match (ranks, id) {
+        _ if !nccl.can_suspend() => Some(format!("NCCL {} cannot give memory back; 2.29.7 and later can", nccl.version())),
+        _ if !blocks => Some("its calls do not wait for their work (blocking = 0)".into()),
+        (None, _) => Some("it was not ready when it was made, as within ncclGroupStart".into()),
+        (_, None) => Some("it was made from one that is not known".into()),
+        _ if shares => Some(SHARES.into()),
+        _ => None,
+    };
+    let told = Communicator {
+        id: format!("{:016x}", id.unwrap_or_default()),
+        ranks: ranks.unwrap_or_default(),
+        device: device.unwrap_or_default(),
+        nccl: nccl.version(),
+        unfit,
+        ..Communicator::default()
+    };
+    all.insert(handle, Known { nccl, id: id.unwrap_or_default(), children: 0, sharing, told });
+}
+
+/// What is made from a communicator shares with it, unless it is said otherwise.
+pub fn sharing(handle: usize) -> Sharing {
+    TABLE.existing().and_then(|table| Some(known(table).get(&handle)?.sharing)).unwrap_or_default()
+}
+
+/// Another communicator has been made from this one, at each of its ranks.
+pub fn has_had_child(handle: usize) {
+    if let Some(table) = TABLE.existing()
+        && let Some(parent) = known(table).get_mut(&handle)
+    {
+        parent.children += 1;
+    }
+}
+
+/// Runs a call that ends a communicator, and tells whether it has. `waits`: for NCCL to be done with it, if it is being suspended or
+/// resumed. To abort it must be possible just then.
+pub fn ending(handle: usize, waits: bool, real: impl FnOnce() -> bool) {
+    let Some(table) = TABLE.existing() else {
+        real();
+        return;
+    };
+    let deadline = Instant::now() + WITHIN;
+    let mut all = known(table);
+    let in_progress = |all: &BTreeMap<usize, Known>| all.get(&handle).is_some_and(|one| one.told.state.is_in_progress());
+    while waits && in_progress(&all) && !exit::is_ending() && Instant::now() < deadline {
+        all = table.changed.wait_timeout(all, WITHIN / 100).unwrap_or_else(PoisonError::into_inner).0;
+    }
+    // Taken out before: a new communicator may get the address of this one.
+    let taken = all.remove(&handle);
+    drop(all);
+    let was_away = taken.as_ref().is_some_and(|one| one.told.state != State::Active);
+    if !real() {
+        if let Some(one) = taken {
+            known(table).insert(handle, one);
+        }
+    } else if was_away && let Some(memory) = Memory::existing() {
+        memory.let_go();
+    }
+}
+
+/// Those that there are, as far as known without asking NCCL.
+pub fn list() -> Vec<Communicator> {
+    TABLE.existing().map_or_else(Vec::new, |table| known(table).values().map(|one| one.told.clone()).collect())
+}
+
+/// Those that there are, with their memory.
+pub fn measured() -> Vec<Communicator> {
+    let Some(table) = TABLE.existing() else { return Vec::new() };
+    let measure = |(handle, one): (&usize, &Known)| {
+        let mut told = one.told.clone();
+        if told.state != State::Active || told.unfit.is_some() {
+            return told;
+        }
+        // SAFETY: it has not been ended: that takes it out of the table first. NCCL only looks at counters of its own.
+        match unsafe { one.nccl.memory(*handle) } {
+            Ok(memory) if memory.is_suspended => told.unfit = Some("the program itself has suspended it".into()),
+            Ok(memory) => (told.bytes, told.kept_bytes) = (memory.bytes, memory.kept_bytes),
+            Err(code) => told.unfit = Some(one.nccl.text(code)),
+        }
+        told
+    };
+    known(table).iter().map(measure).collect()
+}
+
+/// Whether any has not all of its memory.
+pub(crate) fn any_away() -> bool {
+    TABLE.existing().is_some_and(|table| known(table).values().any(|one| one.told.state != State::Active))
+}
+
+/// Bytes that those which are suspended need, by device.
+pub(crate) fn bytes_away() -> BTreeMap<CUdevice, u64> {
+    let mut bytes = BTreeMap::new();
+    for one in list().into_iter().filter(|one| one.state == State::Suspended) {
+        *bytes.entry(one.device).or_default() += one.bytes;
+    }
+    bytes
+}
+
+/// That these are here and active, before anything is given up.
+pub(crate) fn check(ids: &[String]) -> Result<(), Error> {
+    let all = if ids.is_empty() { Vec::new() } else { list() };
+    let is_here = |id: &&String| all.iter().any(|one| one.id == **id && one.unfit.is_none() && one.state == State::Active);
+    match ids.iter().find(|id| !is_here(id)) {
+        Some(id) => Err(Error::Aborted(format!("NCCL's communicator {id} has ended meanwhile; try again"))),
+        None => Ok(()),
+    }
+}
+
+/// Has NCCL suspend these. Returns how they are afterwards.
+pub(crate) fn suspend(ids: &[String]) -> Vec<Communicator> {
+    if ids.is_empty() { Vec::new() } else { change(Verb::Pause, |told| told.state == State::Active && ids.contains(&told.id)) }
+}
+
+/// Has NCCL resume all that are suspended. Returns how they are afterwards.
+pub(crate) fn resume() -> Vec<Communicator> {
+    if any_away() { change(Verb::Resume, |told| told.state == State::Suspended) } else { Vec::new() }
+}
+
+fn change(verb: Verb, is_meant: impl Fn(&Communicator) -> bool) -> Vec<Communicator> {
+    let table = TABLE.get();
+    let deadline = Instant::now() + WITHIN;
+    let settled = |mut all: MutexGuard<'static, BTreeMap<usize, Known>>| {
+        while all.values().any(|one| one.told.state.is_in_progress()) && !exit::is_ending() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            all = table.changed.wait_timeout(all, left.min(WITHIN / 100)).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        all
+    };
+    let mut all = settled(known(table));
+    let mut meant = Vec::new();
+    for (handle, one) in all.iter_mut() {
+        let before = one.told.state;
+        if is_meant(&one.told) {
+            one.told.state = if verb == Verb::Pause { State::Suspending } else { State::Resuming };
+            one.told.error = None;
+            let (handle, id, nccl, device) = (*handle, one.id, one.nccl, one.told.device);
+            // NCCL runs in it, with a stack as programs' threads have.
+            if let Err(error) = worker::spawn_compiler("vramctl-nccl", move || carry_out(verb, handle, id, nccl, device)) {
+                one.told.state = before;
+                one.told.error = Some(format!("no thread: {error}"));
+            }
+        }
+        if one.told.state != State::Active || before != one.told.state || one.told.error.is_some() {
+            meant.push(one.id);
+        }
+    }
+    let all = settled(all);
+    all.values().filter(|one| meant.contains(&one.id)).map(|one| one.told.clone()).collect()
+}
+
+/// Has NCCL suspend or resume one communicator, and notes what has come of it.
+fn carry_out(verb: Verb, handle: usize, id: u64, nccl: Nccl, device: CUdevice) {
+    // NCCL copies contents, which the gate would hold; and it waits for other processes, for which the program's end does not wait.
+    let called = gate::unheld(|| {
+        exit::while_waiting(|| {
+            let _inside = exit::enter_driver()?;
+            // NCCL goes back to the thread's device at the end, which must not be one that the program does not use.
+            let _current = Current::primary_of(device).ok().flatten().and_then(|context| Current::push(context).ok());
+            // SAFETY: an end of the communicator waits for this; to abort it in the middle is what NCCL provides for. The program is held.
+            Some(unsafe { if verb == Verb::Pause { nccl.suspend(handle) } else { nccl.resume(handle) } })
+        })
+    });
+    let mut all = known(TABLE.get());
+    // If it was aborted, it is gone.
+    let Some(told) = all.get_mut(&handle).filter(|one| one.id == id).map(|one| &mut one.told) else { return };
+    let done = called.unwrap_or(Err(answer::INVALID_USAGE));
+    // SAFETY: as in `measured`.
+    if let Ok(memory) = unsafe { nccl.memory(handle) } {
+        (told.bytes, told.kept_bytes) = (memory.bytes, memory.kept_bytes);
+    }
+    told.state = match (verb, done) {
+        // A pause that was refused, or to which another rank has not come: NCCL waits for them all before it gives anything back.
+        (Verb::Resume, Ok(())) | (Verb::Pause, Err(answer::INVALID_ARGUMENT | answer::INVALID_USAGE | answer::REMOTE_ERROR)) => {
+            State::Active
+        }
+        (Verb::Pause, Err(_)) => State::Broken,
+        (Verb::Pause, Ok(())) | (Verb::Resume, Err(_)) => State::Suspended,
+    };
+    if let Err(code) = done {
+        told.error = Some(nccl.text(code));
+        log::warn!("NCCL's communicator {id:016x} ({} ranks): {}", told.ranks, nccl.text(code));
+    }
+    drop(all);
+    TABLE.get().changed.notify_all();
+    if let Some(memory) = Memory::existing() {
+        memory.let_go();
+    }
+}

@@ -1,0 +1,115 @@
+/* A rank of a job that uses NCCL. Arguments: RANK RANKS ID [PATH]. Without PATH, NCCL is linked; else it is looked up there, and the linked
+ * one is not used. Reads commands:
+ *   sum              a collective over all ranks, in the order of the managed memory's work
+ *   config, many     makes the communicator that is used from now on with another function
+ *   split COLOR      and prints whether this rank has got one; color 2 is all ranks, other colors are one rank's
+ *   share, late, shrink   splits with splitShare; makes one that does not block; shrinks by the last rank
+ *   other PATH       makes one of another NCCL
+ *   suspend, resume  of the communicator, by the program itself
+ *   destroy, fork */
+#define _GNU_SOURCE
+#include "../cudart.h"
+#include <dlfcn.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+typedef struct { char bytes[128]; } unique_id;
+typedef struct { size_t size; unsigned magic, version; int blocking, ctas[3]; const char *net; int split_share; } config;
+
+extern int ncclCommInitRank(void **made, int ranks, unique_id id, int rank);
+extern int ncclCommInitRankConfig(void **made, int ranks, unique_id id, int rank, config *with);
+extern int ncclCommInitRankScalable(void **made, int ranks, int rank, int ids, unique_id *of, config *with);
+extern int ncclCommSplit(void *c, int color, int key, void **made, config *with);
+extern int ncclCommShrink(void *c, int *excluded, int count, void **made, config *with, int flags);
+extern int ncclCommDestroy(void *c);
+extern int sum_over_ranks(void *c, long value, long *sum);
+
+static const config settings = {sizeof settings, 0xcafebeef, 22907, INT_MIN, {INT_MIN, INT_MIN, INT_MIN}, NULL, INT_MIN};
+
+static unique_id id_of(const char *name, const char *suffix)
+{
+	unique_id id = {{0}};
+	snprintf(id.bytes, sizeof id.bytes, "%.60s%.20s", name, suffix);
+	return id;
+}
+
+int main(int count, char **arguments)
+{
+	int rank = atoi(arguments[1]), ranks = atoi(arguments[2]), number, answer, state, others = 0;
+	char line[4096], *text;
+	void *c = NULL, *memory = NULL;
+	long sum;
+	__typeof__(&ncclCommInitRank) init = ncclCommInitRank;
+	__typeof__(&sum_over_ranks) add = sum_over_ranks;
+	config with = settings;
+
+	setvbuf(stdout, NULL, _IONBF, 0);
+	if (count > 4) {
+		void *library = dlopen(arguments[4], RTLD_NOW | RTLD_LOCAL);
+		init = (__typeof__(init))dlsym(library, "ncclCommInitRank");
+		add = (__typeof__(add))dlsym(library, "sum_over_ranks");
+	}
+	if (cudaMalloc(&memory, 4 << 20))
+		return 1;
+	answer = init(&c, ranks, id_of(arguments[3], ""), rank);
+	printf("ready %d\n", answer);
+	while (fgets(line, sizeof line, stdin)) {
+		line[strcspn(line, "\n")] = 0;
+		text = strchrnul(line, ' ');
+		if (*text)
+			*text++ = 0;
+		void *made = NULL;
+		with = settings;
+		if (!strcmp(line, "sum")) {
+			cudaMemsetAsync(memory, rank, 4 << 20, NULL);
+			answer = cudaDeviceSynchronize();
+			if (!answer)
+				answer = add(c, rank + 1, &sum);
+			printf("sum %ld, answer %d\n", sum, answer);
+		} else if (!strcmp(line, "config")) {
+			answer = ncclCommInitRankConfig(&c, ranks, id_of(arguments[3], "-config"), rank, &with);
+			printf("config %d\n", answer);
+		} else if (!strcmp(line, "many")) {
+			unique_id ids[2] = {id_of(arguments[3], "-first"), id_of(arguments[3], "-second")};
+			answer = ncclCommInitRankScalable(&c, ranks, rank, 2, ids, &with);
+			printf("many %d\n", answer);
+		} else if (!strcmp(line, "split")) {
+			answer = ncclCommSplit(c, atoi(text), rank, &made, &with);
+			printf("split %d %s\n", answer, made ? "one" : "none");
+		} else if (!strcmp(line, "share")) {
+			with.split_share = 1;
+			answer = ncclCommSplit(c, 2, rank, &made, &with);
+			printf("share %d\n", answer);
+		} else if (!strcmp(line, "late")) {
+			with.blocking = 0;
+			answer = ncclCommInitRankConfig(&made, ranks, id_of(arguments[3], "-late"), rank, &with);
+			printf("late %d\n", answer);
+		} else if (!strcmp(line, "shrink")) {
+			number = ranks - 1;
+			answer = ncclCommShrink(c, &number, 1, &made, NULL, 0);
+			printf("shrink %d\n", answer);
+		} else if (!strcmp(line, "other")) {
+			init = (__typeof__(init))dlsym(dlopen(text, RTLD_NOW | RTLD_LOCAL), "ncclCommInitRank");
+			snprintf(line, sizeof line, "-other-%d", others++);
+			printf("other %d\n", init(&made, ranks, id_of(arguments[3], line), rank));
+		} else if (!strcmp(line, "suspend") || !strcmp(line, "resume")) {
+			int (*call)(void *, int) = (int (*)(void *, int))dlsym(RTLD_DEFAULT, !strcmp(line, "suspend") ? "ncclCommSuspend" : "ncclCommResume");
+			printf("%s %d\n", line, call(c, 1));
+		} else if (!strcmp(line, "destroy")) {
+			printf("destroy %d\n", ncclCommDestroy(c));
+		} else if (!strcmp(line, "fork")) {
+			pid_t child = fork();
+			if (child == 0)
+				_exit(ncclCommDestroy(NULL) == 4 ? 0 : 1);
+			waitpid(child, &state, 0);
+			printf("fork %d\n", state);
+		} else {
+			printf("unknown\n");
+		}
+	}
+	return 0;
+}

@@ -1,0 +1,425 @@
+//! `--nccl`: NCCL gives its memory back with the tags and takes it again with them, in all processes of a job or in none; and what
+//! becomes of the job where NCCL or a process fails. `tests/apps/nccl/communicators.c` stands in for NCCL.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::machine::{Machine, Rank};
+use common::{own_folder, simulated_libraries};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+/// What the stand-in gives back of a communicator, and what it keeps.
+const GIVEN: u64 = 10 << 20;
+const KEPT: u64 = 2 << 20;
+
+fn built() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder = own_folder().join("communicators");
+        fs::create_dir_all(folder.join("old")).unwrap();
+        let compile = |name: &str, source: &str, options: &[&str]| {
+            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/nccl").join(source);
+            let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+            compiler.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-pedantic", "-Wl,--no-as-needed", "-o"]);
+            compiler.arg(folder.join(name)).arg(source).args(options).arg(format!("-L{}", folder.display()));
+            compiler.arg(format!("-L{}", simulated_libraries().display())).args(["-Wl,--allow-shlib-undefined", "-ldl"]);
+            let done = compiler.output().unwrap_or_else(|error| panic!("a C compiler ($CC, else cc): {error}"));
+            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        };
+        let library = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"];
+        compile("libnccl.so.2", "communicators.c", &library);
+        compile("old/libnccl.so.2", "communicators.c", &[&library[..], &["-DVERSION=22703"]].concat());
+        compile("ranks", "ranks.c", &["-l:libcudart.so.13", "-l:libnccl.so.2"]);
+        folder
+    })
+}
+
+/// The path of an NCCL that cannot suspend.
+fn old() -> String {
+    built().join("old/libnccl.so.2").to_str().unwrap().to_owned()
+}
+
+/// Starts some ranks of a communicator, which wait for each other.
+fn start(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&str]) -> Vec<Rank> {
+    let one = |rank: &u32| {
+        let arguments = [rank.to_string(), of.to_string(), "world".to_owned()];
+        machine.start(name, built().join("ranks").to_str().unwrap(), |command| {
+            let libraries = format!("{}:{}", simulated_libraries().display(), built().display());
+            command.args(&arguments).args(more).env("LD_LIBRARY_PATH", libraries).env("VRAMCTL_TAG", "default");
+        })
+    };
+    thread::scope(|scope| {
+        let starting: Vec<_> = which.iter().map(|rank| scope.spawn(move || one(rank))).collect();
+        starting.into_iter().map(|one| one.join().unwrap()).collect()
+    })
+}
+
+fn job(machine: &Machine, ranks: u32) -> Vec<Rank> {
+    start(machine, "train", &(0..ranks).collect::<Vec<_>>(), ranks, &[])
+}
+
+/// Says the same to all, and returns what they answer.
+fn all_say(ranks: &mut [Rank], line: &str) -> Vec<String> {
+    thread::scope(|scope| {
+        let asked: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || rank.ask(line))).collect();
+        asked.into_iter().map(|one| one.join().unwrap()).collect()
+    })
+}
+
+#[track_caller]
+fn assert_sums(ranks: &mut [Rank]) {
+    let wanted: usize = (1..=ranks.len()).sum();
+    for said in all_say(ranks, "sum") {
+        assert_eq!(said.trim(), format!("sum {wanted}, answer 0"));
+    }
+}
+
+fn status(machine: &Machine, rank: &Rank) -> Value {
+    machine.connect(rank).ask(&json!({"request": "status"}))
+}
+
+/// The states of a process's communicators.
+fn states(machine: &Machine, rank: &Rank) -> Vec<String> {
+    let told = status(machine, rank);
+    told["communicators"].as_array().into_iter().flatten().map(|one| one["state"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Bytes that a process has beside its tags, of NCCL.
+fn of_nccl(machine: &Machine, rank: &Rank) -> u64 {
+    let told = status(machine, rank);
+    let left = told["left_alone"].as_array().into_iter().flatten();
+    left.filter(|left| left["owner"].as_str().unwrap().starts_with("libnccl")).map(|left| left["bytes"].as_u64().unwrap()).sum()
+}
+
+fn set_failure(machine: &Machine, failure: &str) {
+    fs::write(machine.folder.path().join("gpu/nccl-fail"), failure).unwrap();
+}
+
+fn clear_failure(machine: &Machine) {
+    fs::remove_file(machine.folder.path().join("gpu/nccl-fail")).unwrap();
+}
+
+#[track_caller]
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn nccl_gives_its_memory_back_and_takes_it_again() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    assert_sums(&mut ranks);
+    let foretold =
+        machine.vramctl("pause --nccl --dry-run").expect(0, "NCCL would give back 10.00 MiB of 1 communicator; it keeps 2.00 MiB.", "");
+    assert_eq!(foretold.out.matches("NCCL would").count(), 2, "{}", foretold.out);
+    for round in 0..3 {
+        assert_eq!(of_nccl(&machine, &ranks[0]), GIVEN + KEPT, "round {round}");
+        let paused = machine.vramctl("pause --nccl").expect(0, "paused job train: 2 processes", "");
+        assert_eq!(paused.out.matches("gave back 10.00 MiB of 1 communicator; it keeps 2.00 MiB").count(), 2, "{}", paused.out);
+        assert!(paused.out.contains(", nccl "), "{}", paused.out);
+        for rank in &ranks {
+            assert_eq!((of_nccl(&machine, rank), states(&machine, rank)), (KEPT, vec!["suspended".to_owned()]));
+        }
+        machine.vramctl("status").expect(0, "NCCL has given back 10.00 MiB of a communicator of 2 ranks (NCCL 2.29.7)", "");
+        // Nothing is left to do.
+        machine.vramctl("pause --nccl").expect(0, "nothing to do", "");
+        let resumed = machine.vramctl("resume --json").expect(0, "", "").json();
+        let told = &resumed["processes"][0]["report"]["communicators"][0];
+        assert_eq!((&told["state"], &told["bytes"], &told["ranks"]), (&json!("active"), &json!(GIVEN), &json!(2)), "{resumed}");
+        assert_sums(&mut ranks);
+    }
+    // Only when it is asked for.
+    machine.vramctl("pause").expect(0, "paused", "");
+    assert_eq!(of_nccl(&machine, &ranks[0]), GIVEN + KEPT);
+    machine.vramctl("resume").expect(0, "resumed", "");
+    assert_sums(&mut ranks);
+}
+
+/// A held program waits until NCCL has its memory, too.
+#[test]
+fn a_collective_of_a_held_program_waits() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    machine.vramctl("pause --nccl").expect(0, "", "");
+    let said = thread::scope(|scope| {
+        let asked: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || rank.ask("sum"))).collect();
+        wait_until("they wait", || machine.vramctl("status").out.matches("Held: 1 threads").count() == 2);
+        machine.vramctl("resume").expect(0, "took 10.00 MiB of 1 communicator again", "");
+        asked.into_iter().map(|one| one.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert!(said.iter().all(|said| said.trim() == "sum 3, answer 0"), "{said:?}");
+}
+
+/// Whichever function made it.
+#[test]
+fn communicators_are_known_however_they_are_made() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    for how in ["config", "many", "split 2"] {
+        all_say(&mut ranks, how);
+    }
+    // Of one rank each.
+    assert_eq!(ranks[0].ask("split 0").trim(), "split 0 one");
+    assert_eq!(ranks[1].ask("split -1").trim(), "split 0 none");
+    assert_eq!(ranks[0].ask("shrink").trim(), "shrink 0");
+    assert_eq!((states(&machine, &ranks[0]).len(), states(&machine, &ranks[1]).len()), (6, 4));
+    let what = status(&machine, &ranks[0])["obstacles"][0]["what"].as_str().unwrap().to_owned();
+    assert_eq!(what, "communicators of libnccl.so.2: 2 of 1 rank, 4 of 2 ranks");
+    let paused = machine.vramctl("pause --nccl").expect(0, "gave back 60.00 MiB of 6 communicators", "");
+    assert!(paused.out.contains("gave back 40.00 MiB of 4 communicators"), "{}", paused.out);
+    machine.vramctl("resume").expect(0, "took 60.00 MiB of 6 communicators again", "");
+    assert_sums(&mut ranks);
+    all_say(&mut ranks, "destroy");
+    assert_eq!((states(&machine, &ranks[0]).len(), states(&machine, &ranks[1]).len()), (5, 3));
+}
+
+#[test]
+fn what_nccl_cannot_suspend_everywhere_is_left_as_it_is() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    all_say(&mut ranks, "late");
+    all_say(&mut ranks, "share");
+    let paused = machine.vramctl("pause --nccl").expect(0, "paused job train", "its calls do not wait for their work");
+    assert_eq!(paused.err.matches("it shares its memory with another one").count(), 1, "{}", paused.err);
+    assert!(!paused.out.contains("gave back"), "{}", paused.out);
+    machine.vramctl("resume").expect(0, "", "");
+    assert_sums(&mut ranks);
+}
+
+/// NCCL would wait for a rank that nobody tells.
+#[test]
+fn a_rank_of_another_job_is_not_waited_for() {
+    let machine = Machine::new();
+    let (mut first, mut second) = thread::scope(|scope| {
+        let first = scope.spawn(|| start(&machine, "train", &[0], 2, &[]));
+        let second = scope.spawn(|| start(&machine, "serve", &[1], 2, &[]));
+        (first.join().unwrap(), second.join().unwrap())
+    });
+    machine.vramctl("pause --name train --nccl").expect(0, "paused", "1 of its ranks are in this job, and NCCL would wait for the others");
+    assert_eq!(states(&machine, &first[0]), ["active"]);
+    machine.vramctl("resume --name train").expect(0, "", "");
+    let said = thread::scope(|scope| {
+        let first = scope.spawn(|| first[0].ask("sum"));
+        (second[0].ask("sum"), first.join().unwrap())
+    });
+    assert_eq!((said.0.trim(), said.1.trim()), ("sum 3, answer 0", "sum 3, answer 0"));
+}
+
+#[test]
+fn an_old_nccl_is_said_to_be_one() {
+    let machine = Machine::new();
+    let mut ranks = start(&machine, "train", &[0, 1], 2, &[&old()]);
+    let paused = machine.vramctl("pause --nccl").expect(0, "paused", "NCCL 2.27.3 cannot give memory back; 2.29.7 and later can");
+    assert!(!paused.out.contains("gave back"), "{}", paused.out);
+    machine.vramctl("resume").expect(0, "", "");
+    assert_sums(&mut ranks);
+}
+
+/// Each is asked for its own communicators.
+#[test]
+fn of_two_nccls_in_a_process() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    // As torch's and another package's: files of one name.
+    let other = built().join("other/libnccl.so.2");
+    fs::create_dir_all(other.parent().unwrap()).unwrap();
+    fs::copy(built().join("libnccl.so.2"), &other).unwrap();
+    all_say(&mut ranks, &format!("other {}", other.display()));
+    all_say(&mut ranks, &format!("other {}", old()));
+    let versions =
+        status(&machine, &ranks[0])["communicators"].as_array().unwrap().iter().map(|one| one["nccl"].clone()).collect::<Vec<_>>();
+    assert_eq!(versions.iter().filter(|version| **version == "2.29.7").count(), 2, "{versions:?}");
+    machine.vramctl("pause --nccl").expect(0, "gave back 20.00 MiB of 2 communicators", "NCCL 2.27.3 cannot give memory back");
+    machine.vramctl("resume").expect(0, "took 20.00 MiB of 2 communicators again", "");
+    assert_sums(&mut ranks);
+}
+
+#[test]
+fn what_the_program_has_suspended_is_its_own() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    assert!(all_say(&mut ranks, "suspend").iter().all(|said| said.trim() == "suspend 0"));
+    machine.vramctl("pause --nccl").expect(0, "paused", "the program itself has suspended it");
+    machine.vramctl("resume").expect(0, "", "");
+    assert!(all_say(&mut ranks, "resume").iter().all(|said| said.trim() == "resume 0"));
+    assert_sums(&mut ranks);
+}
+
+#[test]
+fn a_forked_child_has_no_communicators() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    machine.vramctl("pause --nccl").expect(0, "", "");
+    assert_eq!(ranks[0].ask("fork").trim(), "fork 0");
+    assert_eq!(states(&machine, &ranks[0]), ["suspended"]);
+    machine.vramctl("resume").expect(0, "", "");
+    assert_sums(&mut ranks);
+}
+
+/// Nothing has been done, so the program can go on.
+#[test]
+fn what_nccl_refuses_can_be_used_as_before() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    set_failure(&machine, "suspend -1 5");
+    machine.vramctl("pause --nccl").expect(5, "paused", "which can be used as before: invalid usage: told to fail at rank 0");
+    clear_failure(&machine);
+    assert_eq!(states(&machine, &ranks[1]), ["active"]);
+    machine.vramctl("resume").expect(0, "", "");
+    assert_sums(&mut ranks);
+}
+
+/// The others have given their memory back, so there is no way back.
+#[test]
+fn what_fails_in_the_middle_stays_held_and_is_told() {
+    let machine = Machine::new();
+    let ranks = job(&machine, 2);
+    set_failure(&machine, "half 1 1");
+    let paused = machine.vramctl("pause --nccl");
+    let end = format!("unhandled cuda error: told to fail at rank 1. It can never be used again: end the job (kill {})", ranks[1].pid());
+    paused.expect(5, "gave back 10.00 MiB", &end);
+    clear_failure(&machine);
+    assert_eq!((states(&machine, &ranks[0]), states(&machine, &ranks[1])), (vec!["suspended".into()], vec!["broken".into()]));
+    machine.vramctl("status").expect(0, "is broken: end the job and start it again. The last attempt failed: unhandled cuda error", "");
+    assert_eq!(status(&machine, &ranks[1])["held"], true);
+    // Its tags come back all the same. The other one waits for it, and stays held.
+    machine.vramctl("resume").expect(5, "resumed", "stays held");
+    assert!(ranks.iter().all(|rank| status(&machine, rank)["held"] == true));
+}
+
+/// NCCL goes on with what is missing.
+#[test]
+fn a_resume_that_nccl_fails_is_tried_again() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    machine.vramctl("pause --nccl").expect(0, "", "");
+    set_failure(&machine, "resume -1 1");
+    machine.vramctl("resume").expect(
+        5,
+        "resumed",
+        "stays held: NCCL could not take the memory of a communicator of 2 ranks again: unhandled cuda error",
+    );
+    clear_failure(&machine);
+    assert_eq!((states(&machine, &ranks[0]), status(&machine, &ranks[0])["held"].clone()), (vec!["suspended".into()], json!(true)));
+    machine.vramctl("resume").expect(0, "took 10.00 MiB of 1 communicator again", "");
+    assert_sums(&mut ranks);
+}
+
+/// NCCL cannot be let down in the middle, so there must be room for it before anything begins.
+#[test]
+fn a_resume_needs_room_for_nccl_too() {
+    let machine = Machine { memory: "64M", ..Machine::new() };
+    let mut ranks = start(&machine, "train", &[0], 1, &[]);
+    machine.vramctl("pause --nccl").expect(0, "", "");
+    let free = status(&machine, &ranks[0])["devices"][0]["free_bytes"].as_u64().unwrap();
+    let mib = |bytes: u64| (bytes >> 20).to_string();
+    // Room for the tags, and not for what NCCL needs.
+    let mut hog = machine.command(common::programs().join("hog"), &["--mib", &mib(free - (9 << 20))]);
+    let mut hog = hog.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut said = String::new();
+    BufReader::new(hog.stdout.take().unwrap()).read_line(&mut said).unwrap();
+    assert!(said.starts_with("holding"), "{said}");
+    machine.vramctl("resume --name train").expect(4, "", "");
+    assert_eq!(states(&machine, &ranks[0]), ["suspended"]);
+    hog.kill().unwrap();
+    hog.wait().unwrap();
+    machine.vramctl("resume --name train --timeout 10").expect(0, "resumed", "");
+    assert_sums(&mut ranks);
+}
+
+/// Rank by rank: the first one goes on when the last one has come.
+#[test]
+fn a_rank_that_is_resumed_first_waits_for_the_others() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    machine.vramctl("pause --nccl").expect(0, "", "");
+    let [first, second] = [ranks[0].pid(), ranks[1].pid()];
+    let waited = machine.vramctl(&format!("resume --pid {first}"));
+    waited.expect(5, "resumed", "because it waits for the other ranks. `vramctl resume` them, too, and this one goes on by itself");
+    assert_eq!(states(&machine, &ranks[0]), ["resuming"]);
+    machine.vramctl(&format!("resume --pid {second}")).expect(0, "resumed", "");
+    wait_until("both go on", || ranks.iter().all(|rank| status(&machine, rank)["held"] != true));
+    assert_sums(&mut ranks);
+}
+
+#[test]
+fn a_rank_that_dies_between_pause_and_resume_is_told() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    machine.vramctl("pause --nccl").expect(0, "", "");
+    ranks[1].signal(libc::SIGKILL);
+    let end = format!(
+        "rank 1 has ended. If GPU memory was short, free some and `vramctl resume` again; if a rank has ended, end this one, too (kill {})",
+        ranks[0].pid()
+    );
+    machine.vramctl("resume").expect(5, "resumed", &end);
+    assert_eq!(status(&machine, &ranks[0])["held"], true);
+    drop(ranks.remove(0));
+}
+
+/// The command is gone; what is committed goes on without it, in all ranks.
+#[test]
+fn a_command_that_is_killed_leaves_what_a_status_tells_and_a_resume_brings_back() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    for after_ms in [0, 5, 10, 20, 30, 40, 60, 80, 120] {
+        let mut command = machine.command(common::command_line(), &["pause", "--nccl", "--quiet"]);
+        let mut killed = command.spawn().unwrap();
+        thread::sleep(Duration::from_millis(after_ms));
+        killed.kill().unwrap();
+        killed.wait().unwrap();
+        machine.settled(&ranks.iter().collect::<Vec<_>>());
+        wait_until("NCCL is done", || {
+            let [first, second] = [0, 1].map(|rank| states(&machine, &ranks[rank]));
+            first == second && ["active", "suspended"].contains(&first[0].as_str())
+        });
+        machine.vramctl("resume").expect(0, "", "");
+        assert_sums(&mut ranks);
+    }
+}
+
+/// What the driver could not restore is paused by tag, and NCCL gives back what it can.
+#[test]
+fn a_suspend_that_nccl_is_in_the_way_of_takes_its_memory() {
+    let machine = Machine::new();
+    let mut ranks = job(&machine, 2);
+    machine.vramctl("suspend --nccl --dry-run").expect(7, "NCCL would give back 10.00 MiB", "communicators of libnccl.so.2: 1 of 2 ranks");
+    machine.vramctl("suspend --nccl").expect(7, "", "All tags are paused; NCCL has given back 20.00 MiB; the CUDA context");
+    assert!(ranks.iter().all(|rank| states(&machine, rank) == ["suspended"]));
+    machine.vramctl("resume").expect(0, "took 10.00 MiB of 1 communicator again", "");
+    assert_sums(&mut ranks);
+}
+
+#[test]
+fn a_communicator_that_ends_while_it_is_suspended_holds_nobody() {
+    let machine = Machine::new();
+    let mut ranks = start(&machine, "train", &[0], 1, &[]);
+    machine.vramctl("pause --nccl").expect(0, "gave back 10.00 MiB", "");
+    assert_eq!(ranks[0].ask("destroy").trim(), "destroy 0");
+    assert_eq!((states(&machine, &ranks[0]).len(), status(&machine, &ranks[0])["held"].clone()), (0, json!(true)));
+    machine.vramctl("resume").expect(0, "resumed", "");
+    assert_ne!(status(&machine, &ranks[0])["held"], true);
+}
+
+#[test]
+fn nccl_is_not_asked_while_the_program_runs_on() {
+    let machine = Machine::new();
+    let ranks = start(&machine, "train", &[0], 1, &[]);
+    machine.vramctl("pause --nccl --no-hold").expect(2, "", "cannot be used with");
+    let id = status(&machine, &ranks[0])["communicators"][0]["id"].clone();
+    let told = machine.connect(&ranks[0]).ask(&json!({"request": "pause", "communicators": [id]}));
+    assert_eq!(told["code"], "invalid", "{told}");
+    let told = machine.connect(&ranks[0]).ask(&json!({"request": "pause", "hold_ms": 5000, "communicators": ["0123456789abcdef"]}));
+    assert!(told["message"].as_str().unwrap().contains("has ended meanwhile; try again"), "{told}");
+    assert_eq!(machine.state(&ranks[0]), "active");
+}
