@@ -3,216 +3,14 @@
 
 mod common;
 
-use common::{artifacts, simulated_libraries};
+use common::sharing::{MIB, Machine, PIECE, PROGRAM, Program};
 use proptest::prelude::*;
 use serde_json::Value;
-use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-
-/// What each process runs: it evaluates one expression per line.
-const PROGRAM: &str = r#"
-import ctypes, os, resource, signal, sys, threading
-ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
-cuda = ctypes.CDLL(None)
-
-class Handle(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
-
-def malloc(size):
-    pointer = ctypes.c_void_p()
-    code = cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
-    return pointer.value if code == 0 else f"error {code}"
-
-def free(pointer):
-    return cuda.cudaFree(ctypes.c_void_p(pointer))
-
-def get(pointer):
-    handle = Handle()
-    code = cuda.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(pointer))
-    return bytes(handle.bytes).hex() if code == 0 else f"error {code}"
-
-def open_(text, flags=1):
-    handle, pointer = Handle(), ctypes.c_void_p(0xdead)
-    handle.bytes[:] = list(bytes.fromhex(text))
-    code = cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), handle, flags)
-    if code != 0:
-        assert pointer.value == 0xdead
-        return f"error {code}"
-    return pointer.value
-
-def close(pointer):
-    return cuda.cudaIpcCloseMemHandle(ctypes.c_void_p(pointer))
-
-def fill(pointer, value, size):
-    # Another process must not read before it is done.
-    return cuda.cudaMemset(ctypes.c_void_p(pointer), value, ctypes.c_size_t(size)) or cuda.cudaDeviceSynchronize()
-
-def read(pointer, size):
-    data = (ctypes.c_ubyte * size)()
-    code = cuda.cudaMemcpy(data, ctypes.c_void_p(pointer), ctypes.c_size_t(size), 2)
-    return sorted(set(bytes(data))) if code == 0 else f"error {code}"
-
-def fork(work):
-    child = os.fork()
-    if child == 0:
-        os._exit(work() & 0x7f)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-def start(work):
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(work()))
-    thread.start()
-    def end():
-        thread.join()
-        return answers[0]
-    return end
-
-def with_descriptors(count, work):
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
-    taken = []
-    try:
-        while True:
-            taken.append(os.dup(0))
-    except OSError:
-        pass
-    for _ in range(count):
-        os.close(taken.pop())
-    answer = work()
-    for descriptor in taken:
-        os.close(descriptor)
-    return answer
-
-print("ready", flush=True)
-for line in sys.stdin:
-    print(eval(line), flush=True)
-"#;
-
-const MIB: u64 = 1 << 20;
-/// Of the library's pieces of physical memory, in debug builds.
-const PIECE: u64 = 32 * MIB;
-
-struct Machine(tempfile::TempDir);
-
-impl Machine {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("gpu")).unwrap();
-        Self(folder)
-    }
-
-    fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
-        let mut command = Command::new(program);
-        command
-            .env_remove("LD_PRELOAD")
-            .env("LD_LIBRARY_PATH", simulated_libraries())
-            .env("SIMGPU_DIR", self.0.path().join("gpu"))
-            .env("SIMGPU_MEMORY", "512M")
-            .env("SIMGPU_DEVICES", "2")
-            .env("VRAMCTL_DIR", self.0.path().join("sockets"))
-            .env("VRAMCTL_LIB", artifacts().join("libvramctl.so"));
-        command
-    }
-
-    fn start(&self, name: &str) -> Program {
-        self.start_with(name, |_| ())
-    }
-
-    /// An owner with 4 MiB, another process, the memory's address in the owner, and its handle.
-    fn sharing(&self) -> (Program, Program, u64, String) {
-        let (mut owner, other) = (self.start("owner"), self.start("other"));
-        let pointer = owner.number(&format!("malloc({})", 4 * MIB));
-        let handle = owner.ask(&format!("get({pointer})"));
-        (owner, other, pointer, handle)
-    }
-
-    fn start_with(&self, name: &str, change: impl FnOnce(&mut Command)) -> Program {
-        let mut command = self.command(common::command_line());
-        command.args(["run", "--name", name, "--", "python3", "-c", PROGRAM]);
-        change(&mut command);
-        Program::spawn(&mut command)
-    }
-
-    fn ask(&self, arguments: &[&str]) -> Output {
-        self.command(common::command_line()).args(arguments).output().unwrap()
-    }
-
-    fn done(&self, arguments: &[&str]) -> String {
-        let output = self.ask(arguments);
-        let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "vramctl {arguments:?}: {text}");
-        text
-    }
-
-    /// A pause that must be refused because another process has the memory open.
-    fn refused(&self, target: &str, by: &Program) {
-        let output = self.ask(&["pause", "--pid", target]);
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(5), "{text}");
-        assert!(text.contains(&format!("pid {} (python3", by.child.id())) && text.contains("default"), "{text}");
-    }
-
-    fn used(&self) -> u64 {
-        let output = self.command(artifacts().join("simgpu-smi")).arg("--json").output().unwrap();
-        serde_json::from_slice::<Value>(&output.stdout).unwrap()["devices"][0]["used"].as_u64().unwrap()
-    }
-}
-
-struct Program {
-    child: Child,
-    output: BufReader<ChildStdout>,
-}
-
-impl Program {
-    fn spawn(command: &mut Command) -> Self {
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let mut program = Self { child, output };
-        assert_eq!(program.line(), "ready");
-        program
-    }
-
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim().to_owned()
-    }
-
-    fn ask(&mut self, expression: &str) -> String {
-        writeln!(self.child.stdin.as_mut().unwrap(), "{expression}").unwrap();
-        self.line()
-    }
-
-    fn number(&mut self, expression: &str) -> u64 {
-        let answer = self.ask(expression);
-        answer.parse().unwrap_or_else(|_| panic!("{expression}: {answer}"))
-    }
-
-    fn pid(&self) -> String {
-        self.child.id().to_string()
-    }
-
-    fn end(mut self) {
-        drop(self.child.stdin.take());
-        assert!(self.child.wait().unwrap().success());
-    }
-
-    fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 #[test]
 fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
@@ -346,44 +144,6 @@ fn what_is_open_can_be_left_out_of_a_pause() {
     assert_eq!(machine.used(), 0);
     machine.done(&["resume", "--name", "owner"]);
     assert_eq!(owner.ask(&format!("read({lent}, 10)")), "[4]");
-}
-
-impl Machine {
-    /// What a client sends for one process of several.
-    fn request(&self, process: &Program, verb: &str, partners: &[&Program]) -> Value {
-        let mut socket = UnixStream::connect(self.0.path().join("sockets").join(format!("{}.sock", process.pid()))).unwrap();
-        let partners: Vec<_> = partners.iter().map(|partner| partner.child.id()).collect();
-        let hold = if verb == "pause" { 5000 } else { 0 };
-        let mut request = serde_json::json!({ "version": 1, "request": verb, "partners": partners });
-        if hold > 0 {
-            request["hold_ms"] = hold.into();
-        }
-        writeln!(socket, "{request}").unwrap();
-        let mut line = String::new();
-        BufReader::new(socket).read_line(&mut line).unwrap();
-        serde_json::from_str(&line).unwrap()
-    }
-
-    fn both(&self, verb: &str, one: &Program, two: &Program) {
-        for (process, partner) in [(one, two), (two, one)] {
-            let answer = self.request(process, verb, &[partner]);
-            assert_eq!(answer["reply"], "done", "{verb}: {answer}");
-        }
-    }
-
-    fn is_held(&self, process: &Program) -> bool {
-        self.request(process, "status", &[])["held"] == true
-    }
-
-    /// Waits until a process goes on by itself.
-    #[track_caller]
-    fn goes_on(&self, process: &Program) {
-        let begun = Instant::now();
-        while self.is_held(process) {
-            assert!(begun.elapsed() < Duration::from_secs(30), "it stays held");
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
 }
 
 /// Custom all-reduce: each process has memory of the other open for as long as it runs.
@@ -1004,6 +764,7 @@ enum Step {
     Write { by: usize, which: usize, value: u8 },
     PauseBoth,
     PauseAlone { who: usize },
+    PauseShared { who: usize },
     Resume { who: usize },
 }
 
@@ -1017,6 +778,7 @@ fn step() -> impl Strategy<Value = Step> {
         5 => (who(), which(), any::<u8>()).prop_map(|(by, which, value)| Step::Write { by, which, value }),
         3 => Just(Step::PauseBoth),
         1 => who().prop_map(|who| Step::PauseAlone { who }),
+        3 => who().prop_map(|who| Step::PauseShared { who }),
         4 => who().prop_map(|who| Step::Resume { who }),
     ]
 }
@@ -1142,10 +904,18 @@ impl Two {
             Step::PauseAlone { who } => {
                 let answer = self.machine.request(&self.programs[who], "pause", &[]);
                 let its = |piece: &&mut Piece| piece.owner == who && piece.at[who].is_some();
-                let is_lent = self.pieces.iter_mut().filter(its).any(|piece| !piece.paused && piece.opened > 0);
+                let is_lent = self.pieces.iter_mut().filter(its).any(|piece| !piece.paused && piece.opened > 0 && !piece.aside);
                 prop_assert_eq!(answer["code"] == "shared", is_lent, "{}", answer);
                 if !is_lent {
                     self.pieces.iter_mut().filter(its).for_each(|piece| piece.paused = true);
+                }
+            }
+            Step::PauseShared { who } => {
+                let output = self.machine.ask(&["pause", "--pid", &self.programs[who].pid(), "--shared"]);
+                prop_assert!(output.status.success(), "{:?}", output);
+                for piece in self.pieces.iter_mut().filter(|piece| piece.owner == who && !piece.paused && piece.at[who].is_some()) {
+                    piece.paused = true;
+                    piece.aside = piece.opened > 0;
                 }
             }
             Step::Resume { who } => {
@@ -1174,6 +944,17 @@ impl Two {
             let begun = Instant::now();
             while self.machine.is_held(&self.programs[who]) != self.is_held(who) {
                 prop_assert!(begun.elapsed() < Duration::from_secs(20), "held: {}, not {}", !self.is_held(who), self.is_held(who));
+                thread::sleep(Duration::from_millis(2));
+            }
+            // While it waits for one piece, it has another back.
+            let aside = self.pieces.iter().filter(|piece| piece.other() == who && piece.aside).count() as u64 * Self::BYTES;
+            let set_aside = |two: &Self| {
+                let status = two.machine.request(&two.programs[who], "status", &[]);
+                let borrowed = status["borrowed"].as_array().cloned().unwrap_or_default();
+                borrowed.iter().map(|borrowed| borrowed["paused_bytes"].as_u64().unwrap()).sum::<u64>()
+            };
+            while !self.has_paused(who) && set_aside(self) != aside {
+                prop_assert!(begun.elapsed() < Duration::from_secs(20), "{} set aside, not {}", set_aside(self), aside);
                 thread::sleep(Duration::from_millis(2));
             }
             if self.is_held(who) {

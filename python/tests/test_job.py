@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import unittest
+from pathlib import Path
 
 import vramctl
 from support import MIB, Program
@@ -107,6 +108,74 @@ class Jobs(unittest.TestCase):
             self.job.pause(backup="tape")  # type: ignore[arg-type]
         with Program("trainer"), self.assertRaises(errors.SeveralProcesses):
             vramctl.Job().pause()
+
+
+#: One shares its memory by CUDA IPC, and one opens what it is given a handle of.
+SHARING = """
+import ctypes, sys
+sys.path.insert(0, {tests!r})
+from support import Cuda, MIB, pattern
+cuda = Cuda()
+class Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+own = cuda.malloc(4 * MIB)
+cuda.write(own, pattern(3, 4 * MIB))
+opened = ctypes.c_void_p()
+print("ready", flush=True)
+for line in sys.stdin:
+    command, _, argument = line.strip().partition(" ")
+    handle = Handle()
+    if command == "handle":
+        cuda.call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(own))
+        print(bytes(handle.bytes).hex(), flush=True)
+    elif command == "open":
+        handle.bytes[:] = bytes.fromhex(argument)
+        cuda.call("cudaIpcOpenMemHandle", ctypes.byref(opened), handle, 1)
+        print(opened.value, flush=True)
+    else:
+        print(cuda.read(opened.value, 4 * MIB) == pattern(3, 4 * MIB), flush=True)
+""".format(tests=str(Path(__file__).resolve().parent))
+
+
+class Sharing(unittest.TestCase):
+    def setUp(self) -> None:
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.trainer, self.engine = (stack.enter_context(Program(name, SHARING)) for name in ("trainer", "engine"))
+        self.address = self.engine.ask(f"open {self.trainer.ask('handle')}")
+
+    def held_up(self) -> list[vramctl.Borrowed]:
+        return [one for one in vramctl.Client(self.engine.pid).status().borrowed if one.paused_bytes]
+
+    def test_a_job_is_paused_with_those_that_have_its_memory_open(self) -> None:
+        job = vramctl.Job("trainer")
+        with self.assertRaises(errors.Shared):
+            job.pause()
+        report = job.pause(shared=True)
+        self.assertEqual(set(report.processes), {self.trainer.pid, self.engine.pid})
+        aside = report.processes[self.engine.pid].missing
+        self.assertEqual([(one.owner, one.bytes, one.paused_bytes) for one in aside], [(self.trainer.pid, 4 * MIB, 4 * MIB)])
+        self.assertEqual((report.processes[self.trainer.pid].missing, report.bytes), ((), 4 * MIB))
+        self.assertEqual(tuple(self.held_up()), aside)
+        self.assertEqual(vramctl.Client(self.engine.pid).resume().missing, aside)
+        job.resume()
+        self.assertEqual(self.engine.ask("check"), "True")
+        self.assertEqual(self.held_up(), [])
+
+    def test_so_is_a_single_process(self) -> None:
+        with vramctl.Client("trainer") as client:
+            with self.assertRaises(errors.Shared):
+                client.pause()
+            report = client.pause("default", shared=True, backup="host")
+            self.assertEqual((report.bytes, report.kept_bytes), (4 * MIB, 4 * MIB))
+            self.assertEqual([one.owner for one in self.held_up()], [self.trainer.pid])
+            client.resume()
+            self.assertEqual(self.engine.ask("check"), "True")
+            for wrong in ({"hold": None}, {"progress": print}):
+                with self.assertRaises(errors.Invalid):
+                    client.pause(shared=True, **wrong)  # type: ignore[arg-type]
+            with self.assertRaises(errors.Invalid):
+                client.pause({"default": "host"}, shared=True)
 
 
 if __name__ == "__main__":

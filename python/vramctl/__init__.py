@@ -36,12 +36,29 @@ from typing import Any
 
 from . import _imports, _library, _request, _torch, _trim, errors
 from ._request import Backup, Tags
-from ._types import Cached, Cycle, Device, Growth, Hello, Host, Ledger, LeftAlone, Progress, Report, Share, Status, Tag, Trimmed
+from ._types import (
+    Borrowed,
+    Cached,
+    Cycle,
+    Device,
+    Growth,
+    Hello,
+    Host,
+    Ledger,
+    LeftAlone,
+    Progress,
+    Report,
+    Share,
+    Status,
+    Tag,
+    Trimmed,
+)
 from .client import Client, Process, processes
 from .errors import Error
 from .job import Job, JobReport, StepsReport, ledger
 
 __all__ = [
+    "Borrowed",
     "Cached",
     "Client",
     "Cycle",

@@ -18,6 +18,20 @@ def _read(kind: type[_T], reply: Mapping[str, Any], **converted: Any) -> _T:
 
 
 @dataclass(frozen=True)
+class Borrowed:
+    """Memory of another process that this one has open (CUDA IPC), on one GPU."""
+
+    #: The process id of the owner.
+    owner: int
+    #: Bytes of device memory when active.
+    bytes: int
+    #: Of those, paused ones: until they are resumed, this process is held.
+    paused_bytes: int = 0
+    #: As in ``nvidia-smi -L``; None if the driver does not answer.
+    gpu: str | None = None
+
+
+@dataclass(frozen=True)
 class Report:
     """What a pause or resume did. Sizes are in bytes of device memory, times in milliseconds."""
 
@@ -35,6 +49,9 @@ class Report:
     unchanged: int = 0
     #: Bytes that the driver has so far refused to release; the library retries.
     late_bytes: int = 0
+    #: After a resume: memory of other processes that this one has open and that is not back. After a pause of others with `shared`:
+    #: what was set aside of theirs. The process stays held until it is back.
+    missing: tuple[Borrowed, ...] = ()
     #: After a pause with a guard: the bytes that have one.
     guarded_bytes: int = 0
     #: After a pause with a guard: the bytes that could not be given one.
@@ -51,7 +68,7 @@ class Report:
 
     @classmethod
     def _from(cls, reply: Mapping[str, Any]) -> Report:
-        return _read(cls, reply)
+        return _read(cls, reply, missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())))
 
 
 @dataclass(frozen=True)
@@ -194,6 +211,8 @@ class Status:
     host: Host = Host()
     #: Bytes that the driver has so far refused to release; the library retries.
     late_bytes: int = 0
+    #: Memory of other processes that it has open, by owner and GPU.
+    borrowed: tuple[Borrowed, ...] = ()
     #: By owner, in alphabetical order.
     left_alone: tuple[LeftAlone, ...] = ()
     #: The last cycles, the oldest first.
@@ -209,6 +228,7 @@ class Status:
             tags=tuple(Tag._from(tag) for tag in reply.get("tags", ())),
             devices=tuple(_read(Device, device) for device in reply.get("devices", ())),
             host=_read(Host, reply.get("host") or {}),
+            borrowed=tuple(_read(Borrowed, borrowed) for borrowed in reply.get("borrowed", ())),
             left_alone=tuple(_read(LeftAlone, left) for left in reply.get("left_alone", ())),
             cycles=tuple(_read(Cycle, cycle) for cycle in reply.get("cycles", ())),
             growing=tuple(_read(Growth, growth) for growth in reply.get("growing", ())),

@@ -219,7 +219,7 @@ class Registered(Error):
 
 
 class Shared(Error):
-    """Other processes have memory open that would be paused. Let them close it, or end them, first."""
+    """Other processes have memory open that would be paused. Let them close it, or end them, first; or pass ``shared=True``."""
 
     code = "shared"
     number = 17

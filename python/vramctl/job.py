@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,14 @@ class Job:
     def __init__(self, name: str | None = None, *, ranks: int | None = None) -> None:
         self._target = [] if name is None else [f"--name={name}"]
         self._ranks = [] if ranks is None else [f"--ranks={ranks}"]
+        self._folder: str | None = None
+
+    @classmethod
+    def _of_process(cls, pid: int, folder: str) -> Job:
+        """A single process, whose socket is in this folder."""
+        job = cls()
+        job._target, job._folder = [f"--pid={pid}"], folder
+        return job
 
     def pause(
         self,
@@ -86,6 +95,7 @@ class Job:
         registered: str = "refuse",
         hold: float | None = 10.0,
         guard: bool = False,
+        shared: bool = False,
         timeout: float | None = None,
     ) -> JobReport:
         """Returns the GPU memory of the tags (None: all) to the driver.
@@ -96,6 +106,10 @@ class Job:
         `engine`: the URL of the inference engine. If its KV cache is to be discarded, it must be idle, else `errors.Busy` is raised,
         and it resets its prefix cache first.
 
+        `shared`: take along other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`. They are held as
+        well, set aside what they have open, and go on by themselves when it is resumed. They are in the report, with `Report.missing`.
+        Only with `hold`.
+
         `backup`, `force`, `registered`, `guard`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
         """
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
@@ -103,6 +117,7 @@ class Job:
         options += [] if engine is None else [f"--engine={engine}"]
         options += [f"--registered={registered}"] if registered != "refuse" else []
         options += ["--guard"] if guard else []
+        options += ["--shared"] if shared else []
         options += ["--no-hold"] if hold is None else [f"--hold-timeout={_seconds(hold)}"]
         options += [] if timeout is None else [f"--timeout={_seconds(timeout)}"]
         return self._transition("pause", tags, options)
@@ -180,7 +195,7 @@ class Job:
 
     def _transition(self, verb: str, tags: str | Iterable[str] | None, options: list[str]) -> JobReport:
         chosen = [tag for tag in _request.names(tags) if tag is not None]
-        told = _run([verb, *self._target, *self._ranks, *options, "--json", "--", *chosen])
+        told = _run([verb, *self._target, *self._ranks, *options, "--json", "--", *chosen], self._folder)
         reports = {process["pid"]: Report._from(process["report"]) for process in _processes(told)}
         job: dict[str, Any] = next(iter(told.get("jobs", ())), {})
         return JobReport(reports, job.get("attempts", 0), job.get("ms", 0.0))
@@ -253,11 +268,16 @@ def _seconds(timeout: float | None) -> str:
     return "1000000000" if milliseconds is None else str(milliseconds / 1000)
 
 
-def _run(arguments: list[str]) -> dict[str, Any]:
+def _run(arguments: list[str], folder: str | None = None) -> dict[str, Any]:
     from .__main__ import command  # at first use: `python -m vramctl` is about to run that module itself
 
     ran = subprocess.run(
-        [command(), *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [command(), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=None if folder is None else {**os.environ, "VRAMCTL_DIR": folder},
     )
     try:
         told = json.loads(ran.stdout)

@@ -4,12 +4,14 @@ usage: handover.py VRAMCTL [GIB]    prints a line `ok: …` or `FAILED: …` for
        handover.py --trainer GIB, handover.py --engine GIB: the two programs, which handover.py starts under `vramctl run`
 
 The trainer copies parameters into a bucket of 512 MiB, shares it with torch's own tensor sharing, and waits until the engine has
-copied it out, as frameworks that update weights in buckets do.
+copied it out, as frameworks that update weights in buckets do. Last, the engine keeps the bucket open, and the trainer is paused with
+it (--shared): the engine waits, and finds the bucket where it was when the trainer is resumed.
 """
 
 import base64
 import json
 import pickle
+import select
 import subprocess
 import sys
 import time
@@ -61,6 +63,7 @@ def engine(gib):
         piece.zero_()
     torch.cuda.synchronize()
     answer(ready=True, addresses=[piece.data_ptr() for piece in weights])
+    kept = None
     for line in sys.stdin:
         request = json.loads(line)
         if "check" in request:
@@ -71,12 +74,44 @@ def engine(gib):
             ]
             answer(wrong=wrong, addresses=[piece.data_ptr() for piece in weights])
             continue
+        if "kept" in request:
+            value = float(kept[0])
+            answer(address=kept.data_ptr(), value=value if bool((kept == value).all()) else None)
+            continue
         rebuild, arguments = pickle.loads(base64.b64decode(request["tensor"]))
         shared = rebuild(*arguments)
+        if "keep" in request:
+            kept = shared
+            answer(done=True)
+            continue
         weights[request["bucket"]].copy_(shared)
         torch.cuda.synchronize()
         del shared
         answer(done=True)
+
+
+def paused_together(sender, receiver, ask, command, check):
+    ask(receiver, keep=True, tensor=ask(sender, bucket=0)["tensor"])
+    before = ask(receiver, kept=True)
+    refused, text = command("pause", "--name", "trainer")
+    check("the trainer is not paused while the engine keeps its bucket", not refused and "shared" in text, text if refused else "")
+    for number in range(3):
+        paused, text = command("pause", "--name", "trainer", "--shared")
+        missing = [one for process in json.loads(text)["processes"] for one in process["report"]["missing"]] if paused else []
+        check("with --shared it is, and the engine sets the bucket aside", len(missing) == 1, text if not missing else "")
+        receiver.stdin.write(json.dumps({"kept": True}) + "\n")
+        receiver.stdin.flush()
+        waits = not select.select([receiver.stdout], [], [], 1)[0]
+        check("the engine waits for it", waits)
+        began = time.perf_counter()
+        resumed, text = command("resume", "--name", "trainer")
+        after = json.loads(receiver.stdout.readline())
+        took = time.perf_counter() - began
+        check("after the resume of the trainer it goes on, with the same bucket", resumed and after == before, f"{took:.2f} s; {after}")
+        ask(sender, bucket=number + 1)
+        before = {**before, "value": before["value"] + 1}
+        after = ask(receiver, kept=True)
+        check("which is the trainer's", after == before, after if after != before else "")
 
 
 def main():
@@ -99,7 +134,7 @@ def main():
 
     def command(*arguments):
         done = subprocess.run([vramctl, *arguments, "--json"], capture_output=True, text=True, timeout=120)
-        return done.returncode == 0, (done.stdout + done.stderr).strip()[-400:]
+        return done.returncode == 0, done.stdout if done.returncode == 0 else (done.stdout + done.stderr).strip()[-400:]
 
     both = [start("trainer"), start("engine")]
     sender, receiver = both
@@ -129,7 +164,8 @@ def main():
         # Torch keeps the bucket open in the engine until its cache of opened memory is emptied.
         check("the trainer is paused, or refuses because its bucket is open", paused or "shared" in text, text if not paused else "")
         if paused:
-            check("and resumed", *command("resume", "--name", "trainer"))
+            check("and resumed", command("resume", "--name", "trainer")[0])
+        paused_together(sender, receiver, ask, command, check)
     finally:
         for child in both:
             child.stdin.close()

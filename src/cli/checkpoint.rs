@@ -202,7 +202,7 @@ fn transition(
     let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((tags(member)?, member))).collect();
     let rank = |(tags, member): &(Vec<String>, &mut Member)| {
         let pid = member.process.pid;
-        Rank { pid, tags: tags.clone(), lenient: false, communicators: chosen.ids(pid) }
+        Rank { pid, tags: tags.clone(), lenient: false, is_borrower: false, communicators: chosen.ids(pid) }
     };
     let ranks = due.iter().map(rank).collect();
     let done = found.carry_out(&Job { verb, wanted, ranks, is_whole, ticket: None }, &());

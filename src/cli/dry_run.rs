@@ -12,6 +12,8 @@ pub struct Foretold<'a> {
     pub process: &'a Process,
     pub plan: Plan,
     pub failure: Option<CommandError>,
+    /// For one that is only taken along: what it would set aside.
+    pub aside_bytes: Option<u64>,
 }
 
 impl<'a> Foretold<'a> {
@@ -21,7 +23,12 @@ impl<'a> Foretold<'a> {
         let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
         let short = (needed > available).then_some(Error::HostMemory { needed, available, capped: false });
         let failure = refused.or(short).map(|error| CommandError::from(&error));
-        Self { process, plan, failure }
+        Self { process, plan, failure, aside_bytes: None }
+    }
+
+    /// One that pauses nothing of its own, and would set aside what it has open of others.
+    pub fn along(process: &'a Process, bytes: u64) -> Self {
+        Self { process, plan: Plan::default(), failure: None, aside_bytes: Some(bytes) }
     }
 
     /// With what NCCL would give back.
@@ -37,6 +44,9 @@ impl<'a> Foretold<'a> {
 
     fn tags_text(&self) -> String {
         let Self { process, plan, .. } = self;
+        if let Some(bytes) = self.aside_bytes {
+            return format!("{process}: would be held, too, until {} that it has open are resumed", Bytes(bytes));
+        }
         if plan.tags.is_empty() {
             return format!("{process}: nothing to pause");
         }
@@ -58,8 +68,12 @@ impl<'a> Foretold<'a> {
 /// Prints them, and returns the exit code that the command would have, as far as it can be predicted.
 pub fn tell(all: &[Foretold], as_json: bool) -> Result<Exit, CommandError> {
     if as_json {
-        let answer = |Foretold { process, plan, failure }: &Foretold| {
-            let mut answer = json!({ "pid": process.pid, "name": process.name(), "plan": plan });
+        let answer = |Foretold { process, plan, failure, aside_bytes }: &Foretold| {
+            let mut answer = json!({ "pid": process.pid, "name": process.name() });
+            match aside_bytes {
+                Some(bytes) => answer["aside_bytes"] = json!(bytes),
+                None => answer["plan"] = json!(plan),
+            }
             if let Some(failure) = failure {
                 answer["error"] = json!(failure);
             }

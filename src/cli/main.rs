@@ -18,6 +18,7 @@ mod ps;
 mod python_path;
 mod relocate;
 mod run;
+mod shared;
 mod status;
 mod suspend;
 mod tag;

@@ -109,12 +109,23 @@ impl Process {
         self.status.as_ref().map_or(&[], |status| &status.memory.tags)
     }
 
+    /// The processes whose paused memory it has open: it is held until they are resumed.
+    pub fn waits_for(&self) -> BTreeSet<u32> {
+        let borrowed = self.status.as_ref().map_or(&[][..], |status| &status.memory.borrowed);
+        borrowed.iter().filter(|its| its.paused_bytes > 0).map(|its| its.owner).collect()
+    }
+
     /// The state over all tags, as text. If they differ, lists those that are not active.
     pub fn state(&self) -> String {
         if self.suspended().is_some() {
             return "suspended".into();
         }
         let tags = self.tags();
+        let owners = self.waits_for();
+        if !owners.is_empty() && tags.iter().all(|tag| tag.paused_bytes == 0) {
+            let owners: Vec<_> = owners.iter().map(ToString::to_string).collect();
+            return format!("waits for {}", owners.join(", "));
+        }
         match tags {
             [] => "empty".into(),
             [first, rest @ ..] if first.state != TagState::Mixed && rest.iter().all(|tag| tag.state == first.state) => {

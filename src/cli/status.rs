@@ -110,6 +110,9 @@ fn describe(status: &ProcessStatus) -> String {
         let _ = writeln!(text, "Suspended: it has nothing on any GPU. A resume needs {bytes} besides what is paused.");
     } else if memory.held {
         let _ = writeln!(text, "Held: {} threads wait to start GPU work, until everything is resumed.", memory.waiting_threads);
+        for Borrowed { owner, .. } in memory.borrowed.iter().filter(|its| its.paused_bytes > 0) {
+            let _ = writeln!(text, "It waits for memory of process {owner}: `vramctl resume --pid {owner}`, and it goes on by itself.");
+        }
     }
     let _ = match &memory.process_tag {
         Some(tag) => writeln!(text, "New allocations outside regions get the tag {tag}."),

@@ -10,6 +10,7 @@ use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::progress::{Bar, Bars};
+use crate::shared::{self, Along, AsOne, OpenBy};
 use crate::status::come_so_far;
 use crate::suspend;
 use crate::target::{GpuArgs, TargetArgs, checked_tag, milliseconds, seconds};
@@ -41,7 +42,9 @@ contents in host memory, unless the tag's policy, --backup or --discard says oth
 changes nothing, in any process of the job, and the program runs on. ^C takes back what is not complete.
 
 Memory that another process has open (CUDA IPC) is not paused, and the message names the process. With --timeout, the pause waits \
-that long until it is closed, and the program runs on meanwhile.
+that long until it is closed, and the program runs on meanwhile. With --shared, the processes that have it open are held as well and \
+give up what they have open of it, at the same moment or not at all. Their own memory stays. When the memory is resumed, they have it \
+back at the same addresses and go on by themselves.
 
 With --no-hold, the program runs on while it is paused. Then it must be idle: GPU work that touches paused memory fails, and its \
 CUDA context with it. With --guard as well, such work finds a small block of memory instead, and the resume says if it wrote there.
@@ -58,6 +61,7 @@ Examples:
   vramctl pause cache --no-hold              the program goes on with its other memory
   vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
   vramctl pause --trim                       first return what torch holds without using it
+  vramctl pause --name trainer --shared      with memory that an engine has open; it goes on after `vramctl resume --name trainer`
   vramctl pause --dry-run                    show what would be paused, and change nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
 #[allow(clippy::struct_excessive_bools)] // options
@@ -78,6 +82,9 @@ pub struct PauseArgs {
     /// the rest, also without what another process has open) or take (pause it too: nobody may use the registration any more)
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
     registered: Registered,
+    /// Take along other processes that have the memory open (CUDA IPC): they are held, too, and go on by themselves when it is resumed
+    #[arg(long, conflicts_with = "no_hold")]
+    shared: bool,
     /// Keep a small block of GPU memory mapped under the paused addresses (62 MiB per GPU), so that GPU work that should have kept
     /// away reads and writes garbage there, instead of destroying the program's context
     #[arg(long)]
@@ -254,6 +261,10 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     asking.request.guard = args.guard;
     asking.request.hold_ms = hold_ms;
     asking.request.force = args.engine.force();
+    asking.groups = asking.jobs();
+    if args.shared {
+        asking.take_along()?;
+    }
     if args.nccl {
         asking.choose_communicators()?;
     }
@@ -272,6 +283,8 @@ pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
     let restored = suspend::bring_back(&Target::from(target.clone()), tags.is_empty(), timeout.unwrap_or_default(), *json || *quiet)?;
     let mut asking = Asking::prepare(Verb::Resume, args.transition)?;
     asking.restored = restored;
+    asking.groups = asking.jobs();
+    asking.join_those_that_wait();
     asking.run()
 }
 
@@ -315,6 +328,7 @@ fn plan(direction: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec
 }
 
 /// A pause or resume of several processes.
+#[allow(clippy::struct_excessive_bools)] // options
 struct Asking {
     direction: Verb,
     found: Found,
@@ -323,6 +337,10 @@ struct Asking {
     request: protocol::Transition,
     /// What NCCL is to suspend.
     communicators: nccl::ChosenCommunicators,
+    /// Who is asked as one.
+    groups: Vec<AsOne<Along>>,
+    /// Whether processes that have memory open are taken along.
+    takes_along: bool,
     /// Whether jobs are meant as a whole, not some of their processes or memory.
     is_whole: bool,
     /// What brought those that were suspended back to the GPU.
@@ -376,6 +394,8 @@ impl Asking {
             tasks,
             request,
             communicators: nccl::ChosenCommunicators::default(),
+            groups: Vec::new(),
+            takes_along: false,
             is_whole,
             restored,
             trimmed: BTreeMap::new(),
@@ -393,8 +413,8 @@ impl Asking {
 
     /// Which communicators NCCL can suspend.
     fn choose_communicators(&mut self) -> Result<(), CommandError> {
-        for job in self.jobs() {
-            let processes: Vec<_> = job.iter().map(|place| &self.tasks[*place].process).collect();
+        for group in &self.groups {
+            let processes: Vec<_> = group.places.iter().map(|place| &self.tasks[*place].process).collect();
             let chosen = nccl::ChosenCommunicators::ask(&self.found, &processes)?;
             self.communicators.add(chosen);
         }
@@ -449,15 +469,59 @@ impl Asking {
 
     /// What a pause of the process would do. `None` if its library is too old to say.
     fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, CommandError> {
-        let of_task = |places: &Vec<usize>| places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
-        let job = self.jobs().into_iter().find(of_task).unwrap_or_default();
-        let is_held = self.request.hold_ms.is_some();
-        let partners = job.iter().filter(|_| is_held).map(|place| self.tasks[*place].process.pid).collect();
-        let request = protocol::Transition { partners, ..self.request.clone() };
+        let of_task = |group: &&AsOne<_>| group.places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
+        // Those that are not held keep what they have open.
+        let group = self.groups.iter().find(of_task).filter(|_| self.request.hold_ms.is_some());
+        let partners = group.map_or_else(Vec::new, |group| self.pids(&group.places));
+        let borrowers = group.map_or_else(Vec::new, |group| group.along.iter().map(|along| along.process.pid).collect());
+        let request = protocol::Transition { partners, borrowers, ..self.request.clone() };
         match self.found.connect(task.process.pid)?.plan(request) {
             Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
             answer => Ok(Some(answer?)),
         }
+    }
+
+    fn pids(&self, places: &[usize]) -> Vec<u32> {
+        places.iter().map(|place| self.tasks[*place].process.pid).collect()
+    }
+
+    /// Finds those that have open what is to be paused.
+    fn take_along(&mut self) -> Result<(), CommandError> {
+        let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
+        let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, |places| self.lent_by(places));
+        let found = |AsOne { places, along }: AsOne<_>| Ok(AsOne { places, along: shared::find(&self.found, along)? });
+        self.groups = groups.into_iter().map(found).collect::<Result<_, CommandError>>()?;
+        self.takes_along = true;
+        Ok(())
+    }
+
+    /// Makes one group of jobs whose processes wait for memory of each other: else one would wait for the other's turn.
+    fn join_those_that_wait(&mut self) {
+        let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
+        let waiting = |places: &[usize]| {
+            let owners = self.pids(places);
+            let waits =
+                |process: &Process| !owners.contains(&process.pid) && process.waits_for().iter().any(|owner| owners.contains(owner));
+            self.tasks.iter().filter(|task| waits(&task.process)).map(|task| (task.process.pid, 0)).collect()
+        };
+        let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, waiting);
+        self.groups = groups.into_iter().map(|AsOne { places, .. }| AsOne { places, along: Vec::new() }).collect();
+    }
+
+    /// What others have open of what is to be paused. Nothing, if a process does not say: then the pause itself says why.
+    fn lent_by(&self, places: &[usize]) -> OpenBy {
+        let mut lent = OpenBy::new();
+        for pid in self.pids(places) {
+            // What is registered does not matter here.
+            let request = protocol::Transition { partners: self.pids(places), registered: Registered::Take, ..self.request.clone() };
+            let asked = self.found.connect(pid).and_then(|mut client| client.plan(request));
+            if let Err(ClientError::Refused(refusal)) = asked {
+                for open in refusal.lent.iter().flatten() {
+                    *lent.entry(open.by.pid).or_default() += open.by.bytes.unwrap_or_default();
+                }
+            }
+        }
+        lent
     }
 
     /// Dry run: prints what a pause would do, and returns its exit code as far as it can be predicted. Asks no engine.
@@ -469,7 +533,8 @@ impl Asking {
             Ok(Foretold::new(process, plan, self.request.force || asks_engine).with_communicators(&self.communicators))
         };
         let meant = self.tasks.iter().filter(|task| !task.meant.is_empty());
-        dry_run::tell(&meant.map(foretell).collect::<Result<Vec<_>, CommandError>>()?, self.json)
+        let along = self.groups.iter().flat_map(|group| &group.along).map(|along| Ok(Foretold::along(&along.process, along.bytes)));
+        dry_run::tell(&meant.map(foretell).chain(along).collect::<Result<Vec<_>, CommandError>>()?, self.json)
     }
 
     /// Sends the requests and prints the results.
@@ -480,13 +545,27 @@ impl Asking {
         interrupt::watch(move || interrupted.give_up());
         // Loading NVML takes a while, which the pause takes anyway.
         let nvml = (asking.direction == Verb::Pause).then(|| thread::spawn(driver::keep_nvml));
-        let (outcomes, jobs) = asking.carry_out();
-        if asking.json {
-            output::print(&format!("{}\n", json!({ "processes": outcomes, "jobs": jobs })))?;
-        } else {
+        let (mut outcomes, along, jobs) = asking.carry_out();
+        if !asking.json {
             for (task, outcome) in asking.tasks.iter().zip(&outcomes) {
                 asking.tell(task, &outcome.result)?;
             }
+            for (process, answer) in &along {
+                asking.tell_along(process, answer)?;
+            }
+        }
+        let outcome = |(process, result): (Process, Answer)| Outcome {
+            pid: process.pid,
+            name: process.name().map(str::to_owned),
+            tags: Vec::new(),
+            restored: None,
+            trimmed: None,
+            result,
+        };
+        outcomes.extend(along.into_iter().map(outcome));
+        if asking.json {
+            output::print(&format!("{}\n", json!({ "processes": outcomes, "jobs": jobs })))?;
+        } else {
             for job in jobs.iter().filter(|job| job.pids.len() > 1) {
                 job.tell(asking.direction, &outcomes, asking.quiet)?;
             }
@@ -500,7 +579,9 @@ impl Asking {
         let cause = failures.iter().find(|failure| !failure.is(Kind::Aborted)).or(failures.first());
         let is_amiss = |one: &Communicator| one.error.is_some() || one.state.is_in_progress();
         let stays_held = |outcome: &Outcome| {
-            outcome.result.report().is_some_and(|report| !report.missing.is_empty() || report.communicators.iter().any(is_amiss))
+            outcome.result.report().is_some_and(|report| {
+                asking.direction == Verb::Resume && !report.missing.is_empty() || report.communicators.iter().any(is_amiss)
+            })
         };
         let otherwise = if outcomes.iter().any(stays_held) { Exit::Busy } else { Exit::Done };
         Ok(cause.map_or(otherwise, |failure| failure.exit()))
@@ -526,21 +607,28 @@ impl Asking {
         }
     }
 
-    /// Runs all jobs in parallel.
-    fn carry_out(&self) -> (Vec<Outcome>, Vec<JobOutcome>) {
-        let jobs = self.jobs();
+    /// Runs all groups in parallel. Returns the results for the tasks, and for those that were taken along.
+    fn carry_out(&self) -> (Vec<Outcome>, Vec<(Process, Answer)>, Vec<JobOutcome>) {
         let done: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = jobs.iter().map(|places| scope.spawn(|| self.carry_out_job(places))).collect();
+            let threads: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| self.carry_out_group(group))).collect();
             threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
         });
         let mut results: BTreeMap<usize, Answer> = BTreeMap::new();
-        let mut told = Vec::new();
-        for (places, done) in jobs.into_iter().zip(done) {
+        let (mut along, mut told) = (Vec::new(), Vec::new());
+        for (AsOne { places, .. }, done) in self.groups.iter().zip(done) {
             // A thread that panicked has no results.
-            let Ok(done) = done else { continue };
-            told.push(self.job_outcome(&places, &done));
-            let answers = done.results.into_iter().map(|result| self.answer(result, done.committed));
-            results.extend(places.into_iter().zip(answers));
+            let Ok((done, taken_along)) = done else { continue };
+            told.push(self.job_outcome(places, &done));
+            let mut answers = done.results.into_iter();
+            results.extend(places.iter().copied().zip(answers.by_ref().map(|result| self.answer(result, done.committed))));
+            let of_those = taken_along.into_iter().zip(answers).map(|(Along { process, .. }, result)| match result {
+                // One that has ended has nothing open any more.
+                Err(ClientError::Io { error, .. }) if done.committed && error.kind() != ErrorKind::TimedOut => {
+                    (process, Answer::Report(Report::default()))
+                }
+                result => (process, self.answer(result, done.committed)),
+            });
+            along.extend(of_those);
         }
         let unasked = |task: &Task| {
             let broken = || Answer::Error(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
@@ -554,11 +642,11 @@ impl Asking {
             trimmed: self.trimmed.get(&task.process.pid).cloned(),
             result: results.remove(&place).unwrap_or_else(|| unasked(task)),
         };
-        (self.tasks.iter().enumerate().map(outcome).collect(), told)
+        (self.tasks.iter().enumerate().map(outcome).collect(), along, told)
     }
 
     /// The places of the tasks that have something to say to their processes, by job.
-    fn jobs(&self) -> Vec<Vec<usize>> {
+    fn jobs(&self) -> Vec<AsOne<Along>> {
         let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
         for (place, task) in self.tasks.iter().enumerate().filter(|(_, task)| task.process.prepares()) {
             jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
@@ -574,7 +662,7 @@ impl Asking {
             places.retain(|place| any && (all_take_part || is_asked(place)));
             places
         };
-        jobs.into_values().map(part).filter(|places| !places.is_empty()).collect()
+        jobs.into_values().map(part).filter(|places| !places.is_empty()).map(|places| AsOne { places, along: Vec::new() }).collect()
     }
 
     /// Whether memory on this GPU is meant.
@@ -582,19 +670,39 @@ impl Asking {
         self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
     }
 
-    fn carry_out_job(&self, places: &[usize]) -> JobReport {
+    /// Tries again with others if those that have the memory open are others by then. Returns those that were taken along.
+    fn carry_out_group(&self, group: &AsOne<Along>) -> (JobReport, Vec<Along>) {
+        let (begun, mut along) = (Instant::now(), group.along.clone());
+        let patience = Duration::from_millis(self.request.hold_ms.unwrap_or_default());
+        loop {
+            let done = self.carry_out_job(&group.places, &along);
+            if done.committed || !self.takes_along || begun.elapsed() >= patience {
+                return (done, along);
+            }
+            let pids = |along: &[Along]| along.iter().map(|along| along.process.pid).collect::<BTreeSet<_>>();
+            match shared::find(&self.found, self.lent_by(&group.places)) {
+                Ok(now) if pids(&now) != pids(&along) => along = now,
+                _ => return (done, along),
+            }
+        }
+    }
+
+    fn carry_out_job(&self, places: &[usize], along: &[Along]) -> JobReport {
         let protocol::Transition { tags, lenient, .. } = &self.request;
-        let rank = |place: &usize| {
-            let pid = self.tasks[*place].process.pid;
-            Rank { pid, tags: tags.clone(), lenient: *lenient, communicators: self.communicators.ids(pid) }
+        let rank = |pid, is_borrower| {
+            let communicators = if is_borrower { Vec::new() } else { self.communicators.ids(pid) };
+            Rank { pid, tags: tags.clone(), lenient: *lenient, is_borrower, communicators }
         };
-        let ranks = places.iter().map(rank).collect();
+        let own = self.pids(places).into_iter().map(|pid| rank(pid, false));
+        let ranks = own.chain(along.iter().map(|along| rank(along.process.pid, true))).collect();
         let processes = || places.iter().map(|place| &self.tasks[*place].process);
         let gpus: BTreeSet<_> = processes().flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
         let who =
             processes().next().map_or_else(String::new, |first| first.job().map_or_else(|| first.to_string(), |job| format!("job {job}")));
         let ticket = Some(Claim { who, gpus: gpus.into_iter().collect(), waits: false });
-        let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole, ticket };
+        // Several jobs that share memory do not remember each other's processes.
+        let jobs: BTreeSet<_> = processes().map(Process::job).collect();
+        let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole && jobs.len() == 1, ticket };
         let bars = places.iter().map(|place| Mutex::new(self.bars.bar(&self.tasks[*place].process.to_string()))).collect();
         let done = self.found.carry_out(&job, &Following { asking: self, bars });
         self.stay_if_interrupted();
@@ -658,6 +766,29 @@ impl Asking {
         Ok(())
     }
 
+    /// What has come of one that was taken along.
+    fn tell_along(&self, process: &Process, answer: &Answer) -> Result<(), CommandError> {
+        match answer {
+            Answer::Report(report) if !self.quiet => {
+                let mut text = String::new();
+                for missing in &report.missing {
+                    let bytes = Bytes(missing.paused_bytes);
+                    let _ =
+                        write!(text, "{}{bytes} that it has open of process {}", if text.is_empty() { "" } else { ", " }, missing.owner);
+                }
+                output::say(&match &text[..] {
+                    "" => format!("nothing to do: {process} has none of it open any more"),
+                    aside => format!("held {process}: {aside} are paused; it goes on by itself when they are resumed"),
+                })
+            }
+            Answer::Report(_) => Ok(()),
+            Answer::Error(failure) => {
+                output::complain("error", &format!("{process}: {failure}"));
+                Ok(())
+            }
+        }
+    }
+
     fn connections(&self) -> MutexGuard<'_, Connections> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -719,7 +850,10 @@ impl Follower for Following<'_> {
     }
 
     fn progress(&self, member: usize, now: Progress) {
-        self.bars[member].lock().unwrap_or_else(PoisonError::into_inner).show(now);
+        // Those that are taken along copy nothing.
+        if let Some(bar) = self.bars.get(member) {
+            bar.lock().unwrap_or_else(PoisonError::into_inner).show(now);
+        }
     }
 }
 

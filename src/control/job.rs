@@ -47,6 +47,8 @@ pub struct Rank {
     pub lenient: bool,
     /// Pause only: the communicators that NCCL is to suspend, each of which must be named to all of its ranks.
     pub communicators: Vec<String>,
+    /// It pauses nothing of its own, and sets aside what it has open of what the others pause.
+    pub is_borrower: bool,
 }
 
 /// What came of it.
@@ -315,14 +317,16 @@ impl<'a> Attempt<'a> {
 
     fn prepare(&self, member: usize, is_early: bool, client: &mut Client, follower: &dyn Follower) -> Result<(), Stop> {
         let lease_ms = Some(LEASE.as_millis() as u64);
+        let Rank { pid, tags, lenient, is_borrower, communicators } = &self.job.ranks[member];
         // Those that are not held may be in the middle of work on memory of each other.
-        let partners = match (self.job.verb, self.job.wanted.hold_ms) {
-            (Verb::Pause, Some(_)) => self.job.ranks.iter().map(|rank| rank.pid).filter(|pid| *pid != self.job.ranks[member].pid).collect(),
-            _ => Vec::new(),
+        let is_held_pause = self.job.verb == Verb::Pause && self.job.wanted.hold_ms.is_some();
+        let others = |are_borrowers: bool| {
+            let others = self.job.ranks.iter().filter(|rank| is_held_pause && rank.pid != *pid && rank.is_borrower == are_borrowers);
+            others.map(|rank| rank.pid).collect::<Vec<_>>()
         };
-        let Rank { tags, lenient, communicators, .. } = &self.job.ranks[member];
+        let (partners, borrowers) = (others(false), if *is_borrower { Vec::new() } else { others(true) });
         let (tags, communicators) = (tags.clone(), communicators.clone());
-        let mut transition = Transition { tags, lenient: *lenient, partners, communicators, ..self.job.wanted.clone() };
+        let mut transition = Transition { tags, lenient: *lenient, partners, borrowers, communicators, ..self.job.wanted.clone() };
         if let Some(hold_ms) = transition.hold_ms.take().filter(|_| self.job.verb == Verb::Pause) {
             let left = Duration::from_millis(hold_ms).saturating_sub(self.begun.elapsed()).min(self.drain_within);
             let limit_ms = left.as_millis() as u64;
@@ -335,8 +339,12 @@ impl<'a> Attempt<'a> {
             let left = transition.timeout_ms.map(|limit| Duration::from_millis(limit).saturating_sub(self.begun.elapsed()));
             transition.timeout_ms = left.filter(|_| is_early).map(|left| left.as_millis() as u64);
         }
-        let ranks = if self.job.is_whole { self.job.ranks.iter().map(|rank| rank.pid).collect() } else { Vec::new() };
-        let prepare = Request::Prepare(Prepare { of: self.job.verb, lease_ms, ranks, transition });
+        let ranks = self.job.ranks.iter().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();
+        let prepare = if *is_borrower {
+            Request::SetAside(transition)
+        } else {
+            Request::Prepare(Prepare { of: self.job.verb, lease_ms, ranks, transition })
+        };
         match client.ask(prepare, Some(self.file.as_fd()), &mut |now| follower.progress(member, now)) {
             Ok(Reply::Prepared) => (),
             Ok(other) => return Err(client.unexpected(&other).into()),

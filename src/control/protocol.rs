@@ -69,6 +69,9 @@ pub enum Request {
     /// Do all of a pause or resume that can be undone, and wait for `commit`. With the line may come a descriptor: the
     /// [`Decision`](super::decision::Decision) that the processes of a job share.
     Prepare(Prepare),
+    /// In place of `prepare`, for a process that pauses nothing of its own: give up what you have open of your `partners`' memory, as far
+    /// as it is meant, once `commit` says so, and open it again when they have it back. With the same descriptor.
+    SetAside(Transition),
     /// I am still there. Has no answer.
     Renew,
     /// Complete what is prepared.
@@ -179,6 +182,9 @@ pub struct Transition {
     /// must be paused at once; NCCL's errors cannot be taken back.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub communicators: Vec<String>,
+    /// Pause only: the processes that set aside what they have open of this one's memory (`set-aside`), and are no obstacle either.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub borrowers: Vec<u32>,
 }
 
 impl From<Transition> for TransitionRequest {
@@ -196,6 +202,7 @@ impl From<Transition> for TransitionRequest {
             guard: transition.guard,
             partners: transition.partners,
             communicators: transition.communicators,
+            borrowers: transition.borrowers,
             ..Self::default()
         }
     }

@@ -49,8 +49,12 @@ fn hold_and_pause(mut grant: Grant<'_, '_>) -> Result<Report, Error> {
                 grant.tell(&Reply::Drained)?;
             }
             Request::Prepare(wanted @ Prepare { of: Verb::Pause, .. }) => return grant.prepare(wanted, Some(holding)),
+            Request::SetAside(wanted) => return grant.set_aside(wanted, holding),
             Request::Abort => return Err(aborted_by_client()),
-            _ => return Err(Error::Invalid("after hold comes drain, the prepare of a pause, renew or abort; the program runs on".into())),
+            _ => {
+                let why = "after hold comes drain, the prepare of a pause, set-aside, renew or abort; the program runs on";
+                return Err(Error::Invalid(why.into()));
+            }
         }
     }
 }
@@ -106,13 +110,24 @@ impl<'a, 'b> Grant<'a, 'b> {
         Ok(Self { connection, lines, patience, decision: None, _turn: turn })
     }
 
-    fn prepare(mut self, wanted: Prepare, held: Option<Holding<'_>>) -> Result<Report, Error> {
-        self.decision = self.lines.take_file().map(|file| Decision::open(file.as_fd())).transpose()?;
-        let mut asker = Asker::of(self.connection, wanted.transition.progress, Some(self));
-        let done = carry_out(wanted.of, wanted.transition, held, &mut asker);
-        if done.is_ok() && !wanted.ranks.is_empty() {
-            *ranks() = wanted.ranks;
+    fn prepare(self, wanted: Prepare, held: Option<Holding<'_>>) -> Result<Report, Error> {
+        let Prepare { of, ranks: job, transition, .. } = wanted;
+        let done = self.complete(transition.progress, |asker| carry_out(of, transition, held, asker));
+        if done.is_ok() && !job.is_empty() {
+            *ranks() = job;
         }
+        done
+    }
+
+    fn set_aside(self, wanted: Transition, holding: Holding<'_>) -> Result<Report, Error> {
+        let request = TransitionRequest { is_borrower: true, ..wanted.into() };
+        self.complete(false, |asker| holding.pause(&request, asker))
+    }
+
+    fn complete(mut self, wants_progress: bool, work: impl FnOnce(&mut dyn Observer) -> Result<Report, Error>) -> Result<Report, Error> {
+        self.decision = self.lines.take_file().map(|file| Decision::open(file.as_fd())).transpose()?;
+        let mut asker = Asker::of(self.connection, wants_progress, Some(self));
+        let done = work(&mut asker);
         if done.is_err() {
             // The others need not wait to be told.
             asker.grant.as_ref().map(Grant::abort);

@@ -217,7 +217,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
         Request::Resume(wanted) => lease::at_once(Verb::Resume, wanted, connection).map(Reply::Done),
         Request::Hold { lease_ms } => lease::hold(lease_ms, connection, lines).map(Reply::Done),
         Request::Prepare(wanted) => lease::prepare(wanted, connection, lines).map(Reply::Done),
-        Request::Drain { .. } | Request::Renew | Request::Commit | Request::Abort => {
+        Request::Drain { .. } | Request::SetAside(_) | Request::Renew | Request::Commit | Request::Abort => {
             Err(Error::Invalid("nothing is held or prepared here: the lease has ended, or never began".into()))
         }
         Request::Communicators => Ok(Reply::Communicators { communicators: communicators::measured() }),

@@ -279,8 +279,8 @@ impl fmt::Display for Error {
                 let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
                 write!(
                     out,
-                    "other processes have the memory open: {}. Let them close it, or end them, first, or pause the rest with \
-                     --registered keep",
+                    "other processes have the memory open: {}. Let them close it, or end them, first, or take them along with --shared, \
+                     or pause the rest with --registered keep",
                     lent.join(", ")
                 )
             }

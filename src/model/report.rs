@@ -40,6 +40,17 @@ pub struct TransitionRequest {
     /// The communicators whose memory NCCL is to give back once all else is paused, by their ids. Needs `hold`: nobody may use them.
     /// Pause only.
     pub communicators: Vec<String>,
+    /// The processes that set aside what they have open of this one's memory while it is paused, and pause none of their own.
+    pub borrowers: Vec<u32>,
+    /// This process is such a one: it sets aside what its partners pause, and pauses nothing.
+    pub is_borrower: bool,
+}
+
+impl TransitionRequest {
+    /// Whether another process sets aside what it has open of this one's memory.
+    pub fn has_along(&self, pid: u32) -> bool {
+        self.partners.contains(&pid) || self.borrowers.contains(&pid)
+    }
 }
 
 /// The two transitions.
@@ -140,8 +151,8 @@ pub struct Report {
     pub unchanged: u64,
     /// Bytes that the driver has refused to take back so far. Every pause, resume and shortage retries them.
     pub late_bytes: u64,
-    /// After a resume: memory of other processes that this one has open, and that is meant and not back. The program stays held until
-    /// it is, and then goes on by itself.
+    /// After a resume: memory of other processes that this one has open, and that is meant and not back. After the pause of others: what
+    /// was set aside of theirs. The program stays held until it is back, and then goes on by itself.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub missing: Vec<Borrowed>,
     /// After a pause with a guard: the bytes that have one.

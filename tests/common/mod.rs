@@ -12,6 +12,7 @@
 )]
 
 pub mod machine;
+pub mod sharing;
 
 use cudarc::driver::sys::CUmemAllocationProp;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};

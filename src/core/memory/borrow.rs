@@ -4,7 +4,8 @@
 //! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open, or
 //! together with those who have: then it is set aside here, and opened again at the same addresses.
 //!
-//! Locks: a connection's, then that of `Borrowings`. An owner may take long to answer, so only its connection's is held meanwhile.
+//! Locks: a connection's, then that of `Borrowings`. An owner may take long to answer, and the driver may make the library wait, so
+//! only the connection's is held meanwhile.
 
 use super::share::{Ticket, Token};
 use super::{Memory, obstacles};
@@ -24,6 +25,8 @@ use vramctl_model::{self as model, Failure, Kind, ObstacleKind, StatusCode, Tran
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// How long a closing waits until the owner has taken note. If that is stopped, it finds the note when it goes on.
+const NOTED_WITHIN: Duration = Duration::from_millis(500);
 /// How long to wait before asking an owner again that has no time for this process: at first, and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(100));
 /// The same for one that still has its memory paused.
@@ -73,8 +76,8 @@ struct Opened {
     contexts: BTreeSet<Context>,
     /// The tag that it has in its owner. `None` if that does not tell.
     tag: Option<String>,
-    /// The GPU that it is on, by UUID. `None` if the driver does not tell.
-    gpu: Option<String>,
+    /// The device that it is on: after a move of the process, another GPU. `None` if the driver does not tell.
+    device: Option<CUdevice>,
     /// How often its owner had paused it when it passed what was last there.
     pauses: u64,
     behind: Behind,
@@ -97,14 +100,30 @@ impl Opened {
     }
 
     /// Whether this pause sets it aside.
-    fn is_paused_by(&self, request: &TransitionRequest) -> bool {
-        request.partners.contains(&self.lease.owner) && self.is_meant(request)
+    fn is_paused_by(&self, pause: &Meant<'_>) -> bool {
+        pause.request.partners.contains(&self.lease.owner) && self.is_meant(pause)
     }
 
     /// Whether a pause takes it that this process and the owner take part in. What is not known may be meant.
-    fn is_meant(&self, request: &TransitionRequest) -> bool {
-        let is_among = |list: &[String], own: &Option<String>| list.is_empty() || own.as_ref().is_none_or(|own| list.contains(own));
-        is_among(&request.tags, &self.tag) && is_among(&request.gpus, &self.gpu)
+    fn is_meant(&self, meant: &Meant<'_>) -> bool {
+        let tags = &meant.request.tags;
+        (tags.is_empty() || self.tag.as_ref().is_none_or(|own| tags.contains(own)))
+            && self.device.is_none_or(|device| !meant.elsewhere.contains(&device))
+    }
+}
+
+/// What a request means. The driver is asked before the lock is taken.
+struct Meant<'a> {
+    request: &'a TransitionRequest,
+    /// The devices that it leaves alone.
+    elsewhere: BTreeSet<CUdevice>,
+}
+
+impl<'a> Meant<'a> {
+    fn by(request: &'a TransitionRequest) -> Self {
+        let is_elsewhere = |device: &CUdevice| driver::uuid(*device).is_some_and(|uuid| !request.gpus.contains(&uuid));
+        let elsewhere = if request.gpus.is_empty() { BTreeSet::new() } else { driver::devices().filter(is_elsewhere).collect() };
+        Self { request, elsewhere }
     }
 }
 
@@ -174,14 +193,13 @@ fn patiently<R>(mut attempt: impl FnMut() -> Result<R, Refused>) -> Result<R, St
 /// Gives up what the request's partners pause by it, and keeps the addresses. Nothing runs on it any more.
 pub(crate) fn set_aside(request: &TransitionRequest) {
     let Some(existing) = BORROWED.existing() else { return };
+    let meant = Meant::by(request);
     let memories: Vec<_> = {
         let mut borrowed = lock(existing);
         borrowed.pauses += 1;
-        let there = borrowed.open.values_mut().filter(|opened| matches!(opened.behind, Behind::Memory(_)));
-        there
-            .filter(|opened| opened.is_paused_by(request))
-            .map(|opened| std::mem::replace(&mut opened.behind, Behind::Paused { is_due: false }))
-            .collect()
+        let due = || Behind::Paused { is_due: request.is_borrower };
+        let there = borrowed.open.values_mut().filter(|opened| !matches!(opened.behind, Behind::Gone) && opened.is_paused_by(&meant));
+        there.map(|opened| std::mem::replace(&mut opened.behind, due())).collect()
     };
     // Unmaps and releases them.
     drop(memories);
@@ -189,13 +207,30 @@ pub(crate) fn set_aside(request: &TransitionRequest) {
 
 /// Memory of other processes that is open here, by owner and GPU.
 pub(super) fn status() -> Vec<model::Borrowed> {
-    BORROWED.existing().map_or_else(Vec::new, |existing| lock(existing).listed(|_| true))
+    listed(|_| true)
 }
 
 /// What is set aside of what the request means.
 pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
-    let is_missing = |opened: &Opened| opened.is_paused() && opened.is_meant(request);
-    BORROWED.existing().map_or_else(Vec::new, |existing| lock(existing).listed(is_missing))
+    let meant = Meant::by(request);
+    listed(|opened| opened.is_paused() && opened.is_meant(&meant))
+}
+
+/// What is open and `meant`, by owner and GPU.
+fn listed(meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
+    let Some(existing) = BORROWED.existing() else { return Vec::new() };
+    let mut sums = BTreeMap::<_, (u64, u64)>::new();
+    for opened in lock(existing).open.values().filter(|opened| !matches!(opened.behind, Behind::Gone) && meant(opened)) {
+        let bytes = opened.place.span().bytes as u64;
+        let (all, paused) = sums.entry((opened.lease.owner, opened.device)).or_default();
+        *all += bytes;
+        *paused += if opened.is_paused() { bytes } else { 0 };
+    }
+    let one = |((owner, device), (bytes, paused_bytes)): (_, (u64, u64))| {
+        let gpu = Option::and_then(device, driver::uuid);
+        model::Borrowed { owner, gpu, bytes, paused_bytes }
+    };
+    sums.into_iter().map(one).collect()
 }
 
 /// Whether anything is set aside.
@@ -297,20 +332,34 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     // Noted until it is known as open: a suspend sees one or the other.
     obstacles::making(ObstacleKind::Shared, || {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
+        // Without the lock, which the program's calls need: a suspend may have this thread wait for long. The place stays reserved even if
+        // the program closes it meanwhile.
+        let found = borrowed().open.get(token).filter(|opened| opened.is_paused()).map(|opened| {
+            let is_new = opened.pauses != of_piece || matches!(opened.behind, Behind::Paused { is_due: true });
+            (opened.place.clone(), opened.devices.clone(), is_new)
+        });
+        if let Some((place, devices, true)) = &found {
+            memory.map(place)?;
+            driver::open([(place.span(), devices.iter().map(|device| Access::of_device(*device)).collect())])?;
+        }
         let mut borrowed = borrowed();
-        let now = borrowed.pauses;
-        let Some(opened) = borrowed.open.get_mut(token).filter(|opened| opened.is_paused()) else {
-            // Closed meanwhile.
-            drop(borrowed);
-            lease.give_back(&mut state, token);
-            return Ok(());
-        };
-        if pauses != now {
+        if borrowed.pauses != pauses {
             return Err(Refused::ForNow);
         }
-        if opened.pauses != of_piece || matches!(opened.behind, Behind::Paused { is_due: true }) {
-            memory.map(&opened.place)?;
-            driver::open([(opened.place.span(), opened.devices.iter().map(|device| Access::of_device(*device)).collect())])?;
+        let now = borrowed.open.get_mut(token).filter(|opened| opened.is_paused());
+        let both = now.zip(found.as_ref()).filter(|(opened, (place, ..))| opened.place.span() == place.span());
+        let Some((opened, (_, devices, is_new))) = both else {
+            // Closed meanwhile.
+            drop(borrowed);
+            drop(memory);
+            lease.tell_closed(&mut state, token);
+            return Ok(());
+        };
+        if opened.devices != *devices {
+            // Opened for another device meanwhile.
+            return Err(Refused::ForNow);
+        }
+        if *is_new {
             (opened.behind, opened.pauses) = (Behind::Memory(memory), of_piece);
         }
         let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
@@ -395,7 +444,8 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
 
 /// How many pieces of other processes' memory are open, and not set aside, or would be after a pause.
 pub fn count_after(pause: &TransitionRequest) -> usize {
-    let is_there = |opened: &&Opened| matches!(opened.behind, Behind::Memory(_)) && !opened.is_paused_by(pause);
+    let meant = Meant::by(pause);
+    let is_there = |opened: &&Opened| matches!(opened.behind, Behind::Memory(_)) && !opened.is_paused_by(&meant);
     BORROWED.existing().map_or(0, |borrowed| lock(borrowed).open.values().filter(is_there).count())
 }
 
@@ -425,7 +475,7 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
             }
             waited = Some(changed);
         }
-        if lease.end(&mut lock(&lease.state), &token, |opened| opened.changed == changed) {
+        if lease.end(&token, |opened| opened.changed == changed) {
             return Some(Ok(()));
         }
     }
@@ -434,7 +484,7 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
 /// Closes what was opened in contexts that are gone or about to go, as CUDA does.
 ///
 /// Never waits for a thread that is opening something: that one may wait for the other process's pause, the caller may hold this
-/// process's, and the other process may be doing the same. What stays open is closed the next time.
+/// process's, and the other process may be doing the same. What is being opened now is closed the next time.
 pub(super) fn forget_gone(doomed: Option<Context>) {
     let Some(Ok(mut borrowed)) = BORROWED.existing().map(Mutex::try_lock) else { return };
     for opened in borrowed.open.values_mut() {
@@ -445,9 +495,7 @@ pub(super) fn forget_gone(doomed: Option<Context>) {
         borrowed.open.iter().filter(|(_, opened)| unused(opened)).map(|(token, opened)| (*token, Arc::clone(&opened.lease))).collect();
     drop(borrowed);
     for (token, lease) in closed {
-        if let Ok(mut state) = lease.state.try_lock() {
-            lease.end(&mut state, &token, unused);
-        }
+        lease.end(&token, unused);
     }
 }
 
@@ -467,7 +515,7 @@ impl Opened {
             devices: BTreeSet::new(),
             contexts: BTreeSet::new(),
             tag,
-            gpu: own.and_then(driver::uuid),
+            device: own,
             pauses,
             behind: Behind::Memory(memory),
         };
@@ -522,19 +570,6 @@ impl Borrowings {
         asked
     }
 
-    /// What is open and `meant`, by owner and GPU.
-    fn listed(&self, meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
-        let mut sums = BTreeMap::<_, (u64, u64)>::new();
-        for opened in self.open.values().filter(|opened| !matches!(opened.behind, Behind::Gone) && meant(opened)) {
-            let bytes = opened.place.span().bytes as u64;
-            let (all, paused) = sums.entry((opened.lease.owner, opened.gpu.clone())).or_default();
-            *all += bytes;
-            *paused += if opened.is_paused() { bytes } else { 0 };
-        }
-        let one = |((owner, gpu), (bytes, paused_bytes))| model::Borrowed { owner, gpu, bytes, paused_bytes };
-        sums.into_iter().map(one).collect()
-    }
-
     /// Opens what is open already.
     fn open_again(&mut self, token: &Token, current: &Current) -> Result<Option<CUdeviceptr>, Failure> {
         let Some(opened) = self.open.get_mut(token) else { return Ok(None) };
@@ -558,8 +593,6 @@ impl Borrowings {
             Entry::Vacant(place) => {
                 let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
                 let stream = directory.connect(owner)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
-                stream.set_write_timeout(Some(PATIENCE))?;
                 let connection = Held::new(stream)?;
                 Ok(Arc::clone(place.insert(Arc::new(Lease { owner, connection, state: Mutex::new(LeaseState::Open) }))))
             }
@@ -567,11 +600,11 @@ impl Borrowings {
     }
 }
 
-/// All with the connection locked: an opening and a closing of the same memory must not cross.
+/// With the connection locked, so that an opening and a closing of the same memory do not cross.
 impl Lease {
     /// Gets the memory behind a handle from its owner.
     fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<WhatIsLent, Refused> {
-        let (reply, files) = self.exchange(Request::Open { token: token.text() }).map_err(|error| {
+        let (reply, files) = self.exchange(Request::Open { token: token.text() }, PATIENCE).map_err(|error| {
             self.retire(state);
             if error.kind() == io::ErrorKind::TimedOut {
                 // The owner may still lend it.
@@ -607,8 +640,8 @@ impl Lease {
         }
     }
 
-    /// Closes memory if it is still open and `meant`. Returns whether it was.
-    fn end(self: &Arc<Self>, state: &mut LeaseState, token: &Token, meant: impl Fn(&Opened) -> bool) -> bool {
+    /// Closes memory if it is still open and `meant`. Returns whether it was. Does not wait for others who use the connection.
+    fn end(self: &Arc<Self>, token: &Token, meant: impl Fn(&Opened) -> bool) -> bool {
         let opened = {
             let mut borrowed = borrowed();
             let is_meant = |opened: &Opened| Arc::ptr_eq(&opened.lease, self) && meant(opened);
@@ -619,17 +652,34 @@ impl Lease {
         };
         // Before the owner may pause it.
         drop(opened);
-        self.give_back(state, token);
+        if let Ok(mut state) = self.state.try_lock() {
+            self.tell_closed(&mut state, token);
+            return true;
+        }
+        // Whoever has the connection may be waiting for the owner, which may be paused or stopped for long.
+        let (lease, its) = (Arc::clone(self), *token);
+        if let Err(error) = worker::spawn("vramctl-borrow", move || lease.tell_closed(&mut lock(&lease.state), &its)) {
+            log::debug!("no thread to tell process {} that its memory is closed: {error}", self.owner);
+            self.tell_closed(&mut lock(&self.state), token);
+        }
         true
+    }
+
+    /// Tells the owner that memory is closed, unless it has been opened again since.
+    fn tell_closed(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
+        let is_open = borrowed().open.get(token).is_some_and(|opened| Arc::ptr_eq(&opened.lease, self));
+        if !is_open {
+            self.give_back(state, token);
+        }
     }
 
     /// Tells the owner that memory is closed.
     fn give_back(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
         let request = Request::Close { token: token.text() };
-        // Waits for the answer, also before hanging up: when this process goes on, the owner knows.
+        // Waits for the answer, also before hanging up: when this process goes on, the owner knows, unless it is stopped.
         if *state == LeaseState::Retired {
             self.say(request);
-        } else if let Err(error) = self.exchange(request) {
+        } else if let Err(error) = self.exchange(request, NOTED_WITHIN) {
             log::debug!("process {} could not be told that its memory is closed: {error}", self.owner);
             self.retire(state);
         }
@@ -654,15 +704,20 @@ impl Lease {
 
     /// Sends a request whose answer does not matter.
     fn say(&self, request: Request) {
-        let said = self.connection.as_type::<UnixStream>().and_then(|stream| send(&stream, &line_of(request)));
+        let said = self.connection.as_type::<UnixStream>().and_then(|stream| {
+            stream.set_write_timeout(Some(NOTED_WITHIN))?;
+            send(&stream, &line_of(request))
+        });
         if let Err(error) = said {
             log::debug!("process {}: {error}", self.owner);
         }
     }
 
     /// Sends a request and receives the answer, with the descriptors that come with it. `TimedOut` if there is none in time.
-    fn exchange(&self, request: Request) -> io::Result<(Reply, Vec<OwnedFd>)> {
+    fn exchange(&self, request: Request, within: Duration) -> io::Result<(Reply, Vec<OwnedFd>)> {
         let stream = self.connection.as_type::<UnixStream>()?;
+        stream.set_read_timeout(Some(within))?;
+        stream.set_write_timeout(Some(within))?;
         let in_time = |error: io::Error| if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error };
         match send(&stream, &line_of(request)) {
             // An owner that has no time for this process says so, unasked, and hangs up.

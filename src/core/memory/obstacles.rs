@@ -136,7 +136,7 @@ impl Memory {
             if contents.memory.is_none() {
                 continue;
             }
-            if !contents.lending.to_others(&[]).is_empty() {
+            if !contents.lent_to_others(&TransitionRequest::default()).is_empty() {
                 lent += bytes;
             } else if let Some(registrant) = contents.registrant() {
                 *registered.entry(registrant).or_default() += bytes;

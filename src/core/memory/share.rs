@@ -5,6 +5,7 @@
 //! control socket and gets descriptors of the physical memory. Its connection is the lease: while it lasts, and the memory was
 //! not given back on it, the memory is not paused.
 
+use super::allocation::Contents;
 use super::{Allocation, Memory, check_awake};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::{fs, io};
 use vramctl_control::descriptors;
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
-use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, code};
+use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, TransitionRequest, code};
 
 /// The size of `CUipcMemHandle` and `cudaIpcMemHandle_t`.
 pub const HANDLE_BYTES: usize = 64;
@@ -94,15 +95,17 @@ pub struct Borrower {
 pub struct Lending {
     /// Once a handle was asked for.
     token: Option<Token>,
-    /// Who has it open, by connection.
-    open: BTreeMap<u64, Borrower>,
+    /// Who has it open, by connection, and how often it had been paused when they got it. Those that got it before the last pause have set
+    /// it aside.
+    open: BTreeMap<u64, (Borrower, u64)>,
 }
 
-impl Lending {
-    /// Who has it open, apart from processes that are paused together with this one.
-    pub fn to_others(&self, partners: &[u32]) -> BTreeSet<u32> {
+impl Contents {
+    /// Who has the memory open, apart from those that give it up for the request.
+    pub fn lent_to_others(&self, request: &TransitionRequest) -> BTreeSet<u32> {
+        let now = self.lending.open.values().filter(|(_, pauses)| *pauses == self.pauses);
         // A process that has several connections has the memory once.
-        self.open.values().map(|borrower| borrower.pid).filter(|pid| !partners.contains(pid)).collect()
+        now.map(|(borrower, _)| borrower.pid).filter(|pid| !request.has_along(*pid)).collect()
     }
 }
 
@@ -161,8 +164,9 @@ impl Memory {
         if pieces.len() > descriptors::MOST {
             return refuse(code::NOT_SUPPORTED);
         }
-        contents.lending.open.insert(borrower.connection, borrower.clone());
-        Ok(Loan { pieces, tag: Arc::clone(&allocation.tag), pauses: contents.pauses })
+        let pauses = contents.pauses;
+        contents.lending.open.insert(borrower.connection, (borrower.clone(), pauses));
+        Ok(Loan { pieces, tag: Arc::clone(&allocation.tag), pauses })
     }
 
     /// Notes that another process has closed memory.
@@ -180,12 +184,12 @@ impl Memory {
     }
 }
 
-/// Refuses to pause what other processes have open: they would go on using memory that the allocation no longer has. Partners close
-/// it ([`borrow::set_aside`](super::borrow::set_aside)).
-pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>], partners: &[u32]) -> Result<(), Error> {
+/// Refuses to pause what other processes have open: they would go on using memory that the allocation no longer has. Partners and
+/// borrowers set it aside ([`borrow::set_aside`](super::borrow::set_aside)).
+pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
     let mut bytes = BTreeMap::<(Arc<str>, u32), u64>::new();
     for allocation in victims {
-        for pid in allocation.contents().lending.to_others(partners) {
+        for pid in allocation.contents().lent_to_others(request) {
             *bytes.entry((Arc::clone(&allocation.tag), pid)).or_default() += allocation.bytes() as u64;
         }
     }

@@ -14,6 +14,8 @@ pub struct Holding<'a> {
     memory: &'a Memory,
     /// Until the end.
     closed: Option<gate::Closed<'static>>,
+    /// Whether it was held before.
+    was_held: bool,
 }
 
 impl Drop for Holding<'_> {
@@ -39,8 +41,9 @@ impl Memory {
     }
 
     fn hold_until(&self, deadline: Instant) -> Result<Holding<'_>, Error> {
+        let was_held = gate::is_held();
         let closed = gate::close(deadline).ok_or(Error::Leased)?;
-        Ok(Holding { memory: self, closed: Some(closed) })
+        Ok(Holding { memory: self, closed: Some(closed), was_held })
     }
 
     /// Holds the program, once calls inside have finished, and pauses it.
@@ -93,6 +96,11 @@ impl Holding<'_> {
     /// Pauses. After a success, the program stays held until everything is resumed; after a failure, only if memory could not be mapped
     /// again.
     pub fn pause(mut self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
+        if request.is_borrower && !self.was_held && self.memory.has_paused() {
+            // Held until everything is resumed, it would not go on with what it waits for.
+            let why = "some of its own memory is paused while it runs on (--no-hold); resume that first";
+            return Err(Error::Invalid(why.into()));
+        }
         let count = || self.memory.snapshot().iter().filter(|allocation| allocation.is_paused() && self.memory.has(allocation)).count();
         let before = count();
         let paused = unless_ending(|| self.memory.pause_when_idle(request, observer));

@@ -64,6 +64,9 @@ impl Memory {
     /// Selects allocations. A tag that no allocation has is an error.
     fn choose(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
         let all = self.snapshot();
+        if request.is_borrower {
+            return Ok(Chosen { all, active: Vec::new(), paused: Vec::new() });
+        }
         let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
         let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
         if !unknown.is_empty() && !request.lenient {
@@ -109,7 +112,7 @@ impl Chosen {
             Registered::Keep => {
                 self.active.retain(|allocation| {
                     let contents = allocation.contents();
-                    contents.registrant().is_none() && contents.lending.to_others(&request.partners).is_empty()
+                    contents.registrant().is_none() && contents.lent_to_others(request).is_empty()
                 });
                 Ok(())
             }

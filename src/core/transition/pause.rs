@@ -15,7 +15,7 @@ use vramctl_backup::{self as backup, Kept, Saved};
 use vramctl_config::{Config, CpuBackupBackend};
 use vramctl_driver::{self as driver, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Backup, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest, Verb};
+use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest, Verb};
 
 /// How long is waited under the lock for work started since the first wait. Short, because the program may need to
 /// allocate to finish that work.
@@ -35,7 +35,9 @@ impl Memory {
                     Err(Error::Invalid("NCCL's communicators are only suspended while the program is held".into()))
                 }
                 // A process that runs on may use what it has open of the others, and the others what they have open of it.
-                None => self.pause_when_idle(&TransitionRequest { partners: Vec::new(), ..request.clone() }, observer),
+                None => {
+                    self.pause_when_idle(&TransitionRequest { partners: Vec::new(), borrowers: Vec::new(), ..request.clone() }, observer)
+                }
             })
         });
         tallied(Verb::Pause, paused)
@@ -56,7 +58,12 @@ impl Memory {
                 Err(Error::HostMemory { .. }) if self.make_room(request) => (),
                 answer => {
                     return answer.inspect(|report| {
-                        log::info!("paused {}: {report}", tags_text(request));
+                        if request.is_borrower {
+                            let bytes = Bytes(report.missing.iter().map(|aside| aside.paused_bytes).sum());
+                            log::info!("set aside {bytes} of process {:?}, which are paused, and wait for them", request.partners);
+                        } else {
+                            log::info!("paused {}: {report}", tags_text(request));
+                        }
                         if report.allocations > 0 {
                             residue::paused();
                         }
@@ -79,7 +86,7 @@ impl Memory {
         let mut chosen = self.choose(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
-        refuse_if_still_lent(&chosen.active, &request.partners)?;
+        refuse_if_still_lent(&chosen.active, request)?;
         let Chosen { all, active, .. } = chosen;
         // With nothing to pause, there is nothing to wait for.
         if active.is_empty() {
@@ -106,7 +113,7 @@ impl Memory {
         let mut chosen = self.choose_settled(request)?;
         spare_prefix_cache(request, &chosen)?;
         chosen.spare_registered(request)?;
-        refuse_if_lent(&chosen.active, &request.partners)?;
+        refuse_if_lent(&chosen.active, request)?;
         let Chosen { all, active: victims, paused: already } = chosen;
         // What partners have open here is used by this process.
         if !victims.is_empty() || !request.partners.is_empty() {
@@ -144,7 +151,7 @@ impl Memory {
             discarded_bytes: bytes - kept_bytes,
             unchanged: already.len() as u64,
             late_bytes: driver::leftover_bytes(),
-            missing: Vec::new(),
+            missing: if request.is_borrower { borrow::missing(request) } else { Vec::new() },
             guarded_bytes,
             unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
             guard_bytes: guard::all_bytes(&all),
@@ -224,9 +231,9 @@ impl Memory {
 }
 
 /// Like [`refuse_if_lent`], but first gives the end of a process that had memory open time to be noticed.
-pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>], partners: &[u32]) -> Result<(), Error> {
+pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
     let started = Instant::now();
-    while let Err(error) = refuse_if_lent(victims, partners) {
+    while let Err(error) = refuse_if_lent(victims, request) {
         if started.elapsed() > NOTICED {
             return Err(error);
         }

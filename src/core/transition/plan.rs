@@ -17,7 +17,7 @@ impl Memory {
             Err(Error::PrefixCache(engine)) => Some(engine),
             _ => None,
         };
-        refuse_if_still_lent(&chosen.active, &request.partners)?;
+        refuse_if_still_lent(&chosen.active, request)?;
         let (mut tags, mut needed_bytes) = (BTreeMap::<_, TagPlan>::new(), 0);
         for allocation in &chosen.active {
             let wanted = wanted_of(request, allocation);

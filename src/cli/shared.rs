@@ -1,0 +1,114 @@
+//! `vramctl pause --shared`: who is taken along, because they have open what is to be paused.
+
+use crate::failure::{CommandError, Exit};
+use crate::processes::{Found, Process};
+use std::collections::{BTreeMap, BTreeSet};
+use vramctl_model::Bytes;
+
+/// Processes that are paused or resumed as one.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct AsOne<A> {
+    /// The places of those whose memory is meant.
+    pub places: Vec<usize>,
+    /// Those that have it open, and pause nothing of their own.
+    pub along: Vec<A>,
+}
+
+/// A process that is taken along.
+#[derive(Debug, Clone)]
+pub struct Along {
+    pub process: Process,
+    /// What it has open of what is to be paused.
+    pub bytes: u64,
+}
+
+/// What other processes have open, by pid.
+pub type OpenBy = BTreeMap<u32, u64>;
+
+/// Makes one group of jobs that have memory of each other open: two coordinators would be in each other's way. `lent`: what others have
+/// open of the processes at these places.
+pub fn groups(jobs: Vec<Vec<usize>>, pid: impl Fn(usize) -> u32, lent: impl Fn(&[usize]) -> OpenBy) -> Vec<AsOne<(u32, u64)>> {
+    let group = |places: Vec<usize>| AsOne { along: lent(&places).into_iter().collect(), places };
+    let mut groups: Vec<_> = jobs.into_iter().map(group).collect();
+    while let Some((one, other)) = related(&groups, &pid) {
+        let (later, sooner) = (groups.swap_remove(one.max(other)), groups.swap_remove(one.min(other)));
+        groups.push(group([sooner.places, later.places].concat()));
+    }
+    for group in &mut groups {
+        group.places.sort_unstable();
+    }
+    groups.sort_by_key(|group| group.places.first().copied());
+    groups
+}
+
+/// Two groups of which one has memory of the other open.
+fn related(groups: &[AsOne<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<(usize, usize)> {
+    let place_of: BTreeMap<_, _> =
+        groups.iter().enumerate().flat_map(|(at, group)| group.places.iter().map(move |place| (pid(*place), at))).collect();
+    let other = |(at, group): (usize, &AsOne<(u32, u64)>)| {
+        group.along.iter().find_map(|(pid, _)| place_of.get(pid).filter(|other| **other != at).map(|other| (at, *other)))
+    };
+    groups.iter().enumerate().find_map(other)
+}
+
+/// The processes, which must be able to set aside what they have open.
+pub fn find(found: &Found, lent: impl IntoIterator<Item = (u32, u64)>) -> Result<Vec<Along>, CommandError> {
+    let lent: OpenBy = lent.into_iter().collect();
+    let now = found.look_again(&lent.keys().copied().collect::<Vec<_>>());
+    let silent: BTreeSet<_> = lent.keys().filter(|pid| now.iter().all(|process| process.pid != **pid)).collect();
+    let cannot = |who: String, bytes: u64, why: &str| {
+        CommandError::new(Exit::Busy, format!("nothing was paused: {who} has {} of it open and cannot be taken along: {why}", Bytes(bytes)))
+    };
+    if let Some(pid) = silent.first() {
+        let why = match pid {
+            0 => "it is in another container; run vramctl where all of them can be seen, or let it close the memory".to_owned(),
+            pid => format!(
+                "it does not listen in the directory of the control sockets. Was it started with another VRAMCTL_DIR, or has it closed the \
+                 socket? Let it close the memory, or end it (kill {pid})"
+            ),
+        };
+        return Err(cannot(format!("process {pid}"), lent[pid], &why));
+    }
+    let along = |process: Process| {
+        let bytes = lent[&process.pid];
+        let why = match &process.status {
+            Err(failure) => failure.to_string(),
+            Ok(_) if !process.prepares() => "its library is too old; restart the program".into(),
+            Ok(_) if process.suspended().is_some() => "it is suspended; resume it first".into(),
+            Ok(_) => return Ok(Along { process, bytes }),
+        };
+        Err(cannot(process.to_string(), bytes, &why))
+    };
+    now.into_iter().map(along).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Processes 10, 11, 12 …, and which has memory of which open.
+    fn grouped(jobs: &[&[usize]], opened: &[(u32, u32)]) -> Vec<(Vec<usize>, Vec<u32>)> {
+        let pid = |place: usize| 10 + place as u32;
+        let lent = |places: &[usize]| {
+            let own: Vec<_> = places.iter().map(|place| pid(*place)).collect();
+            let meant = opened.iter().filter(|(by, of)| own.contains(of) && !own.contains(by));
+            meant.map(|(by, _)| (*by, 1)).collect()
+        };
+        let groups = groups(jobs.iter().map(|job| job.to_vec()).collect(), pid, lent);
+        groups.into_iter().map(|group| (group.places, group.along.into_iter().map(|(pid, _)| pid).collect())).collect()
+    }
+
+    #[test]
+    fn jobs_that_share_are_one_group_and_others_are_taken_along() {
+        let jobs = [&[0, 1][..], &[2], &[3]];
+        assert_eq!(grouped(&jobs, &[]), [(vec![0, 1], vec![]), (vec![2], vec![]), (vec![3], vec![])]);
+        assert_eq!(grouped(&jobs, &[(99, 10), (98, 12)]), [(vec![0, 1], vec![99]), (vec![2], vec![98]), (vec![3], vec![])]);
+        for (by, of) in [(10, 13), (13, 10), (11, 13), (13, 11)] {
+            assert_eq!(grouped(&jobs, &[(by, of), (99, 13)]), [(vec![0, 1, 3], vec![99]), (vec![2], vec![])], "{by} {of}");
+        }
+        for opened in [[(10, 12), (12, 13)], [(12, 10), (13, 12)], [(10, 12), (13, 12)], [(12, 10), (12, 13)]] {
+            assert_eq!(grouped(&jobs, &opened), [(vec![0, 1, 2, 3], vec![])], "{opened:?}");
+        }
+        assert_eq!(grouped(&jobs, &[(10, 11)]), [(vec![0, 1], vec![]), (vec![2], vec![]), (vec![3], vec![])], "within a job");
+    }
+}

@@ -1,0 +1,541 @@
+//! `vramctl pause --shared`: memory that processes of another job have open, between real processes under the preloaded library on a
+//! simulated machine.
+#![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
+
+mod common;
+
+use common::machine::Wire;
+use common::sharing::{MIB, Machine, Program};
+use serde_json::{Value, json};
+use std::fs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::Stdio;
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_control::decision::Decision;
+
+const BYTES: u64 = 4 * MIB;
+/// What the engine has besides.
+const OWN: u64 = 2 * MIB;
+
+/// A trainer, and an engine of another job that has the trainer's memory open and some of its own.
+struct Scene {
+    machine: Machine,
+    trainer: Program,
+    engine: Program,
+    /// In the trainer, in the engine, and the engine's own.
+    at: [u64; 3],
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self::with(|_| ())
+    }
+
+    fn with(change: impl FnOnce(&mut std::process::Command)) -> Self {
+        let machine = Machine::new();
+        let mut trainer = machine.start("trainer");
+        let weights = trainer.number(&format!("malloc({BYTES})"));
+        assert_eq!(trainer.ask(&format!("fill({weights}, 7, {BYTES})")), "0");
+        let mut engine = machine.start_with("engine", change);
+        let handle = trainer.ask(&format!("get({weights})"));
+        let opened = engine.number(&format!("open_('{handle}')"));
+        let own = engine.number(&format!("malloc({OWN})"));
+        assert_eq!(engine.ask(&format!("fill({own}, 9, {OWN})")), "0");
+        Self { machine, trainer, engine, at: [weights, opened, own] }
+    }
+
+    fn held(&self) -> [bool; 2] {
+        [&self.trainer, &self.engine].map(|process| self.machine.is_held(process))
+    }
+
+    /// Everything is active, in both the same, and written by one as seen by the other.
+    #[track_caller]
+    fn works(&mut self, value: u8) {
+        let [weights, opened, own] = self.at;
+        self.machine.goes_on(&self.engine);
+        assert!(!self.machine.is_held(&self.trainer));
+        assert_eq!(self.engine.ask(&format!("read({opened}, {BYTES}), read({own}, {OWN})")), format!("([{value}], [9])"));
+        assert_eq!(self.trainer.ask(&format!("read({weights}, {BYTES})")), format!("[{value}]"));
+        assert_eq!(self.engine.ask(&format!("fill({opened}, {}, {BYTES})", value + 1)), "0");
+        assert_eq!(
+            self.trainer.ask(&format!("read({weights}, {BYTES}), fill({weights}, {value}, {BYTES})")),
+            format!("([{}], 0)", value + 1)
+        );
+        assert_eq!(self.machine.used(), BYTES + OWN);
+    }
+
+    /// A pause that is refused, with this exit code and text, and has changed nothing.
+    #[track_caller]
+    fn refuses(&mut self, arguments: &[&str], code: i32, said: &str) {
+        let output = self.machine.ask(&[&["pause", "--name", "trainer"], arguments].concat());
+        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+        assert!(output.status.code() == Some(code) && text.contains(said), "{arguments:?}: {:?}: {text}", output.status);
+        assert_eq!(self.machine.used(), BYTES + OWN);
+        assert_eq!(self.held(), [false; 2]);
+    }
+}
+
+#[test]
+fn whoever_has_it_open_is_taken_along_and_goes_on_by_itself() {
+    let mut scene = Scene::new();
+    let [weights, opened, own] = scene.at;
+    scene.works(7);
+    for round in 0..3 {
+        scene.refuses(&[], 5, &format!("pid {}", scene.engine.pid()));
+        let said = scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+        let aside = format!("held engine (pid {}): 4.00 MiB that it has open of process {}", scene.engine.pid(), scene.trainer.pid());
+        assert!(said.contains(&aside) && said.contains("paused default of trainer"), "{said}");
+        assert_eq!(scene.machine.used(), OWN, "its own memory stays");
+        assert_eq!(scene.held(), [true; 2]);
+        // Work that begins meanwhile waits.
+        scene.engine.ask(&format!("globals().update(end=start(lambda: fill({opened}, {round}, {BYTES})))"));
+        let status = scene.machine.done(&["status", "engine"]);
+        assert!(
+            status.contains(&format!("It waits for memory of process {0}: `vramctl resume --pid {0}`", scene.trainer.pid())),
+            "{status}"
+        );
+        assert!(scene.machine.done(&["ps"]).contains(&format!("waits for {}", scene.trainer.pid())));
+        scene.machine.done(&["resume", "--name", "trainer"]);
+        scene.machine.goes_on(&scene.engine);
+        assert_eq!(scene.engine.ask("end()"), "0");
+        assert_eq!(scene.trainer.ask(&format!("read({weights}, {BYTES}), fill({weights}, 7, {BYTES})")), format!("([{round}], 0)"));
+        scene.works(7);
+    }
+    assert_eq!(scene.engine.ask(&format!("close({opened}), free({own})")), "(0, 0)");
+    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    assert!(!scene.machine.is_held(&scene.engine), "it has nothing to do with it");
+    assert_eq!(scene.machine.used(), 0);
+}
+
+/// Both jobs have several processes, and only those with the memory open stand still.
+#[test]
+fn several_owners_and_several_borrowers() {
+    let machine = Machine::new();
+    let mut owners: Vec<_> = (0..2).map(|_| machine.start("trainer")).collect();
+    let mut others: Vec<_> = (0..3).map(|_| machine.start("engine")).collect();
+    let handles: Vec<_> = owners
+        .iter_mut()
+        .zip(1..)
+        .map(|(owner, value)| {
+            let pointer = owner.number(&format!("malloc({BYTES})"));
+            assert_eq!(owner.ask(&format!("fill({pointer}, {value}, {BYTES})")), "0");
+            owner.ask(&format!("get({pointer})"))
+        })
+        .collect();
+    let opened = [(0, 0), (0, 1), (1, 1)].map(|(by, of)| (by, of + 1, others[by].number(&format!("open_('{}')", handles[of]))));
+    let unrelated = others[2].number(&format!("malloc({OWN})"));
+    for _ in 0..2 {
+        let paused: Value = serde_json::from_str(&machine.done(&["pause", "--name", "trainer", "--shared", "--json"])).unwrap();
+        let missing = |process: &Value| process["report"]["missing"].as_array().map_or(0, Vec::len);
+        let told: Vec<_> =
+            paused["processes"].as_array().unwrap().iter().map(|process| (process["name"].as_str().unwrap(), missing(process))).collect();
+        assert_eq!(told.iter().filter(|one| **one == ("trainer", 0)).count(), 2, "{paused}");
+        assert!(told.contains(&("engine", 2)) && told.contains(&("engine", 1)) && told.len() == 4, "{paused}");
+        assert_eq!(machine.used(), OWN);
+        assert_eq!([0, 1, 2].map(|other| machine.is_held(&others[other])), [true, true, false]);
+        assert_eq!(others[2].ask(&format!("fill({unrelated}, 1, 10)")), "0");
+        machine.done(&["resume", "--name", "trainer"]);
+        for (by, value, at) in &opened {
+            machine.goes_on(&others[*by]);
+            assert_eq!(others[*by].ask(&format!("read({at}, {BYTES})")), format!("[{value}]"));
+        }
+    }
+}
+
+#[test]
+fn a_dry_run_tells_who_would_be_taken_along() {
+    let mut scene = Scene::new();
+    scene.refuses(&["--dry-run"], 5, "--shared");
+    let said = scene.machine.done(&["pause", "--name", "trainer", "--shared", "--dry-run"]);
+    let engine = format!("engine (pid {}): would be held, too, until 4.00 MiB that it has open are resumed", scene.engine.pid());
+    assert!(said.contains(&engine) && said.contains("a pause would free 4.00 MiB"), "{said}");
+    let told: Value =
+        serde_json::from_str(&scene.machine.done(&["pause", "--name", "trainer", "--shared", "--dry-run", "--json"])).unwrap();
+    let engine = told["processes"].as_array().unwrap().iter().find(|process| process["name"] == "engine").unwrap();
+    assert_eq!((&engine["aside_bytes"], &engine["pid"]), (&json!(BYTES), &json!(scene.engine.child.id())), "{told}");
+    assert_eq!(scene.held(), [false; 2]);
+    scene.works(7);
+    scene.refuses(&["--shared", "--no-hold"], 2, "--no-hold");
+}
+
+/// Resumed alone, it stays held, and says because of whom.
+#[test]
+fn a_resume_of_the_borrower_alone() {
+    let mut scene = Scene::new();
+    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    let output = scene.machine.ask(&["resume", "--name", "engine"]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    let said = format!("stays held: 4.00 MiB that it has open of process {} are still paused", scene.trainer.pid());
+    assert!(output.status.code() == Some(5) && text.contains(&said), "{text}");
+    assert_eq!(scene.held(), [true; 2]);
+    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.works(7);
+}
+
+/// Each goes on when its own memory is back and that of the other, in any order.
+#[test]
+fn a_borrower_that_is_paused_itself() {
+    let mut scene = Scene::new();
+    for order in [["engine", "trainer"], ["trainer", "engine"]] {
+        for first in 0..2 {
+            let pauses = [&["pause", "--name", "engine"][..], &["pause", "--name", "trainer", "--shared"]];
+            scene.machine.done(pauses[first]);
+            scene.machine.done(pauses[1 - first]);
+            assert_eq!((scene.machine.used(), scene.held()), (0, [true; 2]), "{order:?} {first}");
+            let output = scene.machine.ask(&["resume", "--name", order[0]]);
+            assert_eq!(output.status.code(), Some(if order[0] == "engine" { 5 } else { 0 }), "{output:?}");
+            assert!(scene.machine.is_held(&scene.engine));
+            scene.machine.done(&["resume", "--name", order[1]]);
+            scene.works(7);
+        }
+    }
+}
+
+/// What it has set aside and not back is not open: its owner need not ask for it.
+#[test]
+fn the_owner_may_be_paused_again_before_the_borrower_is_back() {
+    let mut scene = Scene::new();
+    scene.machine.done(&["pause", "--name", "engine"]);
+    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    for _ in 0..2 {
+        scene.machine.done(&["resume", "--name", "trainer"]);
+        scene.machine.done(&["pause", "--name", "trainer"]);
+        assert_eq!(scene.machine.used(), 0);
+    }
+    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.machine.done(&["resume", "--name", "engine"]);
+    scene.works(7);
+    scene.refuses(&[], 5, &format!("pid {}", scene.engine.pid()));
+}
+
+/// Held, it would not go on until its own memory is resumed, too, which it does without.
+#[test]
+fn a_borrower_that_runs_on_while_it_is_paused_is_not_held() {
+    let mut scene = Scene::new();
+    scene.machine.done(&["pause", "--name", "engine", "--no-hold"]);
+    let output = scene.machine.ask(&["pause", "--name", "trainer", "--shared"]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    let said = format!("engine (pid {}): some of its own memory is paused while it runs on", scene.engine.pid());
+    assert!(output.status.code() == Some(1) && text.contains(&said), "{text}");
+    assert_eq!((scene.machine.used(), scene.held()), (BYTES, [false; 2]));
+    scene.machine.done(&["resume", "--name", "engine"]);
+    scene.works(7);
+}
+
+#[test]
+fn a_borrower_that_cannot_be_asked_is_named() {
+    let mut scene = Scene::new();
+    let pid = scene.engine.pid();
+    scene.trainer.ask(&format!("os.kill({pid}, signal.SIGSTOP)"));
+    let output = scene.machine.ask(&["pause", "--pid", &scene.trainer.pid(), "--shared"]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        output.status.code() == Some(5)
+            && text.contains(&format!("engine (pid {pid}) has 4.00 MiB of it open"))
+            && text.contains("is it stopped?"),
+        "{text}"
+    );
+    scene.trainer.ask(&format!("os.kill({pid}, signal.SIGCONT)"));
+    scene.works(7);
+    // As one that was started with another directory for its socket.
+    let socket = scene.machine.0.path().join(format!("sockets/{pid}.sock"));
+    let away = socket.with_extension("away");
+    fs::rename(&socket, &away).unwrap();
+    let output = scene.machine.ask(&["pause", "--name", "trainer", "--shared"]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    let said = format!("process {pid} has 4.00 MiB of it open and cannot be taken along: it does not listen");
+    assert!(output.status.code() == Some(5) && text.contains(&said), "{text}");
+    assert_eq!(scene.machine.used(), BYTES + OWN);
+    fs::rename(away, socket).unwrap();
+    scene.works(7);
+}
+
+/// Two coordinators would be in each other's way.
+#[test]
+fn jobs_that_share_are_paused_as_one() {
+    let mut scene = Scene::new();
+    let mut alone = scene.machine.start("alone");
+    let pointer = alone.number(&format!("malloc({OWN})"));
+    assert_eq!(scene.machine.ask(&["pause", "--all"]).status.code(), Some(5));
+    scene.machine.done(&["resume", "--all"]);
+    let paused: Value = serde_json::from_str(&scene.machine.done(&["pause", "--all", "--shared", "--json"])).unwrap();
+    let mut jobs: Vec<_> = paused["jobs"].as_array().unwrap().iter().map(|job| job["pids"].as_array().unwrap().len()).collect();
+    jobs.sort_unstable();
+    assert_eq!(jobs, [1, 2], "{paused}");
+    assert_eq!((scene.machine.used(), scene.held()), (0, [true; 2]));
+    scene.machine.done(&["resume", "--all"]);
+    assert_eq!(alone.ask(&format!("free({pointer})")), "0");
+    scene.works(7);
+}
+
+/// What the owner keeps, the borrower has back at once.
+#[test]
+fn what_is_registered_can_be_left_out() {
+    let mut scene = Scene::new();
+    let more = scene.trainer.number(&format!("malloc({OWN})"));
+    let [weights, opened, _] = scene.at;
+    let driver = "ctypes.CDLL('libcuda.so.1')";
+    let register = format!("{driver}.cuPointerSetAttribute(ctypes.byref(ctypes.c_int(1)), 6, ctypes.c_uint64({weights}))");
+    assert_eq!(scene.trainer.ask(&register), "0");
+    let output = scene.machine.ask(&["pause", "--name", "trainer", "--shared"]);
+    assert!(output.status.code() == Some(1) && String::from_utf8_lossy(&output.stderr).contains("registered"), "{output:?}");
+    scene.machine.done(&["pause", "--name", "trainer", "--shared", "--registered", "keep"]);
+    assert_eq!(scene.machine.used(), BYTES + OWN, "the rest is paused");
+    scene.machine.goes_on(&scene.engine);
+    assert_eq!(scene.engine.ask(&format!("read({opened}, {BYTES})")), "[7]");
+    scene.machine.done(&["resume", "--name", "trainer"]);
+    assert_eq!(scene.trainer.ask(&format!("free({more})")), "0");
+    scene.works(7);
+}
+
+/// One that ends while all wait for its work: the pause goes on without it.
+#[test]
+fn a_borrower_that_ends_meanwhile_keeps_nobody_from_the_pause() {
+    let mut scene = Scene::with(|command| _ = command.env("SIMGPU_OP_DELAY_MS", "3000"));
+    let own = scene.at[2];
+    assert_eq!(scene.engine.ask(&format!("cuda.cudaMemsetAsync(ctypes.c_void_p({own}), 1, ctypes.c_size_t(10), None)")), "0");
+    let mut command = scene.machine.command(common::command_line());
+    let pausing = command.args(["pause", "--name", "trainer", "--shared"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    while !scene.machine.is_held(&scene.engine) {
+        thread::sleep(Duration::from_millis(1));
+    }
+    scene.engine.kill();
+    let output = pausing.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && text.contains("paused default of trainer") && !text.contains("engine"), "{output:?}");
+    assert_eq!(scene.machine.used(), 0);
+    scene.machine.done(&["resume", "--name", "trainer"]);
+}
+
+/// How far a coordinator gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Until {
+    HeldOne,
+    Drained,
+    PreparedOwner,
+    PreparedBorrower,
+    PreparedBoth,
+    Decided,
+    ToldOwner,
+    ToldBorrower,
+    ToldBoth,
+}
+
+impl Until {
+    const ALL: [Self; 9] = [
+        Self::HeldOne,
+        Self::Drained,
+        Self::PreparedOwner,
+        Self::PreparedBorrower,
+        Self::PreparedBoth,
+        Self::Decided,
+        Self::ToldOwner,
+        Self::ToldBorrower,
+        Self::ToldBoth,
+    ];
+}
+
+/// A coordinator. Dropped, it is dead.
+struct Coordinator {
+    trainer: Wire,
+    engine: Wire,
+    decision: (Decision, OwnedFd),
+}
+
+impl Coordinator {
+    fn of(scene: &Scene, until: Until) -> Self {
+        let (mut trainer, mut engine) = (scene.machine.wire(&scene.trainer), scene.machine.wire(&scene.engine));
+        let decision = Decision::create().unwrap();
+        let hold = json!({"request": "hold", "lease_ms": 30_000});
+        let drain = json!({"request": "drain", "limit_ms": 10_000});
+        trainer.step(&hold, None, "held");
+        if until > Until::HeldOne {
+            engine.step(&hold, None, "held");
+            trainer.step(&drain, None, "drained");
+            engine.step(&drain, None, "drained");
+        }
+        if until >= Until::PreparedOwner && until != Until::PreparedBorrower {
+            let prepare = json!({"request": "prepare", "of": "pause", "borrowers": [scene.engine.child.id()], "timeout_ms": 10_000});
+            trainer.step(&prepare, Some(decision.1.as_fd()), "prepared");
+        }
+        if until >= Until::PreparedBorrower {
+            let aside = json!({"request": "set-aside", "partners": [scene.trainer.child.id()], "timeout_ms": 10_000});
+            engine.step(&aside, Some(decision.1.as_fd()), "prepared");
+        }
+        if until >= Until::Decided {
+            assert!(decision.0.commit());
+        }
+        let commit = json!({"request": "commit"});
+        if until == Until::ToldOwner || until == Until::ToldBoth {
+            trainer.step(&commit, None, "done");
+        }
+        if until >= Until::ToldBorrower {
+            engine.step(&commit, None, "done");
+        }
+        Self { trainer, engine, decision }
+    }
+
+    /// Goes on after the end of one.
+    fn end(mut self) {
+        let request = if self.decision.0.abort() { "abort" } else { "commit" };
+        for wire in [&mut self.trainer, &mut self.engine] {
+            // One may be gone, or done.
+            let _ = vramctl_control::descriptors::send_line(
+                wire.0.get_ref(),
+                format!("{}\n", json!({"version": 1, "request": request})).as_bytes(),
+                &[],
+                0,
+            );
+        }
+    }
+}
+
+/// Waits until it is so.
+#[track_caller]
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "not {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn whenever_the_coordinator_dies_both_are_in_one_state() {
+    let mut scene = Scene::new();
+    for until in Until::ALL {
+        drop(Coordinator::of(&scene, until));
+        if until >= Until::Decided {
+            eventually("both paused", || scene.machine.used() == OWN && scene.held() == [true; 2]);
+            scene.machine.done(&["resume", "--name", "trainer"]);
+        } else {
+            eventually("both active", || scene.held() == [false; 2]);
+        }
+        scene.works(7);
+    }
+}
+
+#[test]
+fn whenever_the_borrower_dies_the_owner_can_be_resumed() {
+    for until in Until::ALL {
+        let mut scene = Scene::new();
+        let coordinator = Coordinator::of(&scene, until);
+        scene.engine.child.kill().unwrap();
+        scene.engine.child.wait().unwrap();
+        coordinator.end();
+        let is_paused = until >= Until::Decided;
+        eventually("one of both", || scene.machine.is_held(&scene.trainer) == is_paused);
+        eventually("freed", || scene.machine.used() == if is_paused { 0 } else { BYTES });
+        scene.machine.done(&["resume", "--name", "trainer"]);
+        assert_eq!(scene.trainer.ask(&format!("read({}, {BYTES})", scene.at[0])), "[7]", "{until:?}");
+        // Nobody has it open any more.
+        scene.machine.done(&["pause", "--name", "trainer"]);
+        assert_eq!(scene.machine.used(), 0);
+    }
+}
+
+/// What it has open is what it had, or lost. It goes on in both cases.
+#[test]
+fn whenever_the_owner_dies_the_borrower_goes_on() {
+    for until in Until::ALL {
+        let mut scene = Scene::new();
+        let [_, opened, own] = scene.at;
+        let coordinator = Coordinator::of(&scene, until);
+        scene.trainer.child.kill().unwrap();
+        scene.trainer.child.wait().unwrap();
+        coordinator.end();
+        scene.machine.goes_on(&scene.engine);
+        let found = scene.engine.ask(&format!("read({opened}, {BYTES})"));
+        assert_eq!(found == "[7]", until < Until::Decided, "{until:?}: {found}");
+        assert_eq!(scene.engine.ask(&format!("read({own}, {OWN}), close({opened})")), "([9], 0)", "{until:?}");
+        assert_eq!(scene.machine.used(), OWN, "{until:?}");
+    }
+}
+
+/// It ends long after, while the other waits for it.
+#[test]
+fn an_owner_that_ends_while_it_is_paused() {
+    let mut scene = Scene::new();
+    let [_, opened, own] = scene.at;
+    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    scene.trainer.kill();
+    scene.machine.goes_on(&scene.engine);
+    assert_ne!(scene.engine.ask(&format!("read({opened}, {BYTES})")), "[7]", "it is lost");
+    assert_eq!(scene.engine.ask(&format!("read({own}, {OWN}), close({opened})")), "([9], 0)");
+    assert_eq!(scene.machine.used(), OWN);
+}
+
+/// The status tells the GPU on which it is now.
+#[test]
+fn what_is_open_moves_with_the_processes() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("job"), machine.start("job"));
+    let pointer = owner.number(&format!("malloc({BYTES})"));
+    let handle = owner.ask(&format!("get({pointer})"));
+    other.number(&format!("open_('{handle}')"));
+    let gpus = || {
+        let told = machine.request(&owner, "status", &[])["devices"][0]["uuid"].clone();
+        (told, machine.request(&other, "status", &[])["borrowed"][0]["gpu"].clone())
+    };
+    let (before, its) = gpus();
+    assert_eq!(before, its);
+    machine.done(&["move", "job", "--to", "1"]);
+    let (after, its) = gpus();
+    assert_ne!(before, after);
+    assert_eq!(after, its);
+}
+
+/// The lock of what is open is free meanwhile.
+#[test]
+fn a_driver_that_is_slow_to_map_keeps_nobody_waiting() {
+    let mut scene = Scene::new();
+    let slow = |milliseconds| format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemMap', {milliseconds})");
+    scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
+    assert_eq!(scene.engine.ask(&slow(3000)), "0");
+    scene.machine.done(&["resume", "--name", "trainer"]);
+    // Until it has the trainer's memory, and is mapping it.
+    eventually("mapping", || scene.engine.ask("ctypes.CDLL('libcuda.so.1').simgpu_calls(b'cuMemImportFromShareableHandle')") != "1");
+    let told = scene.machine.request(&scene.engine, "status", &[]);
+    assert_eq!((&told["held"], &told["borrowed"][0]["paused_bytes"]), (&json!(true), &json!(BYTES)), "{told}");
+    assert_eq!(scene.engine.ask(&slow(0)), "0");
+    scene.works(7);
+}
+
+/// A closing waits neither for an owner that is stopped nor for whoever is asking it for more.
+#[test]
+fn memory_of_an_owner_that_is_stopped_can_be_closed() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let handles: Vec<_> = (0..4)
+        .map(|_| {
+            let pointer = owner.number(&format!("malloc({OWN})"));
+            owner.ask(&format!("get({pointer})"))
+        })
+        .collect();
+    let opened: Vec<_> = handles[..3].iter().map(|handle| other.number(&format!("open_('{handle}')"))).collect();
+    let pid = owner.pid();
+    other.ask(&format!("os.kill({pid}, signal.SIGSTOP)"));
+    other.ask(&format!("globals().update(end=start(lambda: open_('{}')))", handles[3]));
+    thread::sleep(Duration::from_millis(200));
+    let begun = Instant::now();
+    assert_eq!(other.ask(&format!("close({}), close({})", opened[0], opened[1])), "(0, 0)");
+    assert!(begun.elapsed() < Duration::from_secs(30));
+    assert_eq!(machine.used(), 4 * OWN, "the owner's");
+    other.ask(&format!("os.kill({pid}, signal.SIGCONT)"));
+    let last = other.number("end()");
+    assert_eq!(other.ask(&format!("read({last}, 10)")), "[0]");
+    // The owner knows of all.
+    assert_eq!(other.ask(&format!("close({last}), close({})", opened[2])), "(0, 0)");
+    machine.done(&["pause", "--name", "owner"]);
+    machine.done(&["resume", "--name", "owner"]);
+    // Nobody is asking it for anything.
+    let again = other.number(&format!("open_('{}')", handles[0]));
+    other.ask(&format!("os.kill({pid}, signal.SIGSTOP)"));
+    let begun = Instant::now();
+    assert_eq!(other.ask(&format!("close({again})")), "0");
+    assert!(begun.elapsed() < Duration::from_secs(30));
+    other.ask(&format!("os.kill({pid}, signal.SIGCONT)"));
+    machine.done(&["pause", "--name", "owner"]);
+    assert_eq!(machine.used(), 0);
+}
