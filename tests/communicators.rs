@@ -154,7 +154,7 @@ fn a_collective_of_a_held_program_waits() {
     let said = thread::scope(|scope| {
         let asked: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || rank.ask("sum"))).collect();
         wait_until("they wait", || machine.vramctl("status").out.matches("Held: 1 threads").count() == 2);
-        machine.vramctl("resume").expect(0, "took 10.00 MiB of 1 communicator again", "");
+        machine.vramctl("resume").expect(0, "took back 10.00 MiB of 1 communicator", "");
         asked.into_iter().map(|one| one.join().unwrap()).collect::<Vec<_>>()
     });
     assert!(said.iter().all(|said| said.trim() == "sum 3, answer 0"), "{said:?}");
@@ -177,7 +177,7 @@ fn communicators_are_known_however_they_are_made() {
     assert_eq!(what, "communicators of libnccl.so.2: 2 of 1 rank, 4 of 2 ranks");
     let paused = machine.vramctl("pause --nccl").expect(0, "gave back 60.00 MiB of 6 communicators", "");
     assert!(paused.out.contains("gave back 40.00 MiB of 4 communicators"), "{}", paused.out);
-    machine.vramctl("resume").expect(0, "took 60.00 MiB of 6 communicators again", "");
+    machine.vramctl("resume").expect(0, "took back 60.00 MiB of 6 communicators", "");
     assert_sums(&mut ranks);
     all_say(&mut ranks, "destroy");
     assert_eq!((states(&machine, &ranks[0]).len(), states(&machine, &ranks[1]).len()), (5, 3));
@@ -240,7 +240,7 @@ fn of_two_nccls_in_a_process() {
         status(&machine, &ranks[0])["communicators"].as_array().unwrap().iter().map(|one| one["nccl"].clone()).collect::<Vec<_>>();
     assert_eq!(versions.iter().filter(|version| **version == "2.29.7").count(), 2, "{versions:?}");
     machine.vramctl("pause --nccl").expect(0, "gave back 20.00 MiB of 2 communicators", "NCCL 2.27.3 cannot give memory back");
-    machine.vramctl("resume").expect(0, "took 20.00 MiB of 2 communicators again", "");
+    machine.vramctl("resume").expect(0, "took back 20.00 MiB of 2 communicators", "");
     assert_sums(&mut ranks);
 }
 
@@ -307,11 +307,11 @@ fn a_resume_that_nccl_fails_is_tried_again() {
     machine.vramctl("resume").expect(
         5,
         "resumed",
-        "stays held: NCCL could not take the memory of a communicator of 2 ranks again: unhandled cuda error",
+        "stays held: NCCL could not take back the memory of a communicator of 2 ranks: unhandled cuda error",
     );
     clear_failure(&machine);
     assert_eq!((states(&machine, &ranks[0]), status(&machine, &ranks[0])["held"].clone()), (vec!["suspended".into()], json!(true)));
-    machine.vramctl("resume").expect(0, "took 10.00 MiB of 1 communicator again", "");
+    machine.vramctl("resume").expect(0, "took back 10.00 MiB of 1 communicator", "");
     assert_sums(&mut ranks);
 }
 
@@ -396,7 +396,7 @@ fn a_suspend_that_nccl_is_in_the_way_of_takes_its_memory() {
     machine.vramctl("suspend --nccl --dry-run").expect(7, "NCCL would give back 10.00 MiB", "communicators of libnccl.so.2: 1 of 2 ranks");
     machine.vramctl("suspend --nccl").expect(7, "", "All tags are paused; NCCL has given back 20.00 MiB; the CUDA context");
     assert!(ranks.iter().all(|rank| states(&machine, rank) == ["suspended"]));
-    machine.vramctl("resume").expect(0, "took 10.00 MiB of 1 communicator again", "");
+    machine.vramctl("resume").expect(0, "took back 10.00 MiB of 1 communicator", "");
     assert_sums(&mut ranks);
 }
 

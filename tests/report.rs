@@ -298,7 +298,7 @@ fn what_torch_tries_again_in_vain_is_one_episode() {
     assert_eq!(report["request"]["attempts"], 2, "{report:#}");
     assert_eq!(report["request"]["freed_since_bytes"], 40 * MIB);
     assert_eq!(rows(&report, "tag"), [], "as it was at the second attempt");
-    assert_eq!(WARNINGS.about("in 2 attempts; 40.00 MiB were given back between them").len(), 1);
+    assert_eq!(WARNINGS.about("in 2 attempts; 40.00 MiB were given back in between").len(), 1);
     assert_eq!(
         WARNINGS.about(&torch.name).len(),
         1 + report["native_stack"].as_array().unwrap().iter().filter(|frame| frame.as_str().unwrap().contains(&torch.name)).count()

@@ -195,7 +195,7 @@ fn what_was_recorded_over_is_counted() {
     let mut churn = machine.start("churn", "churn", |command| _ = command.env("VRAMCTL_TRACE", "64K"));
     churn.ask("5000");
     let (events, ran) = trace(&machine, "churn");
-    assert!(ran.out.contains("older events were recorded over"), "{}", ran.out);
+    assert!(ran.out.contains("older events were overwritten"), "{}", ran.out);
     let status = machine.connect(&churn).ask(&json!({"request": "status"}));
     let bytes = status["tags"][0]["bytes"].as_u64().unwrap();
     assert_eq!(in_the_end(&events, churn.pid()), [("default".to_owned(), bytes)].into());

@@ -136,7 +136,7 @@ impl Share {
             What::PageTables => "page tables of pinned host memory (estimate)".into(),
             What::Driver if self.bytes < 0 => "counted above, and not by NVML".into(),
             What::Driver => {
-                let least = self.least_bytes.map_or_else(String::new, |bytes| format!(" ({} at its least)", Bytes(bytes)));
+                let least = self.least_bytes.map_or_else(String::new, |bytes| format!(" (lowest at a pause: {})", Bytes(bytes)));
                 format!("context, loaded code, small allocations{least}")
             }
             What::Process => "all of it".into(),
@@ -432,7 +432,7 @@ mod tests {
         let wanted = [
             line("engine weights", 1000),
             line("engine left to CUDA: libnccl.so.2", 64),
-            line("engine context, loaded code, small allocations (420.00 MiB at its least)", 436),
+            line("engine context, loaded code, small allocations (lowest at a pause: 420.00 MiB)", 436),
             line("trainer all of it", 300),
             line("engine page tables of pinned host memory (estimate)", 1),
             line(" unexplained", 3),

@@ -50,7 +50,7 @@ enum Command {
     Ps(ps::Args),
     /// Show the memory of processes, by tag and by GPU
     Status(status::Args),
-    /// Watch the GPUs and the processes live, and pause, resume and suspend by key
+    /// Show the GPUs and the processes live; pause, resume and suspend by key
     Top(top::Args),
     /// Return the GPU memory of processes to the driver
     Pause(transition::PauseArgs),
@@ -60,13 +60,13 @@ enum Command {
     Suspend(suspend::Args),
     /// Move processes to other GPUs: suspend, restore there, resume
     Move(relocate::Args),
-    /// Print what the processes hold and have done, for Prometheus
+    /// Print or serve metrics for Prometheus
     Metrics(metrics::Args),
-    /// Have torch in processes return the GPU memory that it holds without using it
+    /// Have torch return the GPU memory that it has cached
     Trim(trim::Args),
-    /// Have processes log whose the memory is when little of it is free
+    /// Have processes log who uses the GPU memory when little of it is free
     Watch(watch::Args),
-    /// Write what has happened to the memory over time, for Perfetto or as a page
+    /// Write a timeline of the memory, for Perfetto or as an HTML page
     Trace(trace::Args),
     /// Set the tag for a process's future allocations
     SetTag(tag::Args),
@@ -132,17 +132,17 @@ fn after_help() -> String {
     let mut text = String::from(
         "Examples:
   vramctl run --name engine -- python serve.py     start a program
-  vramctl status engine                            show its memory
-  vramctl status --ledger                          where all memory of each GPU went
-  vramctl top                                      watch all of it
+  vramctl status engine                            show its memory, by tag
+  vramctl status --ledger                          who uses the memory of each GPU
+  vramctl top                                      all of it, live
   vramctl pause kv_cache --discard                 free a tag and drop its contents
   vramctl pause && vramctl resume                  all tags of the only managed process
   vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back
   vramctl trim engine                              return what torch has cached
-  vramctl watch engine --below 5G                  log whose memory it is when little is free
+  vramctl watch engine --below 5G                  log who uses the memory when little is free
   vramctl move engine --to 1                       go on with another GPU
-  vramctl trace engine -o page.html                its memory over time
-  vramctl metrics --listen 9977                    for Prometheus
+  vramctl trace engine -o page.html                a timeline of its memory
+  vramctl metrics --listen 9977                    serve metrics for Prometheus
   vramctl doctor                                   check this machine
 
 Environment:

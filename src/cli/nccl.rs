@@ -108,7 +108,7 @@ pub fn success(verb: Verb, process: &Process, communicators: &[Communicator]) ->
     match verb {
         _ if done.is_empty() => None,
         Verb::Pause => Some(format!("NCCL of {process} gave back {bytes} of {count}; it keeps {}", Bytes(kept))),
-        Verb::Resume => Some(format!("NCCL of {process} took {bytes} of {count} again")),
+        Verb::Resume => Some(format!("NCCL of {process} took back {bytes} of {count}")),
     }
 }
 
@@ -131,15 +131,15 @@ pub fn failures(process: &Process, communicators: &[Communicator]) -> Vec<String
                 Some(format!("{process}: NCCL keeps the memory of {whose}, which can be used as before: {error}"))
             }
             (CommunicatorState::Suspending, _) => Some(format!(
-                "{process}: NCCL has not given back the memory of {whose} yet: it waits for the other ranks. The program stays held; \
+                "{process}: NCCL has not given back the memory of {whose} yet: it is waiting for the other ranks. The program stays held; \
                  `vramctl status` tells when it is done, and `vramctl resume` of the whole job brings it back"
             )),
             (CommunicatorState::Resuming, _) => Some(format!(
-                "{process} stays held: NCCL has not taken the memory of {whose} yet, because it waits for the other ranks. `vramctl resume` \
+                "{process} stays held: NCCL has not taken back the memory of {whose} yet, because it waits for the other ranks. `vramctl resume` \
                  them, too, and this one goes on by itself; if one has ended, end this one (kill {pid}) and start the job again"
             )),
             (CommunicatorState::Suspended, Some(error)) => Some(format!(
-                "{process} stays held: NCCL could not take the memory of {whose} again: {error}. If GPU memory was short, free some and \
+                "{process} stays held: NCCL could not take back the memory of {whose}: {error}. If GPU memory was short, free some and \
                  `vramctl resume` again; if a rank has ended, end this one, too (kill {pid}), and start the job again"
             )),
             (CommunicatorState::Broken, error) => Some(format!(
@@ -212,10 +212,7 @@ mod tests {
         let suspended = Communicator { state: CommunicatorState::Suspended, ..one("a", 2) };
         let text = success(Verb::Pause, &process, &[suspended.clone(), suspended.clone()]).unwrap();
         assert_eq!(text, "NCCL of engine (pid 7) gave back 2.00 GiB of 2 communicators; it keeps 2.00 MiB");
-        assert_eq!(
-            success(Verb::Resume, &process, &[one("a", 2)]).unwrap(),
-            "NCCL of engine (pid 7) took 1.00 GiB of 1 communicator again"
-        );
+        assert_eq!(success(Verb::Resume, &process, &[one("a", 2)]).unwrap(), "NCCL of engine (pid 7) took back 1.00 GiB of 1 communicator");
         assert_eq!(success(Verb::Resume, &process, &[]), None);
         assert!(failures(&process, &[suspended.clone(), one("a", 2)]).is_empty());
         let states = [CommunicatorState::Suspending, CommunicatorState::Resuming, CommunicatorState::Broken];

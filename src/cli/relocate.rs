@@ -16,10 +16,10 @@ use vramctl_driver::{Card, cards, holders_of};
 #[command(after_help = "\
 Holds and suspends the job, restores it on other GPUs of the same model, and resumes it: the same addresses, the same contents, and \
 its work goes on. A job on several GPUs needs as many, in the order of their indices. If the job cannot be moved, nothing changes, \
-and the message says why. If the command is interrupted, the job is suspended: `vramctl resume` brings it back where it was.
+and the message says why. If the command is interrupted, the job stays suspended: `vramctl resume` brings it back where it was.
 
-What the driver could not restore is refused with exit code 7, see `vramctl help suspend`. Programs keep what they have asked about \
-the old GPU, such as its bus id; the driver itself goes on telling the old bus id.
+What the driver could not restore is refused with exit code 7, see `vramctl help suspend`. Programs keep what they know \
+about the old GPU, such as its bus id; the driver itself goes on reporting the old bus id.
 
 Examples:
   vramctl move engine --to 1

@@ -21,11 +21,11 @@ Examples:
   vramctl status engine
   vramctl status --gpu 0        processes with memory on this GPU
   vramctl status --pid 4711 --json | jq '.processes[0].tags'
-  vramctl status --ledger       whose all memory in use is, on each GPU
+  vramctl status --ledger       who uses the memory of each GPU
   vramctl status --ledger --json | jq '.gpus[0].shares'
 
-With --ledger and a target, only the GPUs on which it has memory. Everybody's memory there is told: docs/out-of-memory.md explains \
-the rows.")]
+With --ledger and a target, shows the GPUs on which the target has memory, and everybody's memory there. docs/out-of-memory.md \
+explains the rows.")]
 pub struct Args {
     /// A process id or name
     #[arg(value_name = "TARGET", conflicts_with = "target", add = ArgValueCandidates::new(completions::targets))]
@@ -34,7 +34,7 @@ pub struct Args {
     target: TargetArgs,
     #[command(flatten)]
     gpu: GpuArgs,
-    /// Show whose all memory in use is, for each GPU, and the processes' host memory
+    /// Show who uses the memory of each GPU, and the processes' host memory
     #[arg(long)]
     ledger: bool,
     /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md); with --ledger {"processes": […],

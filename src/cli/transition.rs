@@ -60,7 +60,7 @@ Examples:
   vramctl pause --name engine --timeout 2.5
   vramctl pause cache --no-hold              the program goes on with its other memory
   vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
-  vramctl pause --trim                       first return what torch holds without using it
+  vramctl pause --trim                       first return what torch has cached
   vramctl pause --name trainer --shared      with memory that an engine has open; it goes on after `vramctl resume --name trainer`
   vramctl pause --dry-run                    show what would be paused, and change nothing
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
@@ -89,11 +89,11 @@ pub struct PauseArgs {
     /// away reads and writes garbage there, instead of destroying the program's context
     #[arg(long)]
     guard: bool,
-    /// First have torch return what it holds without using it, as `vramctl trim` does, for at most 10 seconds
+    /// First have torch return what it has cached, as `vramctl trim` does, for at most 10 seconds
     #[arg(long, conflicts_with = "dry_run")]
     trim: bool,
-    /// Have NCCL 2.29.7 or later give back the memory of its communicators, too, once all else is paused. All processes that share
-    /// one must be of the job. Off by default, because what fails in NCCL cannot be taken back
+    /// Once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
+    /// communicator must be in the job. Off by default, because a failure inside NCCL cannot be undone
     #[arg(long, conflicts_with = "no_hold")]
     nccl: bool,
     #[command(flatten)]

@@ -15,12 +15,12 @@ use vramctl_model::{Bytes, Cached, Trimmed};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-PyTorch keeps the GPU memory that its tensors no longer use. This has it collect garbage and empty its cache, up to three times, \
-until a round returns less than 1 GiB, and tells what came back and what is stuck: free memory in segments that still hold a \
-tensor. A thread of the Python package does it in the program, next to its work, as soon as the interpreter lets it; if that is \
-not within --timeout, nothing happens, with exit code 5.
+PyTorch caches the GPU memory of tensors that are gone. A trim has it collect garbage and empty its cache, up to three times, until \
+a round returns less than 1 GiB. It prints what came back and what is stuck: free memory in segments that still hold a tensor. A \
+thread of the Python package does this in the program, next to its work, as soon as it gets Python's interpreter lock. If it has \
+not begun within --timeout, it never does, and the exit code is 5.
 
-Without a target, all managed processes whose allocator can be asked. A held program cannot be trimmed: `vramctl pause --trim` \
+Without a target, trims all managed processes whose allocator can be asked. A held program cannot be trimmed: `vramctl pause --trim` \
 trims before it holds.
 
 Examples:
@@ -98,7 +98,7 @@ pub fn before_a_pause(target: &Target, timeout: Duration, quiet: bool) -> Result
     let Ok(mut chosen) = found.choose(target) else { return Ok(BTreeMap::new()) };
     chosen.retain(|process| trims(process) && !process.is_held() && process.suspended().is_none());
     if chosen.is_empty() {
-        output::complain("note", "nothing to trim: no program that runs has an allocator that can be asked");
+        output::complain("note", "nothing to trim: no running program has an allocator that can be asked");
     }
     let mut trimmed = BTreeMap::new();
     for (process, done) in chosen.iter().zip(all(&found, &chosen, timeout)) {

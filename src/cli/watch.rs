@@ -11,13 +11,14 @@ use vramctl_model::{Bytes, parse_bytes};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Has processes watch how much of their GPUs is free, whoever has the rest. When it falls below the size, each logs once (to its \
-stderr) whose the memory is; again only after a tenth more has been free. VRAMCTL_WATCH and VRAMCTL_WATCH_TRIM in a program's \
-environment do the same from its beginning. Without --below and --off, tells what they watch for.
+Has processes watch how much of their GPUs is free, whoever uses the rest. When that falls below SIZE, each logs once, to its \
+stderr, who uses the memory. It logs again only after a tenth more than SIZE, or 64 MiB more if that is larger, has been free. \
+VRAMCTL_WATCH and VRAMCTL_WATCH_TRIM in a program's environment do the same from its start. Without --below and --off, prints what \
+the processes watch for.
 
 Examples:
   vramctl watch trainer --below 5G
-  vramctl watch trainer --below 5G --trim      and have torch return what it holds without using it
+  vramctl watch trainer --below 5G --trim      then have torch return what it has cached
   vramctl watch trainer --off")]
 pub struct Args {
     /// The processes with this name, or the one with this id [default: the only managed process]
@@ -25,13 +26,13 @@ pub struct Args {
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,
-    /// Log when less than this is free, in bytes, with K, M or G
+    /// Log when less than this is free: bytes, or a number with K, M or G
     #[arg(long, value_name = "SIZE", value_parser = size)]
     below: Option<u64>,
     /// Then also have torch return what it has cached, as `vramctl trim` does
     #[arg(long, requires = "below")]
     trim: bool,
-    /// Watch no longer
+    /// Stop watching
     #[arg(long, conflicts_with = "below")]
     off: bool,
     /// Print JSON: {"processes": [{"pid", "name", "watch" or "error"}]}, with the fields of a `watch` reply (docs/protocol.md)
@@ -58,7 +59,7 @@ pub fn watch(args: &Args) -> Result<Exit, CommandError> {
             Err(failure) if args.json => answers.push(json!({ "pid": pid, "name": name, "error": failure })),
             Ok((0, _)) => output::say(&format!("{process}: does not watch"))?,
             Ok((below, trim)) => {
-                let trims = if *trim { ", and has its allocator return what is cached" } else { "" };
+                let trims = if *trim { ", and has its allocator return what it has cached" } else { "" };
                 output::say(&format!("{process}: logs when less than {} are free{trims}", Bytes(*below)))?;
             }
             Err(failure) => output::complain("error", &format!("{process}: {failure}")),

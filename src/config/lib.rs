@@ -14,9 +14,9 @@
 //! | `VRAMCTL_MIN_BYTES` | smaller requests are left to CUDA; in bytes, with `K`, `M` or `G` for the powers of 1024 | `1M` |
 //! | `VRAMCTL_EXCLUDE` | `NAME,…`: libraries, by the beginning of their file names, whose requests are left to CUDA | none |
 //! | `VRAMCTL_GUARD` | `1`: every pause maps a guard under the paused addresses, as `vramctl pause --guard` does | `0` |
-//! | `VRAMCTL_TRACE` | `1`: record what happens to memory, for `vramctl trace`; or how much memory that may take, in bytes, with `K` or `M`, at most and by default `16M` | `0` |
-//! | `VRAMCTL_WATCH` | a size such as `5G`: when less of a device is free, log whose it is; `0`: do not watch | `0` |
-//! | `VRAMCTL_WATCH_TRIM` | `1`: and return what torch has cached then | `0` |
+//! | `VRAMCTL_TRACE` | `1`: record what happens to memory, for `vramctl trace`, in 16 MiB; or a size from `64K` to `16M` | `0` |
+//! | `VRAMCTL_WATCH` | a size such as `5G`: when less of a device is free, log who uses it; `0`: do not watch | `0` |
+//! | `VRAMCTL_WATCH_TRIM` | `1`: then also return what torch has cached | `0` |
 //! | `VRAMCTL_NAME` | the process's name on the command line | the program's own |
 //! | `VRAMCTL_JOB` | identifies the job of processes without a name; `vramctl run` sets it | unset |
 //! | `VRAMCTL_DIR` | the directory of the control sockets | `$XDG_RUNTIME_DIR/vramctl`, else `/tmp/vramctl-<uid>` |

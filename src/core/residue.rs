@@ -45,7 +45,7 @@ pub(crate) fn paused() {
 
 fn warn(grown: &[Growth]) {
     for growth in grown {
-        log::warn!("{growth}. A leak? `vramctl status` shows the last cycles, `vramctl status --ledger` whose all memory is");
+        log::warn!("{growth}. A leak? `vramctl status` shows the last cycles, `vramctl status --ledger` who uses the memory now");
     }
 }
 

@@ -162,7 +162,7 @@ fn has_fallen(level: &Watermark, device: CUdevice, context: Context) {
             Bytes(stuck)
         );
     }
-    log::warn!("{text} `vramctl status --ledger` shows whose all of it is");
+    log::warn!("{text} `vramctl status --ledger` shows who uses the rest");
     if level.trims() && cache::is_served() {
         match cache::trim(TRIM_WITHIN) {
             Ok(done) => log::warn!("the program's allocator has returned {} in {:.0} ms", Bytes(done.returned_bytes), done.ms),

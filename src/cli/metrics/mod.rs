@@ -16,21 +16,21 @@ use vramctl_driver::keep_nvml;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Prints one page in Prometheus' text format. With --listen it serves pages instead, at /metrics, until it is ended; with --textfile it \
-writes one for node_exporter's textfile collector, which always finds a whole page.
+Prints all metrics once, in Prometheus' text format. With --listen it serves them at /metrics until it is stopped. With --textfile it \
+writes them to a file for node_exporter's textfile collector, which never sees half of a file.
 
-docs/monitoring.md lists the metrics, and has a Grafana dashboard: grafana/vramctl.json.
+docs/monitoring.md lists the metrics; grafana/vramctl.json is a Grafana dashboard.
 
 Examples:
   vramctl metrics | grep paused
   vramctl metrics --listen 9977                 for a Prometheus on this machine
-  vramctl metrics --listen 0.0.0.0:9977         for everybody who reaches this machine
+  vramctl metrics --listen 0.0.0.0:9977         for everybody who can reach this machine
   vramctl metrics --textfile /var/lib/prometheus/node-exporter/vramctl.prom")]
 pub struct Args {
-    /// Serve the page over HTTP: a port of this machine's own address (127.0.0.1), or ADDRESS:PORT; port 0 is any free one
+    /// Serve the metrics over HTTP, at this port of 127.0.0.1 or at ADDRESS:PORT; port 0 takes any free one
     #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = address)]
     listen: Option<SocketAddr>,
-    /// Write the page to this file, in one step
+    /// Write the metrics to this file, replacing it in one step
     #[arg(long, value_name = "PATH", conflicts_with = "listen")]
     textfile: Option<PathBuf>,
 }

@@ -34,20 +34,20 @@ use vramctl_model::Verb;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-A bar shows whose the memory of each GPU is: each tag has a letter, which the table below explains. Keys pause, resume and suspend what \
-is selected, after a question that shows the command; ? lists them all. docs/monitoring.md has a picture.
+A bar shows who uses the memory of each GPU: each tag has a letter, which the table on the screen explains. Keys pause, resume and \
+suspend what is selected, after a question that shows the command; ? lists them all. docs/monitoring.md has a picture.
 
-It needs a terminal of at least 80 columns, understands NO_COLOR, and draws in ASCII.
+It needs a terminal of at least 80 columns, respects NO_COLOR, and draws in ASCII.
 
 Examples:
   vramctl top
   vramctl top --interval 0.5
-  vramctl top --once            one picture, as text; with CLICOLOR_FORCE=1 in colours")]
+  vramctl top --once            one frame, as text; CLICOLOR_FORCE=1 adds colours")]
 pub struct Args {
-    /// Ask every so many seconds; fractions are allowed
+    /// Seconds between refreshes; fractions are allowed
     #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = interval)]
     interval: Duration,
-    /// Print one picture and end. Needs no terminal
+    /// Print one frame and exit; needs no terminal
     #[arg(long)]
     once: bool,
 }
@@ -78,7 +78,7 @@ pub fn top(args: &Args) -> Result<Exit, CommandError> {
         return once(args.interval);
     }
     if !stdin().is_terminal() || !stdout().is_terminal() {
-        let text = "stdin and stdout are no terminal; `vramctl top --once` prints one picture, `vramctl status --json` is for programs";
+        let text = "stdin or stdout is not a terminal; `vramctl top --once` prints one frame, `vramctl status --json` is for programs";
         return Err(CommandError::new(Exit::Usage, text));
     }
     let (happen, incomings) = channel();

@@ -24,16 +24,16 @@ use vramctl_model::MemoryOwner;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-A process records its last 400 000 events if it was started with `vramctl run --trace`, or has VRAMCTL_TRACE=1 in its environment: \
-allocations, frees, pauses, resumes, failures. Without --seconds and --follow, the trace has what is recorded already.
+A process keeps its last 419 000 events (allocations, frees, pauses, resumes, failures) if it was started with `vramctl run --trace` \
+or with VRAMCTL_TRACE=1 in its environment. Without --seconds and --follow, the trace has what has been recorded so far.
 
-Open a .json in https://ui.perfetto.dev or chrome://tracing; an .html is a page that needs nothing else. Without a target, the \
+Open a .json in https://ui.perfetto.dev or chrome://tracing; an .html page needs only a browser. Without a target, the \
 trace is of all managed processes, on one axis of time.
 
 Examples:
   vramctl run --trace --name engine -- python serve.py
   vramctl trace engine -o trace.json
-  vramctl trace engine -o page.html --seconds 60     what is recorded already, and the next minute
+  vramctl trace engine -o page.html --seconds 60     what has been recorded so far, and the next minute
   vramctl trace -o page.html --follow                until ^C")]
 pub struct Args {
     /// A process id or name
@@ -41,10 +41,10 @@ pub struct Args {
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,
-    /// The file to write: `….json` for Perfetto, `….html` for a page
+    /// The file to write: `….json` for Perfetto, `….html` for a page for a browser
     #[arg(short, long, value_name = "FILE", value_parser = output_file)]
     output: PathBuf,
-    /// Go on recording for so many seconds, or until ^C
+    /// Go on recording for N seconds, or until ^C
     #[arg(long, value_name = "N", value_parser = seconds)]
     seconds: Option<Duration>,
     /// Go on recording until ^C
@@ -213,7 +213,7 @@ impl Recording {
         let time = Duration::from_nanos(self.to() - self.from()).as_secs_f64();
         let processes = if count == 1 { "1 process".to_owned() } else { format!("{count} processes") };
         let missed: u64 = self.processes.iter().map(|process| process.timeline.missed).sum();
-        let older = if missed == 0 { String::new() } else { format!("; {missed} older events were recorded over") };
+        let older = if missed == 0 { String::new() } else { format!("; {missed} older events were overwritten") };
         format!("{}: {time:.1} s of {processes}{older}", file.display())
     }
 }

@@ -149,7 +149,7 @@ function events(parent) {
 const about = [`From ${new Date(data.began_at_ms).toLocaleString()} on. Drag over a chart to look closer, double-click to go back.`];
 if (data.slices.length) about.push("Red: a pause; green: a resume; blue: a trim.");
 if (data.failures.length) about.push("Dashed: memory was asked for, and there was none.");
-if (data.missed) about.push(`${data.missed} older events were recorded over.`);
+if (data.missed) about.push(`${data.missed} older events were overwritten.`);
 document.getElementById("about").textContent = [...about, ...data.ended].join(" ");
 
 const charts = data.gpus.map((gpu) => {

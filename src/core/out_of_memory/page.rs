@@ -307,7 +307,7 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
     let mut ways: Vec<_> = idle
         .map(|(tag, share)| {
             let command = format!("vramctl pause --no-hold --pid {} {}", own.pid, quoted(tag));
-            way(share.active, command, "if the program keeps away from it meanwhile")
+            way(share.active, command, "the program must not use it meanwhile")
         })
         .collect();
     // Processes of one name are paused together; one of ours would be paused, too.
@@ -320,10 +320,10 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
     }
     for (who, (active, cached)) in others {
         if active > 0 {
-            ways.push(way(active, format!("vramctl pause {who}"), "stands still until it is resumed"));
+            ways.push(way(active, format!("vramctl pause {who}"), "it stands still until it is resumed"));
         }
         if cached > 0 {
-            ways.push(way(cached, format!("vramctl trim {who}"), "runs on; its allocator holds this without using it"));
+            ways.push(way(cached, format!("vramctl trim {who}"), "it runs on; its allocator has this cached"));
         }
     }
     ways.sort_by_key(|way| std::cmp::Reverse(way.bytes));
@@ -376,13 +376,13 @@ impl fmt::Display for ReportPage {
         write!(out, "  In thread {id} ({name}); refused by ")?;
         match (*refused_by, call) {
             ("margin", _) => write!(out, "the memory margin of {}", Bytes(*margin_bytes))?,
-            ("resume", _) => write!(out, "the check before a resume, or the driver in it")?,
+            ("resume", _) => write!(out, "the check before the resume, or the driver during it")?,
             (_, Some(call)) => write!(out, "the driver's {call}")?,
             _ => write!(out, "the driver")?,
         }
         match (attempts, freed_since_bytes) {
             (1, _) => writeln!(out)?,
-            (_, Some(freed)) => writeln!(out, ", in {attempts} attempts; {} were given back between them", Bytes(*freed))?,
+            (_, Some(freed)) => writeln!(out, ", in {attempts} attempts; {} were given back in between", Bytes(*freed))?,
             (_, None) => writeln!(out, ", in {attempts} attempts")?,
         }
         if self.untold > 0 {
@@ -390,7 +390,7 @@ impl fmt::Display for ReportPage {
         }
         for (what, stack) in [("Python", &self.python_stack), ("Native", &self.native_stack)] {
             if !stack.is_empty() {
-                writeln!(out, "  {what} calls, the last first:")?;
+                writeln!(out, "  {what} calls, most recent first:")?;
                 stack.iter().take(FRAMES).try_for_each(|frame| writeln!(out, "    {frame}"))?;
             }
             if stack.len() > FRAMES {
@@ -415,7 +415,7 @@ impl fmt::Display for ReportPage {
         }
         if !self.paused.is_empty() {
             let paused: Vec<_> = self.paused.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
-            writeln!(out, "  Paused, and taking none of it: {}", paused.join(", "))?;
+            writeln!(out, "  Paused, so not in use: {}", paused.join(", "))?;
         }
         if !self.largest.is_empty() {
             writeln!(out, "  This process's largest blocks:")?;
@@ -440,8 +440,8 @@ impl fmt::Display for ReportPage {
         }
         writeln!(out, "  Could be freed:")?;
         for Way { bytes, command, is_enough, note } in &self.could_be_freed {
-            let enough = if *is_enough { ", which would be enough" } else { "" };
-            writeln!(out, "    {:>11}  {command}  ({note}{enough})", Bytes(*bytes).to_string())?;
+            let enough = if *is_enough { "enough; " } else { "" };
+            writeln!(out, "    {:>11}  {command}  ({enough}{note})", Bytes(*bytes).to_string())?;
         }
         Ok(())
     }
