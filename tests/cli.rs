@@ -600,7 +600,7 @@ listener.bind(os.environ['VRAMCTL_DIR'] + '/%d.sock' % os.getpid())
 listener.listen()
 if os.fork() == 0:
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 else:
     os._exit(0)";
     let mut dead = place.command("python3", &["-c", program]).stdout(Stdio::piped()).spawn().unwrap();

@@ -97,7 +97,7 @@ def paused_together(sender, receiver, ask, command, check):
     check("the trainer is not paused while the engine keeps its bucket", not refused and "shared" in text, text if refused else "")
     for number in range(3):
         paused, text = command("pause", "--name", "trainer", "--shared")
-        missing = [one for process in json.loads(text)["processes"] for one in process["report"]["missing"]] if paused else []
+        missing = [one for process in json.loads(text)["processes"] for one in process["report"].get("missing", [])] if paused else []
         check("with --shared it is, and the engine sets the bucket aside", len(missing) == 1, text if not missing else "")
         receiver.stdin.write(json.dumps({"kept": True}) + "\n")
         receiver.stdin.flush()
