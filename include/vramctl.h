@@ -290,8 +290,8 @@ VramctlResult vramctl_cache_answer(const char *problem);
 // `Invalid` if no thread serves or the program is held.
 VramctlResult vramctl_trim(int64_t timeout_ms);
 
-// Watches how much of each device is free, whoever has the rest: when less than `below` bytes are, logs once whose the
-// memory is. It is logged again once more has been free. 0 ends the watch. `VRAMCTL_WATCH` sets it from the beginning.
+// Watches how much of each device is free, whoever uses the rest: when less than `below` bytes are, logs once who uses
+// the memory. Logs again only after more has been free. 0 ends the watch. `VRAMCTL_WATCH` sets it from the start.
 //
 // `trim`: 1 to have the program's own allocator return what it has cached then (`vramctl_cache_wait`), 0 not to.
 VramctlResult vramctl_set_watch(uint64_t below, int32_t trim);

@@ -205,7 +205,7 @@ fn a_refusal_at_either_door_is_reported_whether_the_memory_is_managed_or_not() {
     }
     let changes = WARNINGS.about("Changes in the last minute: ");
     assert!(changes.iter().any(|line| line.contains("tag weights +64.00 MiB")), "{changes:?}");
-    assert!(WARNINGS.about("All of it is in ").len() >= 4 && !WARNINGS.about("tag weights").is_empty());
+    assert!(WARNINGS.about("The full report is in ").len() >= 4 && !WARNINGS.about("tag weights").is_empty());
     assert_eq!(gpu.footprint(), before, "a report leaves nothing on the device");
     assert_eq!(free(kept), 0);
 }

@@ -330,9 +330,9 @@ def set_memory_margin(bytes: int) -> None:
 
 
 def set_watch(below: int, *, trim: bool = False) -> None:
-    """Watches how much of each device is free, whoever has the rest: when it falls below this many bytes, the library logs once whose
-    the memory is, and with `trim` does what `trim()` does. 0 ends the watch. ``VRAMCTL_WATCH`` and ``VRAMCTL_WATCH_TRIM`` set this from
-    the beginning. Raises `errors.NotPreloaded`.
+    """Watches how much of each device is free, whoever uses the rest: when it falls below this many bytes, the library logs once who
+    uses the memory, and with `trim` does what `trim()` does. 0 ends the watch. ``VRAMCTL_WATCH`` and ``VRAMCTL_WATCH_TRIM`` set this
+    from the start. Raises `errors.NotPreloaded`.
     """
     if not 0 <= below < 1 << 64:
         raise errors.Invalid(f"the watch is for a number of bytes from 0 to 2**64 - 1, not {below!r}")

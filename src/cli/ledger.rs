@@ -1,4 +1,4 @@
-//! `vramctl status --ledger`: whose the memory of each GPU is, so that it adds up to what NVML says is in use.
+//! `vramctl status --ledger`: who uses the memory of each GPU, so that it adds up to what NVML says is in use.
 //!
 //! A process with the library tells what it has by tag and what its libraries have asked CUDA for. NVML tells what each process has in
 //! all. The difference is the driver's: the context, loaded code, small allocations.

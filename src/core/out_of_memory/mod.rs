@@ -291,7 +291,7 @@ fn tell(scene: Scene, attempts: u32) {
         log::warn!("{line}");
     }
     match written {
-        Some(Ok(path)) => log::warn!("  All of it is in {}", path.display()),
+        Some(Ok(path)) => log::warn!("  The full report is in {}", path.display()),
         Some(Err(error)) => log::warn!("  Could not write it to VRAMCTL_REPORT_DIR: {error}"),
         None => (),
     }
