@@ -1,6 +1,7 @@
 //! The memory this process has under management and the operations on it: allocations by address ([`memory`]), the contexts
 //! whose work may use them ([`contexts`]), what is told when memory runs out ([`out_of_memory`]), pause and resume ([`transition`]), standing aside for a checkpoint (`suspend`), and the control server ([`server`]).
 
+mod allowance;
 pub mod cache;
 mod connection;
 pub mod contexts;

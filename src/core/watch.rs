@@ -4,6 +4,7 @@
 //! One process per GPU asks the driver, every 50 ms, and tells the others (`control/gauge.rs`). In between, each process knows what
 //! it has taken itself (`free`). It is said only if the driver confirms it.
 
+use crate::allowance::Allowance;
 use crate::cache;
 use crate::contexts;
 use crate::free::{Watermark, level};
@@ -12,7 +13,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_control::gauge::Gauge;
 use vramctl_driver::{self as driver, CUdevice, Context, Current, RelaxedCapture};
 use vramctl_host::{PerProcess, exit, worker};
@@ -53,10 +54,17 @@ pub fn get() -> (u64, bool) {
 }
 
 /// A device that is watched.
-#[derive(Default)]
 struct Watched {
     gauge: Option<Gauge>,
     is_low: bool,
+    /// A program whose memory comes and goes falls again at every step, and would be slowed by a trim at each.
+    allowance: Allowance,
+}
+
+impl Default for Watched {
+    fn default() -> Self {
+        Self { gauge: None, is_low: false, allowance: Allowance::full(Instant::now()) }
+    }
 }
 
 fn watch(level: &'static Watermark) {
@@ -106,15 +114,22 @@ impl Watched {
             self.gauge = None;
         }
         level.is(device, free);
-        if free >= below.saturating_add((below / 10).max(REARM)) {
-            self.is_low = false;
-        } else if free < below && !self.is_low {
-            self.is_low = true;
+        if self.is_news(free, below, Instant::now()) {
             // The program's allocator may take longer than until the next sample.
             if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device, context)) {
                 log::debug!("could not start a thread: {error}");
             }
         }
+    }
+
+    /// Whether a sample is a fall that is to be told.
+    fn is_news(&mut self, free: u64, below: u64, now: Instant) -> bool {
+        if free >= below.saturating_add((below / 10).max(REARM)) {
+            self.is_low = false;
+        }
+        let falls = free < below && !self.is_low;
+        self.is_low |= falls;
+        falls && self.allowance.take(now)
     }
 }
 
@@ -169,5 +184,24 @@ fn has_fallen(level: &Watermark, device: CUdevice, context: Context) {
             Err(Error::Ending) => (),
             Err(error) => log::warn!("nothing could be returned: {error}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fall_is_told_once_and_many_in_a_row_are_not() {
+        const BELOW: u64 = 1 << 30;
+        let (low, high, now) = (BELOW - 1, BELOW + (BELOW / 10), Instant::now());
+        let mut watched = Watched { allowance: Allowance::full(now), ..Watched::default() };
+        let mut told = |samples: &[u64], after| {
+            let at = now + Duration::from_secs(after);
+            samples.iter().filter(|free| watched.is_news(**free, BELOW, at)).count()
+        };
+        assert_eq!(told(&[high, low, low, BELOW, low, high - 1, low], 0), 1);
+        assert_eq!(told(&[high, low].repeat(100), 1), 2);
+        assert_eq!(told(&[high, low].repeat(100), 30), 3);
     }
 }

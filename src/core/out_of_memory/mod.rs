@@ -17,6 +17,7 @@ mod scene;
 
 pub use scene::{Asked, Cause};
 
+use crate::allowance::Allowance;
 use page::ReportPage;
 use scene::Scene;
 use std::collections::BTreeMap;
@@ -50,16 +51,10 @@ struct Reports {
 #[derive(Default)]
 struct Books {
     open: Vec<Arc<Episode>>,
-    /// By library.
+    /// How many more pages a library gets now.
     allowances: BTreeMap<&'static str, Allowance>,
     /// Failures since the last page that have none of their own.
     untold: u64,
-}
-
-/// How many more pages a library gets now.
-struct Allowance {
-    pages: u32,
-    counted: Instant,
 }
 
 /// A request that has failed.
@@ -196,20 +191,8 @@ impl Books {
     }
 
     fn may_report(&mut self, library: &'static str) -> bool {
-        const AT_A_TIME: u32 = 3;
-        const ONE_MORE_AFTER: Duration = Duration::from_secs(10);
         let now = Instant::now();
-        let allowance = self.allowances.entry(library).or_insert(Allowance { pages: AT_A_TIME, counted: now });
-        let more = (now - allowance.counted).as_secs() / ONE_MORE_AFTER.as_secs();
-        if more > 0 {
-            allowance.pages = AT_A_TIME.min(allowance.pages.saturating_add(more as u32));
-            allowance.counted = now;
-        }
-        if self.open.len() >= MOST_OPEN || allowance.pages == 0 {
-            return false;
-        }
-        allowance.pages -= 1;
-        true
+        self.open.len() < MOST_OPEN && self.allowances.entry(library).or_insert_with(|| Allowance::full(now)).take(now)
     }
 }
 
