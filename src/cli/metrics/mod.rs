@@ -6,7 +6,8 @@ mod serve;
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Target};
-use std::fs::{self, Permissions};
+use std::fs::{self, OpenOptions, Permissions};
+use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -54,15 +55,21 @@ fn page() -> Result<String, CommandError> {
     Ok(families::page(&processes, begun))
 }
 
-/// Writes a file such that readers find the old contents or the new. Whoever collects may be another user.
+/// Writes a file such that readers find the old contents or the new. Whoever collects may be another user, and may write to the folder:
+/// what is under the name of the new file is never written to.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let no_file = || io::Error::new(io::ErrorKind::InvalidInput, "not the path of a file");
     // Not `….prom`: those are read.
     let mut name = path.file_name().ok_or_else(no_file)?.to_owned();
     name.push(format!(".{}.new", process::id()));
     let new = path.with_file_name(name);
-    let written =
-        fs::write(&new, text).and_then(|()| fs::set_permissions(&new, Permissions::from_mode(0o644))).and_then(|()| fs::rename(&new, path));
+    // Left behind by a process of this number that was killed.
+    let _ = fs::remove_file(&new);
+    let mut file = OpenOptions::new().write(true).create_new(true).open(&new)?;
+    let written = file
+        .write_all(text.as_bytes())
+        .and_then(|()| file.set_permissions(Permissions::from_mode(0o644)))
+        .and_then(|()| fs::rename(&new, path));
     written.inspect_err(|_| _ = fs::remove_file(&new))
 }
 
@@ -97,6 +104,14 @@ mod tests {
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
+        // Somebody else's link under the name of the new file leads nowhere.
+        let (other, link) = (folder.path().join("other"), folder.path().join(format!("vramctl.prom.{}.new", process::id())));
+        fs::write(&other, "theirs").unwrap();
+        std::os::unix::fs::symlink(&other, &link).unwrap();
+        replace(&path, "third\n").unwrap();
+        assert_eq!((fs::read_to_string(&other).unwrap(), fs::read_to_string(&path).unwrap()), ("theirs".into(), "third\n".into()));
+        assert!(!path.is_symlink());
+        fs::remove_file(other).unwrap();
         // A folder cannot be replaced by a file.
         let taken = folder.path().join("taken");
         fs::create_dir(&taken).unwrap();
