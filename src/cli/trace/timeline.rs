@@ -58,7 +58,9 @@ impl Timeline {
     pub fn of(followed: &Followed) -> Self {
         let events: Vec<_> = followed.events.iter().copied().collect();
         let first = events.first().map_or(followed.now_ns, |event| event.at_ns);
-        let mut timeline = Self { from: first, to: followed.now_ns.max(first), missed: missed(&events), ..Self::default() };
+        // The answer's time is taken before its last events.
+        let last = events.iter().map(|event| event.at_ns).max().unwrap_or_default();
+        let mut timeline = Self { from: first, to: followed.now_ns.max(last), missed: missed(&events), ..Self::default() };
         timeline.owners = histories(&events, &followed.owners, first);
         timeline.slices = slices(&events, timeline.to);
         timeline.failures = events.iter().filter_map(failure).collect();
@@ -250,6 +252,13 @@ mod tests {
             ]
         );
         assert_eq!((found[0].outcome, found[2].outcome, found[0].bytes), (Ending::Done, Ending::UnderWay, 64));
+    }
+
+    #[test]
+    fn nothing_comes_after_the_end() {
+        let events = events(0, &[(10, Happening::Allocated(of(2, 2))), (30, Happening::Freed(of(2, 0)))]);
+        let end = |now_ns| Timeline::of(&Followed { events: events.clone().into(), now_ns, ..Followed::default() }).to;
+        assert_eq!((end(20), end(40)), (30, 40));
     }
 
     #[test]
