@@ -44,10 +44,10 @@ def serve() -> None:
     with _lock:
         if library is None or not library.has("cache_wait") or _serves_in == os.getpid():
             return
+        # Whoever asks from now on waits for the thread. Before it starts: later this would answer in its place.
+        library.call("cache_answer", None)
+        threading.Thread(target=_work, args=(library,), name="vramctl-trim", daemon=True).start()
         _serves_in = os.getpid()
-    threading.Thread(target=_work, args=(library,), name="vramctl-trim", daemon=True).start()
-    # Whoever asks from now on waits for it.
-    library.call("cache_answer", None)
 
 
 def _work(library: _library.Library) -> None:

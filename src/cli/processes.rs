@@ -72,7 +72,7 @@ impl Process {
 
     /// Managed bytes that are not paused.
     pub fn active_bytes(&self) -> u64 {
-        self.tags().iter().map(|tag| tag.bytes - tag.paused_bytes).sum()
+        self.tags().iter().map(|tag| tag.bytes.saturating_sub(tag.paused_bytes)).sum()
     }
 
     pub fn has_memory(&self) -> bool {

@@ -174,7 +174,7 @@ impl Exposition {
         let tags = Owners::of(memory.tags.iter().map(|tag| (tag.tag.as_str(), tag.bytes)));
         for tag in &memory.tags {
             let label = tags.label(&tag.tag);
-            self.put(&MANAGED, &[name, pid, label, "active"], tag.bytes - tag.paused_bytes);
+            self.put(&MANAGED, &[name, pid, label, "active"], tag.bytes.saturating_sub(tag.paused_bytes));
             self.put(&MANAGED, &[name, pid, label, "paused"], tag.paused_bytes);
             self.put(&BACKUP, &[name, pid, label, "host"], tag.host_bytes);
             self.put(&BACKUP, &[name, pid, label, "disk"], tag.disk_bytes);

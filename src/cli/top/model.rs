@@ -388,7 +388,7 @@ impl Model {
             title: name,
             state: states.into_iter().collect::<Vec<_>>().join(", "),
             progress: None,
-            active: sum(|tag| tag.bytes - tag.paused_bytes),
+            active: sum(|tag| tag.bytes.saturating_sub(tag.paused_bytes)),
             paused: sum(|tag| tag.paused_bytes),
             host: sum(|tag| tag.host_bytes),
             disk: sum(|tag| tag.disk_bytes),
