@@ -142,7 +142,7 @@ macro_rules! pass_caller {
     };
     // The registers are full, so it goes onto the stack, and the call returns here.
     ($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) => {
-        "push qword ptr [rsp]\n .cfi_adjust_cfa_offset 8\n call {to}\n add rsp, 8\n .cfi_adjust_cfa_offset -8\n ret"
+        "push qword ptr [rsp]\n call {to}\n add rsp, 8\n ret"
     };
 }
 #[cfg(target_arch = "x86_64")]
