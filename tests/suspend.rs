@@ -8,6 +8,7 @@ use serde_json::Value;
 use std::ffi::c_int;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -393,6 +394,25 @@ fn a_job_moves_to_another_gpu_and_back() {
         machine.vramctl(&format!("resume --gpu {there}")).expect(0, "resumed");
         engine.is_well();
     }
+}
+
+/// examples/empty_gpu.py: who has room elsewhere moves there, who has not is suspended.
+#[test]
+fn a_gpu_is_emptied_for_maintenance() {
+    let machine = Machine::new();
+    // Two have room on a GPU, three have not.
+    let start = |name| machine.start_with(name, |command| _ = command.args(["--weights-mib", "40"]));
+    let third = start("c");
+    machine.vramctl("move c --to 1").expect(0, "moved");
+    let mut engines = [start("a"), start("b"), third];
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/empty_gpu.py");
+    let path = format!("{}:{}", Path::new(common::command_line()).parent().unwrap().display(), std::env::var("PATH").unwrap());
+    let said = Said::of(&machine.command("python3", &[example.to_str().unwrap(), "0", "1"]).env("PATH", path).output().unwrap());
+    said.expect(0, "moved a");
+    assert!(said.text.contains("b does not go to GPU 1") && said.text.contains("suspended b"), "{}", said.text);
+    assert_eq!((machine.gpus()[0], machine.gpus()[1].1), ((0, 0), 2));
+    machine.vramctl("resume --name b").expect(0, "resumed");
+    engines.iter_mut().for_each(Engine::is_well);
 }
 
 #[test]
