@@ -396,7 +396,7 @@ fn a_job_moves_to_another_gpu_and_back() {
     }
 }
 
-/// examples/empty_gpu.py: who has room elsewhere moves there, who has not is suspended.
+/// `examples/empty_gpu.py`: who has room elsewhere moves there, who has not is suspended.
 #[test]
 fn a_gpu_is_emptied_for_maintenance() {
     let machine = Machine::new();
