@@ -479,7 +479,7 @@ fn the_command_tries_again_and_may_be_killed_at_any_time() {
     for _ in 0..5 {
         let mut command = start();
         while !is_held(&ranks[0]) {
-            thread::sleep(Duration::from_millis(1));
+            thread::yield_now();
         }
         command.kill().unwrap();
         command.wait().unwrap();
@@ -487,11 +487,11 @@ fn the_command_tries_again_and_may_be_killed_at_any_time() {
     }
     let command = start();
     while !is_held(&ranks[0]) {
-        thread::sleep(Duration::from_millis(1));
+        thread::yield_now();
     }
     // Between two attempts it runs.
     while is_held(&ranks[0]) {
-        thread::sleep(Duration::from_millis(1));
+        thread::yield_now();
     }
     other.send(&json!({"request": "abort"}), None);
     let told = Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "").json();
@@ -511,7 +511,7 @@ fn a_rank_that_stops_in_the_middle_is_named() {
     let arguments = ["pause", "--hold", "--hold-timeout", "60"];
     let command = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
     while !machine.state(&ranks[0]).ends_with("held") {
-        thread::sleep(Duration::from_millis(1));
+        thread::yield_now();
     }
     ranks[1].signal(libc::SIGSTOP);
     let said = format!("engine (pid {}): no answer within", ranks[1].pid());
