@@ -3,14 +3,14 @@
 
 mod common;
 
-use common::{Gpu, MIB, Stream, free, malloc_tagged, pause, resume};
-use log::{LevelFilter, Log, Metadata, Record};
+use common::{Gpu, MIB, Stream, free, malloc_tagged, pause, resume, warnings};
+use log::LevelFilter;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, Once, OnceLock, PoisonError};
+use std::sync::{Once, OnceLock};
 use std::time::{Duration, Instant};
 use std::{env, fs, mem, ptr, thread};
 use vramctl_core::memory::{Memory, region};
@@ -23,30 +23,8 @@ const TOO_MUCH: usize = 300 * MIB;
 /// Enough to make a block worth a stack.
 const LARGE: usize = 64 * MIB;
 
-/// What the library has warned of.
-struct Warnings(Mutex<Vec<String>>);
-
-static WARNINGS: Warnings = Warnings(Mutex::new(Vec::new()));
-
-impl Log for Warnings {
-    fn enabled(&self, metadata: &Metadata) -> bool {
-        metadata.level() <= log::Level::Warn
-    }
-
-    fn log(&self, record: &Record) {
-        if self.enabled(record.metadata()) {
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).push(record.args().to_string());
-        }
-    }
-
-    fn flush(&self) {}
-}
-
-impl Warnings {
-    fn about(&self, what: &str) -> Vec<String> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().filter(|text| text.contains(what)).cloned().collect()
-    }
+fn warned_about(what: &str) -> Vec<String> {
+    warnings::told(|text| text.contains(what))
 }
 
 /// Where this process's reports go.
@@ -61,8 +39,7 @@ fn take() -> Gpu {
         unsafe { env::set_var("VRAMCTL_REPORT_DIR", folder()) };
         // SAFETY: as above.
         unsafe { env::set_var("VRAMCTL_TRACE", "1M") };
-        let _ = log::set_logger(&WARNINGS);
-        log::set_max_level(LevelFilter::Warn);
+        warnings::collect();
     });
     let gpu = Gpu::take();
     // The environment has its own log level, which is not what this is about.
@@ -200,12 +177,12 @@ fn a_refusal_at_either_door_is_reported_whether_the_memory_is_managed_or_not() {
         let owner = events["owners"].as_array().unwrap().iter().find(|owner| owner["tag"] == "weights").unwrap();
         let is_its = |event: &&Value| event["event"] == "allocated" && event["owner"] == owner["owner"] && event["bytes"] == LARGE;
         assert!(events["events"].as_array().unwrap().iter().any(|event| is_its(&event)), "the last minute: {events}");
-        let page = WARNINGS.about(name);
+        let page = warned_about(name);
         assert!(page[0].starts_with(&format!("out of memory: {name} asked for 300.00 MiB")), "{page:?}");
     }
-    let changes = WARNINGS.about("Changes in the last minute: ");
+    let changes = warned_about("Changes in the last minute: ");
     assert!(changes.iter().any(|line| line.contains("tag weights +64.00 MiB")), "{changes:?}");
-    assert!(WARNINGS.about("The full report is in ").len() >= 4 && !WARNINGS.about("tag weights").is_empty());
+    assert!(warned_about("The full report is in ").len() >= 4 && !warned_about("tag weights").is_empty());
     assert_eq!(gpu.footprint(), before, "a report leaves nothing on the device");
     assert_eq!(free(kept), 0);
 }
@@ -251,8 +228,8 @@ fn a_refusal_by_the_margin_says_how_large_it_is() {
     let report = library.report();
     assert_eq!(report["request"]["refused_by"], "margin", "{report:#}");
     assert_eq!(report["request"]["margin_bytes"], 200_u64 << 20);
-    assert_eq!(WARNINGS.about("refused by the memory margin of 200.00 MiB").len(), 1);
-    assert!(WARNINGS.about("libmargin.so asked for")[0].ends_with(" short"), "{:?}", WARNINGS.about("libmargin.so"));
+    assert_eq!(warned_about("refused by the memory margin of 200.00 MiB").len(), 1);
+    assert!(warned_about("libmargin.so asked for")[0].ends_with(" short"), "{:?}", warned_about("libmargin.so"));
 }
 
 #[test]
@@ -276,7 +253,7 @@ fn a_resume_that_lacks_memory_is_reported_once_however_often_it_is_tried() {
     assert_eq!(report["paused"]["kv_cache"], 150 * MIB);
     let ways = report["could_be_freed"].as_array().unwrap();
     assert_eq!((&ways[0]["bytes"], &ways[0]["is_enough"]), (&(40 * MIB).into(), &true.into()), "{report:#}");
-    assert!(WARNINGS.about("a resume (tag kv_cache) needs 150.00 MiB on device 0").len() == 1, "{:?}", WARNINGS.about("a resume"));
+    assert!(warned_about("a resume (tag kv_cache) needs 150.00 MiB on device 0").len() == 1, "{:?}", warned_about("a resume"));
     resume(&["kv_cache"]).unwrap();
     assert_eq!((free(address), free(other)), (0, 0));
 }
@@ -298,9 +275,9 @@ fn what_torch_tries_again_in_vain_is_one_episode() {
     assert_eq!(report["request"]["attempts"], 2, "{report:#}");
     assert_eq!(report["request"]["freed_since_bytes"], 40 * MIB);
     assert_eq!(rows(&report, "tag"), [], "as it was at the second attempt");
-    assert_eq!(WARNINGS.about("in 2 attempts; 40.00 MiB were given back in between").len(), 1);
+    assert_eq!(warned_about("in 2 attempts; 40.00 MiB were given back in between").len(), 1);
     assert_eq!(
-        WARNINGS.about(&torch.name).len(),
+        warned_about(&torch.name).len(),
         1 + report["native_stack"].as_array().unwrap().iter().filter(|frame| frame.as_str().unwrap().contains(&torch.name)).count()
     );
 }
@@ -316,7 +293,7 @@ fn what_torch_gets_at_its_second_attempt_is_a_line_and_no_page() {
     let got = torch.ask(150 * MIB).unwrap();
     region::end().unwrap();
     out_of_memory::settle();
-    let lines = WARNINGS.about(&torch.name);
+    let lines = warned_about(&torch.name);
     assert_eq!(lines.len(), 1, "{lines:?}");
     assert!(lines[0].contains("asked for 150.00 MiB (tag default)") && lines[0].contains("a later attempt got it"), "{lines:?}");
     assert_eq!(torch.reports().len(), 0);

@@ -4,39 +4,15 @@
 mod common;
 
 use common::machine::Machine;
-use common::{Gpu, MIB, free, malloc_tagged, pause, resume};
-use log::{LevelFilter, Log, Metadata, Record};
+use common::{Gpu, MIB, free, malloc_tagged, pause, resume, warnings};
 use serde_json::json;
 use std::env;
-use std::sync::{Mutex, PoisonError};
 use vramctl_core::memory::Memory;
 use vramctl_intercept::entries;
 use vramctl_model::{Cycle, Growth};
 
-/// What the library has warned of.
-struct Warnings(Mutex<Vec<String>>);
-
-static WARNINGS: Warnings = Warnings(Mutex::new(Vec::new()));
-
-impl Log for Warnings {
-    fn enabled(&self, metadata: &Metadata) -> bool {
-        metadata.level() <= log::Level::Warn
-    }
-
-    fn log(&self, record: &Record) {
-        if self.enabled(record.metadata()) {
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).push(record.args().to_string());
-        }
-    }
-
-    fn flush(&self) {}
-}
-
-impl Warnings {
-    fn of(&self, owner: &str) -> Vec<String> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().filter(|text| text.starts_with(owner)).cloned().collect()
-    }
+fn warned_of(owner: &str) -> Vec<String> {
+    warnings::told(|text| text.starts_with(owner))
 }
 
 fn driver_malloc(bytes: usize) -> u64 {
@@ -57,8 +33,7 @@ fn cycles() -> Vec<Cycle> {
 #[test]
 fn who_leaks_is_named_after_three_cycles() {
     const LEAK: usize = 20 * MIB;
-    log::set_logger(&WARNINGS).unwrap();
-    log::set_max_level(LevelFilter::Warn);
+    warnings::collect();
     let _gpu = Gpu::take();
     let this = env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().to_owned();
     let managed = [malloc_tagged("first", None, 4 * MIB).unwrap(), malloc_tagged("second", None, 2 * MIB).unwrap()];
@@ -75,10 +50,10 @@ fn who_leaks_is_named_after_three_cycles() {
         assert_eq!(last.tags, [("first".to_owned(), 4 << 20), ("second".to_owned(), 2 << 20)].into());
         let wanted = Growth { owner: this.clone(), bytes_per_cycle: LEAK as u64, cycles: number };
         assert_eq!(growing(), if number < 3 { Vec::new() } else { vec![wanted] }, "cycle {number}");
-        assert_eq!(WARNINGS.of(&this).len(), usize::from(number >= 3), "{:?}", WARNINGS.of(&this));
+        assert_eq!(warned_of(&this).len(), usize::from(number >= 3), "{:?}", warned_of(&this));
         resume(&[]).unwrap();
     }
-    assert!(WARNINGS.of(&this)[0].contains("20.00 MiB more in each cycle, over the last 3"), "{:?}", WARNINGS.of(&this));
+    assert!(warned_of(&this)[0].contains("20.00 MiB more in each cycle, over the last 3"), "{:?}", warned_of(&this));
 
     for address in leaked {
         assert_eq!(unsafe { entries::cuMemFree_v2(address) }, 0);
@@ -89,7 +64,7 @@ fn who_leaks_is_named_after_three_cycles() {
         resume(&[]).unwrap();
     }
     assert_eq!(cycles().len(), 8, "the last ones are kept");
-    assert_eq!(WARNINGS.of("").len(), 1, "{:?}", WARNINGS.of(""));
+    assert_eq!(warned_of("").len(), 1, "{:?}", warned_of(""));
     for address in managed {
         assert_eq!(free(address), 0);
     }

@@ -13,6 +13,7 @@
 
 pub mod machine;
 pub mod sharing;
+pub mod warnings;
 
 use cudarc::driver::sys::CUmemAllocationProp;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
