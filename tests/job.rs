@@ -501,6 +501,24 @@ fn the_command_tries_again_and_may_be_killed_at_any_time() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
+/// As above, while the other coordinator keeps its turn for longer than a lease.
+#[test]
+fn the_command_waits_for_another_coordinator() {
+    let machine = Machine::new();
+    let mut ranks: [Rank; 2] = machine.job("engine");
+    let mut other = machine.connect(&ranks[1]);
+    other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
+    other.send(&json!({"request": "renew"}), None);
+    let command = machine.command(common::command_line(), &["pause", "--hold", "--json"]).stdout(Stdio::piped()).spawn().unwrap();
+    thread::sleep(Duration::from_secs(2));
+    other.send(&json!({"request": "abort"}), None);
+    let told = Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "").json();
+    // More than a process takes connections: each attempt closes its own.
+    assert!(told["jobs"][0]["attempts"].as_u64().unwrap() > 16, "{told}");
+    machine.vramctl("resume").expect(0, "", "");
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
 /// A process that stops while the command waits for it: the others run on, and the message names it.
 #[test]
 fn a_rank_that_stops_in_the_middle_is_named() {

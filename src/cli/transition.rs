@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write};
 use std::io::ErrorKind;
+use std::mem;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -355,7 +356,8 @@ struct Asking {
 
 #[derive(Default)]
 struct Connections {
-    open: Vec<UnixStream>,
+    /// By process.
+    open: BTreeMap<u32, UnixStream>,
     /// ^C was pressed: all connections are being closed.
     interrupted: bool,
 }
@@ -806,7 +808,7 @@ impl Asking {
         const NOTICED_WITHIN: Duration = Duration::from_secs(1);
         let mut connections = self.connections();
         connections.interrupted = true;
-        for connection in connections.open.drain(..) {
+        for connection in mem::take(&mut connections.open).values() {
             let _ = connection.shutdown(Shutdown::Both);
         }
         drop(connections);
@@ -837,9 +839,13 @@ struct Following<'a> {
 }
 
 impl Follower for Following<'_> {
-    fn connected(&self, _: usize, stream: UnixStream) {
-        self.asking.connections().open.push(stream);
+    fn connected(&self, pid: u32, stream: UnixStream) {
+        self.asking.connections().open.insert(pid, stream);
         self.asking.stay_if_interrupted();
+    }
+
+    fn disconnected(&self, pid: u32) {
+        self.asking.connections().open.remove(&pid);
     }
 
     fn queued(&self, before: &[Claim]) {

@@ -65,15 +65,18 @@ pub struct JobReport {
     pub ms: f64,
 }
 
-/// Follows along. The numbers are those of the members.
+/// Follows along.
 pub trait Follower: Sync {
-    /// A connection, which ends the attempt when it is shut down.
-    fn connected(&self, _member: usize, _stream: UnixStream) {}
+    /// A connection to a process, which ends the attempt when it is shut down.
+    fn connected(&self, _pid: u32, _stream: UnixStream) {}
+
+    /// It is over. The process counts it until every handle on it is closed.
+    fn disconnected(&self, _pid: u32) {}
 
     /// Others asked for memory of the same GPUs first, and have it or wait for it.
     fn queued(&self, _before: &[Claim]) {}
 
-    /// Progress of one process.
+    /// Progress of the process with this number in the job.
     fn progress(&self, _member: usize, _now: Progress) {}
 }
 
@@ -273,6 +276,7 @@ impl<'a> Attempt<'a> {
     /// All of one process's part.
     fn member(&self, member: usize, directory: &Directory, follower: &dyn Follower) -> Result<Report, Stop> {
         let done = self.prepare_and_commit(member, directory, follower);
+        follower.disconnected(self.job.ranks[member].pid);
         // If it is committed, this one does not answer, but the others are done.
         if let Err(Stop::Failed(_)) = done
             && self.decision.abort()
@@ -292,7 +296,7 @@ impl<'a> Attempt<'a> {
         }
         let mut client = Client::connect(directory, pid)?;
         if let Ok(stream) = client.connection() {
-            follower.connected(member, stream);
+            follower.connected(pid, stream);
         }
         let prepared = self.prepare(member, is_early, &mut client, follower);
         if let Err(Stop::Others) = prepared {
