@@ -317,7 +317,12 @@ fn a_slow_pause_is_followed_and_may_be_cancelled() {
     let mut engine = machine.start("engine", "engine", |command| {
         command.args(["--weights-mib", "256", "--kv-mib", "8"]).env("SIMGPU_LINK", "30M");
     });
-    let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
+    // Commands can be cancelled even if whoever started this ignores ^C, as a background job does.
+    let ignoring = || {
+        unsafe { libc::signal(libc::SIGINT, libc::SIG_IGN) };
+        Ok(())
+    };
+    let mut top = Terminal::start_with(&machine, &["top", "-i", "0.2"], SMALL, |command| _ = unsafe { command.pre_exec(ignoring) });
     top.shows(&["engine", "active"]);
     top.press("py");
     top.shows(&["$ vramctl pause --name=engine", "x cancels"]);

@@ -192,14 +192,19 @@ fn paint(buffer: &mut Buffer, model: &Model, is_live: bool, colours: bool) {
 
 /// Starts this program again to carry out a command: it does what it does on the command line, whatever becomes of the display.
 fn run(words: &[String], happen: &Sender<Incoming>) -> io::Result<OwnedFd> {
-    let mut child = Command::new("/proc/self/exe")
-        .args(words)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        // The terminal's hangup is not for it.
-        .process_group(0)
-        .spawn()?;
+    let mut command = Command::new("/proc/self/exe");
+    command.args(words).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // The terminal's hangup is not for it.
+    command.process_group(0);
+    // SAFETY: one system call, which is async-signal-safe. `cancel` interrupts the command, even where this program was started with
+    // SIGINT ignored, as in a background job.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            Ok(())
+        });
+    }
+    let mut child = command.spawn()?;
     // SAFETY: touches no memory. The child has not been waited for, so the number is its own.
     let handle = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
     if handle < 0 {
