@@ -1,4 +1,11 @@
 //! `vramctl pause` and `vramctl resume`.
+//!
+//! [`Asking`] finds the processes and asks them, job by job. What there is to do in each is in [`task`], who follows the answers in
+//! [`follow`], and what the user is told of them in [`answers`].
+
+mod answers;
+mod follow;
+mod task;
 
 use crate::checkpoint::Done;
 use crate::completions;
@@ -9,31 +16,27 @@ use crate::interrupt;
 use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process, Target, check_whole};
-use crate::progress::{Bar, Bars};
+use crate::progress::Bars;
 use crate::shared::{self, Along, AsOne, OpenBy};
-use crate::status::come_so_far;
 use crate::suspend;
 use crate::target::{GpuArgs, TargetArgs, checked_tag, milliseconds, seconds};
 use crate::trim;
+use answers::{Answer, JobOutcome, Outcome, Telling};
 use clap_complete::ArgValueCandidates;
-use serde::Serialize;
-use serde_json::{Value, json};
+use follow::{Connections, Following};
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::{self, Write};
 use std::io::ErrorKind;
-use std::mem;
-use std::net::Shutdown;
-use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
+use task::{Left, Task, plan};
 use vramctl_control::client::ClientError;
-use vramctl_control::job::{Follower, Job, JobReport, Rank};
+use vramctl_control::job::{Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
 use vramctl_driver as driver;
-use vramctl_model::{Backup, Bytes, Communicator, Plan, Progress, Report, TagState, Trimmed, Verb};
-use vramctl_model::{Error, Kind, Registered};
+use vramctl_model::{Backup, Communicator, Error, Kind, Plan, Registered, Report, Trimmed, Verb};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -164,83 +167,6 @@ pub struct Args {
     pub quiet: bool,
 }
 
-/// The request for one process. Empty if the process has none of the tags.
-#[derive(Debug)]
-struct Task {
-    process: Process,
-    /// The process's tags that match.
-    meant: Vec<String>,
-    /// Of these, the tags not yet in the wanted state.
-    due: Vec<String>,
-}
-
-/// The result for one process.
-#[derive(Debug, Serialize)]
-struct Outcome {
-    pid: u32,
-    name: Option<String>,
-    tags: Vec<String>,
-    /// For one that was suspended: what brought it back to the GPU, before its tags were resumed.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    restored: Option<Value>,
-    /// With `--trim`: what its own allocator has returned before.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    trimmed: Option<Trimmed>,
-    #[serde(flatten)]
-    result: Answer,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Answer {
-    Report(Report),
-    Error(CommandError),
-}
-
-/// The result for a job.
-#[derive(Debug, Serialize)]
-struct JobOutcome {
-    job: Option<String>,
-    pids: Vec<u32>,
-    committed: bool,
-    /// How often it was tried.
-    attempts: u32,
-    /// From the request until the last process was done.
-    ms: f64,
-}
-
-impl JobOutcome {
-    fn tell(&self, direction: Verb, outcomes: &[Outcome], quiet: bool) -> Result<(), CommandError> {
-        if self.committed {
-            return if quiet { Ok(()) } else { output::say(&self.text(direction, outcomes)) };
-        }
-        let job = self.job.as_deref().unwrap_or_default();
-        let left = match direction {
-            Verb::Pause => "nothing was paused; its processes go on as before",
-            Verb::Resume => "nothing was resumed; its processes stay as they were, and can be resumed again",
-        };
-        output::complain("note", &format!("job {job}: {left}"));
-        Ok(())
-    }
-
-    fn text(&self, direction: Verb, outcomes: &[Outcome]) -> String {
-        let reports = outcomes.iter().filter(|outcome| self.pids.contains(&outcome.pid)).filter_map(|outcome| outcome.result.report());
-        let (done, bytes) = reports.fold((0, 0), |(done, bytes), report| (done + 1, bytes + report.bytes));
-        let (did, moved) = match direction {
-            Verb::Pause => ("paused", "freed"),
-            Verb::Resume => ("resumed", "allocated"),
-        };
-        let job = self.job.as_deref().unwrap_or_default();
-        let all = self.pids.len();
-        let processes = if done == all { format!("{all} processes") } else { format!("{done} of {all} processes") };
-        let mut text = format!("{did} job {job}: {processes}, {} {moved}, {} ms", Bytes(bytes), whole(self.ms));
-        if self.attempts > 1 {
-            let _ = write!(text, ", {} attempts", self.attempts);
-        }
-        text
-    }
-}
-
 /// Longer than anyone waits, yet small enough to add to an `Instant`.
 const LONGEST_WAIT: Duration = Duration::from_secs(1 << 32);
 /// How long a program's allocator may take to return its cache before a pause.
@@ -289,45 +215,6 @@ pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
     asking.run()
 }
 
-impl Task {
-    /// The state in which an interrupted command leaves the process.
-    fn left(&self, direction: Verb, now: Option<&Process>) -> Left {
-        let status = match now.map(|process| &process.status) {
-            Some(Ok(status)) => status,
-            Some(Err(failure)) => return Left::Unknown(failure.to_string()),
-            None => return Left::Unknown("the process has ended".into()),
-        };
-        let meant: Vec<_> = status.memory.tags.iter().filter(|tag| self.meant.contains(&tag.tag)).collect();
-        match meant.iter().find(|tag| matches!(tag.state, TagState::Pausing | TagState::Resuming)) {
-            Some(tag) => Left::GoingOn(come_so_far(tag)),
-            None if meant.iter().all(|tag| tag.state == direction.end()) => Left::Done,
-            None => Left::AsItWas,
-        }
-    }
-}
-
-/// Plans the request for each process. A tag missing from one process is a no-op there; a tag missing from all is an error.
-fn plan(direction: Verb, processes: Vec<Process>, tags: &[String]) -> Result<Vec<Task>, CommandError> {
-    let known: BTreeSet<_> = processes
-        .iter()
-        .filter_map(|process| process.status.as_ref().ok())
-        .flat_map(|status| status.memory.tags.iter().map(|tag| tag.tag.clone()))
-        .collect();
-    let unknown: BTreeSet<_> = tags.iter().filter(|tag| !known.contains(*tag)).cloned().collect();
-    if !unknown.is_empty() {
-        return Err(CommandError::from(&Error::UnknownTag { unknown: unknown.into_iter().collect(), known: known.into_iter().collect() }));
-    }
-    let task = |process: Process| {
-        let there = process.status.as_ref().map_or(&[][..], |status| &status.memory.tags);
-        let meant: Vec<_> = there.iter().filter(|tag| tags.is_empty() || tags.contains(&tag.tag)).collect();
-        let names = |tags: &[&vramctl_model::TagStatus]| tags.iter().map(|tag| tag.tag.clone()).collect::<Vec<_>>();
-        let due: Vec<_> = meant.iter().copied().filter(|tag| tag.state != direction.end()).collect();
-        let (meant, due) = (names(&meant), names(&due));
-        Task { process, meant, due }
-    };
-    Ok(processes.into_iter().map(task).collect())
-}
-
 /// A pause or resume of several processes.
 #[allow(clippy::struct_excessive_bools)] // options
 struct Asking {
@@ -351,15 +238,7 @@ struct Asking {
     json: bool,
     quiet: bool,
     bars: Bars,
-    connections: Mutex<Connections>,
-}
-
-#[derive(Default)]
-struct Connections {
-    /// By process.
-    open: BTreeMap<u32, UnixStream>,
-    /// ^C was pressed: all connections are being closed.
-    interrupted: bool,
+    connections: Connections,
 }
 
 impl Asking {
@@ -404,7 +283,7 @@ impl Asking {
             json: args.json,
             quiet: args.quiet,
             bars,
-            connections: Mutex::default(),
+            connections: Connections::default(),
         })
     }
 
@@ -548,12 +427,13 @@ impl Asking {
         // Loading NVML takes a while, which the pause takes anyway.
         let nvml = (asking.direction == Verb::Pause).then(|| thread::spawn(driver::keep_nvml));
         let (mut outcomes, along, jobs) = asking.carry_out();
+        let telling = Telling { direction: asking.direction, quiet: asking.quiet, on_some_gpus: !asking.request.gpus.is_empty() };
         if !asking.json {
             for (task, outcome) in asking.tasks.iter().zip(&outcomes) {
-                asking.tell(task, &outcome.result)?;
+                telling.tell(task, &outcome.result, &asking.found)?;
             }
             for (process, answer) in &along {
-                asking.tell_along(process, answer)?;
+                telling.tell_along(process, answer)?;
             }
         }
         let outcome = |(process, result): (Process, Answer)| Outcome {
@@ -569,7 +449,7 @@ impl Asking {
             output::print(&format!("{}\n", json!({ "processes": outcomes, "jobs": jobs })))?;
         } else {
             for job in jobs.iter().filter(|job| job.pids.len() > 1) {
-                job.tell(asking.direction, &outcomes, asking.quiet)?;
+                telling.tell_job(job, &outcomes)?;
             }
         }
         if let Some(nvml) = nvml {
@@ -620,15 +500,16 @@ impl Asking {
         for (AsOne { places, .. }, done) in self.groups.iter().zip(done) {
             // A thread that panicked has no results.
             let Ok((done, taken_along)) = done else { continue };
-            told.push(self.job_outcome(places, &done));
+            let processes: Vec<_> = places.iter().map(|place| &self.tasks[*place].process).collect();
+            told.push(JobOutcome::of(&processes, &done));
             let mut answers = done.results.into_iter();
-            results.extend(places.iter().copied().zip(answers.by_ref().map(|result| self.answer(result, done.committed))));
+            results.extend(places.iter().copied().zip(answers.by_ref().map(|result| Answer::of(result, self.direction, done.committed))));
             let of_those = taken_along.into_iter().zip(answers).map(|(Along { process, .. }, result)| match result {
                 // One that has ended has nothing open any more.
                 Err(ClientError::Io { error, .. }) if done.committed && error.kind() != ErrorKind::TimedOut => {
                     (process, Answer::Report(Report::default()))
                 }
-                result => (process, self.answer(result, done.committed)),
+                result => (process, Answer::of(result, self.direction, done.committed)),
             });
             along.extend(of_those);
         }
@@ -706,112 +587,16 @@ impl Asking {
         let jobs: BTreeSet<_> = processes().map(Process::job).collect();
         let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole && jobs.len() == 1, ticket };
         let bars = places.iter().map(|place| Mutex::new(self.bars.bar(&self.tasks[*place].process.to_string()))).collect();
-        let done = self.found.carry_out(&job, &Following { asking: self, bars });
-        self.stay_if_interrupted();
+        let done = self.found.carry_out(&job, &Following { connections: &self.connections, bars, tells_queue: !self.json && !self.quiet });
+        self.connections.stay_if_interrupted();
         done
-    }
-
-    fn job_outcome(&self, places: &[usize], done: &JobReport) -> JobOutcome {
-        let processes: Vec<_> = places.iter().map(|place| &self.tasks[*place].process).collect();
-        JobOutcome {
-            job: processes[0].job().map(str::to_owned),
-            pids: processes.iter().map(|process| process.pid).collect(),
-            committed: done.committed,
-            attempts: done.attempts,
-            ms: done.ms,
-        }
-    }
-
-    fn answer(&self, result: Result<Report, ClientError>, committed: bool) -> Answer {
-        match result {
-            Ok(report) => Answer::Report(report),
-            Err(error) => {
-                let is_stopped = matches!(&error, ClientError::Io { error, .. } if error.kind() == ErrorKind::TimedOut);
-                let later =
-                    format!("; the {} of its job is complete, and this process completes it when it goes on", self.direction.name());
-                Answer::Error(CommandError::from(error).adding(if committed && is_stopped { &later } else { "" }))
-            }
-        }
-    }
-
-    fn tell(&self, task: &Task, answer: &Answer) -> Result<(), CommandError> {
-        match answer {
-            Answer::Report(report) => {
-                if !self.quiet {
-                    output::say(&success(self.direction, task, report, !self.request.gpus.is_empty()))?;
-                }
-                if let Some(text) = nccl::success(self.direction, &task.process, &report.communicators).filter(|_| !self.quiet) {
-                    output::say(&text)?;
-                }
-                for why in nccl::failures(&task.process, &report.communicators) {
-                    output::complain("error", &why);
-                }
-                if report.late_bytes > 0 {
-                    let late = Bytes(report.late_bytes);
-                    let text = format!("{}: the driver has not taken {late} back yet; every pause and resume retries", task.process);
-                    output::complain("warning", &text);
-                }
-                for text in guard_warnings(report) {
-                    output::complain("warning", &format!("{}: {text}", task.process));
-                }
-                for missing in &report.missing {
-                    output::complain("error", &task.process.stays_held(missing));
-                }
-            }
-            Answer::Error(failure) => {
-                output::complain("error", &format!("{}: {failure}", task.process));
-                for hint in hints(&self.found.look_again(&holders(failure))) {
-                    output::complain("hint", &hint);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// What has come of one that was taken along.
-    fn tell_along(&self, process: &Process, answer: &Answer) -> Result<(), CommandError> {
-        match answer {
-            Answer::Report(report) if !self.quiet => {
-                let mut text = String::new();
-                for missing in &report.missing {
-                    let bytes = Bytes(missing.paused_bytes);
-                    let _ =
-                        write!(text, "{}{bytes} that it has open of process {}", if text.is_empty() { "" } else { ", " }, missing.owner);
-                }
-                output::say(&match &text[..] {
-                    "" => format!("nothing to do: {process} has none of it open any more"),
-                    aside => format!("held {process}: {aside} are paused; it goes on by itself when they are resumed"),
-                })
-            }
-            Answer::Report(_) => Ok(()),
-            Answer::Error(failure) => {
-                output::complain("error", &format!("{process}: {failure}"));
-                Ok(())
-            }
-        }
-    }
-
-    fn connections(&self) -> MutexGuard<'_, Connections> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Parks the thread for good after ^C: `give_up` prints the result and ends the process.
-    fn stay_if_interrupted(&self) {
-        while self.connections().interrupted {
-            thread::park();
-        }
     }
 
     /// Closes the connections, which cancels what is only waiting, and prints the outcome.
     fn give_up(&self) {
         /// Processes check for a vanished client twice as often.
         const NOTICED_WITHIN: Duration = Duration::from_secs(1);
-        let mut connections = self.connections();
-        connections.interrupted = true;
-        for connection in mem::take(&mut connections.open).values() {
-            let _ = connection.shutdown(Shutdown::Both);
-        }
-        drop(connections);
+        self.connections.interrupt();
         self.bars.wipe();
         let asked: Vec<_> = self.tasks.iter().filter(|task| !task.meant.is_empty()).collect();
         let pids: Vec<_> = asked.iter().map(|task| task.process.pid).collect();
@@ -828,259 +613,6 @@ impl Asking {
                 return;
             }
             thread::sleep(NOTICED_WITHIN / 10);
-        }
-    }
-}
-
-/// Shows how far a job has come, and lets go of it when interrupted.
-struct Following<'a> {
-    asking: &'a Asking,
-    bars: Vec<Mutex<Bar>>,
-}
-
-impl Follower for Following<'_> {
-    fn connected(&self, pid: u32, stream: UnixStream) {
-        self.asking.connections().open.insert(pid, stream);
-        self.asking.stay_if_interrupted();
-    }
-
-    fn disconnected(&self, pid: u32) {
-        self.asking.connections().open.remove(&pid);
-    }
-
-    fn queued(&self, before: &[Claim]) {
-        if !self.asking.json && !self.asking.quiet {
-            let first: Vec<_> = before.iter().map(|ticket| ticket.who.as_str()).collect();
-            output::complain("note", &format!("number {} in the queue for GPU memory, behind {}", before.len() + 1, first.join(", ")));
-        }
-    }
-
-    fn progress(&self, member: usize, now: Progress) {
-        // Those that are taken along copy nothing.
-        if let Some(bar) = self.bars.get(member) {
-            bar.lock().unwrap_or_else(PoisonError::into_inner).show(now);
-        }
-    }
-}
-
-/// How an interrupted command leaves a process.
-#[derive(Debug, PartialEq, Eq)]
-enum Left {
-    /// With its progress.
-    GoingOn(String),
-    Done,
-    AsItWas,
-    Unknown(String),
-}
-
-impl fmt::Display for Left {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::GoingOn(so_far) => write!(out, "is being taken back{so_far}; `vramctl status` shows when that is done"),
-            Self::Done => write!(out, "is complete"),
-            Self::AsItWas => write!(out, "was cancelled; nothing has changed"),
-            Self::Unknown(why) => write!(out, "has an unknown outcome: {why}"),
-        }
-    }
-}
-
-impl Answer {
-    fn report(&self) -> Option<&Report> {
-        match self {
-            Self::Report(report) => Some(report),
-            Self::Error(_) => None,
-        }
-    }
-
-    fn failure(&self) -> Option<&CommandError> {
-        match self {
-            Self::Report(_) => None,
-            Self::Error(failure) => Some(failure),
-        }
-    }
-}
-
-fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) -> String {
-    let process = &task.process;
-    if report.allocations == 0 {
-        let state = direction.end().name();
-        return match &task.meant[..] {
-            // A tag's state covers all GPUs.
-            [_, ..] if on_some_gpus => format!("nothing to do: {process} has nothing there to {}", direction.name()),
-            [] if process.has_memory() => format!("nothing to do: {process} has none of these tags"),
-            [] => format!("nothing to do: {process} has no managed memory"),
-            [tag] => format!("nothing to do: {tag} of {process} is already {state}"),
-            tags => format!("nothing to do: {} of {process} are already {state}", tags.join(", ")),
-        };
-    }
-    // If nothing was due, the state has changed since, in one of the matching tags.
-    let tags = if task.due.is_empty() { &task.meant } else { &task.due }.join(", ");
-    let (did, moved, kept, discarded) = match direction {
-        Verb::Pause => ("paused", "freed", "kept", "discarded"),
-        Verb::Resume => ("resumed", "allocated", "restored", "zeroed"),
-    };
-    let mut text = format!("{did} {tags} of {process}: {} {moved} in {} ms", Bytes(report.bytes), whole(report.ms));
-    let stages: Vec<_> = report.stages.iter().map(|(stage, ms)| format!("{} {}", stage.name(), whole(*ms))).collect();
-    if !stages.is_empty() {
-        let _ = write!(text, " ({})", stages.join(", "));
-    }
-    let unchanged = "of that unchanged and not copied again";
-    let contents = [(report.kept_bytes, kept), (report.unchanged_bytes, unchanged), (report.discarded_bytes, discarded)];
-    let contents: Vec<_> =
-        contents.iter().filter(|(bytes, _)| *bytes > 0).map(|(bytes, fate)| format!("{} {fate}", Bytes(*bytes))).collect();
-    if !contents.is_empty() {
-        let _ = write!(text, "; {}", contents.join(", "));
-    }
-    if report.guarded_bytes > 0 {
-        let _ = write!(text, "; {} guarded by {} on the GPU", Bytes(report.guarded_bytes), Bytes(report.guard_bytes));
-    }
-    text
-}
-
-/// What a user of guards must know.
-fn guard_warnings(report: &Report) -> Vec<String> {
-    let mut warnings = Vec::new();
-    if report.unguarded_bytes > 0 {
-        warnings.push(format!(
-            "{} are paused without a guard, for which there was no memory: GPU work that touches them destroys the CUDA context",
-            Bytes(report.unguarded_bytes)
-        ));
-    }
-    if report.guard_written_bytes > 0 {
-        warnings.push(format!(
-            "something wrote to paused memory: {} of its guard have changed. What is resumed is as it was; what was written is lost, \
-             and what was read there was garbage. Pause without --no-hold, or when the program is idle",
-            Bytes(report.guard_written_bytes)
-        ));
-    }
-    warnings
-}
-
-/// Milliseconds, rounded.
-fn whole(ms: f64) -> String {
-    format!("{ms:.0}")
-}
-
-/// The processes that hold the missing memory.
-fn holders(failure: &CommandError) -> Vec<u32> {
-    let CommandError::Refused(refusal) = failure else { return Vec::new() };
-    refusal.shortage.iter().flat_map(|shortage| &shortage.holders).map(|holder| holder.pid).collect()
-}
-
-/// For a shortage: the holders that can be paused.
-fn hints(holders: &[Process]) -> Vec<String> {
-    let hint = |process: &Process| {
-        let bytes = Bytes(process.active_bytes());
-        format!("{process} is managed too; `vramctl pause --pid {}` frees {bytes}", process.pid)
-    };
-    holders.iter().filter(|process| process.active_bytes() > 0).map(hint).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::processes::tests::process;
-    use vramctl_model::Holder;
-    use vramctl_model::Shortage;
-    use vramctl_model::Stage;
-
-    fn names(tags: &[&str]) -> Vec<String> {
-        tags.iter().map(ToString::to_string).collect()
-    }
-
-    fn engine(state: TagState) -> Process {
-        process(4711, "engine", &[("kv_cache", state), ("weights", state)])
-    }
-
-    #[test]
-    fn a_success_tells_bytes_and_milliseconds() {
-        let tasks = plan(Verb::Pause, vec![engine(TagState::Active)], &[]).unwrap();
-        let report = Report {
-            allocations: 3,
-            bytes: 40 << 30,
-            kept_bytes: 38 << 30,
-            discarded_bytes: 2 << 30,
-            unchanged_bytes: 0,
-            unchanged: 0,
-            late_bytes: 0,
-            missing: Vec::new(),
-            guarded_bytes: 0,
-            unguarded_bytes: 0,
-            guard_bytes: 0,
-            guard_written_bytes: 0,
-            communicators: Vec::new(),
-            stages: [(Stage::Wait, 3.2), (Stage::Save, 850.4), (Stage::Unmap, 19.8), (Stage::Release, 38.9)].into(),
-            ms: 912.3,
-        };
-        assert_eq!(
-            success(Verb::Pause, &tasks[0], &report, false),
-            "paused kv_cache, weights of engine (pid 4711): 40.00 GiB freed in 912 ms (wait 3, save 850, unmap 20, release 39); \
-             38.00 GiB kept, 2.00 GiB discarded"
-        );
-        let tasks = plan(Verb::Resume, vec![engine(TagState::Paused)], &names(&["weights"])).unwrap();
-        let report = Report { stages: [(Stage::Map, 1.0)].into(), discarded_bytes: 0, ..report };
-        assert_eq!(
-            success(Verb::Resume, &tasks[0], &report, false),
-            "resumed weights of engine (pid 4711): 40.00 GiB allocated in 912 ms (map 1); 38.00 GiB restored"
-        );
-        assert!(guard_warnings(&report).is_empty());
-        let guarded = Report { guarded_bytes: 40 << 30, guard_bytes: 62 << 20, kept_bytes: 0, ..report };
-        assert_eq!(
-            success(Verb::Pause, &tasks[0], &guarded, false),
-            "paused weights of engine (pid 4711): 40.00 GiB freed in 912 ms (map 1); 40.00 GiB guarded by 62.00 MiB on the GPU"
-        );
-        let stray = guard_warnings(&Report { unguarded_bytes: 1 << 30, guard_written_bytes: 4096, ..Report::default() });
-        assert!(stray[0].starts_with("1.00 GiB are paused without a guard"), "{stray:?}");
-        assert!(stray[1].starts_with("something wrote to paused memory: 4.00 KiB of its guard"), "{stray:?}");
-    }
-
-    #[test]
-    fn nothing_to_do_is_said() {
-        let text = |process: Process, tags: &[&str]| {
-            let other = self::process(1, "other", &[("x", TagState::Active)]);
-            let tasks = plan(Verb::Pause, vec![process, other], &names(tags)).unwrap();
-            success(Verb::Pause, &tasks[0], &Report::default(), false)
-        };
-        assert_eq!(text(engine(TagState::Paused), &[]), "nothing to do: kv_cache, weights of engine (pid 4711) are already paused");
-        assert_eq!(text(engine(TagState::Paused), &["weights"]), "nothing to do: weights of engine (pid 4711) is already paused");
-        assert_eq!(text(engine(TagState::Active), &["x"]), "nothing to do: engine (pid 4711) has none of these tags");
-        assert_eq!(text(process(2, "idle", &[]), &[]), "nothing to do: idle (pid 2) has no managed memory");
-    }
-
-    #[test]
-    fn a_tag_must_be_known_somewhere() {
-        let two = || vec![process(1, "a", &[("x", TagState::Active)]), process(2, "b", &[("y", TagState::Active)])];
-        let tasks = plan(Verb::Pause, two(), &names(&["y"])).unwrap();
-        assert_eq!((&tasks[0].meant, &tasks[1].meant), (&names(&[]), &names(&["y"])));
-        let failure = plan(Verb::Pause, two(), &names(&["y", "z"])).unwrap_err();
-        assert_eq!(failure.exit(), Exit::UnknownTag);
-        assert_eq!(failure.to_string(), "no allocation has the tag z; the tags are x, y");
-    }
-
-    #[test]
-    fn only_what_is_not_so_yet_is_named() {
-        let half = process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]);
-        let tasks = plan(Verb::Pause, vec![half], &[]).unwrap();
-        assert_eq!((&tasks[0].meant, &tasks[0].due), (&names(&["x", "y"]), &names(&["y"])));
-    }
-
-    #[test]
-    fn a_holder_under_vramctl_can_be_paused() {
-        let holder = |pid| Holder { pid, bytes: None, program: None };
-        let shortage = Shortage { device: 0, uuid: None, needed: 2, free: 1, holders: vec![holder(7), holder(8)] };
-        let failure = CommandError::Refused(Box::new(Refusal::from(&Error::DeviceMemory(shortage))));
-        assert_eq!(failure.exit(), Exit::NoMemory);
-        assert_eq!(holders(&failure), [7, 8]);
-        let paused = process(7, "paused", &[("x", TagState::Paused)]);
-        let active = process(8, "trainer", &[("x", TagState::Paused), ("y", TagState::Active)]);
-        assert_eq!(hints(&[paused, active]), ["trainer (pid 8) is managed too; `vramctl pause --pid 8` frees 1.00 GiB"]);
-    }
-
-    #[test]
-    fn seconds_may_have_fractions() {
-        assert_eq!(seconds("2.5"), Ok(Duration::from_millis(2500)));
-        for wrong in ["", "x", "-1", "nan", "inf", "1e300"] {
-            assert!(seconds(wrong).is_err(), "{wrong}");
         }
     }
 }

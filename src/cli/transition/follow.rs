@@ -1,0 +1,81 @@
+//! Follows the processes of a job, and lets go of them after ^C.
+
+use crate::output;
+use crate::progress::Bar;
+use std::collections::BTreeMap;
+use std::mem;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use vramctl_control::job::Follower;
+use vramctl_control::queue::Claim;
+use vramctl_model::Progress;
+
+/// The connections of a command.
+#[derive(Default)]
+pub struct Connections(Mutex<OpenConnections>);
+
+#[derive(Default)]
+struct OpenConnections {
+    /// By process.
+    open: BTreeMap<u32, UnixStream>,
+    /// ^C was pressed: all connections are being closed.
+    interrupted: bool,
+}
+
+impl Connections {
+    fn lock(&self) -> MutexGuard<'_, OpenConnections> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Parks the thread for good after ^C: whoever has interrupted it prints the outcome and ends the process.
+    pub fn stay_if_interrupted(&self) {
+        while self.lock().interrupted {
+            thread::park();
+        }
+    }
+
+    /// Closes them, which cancels what is only waiting. From now on, threads stay.
+    pub fn interrupt(&self) {
+        let mut state = self.lock();
+        state.interrupted = true;
+        for connection in mem::take(&mut state.open).values() {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// Shows how far a job has come, and lets go of it when interrupted.
+pub struct Following<'a> {
+    pub connections: &'a Connections,
+    /// One for each member.
+    pub bars: Vec<Mutex<Bar>>,
+    /// Whether the user is told of a queue.
+    pub tells_queue: bool,
+}
+
+impl Follower for Following<'_> {
+    fn connected(&self, pid: u32, stream: UnixStream) {
+        self.connections.lock().open.insert(pid, stream);
+        self.connections.stay_if_interrupted();
+    }
+
+    fn disconnected(&self, pid: u32) {
+        self.connections.lock().open.remove(&pid);
+    }
+
+    fn queued(&self, before: &[Claim]) {
+        if self.tells_queue {
+            let first: Vec<_> = before.iter().map(|ticket| ticket.who.as_str()).collect();
+            output::complain("note", &format!("number {} in the queue for GPU memory, behind {}", before.len() + 1, first.join(", ")));
+        }
+    }
+
+    fn progress(&self, member: usize, now: Progress) {
+        // Those that are taken along copy nothing.
+        if let Some(bar) = self.bars.get(member) {
+            bar.lock().unwrap_or_else(PoisonError::into_inner).show(now);
+        }
+    }
+}
