@@ -47,11 +47,16 @@ fn old() -> String {
 
 /// Starts some ranks of a communicator, which wait for each other.
 fn start(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&str]) -> Vec<Rank> {
+    start_with(machine, name, which, of, more, |_| ())
+}
+
+fn start_with(machine: &Machine, name: &str, which: &[u32], of: u32, more: &[&str], change: impl Fn(&mut Command) + Sync) -> Vec<Rank> {
     let one = |rank: &u32| {
         let arguments = [rank.to_string(), of.to_string(), "world".to_owned()];
         machine.start(name, built().join("ranks").to_str().unwrap(), |command| {
             let libraries = format!("{}:{}", simulated_libraries().display(), built().display());
             command.args(&arguments).args(more).env("LD_LIBRARY_PATH", libraries).env("VRAMCTL_TAG", "default");
+            change(command);
         })
     };
     thread::scope(|scope| {
@@ -112,6 +117,21 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
         assert!(begun.elapsed() < Duration::from_secs(20), "{what}");
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// NCCL answers "unhandled cuda error" when memory runs out, and no more. The log says what was free.
+#[test]
+fn the_log_says_how_much_was_free_when_nccl_failed() {
+    let mut machine = Machine::new();
+    machine.memory = "64M";
+    let log = machine.folder.path().join("log");
+    let mut ranks = start_with(&machine, "train", &[0], 1, &[], |command| _ = command.stderr(fs::File::create(&log).unwrap()));
+    let answers = (0..8).map(|_| ranks[0].ask("config")).collect::<Vec<_>>();
+    assert!(answers.iter().any(|answer| answer.trim() == "config 1"), "{answers:?}");
+    let said = fs::read_to_string(&log).unwrap();
+    let line = said.lines().find(|line| line.contains("ncclCommInitRankConfig failed (code 1); free now: "));
+    let line = line.unwrap_or_else(|| panic!("{said}"));
+    assert!(line.contains(" of 64.00 MiB on device 0. "), "{line}");
 }
 
 #[test]

@@ -10,11 +10,15 @@ use crate::contexts;
 use crate::free::{Watermark, level};
 use crate::memory::{Memory, left};
 use std::collections::BTreeMap;
+use std::ffi::CStr;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::gauge::Gauge;
+use vramctl_driver::nccl::NcclResult;
+use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, RelaxedCapture};
 use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Bytes, Error, Failure};
@@ -185,6 +189,30 @@ fn has_fallen(level: &Watermark, device: CUdevice, context: Context) {
             Err(error) => log::warn!("nothing could be returned: {error}"),
         }
     }
+}
+
+/// Warns of a call of NCCL's that has failed, with what is free on each device: NCCL itself rarely says that it ran out of memory.
+/// Arguments that NCCL rejects have nothing to do with memory.
+pub fn nccl_failed(function: &CStr, answer: NcclResult) {
+    static TOLD: PerProcess<Mutex<Option<Allowance>>> = PerProcess::new(Mutex::default);
+    let now = Instant::now();
+    let may_tell = || {
+        let mut told = TOLD.get().lock().unwrap_or_else(PoisonError::into_inner);
+        told.get_or_insert_with(|| Allowance::full(now)).take(now)
+    };
+    if matches!(answer, INVALID_ARGUMENT | INVALID_USAGE) || exit::is_ending() || !may_tell() {
+        return;
+    }
+    let free = |(device, context)| {
+        let (free, total) = ask(context).ok()?;
+        Some(format!("{} of {} on device {device}", Bytes(free), Bytes(total)))
+    };
+    let free: Vec<_> = contexts::of_each_device().into_iter().filter_map(free).collect();
+    let free = if free.is_empty() { "unknown".into() } else { free.join(", ") };
+    let function = function.to_string_lossy();
+    log::warn!(
+        "{function} failed (code {answer}); free now: {free}. `vramctl status --ledger` shows who uses the rest; NCCL_DEBUG=WARN has NCCL say why"
+    );
 }
 
 #[cfg(test)]

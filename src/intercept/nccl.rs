@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::{env, mem, ptr, slice};
 use vramctl_core::memory::Memory;
 use vramctl_core::memory::communicators::{self, CommunicatorOrigin, NewCommunicator, Sharing};
+use vramctl_core::watch;
 use vramctl_driver::nccl::answer::{IN_PROGRESS, INTERNAL_ERROR, SUCCESS, SYSTEM_ERROR};
 use vramctl_driver::nccl::{Nccl, NcclResult};
 use vramctl_host::symbols::{self, Loaded};
@@ -438,7 +439,16 @@ macro_rules! functions {
                     // SAFETY: NCCL's function of this name; the arguments are the caller's.
                     unsafe { types::$symbol(found)($($argument),*) }
                 };
-                let guarded = AssertUnwindSafe(|| if copies::another_is_first() { real() } else { $handler(found, $($argument,)* real) });
+                let guarded = AssertUnwindSafe(|| {
+                    if copies::another_is_first() {
+                        return real();
+                    }
+                    let answer = $handler(found, $($argument,)* real);
+                    if !is_done(answer) {
+                        watch::nccl_failed(names::$symbol, answer);
+                    }
+                    answer
+                });
                 panic::catch_unwind(guarded).unwrap_or(INTERNAL_ERROR)
             } )*
         }
