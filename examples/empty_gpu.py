@@ -2,10 +2,7 @@
 
     python examples/empty_gpu.py GPU [OTHER ...]
 
-GPU and OTHER: indices in `nvidia-smi`. Each job on GPU moves, in the middle of its work, to the first of the others that is of the
-same model and has room. One that fits nowhere is suspended, and `vramctl resume` brings it back once the GPU is in service again.
-A job that cannot be moved or suspended (NCCL across GPUs, unified memory) is named and left as it is. Exit code 1 then, and if
-programs without vramctl are on the GPU. With several GPUs per job, move it by hand: `vramctl move JOB --to GPU,GPU`.
+GPU and OTHER: indices in `nvidia-smi`. Each job on GPU moves, in the middle of its work, to the first OTHER of the same model with enough room. A job that fits nowhere is suspended; `vramctl resume` brings it back once the GPU is in service again. A job that can be neither moved nor suspended (NCCL across GPUs, unified memory) is named and left as it is. The exit code is 1 if there is such a job, or if programs without vramctl are on the GPU. With several GPUs per job, move it by hand: `vramctl move JOB --to GPU,GPU`.
 """
 
 import json
@@ -22,7 +19,7 @@ def tell(done):
 
 
 def users_of(gpu):
-    """The jobs there, and programs without vramctl."""
+    """The jobs on the GPU, and the programs on it without vramctl."""
     ledger = json.loads(vramctl("status", "--ledger", "--json", "--gpu", str(gpu)).stdout)
     shares = [share for one in ledger["gpus"] for share in one["shares"] if "pid" in share]
     others = {f"{share.get('name')} (pid {share['pid']})" for share in shares if share["what"] == "process"}
@@ -35,7 +32,7 @@ def leave(job, others):
         if done.returncode == 0:
             return tell(done)
         print(f"{job} does not go to GPU {other}: {done.stderr.strip()}", flush=True)
-    # Asked first, for a suspend that is refused leaves the job paused.
+    # Check first: a suspend that is refused leaves the job paused.
     for arguments in (["suspend", job, "--dry-run"], ["suspend", job]):
         done = vramctl(*arguments)
         if done.returncode != 0:

@@ -2,18 +2,13 @@
 
     python examples/many_models.py --port 8000 MODEL… -- vllm serve {model} --port {port} --served-model-name {name}
 
-Starts the command after `--` once for each MODEL, under `vramctl run --name NAME`: {model} is MODEL, {name} its last part, {port} a free
-port. Each engine is suspended once it serves, so that the next one finds an empty GPU. Then requests go by the field `model` of their
-JSON body, as OpenAI's API has it, to the engine of that name. One that is suspended comes back for it, and the active one leaves:
+Starts the command after `--` once for each MODEL, under `vramctl run --name NAME`: {model} is MODEL, {name} its last part, {port} a free port. Each engine is suspended once it serves, so that the next one finds an empty GPU. Then each request goes to the engine named in the field `model` of its JSON body, as in OpenAI's API. If that engine is suspended, it is resumed and the active one is suspended:
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"model": "NAME", "prompt": "Hello"}'
 
 It prints a line when an engine has started and for each switch: `NAME is active after 1.23 s`. Ctrl-C ends the engines, too.
 
-What is in the way of the first token comes first: the old engine pauses (its weights are in host memory already, and its KV cache is
-dropped after its prefix cache has been reset), then the new one comes back. Only then does the old one's CUDA context leave. Requests
-that are still in flight after --patience seconds stand still with their KV cache kept, and go on when it is their engine's turn again.
-docs/many-models.md says how much host memory it takes. `scripts/gpu-engines --part many` measures it.
+A switch does first what delays the first token. The old engine pauses: its weights are in host memory already, and its KV cache is discarded after its prefix cache has been reset. Then the new one resumes. Only then is the old one's CUDA context removed. Requests that are still in flight after --patience seconds are held with their KV cache kept, and continue when it is their engine's turn again. docs/many-models.md says how much host memory this needs. `scripts/gpu-engines --part many` measures it.
 """
 
 import argparse
@@ -29,7 +24,7 @@ import time
 
 import vramctl
 
-#: Kept in host memory for good: weights do not change. Dropped when an engine leaves: its KV cache.
+#: Weights do not change, so their copy in host memory is retained. The KV cache is discarded when an engine is paused.
 SETTINGS = {"VRAMCTL_RETAIN": "weights", "VRAMCTL_BACKUP": "kv_cache=discard", "VLLM_SERVER_DEV_MODE": "1"}
 
 
@@ -40,11 +35,11 @@ class Model:
         self.name, self.url = name, url
         self.job = vramctl.Job(name)
         self.in_flight, self.process = 0, None
-        #: Requests that wait for its turn, and whether the router's queue has it.
+        #: Requests that wait for its turn, and whether it is in the router's queue.
         self.waiting, self.queued = [], False
 
     async def pause(self):
-        """Gives nearly all of its GPU memory back, at once: nothing is copied, unless requests are in flight."""
+        """Releases nearly all of its GPU memory, at once: nothing is copied, unless requests are in flight."""
         if self.in_flight == 0:
             # An engine that is not idle after all, or cannot reset its prefix cache, keeps its KV cache.
             with contextlib.suppress(vramctl.errors.Error):
@@ -59,11 +54,11 @@ class Gpu:
     def __init__(self, say=print):
         self.say = say
         self.active = None
-        #: What takes the rest of the last one off the GPU.
+        #: The task that suspends the previously active engine.
         self.leaving = None
 
     async def give_to(self, model):
-        """Returns when `model` can answer. If it fails, nobody is active, and whoever asks next gets the GPU."""
+        """Returns when `model` can answer. If that fails, no engine is active, and the next request's engine gets the GPU."""
         if model is self.active:
             return
         await self.left()
@@ -72,9 +67,9 @@ class Gpu:
             try:
                 await old.pause()
             except vramctl.errors.NoProcess:
-                old = None  # it has ended, and so has nothing here
+                old = None  # it has ended, so nothing of it is on the GPU
         self.active = None
-        # `old` has only its CUDA context left, which leaves last: both at once take longer.
+        # Only the CUDA context of `old` is left. It is removed last: doing both at once takes longer.
         coming = asyncio.ensure_future(model.job.resume_async(timeout=60))
         if old is not None:
             self.leaving = asyncio.ensure_future(self._leave(old, coming))
@@ -86,7 +81,7 @@ class Gpu:
         try:
             await old.job.suspend_async()
         except vramctl.errors.Error as error:
-            # It is paused, and costs its context.
+            # It stays paused; only its context stays on the GPU.
             self.say(f"{old.name} stays on the GPU with its CUDA context: {error}")
 
     async def left(self):
@@ -96,15 +91,15 @@ class Gpu:
 
 
 class Router:
-    """Forwards requests to the engines, whose turns it decides: first come, first served."""
+    """Forwards requests to the engines, and decides which one is active: first come, first served."""
 
     def __init__(self, models, patience):
         self.models, self.patience, self.gpu = {model.name: model for model in models}, patience, Gpu()
-        #: One for each request. Kept here, since asyncio may drop a task that nobody else knows.
+        #: One task per request. Kept here, since asyncio may drop a task that nothing else references.
         self.tasks = set()
         #: Models with requests that wait.
         self.queue = asyncio.Queue()
-        #: Whether the active model takes more requests: not while another waits for its turn.
+        #: Whether the active model accepts more requests: not while another waits for its turn.
         self.open = False
 
     @contextlib.asynccontextmanager
@@ -152,10 +147,10 @@ class Router:
                     admitted.set_exception(Unavailable(str(error)))
             self.open = self.gpu.active is not None
             if old is not None and old is not self.gpu.active and old.in_flight:
-                self.ask_for(old)  # its requests stand still
+                self.ask_for(old)  # its requests are held
 
     async def drain(self, old):
-        """Requests in flight have a while to end."""
+        """Gives requests in flight some time to finish."""
         end = time.monotonic() + self.patience
         while old is not None and old.in_flight and time.monotonic() < end:
             await asyncio.sleep(0.01)
@@ -166,7 +161,7 @@ class Router:
         task.add_done_callback(self.tasks.discard)
 
     async def serve(self, reader, writer):
-        """One request of a client, by HTTP/1.1: it is answered by the engine, and the connection closed."""
+        """Handles one HTTP/1.1 request of a client: the engine answers it, then the connection is closed."""
         try:
             head, body = await read_request(reader)
             name = json.loads(body or b"{}").get("model")
@@ -186,7 +181,7 @@ class Router:
 
 
 class Unavailable(Exception):
-    """A model cannot be made active."""
+    """A model could not be made active."""
 
 
 async def read_request(reader):
@@ -204,7 +199,7 @@ async def refuse(writer, status, message):
 
 
 async def forward(head, body, port, writer):
-    """Sends a request to an engine, and its answer back as it comes, token by token."""
+    """Sends a request to an engine, and streams its answer back, token by token."""
     lines = [line for line in head.rstrip().split(b"\r\n") if not line.lower().startswith((b"connection:", b"host:"))]
     try:
         answer, engine = await asyncio.open_connection("127.0.0.1", port)
@@ -274,7 +269,7 @@ async def run(options):
     finally:
         for model in models:
             if model.process is not None:
-                # One that stands still ends by nothing less. The group has the processes that it has started.
+                # A held engine ends by nothing less than SIGKILL. The group contains the processes that it has started.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(model.process.pid, signal.SIGKILL)
                 model.process.wait()

@@ -29,7 +29,7 @@ LAYERS, WIDTH, VOCABULARY = 16, 4096, 65536
 CACHE_BYTES = 4 << 30
 BUCKET_BYTES = 256 << 20
 TOKENS = 1024
-#: What `--oom` knows, and what goes wrong.
+#: The phases for `--oom`, and what goes wrong in each.
 PHASES = {
     "rollout": "a KV cache sized for the whole GPU, and a trainer that was not offloaded",
     "logprobs": "log-probabilities over the whole vocabulary in fp32 at once",
@@ -41,7 +41,7 @@ PHASES = {
 
 
 def free_bytes():
-    """GPU memory that torch could still get."""
+    """GPU memory that torch could still allocate."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
@@ -76,7 +76,7 @@ class Trainer:
         return hidden
 
     def log_probabilities(self, hidden, answers):
-        """Of the tokens that were chosen. Takes the logits of the whole vocabulary for that, twice."""
+        """Log-probabilities of the chosen tokens. Needs the logits of the whole vocabulary twice."""
         logits = torch.log_softmax(self.head(hidden).float(), dim=-1)
         return logits.gather(-1, answers[:, None])
 
@@ -130,7 +130,7 @@ def sync(trainer, engine, bucket_bytes):
 
 
 def tokens_for(phase, oom):
-    """How many tokens a batch has: too many, if that is what the phase is to run out of memory with."""
+    """The number of tokens in a batch: too many, if that is how the phase is to run out of memory."""
     if phase != oom:
         return TOKENS
     activations, logits = LAYERS * WIDTH * 4, VOCABULARY * 4
@@ -147,7 +147,7 @@ def main(steps=3, oom=None):
     torch.manual_seed(0)
     trainer = Trainer(oom)
     vramctl.pause("trainer")
-    # The engine takes what it finds, as with a memory fraction of 0.9 and more.
+    # The engine takes all free memory, as with a memory fraction of 0.9 or more.
     engine = Engine(free_bytes() - (5 << 30) if oom == "rollout" else CACHE_BYTES)
     vramctl.pause(["kv_cache", "weights", "cuda_graph"], backup="discard")
     vramctl.resume("trainer")
@@ -177,7 +177,7 @@ def main(steps=3, oom=None):
         vramctl.resume("kv_cache", timeout=0.0 if oom == "rollout" else 10.0)
         answer = engine.rollout(prompt)
         rolled = gib()
-        # After every switch, the engine computes the same as the trainer.
+        # After every switch, the engine must compute the same as the trainer.
         torch.testing.assert_close(answer, wanted, rtol=1e-3, atol=1e-3)
 
         vramctl.pause(["kv_cache", "weights", "cuda_graph"], backup="discard")
