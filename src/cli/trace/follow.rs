@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_control::client::{Client, ClientError};
-use vramctl_model::{MemoryOwner, TraceEvent};
+use vramctl_model::{Events, MemoryOwner, TraceEvent};
 
 /// How often to ask. A ring holds 40 s of ten thousand events per second.
 const EVERY: Duration = Duration::from_millis(250);
@@ -101,18 +101,7 @@ fn follow_one(client: Result<Client, ClientError>, mut followed: Followed, stopp
         let mut client = client?;
         let mut is_last = false;
         loop {
-            // At most what there is now: it may go on recording.
-            loop {
-                let page = client.events(since)?;
-                (since, followed.is_on, followed.now_ns, followed.unix_ns) = (page.next, page.on, page.now_ns, page.unix_ns);
-                followed.owners.extend(page.owners.into_iter().map(|owner| (owner.owner, owner)));
-                followed.events.extend(page.events);
-                let beyond = followed.events.len().saturating_sub(MOST);
-                followed.events.drain(..beyond);
-                if !page.more {
-                    break;
-                }
-            }
+            followed.catch_up(&mut since, |since| client.events(since))?;
             if is_last || !followed.is_on {
                 return Ok(());
             }
@@ -121,4 +110,50 @@ fn follow_one(client: Result<Client, ClientError>, mut followed: Followed, stopp
     };
     followed.ended = follow().err().map(|error| error.to_string());
     followed
+}
+
+impl Followed {
+    /// Asks for what has happened up to the first answer. Not for all that there is: what happens meanwhile may be more than can be read.
+    fn catch_up<E>(&mut self, since: &mut u64, mut ask: impl FnMut(u64) -> Result<Events, E>) -> Result<(), E> {
+        let mut begun = None;
+        loop {
+            let page = ask(*since)?;
+            let begun = *begun.get_or_insert(page.now_ns);
+            let is_behind = page.more && page.events.last().is_some_and(|event| event.at_ns < begun);
+            (*since, self.is_on, self.now_ns, self.unix_ns) = (page.next, page.on, page.now_ns, page.unix_ns);
+            self.owners.extend(page.owners.into_iter().map(|owner| (owner.owner, owner)));
+            self.events.extend(page.events);
+            let beyond = self.events.len().saturating_sub(MOST);
+            self.events.drain(..beyond);
+            if !is_behind {
+                return Ok(());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+    use vramctl_model::{Happening, Verb};
+
+    /// A process with a page of events from before it is first asked, and a page more at each answer.
+    #[test]
+    fn one_that_records_faster_than_it_is_read_is_read_up_to_now() {
+        let (mut followed, mut since, mut asked) = (Followed::default(), 0, 0);
+        let mut ask = |from: u64| {
+            asked += 1;
+            assert!(asked < 100, "it reads for ever");
+            let what = Happening::Began { verb: Verb::Pause, thread: 1 };
+            let events = (from..from + 10).map(|number| TraceEvent { number, at_ns: number, what }).collect();
+            Ok::<_, Infallible>(Events { on: true, events, next: from + 10, more: true, now_ns: 15 + 10 * asked, ..Events::default() })
+        };
+        let Ok(()) = followed.catch_up(&mut since, &mut ask);
+        // It was 25 when the first ten were told, so the third page has the last of them.
+        assert_eq!((followed.events.len(), since), (30, 30));
+        // What came meanwhile is told the next time.
+        let Ok(()) = followed.catch_up(&mut since, &mut ask);
+        assert!(since > 30 && followed.events.iter().map(|event| event.number).eq(0..since));
+    }
 }
