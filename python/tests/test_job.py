@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
 import unittest
 from pathlib import Path
 
 import vramctl
-from support import MIB, Program
+from support import MIB, ROOT, Program
 from vramctl import errors
 
 
@@ -176,6 +181,90 @@ class Sharing(unittest.TestCase):
                     client.pause(shared=True, **wrong)  # type: ignore[arg-type]
             with self.assertRaises(errors.Invalid):
                 client.pause({"default": "host"}, shared=True)
+
+
+#: Stands in for NCCL: tests/apps/nccl/communicators.c, loaded by ctypes.
+COMMUNICATING = """
+import ctypes, sys
+sys.path.insert(0, {tests!r})
+from support import Cuda, MIB
+cuda = Cuda()
+cuda.malloc(4 * MIB)
+class Id(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+nccl = ctypes.CDLL({library!r})
+nccl.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int]
+made = ctypes.c_void_p()
+total = ctypes.c_long()
+print("ready", flush=True)
+for line in sys.stdin:
+    command, *arguments = line.split()
+    if command == "join":
+        rank, ranks, name = arguments
+        print(nccl.ncclCommInitRank(ctypes.byref(made), int(ranks), Id(name.encode()), int(rank)), flush=True)
+    else:
+        answer = nccl.sum_over_ranks(made, ctypes.c_long(int(arguments[0])), ctypes.byref(total))
+        print(answer, total.value, flush=True)
+"""
+
+
+@unittest.skipUnless(shutil.which(os.environ.get("CC", "cc")), "no C compiler")
+class Communicators(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        source = ROOT / "tests" / "apps" / "nccl" / "communicators.c"
+        library = Path(folder.name, "libnccl.so.2")
+        made = [f"-Wl,-soname,{library.name}", "-o", library, source, "-ldl"]
+        subprocess.run([os.environ.get("CC", "cc"), "-std=gnu11", "-shared", "-fPIC", *made], check=True, timeout=60)
+        cls.source = COMMUNICATING.format(tests=str(Path(__file__).resolve().parent), library=str(library))
+
+    def setUp(self) -> None:
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.ranks = [stack.enter_context(Program("train", self.source)) for _ in range(2)]
+
+    def all_say(self, lines: list[str]) -> list[str]:
+        """The ranks wait for each other."""
+        with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as threads:
+            return list(threads.map(lambda rank, line: rank.ask(line), self.ranks, lines))
+
+    def test_a_job_gives_back_the_memory_of_its_communicators(self) -> None:
+        self.assertEqual(self.all_say(["join 0 2 job", "join 1 2 job"]), ["0", "0"])
+        job = vramctl.Job("train")
+
+        def told(report: vramctl.JobReport) -> list[tuple[str, int, int]]:
+            self.assertEqual(set(report.processes), {rank.pid for rank in self.ranks})
+            for one in report.processes.values():
+                self.assertGreater(one.stages["nccl"], 0)
+            return [(one.state, one.bytes, one.kept_bytes) for each in report.processes.values() for one in each.communicators]
+
+        self.assertEqual(told(job.pause(nccl=True)), [("suspended", 10 * MIB, 2 * MIB)] * 2)
+        for status in job.status().values():
+            self.assertEqual([(one.state, one.ranks, one.nccl) for one in status.communicators], [("suspended", 2, "2.29.7")])
+        self.assertEqual(told(job.resume()), [("active", 10 * MIB, 2 * MIB)] * 2)
+        self.assertEqual(self.all_say(["sum 1", "sum 2"]), ["0 3", "0 3"])
+        # Only when it is asked for.
+        self.assertEqual([one.communicators for one in job.pause().processes.values()], [(), ()])
+        job.resume()
+        with self.assertRaisesRegex(errors.NotRestorable, "NCCL has given back 20.00 MiB"):
+            job.suspend(nccl=True)
+        job.resume()
+        self.assertEqual(self.all_say(["sum 3", "sum 4"]), ["0 7", "0 7"])
+        with self.assertRaises(errors.Error):
+            job.pause(nccl=True, hold=None)
+
+    def test_so_does_a_single_process(self) -> None:
+        self.assertEqual(self.all_say(["join 0 1 one", "join 0 1 other"]), ["0", "0"])
+        with vramctl.Client(self.ranks[0].pid) as client:
+            report = client.pause(nccl=True)
+            self.assertEqual([(one.state, one.bytes) for one in report.communicators], [("suspended", 10 * MIB)])
+            self.assertEqual([one.state for one in client.status().communicators], ["suspended"])
+            self.assertEqual([one.state for one in client.resume().communicators], ["active"])
+            for wrong in ({"hold": None}, {"progress": print}, {"tags": {"default": "host"}}):
+                with self.assertRaisesRegex(errors.Invalid, "nccl=True"):
+                    client.pause(nccl=True, **wrong)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

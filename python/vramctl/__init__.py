@@ -39,6 +39,7 @@ from ._request import Backup, Tags
 from ._types import (
     Borrowed,
     Cached,
+    Communicator,
     Cycle,
     Device,
     Growth,
@@ -61,6 +62,7 @@ __all__ = [
     "Borrowed",
     "Cached",
     "Client",
+    "Communicator",
     "Cycle",
     "Device",
     "Error",

@@ -32,6 +32,31 @@ class Borrowed:
 
 
 @dataclass(frozen=True)
+class Communicator:
+    """An NCCL communicator of a process: one rank of it."""
+
+    #: The same at all of its ranks, in whichever process.
+    id: str
+    #: How many ranks it has; 0 if that is not known.
+    ranks: int = 0
+    #: The device's ordinal in the process.
+    device: int = 0
+    #: The version of its NCCL.
+    nccl: str = ""
+    #: ``active``; ``suspending``, while NCCL waits for the other ranks; ``suspended``; ``resuming``, likewise; ``broken``: NCCL has failed
+    #: in the middle, and it can never be used again. While one is not ``active``, the program stays held.
+    state: str = "active"
+    #: What NCCL can give back or, if it is suspended, has. 0 in a `Status`: NCCL is not asked.
+    bytes: int = 0
+    #: What NCCL does not give back.
+    kept_bytes: int = 0
+    #: What NCCL answered to the last attempt, if that failed.
+    error: str | None = None
+    #: Why it is never suspended; None if it may be.
+    unfit: str | None = None
+
+
+@dataclass(frozen=True)
 class Report:
     """What a pause or resume did. Sizes are in bytes of device memory, times in milliseconds."""
 
@@ -60,15 +85,22 @@ class Report:
     guard_bytes: int = 0
     #: After a resume: bytes of the guards that something wrote to. Reads leave no trace.
     guard_written_bytes: int = 0
-    #: Milliseconds per stage: `wait`, `save`, `unmap`, `release` for a pause; `wait`, `map`, `restore` for a resume; `guard` for
-    #: both.
+    #: The communicators that NCCL was asked to suspend or to resume, as they are now. Unless all are ``active``, the program stays held.
+    communicators: tuple[Communicator, ...] = ()
+    #: Milliseconds per stage: `wait`, `save`, `unmap`, `release` for a pause; `wait`, `map`, `restore` for a resume; `guard` and `nccl`
+    #: for both.
     stages: Mapping[str, float] = field(default_factory=dict)
     #: Total milliseconds.
     ms: float = 0.0
 
     @classmethod
     def _from(cls, reply: Mapping[str, Any]) -> Report:
-        return _read(cls, reply, missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())))
+        return _read(
+            cls,
+            reply,
+            missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())),
+            communicators=tuple(_read(Communicator, one) for one in reply.get("communicators", ())),
+        )
 
 
 @dataclass(frozen=True)
@@ -213,6 +245,8 @@ class Status:
     late_bytes: int = 0
     #: Memory of other processes that it has open, by owner and GPU.
     borrowed: tuple[Borrowed, ...] = ()
+    #: The NCCL communicators that the program was seen to make and has not ended.
+    communicators: tuple[Communicator, ...] = ()
     #: By owner, in alphabetical order.
     left_alone: tuple[LeftAlone, ...] = ()
     #: The last cycles, the oldest first.
@@ -229,6 +263,7 @@ class Status:
             devices=tuple(_read(Device, device) for device in reply.get("devices", ())),
             host=_read(Host, reply.get("host") or {}),
             borrowed=tuple(_read(Borrowed, borrowed) for borrowed in reply.get("borrowed", ())),
+            communicators=tuple(_read(Communicator, one) for one in reply.get("communicators", ())),
             left_alone=tuple(_read(LeftAlone, left) for left in reply.get("left_alone", ())),
             cycles=tuple(_read(Cycle, cycle) for cycle in reply.get("cycles", ())),
             growing=tuple(_read(Growth, growth) for growth in reply.get("growing", ())),

@@ -241,6 +241,7 @@ class Client:
         hold: float | None = 10.0,
         guard: bool = False,
         shared: bool = False,
+        nccl: bool = False,
         timeout: float | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Report:
@@ -265,8 +266,14 @@ class Client:
         if something wrote there (`Report.guard_written_bytes`).
 
         `shared`: take along other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`: they are held as
-        well, set aside what they have open, and go on by themselves when it is resumed. Several processes are asked then, so it runs
-        the command line, which must be installed, without `progress`, and with one policy for all tags (else `errors.Invalid`).
+        well, set aside what they have open, and go on by themselves when it is resumed.
+
+        `nccl`: once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
+        communicator must be in this process; for others, see `Job.pause`. Off by default, because a failure inside NCCL cannot be
+        undone: it does not raise, `Report.communicators` says what has come of each.
+
+        `shared` and `nccl` run the command line, which must be installed. They need `hold`, and go neither with `progress` nor with a
+        mapping of tags to policies (else `errors.Invalid`).
 
         `timeout`: seconds to wait for the device's work; None waits for `hold`, or indefinitely. It does not limit copying.
 
@@ -276,11 +283,20 @@ class Client:
         `errors.Work`, and `errors.Disconnected` if the process goes away.
         """
         policies = _request.policies(tags, backup)
-        if shared:
+        if shared or nccl:
             if isinstance(tags, Mapping) or progress is not None or hold is None:
-                raise errors.Invalid("shared=True goes with hold, and with neither progress nor a mapping of tags to policies")
-            return self._pause_with_others(
-                list(policies), backup=backup, force=force, registered=registered, hold=hold, guard=guard, timeout=timeout
+                given = "shared=True" if shared else "nccl=True"
+                raise errors.Invalid(f"{given} goes with hold, and with neither progress nor a mapping of tags to policies")
+            return self._pause_by_command(
+                list(policies),
+                backup=backup,
+                force=force,
+                registered=registered,
+                hold=hold,
+                guard=guard,
+                shared=shared,
+                nccl=nccl,
+                timeout=timeout,
             )
         request: dict[str, Any] = {"request": "pause"}
         if None not in policies:
@@ -332,14 +348,14 @@ class Client:
         timeout_ms = _request.milliseconds(timeout)
         return Trimmed._from(self._ask({"request": "trim", "timeout_ms": timeout_ms}, "trimmed", None, None))
 
-    def _pause_with_others(self, tags: list[str | None], **options: Any) -> Report:
+    def _pause_by_command(self, tags: list[str | None], **options: Any) -> Report:
         from .job import Job  # which runs the command line
 
         with self._connection():
             pass  # it is still the same process
         folder, pid = self._place.folder, int(self._place.file.partition(".")[0])
         named = [tag for tag in tags if tag is not None]
-        return Job._of_process(pid, folder).pause(named or None, shared=True, **options).processes[pid]
+        return Job._of_process(pid, folder).pause(named or None, **options).processes[pid]
 
     def set_tag(self, tag: str | None) -> str | None:
         """Sets the tag of future allocations outside regions; None leaves them to CUDA. Existing allocations keep their tag.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 from . import _request, errors
 from ._request import Backup
-from ._types import Ledger, Report, Status
+from ._types import Borrowed, Ledger, Report, Status, _read
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -62,6 +62,12 @@ class StepsReport:
     ms: float
     #: Milliseconds by step: pause, aside, lock, checkpoint; of a move, restore, unlock and resume, too.
     stages: Mapping[str, float]
+    #: After a move: memory of other processes that this one has open and that is not back. The process stays held until it is.
+    missing: tuple[Borrowed, ...] = ()
+
+    @classmethod
+    def _from(cls, reply: Mapping[str, Any]) -> StepsReport:
+        return _read(cls, reply, missing=tuple(_read(Borrowed, missing) for missing in reply.get("missing", ())))
 
 
 class Job:
@@ -96,6 +102,7 @@ class Job:
         hold: float | None = 10.0,
         guard: bool = False,
         shared: bool = False,
+        nccl: bool = False,
         timeout: float | None = None,
     ) -> JobReport:
         """Returns the GPU memory of the tags (None: all) to the driver.
@@ -110,6 +117,10 @@ class Job:
         well, set aside what they have open, and go on by themselves when it is resumed. They are in the report, with `Report.missing`.
         Only with `hold`.
 
+        `nccl`: once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
+        communicator must be in the job. Off by default, because a failure inside NCCL cannot be undone: it does not raise,
+        `Report.communicators` says what has come of each. Only with `hold`.
+
         `backup`, `force`, `registered`, `guard`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
         """
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
@@ -118,6 +129,7 @@ class Job:
         options += [f"--registered={registered}"] if registered != "refuse" else []
         options += ["--guard"] if guard else []
         options += ["--shared"] if shared else []
+        options += ["--nccl"] if nccl else []
         options += ["--no-hold"] if hold is None else [f"--hold-timeout={_seconds(hold)}"]
         options += [] if timeout is None else [f"--timeout={_seconds(timeout)}"]
         return self._transition("pause", tags, options)
@@ -130,15 +142,23 @@ class Job:
         return self._transition("resume", tags, [] if timeout == 0 else [f"--timeout={_seconds(timeout)}"])
 
     def suspend(
-        self, *, backup: Backup = "default", force: bool = False, registered: str = "refuse", hold: float = 10.0
+        self,
+        *,
+        backup: Backup = "default",
+        force: bool = False,
+        registered: str = "refuse",
+        nccl: bool = False,
+        hold: float = 10.0,
     ) -> dict[int, StepsReport]:
         """Takes the job off its GPUs entirely: pauses all tags, then has the driver checkpoint the rest. By process id.
 
         `resume` brings it back. The arguments are those of `pause`. Raises `errors.NotRestorable` for what the driver could not
-        restore: all tags are paused then, and the rest stays on the GPU.
+        restore: all tags are paused then, and the rest stays on the GPU. `nccl` is for a job that can only be paused by tag because of
+        NCCL: what NCCL has given back is in the exception's message.
         """
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
         options += ["--force"] if force else []
+        options += ["--nccl"] if nccl else []
         options += [f"--registered={registered}", f"--hold-timeout={_seconds(hold)}"]
         return self._steps("suspend", options)
 
@@ -165,7 +185,7 @@ class Job:
     def _steps(self, verb: str, options: list[str]) -> dict[int, StepsReport]:
         told = _run([verb, *self._target, *options, "--json"])
         reports = {process["pid"]: process["report"] for process in _processes(told)}
-        return {pid: StepsReport(report["bytes"], report["ms"], report["stages"]) for pid, report in reports.items()}
+        return {pid: StepsReport._from(report) for pid, report in reports.items()}
 
     def status(self) -> dict[int, Status]:
         """The managed memory of each process, by its id."""
