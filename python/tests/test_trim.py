@@ -48,6 +48,22 @@ for line in sys.stdin:
             import threading
             os._exit(len(threading.enumerate()) - 1)
         print(os.waitpid(child, 0)[1], flush=True)
+    elif word == "child-in-between":
+        # The fork comes while a thread is being started, as another thread's could.
+        import signal, threading
+        from vramctl import _trim
+        start, _trim._is_served = threading.Thread.start, False
+        def fork_and_start(thread):
+            threading.Thread.start = start
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                _trim.serve()
+                os._exit([thread.name for thread in threading.enumerate()].count("vramctl-trim"))
+            start(thread)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        threading.Thread.start = fork_and_start
+        _trim.serve()
     elif word == "end":
         break
     elif word == "capture":
@@ -228,6 +244,9 @@ print(vramctl.trim().returned_bytes)
 
     def test_a_forked_child_has_no_thread_of_it(self) -> None:
         self.assertEqual(self.start().ask("child"), "0")
+
+    def test_a_child_forked_while_the_thread_is_being_started_has_its_own(self) -> None:
+        self.assertEqual(self.start().ask("child-in-between"), "1")
 
     def test_a_program_that_ends_in_the_middle_ends_well(self) -> None:
         program = self.start()

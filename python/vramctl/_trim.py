@@ -27,8 +27,17 @@ _MOST_ROUNDS = 3
 _WORTH_ANOTHER = 1 << 30
 
 _lock = threading.Lock()
-#: The process that has the thread.
-_serves_in: int | None = None
+#: Whether this process has the thread.
+_is_served = False
+
+
+def _start_anew() -> None:
+    """In a forked child: it has no such thread, and the lock may be that of a thread that it has not, either."""
+    global _lock, _is_served
+    _lock, _is_served = threading.Lock(), False
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def ensure() -> None:
@@ -39,15 +48,15 @@ def ensure() -> None:
 
 def serve() -> None:
     """Starts the thread, if this process has none. Idempotent."""
-    global _serves_in
+    global _is_served
     library = _library.find()
     with _lock:
-        if library is None or not library.has("cache_wait") or _serves_in == os.getpid():
+        if library is None or not library.has("cache_wait") or _is_served:
             return
         # Whoever asks from now on waits for the thread. Before it starts: later this would answer in its place.
         library.call("cache_answer", None)
         threading.Thread(target=_work, args=(library,), name="vramctl-trim", daemon=True).start()
-        _serves_in = os.getpid()
+        _is_served = True
 
 
 def _work(library: _library.Library) -> None:
