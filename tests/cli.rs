@@ -772,7 +772,7 @@ fn status_says_what_is_not_back_yet_and_why() {
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let usual = place.vramctl("status");
     usual.expect(0, "kv_cache", "");
-    assert!(["go back", "not taken", "Host memory", "Left to CUDA"].iter().all(|text| !usual.out.contains(text)), "{}", usual.out);
+    assert!(["go back", "not taken", "Host memory", "left to CUDA"].iter().all(|text| !usual.out.contains(text)), "{}", usual.out);
     let mut status = engine.state.lock().unwrap().status();
     drop(engine);
 
@@ -790,7 +790,7 @@ fn status_says_what_is_not_back_yet_and_why() {
     });
     let status = place.vramctl("status");
     status.expect(0, "The driver has not taken 128.00 MiB back yet; every pause and resume retries.", "");
-    status.expect(0, "Left to CUDA: 256.00 MiB of libnccl.so.2.", "");
+    status.expect(0, "libnccl.so.2 (left to CUDA): 256.00 MiB.", "");
     status.expect(0, "OWNER         -3  -2         -1          LAST PAUSE\nlibnccl.so.2  ?   56.00 MiB  156.00 MiB  256.00 MiB", "");
     status.expect(0, "A leak? libnccl.so.2: 100.00 MiB more in each cycle, over the last 3.", "");
     status.expect(

@@ -12,7 +12,7 @@ use std::fs;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_driver::{Card, cards, holders_of};
 use vramctl_host::limits;
-use vramctl_model::{Bytes, Holder};
+use vramctl_model::{Bytes, Holder, left_to_cuda};
 
 /// Page tables of pinned host memory, as a part of it: eight bytes for each page of 4 KiB.
 const PAGE_TABLES: u64 = 512;
@@ -132,7 +132,7 @@ impl Share {
         let of = self.of.as_deref().unwrap_or_default();
         match self.what {
             What::Tag => of.to_owned(),
-            What::LeftAlone => format!("left to CUDA: {of}"),
+            What::LeftAlone => left_to_cuda(of),
             What::PageTables => "page tables of pinned host memory (estimate)".into(),
             What::Driver if self.bytes < 0 => "counted above, and not by NVML".into(),
             What::Driver => {
@@ -431,7 +431,7 @@ mod tests {
         let holders = [holder(1, 1500 * MIB, Some("python")), holder(2, 300 * MIB, Some("trainer"))];
         let wanted = [
             line("engine weights", 1000),
-            line("engine left to CUDA: libnccl.so.2", 64),
+            line("engine libnccl.so.2 (left to CUDA)", 64),
             line("engine context, loaded code, small allocations (lowest at a pause: 420.00 MiB)", 436),
             line("trainer all of it", 300),
             line("engine page tables of pinned host memory (estimate)", 1),

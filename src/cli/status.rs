@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use vramctl_control::protocol::ProcessStatus;
 use vramctl_model::Bytes;
-use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, TagState, TagStatus};
+use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, TagState, TagStatus, left_to_cuda};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -155,7 +155,7 @@ fn describe(status: &ProcessStatus) -> String {
         let _ = write!(text, "\nCannot be suspended: {obstacle}.");
     }
     for left in &memory.left_alone {
-        let _ = write!(text, "\nLeft to CUDA: {} of {}.", Bytes(left.bytes), left.owner);
+        let _ = write!(text, "\n{}: {}.", left_to_cuda(&left.owner), Bytes(left.bytes));
     }
     if memory.cycles.len() > 1 {
         let _ = write!(text, "\n\n{}", cycles(&memory.cycles));

@@ -21,7 +21,7 @@ use vramctl_driver::nccl::NcclResult;
 use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE};
 use vramctl_driver::{self as driver, CUdevice, Context, Current, RelaxedCapture};
 use vramctl_host::{PerProcess, exit, worker};
-use vramctl_model::{Bytes, Error, Failure};
+use vramctl_model::{Bytes, Error, Failure, left_to_cuda};
 
 /// How often a device is asked.
 const EVERY: Duration = Duration::from_millis(50);
@@ -156,7 +156,7 @@ fn has_fallen(level: &Watermark, device: CUdevice, context: Context) {
     }
     whose.extend(tags);
     let left = left::status().into_iter();
-    whose.extend(left.filter_map(|left| Some((format!("left to CUDA for {}", left.owner), *left.gpus.get(uuid.as_ref()?)?))));
+    whose.extend(left.filter_map(|left| Some((left_to_cuda(&left.owner), *left.gpus.get(uuid.as_ref()?)?))));
     whose.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
     let mut text = format!(
         "{} of {} are free on device {device} ({}), less than {}.",

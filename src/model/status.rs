@@ -78,6 +78,11 @@ pub struct LeftAlone {
     pub gpus: BTreeMap<String, u64>,
 }
 
+/// Memory left to CUDA as people read it everywhere, by who asked for it.
+pub fn left_to_cuda(owner: &str) -> String {
+    format!("{owner} (left to CUDA)")
+}
+
 /// One tag.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TagStatus {

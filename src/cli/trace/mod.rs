@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use timeline::Timeline;
 use vramctl_driver::uuid_of_index;
-use vramctl_model::MemoryOwner;
+use vramctl_model::{MemoryOwner, left_to_cuda};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -143,7 +143,7 @@ impl Recorded {
 fn owner_name(owner: &MemoryOwner) -> String {
     match (&owner.tag, &owner.library) {
         (Some(tag), _) => tag.clone(),
-        (None, Some(library)) => format!("{library} (left to CUDA)"),
+        (None, Some(library)) => left_to_cuda(library),
         (None, None) => "others".into(),
     }
 }

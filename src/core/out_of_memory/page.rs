@@ -11,7 +11,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_host::stack::Stack;
-use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes};
+use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, left_to_cuda};
 
 /// Changes if readers would misunderstand a new page.
 const VERSION: u32 = 1;
@@ -402,7 +402,7 @@ impl fmt::Display for ReportPage {
             let bytes = Bytes(*bytes).to_string();
             match *what {
                 "tag" => writeln!(out, "    {bytes:>11}  tag {of}")?,
-                "left_alone" => writeln!(out, "    {bytes:>11}  left to CUDA: {of}")?,
+                "left_alone" => writeln!(out, "    {bytes:>11}  {}", left_to_cuda(of))?,
                 "process" => {
                     let tags: Vec<_> = tags.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
                     let tags = if tags.is_empty() { String::new() } else { format!(": {}", tags.join(", ")) };
@@ -423,10 +423,13 @@ impl fmt::Display for ReportPage {
         for Group { bytes, blocks, tag, library, at, .. } in &self.largest {
             let bytes = Bytes(*bytes).to_string();
             let count = if *blocks == 1 { String::new() } else { format!(" in {blocks} blocks") };
-            let tag = tag.as_ref().map_or_else(|| "left to CUDA".to_owned(), |tag| format!("tag {tag}"));
-            let library = library.map_or_else(String::new, |library| format!(", {library}"));
+            let whose = match (tag, library) {
+                (Some(tag), Some(library)) => format!("tag {tag}, {library}"),
+                (Some(tag), None) => format!("tag {tag}"),
+                (None, library) => left_to_cuda(library.unwrap_or("unknown")),
+            };
             let at = at.as_ref().map_or_else(String::new, |at| format!(", {at}"));
-            writeln!(out, "    {bytes:>11}{count}  {tag}{library}{at}")?;
+            writeln!(out, "    {bytes:>11}{count}  {whose}{at}")?;
         }
         let changes = self.events.as_ref().map(changes).unwrap_or_default();
         if !changes.is_empty() {
