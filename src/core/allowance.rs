@@ -1,11 +1,11 @@
-//! How often something is told that may happen again and again.
+//! Rate limit for log messages about events that may repeat often.
 
 use std::time::{Duration, Instant};
 
 const AT_A_TIME: u32 = 3;
 const ONE_MORE_AFTER: Duration = Duration::from_secs(10);
 
-/// Three times, and then once every ten seconds.
+/// Allows three at once, and then one every ten seconds.
 #[derive(Debug)]
 pub struct Allowance {
     left: u32,
@@ -18,7 +18,7 @@ impl Allowance {
         Self { left: AT_A_TIME, counted: now }
     }
 
-    /// Takes one, if there is one.
+    /// Whether one more is allowed now; if so, it is used up.
     pub fn take(&mut self, now: Instant) -> bool {
         let more = now.saturating_duration_since(self.counted).as_secs() / ONE_MORE_AFTER.as_secs();
         if more > 0 {

@@ -1,9 +1,8 @@
-//! The program's own allocator, such as torch's: what it holds without using it, and returning that.
+//! The program's own allocator, such as torch's: asks what it caches, and has it return that.
 //!
-//! Only the program can ask its allocator, and only where the allocator allows it. So a thread of the program's serves
-//! ([`wait`], [`report`], [`answer`]) and nothing of the program runs in a thread of the library's: a thread that takes Python's
-//! interpreter lock may wait for it for ever, and is ended in the middle of its stack when the interpreter ends. Who asks waits for
-//! a limited time, whatever that thread waits for.
+//! Only the program can call its allocator. So one of its own threads serves requests ([`wait`], [`report`], [`answer`]); the library's
+//! threads never run program code. A library thread that took Python's interpreter lock could wait for it forever, and would be killed in
+//! mid-stack when the interpreter exits. Callers wait with a timeout, whatever the serving thread waits for.
 
 use crate::memory::Memory;
 use crate::{events, gate};
@@ -24,7 +23,7 @@ pub enum Errand {
     Trim,
 }
 
-/// A piece of memory that the allocator has from CUDA.
+/// A piece of memory that the allocator got from CUDA.
 #[derive(Debug, Clone, Copy)]
 pub struct Segment {
     /// Where it begins.
@@ -35,7 +34,7 @@ pub struct Segment {
     pub live_bytes: u64,
 }
 
-/// What there is, by GPU and tag.
+/// The allocator's memory, by GPU and tag.
 type ByTag = BTreeMap<(Option<String>, Option<Arc<str>>), Cached>;
 
 static WICKET: PerProcess<Wicket> = PerProcess::new(Wicket::default);
@@ -93,12 +92,12 @@ pub fn is_served() -> bool {
     WICKET.existing().is_some_and(|wicket| wicket.lock().is_served)
 }
 
-/// The serving thread: waits for the next errand. From then on its calls leave stream captures of other threads intact.
+/// For the serving thread: waits for the next errand. From then on, its calls do not invalidate stream captures of other threads.
 pub fn wait() -> Errand {
     let wicket = WICKET.get();
     let mut state = wicket.lock();
     state.is_served = true;
-    // One that comes back without an answer has none.
+    // A thread that comes back without having answered has failed.
     finish(&mut state, Err("the program's allocator has not answered".into()));
     wicket.changed.notify_all();
     loop {
@@ -114,7 +113,7 @@ pub fn wait() -> Errand {
     }
 }
 
-/// The serving thread: this is what there is. The first time, an error if nobody waits for it any more.
+/// For the serving thread: reports the allocator's memory. The first report of an errand fails if nobody waits for it any more.
 pub fn report(segments: &[Segment]) -> Result<(), Error> {
     let parts = parts_of(segments);
     let mut state = WICKET.get().lock();
@@ -128,7 +127,8 @@ pub fn report(segments: &[Segment]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The serving thread: the errand is done, or why not. Before the first errand: there is such a thread.
+/// For the serving thread: finishes the errand, with an error text if it failed. Called before the first errand, it announces that the
+/// thread exists.
 pub fn answer(problem: Option<&str>) {
     let wicket = WICKET.get();
     let mut state = wicket.lock();
@@ -146,12 +146,12 @@ fn finish(state: &mut Meeting, answer: Result<(), String>) {
     }
 }
 
-/// What the allocator has. Waits for `limit` at most.
+/// The allocator's memory. Waits at most `limit`.
 pub fn ask(limit: Duration) -> Result<Vec<Cached>, Error> {
     carry_out(Errand::Report, limit).map(|(_, now)| now.into_values().collect())
 }
 
-/// Has the allocator return what it can. Waits for `limit` at most; what has begun goes on.
+/// Has the allocator return what it can. Waits at most `limit`; an errand that has begun continues after that.
 pub fn trim(limit: Duration) -> Result<Trimmed, Error> {
     if gate::is_held() {
         let why = "the program is held, so that its allocator could wait for ever in the middle of it. Resume it first, or pause it \
@@ -178,7 +178,7 @@ fn in_all(part: &Cached) -> u64 {
 }
 
 fn carry_out(errand: Errand, limit: Duration) -> Result<(ByTag, ByTag), Error> {
-    /// Yet small enough to add to an `Instant`.
+    /// Small enough to add to an `Instant`.
     const LONGEST: Duration = Duration::from_secs(3600);
     if !is_served() {
         let why = "no allocator of this program returns cached memory: it has not used torch with CUDA yet, its Python does not find \
@@ -205,7 +205,7 @@ fn carry_out(errand: Errand, limit: Duration) -> Result<(ByTag, ByTag), Error> {
     }
     let mut state = wicket.lock();
     let has_begun = state.reports.is_some();
-    // It may have answered just now, or not have seen the errand yet.
+    // The thread may have answered just now, or may not have seen the errand yet.
     state.deal = if matches!(state.deal, Deal::Working) { Deal::Unwanted } else { Deal::Free };
     drop(state);
     wicket.changed.notify_all();

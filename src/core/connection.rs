@@ -1,4 +1,4 @@
-//! A client's connection: what it says, line by line, and what it is told.
+//! A client's connection: reads requests line by line, sends replies.
 
 use crate::memory::Memory;
 use crate::memory::share::{Borrower, Loan};
@@ -16,7 +16,7 @@ use vramctl_model::Error;
 
 /// Connection limit: each connection costs the program a thread.
 const MOST_CONNECTIONS: usize = 16;
-/// The same for processes that have memory of this one open, which stay connected meanwhile.
+/// The same limit for processes that have memory of this one open; they stay connected as long as it is open.
 const MOST_BORROWERS: usize = 128;
 /// How long a client may take to complete a request or to read a reply.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -49,7 +49,7 @@ pub struct Connection {
     held: Held,
     seat: Mutex<Seat>,
     pub borrower: Borrower,
-    /// Whether the client has opened memory. Then it may be silent as long as it likes.
+    /// Whether the client has opened memory. Then it has no time limit.
     borrows: AtomicBool,
 }
 
@@ -68,7 +68,7 @@ impl Connection {
         Self { held, seat: Mutex::new(seat), borrower, borrows: AtomicBool::new(false) }
     }
 
-    /// Passes memory to the client, which no longer counts against the clients that ask and go.
+    /// Passes memory to the client, which then counts against the limit for borrowers instead of that for other clients.
     pub fn lend(&self, token: &str) -> Result<Loan, Error> {
         if !self.borrows.load(Ordering::Relaxed) {
             let too_many = || Error::Invalid("too many processes have memory of this one open".into());
@@ -85,7 +85,7 @@ impl Connection {
             && let Ok(stream) = self.stream()
         {
             let mut waiting = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            // SAFETY: one writable entry. The result does not matter: the read that follows finds out.
+            // SAFETY: one writable entry. The result does not matter: the following read detects errors.
             unsafe { libc::poll(&raw mut waiting, 1, -1) };
         }
     }
@@ -109,13 +109,13 @@ pub fn send(stream: &UnixStream, reply: &Reply, files: &[BorrowedFd<'_>], flags:
     descriptors::send_line(stream, &protocol::line(reply), files, flags)
 }
 
-/// What has come of a wait for a line.
+/// The result of waiting for a line.
 pub enum Line {
     /// A line, with its newline.
     Complete(Vec<u8>),
     /// None yet.
     Late,
-    /// The client has hung up.
+    /// The client has disconnected.
     End,
 }
 
@@ -123,7 +123,7 @@ pub enum Line {
 pub struct Lines<'a> {
     connection: &'a Connection,
     unread: Vec<u8>,
-    /// The descriptor that came last, if any.
+    /// The descriptor received last, if any.
     files: Vec<OwnedFd>,
 }
 
@@ -132,7 +132,7 @@ impl<'a> Lines<'a> {
         Self { connection, unread: Vec::new(), files: Vec::new() }
     }
 
-    /// Whether part of a line is here.
+    /// Whether part of a line has arrived.
     pub fn has_begun(&self) -> bool {
         !self.unread.is_empty()
     }
@@ -146,7 +146,7 @@ impl<'a> Lines<'a> {
     pub fn next(&mut self, within: Duration) -> Result<Line, Error> {
         let deadline = Instant::now() + within;
         let mut seen = 0;
-        // What came with the line before. A line that is partly here may have come with its own.
+        // Drop descriptors of the previous line; but if part of the next line has arrived, they may belong to it.
         if !self.has_begun() {
             self.files.clear();
         }
@@ -160,7 +160,7 @@ impl<'a> Lines<'a> {
                 return Err(Error::Invalid(format!("a request is limited to {LONGEST_REQUEST} bytes")));
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            // If the program has closed the descriptor, nobody can be told.
+            // If the program has closed the descriptor, the client cannot be told.
             let Ok(stream) = self.connection.stream() else { return Ok(Line::End) };
             if left.is_zero() || stream.set_read_timeout(Some(left)).is_err() {
                 return Ok(Line::Late);
@@ -171,7 +171,7 @@ impl<'a> Lines<'a> {
                 Ok(0) => return Err(Error::Invalid("the request ends in the middle of a line".into())),
                 Ok(count) => {
                     self.unread.extend_from_slice(&part[..count]);
-                    // However many a client sends.
+                    // Keep only the last, however many a client sends.
                     self.files.drain(..self.files.len().saturating_sub(1));
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => (),

@@ -69,7 +69,7 @@ pub fn forget_gone() -> Vec<Context> {
     gone
 }
 
-/// Records the context that now owns a handle: hooked calls may have mistaken it for the handle's previous owner.
+/// Records the context that a handle now refers to: hooked calls may have mistaken it for the handle's previous context.
 fn note_heir(handle: ContextHandle) {
     if let Ok(context) = handle.context()
         && !read().contains_key(&context)

@@ -42,7 +42,7 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut d
     let answered = waiter.until(deadline, wanted, |turn| matches!(turn, Turn::Answered(_)));
     let Some(mut state) = answered else {
         let mut state = waiter.lock();
-        // If the worker has not started, it no longer needs to. If it has just finished, nobody wants the answer.
+        // If the worker has not started, it need not start any more. If it has just finished, the answer is dropped.
         state.turn = if matches!(state.turn, Turn::Waiting) { Turn::Unwanted } else { Turn::Free };
         waiter.changed.notify_all();
         return Err(Error::Busy(limit));
@@ -115,7 +115,7 @@ impl Waiter {
             state = self.changed.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);
-            // Once nobody wants the answer, the program may be about to destroy the remaining contexts.
+            // Stop once nobody wants the answer: the program may be about to destroy the remaining contexts.
             let wanted = || !matches!(self.lock().turn, Turn::Unwanted);
             let answer = contexts.into_iter().take_while(|_| wanted()).try_for_each(|context| wait(BTreeSet::from([context])));
             state = self.lock();

@@ -1,4 +1,4 @@
-//! Who this process is: its name, its program, and the inference engine in it, as it announced itself.
+//! The identity of this process: its name, its program, and the inference engine that it has announced.
 
 use std::fs;
 use std::sync::{Mutex, PoisonError};

@@ -1,5 +1,5 @@
-//! How much of each device is free, from what passes by between two samples of the watch (`watch`), and from when on that is too
-//! little.
+//! Estimates how much of each device is free: the last sample of the watch (`watch`), corrected by this process's own allocations since.
+//! Tells the watch when that may be too little.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -8,9 +8,9 @@ use vramctl_config::Config;
 use vramctl_driver::CUdevice;
 use vramctl_host::PerProcess;
 
-/// Devices that are watched.
+/// The most devices that are watched.
 const MOST: usize = 64;
-/// Nothing is known yet. Far from where adding to it overflows.
+/// Not known yet. Large, but far from overflowing when something is added.
 const UNKNOWN: i64 = i64::MAX / 2;
 
 /// What is watched for.
@@ -21,7 +21,7 @@ pub struct Watermark {
     /// Whether to return what the program's own allocator has cached.
     trims: AtomicBool,
     free: [AtomicI64; MOST],
-    /// Who is told when a device may have fallen below.
+    /// The thread to wake when a device may have fallen below the level.
     watcher: OnceLock<Thread>,
 }
 
@@ -40,7 +40,7 @@ pub fn level() -> &'static Watermark {
     LEVEL.get()
 }
 
-/// An allocation or free gives this much of a device back, or takes it.
+/// Records that an allocation or free changes a device's free memory by this much.
 #[inline]
 pub fn passes(device: Option<CUdevice>, given: i64) {
     if let (Some(level), Some(device)) = (LEVEL.existing(), device)
@@ -61,7 +61,7 @@ impl Watermark {
         }
     }
 
-    /// How much is too little. 0: nothing is watched.
+    /// The level below which free memory is too little. 0: nothing is watched.
     #[inline]
     pub fn below(&self) -> u64 {
         self.below.load(Ordering::Relaxed)
@@ -72,7 +72,7 @@ impl Watermark {
         self.trims.load(Ordering::Relaxed)
     }
 
-    /// The calling thread is told from now on.
+    /// Makes the calling thread the one to wake.
     pub fn tell(&self) {
         let _ = self.watcher.set(std::thread::current());
     }
@@ -84,7 +84,7 @@ impl Watermark {
         }
     }
 
-    /// Bytes free, as far as known.
+    /// Estimated free bytes, if known.
     pub fn free(&self, device: CUdevice) -> Option<u64> {
         let free = self.free.get(device as usize)?.load(Ordering::Relaxed);
         (free < UNKNOWN / 2).then_some(free.max(0) as u64)

@@ -1,8 +1,8 @@
 //! Pauses and resumes for clients, at once or in steps.
 //!
-//! In steps, the connection is a lease: what the client has begun is taken back when it hangs up, or says nothing for a while,
-//! unless it is committed by then. So a client that dies at any step leaves nothing behind. One that coordinates several
-//! processes passes a [`Decision`] to all of them, which is what counts at the end, whatever it could still tell each of them.
+//! In steps, the connection is a lease: if the client disconnects or stays silent too long, everything that it has begun is undone, unless
+//! it is committed by then. So a client that dies at any step leaves nothing behind. A client that coordinates several processes passes the
+//! same [`Decision`] to all of them. The decision counts, even if the client cannot tell each process any more.
 
 use crate::connection::{Connection, Line, Lines};
 use crate::memory::Memory;
@@ -19,9 +19,9 @@ use vramctl_model::{Error, Observer, Progress, Report, Stage, TransitionRequest,
 
 /// How long a client may be silent, unless it says how long.
 const USUAL: Duration = Duration::from_secs(5);
-/// However long it says: the program stands still meanwhile.
+/// The upper limit for that: the program is held meanwhile.
 const LONGEST: Duration = Duration::from_secs(30);
-/// How often to see whether the program is exiting, or another process of the job has aborted.
+/// How often to check whether the program is exiting, or another process of the job has aborted.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Minimum time between progress messages.
 const TELL_EVERY: Duration = Duration::from_millis(50);
@@ -86,15 +86,15 @@ fn aborted_by_client() -> Error {
     Error::Aborted("the client aborted it".into())
 }
 
-/// What a client may do in steps.
+/// A client's permission to pause or resume in steps.
 struct Grant<'a, 'b> {
     connection: &'a Connection,
     lines: &'a mut Lines<'b>,
     /// How long it may be silent.
     patience: Duration,
-    /// What all processes of the job share.
+    /// The decision that all processes of the job share.
     decision: Option<Decision>,
-    /// One client at a time: two that wait for each other, each in another process, would wait for ever.
+    /// One client at a time, and a second is refused: two clients that each hold a process that the other needs would wait forever.
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -129,7 +129,7 @@ impl<'a, 'b> Grant<'a, 'b> {
         let mut asker = Asker::of(self.connection, wants_progress, Some(self));
         let done = work(&mut asker);
         if done.is_err() {
-            // The others need not wait to be told.
+            // Abort for the other processes as well; they need not wait for the client's message.
             asker.grant.as_ref().map(Grant::abort);
         }
         done
@@ -147,7 +147,7 @@ impl<'a, 'b> Grant<'a, 'b> {
         if self.abort() { Err(why_not) } else { Ok(()) }
     }
 
-    /// Aborts, unless it was decided before. Returns whether it is aborted.
+    /// Aborts, unless it is decided already. Returns whether it is aborted.
     fn abort(&self) -> bool {
         self.decision.as_ref().is_none_or(Decision::abort)
     }

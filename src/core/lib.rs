@@ -1,5 +1,6 @@
-//! The memory this process has under management and the operations on it: allocations by address ([`memory`]), the contexts
-//! whose work may use them ([`contexts`]), what is told when memory runs out ([`out_of_memory`]), pause and resume ([`transition`]), standing aside for a checkpoint (`suspend`), and the control server ([`server`]).
+//! The memory this process has under management and the operations on it: allocations by address ([`memory`]), the contexts whose work may
+//! use them ([`contexts`]), reports when memory runs out ([`out_of_memory`]), pause and resume ([`transition`]), preparing for a checkpoint
+//! (`suspend`), and the control server ([`server`]).
 
 mod allowance;
 pub mod cache;

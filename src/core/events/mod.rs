@@ -1,6 +1,6 @@
 //! What happens to this process's memory over time, for `vramctl trace` and for reports. Off unless `VRAMCTL_TRACE` is set.
 //!
-//! Recording neither waits nor allocates, except at the first event of a process and of an owner. Where it is off, it costs a load.
+//! Recording neither waits nor allocates, except at the first event of a process and of an owner. When it is off, it costs one load.
 
 mod ring;
 
@@ -27,7 +27,7 @@ pub enum Who<'a> {
 }
 
 impl Who<'_> {
-    /// FNV-1a. Two owners with the same of 2^64 values would be shown as one.
+    /// FNV-1a. Two owners with the same 64-bit hash would be shown as one.
     fn hash(self, device: Option<CUdevice>) -> u64 {
         let (name, kind) = match self {
             Who::Tag(tag) => (&**tag, 1),
@@ -54,12 +54,12 @@ enum Name {
 struct Owner {
     /// 0: not taken.
     hash: AtomicU64,
-    /// What is shown of it, set by who has taken it.
+    /// Its name for display, set by the thread that claimed the entry.
     told: OnceLock<(Name, Option<CUdevice>, Option<String>)>,
     in_use: AtomicU64,
 }
 
-/// The most owners. What does not find a place shares the first one.
+/// The most owners. Owners beyond that share the first entry.
 const OWNERS: usize = 1024;
 
 #[derive(Debug)]
@@ -80,7 +80,7 @@ const UNKNOWN: u8 = 0;
 const OFF: u8 = 1;
 const ON: u8 = 2;
 
-/// Whether this process records. A forked child does as its parent.
+/// Whether this process records. A forked child inherits this.
 static IS_ON: AtomicU8 = AtomicU8::new(UNKNOWN);
 
 #[inline]
@@ -99,7 +99,7 @@ fn find_recorder() -> Option<&'static Recorder> {
 
 fn nanoseconds(clock: libc::clockid_t) -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writable. Both clocks that are asked for exist everywhere.
+    // SAFETY: writable. Both clocks exist on every system.
     unsafe { libc::clock_gettime(clock, &raw mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
@@ -129,7 +129,7 @@ pub enum Change {
 }
 
 impl Change {
-    /// What is free afterwards and was not before.
+    /// Bytes that this frees on the device; negative if it allocates.
     #[inline]
     fn gives(self, bytes: i64) -> i64 {
         match self {
@@ -223,7 +223,7 @@ impl Recorder {
         });
     }
 
-    /// The owner's entry, made if it has none yet.
+    /// The owner's entry, created if there is none yet.
     fn owner(&self, who: Who<'_>, device: Option<CUdevice>) -> (u16, &Owner) {
         let hash = who.hash(device);
         let shared = (0, &self.owners[0]);
@@ -270,7 +270,7 @@ impl Recorder {
     }
 }
 
-/// The words of a record: its time; what it is, with a small number, an owner and a thread; and two large numbers.
+/// Encodes a record: its time; its kind with a small number, an owner and a thread; and two large numbers.
 fn written(at: u64, what: &Happening) -> [u64; WORDS] {
     let head = |kind: u64, small: u64, owner: u16, thread: u32| kind | small << 8 | u64::from(owner) << 16 | u64::from(thread) << 32;
     match *what {

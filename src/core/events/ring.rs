@@ -1,16 +1,16 @@
-//! A ring of records: many threads write, any thread copies out. Nobody ever waits.
+//! A wait-free ring of records: many threads write, any thread copies out.
 //!
-//! Records are numbered as they are written. Each slot has a word that tells which record it has, and whether that is complete: a
-//! reader looks at it before and after it copies, so it never returns half of one record and half of the next. A writer that finds
-//! another still at work in its slot, a whole lap behind, takes the next number instead. So the only records that are ever lost are
-//! the oldest, by being overwritten.
+//! Records are numbered as they are written. Each slot has a state word with the number of its record and whether that is complete. A
+//! reader checks it before and after it copies, so it never returns half of one record and half of the next. If a writer finds its slot
+//! still in use by a writer a whole lap behind, it takes the next number instead. So records are lost only by being overwritten, the oldest
+//! first.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Words of a record. The first is its time in nanoseconds, by a clock that all writers share.
+/// Words per record. The first is its time in nanoseconds, by a clock that all writers share.
 pub const WORDS: usize = 4;
 
-/// A number whose record has not come when a later one is this old never gets one: its writer has taken another.
+/// If a number has no record when a later record is already this old (ns), it never gets one: its writer has taken another number.
 const NEVER_COMES: u64 = 1_000_000_000;
 
 #[derive(Debug, Default)]
@@ -28,12 +28,12 @@ pub struct Ring {
     next: AtomicU64,
 }
 
-/// Records, and where the next page begins. The numbers between that are missing are of overwritten ones.
+/// Records, and where the next page begins. Missing numbers belong to overwritten records.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Records {
     /// With their numbers, which increase.
     pub records: Vec<(u64, [u64; WORDS])>,
-    /// The number from which to go on.
+    /// The number to continue from.
     pub next: u64,
 }
 
@@ -44,8 +44,8 @@ enum Copied {
 }
 
 impl Ring {
-    /// Takes at most this much memory, all of it at once, so that no record waits for a page; `None` if that is too little or there
-    /// is none.
+    /// Allocates at most this much memory, touched in advance so that no record takes a page fault; `None` if that is too little or memory
+    /// is short.
     pub fn of_bytes(bytes: usize) -> Option<Self> {
         let (mut slots, count) = (Vec::new(), bytes / size_of::<RingSlot>());
         slots.try_reserve_exact(count).ok().filter(|()| count > 0)?;
@@ -64,9 +64,9 @@ impl Ring {
             let slot = self.slot(number);
             let before = slot.state.load(Ordering::Relaxed);
             let is_free = before.is_multiple_of(2) && before <= 2 * number;
-            // Acquire: what the last writer of the slot has written comes before what this one does.
+            // Acquire: orders this writer's stores after those of the slot's last writer.
             if is_free && slot.state.compare_exchange(before, 2 * number + 1, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-                // A reader that sees any of the words sees that the record before is gone.
+                // Release: a reader that sees any of the new words also sees that the previous record is gone.
                 fence(Ordering::Release);
                 for (word, value) in slot.words.iter().zip(record) {
                     word.store(value, Ordering::Relaxed);
@@ -88,13 +88,13 @@ impl Ring {
         if slot.state.load(Ordering::Relaxed) == state { Copied::Record(record) } else { Copied::Overwritten }
     }
 
-    /// Whether any record from a number on is older than this time.
+    /// Whether any record from this number on is older than this time.
     fn has_older(&self, from: u64, end: u64, than: u64) -> bool {
         let first = (from..end).find_map(|number| if let Copied::Record([at, ..]) = self.find(number) { Some(at) } else { None });
         first.is_some_and(|at| at < than)
     }
 
-    /// Copies at most `most` records out, from a number on: from the oldest that is there, if that one is gone. `now` is the time.
+    /// Copies out at most `most` records from a number on, or from the oldest that is left if that one is gone. `now` is the current time.
     pub fn read(&self, from: u64, most: usize, now: u64) -> Records {
         let end = self.next.load(Ordering::Acquire);
         let oldest = end.saturating_sub(self.slots.len() as u64);
@@ -121,7 +121,7 @@ mod tests {
 
     const SLOT: usize = size_of::<RingSlot>();
 
-    /// Each word follows from the first and the writer, so that half of another record would show.
+    /// Each word is derived from the first and the writer, so that a mix of two records would be detected.
     fn record(at: u64, writer: u64) -> [u64; WORDS] {
         [at, writer, at.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ writer, !at]
     }
@@ -162,8 +162,8 @@ mod tests {
             }
         }
 
-        /// Several threads write while one follows: it sees whole records, each once, in the order of each writer; and in the end only
-        /// the oldest are gone.
+        /// Several threads write while one reads: it sees only whole records, each once, in each writer's order; and in the end only the
+        /// oldest are gone.
         #[test]
         fn writers_on_all_sides_lose_only_the_oldest(slots in 1usize..200, writers in 1u64..5, each in 1u64..3000, most in 1usize..100) {
             let ring = Ring::of_bytes(slots * SLOT).unwrap();
@@ -206,7 +206,7 @@ mod tests {
         }
     }
 
-    /// The state that a writer leaves which is stopped in the middle of its record.
+    /// The state left by a writer that is stopped in the middle of its record.
     #[test]
     fn a_writer_that_sleeps_stops_nobody() {
         let ring = Ring::of_bytes(4 * SLOT).unwrap();
@@ -214,11 +214,11 @@ mod tests {
         let asleep = ring.next.fetch_add(1, Ordering::Relaxed);
         ring.slot(asleep).state.store(2 * asleep + 1, Ordering::Relaxed);
         assert_eq!(ring.push(record(3, 0)), 3);
-        // A reader waits for it, for a while: the next page has it.
+        // A reader does not pass it for a while: the next page contains it.
         assert_eq!(ring.read(0, 9, 3 + NEVER_COMES).next, asleep);
         let page = ring.read(0, 9, 4 + NEVER_COMES);
         assert_eq!((page.records.iter().map(|(number, _)| *number).collect::<Vec<_>>(), page.next), (vec![0, 1, 3], 4));
-        // A lap later, its slot is passed over, and number 6 has no record.
+        // A lap later, its slot is skipped, and number 6 has no record.
         let numbers: Vec<_> = (4..8).map(|at| ring.push(record(at, 0))).collect();
         assert_eq!(numbers, [4, 5, 7, 8]);
         ring.slot(asleep).state.store(2 * asleep + 2, Ordering::Release);

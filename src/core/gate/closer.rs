@@ -1,6 +1,6 @@
-//! Who closes the latch, and whether it stays closed behind them. `model` explores this, too.
+//! Decides who may close the latch, and whether it stays closed afterwards. `model` explores this, too.
 //!
-//! 1. One closes it at a time, and nobody opens it meanwhile.
+//! 1. Only one thread closes it at a time, and nobody opens it meanwhile.
 //! 2. The program is held for as long as there is a reason, which [`Closer::let_go`] is told: if everybody who takes a reason away
 //!    calls it afterwards, and so does every closer, the latch is open when there is none.
 
@@ -18,9 +18,9 @@ pub struct Closer {
 
 #[derive(Debug)]
 struct Tenure {
-    /// Somebody has the latch closed.
+    /// A closer has the latch closed.
     taken: bool,
-    /// It stays closed when nobody has.
+    /// The latch stays closed when the closer is done: the program is held.
     held: bool,
 }
 
@@ -57,15 +57,15 @@ impl Closer {
         Some(Closed { closer: self, latch })
     }
 
-    /// Opens the latch for a held program, unless there is still a reason to hold it. Does nothing while somebody has it closed, who
-    /// calls this afterwards.
+    /// Opens the latch for a held program, unless there is still a reason to hold it. Does nothing while a closer has it closed: the closer
+    /// calls this itself afterwards.
     pub fn let_go(&self, latch: &Latch, is_reason: impl FnOnce() -> bool) {
-        // Either this sees that the latch is being closed, or who closes it sees what has been taken away.
+        // Either this thread sees that the latch is being closed, or the closer sees that the reason is gone.
         sync::fence(Ordering::SeqCst);
         if !latch.is_closed() {
             return;
         }
-        // Whoever takes another reason away waits for the answer, and then asks again.
+        // A thread that removes another reason waits for this answer, and then asks again.
         let mut tenure = self.lock();
         if tenure.held && !tenure.taken && !is_reason() {
             tenure.held = false;
@@ -75,7 +75,7 @@ impl Closer {
 }
 
 impl Closed<'_> {
-    /// The program is held, whoever has closed the latch, until it is let go.
+    /// Keeps the program held after this closer is done, until it is let go.
     pub fn keep(self) {
         self.closer.lock().held = true;
     }

@@ -1,13 +1,14 @@
-//! The latch of the gate: a word that closes it, and a mark of each thread. `model` explores it in all orders.
+//! The latch of the gate: one word that closes it, and a mark per thread. `model` explores all interleavings.
 //!
-//! What holds, whatever happens in which order:
+//! Invariants, in every order of events:
 //!
-//! 1. Nobody is inside while the latch is closed and its closer has found nobody inside.
-//! 2. A thread waits only while the latch is closed. Who opens it wakes all.
-//! 3. A call within a call does not wait: the outer one could not end.
+//! 1. Once the latch is closed and its closer has found nobody inside, nobody gets inside.
+//! 2. A thread waits only while the latch is closed. Opening it wakes all waiting threads.
+//! 3. A nested call does not wait: the outer call could not finish.
 //!
-//! A thread marks itself, then looks at the latch; the closer closes the latch, then looks at the marks. So one of them sees the
-//! other, if neither looks before its own store has reached the other's processor. The closer sees to that for both ([`sync::heavy_fence`]).
+//! A thread sets its mark, then reads the latch; the closer closes the latch, then reads the marks. At least one of them sees the other,
+//! provided that neither reads before its own store is visible to the other. The closer ensures that for both sides
+//! ([`sync::heavy_fence`]).
 
 use super::sync::{self, AtomicU32, AtomicUsize, Ordering};
 
@@ -15,9 +16,9 @@ use super::sync::{self, AtomicU32, AtomicUsize, Ordering};
 #[derive(Debug)]
 pub struct Latch(pub AtomicU32);
 
-/// Threads pass after a look.
+/// Threads only read the latch and pass.
 pub const OPEN: u32 = 0;
-/// Threads fence for themselves before they look: the closer cannot do it for them.
+/// Threads execute a fence of their own before they read the latch: the closer cannot do it for them.
 pub const FENCED: u32 = 1;
 /// Threads wait.
 pub const CLOSED: u32 = 2;
@@ -27,20 +28,20 @@ pub const CLOSED: u32 = 2;
 pub struct ThreadMark {
     /// [`NOTHING`], or the call that the thread wants to make, and [`ADMITTED`] once it has found the latch open.
     pub inside: AtomicUsize,
-    /// How many calls it makes within calls.
+    /// The depth of nested calls.
     pub nested: AtomicUsize,
 }
 
 /// Not inside.
 pub const NOTHING: usize = 0;
-/// Added to a call, which is an even number.
+/// Flag added to the number of a call, which is even.
 pub const ADMITTED: usize = 1;
 
 impl ThreadMark {
-    /// Goes inside, if that needs no more than a look at the latch. Then the caller must [`leave`](Self::leave).
+    /// Fast path: goes inside if the latch is open. The caller must then [`leave`](Self::leave).
     #[inline]
     pub fn enter(&self, latch: &Latch, call: usize) -> bool {
-        // Within a call, or in a signal handler.
+        // A nested call, or a signal handler.
         if self.inside.load(Ordering::Relaxed) != NOTHING {
             return false;
         }
@@ -86,18 +87,18 @@ impl ThreadMark {
                     let _leave = OnDrop(|| self.leave());
                     return make();
                 }
-                // A call within a call, or what a fiber does while another of this thread is inside.
+                // A nested call, or a call of one fiber while another fiber of this thread is inside.
                 outer if outer & ADMITTED != 0 => {
                     self.nested.fetch_add(1, Ordering::Relaxed);
                     sync::fence(Ordering::SeqCst);
                     let _leave = OnDrop(|| _ = self.nested.fetch_sub(1, Ordering::Release));
-                    // The other fiber may have come out on another thread: then this call is not within one.
+                    // The other fiber may have left on another thread: then this call is not nested.
                     if self.inside.load(Ordering::Relaxed) != NOTHING {
                         return make();
                     }
                 }
-                // A signal handler, and the thread has not been admitted yet. It goes first; the thread then finds its mark as it
-                // left it, and the latch as its mark demands.
+                // A signal handler has interrupted a thread that is not admitted yet. The handler's call goes first; then the thread finds
+                // its mark unchanged and checks the latch again.
                 interrupted => {
                     let _return = OnDrop(|| {
                         self.wait_and_enter(latch, interrupted);
@@ -111,7 +112,7 @@ impl ThreadMark {
         }
     }
 
-    /// Makes a call without a look at the latch. For a thread of the library's that is not inside.
+    /// Makes a call without checking the latch. For a library thread that is not inside.
     pub fn pass_unheld<R>(&self, call: usize, make: impl FnOnce() -> R) -> R {
         self.inside.store(call | ADMITTED, Ordering::Release);
         let _leave = OnDrop(|| self.leave());
@@ -131,15 +132,15 @@ impl ThreadMark {
         }
     }
 
-    /// For the closer: the call that the thread is inside, or wants to make; `Some(NOTHING)` for one within a call that has ended.
+    /// For the closer: the call that the thread is inside, or wants to make; `Some(NOTHING)` for a nested call whose outer call has ended.
     pub fn call(&self) -> Option<usize> {
-        // In this order: a call within a call begins before the outer one ends.
+        // In this order: a nested call begins before the outer one ends.
         let inside = self.inside.load(Ordering::Acquire) & !ADMITTED;
         sync::fence(Ordering::SeqCst);
         (inside != NOTHING || self.nested.load(Ordering::Acquire) != 0).then_some(inside)
     }
 
-    /// The thread is gone, wherever it was.
+    /// Clears the mark of a thread that has ended, even inside a call.
     pub fn clear(&self) {
         self.nested.store(0, Ordering::Relaxed);
         self.leave();
@@ -147,13 +148,13 @@ impl ThreadMark {
 }
 
 impl Latch {
-    /// Closes it. From now on, whoever is inside has a [`ThreadMark::call`].
+    /// Closes the latch. From now on, every thread inside shows up in [`ThreadMark::call`].
     pub fn close(&self) {
         self.0.fetch_or(CLOSED, Ordering::SeqCst);
         if !sync::heavy_fence() {
             self.0.fetch_or(FENCED, Ordering::SeqCst);
             sync::fence(Ordering::SeqCst);
-            // Those that are between their store and their look have long passed it when this returns.
+            // When this returns, threads that were between setting their mark and reading the latch have long done so.
             sync::rest();
         }
     }

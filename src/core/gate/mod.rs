@@ -1,13 +1,13 @@
-//! The gate: where the program's calls that start device work wait while it is held.
+//! The gate: while the program is held, its calls that start device work wait here.
 //!
-//! Open, it costs two stores to the thread's own cache line and a look at a word that nobody writes, and one store after the call
-//! (`latch.rs`). So that no fence is needed there, the closing side makes every thread of the process pass one (`membarrier`).
+//! An open gate costs two stores to the thread's own cache line, one load of a word that nobody writes, and one store after the call
+//! (`latch.rs`). No fence is needed there, because the closing side makes every thread of the process execute one (`membarrier`).
 //!
-//! Closing: new calls wait; calls inside finish; then the device's work is waited for, as at every pause. The library's own calls
-//! do not come by here. A thread waits before it takes any lock of the driver's or the library's. Calls within calls pass: what a
-//! thread inside does has to finish.
+//! Closing: new calls wait; calls inside finish; then the device's work is waited for, as at every pause. The library's own calls are not
+//! gated. A thread waits before it takes any lock of the driver or the library. Nested calls pass: a call that is inside must be able to
+//! finish.
 //!
-//! Not met: a fiber that is inside while its thread ends.
+//! Not covered: a fiber that is inside while its thread ends.
 
 mod closer;
 mod latch;
@@ -27,7 +27,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_host::PerProcess;
 
-/// A gated function, by name. Its address marks a thread as inside it.
+/// A gated function. Its address is the mark of a thread that is inside it.
 #[derive(Debug)]
 #[repr(align(2))]
 pub struct Gated(pub &'static str);
@@ -38,7 +38,7 @@ static LATCH: Latch = Latch(AtomicU32::new(latch::OPEN));
 #[derive(Debug)]
 pub struct Inside(&'static latch::ThreadMark);
 
-/// Goes inside, if the gate is open and the thread has been here before. If not, it takes [`pass`].
+/// Fast path: goes inside if the gate is open and the thread already has a mark. Otherwise the caller uses [`pass`].
 #[inline]
 pub fn enter(gated: &'static Gated) -> Option<Inside> {
     let mark = threads::known_mark()?;
@@ -56,12 +56,12 @@ impl Drop for Inside {
 pub fn pass<R>(gated: &'static Gated, make: impl FnOnce() -> R) -> R {
     match threads::mark() {
         Some(mark) => mark.pass(&LATCH, number(gated), make),
-        // The thread is ending: what it still calls is not held.
+        // The thread is ending: its last calls are not held.
         None => make(),
     }
 }
 
-/// Calls `make`, and all that it calls, whether the gate is open or not: for the library's own work behind entries of the program's.
+/// Calls `make`, whose calls all pass even if the gate is closed: for the library's own work that goes through hooked entries.
 pub fn unheld<R>(make: impl FnOnce() -> R) -> R {
     static UNHELD: Gated = Gated("NCCL, for the library");
     match threads::mark() {
@@ -76,7 +76,7 @@ fn number(gated: &'static Gated) -> usize {
 
 static CLOSER: PerProcess<Closer> = PerProcess::new(Closer::new);
 
-/// Calls that have not come out of the driver in time, with how many threads are in each.
+/// Calls that have not returned from the driver in time, with the number of threads in each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stuck(BTreeMap<&'static str, usize>);
 
@@ -87,8 +87,7 @@ impl fmt::Display for Stuck {
     }
 }
 
-/// Closes the gate without waiting for anything: from now on, new calls wait. `None` if somebody else is closing it until the
-/// deadline.
+/// Closes the gate without waiting for calls inside: from now on, new calls wait. `None` if another closer has it until the deadline.
 pub fn close(deadline: Instant) -> Option<Closed<'static>> {
     threads::start_clean_in_children();
     CLOSER.get().close(&LATCH, deadline)
@@ -106,7 +105,7 @@ fn inside() -> BTreeMap<&'static str, usize> {
 }
 
 impl Closed<'_> {
-    /// Waits until nobody is inside, at most until `deadline`, and as long as it is `wanted`.
+    /// Waits until nobody is inside, at most until `deadline`, and only while `wanted` says so.
     pub fn wait_until_empty(&self, deadline: Instant, wanted: &mut dyn FnMut() -> bool) -> Result<(), Stuck> {
         /// How often to ask.
         const ASK_EVERY: Duration = Duration::from_millis(20);
@@ -184,7 +183,7 @@ mod tests {
                 while !stop.load(Ordering::Relaxed) {
                     call(|| {
                         working.fetch_add(1, Ordering::SeqCst);
-                        // A call within a call must not wait for the gate: the outer one would never end.
+                        // A nested call must not wait at the gate: the outer one would never end.
                         call(|| working.fetch_sub(1, Ordering::SeqCst));
                     });
                     calls += 1;
@@ -208,7 +207,7 @@ mod tests {
         assert!(threads.into_iter().map(|thread| thread.join().unwrap()).sum::<u64>() > 0);
     }
 
-    /// What entries do: the way through an open gate, and the other one.
+    /// What entries do: the fast path if the gate is open, else the slow one.
     fn call<R>(make: impl FnOnce() -> R) -> R {
         match enter(&CALL) {
             Some(_inside) => make(),
@@ -280,7 +279,7 @@ mod tests {
     fn a_thread_that_ends_inside_a_call_is_not_waited_for() {
         extern "C" fn end(_: *mut libc::c_void) -> *mut libc::c_void {
             pass(&CALL, || ());
-            // As a thread that is cancelled within a call: its mark still says inside.
+            // Like a thread that is cancelled inside a call: its mark still says inside.
             threads::mark().unwrap().want(number(&CALL));
             ptr::null_mut()
         }

@@ -1,8 +1,7 @@
-//! The latch and its closer in all orders of their steps, and with all that the memory model allows each thread to see.
+//! Explores the latch and its closer in all interleavings, and with every value that the memory model allows each thread to see.
 //!
-//! `membarrier` is modelled by what its manual promises: a fence in every thread, so the light fence is one here. What the model
-//! leaves out: whether the kernel keeps that promise, and, where there is no `membarrier`, that a store reaches the other
-//! processors within 10 ms.
+//! `membarrier` is modelled as its manual describes it: a fence in every thread, so the light fence is a fence here. The model does not
+//! check that the kernel does this nor, without `membarrier`, that a store is visible to other processors within 10 ms.
 
 mod sync {
     pub use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
@@ -10,7 +9,7 @@ mod sync {
     use std::cell::Cell;
 
     std::thread_local! {
-        /// Whether fences are missing, to see that the model finds it.
+        /// Removes the fences, to check that the model finds the error.
         pub static NO_FENCES: Cell<bool> = const { Cell::new(false) };
     }
 
@@ -27,7 +26,7 @@ mod sync {
 
     pub fn rest() {}
 
-    /// The kernel's queue of waiting threads: one word, looked at and left under its lock.
+    /// The kernel's futex queue: the word is checked under the queue's lock.
     pub struct Futex {
         lock: Mutex<()>,
         changed: Condvar,
@@ -65,12 +64,12 @@ use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use loom::thread;
 use std::time::{Duration, Instant};
 
-/// A program of two threads, and what a pause takes away.
+/// A program of two threads, and the memory that a pause takes away.
 struct Program {
     latch: Latch,
     closer: Closer,
     marks: [ThreadMark; 2],
-    /// Used inside, and by the closer once nobody is. Loom finds uses at once, and such as are not one after the other.
+    /// Used inside the gate, and by the closer once nobody is inside. Loom detects concurrent and unordered uses.
     memory: UnsafeCell<()>,
     /// What is paused.
     paused: AtomicUsize,
@@ -105,7 +104,7 @@ impl Program {
         self.closer.close(&self.latch, Instant::now() + Duration::from_secs(3600)).unwrap()
     }
 
-    /// What a closer does, if nobody is inside, who may take longer than it waits.
+    /// What a closer does if nobody is inside; threads may stay inside longer than it waits.
     fn take_if_nobody_is_inside(&self) {
         if self.marks.iter().all(|mark| mark.call().is_none()) {
             self.memory.with_mut(|_| ());
@@ -158,7 +157,7 @@ fn the_model_finds_missing_fences() {
     });
 }
 
-/// Where the kernel has no `membarrier`.
+/// On a kernel without `membarrier`.
 #[test]
 fn threads_that_fence_for_themselves_are_seen() {
     explore(|| {
@@ -177,7 +176,7 @@ fn threads_that_fence_for_themselves_are_seen() {
     });
 }
 
-/// A call within a call never waits: the closer would wait for the outer one.
+/// A nested call never waits: the closer would wait for the outer one.
 #[test]
 fn a_call_within_a_call_goes_on() {
     explore(|| {
@@ -196,7 +195,7 @@ fn a_call_within_a_call_goes_on() {
     });
 }
 
-/// A signal handler that makes a call, between the two steps of its thread's own.
+/// A signal handler that makes a call between the two steps of its thread's own call.
 #[test]
 fn a_signal_handler_waits_for_itself_and_for_its_thread() {
     explore(|| {
@@ -224,7 +223,7 @@ fn a_signal_handler_waits_for_itself_and_for_its_thread() {
     });
 }
 
-/// The same, where the thread has looked already.
+/// The same after the thread has read the latch.
 #[test]
 fn what_a_thread_has_seen_before_a_signal_handler_still_holds() {
     explore(|| {
@@ -253,7 +252,7 @@ fn what_a_thread_has_seen_before_a_signal_handler_still_holds() {
     });
 }
 
-/// A fiber goes inside on one thread and comes out on another, while the first makes a call of its own.
+/// A fiber enters on one thread and leaves on another, while the first thread makes a call of its own.
 #[test]
 fn a_fiber_may_change_its_thread_inside() {
     explore(|| {
@@ -278,7 +277,7 @@ fn a_fiber_may_change_its_thread_inside() {
     });
 }
 
-/// A pause, and two that resume a part each: whoever is last, the program goes on.
+/// A pause, and two resumes of one part each: whichever is last, the program continues.
 #[test]
 fn a_held_program_is_let_go_when_nothing_is_paused() {
     explore(|| {
@@ -301,7 +300,7 @@ fn a_held_program_is_let_go_when_nothing_is_paused() {
     });
 }
 
-/// A pause while what it pauses is freed.
+/// A pause while its memory is being freed.
 #[test]
 fn a_program_that_frees_what_is_paused_is_let_go() {
     explore(|| {
@@ -327,7 +326,7 @@ fn a_program_that_frees_what_is_paused_is_let_go() {
     });
 }
 
-/// A second pause of a held program, while what the first has paused is resumed.
+/// A second pause of a held program, while the memory of the first is resumed.
 #[test]
 fn nobody_opens_what_another_has_closed() {
     explore(|| {
@@ -355,7 +354,7 @@ fn nobody_opens_what_another_has_closed() {
     });
 }
 
-/// Two that close it, one after the other.
+/// Two closers, one after the other.
 #[test]
 fn one_closes_it_at_a_time() {
     explore(|| {

@@ -1,4 +1,4 @@
-//! What the latch is made of. The model in `model.rs` has its own.
+//! The primitives of the latch. `model.rs` replaces them with its own.
 
 pub use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
 pub use std::sync::{Condvar, Mutex, MutexGuard};
@@ -22,14 +22,14 @@ pub fn heavy_fence() -> bool {
     unsafe { libc::syscall(libc::SYS_membarrier, REGISTER, 0, 0) == 0 && libc::syscall(libc::SYS_membarrier, EXPEDITED, 0, 0) == 0 }
 }
 
-/// Longer than a store takes to reach the other processors.
+/// Sleeps longer than a store takes to become visible to other processors.
 pub fn rest() {
     thread::sleep(Duration::from_millis(10));
 }
 
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 
-/// Waits until somebody wakes it, or for no reason; not if the word no longer has the value.
+/// Waits while the word has this value, until woken. May return spuriously.
 pub fn wait(word: &AtomicU32, value: u32) {
     WAITING.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the word lives as long as the process.
@@ -53,7 +53,7 @@ pub fn waiting() -> usize {
     WAITING.load(Ordering::Relaxed)
 }
 
-/// In a forked child, which has none of them.
+/// For a forked child, which has no waiting threads.
 pub fn forget_waiting() {
     WAITING.store(0, Ordering::Relaxed);
 }

@@ -1,7 +1,7 @@
-//! Which thread has which mark.
+//! Finds each thread's mark.
 //!
-//! A thread finds its mark in thread-local memory of the initial-exec model, at a fixed distance from the thread's own register: the
-//! library is loaded at start. Rust has no such thing, hence the instructions.
+//! The mark is found through a thread-local variable of the initial-exec model, at a fixed offset from the thread register; this works
+//! because the library is loaded at program start. Rust cannot express that, hence the assembly.
 
 use super::latch::{NOTHING, ThreadMark};
 use super::{LATCH, sync};
@@ -11,11 +11,11 @@ use std::iter;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-/// A mark in a cache line of its own. Never freed, and used again by later threads.
+/// A mark in its own cache line. Never freed; reused by later threads.
 #[repr(align(128))]
 struct Berth {
     mark: ThreadMark,
-    /// Whether a thread has it.
+    /// Whether a thread uses it.
     taken: AtomicBool,
     next: *const Berth,
 }
@@ -23,7 +23,7 @@ struct Berth {
 // SAFETY: `next` does not change once others see the berth.
 unsafe impl Sync for Berth {}
 
-/// All of them. Without a lock, for the sake of signal handlers.
+/// All berths, as a list without a lock: signal handlers use it, too.
 static BERTHS: AtomicPtr<Berth> = AtomicPtr::new(ptr::null_mut());
 
 global_asm!(
@@ -65,7 +65,7 @@ fn own() -> *const Berth {
     berth
 }
 
-/// Sets what [`own`] answers.
+/// Sets the value that [`own`] returns.
 fn set_own(berth: *const Berth) {
     // SAFETY: writes the variable above.
     unsafe {
@@ -130,7 +130,7 @@ impl Drop for Owned {
 }
 
 impl Berth {
-    /// A thread that ends inside a call never comes out of it.
+    /// Clears the mark: a thread that ends inside a call never leaves it.
     fn give_back(&self) {
         self.mark.clear();
         self.taken.store(false, Ordering::Release);
@@ -171,7 +171,7 @@ pub fn start_clean_in_children() {
         LATCH.open();
     }
     static DONE: AtomicBool = AtomicBool::new(false);
-    // Twice is harmless. Waiting for another thread to do it is not: a child forked meanwhile would wait for ever.
+    // Doing it twice is harmless. Waiting for another thread to do it is not: a child forked meanwhile would wait forever.
     if !DONE.load(Ordering::Acquire) {
         vramctl_host::on_fork_in_child(start_clean);
         DONE.store(true, Ordering::Release);

@@ -1,7 +1,7 @@
 //! One allocation: physical memory, its contents, and the addresses where the program has it.
 //!
-//! `cudaMalloc` and its kin make one with one mapping. A program that manages virtual memory itself (`cuMemCreate`) gets a
-//! handle of the library's for it and maps it wherever, and as often as, it likes (`handles`).
+//! `cudaMalloc` and similar functions make one with one mapping. A program that manages virtual memory itself (`cuMemCreate`) gets a handle
+//! from the library and maps it wherever and as often as it likes (`handles`).
 
 use super::registered::RegistrantMark;
 use super::share::Lending;
@@ -13,12 +13,12 @@ use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
 use vramctl_model::{Backup, Failure, Span};
 
-/// What the program was given, and the physical memory now behind it.
+/// What the program got, and the physical memory that currently backs it.
 #[derive(Debug)]
 pub struct Allocation {
     /// The tag that selects it in pauses and resumes.
     pub tag: Arc<str>,
-    /// What becomes of its contents while it is paused, unless the pause overrides it.
+    /// What happens to its contents while it is paused, unless the pause overrides it.
     pub backup: Backup,
     /// The kind of host memory for its contents.
     pub backend: CpuBackupBackend,
@@ -26,7 +26,7 @@ pub struct Allocation {
     pub requested: usize,
     /// The memory's device.
     pub device: CUdevice,
-    /// Who has asked for it, if that is known.
+    /// Who asked for it, if known.
     pub origin: OnceLock<Origin>,
     bytes: usize,
     key: u64,
@@ -35,12 +35,12 @@ pub struct Allocation {
     contents: Mutex<Contents>,
 }
 
-/// Where the contents are. Changes only under the transition lock: exclusive for `memory` and `saved`, shared for what the
-/// program itself changes. Or once the allocation has been removed from the registry.
+/// Where the contents are. Changes only under the transition lock (exclusive for `memory` and `saved`, shared for changes by the program
+/// itself), or after the allocation has been removed from the registry.
 #[derive(Debug)]
 pub struct Contents {
-    /// The physical memory. Unmapped only during a pause, and after a failed pause that could not map it again; then it
-    /// still holds the contents.
+    /// The physical memory. It is unmapped only during a pause, and after a failed pause that could not map it again; then it still has the
+    /// contents.
     pub memory: Option<Physical>,
     /// While paused with a guard: the block that is mapped in place of the memory (`guard`).
     pub guard: Option<Physical>,
@@ -52,9 +52,9 @@ pub struct Contents {
     pub references: usize,
     /// How often it has been paused.
     pub pauses: u64,
-    /// Who knows the physical memory itself for good, so that it cannot be replaced.
+    /// The permanent registrant of the physical memory, which therefore cannot be replaced.
     known_to: Option<&'static str>,
-    /// Who knows it as long as the mark is there.
+    /// Registrants that last as long as their mark exists.
     marks: Vec<Weak<&'static str>>,
     /// Which other processes have it open.
     pub lending: Lending,
@@ -67,7 +67,7 @@ pub struct Contents {
 pub struct Mapping {
     /// The addresses.
     pub place: Place,
-    /// Who may use them; `None`: the device and its peers, as with `cudaMalloc`.
+    /// The devices with access; `None`: the device and its peers, as with `cudaMalloc`.
     pub access: Option<Arc<[Access]>>,
 }
 
@@ -84,22 +84,22 @@ impl Mapping {
 }
 
 impl Contents {
-    /// Who knows the physical memory itself, so that it cannot be replaced.
+    /// The registrant of the physical memory, if any; then the memory cannot be replaced.
     pub fn registrant(&self) -> Option<&'static str> {
         self.marks.iter().find_map(Weak::upgrade).map(|mark| *mark).or(self.known_to)
     }
 
-    /// What the driver has mapped for it, if anything.
+    /// What the driver currently maps for it, if anything.
     pub(super) fn there(&mut self) -> impl Iterator<Item = &mut Physical> {
         self.memory.iter_mut().chain(self.guard.iter_mut())
     }
 
-    /// Somebody knows the physical memory from now on.
+    /// Records a permanent registrant.
     pub(super) fn registered_by(&mut self, registrant: &'static str) {
         self.known_to = Some(registrant);
     }
 
-    /// Somebody knows it as long as the mark is there.
+    /// Records a registrant that lasts as long as the mark exists.
     pub(super) fn mark(&mut self, mark: &RegistrantMark) {
         self.marks.retain(|known| known.strong_count() > 0 && !Weak::ptr_eq(known, &Arc::downgrade(mark)));
         self.marks.push(Arc::downgrade(mark));
@@ -199,13 +199,13 @@ impl Allocation {
         Extent { context: self.context(), device: self.device, address: self.address(), bytes: self.bytes }
     }
 
-    /// Where `address` lies in it, as an offset.
+    /// The offset of `address` in it.
     pub fn offset_of(&self, address: CUdeviceptr) -> Option<usize> {
         let inside = |base: CUdeviceptr| (base..base + self.bytes as u64).contains(&address).then(|| (address - base) as usize);
         if self.wanted.is_none() { inside(self.key) } else { self.contents().mappings.iter().find_map(|mapping| inside(mapping.address())) }
     }
 
-    /// The program's addresses around `address`: all of what `cudaMalloc` gave, or one mapping; and whether anybody may use them.
+    /// The program's address range around `address` (the whole `cudaMalloc` allocation, or one mapping), and whether any device has access.
     pub fn place_of(&self, address: CUdeviceptr) -> Option<(Span, bool)> {
         if self.wanted.is_none() {
             return self.offset_of(address).map(|_| (Span { address: self.key, bytes: self.requested }, true));
@@ -231,8 +231,7 @@ impl Allocation {
         self.contents().context = context;
     }
 
-    /// Where the contents are now. The lock is held briefly, but also while the driver maps or unmaps, which a concurrent
-    /// status waits for.
+    /// Where the contents are now. The lock is held briefly, but also while the driver maps or unmaps; a concurrent status waits for that.
     pub fn contents(&self) -> MutexGuard<'_, Contents> {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -257,7 +256,7 @@ impl Allocation {
         drop(before);
     }
 
-    /// New physical memory, mapped wherever the program has it, not accessible yet.
+    /// New physical memory, mapped at all of the program's mappings, not accessible yet.
     pub fn create_again(&self) -> Result<Physical, Failure> {
         let mut memory = match &self.wanted {
             Some(wanted) => Physical::create_as(wanted, self.bytes)?,
@@ -278,8 +277,7 @@ impl Allocation {
     }
 
     /// Makes sure that there are addresses at which its device can read and write it: the program may not have mapped it, or only
-    /// for reading. Memory that is there now is mapped at them, and not accessible until opened. Returns whether there is
-    /// such memory.
+    /// read-only. If it has physical memory now, that is mapped there, not accessible until opened. Returns whether it has.
     pub fn make_reachable(&self) -> Result<bool, Failure> {
         let mut contents = self.contents();
         if contents.mappings.iter().any(|mapping| mapping.is_open_to(self.device)) {
@@ -293,7 +291,7 @@ impl Allocation {
         Ok(contents.memory.is_some())
     }
 
-    /// Takes back what [`make_reachable`](Self::make_reachable) has added.
+    /// Undoes [`make_reachable`](Self::make_reachable).
     pub fn make_unreachable(&self) {
         let mut contents = self.contents();
         let added: Vec<_> = contents.mappings.extract_if(.., |mapping| mapping.access.is_none()).collect();
@@ -304,13 +302,13 @@ impl Allocation {
         }
     }
 
-    /// The addresses and who may use them. `usual`: the device and its peers.
+    /// The addresses and the devices with access. `usual`: the device and its peers.
     pub fn ranges(&self, usual: &Arc<[Access]>) -> Vec<(Span, Arc<[Access]>)> {
         let access = |mapping: &Mapping| Arc::clone(mapping.access.as_ref().unwrap_or(usual));
         self.contents().mappings.iter().map(|mapping| (mapping.place.span(), access(mapping))).collect()
     }
 
-    /// The other devices that the program itself has given access.
+    /// The other devices to which the program has given access.
     pub fn guests(&self) -> Vec<CUdevice> {
         let contents = self.contents();
         let listed = contents.mappings.iter().filter_map(|mapping| mapping.access.as_ref()).flat_map(|access| access.iter());
