@@ -27,7 +27,7 @@ pub struct Sign {
 }
 
 impl Sign {
-    /// `None`, and no signal, if the directory does not exist or does not support locks.
+    /// Gives a signal. `None`, and no signal, if the directory does not exist or does not support locks.
     pub fn put_up(says: Says) -> Option<Self> {
         let directory = Held::new(directory()?).ok()?;
         let mut lock = lock(libc::F_RDLCK, says);

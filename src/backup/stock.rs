@@ -1,4 +1,4 @@
-//! The arena's bookkeeping: which addresses are free, who uses which piece, and how long unused pieces stay ready.
+//! The arena's bookkeeping: free addresses, the users of each piece, and how long unused pieces stay ready.
 
 use super::ranges::FreeRanges;
 use std::ops;
@@ -97,7 +97,7 @@ impl Stock {
         self.pieces.iter().enumerate().skip(self.kept).filter(|(_, piece)| piece.users == 0)
     }
 
-    /// Whether an unused piece has memory or is just losing it.
+    /// Whether an unused piece has memory or is just being released.
     pub fn has_spare(&self) -> bool {
         self.unused().any(|(_, piece)| !matches!(piece.readiness, Readiness::Absent))
     }
@@ -180,7 +180,7 @@ mod tests {
         state.expire();
         assert_eq!(state.due_piece(earlier), Some(3));
         assert!(state.next_due().is_some_and(|at| at < later));
-        // One that is just losing its memory is spare, not due, and in use.
+        // A piece that is just being released is spare, not due, and in use.
         state.pieces = vec![Piece { readiness: Readiness::Changing, ..Piece::default() }, Piece::default()];
         state.kept = 0;
         assert_eq!((state.has_spare(), state.due_piece(now), state.next_due(), state.in_use()), (true, None, None, 1));
@@ -201,7 +201,7 @@ mod tests {
     }
 
     proptest! {
-        /// A pause that would not fit is refused, and retained copies are dropped for one that would, by this number.
+        /// This number decides whether a pause is refused, and which retained copies are dropped so that it fits.
         #[test]
         fn the_number_of_pieces_is_what_it_was_said_to_become(
             taken in prop::collection::vec((1usize..60, any::<bool>()), 1..20), sizes in prop::collection::vec(1usize..60, 0..6)

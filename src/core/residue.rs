@@ -1,5 +1,5 @@
-//! What stays of this process when it is paused, over the last cycles. Whose memory grows from each to the next is named once in the
-//! log, and in the status for as long as it does.
+//! Records what this process still holds after each pause, over the last cycles. An owner that grows in each cycle is named once in the
+//! log, and in the status as long as it grows.
 
 use crate::memory::{Memory, left};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -16,7 +16,7 @@ static RESIDUE: PerProcess<Mutex<Residue>> = PerProcess::new(Mutex::default);
 #[derive(Default)]
 struct Residue {
     cycles: VecDeque<Cycle>,
-    /// Something has been resumed since the last of them.
+    /// Something has been resumed since the last cycle.
     is_over: bool,
     /// Who has been named.
     named: BTreeSet<String>,
@@ -36,7 +36,7 @@ pub(crate) fn resumed() {
     residue().is_over = true;
 }
 
-/// Records what the process has, after a pause.
+/// Records the process's memory after a pause.
 pub(crate) fn paused() {
     let (cycle, _) = known();
     let grown = residue().put(cycle);
@@ -66,7 +66,7 @@ impl Residue {
     }
 }
 
-/// What the process has, and what of it is on each GPU.
+/// The process's memory, and the part of it on each GPU.
 fn known() -> (Cycle, BTreeMap<String, u64>) {
     let (mut tags, mut gpus) = (BTreeMap::<_, u64>::new(), BTreeMap::<_, u64>::new());
     for allocation in Memory::get().snapshot() {
@@ -86,15 +86,15 @@ fn known() -> (Cycle, BTreeMap<String, u64>) {
     (Cycle { tags, left_alone, driver: BTreeMap::new() }, gpus)
 }
 
-/// Adds what the driver has for the process besides to the last cycle. `gpus`: what NVML counts for it in all, by UUID, as whoever has
-/// paused it tells: NVML has locks that a fork would leave locked in the child, so it is not asked here.
+/// Adds the driver's share of the process's memory to the last cycle. `gpus`: NVML's figure for the whole process, by UUID, sent by the
+/// client that paused it. NVML is not called here because it has locks that a fork would leave locked in the child.
 pub(crate) fn counted(gpus: BTreeMap<String, u64>) {
     let (now, known) = known();
     let mut residue = residue();
     let Residue { cycles, is_over: false, .. } = &mut *residue else { return };
     let Some(last) = cycles.back_mut() else { return };
     last.driver.clear();
-    // If anything has come or gone meanwhile, the difference would be of no one moment.
+    // If memory was allocated or freed since, the two figures are of different moments.
     if *last != now {
         return;
     }

@@ -19,9 +19,9 @@ use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Re
 use vramctl_host::{Held, PerProcess, exit, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
 
-/// How long the program's allocator may take to say what it holds.
+/// How long the program's allocator may take to report what it holds.
 const CACHE_WITHIN: Duration = Duration::from_millis(200);
-/// How long it may take to return it, unless the client says.
+/// How long it may take to return memory, unless the client sets a limit.
 const TRIM_WITHIN: Duration = Duration::from_secs(10);
 /// Delay between attempts to create the socket.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
@@ -185,7 +185,7 @@ fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &m
 const HOLDS_ITSELF: &str = "a program cannot hold itself: a thread that waits at the gate may have a lock that the asking thread needs \
                             to go on, such as Python's interpreter lock. Pause it from another process, or without hold while it is idle";
 
-/// Whether the program stands still afterwards.
+/// Whether the program is held afterwards.
 fn holds(request: &Request) -> bool {
     match request {
         Request::Hold { .. } => true,

@@ -1,8 +1,8 @@
-//! Standing aside while another process checkpoints this one.
+//! Keeps the library out of the driver while another process checkpoints this one.
 //!
-//! The driver's checkpoint makes every CUDA call of this process wait, the library's own too. So before it, the library's workers
-//! leave the driver and stay out, and the status is kept as it is: what the control socket tells needs no driver then. The caller
-//! may die at any step. So what it has done to the process is asked of the driver (`cuCheckpointProcessGetState`), not kept here.
+//! While a process is checkpointed, every CUDA call in it blocks, including the library's own. So before that, the library's workers leave
+//! the driver and stay out, and the status is saved, so that the control socket can answer without the driver. The caller may die at any
+//! step. So the process's state is always read from the driver (`cuCheckpointProcessGetState`), never stored here.
 
 use crate::gate;
 use crate::memory::Memory;
@@ -13,20 +13,21 @@ use vramctl_driver as driver;
 use vramctl_host::{PerProcess, exit};
 use vramctl_model::{DeviceStatus, Error, GpuUse, Status};
 
-/// How it was before, while the process is suspended. Whoever takes the status holds it for reading, so that nobody asks the driver in
-/// the middle of it.
+/// The saved status, while the process is suspended. Taking a status locks it for reading, so that a suspend cannot begin in the middle,
+/// while the driver is being asked.
 static SUSPENDED: PerProcess<RwLock<Option<Aside>>> = PerProcess::new(RwLock::default);
 
 struct Aside {
     status: Status,
-    /// The program may make obstacles until the driver has locked it: its calls that make them are not held.
+    /// The moment of the last check for obstacles. Until the driver has locked the process, the program can still create some: those calls
+    /// are not held.
     without_obstacles: Moment,
 }
 
 impl Memory {
-    /// Gets ready to be checkpointed. Returns what the process has on the GPUs, which a restore needs.
+    /// Prepares for the checkpoint. Returns the process's memory on each GPU, which a restore needs.
     pub fn suspend(&self) -> Result<Vec<GpuUse>, Error> {
-        /// Longer than any call of the library takes, unless it waits for the program's work.
+        /// Longer than any driver call of the library takes, unless it waits for the program's work.
         const CALLS: Duration = Duration::from_secs(5);
         if let Some(gpus) = suspended() {
             return Ok(gpus);
@@ -39,7 +40,7 @@ impl Memory {
             if !status.obstacles.is_empty() {
                 return Err(Error::NotRestorable(status.obstacles));
             }
-            // The driver would have to keep and restore them, and a held program needs none.
+            // The driver would have to save and restore the guards, and a held program needs none.
             let guarded = self.unguard(&self.snapshot(), CALLS)?;
             let gpus = driver::uses();
             let mut suspended = SUSPENDED.get().write().unwrap_or_else(PoisonError::into_inner);
@@ -47,20 +48,20 @@ impl Memory {
                 self.guard(&guarded);
                 return Err(Error::Busy(CALLS));
             }
-            // How much is free changes meanwhile.
+            // The free memory changes meanwhile, so do not report it.
             let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
             *suspended = Some(Aside { status: Status { suspended: Some(gpus.clone()), devices, ..status }, without_obstacles });
             Ok(gpus)
         })
     }
 
-    /// The process can use its driver again.
+    /// The process may use its driver again.
     pub fn awake(&self) {
         *SUSPENDED.get().write().unwrap_or_else(PoisonError::into_inner) = None;
         exit::wake();
     }
 
-    /// The current status. While the process is suspended, its obstacles are those that have come since.
+    /// The current status. While the process is suspended, its obstacles are those that have appeared since.
     pub fn status(&self) -> Status {
         let suspended = SUSPENDED.get().read().unwrap_or_else(PoisonError::into_inner);
         match &*suspended {
@@ -72,7 +73,7 @@ impl Memory {
     }
 }
 
-/// What a suspended process needs to come back; `None` if it is not suspended.
+/// The memory that a suspended process needs to be restored; `None` if it is not suspended.
 pub fn suspended() -> Option<Vec<GpuUse>> {
     let suspended = SUSPENDED.existing()?.read().unwrap_or_else(PoisonError::into_inner);
     suspended.as_ref().and_then(|before| before.status.suspended.clone())

@@ -1,5 +1,5 @@
-//! What the pauses and resumes of this process add up to, for whoever watches it over time. Counted where they are asked for: the C ABI
-//! and a request at once (`Memory::pause`, `Memory::resume`), or a pause in steps (`lease::hold`).
+//! Sums over the pauses and resumes of this process, for monitoring. Counted where they are requested: in the C ABI and single requests
+//! (`Memory::pause`, `Memory::resume`), and in pauses in steps (`lease::hold`).
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,7 @@ fn totals() -> MutexGuard<'static, BTreeMap<Verb, Totals>> {
     TOTALS.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Counts one, and passes its outcome on.
+/// Counts one, and returns its outcome.
 pub(crate) fn tallied(verb: Verb, outcome: Result<Report, Error>) -> Result<Report, Error> {
     let mut totals = totals();
     let totals = totals.entry(verb).or_default();

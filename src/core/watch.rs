@@ -1,8 +1,8 @@
-//! The watch (`VRAMCTL_WATCH`, `vramctl watch`): when little of a device is free, says once whose it is, and returns what the
-//! program's own allocator has cached, if it is to.
+//! The watch (`VRAMCTL_WATCH`, `vramctl watch`): when little of a device is free, logs once who uses the memory and, if requested, has the
+//! program's own allocator return what it has cached.
 //!
-//! One process per GPU asks the driver, every 50 ms, and tells the others (`control/gauge.rs`). In between, each process knows what
-//! it has taken itself (`free`). It is said only if the driver confirms it.
+//! One process per GPU asks the driver every 50 ms and shares the answer (`control/gauge.rs`). In between, each process tracks its own
+//! allocations (`free`). It logs only if the driver confirms the shortage.
 
 use crate::allowance::Allowance;
 use crate::cache;
@@ -23,19 +23,19 @@ use vramctl_driver::{self as driver, CUdevice, Context, Current, RelaxedCapture}
 use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Bytes, Error, Failure, left_to_cuda};
 
-/// How often a device is asked.
+/// How often the driver is asked for a device.
 const EVERY: Duration = Duration::from_millis(50);
-/// What another process has told before that is worth nothing: it is stopped, or suspended.
+/// An answer older than this is not used: the asking process is stopped, or suspended.
 const STALE: Duration = Duration::from_millis(250);
-/// How much more than the level must be free, at least, before the next fall is told.
+/// By how much, at least, free memory must recover above the level before the next fall is logged.
 const REARM: u64 = 64 << 20;
-/// How long the program's allocator may take to say what it has cached, and to return it.
+/// How long the program's allocator may take to report what it has cached, and to return it.
 const ASK_WITHIN: Duration = Duration::from_millis(200);
 const TRIM_WITHIN: Duration = Duration::from_secs(10);
 
 static RUNS: PerProcess<AtomicBool> = PerProcess::new(AtomicBool::default);
 
-/// Starts the watch if something is to be watched for.
+/// Starts the watch if a level is set.
 pub fn ensure_running() {
     let level = level();
     if level.below() != 0
@@ -46,13 +46,13 @@ pub fn ensure_running() {
     }
 }
 
-/// Watches for less than `below` bytes free from now on, or for nothing if that is 0.
+/// Sets the level: watch for less than `below` free bytes; 0 stops the watch.
 pub fn set(below: u64, trims: bool) {
     level().set(below, trims);
     ensure_running();
 }
 
-/// How much is watched for, and whether what is cached is returned.
+/// The level, and whether cached memory is returned.
 pub fn get() -> (u64, bool) {
     (level().below(), level().trims())
 }
@@ -61,7 +61,7 @@ pub fn get() -> (u64, bool) {
 struct Watched {
     gauge: Option<Gauge>,
     is_low: bool,
-    /// A program whose memory comes and goes falls again at every step, and would be slowed by a trim at each.
+    /// Limits how often: a program that crosses the level at every step would be slowed by a trim at each.
     allowance: Allowance,
 }
 
@@ -85,7 +85,7 @@ fn watch(level: &'static Watermark) {
             return;
         }
         if exit::is_resting() {
-            // Another process asks meanwhile.
+            // While this process rests, another one asks.
             devices.clear();
             continue;
         }
@@ -105,10 +105,10 @@ impl Watched {
         }
         let told = self.gauge.as_ref().filter(|gauge| !gauge.is_ours()).and_then(|gauge| gauge.told(STALE));
         let may_be_low = |free: u64| free < below || level.free(device).is_some_and(|free| free < below);
-        // What has passed by may have been counted twice, or be back.
+        // Own allocations may have been counted twice, or freed again.
         let enough = told.filter(|free| self.is_low || !may_be_low(*free));
         let Some(free) = enough.or_else(|| ask(context).ok().map(|(free, _)| free)) else {
-            // Whoever can asks.
+            // Give up the gauge: another process may be able to ask.
             self.gauge = None;
             return;
         };
@@ -119,14 +119,14 @@ impl Watched {
         }
         level.is(device, free);
         if self.is_news(free, below, Instant::now()) {
-            // The program's allocator may take longer than until the next sample.
+            // In its own thread: the program's allocator may take longer than until the next sample.
             if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device, context)) {
                 log::debug!("could not start a thread: {error}");
             }
         }
     }
 
-    /// Whether a sample is a fall that is to be told.
+    /// Whether a sample is a fall that is to be logged.
     fn is_news(&mut self, free: u64, below: u64, now: Instant) -> bool {
         if free >= below.saturating_add((below / 10).max(REARM)) {
             self.is_low = false;
@@ -142,7 +142,7 @@ fn ask(context: Context) -> Result<(u64, u64), Failure> {
     Current::push(context).and_then(|_current| driver::memory_info())
 }
 
-/// Little of a device is free.
+/// Handles a device with little free memory.
 fn has_fallen(level: &Watermark, device: CUdevice, context: Context) {
     if exit::is_resting() {
         return;

@@ -14,7 +14,7 @@ pub enum ProcessState {
     Running,
     /// Its CUDA calls wait.
     Locked,
-    /// They wait, and it has nothing on any GPU.
+    /// Its CUDA calls wait, and it has nothing on any GPU.
     Checkpointed,
     /// A checkpoint or restore went wrong in the middle; the process is lost.
     Failed,
@@ -51,19 +51,18 @@ pub struct RestoreArgs {
 
 const _: () = assert!(size_of::<LockArgs>() == 64 && size_of::<NoArgs>() == 64 && size_of::<RestoreArgs>() == 64);
 
-/// Which GPU to restore onto instead of which: pairs of UUIDs, old and new. Empty: each onto its own.
+/// Maps old GPUs to new ones, as pairs of UUIDs (old, new). Empty: each GPU is restored to itself.
 pub type GpuMap = Vec<(String, String)>;
 
 /// Makes this process able to checkpoint others. The error has [`code::NOT_FOUND`] if the driver is older than 570.
 pub fn prepare() -> Result<(), Failure> {
     let driver = Driver::get()?;
     driver.has_checkpoints()?;
-    // A restore needs a GPU that is awake.
-    // SAFETY: no pointers.
+    // A restore needs an initialised driver. SAFETY: no pointers.
     unsafe { driver.cuInit(0) }
 }
 
-/// What a checkpoint has made of a process.
+/// The checkpoint state of a process.
 pub fn state(pid: i32) -> Result<ProcessState, Failure> {
     let mut state = 0;
     // SAFETY: `state` is writable.
@@ -82,19 +81,19 @@ pub fn state(pid: i32) -> Result<ProcessState, Failure> {
 pub fn lock(pid: i32, limit: Duration) -> Result<(), Failure> {
     let timeout_ms = c_uint::try_from(limit.as_millis()).unwrap_or(c_uint::MAX).max(1);
     let args = LockArgs { timeout_ms, reserved: 0, reserved_too: [0; 7] };
-    // SAFETY: the arguments are as the driver has them.
+    // SAFETY: the arguments have the driver's layout.
     unsafe { Driver::get()?.cuCheckpointProcessLock(pid, &raw const args) }
 }
 
-/// Takes all that the process has on the GPUs, from locked to checkpointed.
+/// Checkpoints the process, from locked to checkpointed: takes everything that it has on the GPUs.
 pub fn checkpoint(pid: i32) -> Result<(), Failure> {
     // SAFETY: null is no arguments.
     unsafe { Driver::get()?.cuCheckpointProcessCheckpoint(pid, ptr::null()) }
 }
 
-/// Gives it back, from checkpointed to locked. With a map, on other GPUs; the map must have all that the process sees.
+/// Restores the process, from checkpointed to locked. With a map, onto other GPUs; the map must contain every GPU that the process sees.
 ///
-/// Driver 580 cannot restore a process any more once a restore has failed for lack of memory: make sure that there is enough.
+/// Once a restore has failed for lack of memory, driver 580 can never restore the process: make sure that there is enough.
 pub fn restore(pid: i32, map: &GpuMap) -> Result<(), Failure> {
     let unknown = Failure { call: "cuCheckpointProcessRestore", code: code::INVALID_VALUE };
     let pair = |(old, new): &(String, String)| Some(GpuPair { old: parse_uuid(old)?, new: parse_uuid(new)? });
@@ -106,17 +105,17 @@ pub fn restore(pid: i32, map: &GpuMap) -> Result<(), Failure> {
         reserved_too: 0,
     };
     let args = if pairs.is_empty() { ptr::null() } else { &raw const args };
-    // SAFETY: the arguments are as the driver has them, and live until it returns.
+    // SAFETY: the arguments have the driver's layout, and live until it returns.
     unsafe { Driver::get()?.cuCheckpointProcessRestore(pid, args) }
 }
 
-/// Lets the process's CUDA calls go on, from locked to running.
+/// Lets the process's CUDA calls continue, from locked to running.
 pub fn unlock(pid: i32) -> Result<(), Failure> {
     // SAFETY: null is no arguments.
     unsafe { Driver::get()?.cuCheckpointProcessUnlock(pid, ptr::null()) }
 }
 
-/// `GPU-0f5c2b8e-93d4-4a6b-8c1d-2e7f60a1b3c4` as the driver has it.
+/// Converts `GPU-0f5c2b8e-93d4-4a6b-8c1d-2e7f60a1b3c4` to the driver's binary form.
 fn parse_uuid(text: &str) -> Option<CUuuid> {
     let digits = text.strip_prefix("GPU-")?.replace('-', "");
     let number = (digits.len() == 32).then(|| u128::from_str_radix(&digits, 16).ok())??;

@@ -19,7 +19,7 @@ unsafe impl Send for ContextHandle {}
 unsafe impl Sync for ContextHandle {}
 
 impl ContextHandle {
-    /// As the driver's functions tell it where the type is a number.
+    /// The handle as a number, as some driver functions report it.
     pub fn address(self) -> u64 {
         self.0 as u64
     }

@@ -94,7 +94,7 @@ pub fn devices() -> Range<CUdevice> {
     0..counted.map_or(0, |()| count)
 }
 
-/// Whether a device's contexts are behind MPS.
+/// Whether a device's contexts run under MPS.
 pub fn is_behind_mps(device: CUdevice) -> bool {
     /// `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
     const MPS_ENABLED: u32 = 133;

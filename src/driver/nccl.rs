@@ -1,5 +1,4 @@
-//! The functions of one NCCL about its communicators. There may be several NCCLs in a process, so each is found beside a function of
-//! its own.
+//! The communicator functions of one NCCL. A process may contain several NCCLs, so each is found through one of its own functions.
 //!
 //! `ncclCommSuspend` and `ncclCommResume` came with NCCL 2.29.7. Both wait for all ranks of the communicator (`src/mem_manager.cc`
 //! of NCCL), copy part of the contents, and keep the addresses.
@@ -27,17 +26,17 @@ pub mod answer {
     pub const INVALID_USAGE: NcclResult = 5;
     /// Another rank has ended, or cannot be reached.
     pub const REMOTE_ERROR: NcclResult = 6;
-    /// Of a communicator that does not block: it goes on in the background.
+    /// For a non-blocking communicator: the operation continues in the background.
     pub const IN_PROGRESS: NcclResult = 7;
 }
 
 /// `NCCL_SUSPEND_MEM`.
 const MEMORY: c_int = 1;
 
-/// A communicator's memory, as `ncclCommMemStats` tells it.
+/// A communicator's memory, as `ncclCommMemStats` reports it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CommunicatorMemory {
-    /// Bytes of device memory that can be, or are, given back.
+    /// Bytes of device memory that can be, or have been, given back.
     pub bytes: u64,
     /// Bytes that cannot.
     pub kept_bytes: u64,
@@ -53,7 +52,7 @@ pub struct Nccl(Loaded);
 unsafe impl Send for Nccl {}
 
 impl Nccl {
-    /// The NCCL that has this function.
+    /// The NCCL that contains this function.
     pub fn around(function: *const c_void) -> Option<Self> {
         Loaded::around(function).map(Self)
     }
@@ -62,7 +61,7 @@ impl Nccl {
         self.0.symbol(name)
     }
 
-    /// A number that the function of this name tells of a communicator.
+    /// Calls the function of this name, which returns a number about a communicator.
     unsafe fn number(self, name: &CStr, communicator: usize) -> Option<c_int> {
         let found = self.symbol(name)?;
         let mut number = 0;
@@ -73,7 +72,7 @@ impl Nccl {
         (told == answer::SUCCESS).then_some(number)
     }
 
-    /// How many ranks a communicator has, if it is ready. NCCL asks no driver.
+    /// How many ranks a communicator has, if it is ready. NCCL does not call the driver for this.
     ///
     /// # Safety
     /// The communicator must be one of this NCCL's that exists.
@@ -82,7 +81,7 @@ impl Nccl {
         unsafe { self.number(c"ncclCommCount", communicator) }.and_then(|ranks| u32::try_from(ranks).ok()).filter(|ranks| *ranks > 0)
     }
 
-    /// A communicator's device. NCCL asks no driver.
+    /// A communicator's device. NCCL does not call the driver for this.
     ///
     /// # Safety
     /// As for [`ranks`](Self::ranks).
@@ -91,7 +90,7 @@ impl Nccl {
         unsafe { self.number(c"ncclCommCuDevice", communicator) }
     }
 
-    /// Its version, as people write it.
+    /// Its version, such as `2.29.7`.
     pub fn version(self) -> String {
         let mut version = 0;
         if let Some(found) = self.symbol(c"ncclGetVersion") {
@@ -106,7 +105,7 @@ impl Nccl {
         [c"ncclCommSuspend", c"ncclCommResume", c"ncclCommMemStats"].iter().all(|name| self.symbol(name).is_some())
     }
 
-    /// Gives a communicator's memory back, once all its ranks do.
+    /// Suspends a communicator: gives its memory back, once all its ranks call this.
     ///
     /// # Safety
     /// As for [`ranks`](Self::ranks), and nobody may use the communicator meanwhile.
@@ -116,7 +115,7 @@ impl Nccl {
         done(unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(usize, c_int) -> NcclResult>(found)(communicator, MEMORY) })
     }
 
-    /// Takes it again, once all its ranks do.
+    /// Resumes a communicator: takes its memory back, once all its ranks call this.
     ///
     /// # Safety
     /// As for [`suspend`](Self::suspend).
@@ -126,7 +125,7 @@ impl Nccl {
         done(unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(usize) -> NcclResult>(found)(communicator) })
     }
 
-    /// A communicator's memory. NCCL asks no driver.
+    /// A communicator's memory. NCCL does not call the driver for this.
     ///
     /// # Safety
     /// As for [`ranks`](Self::ranks).
@@ -143,7 +142,7 @@ impl Nccl {
         Ok(CommunicatorMemory { bytes: told(0)?, kept_bytes: told(2)?, is_suspended: told(1)? != 0 })
     }
 
-    /// An answer in words, with NCCL's last complaint.
+    /// The text of a result code, with NCCL's last error message.
     pub fn text(self, answer: NcclResult) -> String {
         let said = |found: *mut c_char| {
             // SAFETY: null, or a string of NCCL's that stays.

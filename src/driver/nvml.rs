@@ -27,9 +27,9 @@ pub struct Card {
     pub bus: String,
     /// Bytes free.
     pub free: u64,
-    /// Bytes in use by processes and by the driver. Older drivers count what is reserved as well.
+    /// Bytes in use by processes and by the driver. Older drivers include reserved memory.
     pub used: u64,
-    /// Bytes that the driver keeps from everybody; `None` if it does not tell them apart from `used`.
+    /// Bytes that the driver reserves; `None` if it does not distinguish them from `used`.
     pub reserved: Option<u64>,
     /// Bytes in all.
     pub total: u64,
@@ -53,14 +53,15 @@ pub fn holders_of(uuid: &str) -> Vec<Holder> {
     holders
 }
 
-/// Loads NVML, which takes a while, and keeps it: asking it costs next to nothing from then on. Not for somebody else's process.
+/// Loads NVML, which takes a while, and keeps it loaded, so that later queries are fast. Only for the command line: must not be called in a
+/// program's process.
 pub fn keep_nvml() {
     mem::forget(Nvml::load());
 }
 
-/// What this process has on each GPU that it sees.
+/// This process's memory on each GPU that it sees.
 pub fn uses() -> Vec<GpuUse> {
-    /// Where NVML cannot tell this process from others, as in some containers. Programs have 0.8 to 0.9 GiB besides what is paused.
+    /// Used if NVML cannot identify this process, as in some containers. Apart from paused memory, programs use 0.8 to 0.9 GiB.
     const USUAL: u64 = 1 << 30;
     let nvml = Nvml::load();
     let has_context = |device| {
@@ -139,7 +140,7 @@ struct Nvml {
     processes: AskProcesses,
     /// Absent before driver 510.
     memory2: Option<AskMemory2>,
-    /// Those that draw, which are not among `processes`.
+    /// Lists graphics processes, which are not among `processes`.
     drawing: Option<AskProcesses>,
     /// Absent before driver 450.
     mig_mode: Option<AskMigMode>,
@@ -217,7 +218,7 @@ impl Nvml {
         }
     }
 
-    /// GPUs that have no MIG answer with an error.
+    /// GPUs without MIG answer with an error.
     ///
     /// # Safety
     /// `handle` must be one of NVML's.
@@ -237,7 +238,7 @@ impl Nvml {
         (unsafe { (self.memory2?)(handle, &raw mut memory) } == SUCCESS).then_some(memory)
     }
 
-    /// Bytes in use on a GPU, whoever has them.
+    /// Bytes in use on a GPU, by anybody.
     fn used(&self, uuid: &str) -> Option<u64> {
         let (uuid, mut handle) = (CString::new(uuid).ok()?, ptr::null_mut());
         let mut memory = MemoryInfo { total: 0, free: 0, used: 0 };
@@ -265,7 +266,7 @@ impl Nvml {
             // SAFETY: as above; `count` and `infos` are writable, and `count` is the length of `infos`.
             let answered = unsafe { ask(handle, &raw mut count, infos.as_mut_ptr()) } == SUCCESS;
             for info in &infos[..if answered { (count as usize).min(infos.len()) } else { 0 }] {
-                // Who does both is in both lists, with the same bytes.
+                // A process that does both is in both lists, with the same bytes.
                 if holders.iter().all(|holder| holder.pid != info.pid) {
                     holders.push(Holder {
                         pid: info.pid,

@@ -146,8 +146,8 @@ pub struct Addresses {
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 impl Addresses {
-    /// Reserves `bytes` (a multiple of the granularity), right behind the last reservation if possible: neighbours can be
-    /// unmapped and made accessible in one call.
+    /// Reserves `bytes` (a multiple of the granularity), right behind the last reservation if possible: adjacent mappings can be unmapped
+    /// and made accessible in one call.
     pub fn reserve(bytes: usize) -> Result<Self, Failure> {
         let mut base = 0;
         let mut reserve = |wish| {
@@ -183,7 +183,7 @@ impl Drop for Addresses {
 /// size, to match the small devices in tests.
 pub const PHYSICAL_PIECE: usize = if cfg!(debug_assertions) { 32 << 20 } else { 8 << 30 };
 
-/// Addresses where physical memory is to be mapped.
+/// An address range at which to map physical memory.
 #[derive(Debug, Clone)]
 pub struct Place {
     span: Span,
@@ -213,14 +213,14 @@ impl Place {
 pub struct Physical {
     pieces: Vec<(CUmemGenericAllocationHandle, usize)>,
     mappings: Vec<Mapped>,
-    /// Whose pieces they are, if not its own.
+    /// The block whose pieces are mapped, if not its own.
     of: Option<Arc<Physical>>,
 }
 
 #[derive(Debug)]
 struct Mapped {
     place: Place,
-    /// Whether it is there now, or only was and is to be again.
+    /// Whether it is mapped now. If not, it was, and will be mapped again.
     mapped: bool,
 }
 
@@ -236,8 +236,8 @@ impl Physical {
         Self::in_pieces(&Properties::of_device(device), sizes)
     }
 
-    /// The pieces of a block made by [`in_halves`](Self::in_halves) again and again, to be mapped under `bytes` of addresses: a
-    /// piece can be mapped any number of times, but only as a whole (driver 580).
+    /// Repeats the pieces of a block made by [`in_halves`](Self::in_halves), to be mapped under `bytes` of addresses: a piece can be mapped
+    /// any number of times, but only as a whole (driver 580).
     pub fn repeated(block: &Arc<Self>, bytes: usize) -> Result<Self, Failure> {
         let (mut pieces, mut left) = (Vec::new(), bytes);
         for &(handle, piece) in &block.pieces {
@@ -305,7 +305,7 @@ impl Physical {
         self.pieces.iter().map(export).collect()
     }
 
-    /// The device that the memory is on, as the driver tells it; `None` for memory of the host.
+    /// The device that the memory is on, as the driver reports it; `None` for host memory.
     pub fn device(&self) -> Result<Option<CUdevice>, Failure> {
         let mut found = Properties::of_device(0);
         let Some((handle, _)) = self.pieces.first() else { return Ok(None) };
@@ -353,7 +353,7 @@ impl Physical {
         Ok(())
     }
 
-    /// Whether it is mapped wherever it is to be.
+    /// Whether it is mapped at all its places.
     pub fn is_mapped(&self) -> bool {
         self.mappings.iter().all(|mapping| mapping.mapped)
     }
@@ -374,7 +374,7 @@ impl Drop for Physical {
     }
 }
 
-/// The sizes of pieces of the same length, but for the last.
+/// Splits `bytes` into pieces of the same length; only the last may be shorter.
 fn in_equal_pieces(bytes: usize, largest: usize) -> impl Iterator<Item = usize> {
     (0..bytes).step_by(largest).map(move |offset| largest.min(bytes - offset))
 }
@@ -398,7 +398,7 @@ fn map_pieces(pieces: &[(CUmemGenericAllocationHandle, usize)], place: &Place) -
     Ok(())
 }
 
-/// Gives access to mapped ranges, in address order, with one call for neighbours whose access is the same.
+/// Gives access to mapped ranges, in address order, with one call for adjacent ranges with the same access.
 pub fn open(ranges: impl IntoIterator<Item = (Span, Arc<[Access]>)>) -> Result<(), Failure> {
     let mut ranges = ranges.into_iter().peekable();
     while let Some((mut span, access)) = ranges.next() {
@@ -444,7 +444,7 @@ struct Leftover {
     /// The mappings' addresses, freed last.
     at: Vec<Arc<Addresses>>,
     handles: Vec<(CUmemGenericAllocationHandle, usize)>,
-    /// What is mapped, if it is a block that others map too.
+    /// The block that is mapped, if others map it too.
     of: Option<Arc<Physical>>,
     addresses: Option<(CUdeviceptr, usize)>,
 }

@@ -8,7 +8,7 @@
 //! The library's work is that of its workers, and what a thread of the program does in [`as_worker`]. All other calls of the
 //! program's threads, through the library or not, are the program's own and are not held back.
 //!
-//! Nothing here takes a lock: a program may exit in a signal handler, whatever that has interrupted.
+//! Nothing here takes a lock: a program may exit in a signal handler, no matter what code that has interrupted.
 
 use crate::PerProcess;
 use std::cell::Cell;
@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Whose work a thread does.
+/// On whose behalf a thread works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
     /// The program's.
@@ -79,8 +79,8 @@ pub fn enter_driver() -> Option<InDriver> {
     }
 }
 
-/// Keeps the library's work out of the driver until [`wake`]: whoever would call it waits. Returns whether nobody is inside any
-/// more; if not so within `limit`, nobody waits.
+/// Keeps the library's work out of the driver until [`wake`]: its new calls wait. Returns whether all calls inside have finished; if they
+/// do not within `limit`, it gives up and lets waiting calls continue.
 pub fn rest(limit: Duration) -> bool {
     let work = WORK.get();
     work.resting.store(1, Ordering::SeqCst);
@@ -106,7 +106,7 @@ pub fn is_resting() -> bool {
 }
 
 fn sleep_until_woken(resting: &AtomicU32) {
-    // SAFETY: the word lives as long as the process. A signal or a spurious end makes the caller look again.
+    // SAFETY: the word lives as long as the process. After a signal or a spurious wakeup, the caller checks again.
     unsafe {
         let nothing = std::ptr::null::<libc::timespec>();
         libc::syscall(libc::SYS_futex, resting.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, 1, nothing);
@@ -198,7 +198,7 @@ fn end(work: &Work) -> bool {
     /// Enough for work that is about to finish.
     const WAITS: Duration = Duration::from_millis(500);
     work.ending.store(true, Ordering::SeqCst);
-    // Who rests must find out.
+    // Wake resting workers, so that they see it.
     wake();
     // This thread's own calls are interrupted and cannot finish.
     let interrupted = INSIDE.get();

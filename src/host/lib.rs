@@ -1,4 +1,4 @@
-//! Living in somebody else's process.
+//! What a library needs to live in somebody else's process.
 //!
 //! What any preloaded library has to get right: its state does not survive a `fork` ([`PerProcess`]), its threads do not take
 //! the program's signals ([`worker`]), none of its work is in the driver while the program exits ([`exit`]), its descriptors

@@ -15,7 +15,7 @@ pub struct Room {
 
 /// The tightest limit of a process's cgroups, such as that of its container. `None` if nothing limits it.
 pub fn limit_of(pid: u32) -> Option<Room> {
-    // Version 1 has a limit everywhere, of which the highest means none.
+    // In version 1 every cgroup has a limit; the highest value means none.
     let is_limit = |room: &Room| of_system().is_none_or(|system| room.all < system.all);
     of_groups(&pid.to_string()).into_iter().filter(is_limit).min_by_key(|room| room.free)
 }
@@ -72,7 +72,7 @@ fn of_groups(process: &str) -> Vec<Room> {
     let groups = text.lines().filter_map(|line| {
         let (controllers, group) = line.split_once(':')?.1.split_once(':')?;
         let (root, limits, usage, droppable) = match controllers {
-            // Above `memory.high` the kernel kills nobody, but throttles everybody.
+            // Above `memory.high` the kernel does not kill, but throttles all processes of the group.
             "" => ("/sys/fs/cgroup", &["memory.max", "memory.high"][..], "memory.current", "inactive_file "),
             "memory" => ("/sys/fs/cgroup/memory", &["memory.limit_in_bytes"][..], "memory.usage_in_bytes", "total_inactive_file "),
             _ => return None,

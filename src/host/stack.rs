@@ -1,7 +1,7 @@
-//! Where a thread is: its native frames and, if it runs Python, Python's.
+//! A thread's call stack: its native frames and, if it runs Python, Python's.
 //!
-//! For messages, so best effort, and safe wherever a program may call us: nothing waits, and nothing of Python's is touched but the
-//! calling thread's own frames, by the interpreter itself and in the way of its own `faulthandler`, which needs no interpreter lock.
+//! For messages, so best effort, and safe wherever a program may call us. Nothing waits. Of Python's data, only the calling thread's frames
+//! are read, by the interpreter itself, in the same way as its `faulthandler` does; that needs no interpreter lock.
 
 use crate::{descriptor, symbols};
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{mem, ptr};
 
-/// Where a thread was, the last call first.
+/// A call stack, innermost call first.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Stack {
     /// Return addresses.
@@ -20,7 +20,7 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// The calling thread's, at most this many frames of each kind. Native frames begin with the call that returns to the
+    /// The calling thread's stack, with at most this many frames of each kind. Native frames begin with the call that returns to the
     /// address `from`, if there is one.
     pub fn here(most: usize, from: usize) -> Self {
         Self { native: native_frames(most, from), python: python_frames(most) }
@@ -31,7 +31,7 @@ impl Stack {
         &self.python
     }
 
-    /// The native frames by name. What is at an address is looked up now, which takes the loader's lock.
+    /// The native frames by name. The names are looked up here, which takes the loader's lock.
     pub fn native(&self) -> Vec<String> {
         self.native.iter().map(|address| named(*address)).collect()
     }
@@ -59,9 +59,9 @@ mod unwinder {
     pub const STOP: c_int = 4;
 }
 
-/// Without the library's own frames, which come before `from`.
+/// The frames without the library's own, which come before `from`.
 fn native_frames(most: usize, from: usize) -> Vec<usize> {
-    /// The library's own are not many.
+    /// An upper limit for the library's own frames.
     const OWN: usize = 32;
     struct Walk {
         addresses: Vec<usize>,
@@ -72,7 +72,7 @@ fn native_frames(most: usize, from: usize) -> Vec<usize> {
         unsafe {
             let walk = &mut *walk.cast::<Walk>();
             let address = unwinder::_Unwind_GetIP(context);
-            // The frame in which a thread begins may be one of nothing.
+            // A thread's first frame may have no address.
             if address == 0 || walk.addresses.len() == walk.room {
                 return unwinder::STOP;
             }
@@ -107,12 +107,12 @@ fn named(address: usize) -> String {
     }
 }
 
-/// A symbol as C++ programmers write it, if the program has a C++ library.
+/// A demangled symbol, if the program has a C++ library.
 fn readable(symbol: &CStr) -> String {
     type Demangle = unsafe extern "C" fn(*const c_char, *mut c_char, *mut usize, *mut c_int) -> *mut c_char;
-    /// Names with templates may fill pages.
+    /// Template names can be very long.
     const LONGEST: usize = 120;
-    // SAFETY: a library that is loaded already, a function of its type, and a text that it has from `malloc`.
+    // SAFETY: the library is loaded already, the function has this type, and it returns text from `malloc`.
     let text = unsafe {
         let library = libc::dlopen(c"libstdc++.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
         let found = if library.is_null() { ptr::null_mut() } else { symbols::dlsym(library, c"__cxa_demangle") };
@@ -138,22 +138,22 @@ fn readable(symbol: &CStr) -> String {
 type ThreadState = unsafe extern "C" fn() -> *mut c_void;
 type DumpTraceback = unsafe extern "C" fn(c_int, *mut c_void);
 
-/// As `faulthandler` does it in a signal handler: the interpreter writes the frames into a file by itself. It needs no lock, and a
-/// thread that is in a call does not change its frames. `_Py_DumpTraceback` is exported by Python 3.11 and 3.12.
+/// As in `faulthandler`'s signal handler, the interpreter itself writes the frames into a file. It needs no lock, and a thread that is in a
+/// call does not change its frames. `_Py_DumpTraceback` is exported by Python 3.11 and 3.12.
 fn python_frames(most: usize) -> Vec<String> {
     static STATE: AtomicUsize = AtomicUsize::new(0);
     static DUMP: AtomicUsize = AtomicUsize::new(0);
     let (Some(state), Some(dump)) = (function(&STATE, c"PyGILState_GetThisThreadState"), function(&DUMP, c"_Py_DumpTraceback")) else {
         return Vec::new();
     };
-    // SAFETY: the interpreter's functions of these names have these types. Without a state the thread is none of Python's.
+    // SAFETY: the interpreter's functions of these names have these types. A thread without a state is not a Python thread.
     unsafe {
         let (state, dump) = (mem::transmute::<usize, ThreadState>(state), mem::transmute::<usize, DumpTraceback>(dump));
         let own = state();
         if own.is_null() {
             return Vec::new();
         }
-        // In memory: a pipe may be too small and block.
+        // A file in memory: a pipe may be too small and block.
         let file = libc::syscall(libc::SYS_memfd_create, c"vramctl-stack".as_ptr(), libc::MFD_CLOEXEC) as c_int;
         if file < 0 {
             return Vec::new();
@@ -175,7 +175,7 @@ fn python_frame(line: &str) -> Option<String> {
     Some(format!("{}:{number} in {function}", file.trim_matches('"')))
 }
 
-/// A function of the interpreter, looked up until it is found: Python may be loaded later.
+/// A function of the interpreter. A failed lookup is repeated, because Python may be loaded later.
 fn function(known: &AtomicUsize, name: &CStr) -> Option<usize> {
     let mut found = known.load(Ordering::Relaxed);
     if found == 0 {

@@ -1,12 +1,12 @@
-//! Symbols, looked up past the preloaded library's own `dlsym` and `dlvsym`.
+//! Looks symbols up, bypassing the preloaded library's own `dlsym` and `dlvsym`.
 //!
-//! The preloaded library answers `dlsym` and `dlvsym` for the whole process, its own code included: `libc::dlsym` would find what
-//! the library put there itself. So every lookup of ours goes through this module. It finds the C library's functions by reading
-//! its symbol table, which needs no memory, and works in programs that are not preloaded.
+//! The preloaded library defines `dlsym` and `dlvsym` for the whole process, including its own code: `libc::dlsym` would call the library's
+//! own function. So every lookup of ours goes through this module. It finds the C library's functions by reading its symbol table, which
+//! needs no memory, and works in programs that are not preloaded.
 //!
-//! Objects are found by an address or a handle, never by walking through the loader's list: `dl_iterate_phdr` takes a lock that a
-//! forked child may inherit locked, for ever, and without a lock the list may change. `dladdr` takes the lock that `dlsym` takes
-//! too, which glibc resets in forked children.
+//! Objects are found by an address or a handle, never by walking through the loader's list: `dl_iterate_phdr` takes a lock that a forked
+//! child may inherit locked forever, and without a lock the list may change. `dladdr` takes the lock that `dlsym` takes too, which glibc
+//! resets in forked children.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -26,8 +26,8 @@ pub unsafe fn dlsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     c_library_dlsym().map_or(ptr::null_mut(), |dlsym| unsafe { dlsym(handle, name.as_ptr()) })
 }
 
-/// The `dlsym` that programs would call if this library were not loaded: that of the next library in lookup order that has one,
-/// which is another preloaded library's or the C library's.
+/// The `dlsym` that programs would call if this library were not loaded: the one of the next library in lookup order that has one, which is
+/// another preloaded library or the C library.
 pub fn next_dlsym() -> Option<Dlsym> {
     static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
     let found = next(&FOUND, c"dlsym").or_else(|| c_library_dlsym().map(|own| own as *mut c_void))?;
@@ -54,8 +54,8 @@ pub fn is_ours(address: *const c_void) -> bool {
     !own.is_null() && map_of(address) == own.cast()
 }
 
-/// Whether the object that contains `address` was loaded before this library, as the program itself is and libraries that are
-/// preloaded in front of this one.
+/// Whether the object that contains `address` was loaded before this library, like the program itself and libraries that are preloaded
+/// before this one.
 pub fn is_before_us(address: *const c_void) -> bool {
     static ANCHOR: u8 = 0;
     let (wanted, mut map) = (map_of(address), map_of((&raw const ANCHOR).cast()));
@@ -163,7 +163,7 @@ impl Loaded {
     /// The format is described at <https://flapenguin.me/elf-dt-gnu-hash> and in `elf/dl-lookup.c` of glibc.
     unsafe fn by_gnu_hash(self, name: &CStr) -> Option<*mut c_void> {
         let wanted = name.to_bytes().iter().fold(5381u32, |hash, byte| hash.wrapping_mul(33).wrapping_add(u32::from(*byte)));
-        // SAFETY: the header tells the sizes of what follows it; a bucket holds the index of its first symbol, and the chain of a
+        // SAFETY: the header has the sizes of the tables that follow it; a bucket holds the index of its first symbol, and the chain of a
         // bucket ends with an odd hash.
         unsafe {
             let [buckets, first, filter] = [0, 1, 2].map(|index| *self.gnu_hash.add(index) as usize);
@@ -222,9 +222,9 @@ impl Loaded {
 
     /// The address of the symbol at this index, if it is a definition with this name in its default version.
     unsafe fn defined(self, index: usize, name: &CStr) -> Option<*mut c_void> {
-        /// In the version table: an old version, kept for old programs.
+        /// In the version table: an old version, kept for compatibility.
         const HIDDEN: u16 = 0x8000;
-        /// The address is that of a function that chooses the function.
+        /// The address is that of a resolver function that selects the implementation (`STT_GNU_IFUNC`).
         const INDIRECT: u8 = 10;
         // SAFETY: the index comes from the library's own hash table.
         unsafe {
@@ -248,14 +248,14 @@ fn c_library_dlsym() -> Option<Dlsym> {
     Some(unsafe { mem::transmute::<*mut c_void, Dlsym>(found) })
 }
 
-/// Before glibc 2.34, `dlsym` and `dlvsym` were in a library of their own, with `dlinfo`. The two functions that show where to look
-/// are such as nobody replaces.
+/// Before glibc 2.34, `dlsym` and `dlvsym` were in a library of their own, with `dlinfo`. The library is located through two functions that
+/// no other library replaces.
 fn in_c_library(name: &CStr) -> Option<*mut c_void> {
     let beside = |function: *const c_void| Loaded::around(function)?.symbol(name);
     beside(libc::gnu_get_libc_version as *const c_void).or_else(|| beside(libc::dlinfo as *const c_void))
 }
 
-/// The definition of a function in the libraries behind this one.
+/// The definition of a function in the libraries after this one.
 fn next(cache: &AtomicPtr<c_void>, name: &CStr) -> Option<*mut c_void> {
     let mut found = cache.load(Ordering::Relaxed);
     if found.is_null() {
@@ -334,7 +334,7 @@ fn find_object() -> Option<FindObject> {
     (known != NONE).then(|| unsafe { mem::transmute::<*mut c_void, FindObject>(known) })
 }
 
-/// The same by the nearest symbol: it looks at every symbol that the object has.
+/// The same through the nearest symbol, which examines every symbol of the object.
 fn map_by_symbol(address: *const c_void) -> *const LinkMap {
     const RTLD_DL_LINKMAP: c_int = 2;
     let mut map = ptr::null_mut();
@@ -360,8 +360,7 @@ mod tests {
     #[test]
     fn the_c_librarys_functions_are_those_that_the_linker_finds() {
         let linked = libc::dlsym as *mut c_void;
-        // In an executable that may be a stub that jumps there, so compare what the functions say of themselves.
-        // SAFETY: NUL-terminated names.
+        // In an executable this may be a stub that jumps there, so compare what the functions return. SAFETY: NUL-terminated names.
         let said = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"dlsym".as_ptr()) };
         assert!(c_library_dlsym().is_some_and(|own| own as *mut c_void == said || own as *mut c_void == linked));
         // SAFETY: as above.

@@ -9,7 +9,7 @@ pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()>
     start(builder(name), work)
 }
 
-/// Starts a worker in which the driver compiles code. Its stack is as large as programs' threads usually have.
+/// Starts a worker in which the driver compiles code. Its stack is as large as a normal program thread's.
 pub fn spawn_compiler(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     start(builder(name).stack_size((8 << 20) + thread_overhead()), work)
 }

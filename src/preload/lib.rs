@@ -10,7 +10,8 @@
 use std::arch::naked_asm;
 use vramctl_intercept::{entries, hooks, launch, nccl, resolve};
 
-/// An exported name: a jump to the function behind it, which sees the call as the program made it, its return address included.
+/// An exported name: a jump to the function behind it, which therefore sees the call exactly as the program made it, including the return
+/// address.
 macro_rules! export {
     ($name:ident, $to:path) => {
         /// See the function behind it.

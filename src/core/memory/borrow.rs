@@ -1,11 +1,11 @@
 //! Memory of other processes that this one has open (CUDA IPC). The other side is [`super::share`].
 //!
-//! There is one connection to each owner, kept while something of it is open: its end tells the owner that all of it is closed,
-//! whatever becomes of this process. Opened memory is not managed here: the owner pauses it, and only while nobody has it open, or
-//! together with those who have: then it is set aside here, and opened again at the same addresses.
+//! There is one connection to each owner, kept while any of its memory is open here. If this process dies, the end of the connection tells
+//! the owner that all of it is closed. Opened memory is not managed here. Its owner pauses it only while nobody has it open, or together
+//! with the processes that have; then it is set aside here, and opened again later at the same addresses.
 //!
-//! Locks: a connection's, then that of `Borrowings`. An owner may take long to answer, and the driver may make the library wait, so
-//! only the connection's is held meanwhile.
+//! Lock order: a connection, then `Borrowings`. An owner may take long to answer, and driver calls may block, so meanwhile only the
+//! connection's lock is held.
 
 use super::share::{Ticket, Token};
 use super::{Memory, obstacles};
@@ -25,31 +25,31 @@ use vramctl_model::{self as model, Failure, Kind, ObstacleKind, StatusCode, Tran
 
 /// How long an owner may take to answer: it first finishes a pause or resume.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How long a closing waits until the owner has taken note. If that is stopped, it finds the note when it goes on.
+/// How long a close waits for the owner's confirmation. An owner that is stopped reads the request when it continues.
 const NOTED_WITHIN: Duration = Duration::from_millis(500);
-/// How long to wait before asking an owner again that has no time for this process: at first, and at most.
+/// The first and the longest delay before a busy owner is asked again.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(100));
-/// The same for one that still has its memory paused.
+/// The same for an owner whose memory is still paused.
 const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
-/// How long a resume waits for all the owners' answers. What is not back by then comes later.
+/// How long a resume waits for all owners' answers. Memory that is not back by then comes later.
 const RETURNS_WITHIN: Duration = Duration::from_secs(5);
-/// How soon that wait notices that nobody waits for the resume any more.
+/// How often that wait checks whether anybody still waits for the resume.
 const NOTICES_WITHIN: Duration = Duration::from_millis(50);
 
-/// What is open, and whom to ask for more.
+/// The open memory, and the connections to its owners.
 #[derive(Default)]
 struct Borrowings {
     open: HashMap<Token, Opened>,
     owners: HashMap<u32, Arc<Lease>>,
-    /// Counts openings and closings.
+    /// Counts opens and closes.
     changes: u64,
-    /// Counts pauses that have set memory aside. What an owner passed before one may be what it has given up since.
+    /// Counts pauses that have set memory aside. Memory that an owner passed before such a pause may have been released by it since.
     pauses: u64,
-    /// The owners that a worker asks for what is set aside.
+    /// The owners that a worker asks for memory that is set aside.
     asked: HashMap<u32, Rounds>,
 }
 
-/// How often a worker has asked an owner for all that is set aside of it.
+/// How often a worker has asked an owner for all of its memory that is set aside here.
 #[derive(Default, Clone, Copy)]
 struct Rounds {
     wanted: u64,
@@ -65,30 +65,30 @@ static ASKED: PerProcess<Condvar> = PerProcess::new(Condvar::new);
 struct Opened {
     lease: Arc<Lease>,
     address: CUdeviceptr,
-    /// How often it was opened and not closed.
+    /// How many opens have not been closed.
     count: usize,
-    /// When that changed last, in [`Borrowings::changes`].
+    /// The value of [`Borrowings::changes`] when that changed last.
     changed: u64,
     place: Place,
-    /// The devices that may use it.
+    /// The devices with access.
     devices: BTreeSet<CUdevice>,
     /// The contexts in which it was opened.
     contexts: BTreeSet<Context>,
-    /// The tag that it has in its owner. `None` if that does not tell.
+    /// Its tag in the owner. `None` if the owner does not report it.
     tag: Option<String>,
-    /// The device that it is on: after a move of the process, another GPU. `None` if the driver does not tell.
+    /// The device that it is on; after a move of the process, that is another GPU. `None` if the driver does not report it.
     device: Option<CUdevice>,
-    /// How often its owner had paused it when it passed what was last there.
+    /// The owner's number of pauses when it passed the memory that is, or last was, here.
     pauses: u64,
     behind: Behind,
 }
 
-/// What is behind addresses at which memory was opened.
+/// What backs the addresses at which memory was opened.
 #[derive(Debug)]
 enum Behind {
     /// Never read: dropping it unmaps and releases it.
     Memory(#[expect(dead_code)] Physical),
-    /// Nothing: its owner has paused it, or is about to. So what it passes must be new, until this process is resumed.
+    /// Nothing: its owner has paused it, or is about to. Until this process is resumed, only memory newer than that pause is accepted.
     Paused { is_due: bool },
     /// Nothing: its owner has ended or freed it while it was paused.
     Gone,
@@ -104,7 +104,7 @@ impl Opened {
         pause.request.partners.contains(&self.lease.owner) && self.is_meant(pause)
     }
 
-    /// Whether a pause takes it that this process and the owner take part in. What is not known may be meant.
+    /// Whether a pause that both this process and the owner take part in selects it. If its tag or device is unknown, it may be selected.
     fn is_meant(&self, meant: &Meant<'_>) -> bool {
         let tags = &meant.request.tags;
         (tags.is_empty() || self.tag.as_ref().is_none_or(|own| tags.contains(own)))
@@ -112,10 +112,10 @@ impl Opened {
     }
 }
 
-/// What a request means. The driver is asked before the lock is taken.
+/// The memory that a request selects. The driver is asked before the lock is taken.
 struct Meant<'a> {
     request: &'a TransitionRequest,
-    /// The devices that it leaves alone.
+    /// The devices that it does not select.
     elsewhere: BTreeSet<CUdevice>,
 }
 
@@ -127,7 +127,7 @@ impl<'a> Meant<'a> {
     }
 }
 
-/// What an owner passes of an allocation.
+/// What an owner passes for an allocation.
 struct WhatIsLent {
     pieces: Vec<(OwnedFd, usize)>,
     tag: Option<String>,
@@ -135,7 +135,7 @@ struct WhatIsLent {
     pauses: u64,
 }
 
-/// A connection to an owner, for as long as something is open that came over it.
+/// A connection to an owner, kept as long as memory is open that came over it.
 #[derive(Debug)]
 struct Lease {
     owner: u32,
@@ -143,7 +143,7 @@ struct Lease {
     state: Mutex<LeaseState>,
 }
 
-/// Whether a connection is still good for questions.
+/// Whether a connection can still be used for requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LeaseState {
     Open,
@@ -167,13 +167,13 @@ pub fn open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, StatusCod
         return Err(code::INVALID_CONTEXT);
     }
     contexts::note(current);
-    // From now on, resets of devices are seen.
+    // From now on, the library sees device resets.
     Memory::get();
     let _relaxed = RelaxedCapture::enter();
     patiently(|| try_open(handle, current))
 }
 
-/// Tries again what an owner has refused for now.
+/// Retries what an owner has refused for now.
 fn patiently<R>(mut attempt: impl FnMut() -> Result<R, Refused>) -> Result<R, StatusCode> {
     let deadline = Instant::now() + PATIENCE;
     let mut pause = ASK_AGAIN.0;
@@ -190,7 +190,7 @@ fn patiently<R>(mut attempt: impl FnMut() -> Result<R, Refused>) -> Result<R, St
     }
 }
 
-/// Gives up what the request's partners pause by it, and keeps the addresses. Nothing runs on it any more.
+/// Gives up the memory that the request's partners pause, and keeps the addresses. No work uses it any more.
 pub(crate) fn set_aside(request: &TransitionRequest) {
     let Some(existing) = BORROWED.existing() else { return };
     let meant = Meant::by(request);
@@ -210,13 +210,13 @@ pub(super) fn status() -> Vec<model::Borrowed> {
     listed(|_| true)
 }
 
-/// What is set aside of what the request means.
+/// Memory that the request selects and that is set aside.
 pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
     let meant = Meant::by(request);
     listed(|opened| opened.is_paused() && opened.is_meant(&meant))
 }
 
-/// What is open and `meant`, by owner and GPU.
+/// Memory that is open and `meant`, by owner and GPU.
 fn listed(meant: impl Fn(&Opened) -> bool) -> Vec<model::Borrowed> {
     let Some(existing) = BORROWED.existing() else { return Vec::new() };
     let mut sums = BTreeMap::<_, (u64, u64)>::new();
@@ -246,8 +246,8 @@ pub(crate) fn contexts() -> BTreeSet<Context> {
         .unwrap_or_default()
 }
 
-/// Opens again what was set aside, as far as its owners have it back. Waits until all of them have said so: not for long, and only
-/// as long as it is `wanted`.
+/// Opens memory again that was set aside, if its owners have resumed it. Waits a limited time for their answers, and only while `wanted`
+/// says so.
 pub(crate) fn bring_back(wanted: &mut dyn FnMut() -> bool) {
     let Some(existing) = BORROWED.existing() else { return };
     let deadline = Instant::now() + RETURNS_WITHIN;
@@ -263,7 +263,7 @@ pub(crate) fn bring_back(wanted: &mut dyn FnMut() -> bool) {
     }
 }
 
-/// Sees to it that what is set aside comes back when its owners have it back, unless the program stays held anyway.
+/// Starts asking for memory that is set aside, so that it comes back once its owners have resumed it, unless the program stays held anyway.
 pub(crate) fn keep_asking() {
     if let Some(existing) = BORROWED.existing() {
         let mut borrowed = lock(existing);
@@ -273,12 +273,12 @@ pub(crate) fn keep_asking() {
     }
 }
 
-/// Whether the program goes on once nothing is set aside any more.
+/// Whether the program can continue once nothing is set aside any more.
 fn is_worth_asking() -> bool {
     !exit::is_ending() && !Memory::get().has_paused()
 }
 
-/// Asks an owner for what is set aside of it, again and again, until nothing is.
+/// Asks an owner repeatedly for its memory that is set aside, until none is.
 fn ask_owner(owner: u32) {
     let mut pause = LOOK_AGAIN.0;
     let mut borrowed = borrowed();
@@ -329,11 +329,11 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     }
     let pauses = borrowed().pauses;
     let WhatIsLent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
-    // Noted until it is known as open: a suspend sees one or the other.
+    // Noted as an obstacle until it is recorded as open: a suspend sees one or the other.
     obstacles::making(ObstacleKind::Shared, || {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
-        // Without the lock, which the program's calls need: a suspend may have this thread wait for long. The place stays reserved even if
-        // the program closes it meanwhile.
+        // Without the lock, which the program's calls need: during a suspend, this thread may block for long. The addresses stay reserved
+        // even if the program closes the memory meanwhile.
         let found = borrowed().open.get(token).filter(|opened| opened.is_paused()).map(|opened| {
             let is_new = opened.pauses != of_piece || matches!(opened.behind, Behind::Paused { is_due: true });
             (opened.place.clone(), opened.devices.clone(), is_new)
@@ -374,7 +374,7 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
 enum Refused {
     /// The program gets this code.
     Finally(StatusCode),
-    /// The owner has too many connections, or has hung up; another may be listening.
+    /// The owner has too many connections, or has disconnected; another process may be listening.
     ForNow,
 }
 
@@ -389,11 +389,11 @@ impl Refused {
         use io::ErrorKind as Why;
         log::debug!("process {owner} does not share its memory: {error}");
         match error.kind() {
-            // `WouldBlock` is of `connect`: the queue is full.
+            // `WouldBlock` comes from `connect`: the queue is full.
             Why::WouldBlock | Why::UnexpectedEof | Why::BrokenPipe | Why::ConnectionReset | Why::NotConnected => Self::ForNow,
             // There is no such process any more, or another one has its id.
             Why::NotFound | Why::ConnectionRefused | Why::PermissionDenied => Self::Finally(code::INVALID_HANDLE),
-            // It does not answer in time, or this process is short of descriptors: the memory is not lost because of that.
+            // It does not answer in time, or this process is short of descriptors; that does not mean the memory is lost.
             _ => Self::Finally(code::OPERATING_SYSTEM),
         }
     }
@@ -442,15 +442,15 @@ fn try_open(handle: &Ticket, current: &Current) -> Result<CUdeviceptr, Refused> 
     }
 }
 
-/// How many pieces of other processes' memory are open, and not set aside, or would be after a pause.
+/// How many allocations of other processes are open here and would not be set aside by this pause.
 pub fn count_after(pause: &TransitionRequest) -> usize {
     let meant = Meant::by(pause);
     let is_there = |opened: &&Opened| matches!(opened.behind, Behind::Memory(_)) && !opened.is_paused_by(&meant);
     BORROWED.existing().map_or(0, |borrowed| lock(borrowed).open.values().filter(is_there).count())
 }
 
-/// `cuIpcCloseMemHandle`; `None` if nothing that was opened here begins at the address. The last close waits for the work of the
-/// contexts that have opened it, as a free would.
+/// `cuIpcCloseMemHandle`; `None` if no opened memory begins at the address. The last close waits for the work of the contexts that have
+/// opened it, as a free would.
 pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
     let existing = BORROWED.existing()?;
     let _relaxed = RelaxedCapture::enter();
@@ -468,7 +468,7 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
             }
             (*token, Arc::clone(&opened.lease), opened.contexts.clone(), opened.changed)
         };
-        // Whoever closed it before, or opened it meanwhile, may have left work that was not waited for.
+        // A thread that closed it before, or opened it meanwhile, may have left work that was not waited for.
         if waited != Some(changed) {
             if let Err(failure) = drain::wait(contexts) {
                 return Some(Err(failure.code));
@@ -481,10 +481,11 @@ pub fn close(address: CUdeviceptr) -> Option<Result<(), StatusCode>> {
     }
 }
 
-/// Closes what was opened in contexts that are gone or about to go, as CUDA does.
+/// Closes memory that was opened in contexts that are destroyed or about to be, as CUDA does.
 ///
-/// Never waits for a thread that is opening something: that one may wait for the other process's pause, the caller may hold this
-/// process's, and the other process may be doing the same. What is being opened now is closed the next time.
+/// Never waits for a thread that is opening memory, which could deadlock: that thread may wait for the other process's pause while the
+/// caller is part of this process's pause, and the other process may be doing the same. Memory that is being opened now is closed the next
+/// time.
 pub(super) fn forget_gone(doomed: Option<Context>) {
     let Some(Ok(mut borrowed)) = BORROWED.existing().map(Mutex::try_lock) else { return };
     for opened in borrowed.open.values_mut() {
@@ -520,7 +521,7 @@ impl Opened {
             behind: Behind::Memory(memory),
         };
         opened.open_to(current)?;
-        // Copies between devices may run on the memory's own.
+        // Copies between devices may run on the memory's own device.
         if let Some(own) = own {
             opened.give_access(own)?;
         }
@@ -545,12 +546,12 @@ impl Opened {
 }
 
 impl Borrowings {
-    /// What is set aside, with its owner.
+    /// Memory that is set aside, with its owner.
     fn aside(&self) -> impl Iterator<Item = (Token, u32)> {
         self.open.iter().filter(|(_, opened)| opened.is_paused()).map(|(token, opened)| (*token, opened.lease.owner))
     }
 
-    /// Has a worker ask each owner of what is set aside. Returns what is asked of each.
+    /// Has a worker ask each owner of memory that is set aside. Returns the owners and their rounds.
     fn ask(&mut self, more: impl Fn(&mut Rounds)) -> BTreeMap<u32, Rounds> {
         let owners: BTreeSet<_> = self.aside().map(|(_, owner)| owner).collect();
         let mut asked = BTreeMap::new();
@@ -570,7 +571,7 @@ impl Borrowings {
         asked
     }
 
-    /// Opens what is open already.
+    /// Opens memory that is open already.
     fn open_again(&mut self, token: &Token, current: &Current) -> Result<Option<CUdeviceptr>, Failure> {
         let Some(opened) = self.open.get_mut(token) else { return Ok(None) };
         opened.open_to(current)?;
@@ -585,7 +586,7 @@ impl Borrowings {
         self.open.insert(token, Opened { changed: self.changes, ..opened });
     }
 
-    /// The connection for questions to an owner.
+    /// The connection for requests to an owner.
     fn lease(&mut self, owner: u32) -> io::Result<Arc<Lease>> {
         use std::collections::hash_map::Entry;
         match self.owners.entry(owner) {
@@ -600,7 +601,7 @@ impl Borrowings {
     }
 }
 
-/// With the connection locked, so that an opening and a closing of the same memory do not cross.
+/// Called with the connection locked, so that an open and a close of the same memory do not overlap.
 impl Lease {
     /// Gets the memory behind a handle from its owner.
     fn ask(self: &Arc<Self>, state: &mut LeaseState, token: &Token) -> Result<WhatIsLent, Refused> {
@@ -656,7 +657,7 @@ impl Lease {
             self.tell_closed(&mut state, token);
             return true;
         }
-        // Whoever has the connection may be waiting for the owner, which may be paused or stopped for long.
+        // The thread that uses the connection may be waiting for the owner, which may be paused or stopped for long.
         let (lease, its) = (Arc::clone(self), *token);
         if let Err(error) = worker::spawn("vramctl-borrow", move || lease.tell_closed(&mut lock(&lease.state), &its)) {
             log::debug!("no thread to tell process {} that its memory is closed: {error}", self.owner);
@@ -676,7 +677,7 @@ impl Lease {
     /// Tells the owner that memory is closed.
     fn give_back(self: &Arc<Self>, state: &mut LeaseState, token: &Token) {
         let request = Request::Close { token: token.text() };
-        // Waits for the answer, also before hanging up: when this process goes on, the owner knows, unless it is stopped.
+        // Waits for the answer, even before disconnecting: when this process continues, the owner knows, unless it is stopped.
         if *state == LeaseState::Retired {
             self.say(request);
         } else if let Err(error) = self.exchange(request, NOTED_WITHIN) {
@@ -686,7 +687,7 @@ impl Lease {
         self.retire_if_unused(state);
     }
 
-    /// Asks no more questions over this connection. It remains while something is open that came over it.
+    /// Sends no more requests over this connection. It stays open while memory is open that came over it.
     fn retire(self: &Arc<Self>, state: &mut LeaseState) {
         *state = LeaseState::Retired;
         let mut borrowed = borrowed();
@@ -720,7 +721,7 @@ impl Lease {
         stream.set_write_timeout(Some(within))?;
         let in_time = |error: io::Error| if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error };
         match send(&stream, &line_of(request)) {
-            // An owner that has no time for this process says so, unasked, and hangs up.
+            // An owner that is busy says so without reading the request, and disconnects.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => receive(&stream).map_err(|_| error),
             Err(error) => Err(in_time(error)),
             Ok(()) => receive(&stream).map_err(in_time),
@@ -765,7 +766,7 @@ fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
 mod tests {
     use super::*;
 
-    /// What is paused and has a stale handle is given up for good.
+    /// Memory that is set aside and whose handle is stale is given up for good.
     #[test]
     fn only_a_missing_owner_makes_a_handle_stale() {
         let code = |error: io::Error| match Refused::because(1, &error) {

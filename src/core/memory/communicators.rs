@@ -1,12 +1,12 @@
-//! NCCL's communicators: which there are, and having NCCL give their memory back and take it again.
+//! NCCL's communicators: lists them, and has NCCL release and restore their memory.
 //!
-//! `ncclCommSuspend` and `ncclCommResume` return once all ranks have called them. So each communicator gets a thread: then it does not
-//! matter in which order the ranks come to theirs. While one is not active, the program stays held: a collective would touch memory
-//! that is not there.
+//! `ncclCommSuspend` and `ncclCommResume` return once all ranks have called them. So each communicator has its own thread; then the ranks
+//! may reach their communicators in any order. While one is not active, the program stays held: a collective would access memory that is
+//! not there.
 //!
-//! A failure cannot be undone, for the other ranks may have succeeded. What NCCL has refused before it did anything is active as before;
-//! what has failed in the middle is [`Broken`](State::Broken); what has not come back is still suspended, and another
-//! resume tries again: NCCL goes on with what is missing.
+//! A failure cannot be undone, because other ranks may have succeeded. If NCCL refuses before doing anything, the communicator stays
+//! active. If it fails in the middle, it is [`Broken`](State::Broken). If a resume fails, it stays suspended, and another resume continues
+//! with what is missing.
 
 use crate::gate;
 use crate::memory::Memory;
@@ -18,7 +18,8 @@ use vramctl_driver::{CUdevice, Current};
 use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Communicator, CommunicatorState as State, Error, Verb};
 
-/// How long a pause or resume waits for NCCL, which waits for the other ranks. It goes on after that, and so does the hold.
+/// How long a pause or resume waits for NCCL, which waits for the other ranks. After that, NCCL continues in the background and the program
+/// stays held.
 const WITHIN: Duration = Duration::from_secs(10);
 
 static TABLE: PerProcess<Table> = PerProcess::new(Table::default);
@@ -33,13 +34,13 @@ struct Table {
 struct Known {
     nccl: Nccl,
     id: u64,
-    /// How many others have been made from it, which all of its ranks do together.
+    /// How many communicators have been made from it; all of its ranks make them together.
     children: u64,
     sharing: Sharing,
     told: Communicator,
 }
 
-/// Whether what is made from a communicator shares its memory, by `splitShare` and `shrinkShare`.
+/// Whether communicators made from this one share its memory, by `splitShare` and `shrinkShare`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sharing {
     /// By `ncclCommSplit`.
@@ -51,20 +52,20 @@ pub struct Sharing {
 /// How a communicator was made.
 #[derive(Debug, Clone, Copy)]
 pub enum CommunicatorOrigin<'a> {
-    /// Of these unique ids, which all of its ranks have been given.
+    /// From these unique ids, which all of its ranks have been given.
     Unique(&'a [u8]),
     /// All of its ranks in this process, by one call.
     Here(u64),
-    /// From another one, by the ranks that say the same.
+    /// From another communicator, by the ranks that pass the same arguments.
     Child {
         /// The other one.
         of: usize,
-        /// What the ranks of the new one, and no others, say.
+        /// The arguments that only the ranks of the new communicator pass.
         saying: &'a [u8],
     },
 }
 
-/// What is known of a communicator when it has been made.
+/// What is known about a communicator at its creation.
 #[derive(Debug, Clone, Copy)]
 pub struct NewCommunicator<'a> {
     /// Whose it is.
@@ -73,7 +74,7 @@ pub struct NewCommunicator<'a> {
     pub handle: usize,
     /// How it was made.
     pub origin: CommunicatorOrigin<'a>,
-    /// What those made from it will share with it.
+    /// What communicators made from it will share with it.
     pub sharing: Sharing,
     /// Whether it shares the memory of the one that it was made from.
     pub shares: bool,
@@ -93,10 +94,10 @@ fn hash(parts: &[&[u8]]) -> u64 {
 
 const SHARES: &str = "it shares its memory with another one (splitShare or shrinkShare)";
 
-/// Notes a communicator that NCCL has made.
+/// Records a communicator that NCCL has created.
 pub fn made(made: &NewCommunicator) {
     let NewCommunicator { nccl, handle, origin, sharing, shares, blocks } = *made;
-    // SAFETY: NCCL has just made it, and the program cannot have ended it yet.
+    // SAFETY: NCCL has just created it, and the program cannot have destroyed it yet.
     let (ranks, device) = if blocks { unsafe { (nccl.ranks(handle), nccl.device(handle)) } } else { (None, None) };
     let mut all = known(TABLE.get());
     let id = match origin {
@@ -128,12 +129,12 @@ pub fn made(made: &NewCommunicator) {
     all.insert(handle, Known { nccl, id: id.unwrap_or_default(), children: 0, sharing, told });
 }
 
-/// What is made from a communicator shares with it, unless it is said otherwise.
+/// What communicators made from this one share with it by default.
 pub fn sharing(handle: usize) -> Sharing {
     TABLE.existing().and_then(|table| Some(known(table).get(&handle)?.sharing)).unwrap_or_default()
 }
 
-/// Another communicator has been made from this one, at each of its ranks.
+/// Records that another communicator has been made from this one, at each of its ranks.
 pub fn has_had_child(handle: usize) {
     if let Some(table) = TABLE.existing()
         && let Some(parent) = known(table).get_mut(&handle)
@@ -142,8 +143,8 @@ pub fn has_had_child(handle: usize) {
     }
 }
 
-/// Runs a call that ends a communicator, and tells whether it has. `waits`: for NCCL to be done with it, if it is being suspended or
-/// resumed. To abort it must be possible just then.
+/// Runs a call that destroys a communicator and returns whether it did. With `waits`, first waits for a suspend or resume of it to finish;
+/// an abort must be possible in the middle, so it does not wait.
 pub fn ending(handle: usize, waits: bool, real: impl FnOnce() -> bool) {
     let Some(table) = TABLE.existing() else {
         real();
@@ -155,7 +156,7 @@ pub fn ending(handle: usize, waits: bool, real: impl FnOnce() -> bool) {
     while waits && in_progress(&all) && !exit::is_ending() && Instant::now() < deadline {
         all = table.changed.wait_timeout(all, WITHIN / 100).unwrap_or_else(PoisonError::into_inner).0;
     }
-    // Taken out before: a new communicator may get the address of this one.
+    // Remove it before the call: a new communicator may get its address.
     let taken = all.remove(&handle);
     drop(all);
     let was_away = taken.as_ref().is_some_and(|one| one.told.state != State::Active);
@@ -168,12 +169,12 @@ pub fn ending(handle: usize, waits: bool, real: impl FnOnce() -> bool) {
     }
 }
 
-/// Those that there are, as far as known without asking NCCL.
+/// The known communicators, without asking NCCL.
 pub fn list() -> Vec<Communicator> {
     TABLE.existing().map_or_else(Vec::new, |table| known(table).values().map(|one| one.told.clone()).collect())
 }
 
-/// Those that there are, with their memory.
+/// The known communicators, with their memory.
 pub fn measured() -> Vec<Communicator> {
     let Some(table) = TABLE.existing() else { return Vec::new() };
     let measure = |(handle, one): (&usize, &Known)| {
@@ -181,7 +182,7 @@ pub fn measured() -> Vec<Communicator> {
         if told.state != State::Active || told.unfit.is_some() {
             return told;
         }
-        // SAFETY: it has not been ended: that takes it out of the table first. NCCL only looks at counters of its own.
+        // SAFETY: it has not been destroyed, which would first remove it from the table. NCCL only reads its own counters.
         match unsafe { one.nccl.memory(*handle) } {
             Ok(memory) if memory.is_suspended => told.unfit = Some("the program itself has suspended it".into()),
             Ok(memory) => (told.bytes, told.kept_bytes) = (memory.bytes, memory.kept_bytes),
@@ -192,12 +193,12 @@ pub fn measured() -> Vec<Communicator> {
     known(table).iter().map(measure).collect()
 }
 
-/// Whether any has not all of its memory.
+/// Whether any communicator lacks some of its memory.
 pub(crate) fn any_away() -> bool {
     TABLE.existing().is_some_and(|table| known(table).values().any(|one| one.told.state != State::Active))
 }
 
-/// Bytes that those which are suspended need, by device.
+/// Bytes that the suspended communicators need, by device.
 pub(crate) fn bytes_away() -> BTreeMap<CUdevice, u64> {
     let mut bytes = BTreeMap::new();
     for one in list().into_iter().filter(|one| one.state == State::Suspended) {
@@ -206,7 +207,7 @@ pub(crate) fn bytes_away() -> BTreeMap<CUdevice, u64> {
     bytes
 }
 
-/// That these are here and active, before anything is given up.
+/// Checks that these exist and are active, before anything is given up.
 pub(crate) fn check(ids: &[String]) -> Result<(), Error> {
     let all = if ids.is_empty() { Vec::new() } else { list() };
     let is_here = |id: &&String| all.iter().any(|one| one.id == **id && one.unfit.is_none() && one.state == State::Active);
@@ -216,12 +217,12 @@ pub(crate) fn check(ids: &[String]) -> Result<(), Error> {
     }
 }
 
-/// Has NCCL suspend these. Returns how they are afterwards.
+/// Has NCCL suspend these. Returns their state afterwards.
 pub(crate) fn suspend(ids: &[String]) -> Vec<Communicator> {
     if ids.is_empty() { Vec::new() } else { change(Verb::Pause, |told| told.state == State::Active && ids.contains(&told.id)) }
 }
 
-/// Has NCCL resume all that are suspended. Returns how they are afterwards.
+/// Has NCCL resume all suspended communicators. Returns their state afterwards.
 pub(crate) fn resume() -> Vec<Communicator> {
     if any_away() { change(Verb::Resume, |told| told.state == State::Suspended) } else { Vec::new() }
 }
@@ -247,7 +248,7 @@ fn change(verb: Verb, is_meant: impl Fn(&Communicator) -> bool) -> Vec<Communica
             one.told.state = if verb == Verb::Pause { State::Suspending } else { State::Resuming };
             one.told.error = None;
             let (handle, id, nccl, device) = (*handle, one.id, one.nccl, one.told.device);
-            // NCCL runs in it, with a stack as programs' threads have.
+            // NCCL runs in it, so it needs a stack as large as program threads have.
             if let Err(error) = worker::spawn_compiler("vramctl-nccl", move || carry_out(verb, handle, id, nccl, device)) {
                 one.told.state = before;
                 one.told.error = Some(format!("no thread: {error}"));
@@ -261,15 +262,15 @@ fn change(verb: Verb, is_meant: impl Fn(&Communicator) -> bool) -> Vec<Communica
     all.values().filter(|one| meant.contains(&one.id)).map(|one| one.told.clone()).collect()
 }
 
-/// Has NCCL suspend or resume one communicator, and notes what has come of it.
+/// Has NCCL suspend or resume one communicator, and records the result.
 fn carry_out(verb: Verb, handle: usize, id: u64, nccl: Nccl, device: CUdevice) {
-    // NCCL copies contents, which the gate would hold; and it waits for other processes, for which the program's end does not wait.
+    // NCCL copies contents, which the gate would hold. It also waits for other processes; the program's exit must not wait for them.
     let called = gate::unheld(|| {
         exit::while_waiting(|| {
             let _inside = exit::enter_driver()?;
-            // NCCL goes back to the thread's device at the end, which must not be one that the program does not use.
+            // NCCL restores the thread's current device at the end, so that must be a device that the program uses.
             let _current = Current::primary_of(device).ok().flatten().and_then(|context| Current::push(context).ok());
-            // SAFETY: an end of the communicator waits for this; to abort it in the middle is what NCCL provides for. The program is held.
+            // SAFETY: destroying the communicator waits for this; NCCL allows an abort in the middle. The program is held.
             Some(unsafe { if verb == Verb::Pause { nccl.suspend(handle) } else { nccl.resume(handle) } })
         })
     });
@@ -282,7 +283,7 @@ fn carry_out(verb: Verb, handle: usize, id: u64, nccl: Nccl, device: CUdevice) {
         (told.bytes, told.kept_bytes) = (memory.bytes, memory.kept_bytes);
     }
     told.state = match (verb, done) {
-        // A pause that was refused, or to which another rank has not come: NCCL waits for them all before it gives anything back.
+        // A suspend that was refused, or that another rank has not joined: NCCL waits for all ranks before it releases anything.
         (Verb::Resume, Ok(())) | (Verb::Pause, Err(answer::INVALID_ARGUMENT | answer::INVALID_USAGE | answer::REMOTE_ERROR)) => {
             State::Active
         }

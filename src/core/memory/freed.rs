@@ -22,7 +22,7 @@ pub(super) struct Freed {
 #[derive(Debug, Default)]
 pub(super) struct Unreleased {
     list: Mutex<Vec<Arc<Freed>>>,
-    /// Whether there are any. Every call that allocates or frees asks, mostly for nothing.
+    /// Whether there are any. Every call that allocates or frees checks this; mostly there are none.
     any: AtomicBool,
 }
 

@@ -1,9 +1,8 @@
-//! A guard: one block of memory per device, mapped again and again under paused addresses. A stray access finds memory there
-//! instead of an illegal address, which would destroy the context.
+//! A guard: one block of memory per device, mapped repeatedly under paused addresses. A stray access hits this memory instead of an illegal
+//! address, which would destroy the context.
 //!
-//! Best effort: without memory for the block, the paused addresses stay empty. All guarded memory of a device shares the block,
-//! so what is written at one address is seen at others. What was written is known once a guard is taken away; what was read is
-//! never known.
+//! Best effort: without memory for the block, the paused addresses stay unmapped. All guarded memory of a device shares the block, so a
+//! write at one address shows at others. Writes are detected when a guard is removed; reads are not detected.
 
 use super::{Allocation, Memory};
 use crate::drain;
@@ -18,12 +17,12 @@ use vramctl_model::{Bytes, Error, Failure, Span};
 /// use a smaller one, to match the small devices in tests.
 const LARGEST: usize = if cfg!(debug_assertions) { 8 << 20 } else { 32 << 20 };
 
-/// What the block holds: small as a number of any type and harmless as an index, but not zero, which is what programs mostly write.
+/// The fill value: small as a number of any type and harmless as an index, but not zero, because zero is what programs write most.
 const UNTOUCHED: u32 = 1;
 
 impl Memory {
-    /// Maps guards under paused memory, which is all guarded afterwards, or none of it on the same device. Returns the bytes that
-    /// are. Under the exclusive transition lock.
+    /// Maps guards under paused memory: on each device, under all of it or none. Returns the guarded bytes. Under the exclusive transition
+    /// lock.
     pub(crate) fn guard(&self, paused: &[Arc<Allocation>]) -> u64 {
         let _relaxed = RelaxedCapture::enter();
         let mut guarded = 0;
@@ -48,8 +47,8 @@ impl Memory {
         self.open(paused.iter().map(|allocation| &***allocation))
     }
 
-    /// Takes the guards from under paused memory, once the device's work has ended: it may use them. Returns what was guarded, all
-    /// of which still is on error. Under the exclusive transition lock.
+    /// Removes the guards under paused memory, once the device's work, which may use them, has ended. Returns the memory that was guarded;
+    /// on error, all of it still is. Under the exclusive transition lock.
     pub(crate) fn unguard(&self, paused: &[Arc<Allocation>], limit: Duration) -> Result<Vec<Arc<Allocation>>, Error> {
         let guarded = guarded(paused);
         if guarded.is_empty() {
@@ -58,7 +57,7 @@ impl Memory {
         let _relaxed = RelaxedCapture::enter();
         drain::wait_at_most(self.contexts_that_use(guarded.iter().map(|allocation| &**allocation)), limit, &mut || true)?;
         if let Err(failure) = unmap(&guarded) {
-            // What cannot be mapped again is taken away at the next try.
+            // A guard that cannot be mapped again is removed at the next try.
             for allocation in &guarded {
                 let _ = allocation.contents().guard.as_mut().map_or(Ok(()), Physical::map_again);
             }
@@ -77,7 +76,7 @@ impl Memory {
         Ok(guarded)
     }
 
-    /// Notes what was written to a block, and makes it as it was for who still uses it.
+    /// Counts what was written to a block, and restores its fill value if it is still in use.
     fn look_at(&self, context: Context, block: &Arc<Physical>) {
         let looked = written(context, block).and_then(|bytes| {
             if bytes > 0 {
@@ -91,7 +90,7 @@ impl Memory {
         }
     }
 
-    /// Bytes found written in guards and not reported yet, for a report.
+    /// Takes the number of bytes that were found written in guards and not reported yet.
     pub(crate) fn take_written(&self) -> u64 {
         self.written.swap(0, Ordering::Relaxed)
     }
@@ -107,7 +106,7 @@ pub(crate) fn bytes(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
     block_of(allocations, device).map_or(0, |block| block.bytes() as u64)
 }
 
-/// Device memory that is free once these are guarded no more: nothing if others on the device still are.
+/// Device memory that becomes free when these are no longer guarded: none if others on the device still are.
 pub(crate) fn bytes_left_by(allocations: &[Arc<Allocation>], device: CUdevice) -> u64 {
     let Some(block) = block_of(allocations, device) else { return 0 };
     let leave: BTreeSet<_> = allocations.iter().map(Arc::as_ptr).collect();
@@ -155,7 +154,7 @@ fn fill(context: Context, block: &Physical) -> Result<(), Failure> {
     copy(Direction::ToDevice, context, block, |_| ())
 }
 
-/// Bytes of the block that are not what they were, in words.
+/// Bytes of the block that have changed, in whole words.
 fn written(context: Context, block: &Physical) -> Result<u64, Failure> {
     let mut bytes = 0;
     copy(Direction::FromDevice, context, block, |words| {
@@ -172,7 +171,7 @@ fn copy(direction: Direction, context: Context, block: &Physical, mut copied: im
         for offset in (0..bytes).step_by(PART) {
             let words = &mut words[..PART.min(bytes - offset) / size_of::<u32>()];
             let mut lane = Lane::default();
-            // SAFETY: the buffer outlives the lane, which finishes before anybody else uses it.
+            // SAFETY: the buffer outlives the lane, which finishes before the buffer is used again.
             unsafe { lane.queue(direction, context, address + offset as u64, words.as_mut_ptr().cast(), size_of_val(words))? };
             lane.finish()?;
             copied(words);

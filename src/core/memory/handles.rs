@@ -1,11 +1,11 @@
-//! Memory that the program manages itself: it creates physical memory (`cuMemCreate`), maps it at addresses that it has reserved,
-//! and says who may access it.
+//! Memory that the program manages itself: it creates physical memory (`cuMemCreate`), maps it at addresses that it has reserved, and sets
+//! which devices may access it.
 //!
-//! The program gets handles of the library's own, which stay the same while the driver's come and go with pauses. The rest of
-//! what it does is done by the driver at once if the memory is there, and recorded; a resume does it again. While the memory is
-//! paused it is only recorded.
+//! The program gets the library's handles, which stay the same while the driver's change with each pause and resume. Its other calls are
+//! passed to the driver at once if the memory is active, and recorded; a resume repeats them. While the memory is paused, they are only
+//! recorded.
 //!
-//! Each function returns `None` if the memory is not managed: then the real function answers. `real` calls that function.
+//! Each function returns `None` if the memory is not managed; then the caller uses the real function. `real` calls that function.
 
 use super::allocation::Mapping;
 use super::{Allocation, Memory, Placement};
@@ -16,17 +16,17 @@ use std::sync::{Arc, PoisonError, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_driver::{Access, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture};
 use vramctl_model::{Error, Failure, Span, StatusCode, code};
 
-/// Handles of ours: neither addresses, which end at 2^57, nor handles of the driver, which are pointers.
+/// The library's handles start here: above all addresses (below 2^57), and so above the driver's handles, which are pointers.
 const FIRST: u64 = 0x7672_0000_0000_0000;
 const LAST: u64 = 0x7672_ffff_ffff_ffff;
 
-/// Whether a handle may be one of the library's. No handle of the driver is.
+/// Whether a handle may be one of the library's. False for every handle of the driver.
 #[inline]
 pub fn is_ours(handle: u64) -> bool {
     (FIRST..=LAST).contains(&handle)
 }
 
-/// The programs' mappings, by first address. Held for no call of the driver's.
+/// The program's mappings, by first address. Not locked during driver calls.
 pub(super) type Index = BTreeMap<CUdeviceptr, Arc<Allocation>>;
 
 impl Memory {
@@ -77,7 +77,7 @@ impl Memory {
     /// `cuMemMap`. `real` maps the driver's handle.
     pub fn map(&self, span: Span, offset: usize, handle: u64, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
         if !is_ours(handle) {
-            // Into a hole that paused memory leaves, the driver would map it.
+            // The driver would map it into the hole that paused memory leaves.
             return self.is_reserved_by_paused(span).then_some(code::INVALID_VALUE);
         }
         let _shared = self.share();
@@ -174,7 +174,7 @@ impl Memory {
             }
             return Some(answer);
         }
-        // The driver would stop at the hole that paused memory leaves, so it gets what is between, which may be somebody else's.
+        // The driver would stop at the hole that paused memory leaves, so it gets the ranges between; they may belong to somebody else.
         for between in without_paused(span, &found) {
             let answer = real(between);
             if answer != code::SUCCESS {
@@ -225,7 +225,7 @@ impl Memory {
     pub fn retain_handle(&self, address: CUdeviceptr) -> Option<Result<u64, StatusCode>> {
         let _shared = self.share();
         let Some((_, allocation)) = self.mapped_at(address) else {
-            // Memory of `cudaMalloc` has no handle, and programs take this for the sign of it.
+            // Memory of `cudaMalloc` has no handle; programs recognise it by this error.
             return self.find(address).map(|_| Err(code::INVALID_VALUE));
         };
         allocation.contents().references += 1;
@@ -240,8 +240,8 @@ impl Memory {
         Some(self.of_handle(handle).and_then(|allocation| allocation.wanted().copied().ok_or(code::INVALID_VALUE)))
     }
 
-    /// Passes the driver's handle to a call that makes it known to somebody else: another process, a multicast object, a sparse
-    /// array. From then on the memory cannot be replaced. Paused memory is an invalid value.
+    /// Passes the driver's handle to a call that shares it: with another process, a multicast object, a sparse array. From then on the
+    /// memory cannot be replaced. For paused memory, the answer is an invalid value.
     pub fn share_handle(&self, handle: u64, registrant: &'static str, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
         if !is_ours(handle) {
             return None;
@@ -260,7 +260,7 @@ impl Memory {
         Some(answer)
     }
 
-    /// Runs a call that makes the memory at an address known by its physical pages, and records that. No pause comes in between.
+    /// Runs a call that registers the memory at an address by its physical pages, and records that. No pause comes in between.
     pub fn register(&self, address: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {
         let _shared = self.share();
         let answer = real();
@@ -289,7 +289,7 @@ impl Memory {
         self.let_go();
     }
 
-    /// Gives paused or active memory addresses for copies, where the program has mapped it nowhere with full access.
+    /// Gives paused or active memory addresses for copies, if the program has mapped it nowhere with full access.
     pub(crate) fn make_reachable(&self, allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
         for allocation in allocations {
             let added = allocation.make_reachable()?;
@@ -302,7 +302,7 @@ impl Memory {
     }
 }
 
-/// What paused mappings leave of a range.
+/// A range without the paused mappings in it.
 fn without_paused(span: Span, found: &[(CUdeviceptr, Arc<Allocation>)]) -> Vec<Span> {
     let end = span.address.saturating_add(span.bytes as u64);
     let paused = found.iter().filter(|(_, one)| one.is_paused()).map(|(base, one)| (*base, base + one.bytes() as u64));
@@ -327,7 +327,7 @@ fn note_access(allocation: &Allocation, base: CUdeviceptr, access: &[Access]) {
             None => all.push(*new),
         }
     }
-    // Neighbours with the same access are opened in one call, whatever the order in which it was given.
+    // Sorted, so that adjacent mappings with the same access can be opened in one call.
     all.sort_unstable_by_key(|access| access.location.device());
     mapping.access = Some(all.into());
 }

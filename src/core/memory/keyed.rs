@@ -1,4 +1,4 @@
-//! Maps by address or by handle. A free of memory that is not managed looks into them too, so a look-up must cost next to nothing.
+//! Maps by address or by handle. Every free looks into them, even of memory that is not managed, so a lookup must cost almost nothing.
 
 use dashmap::DashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -6,8 +6,8 @@ use std::hash::{BuildHasherDefault, Hasher};
 /// A map by address or by handle.
 pub(super) type Keyed<T> = DashMap<u64, T, BuildHasherDefault<Spread>>;
 
-/// Spreads addresses and handles, whose low bits are all the same, over all bits. The driver and the library choose them, so nobody
-/// makes them collide on purpose.
+/// Hashes addresses and handles, whose low bits are all the same, to all bits. The driver and the library choose the keys, so deliberate
+/// collisions are not a concern.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Spread(u64);
 
@@ -38,7 +38,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::hash::{BuildHasher, Hash};
 
-    /// The map takes its piece from the hash's upper bits and the place in it from the lower ones.
+    /// The map takes the shard from the hash's upper bits and the slot from the lower ones.
     #[test]
     fn neighbours_are_spread_over_all_bits() {
         let hash = |key: u64| BuildHasherDefault::<Spread>::default().hash_one(key);

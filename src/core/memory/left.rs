@@ -1,4 +1,4 @@
-//! Memory that the library sees but leaves to CUDA: how much there is, and whose. It is counted for the status and nothing else.
+//! Counts memory that the library sees but leaves to CUDA, by owner. Used only for the status.
 //!
 //! Who asked for it is its owner: a library, by its file name. Small requests are not counted: they are many, and the driver
 //! packs them together.
@@ -17,7 +17,7 @@ static LEFT: PerProcess<LeftToCuda> = PerProcess::new(LeftToCuda::default);
 
 #[derive(Default)]
 struct LeftToCuda {
-    /// By address. An entry goes before the driver frees the memory, because afterwards another thread may get the address.
+    /// By address. An entry is removed before the driver frees the memory, because afterwards another thread may get the address.
     blocks: Keyed<Given>,
     handles: Mutex<Handles>,
 }
@@ -26,7 +26,7 @@ struct LeftToCuda {
 struct Given {
     bytes: usize,
     origin: Origin,
-    /// It ends with this context, which is on this device.
+    /// The context with which it ends, and that context's device.
     context: Option<(Context, CUdevice)>,
 }
 
@@ -42,10 +42,10 @@ impl Drop for Given {
     }
 }
 
-/// What `cuMemCreate` has made. It is there as long as one has a handle of it or a mapping.
+/// Memory of `cuMemCreate`. It exists as long as it has a handle or a mapping.
 #[derive(Debug, Default)]
 struct Handles {
-    /// With how often each must be released.
+    /// Each with its number of outstanding releases.
     handles: HashMap<u64, (Arc<Created>, usize), BuildHasherDefault<Spread>>,
     mapped: BTreeMap<CUdeviceptr, Arc<Created>>,
 }
@@ -99,7 +99,7 @@ pub fn note(address: CUdeviceptr, bytes: usize, origin: Origin) {
     LEFT.get().blocks.insert(address, given);
 }
 
-/// Lets the real function free what is at an address.
+/// Lets the real function free the memory at an address.
 #[inline]
 pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
     obstacles::forget(address);
@@ -113,7 +113,7 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
     answer
 }
 
-/// Records what `cuMemCreate` has made on a device.
+/// Records memory that `cuMemCreate` has created on a device.
 pub fn note_handle(handle: u64, bytes: usize, device: CUdevice, origin: Origin) {
     let created = Created { bytes, origin, device };
     created.record(Change::Allocated);
@@ -177,11 +177,11 @@ pub struct LeftBlock {
     pub bytes: u64,
     /// By whom.
     pub origin: Origin,
-    /// Where it is, if that is known.
+    /// Its device, if known.
     pub device: Option<CUdevice>,
 }
 
-/// All that is left to CUDA, as it was noted: without asking the driver whether it is still there.
+/// All memory left to CUDA, as recorded; the driver is not asked whether it still exists.
 pub(crate) fn blocks() -> Vec<LeftBlock> {
     let Some(left) = LEFT.existing() else { return Vec::new() };
     let of_given = |given: &Given| LeftBlock {
@@ -199,7 +199,7 @@ pub(crate) fn blocks() -> Vec<LeftBlock> {
     all
 }
 
-/// What is left to CUDA now, by owner in alphabetical order. Forgets what has ended with its context.
+/// Memory left to CUDA now, by owner in alphabetical order. Forgets memory that was destroyed with its context.
 pub fn status() -> Vec<LeftAlone> {
     let Some(left) = LEFT.existing() else { return Vec::new() };
     // No driver call under a guard of the map.

@@ -41,11 +41,11 @@ use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 pub struct Memory {
     /// By address, or by handle.
     allocations: Keyed<Arc<Allocation>>,
-    /// What the program itself has mapped, by address.
+    /// The program's own mappings, by address.
     index: RwLock<handles::Index>,
-    /// What NCCL has registered.
+    /// Memory that NCCL has registered.
     registrations: registered::Registrations,
-    /// Freed in stream order and not released yet.
+    /// Memory freed in stream order and not released yet.
     freed: Unreleased,
     pub(crate) transition: RwLock<()>,
     /// The pause or resume in progress, for status. Held briefly.
@@ -54,7 +54,7 @@ pub struct Memory {
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes an allocation must leave free on its device.
     margin: AtomicU64,
-    /// Bytes that something wrote to guards, and that no report has told yet.
+    /// Bytes written to guards and not reported yet.
     written: AtomicU64,
     /// Peer access: (device, peer whose memory it may use), with the context that enabled it.
     peers: RwLock<BTreeMap<(CUdevice, CUdevice), Context>>,
@@ -130,7 +130,7 @@ impl Memory {
         let retained = self.snapshot().into_iter().filter(|allocation| backup::retains(&allocation.tag));
         let contexts: BTreeMap<_, _> = retained.map(|allocation| (allocation.context(), Arc::clone(&allocation.tag))).collect();
         for (context, tag) in contexts {
-            // A destroyed context needs nothing.
+            // A destroyed context needs no preparation.
             if let Ok(current) = Current::push(context) {
                 backup::get_ready(&current, &tag);
             }
@@ -165,7 +165,7 @@ impl Memory {
         let _shared = self.share();
         let too_large = Failure { call: "cuMemCreate", code: code::OUT_OF_MEMORY };
         let size = bytes.checked_next_multiple_of(driver::granularity(device)?).ok_or(too_large)?;
-        // Otherwise the first of several pieces would be created only to be released again.
+        // Fail early: otherwise the first of several pieces would be created only to be released again.
         if size > driver::PHYSICAL_PIECE && driver::memory_info().is_ok_and(|(_, total)| size as u64 > total) {
             return Err(too_large.into());
         }
@@ -344,7 +344,7 @@ impl Memory {
         std::iter::once(owner).chain(peers).map(Access::of_device).collect()
     }
 
-    /// Gives access to mapped memory, to whom the program expects it for.
+    /// Gives the devices that the program expects access to mapped memory.
     pub(crate) fn open<'a>(&self, allocations: impl IntoIterator<Item = &'a Allocation>) -> Result<(), Failure> {
         let mut usual = BTreeMap::new();
         let mut ranges = Vec::new();
@@ -384,7 +384,7 @@ impl Memory {
         self.snapshot().iter().filter(|allocation| allocation.wanted().is_none()).map(|allocation| allocation.key()).collect()
     }
 
-    /// Records who has asked for the allocation at an address or behind a handle.
+    /// Records who asked for the allocation with this address or handle.
     pub fn note_origin(&self, key: u64, origin: Origin) {
         if let Some(allocation) = self.allocations.get(&key) {
             let _ = allocation.origin.set(origin);
@@ -403,8 +403,8 @@ impl Memory {
         all
     }
 
-    /// Whether an allocation is still the program's. A snapshot may have one that is freed meanwhile: its memory is gone, but nobody
-    /// has paused it.
+    /// Whether an allocation still belongs to the program. A snapshot may contain one that has been freed since: it has no memory, but is
+    /// not paused.
     pub(crate) fn has(&self, allocation: &Arc<Allocation>) -> bool {
         self.allocations.get(&allocation.key()).is_some_and(|entry| Arc::ptr_eq(&entry, allocation))
     }
@@ -417,7 +417,8 @@ impl Memory {
         self.transition.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Like [`exclude`](Self::exclude), for work that calls the driver. In a suspended process that would wait, with the lock held.
+    /// Like [`exclude`](Self::exclude), for work that calls the driver: fails in a suspended process, where such calls would block with the
+    /// lock held.
     pub(crate) fn exclude_awake(&self) -> Result<RwLockWriteGuard<'_, ()>, Error> {
         let lock = self.exclude();
         check_awake().map(|()| lock)

@@ -1,7 +1,8 @@
-//! What the driver checkpoints but cannot restore. Such a process is lost, so it must be known before it is suspended.
+//! Obstacles: what the driver checkpoints but cannot restore. A process with an obstacle would be lost, so they must be known before a
+//! suspend.
 //!
-//! Driver 580 refuses to restore processes with NCCL or memory that several processes use; earlier ones, with unified memory. What is
-//! noted here is told as long as it may be there: too long rather than too short.
+//! Driver 580 refuses to restore processes with NCCL or memory that several processes use; earlier ones, with unified memory. An obstacle
+//! is reported as long as it may exist: too long rather than too short.
 
 use super::{Allocation, Memory, borrow, communicators, left};
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,14 +22,14 @@ fn lock(seen: &Mutex<BTreeMap<u64, ObstacleKind>>) -> MutexGuard<'_, BTreeMap<u6
 /// The program's calls that may leave an obstacle behind, by kind.
 static CALLS: PerProcess<[Calls; ObstacleKind::ALL.len()]> = PerProcess::new(Default::default);
 
-/// Words and no lock: a thread that the driver makes wait may have locks.
+/// Atomics and no lock: a thread that blocks in the driver may hold locks.
 #[derive(Default)]
 struct Calls {
     begun: AtomicUsize,
     ended: AtomicUsize,
 }
 
-/// Makes a call that may leave an obstacle behind, and notes it.
+/// Makes a call that may create an obstacle, and records it.
 pub fn making<R>(kind: ObstacleKind, call: impl FnOnce() -> R) -> R {
     struct Ended(&'static AtomicUsize);
     impl Drop for Ended {
@@ -46,12 +47,12 @@ pub fn making<R>(kind: ObstacleKind, call: impl FnOnce() -> R) -> R {
 pub(crate) struct Moment([usize; ObstacleKind::ALL.len()]);
 
 impl Moment {
-    /// From now on, what is not seen yet is [`since`](Self::since) then.
+    /// Captures the current moment; later obstacles are reported by [`since`](Self::since).
     pub fn now() -> Self {
         Self(CALLS.get().each_ref().map(|calls| calls.ended.load(Ordering::SeqCst)))
     }
 
-    /// What may have come since then, or be coming. Asks no driver, and waits for no thread that does.
+    /// Obstacles that may have appeared since then, or are about to. Does not call the driver, and waits for no thread that does.
     pub fn since(&self) -> Vec<Obstacle> {
         let calls = CALLS.get().each_ref().map(|calls| calls.begun.load(Ordering::SeqCst));
         let new = ObstacleKind::ALL.into_iter().map(|kind| (kind, calls[kind as usize] - self.0[kind as usize]));
@@ -73,12 +74,12 @@ fn plural(kind: ObstacleKind) -> &'static str {
     }
 }
 
-/// Whether memory of this library's is that of communicators.
+/// Whether memory of this library belongs to communicators.
 pub fn is_communicator(library: &str) -> bool {
     ["libnccl", "libnvshmem"].iter().any(|name| library.starts_with(name))
 }
 
-/// The communicators that NCCL was seen to make, by their number of ranks.
+/// The communicators whose creation was seen, by their number of ranks.
 fn known_communicators() -> Option<String> {
     let mut times = BTreeMap::<_, usize>::new();
     for one in communicators::list() {
@@ -93,12 +94,12 @@ fn known_communicators() -> Option<String> {
     if texts.is_empty() { None } else { Some(texts.join(", ")) }
 }
 
-/// Notes what is at an address, or behind a handle.
+/// Records an obstacle by its address or handle.
 pub fn note(kind: ObstacleKind, key: u64) {
     lock(SEEN.get()).insert(key, kind);
 }
 
-/// What was at the address is gone.
+/// Removes the obstacle at the address.
 #[inline]
 pub fn forget(address: u64) {
     if let Some(seen) = SEEN.existing() {
@@ -107,17 +108,17 @@ pub fn forget(address: u64) {
 }
 
 impl Memory {
-    /// What keeps this process from being suspended.
+    /// What prevents a suspend of this process.
     pub fn obstacles(&self) -> Vec<Obstacle> {
         self.obstacles_after(&[], &TransitionRequest::default())
     }
 
-    /// What would keep it from that after a pause of these allocations.
+    /// What would prevent it after a pause of these allocations.
     pub(crate) fn obstacles_after(&self, paused: &[Arc<Allocation>], request: &TransitionRequest) -> Vec<Obstacle> {
         let paused: BTreeSet<_> = paused.iter().map(Arc::as_ptr).collect();
         let mut found = Vec::new();
         let mut add = |kind, what: String, bytes| found.push(Obstacle { kind, what, bytes });
-        // Those that NCCL was seen to make are told where its memory is; it may also be linked into another library.
+        // Known communicators are reported together with NCCL's memory; NCCL may also be linked into another library.
         let mut known = known_communicators();
         for owner in left::status() {
             if is_communicator(&owner.owner) {
@@ -132,7 +133,7 @@ impl Memory {
         let (mut lent, mut registered) = (0, BTreeMap::<_, u64>::new());
         for allocation in self.snapshot().iter().filter(|allocation| !paused.contains(&Arc::as_ptr(allocation))) {
             let (bytes, contents) = (allocation.bytes() as u64, allocation.contents());
-            // What is paused has no memory that anybody could know.
+            // Paused allocations have no memory that anybody could refer to.
             if contents.memory.is_none() {
                 continue;
             }
@@ -165,7 +166,7 @@ impl Memory {
             add(ObstacleKind::Peers, format!("access of GPU {}", pairs.join(", ")), 0);
         }
         drop(peers);
-        // Also of a process without memory here: its contexts are there all the same.
+        // Also for a process without memory here: it may still have contexts.
         if driver::devices().any(driver::is_behind_mps) {
             add(ObstacleKind::Mps, "a GPU behind MPS".into(), 0);
         }

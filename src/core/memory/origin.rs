@@ -10,19 +10,19 @@ use vramctl_host::stack::Stack;
 pub struct Origin {
     /// The library that has called, by its file name.
     pub library: &'static str,
-    /// Where the program was. Known of large requests, and only if reports are written (`VRAMCTL_REPORT_DIR`).
+    /// The call stack. Recorded only for large requests, and only if report files are written (`VRAMCTL_REPORT_DIR`).
     pub stack: Option<Arc<Stack>>,
 }
 
 impl Origin {
-    /// A library, without more.
+    /// Only a library.
     pub fn of(library: &'static str) -> Self {
         Self { library, stack: None }
     }
 
-    /// Of a request that the calling thread makes now. `caller`: where its call returns to.
+    /// The origin of a request that the calling thread makes now. `caller`: the return address of its call.
     pub fn of_request(library: &'static str, bytes: usize, caller: *const c_void) -> Self {
-        /// Smaller ones explain no shortage, and are so many that their stacks would cost time.
+        /// Smaller requests rarely explain a shortage, and are so many that recording their stacks would cost time.
         const LARGE: usize = 64 << 20;
         const FRAMES: usize = 24;
         let is_told = bytes >= LARGE && config::report_directory().is_some();

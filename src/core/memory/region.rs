@@ -15,7 +15,7 @@ use vramctl_model::{Backup, DEFAULT_TAG, Error, checked_tag};
 pub struct Placement {
     /// The tag that selects it in pauses and resumes.
     pub tag: Arc<str>,
-    /// What becomes of its contents while it is paused.
+    /// What happens to its contents while it is paused.
     pub backup: Backup,
     /// Whether host memory for its contents may stay after a resume (`pinned`) or is freed before the resume returns
     /// (`mmap`).

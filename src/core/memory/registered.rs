@@ -1,7 +1,7 @@
-//! Memory that NCCL has registered: until it is deregistered as often, or the communicator has ended.
+//! Memory that NCCL has registered. It stays registered until it has been deregistered as often, or the communicator is destroyed.
 //!
-//! NCCL registers late (at the first collective) and gives the same handle for a range that it knows already, of which it keeps all
-//! until the last deregistration. So do the marks here.
+//! NCCL registers late (at the first collective). For a range that it knows already, it returns the same handle, and keeps everything
+//! registered until the last deregistration. The marks here follow that.
 
 use super::{Allocation, Memory};
 use std::collections::BTreeMap;
@@ -9,10 +9,10 @@ use std::collections::btree_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_model::Span;
 
-/// Who knows the memory. Allocations refer to it weakly: they are registered as long as it is there.
+/// A registrant. Allocations hold weak references to it: they are registered as long as it exists.
 pub(super) type RegistrantMark = Arc<&'static str>;
 
-/// By communicator, and the handle that NCCL gave.
+/// By communicator and NCCL's handle.
 pub(super) type Registrations = Mutex<BTreeMap<(usize, usize), NcclRegistration>>;
 
 pub(super) struct NcclRegistration {
@@ -25,8 +25,8 @@ impl Memory {
         self.registrations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs a call that registers a range, and tells the handle if it has. The memory counts as registered from before the call on,
-    /// which may itself allocate and wait for other processes: no lock is held meanwhile.
+    /// Runs a call that registers a range, and returns the handle if it succeeded. The memory counts as registered from before the call on.
+    /// No lock is held during the call, which may allocate and wait for other processes.
     pub fn registering(&self, span: Span, registrant: &'static str, communicator: usize, real: impl FnOnce() -> Option<usize>) {
         let mark = RegistrantMark::new(registrant);
         let covered = {
@@ -54,10 +54,10 @@ impl Memory {
         }
     }
 
-    /// Runs a call that deregisters a handle, and tells whether it has. The memory counts as registered until after the call.
+    /// Runs a call that deregisters a handle, and returns whether it succeeded. The memory counts as registered until after the call.
     pub fn deregistering(&self, communicator: usize, handle: usize, real: impl FnOnce() -> bool) {
         let key = (communicator, handle);
-        // Taken out before: NCCL may give the handle to another thread as soon as it is free.
+        // Remove it before the call: NCCL may give the handle to another thread as soon as it is free.
         let taken = match self.registrations().entry(key) {
             Entry::Vacant(_) => None,
             Entry::Occupied(mut known) if known.get().times > 1 => {
@@ -73,9 +73,9 @@ impl Memory {
         }
     }
 
-    /// Runs a call that ends a communicator, and tells whether it has.
+    /// Runs a call that destroys a communicator, and returns whether it succeeded.
     pub fn ending_communicator(&self, communicator: usize, real: impl FnOnce() -> bool) {
-        // Taken out before: a new communicator may get the address of this one.
+        // Remove it before the call: a new communicator may get its address.
         let taken: Vec<_> = {
             let mut known = self.registrations();
             let keys: Vec<_> = known.range((communicator, 0)..=(communicator, usize::MAX)).map(|(key, _)| *key).collect();

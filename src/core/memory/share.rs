@@ -1,9 +1,9 @@
 //! Memory of this process that other processes have open (CUDA IPC).
 //!
-//! The driver makes IPC handles only for its own plain memory. So a handle for managed memory is the library's: who the owner is,
-//! and a token that nobody can guess. The library of the process that opens it ([`super::borrow`]) shows the token at the owner's
-//! control socket and gets descriptors of the physical memory. Its connection is the lease: while it lasts, and the memory was
-//! not given back on it, the memory is not paused.
+//! The driver makes IPC handles only for its own plain memory. So for managed memory the library makes the handle: the owner's pid and a
+//! token that nobody can guess. The library of the process that opens it ([`super::borrow`]) sends the token to the owner's control socket
+//! and gets descriptors of the physical memory. The connection is the lease: until it ends, or the memory is closed over it, the memory is
+//! not paused.
 
 use super::allocation::Contents;
 use super::{Allocation, Memory, check_awake};
@@ -18,7 +18,7 @@ use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, TransitionRequest,
 
 /// The size of `CUipcMemHandle` and `cudaIpcMemHandle_t`.
 pub const HANDLE_BYTES: usize = 64;
-/// How a handle of the library's begins. The driver's begin with a number of its own for the process.
+/// The first bytes of the library's handles. The driver's begin with its own number for the process.
 const MAGIC: &[u8; 8] = b"vramctl\x01";
 const TOKEN_BYTES: usize = 24;
 
@@ -40,7 +40,7 @@ impl Ticket {
         Some(Self { owner: u32::from_le_bytes(*owner), token: Token(*token) })
     }
 
-    /// As the program gets it.
+    /// The handle as the program gets it.
     pub fn bytes(&self) -> [u8; HANDLE_BYTES] {
         let mut bytes = [0; HANDLE_BYTES];
         bytes[..8].copy_from_slice(MAGIC);
@@ -50,8 +50,8 @@ impl Ticket {
     }
 }
 
-/// Names an allocation to whoever has the handle. Random, so it is not found by trying, and no later process with the same pid
-/// knows it.
+/// Identifies an allocation to whoever has the handle. Random, so that it cannot be guessed, and a later process with the same pid does not
+/// accept it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Token([u8; TOKEN_BYTES]);
 
@@ -84,36 +84,36 @@ impl Token {
 /// A connection from another process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Borrower {
-    /// Tells connections apart.
+    /// Identifies the connection.
     pub connection: u64,
-    /// The process, as seen here; 0 if it is not.
+    /// The process id in this namespace; 0 if it is not visible here.
     pub pid: u32,
 }
 
-/// What other processes have of an allocation.
+/// The loans of an allocation to other processes.
 #[derive(Debug, Default)]
 pub struct Lending {
-    /// Once a handle was asked for.
+    /// Set once a handle was requested.
     token: Option<Token>,
-    /// Who has it open, by connection, and how often it had been paused when they got it. Those that got it before the last pause have set
-    /// it aside.
+    /// Who has it open, by connection, with the number of its pauses when they got it. Those that got it before the last pause have set it
+    /// aside.
     open: BTreeMap<u64, (Borrower, u64)>,
 }
 
 impl Contents {
-    /// Who has the memory open, apart from those that give it up for the request.
+    /// Who has the memory open, except processes that give it up for the request.
     pub fn lent_to_others(&self, request: &TransitionRequest) -> BTreeSet<u32> {
         let now = self.lending.open.values().filter(|(_, pauses)| *pauses == self.pauses);
-        // A process that has several connections has the memory once.
+        // A process with several connections counts once.
         now.map(|(borrower, _)| borrower.pid).filter(|pid| !request.has_along(*pid)).collect()
     }
 }
 
-/// What another process needs of an allocation.
+/// What another process needs to open an allocation.
 pub struct Loan {
     /// The descriptors of its memory, each with its length.
     pub pieces: Vec<(OwnedFd, usize)>,
-    /// Its tag: a pause of this process together with the other takes it by that.
+    /// Its tag: a common pause of both processes selects it by that.
     pub tag: Arc<str>,
     /// How often it has been paused.
     pub pauses: u64,
@@ -169,14 +169,14 @@ impl Memory {
         Ok(Loan { pieces, tag: Arc::clone(&allocation.tag), pauses })
     }
 
-    /// Notes that another process has closed memory.
+    /// Records that another process has closed memory.
     pub fn take_back(&self, token: &str, connection: u64) {
         if let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) {
             allocation.contents().lending.open.remove(&connection);
         }
     }
 
-    /// Notes that another process has closed everything, or has ended.
+    /// Records that another process has closed everything, or has ended.
     pub fn take_all_back(&self, connection: u64) {
         for allocation in self.snapshot() {
             allocation.contents().lending.open.remove(&connection);
@@ -184,8 +184,8 @@ impl Memory {
     }
 }
 
-/// Refuses to pause what other processes have open: they would go on using memory that the allocation no longer has. Partners and
-/// borrowers set it aside ([`borrow::set_aside`](super::borrow::set_aside)).
+/// Refuses to pause memory that other processes have open: they would keep using physical memory that no longer belongs to the allocation.
+/// Partners and borrowers set it aside ([`borrow::set_aside`](super::borrow::set_aside)).
 pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
     let mut bytes = BTreeMap::<(Arc<str>, u32), u64>::new();
     for allocation in victims {

@@ -12,13 +12,13 @@ use vramctl_host::PerProcess;
 
 const KEPT: usize = 10;
 
-/// What this process has written, the oldest first.
+/// The files that this process has written, the oldest first.
 static WRITTEN: PerProcess<Mutex<VecDeque<PathBuf>>> = PerProcess::new(Mutex::default);
 
-/// Writes a page; `None` if nobody wants files.
+/// Writes a page; `None` if no directory is configured.
 pub fn write(page: &ReportPage) -> Option<io::Result<PathBuf>> {
     config::report_directory().map(|directory| {
-        // One at a time, so that the last ten are.
+        // One thread at a time, so that exactly the last ten are kept.
         let mut written = WRITTEN.get().lock().unwrap_or_else(PoisonError::into_inner);
         let path = put(directory, page)?;
         written.push_back(path.clone());
@@ -33,7 +33,7 @@ pub fn write(page: &ReportPage) -> Option<io::Result<PathBuf>> {
 /// Readers find a file whole or not at all.
 fn put(directory: &Path, page: &ReportPage) -> io::Result<PathBuf> {
     DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
-    // Unique: a later process may have this one's number, and so may one in another container.
+    // Unique: a later process, or one in another container, may have the same pid.
     let name = format!("out-of-memory-{:.6}-{}", page.time, std::process::id());
     let (unfinished, path) = (directory.join(format!(".{name}")), directory.join(format!("{name}.json")));
     let mut text = serde_json::to_vec_pretty(page)?;

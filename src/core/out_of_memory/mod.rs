@@ -1,14 +1,14 @@
-//! What is told when device memory runs out: a page in the log and, with `VRAMCTL_REPORT_DIR`, a file.
+//! The report when device memory runs out: a page in the log and, with `VRAMCTL_REPORT_DIR`, a file.
 //!
-//! A guest's report: until a request fails, it costs an allocation a look at one word. The failed call records what only its thread
-//! knows, in memory (`scene`); a worker asks the other processes on the GPU (`others`), writes the page (`page`) and the file
-//! (`files`). The call waits for it only briefly, so that the page is there if the program now ends, however it does.
+//! Until a request fails, this costs each allocation one load. The failed call records what only its thread knows (`scene`); a worker asks
+//! the other processes on the GPU (`others`) and writes the page (`page`) and the file (`files`). The call waits briefly for the worker, so
+//! that the page is written even if the program now ends.
 //!
-//! **One episode, one page.** What a thread asks for again, as much as before, within a second of the last failure, is the same episode.
-//! torch's allocator always does: it gives back what it has cached and tries once more. So its first failure is held back: if the
-//! second attempt fails, the page tells how things are then; if it gets the memory, a line does. All other failures are told at once.
+//! **One page per episode.** If a thread requests the same size again within a second of the last failure, that is the same episode.
+//! torch's allocator always does this: it empties its cache and tries once more. So its first failure is held back. If the second attempt
+//! fails, the page describes the state then; if it succeeds, one line says so. All other failures are reported at once.
 //!
-//! **No flood.** For each library that asks, three episodes at a time and then one every ten seconds. The rest is counted.
+//! **Rate limit.** Each requesting library gets three episodes at once and then one every ten seconds. The rest is only counted.
 
 mod files;
 mod others;
@@ -33,17 +33,17 @@ use vramctl_model::Bytes;
 /// How long after a failure the same request counts as the same episode.
 const SAME: Duration = Duration::from_secs(1);
 
-/// How long a failed call waits at most for its page to be written.
+/// The longest that a failed call waits for its page to be written.
 const PATIENCE: Duration = Duration::from_millis(250);
 
-/// The most episodes at a time: each has a worker.
+/// The most open episodes: each has a worker.
 const MOST_OPEN: usize = 8;
 
 static REPORTS: PerProcess<Reports> = PerProcess::new(Reports::default);
 
 #[derive(Default)]
 struct Reports {
-    /// How many episodes are open. Every allocation looks at it.
+    /// How many episodes are open. Every allocation reads it.
     open: AtomicUsize,
     books: Mutex<Books>,
 }
@@ -51,9 +51,9 @@ struct Reports {
 #[derive(Default)]
 struct Books {
     open: Vec<Arc<Episode>>,
-    /// How many more pages a library gets now.
+    /// The rate limit of each library.
     allowances: BTreeMap<&'static str, Allowance>,
-    /// Failures since the last page that have none of their own.
+    /// Failures since the last page that got no page.
     untold: u64,
 }
 
@@ -68,13 +68,13 @@ struct Episode {
 }
 
 struct Course {
-    /// How things were at the last failure, until the worker takes it.
+    /// The state at the last failure, until the worker takes it.
     scene: Option<Scene>,
     attempts: u32,
     last_failed: Instant,
     /// A later attempt has succeeded.
     got_it: bool,
-    /// Nothing more is waited for.
+    /// The episode is complete.
     is_due: bool,
     is_told: bool,
 }
@@ -84,7 +84,7 @@ pub fn failed(asked: Asked) {
     if exit::is_ending() || !is_wanted() {
         return;
     }
-    // A defect of ours is not the program's.
+    // A bug of the library must not become the program's.
     let _ = panic::catch_unwind(AssertUnwindSafe(|| take_up(asked)));
 }
 
@@ -92,7 +92,7 @@ fn take_up(asked: Asked) {
     let (thread, name) = stack::thread();
     let reports = REPORTS.get();
     let episode = {
-        // Somebody else's episode is being written down right now: this one is not worth waiting.
+        // Another thread is recording an episode right now: reporting this one is not worth waiting.
         let Some(mut books) = reports.try_books() else { return };
         match books.same(thread, &asked) {
             Some(episode) => Some(episode),
@@ -126,7 +126,7 @@ fn note_success(bytes: u64) {
     }
 }
 
-/// Ends the open episodes as if their time were over, and waits until all is told. For tests.
+/// Ends the open episodes as if their time were over, and waits until all are reported. For tests.
 pub fn settle() {
     while let Some(reports) = REPORTS.existing().filter(|reports| reports.open.load(Ordering::Relaxed) > 0) {
         let open = reports.books().open.clone();
@@ -182,7 +182,7 @@ impl Reports {
 }
 
 impl Books {
-    /// The episode that this failure belongs to. A resume is tried again by another thread.
+    /// The episode that this failure belongs to. A resume may be retried by another thread.
     fn same(&self, thread: u32, asked: &Asked) -> Option<Arc<Episode>> {
         let is_same = |episode: &&Arc<Episode>| {
             (episode.library, episode.bytes) == (asked.library, asked.bytes) && (episode.is_resume || episode.thread == thread)
@@ -233,7 +233,7 @@ impl Episode {
         let _ = self.changed.wait_timeout_while(course, PATIENCE, |course| !course.is_told);
     }
 
-    /// The worker's part: tells of the episode once it is clear what has become of it.
+    /// The worker: reports the episode once its outcome is known.
     fn follow(&self) {
         let mut course = self.wait(|course| course.is_due);
         let (scene, attempts, got_it) = (course.scene.take(), course.attempts, course.got_it);
@@ -280,8 +280,8 @@ fn tell(scene: Scene, attempts: u32) {
     }
 }
 
-/// Events that are held back are told before the program ends. Registered after a worker was started, so that this runs before the
-/// library's own end, after which nothing is logged.
+/// Reports held-back episodes before the program exits. Registered after a worker was started, so that it runs before the library's own
+/// exit handler, after which nothing is logged.
 fn tell_at_exit() {
     extern "C" fn tell() {
         let _ = panic::catch_unwind(|| {
@@ -295,7 +295,7 @@ fn tell_at_exit() {
                     Err(_) => continue,
                 }
                 episode.changed.notify_all();
-                // No lock is waited for: a program may exit in a signal handler, whatever that has interrupted.
+                // Never blocks on a lock: the program may exit in a signal handler that has interrupted its owner.
                 while begun.elapsed() < PATIENCE && episode.course.try_lock().is_ok_and(|course| !course.is_told) {
                     thread::sleep(Duration::from_millis(1));
                 }

@@ -1,4 +1,4 @@
-//! The other processes with the library on a GPU, asked over their sockets. Who does not answer soon is left out.
+//! Asks the other processes with the library on a GPU, over their sockets. Processes that do not answer soon are left out.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Message, ProcessStatus, Reply, Request, VERSION};
 
-/// For all of them together.
+/// The time limit for all of them together.
 const WITHIN: Duration = Duration::from_millis(150);
 
 /// The longest answer.
@@ -32,7 +32,7 @@ impl Neighbour {
     }
 }
 
-/// Those with memory on this GPU.
+/// The processes with memory on this GPU.
 pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
     let deadline = Instant::now() + WITHIN;
     let Ok(Some(directory)) = Directory::open() else { return Vec::new() };

@@ -16,10 +16,10 @@ use vramctl_model::{Bytes, Events, Happening, HostStatus, OwnersBytes, left_to_c
 /// Changes if readers would misunderstand a new page.
 const VERSION: u32 = 1;
 
-/// How many of the largest are told.
+/// How many of the largest blocks are listed.
 const LARGEST: usize = 10;
 
-/// How far back the events go, and how many of them.
+/// How far back the events go, and the most of them.
 const LAST: Duration = Duration::from_secs(60);
 const MOST_EVENTS: usize = 4096;
 
@@ -29,7 +29,7 @@ pub struct ReportPage {
     version: u32,
     /// Seconds since 1970.
     pub time: f64,
-    /// What has happened, in a sentence.
+    /// The failure in one sentence.
     headline: String,
     process: Own,
     request: Failed,
@@ -39,19 +39,19 @@ pub struct ReportPage {
     native_stack: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     device: Option<RoomOn>,
-    /// What is in use on the device, the largest first. The last row is what is left of it.
+    /// What is in use on the device, the largest first. The last row is the rest.
     in_use: Vec<Row>,
     /// This process's largest blocks, by where they were asked for.
     largest: Vec<Group>,
-    /// This process's memory that is paused, and takes none now.
+    /// This process's paused memory, which uses no device memory now.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     paused: BTreeMap<String, u64>,
     host: HostStatus,
     could_be_freed: Vec<Way>,
-    /// The last minute, if the process records what happens (`VRAMCTL_TRACE`), at most so many events.
+    /// The events of the last minute, if the process records them (`VRAMCTL_TRACE`); their number is limited.
     #[serde(skip_serializing_if = "Option::is_none")]
     events: Option<Events>,
-    /// Failures since the page before that have none of their own.
+    /// Failures since the previous page that got no page.
     #[serde(skip_serializing_if = "is_none")]
     untold: u64,
 }
@@ -88,7 +88,7 @@ struct Failed {
     #[serde(skip_serializing_if = "is_none")]
     margin_bytes: u64,
     attempts: u32,
-    /// What the program has given back since the first attempt.
+    /// Bytes that the program has freed since the first attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     freed_since_bytes: Option<u64>,
 }
@@ -117,7 +117,7 @@ struct Row {
     /// The tag, the library, or the process's name.
     #[serde(skip_serializing_if = "String::is_empty")]
     of: String,
-    /// Of a process: what of it.
+    /// For a process: its bytes by tag.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     tags: BTreeMap<String, u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -248,7 +248,7 @@ fn largest(blocks: &[Placed]) -> Vec<Group> {
         blocks: u64,
     }
     let mut groups: Vec<Together<'_>> = Vec::new();
-    // Blocks of one size and owner are next to each other, however many there are.
+    // Sorted, so that blocks of one size and owner are adjacent, however many there are.
     let mut sorted: Vec<_> = blocks.iter().collect();
     sorted.sort_by_key(|block| (std::cmp::Reverse(block.bytes), block.tag.clone(), block.origin.as_ref().map(|origin| origin.library)));
     for block in sorted {
@@ -285,7 +285,7 @@ fn largest(blocks: &[Placed]) -> Vec<Group> {
     groups.into_iter().take(LARGEST).map(told).collect()
 }
 
-/// The call that says most: the last one in Python that is neither torch's nor ours, else the last native one outside of CUDA and of
+/// The most informative call: the innermost Python call that is neither torch's nor ours, else the innermost native one outside CUDA and
 /// torch's allocator.
 fn place<'a>(python: &'a [String], native: &'a [String]) -> Option<&'a str> {
     let is_own = |frame: &&String| {
@@ -301,7 +301,7 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
     let margin = if matches!(scene.asked.cause, Cause::Margin) { scene.margin } else { 0 };
     let short = (scene.asked.bytes + margin).saturating_sub(scene.room.as_ref().map_or(0, |room| room.free));
     let way = |bytes, command, note| Way { bytes, command, is_enough: bytes >= short, note };
-    // The program is using the tag that it asks for more of.
+    // Skip the requested tag: the program is using it.
     let asked_for = scene.asked.tag.as_deref().unwrap_or_default();
     let idle = scene.tags.iter().filter(|(tag, share)| share.active > 0 && (scene.asked.cause.is_resume() || ***tag != *asked_for));
     let mut ways: Vec<_> = idle
@@ -310,7 +310,7 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
             way(share.active, command, "the program must not use it meanwhile")
         })
         .collect();
-    // Processes of one name are paused together; one of ours would be paused, too.
+    // `--name` pauses all processes with that name, so a process with this one's name is selected by its pid.
     let mut others = BTreeMap::<String, (u64, u64)>::new();
     for one in neighbours {
         let who = if one.name == own.name { format!("--pid {}", one.pid) } else { format!("--name {}", quoted(&one.name)) };
@@ -330,7 +330,7 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
     ways
 }
 
-/// Who has more or less than before these events, the largest change first.
+/// The owners whose memory has changed over these events, the largest change first.
 fn changes(events: &Events) -> Vec<String> {
     let mut owners = BTreeMap::<u16, i64>::new();
     for event in &events.events {
@@ -408,7 +408,7 @@ impl fmt::Display for ReportPage {
                     let tags = if tags.is_empty() { String::new() } else { format!(": {}", tags.join(", ")) };
                     writeln!(out, "    {bytes:>11}  process {} ({of}){tags}", pid.unwrap_or_default())?;
                 }
-                // It makes the rows add up in the file.
+                // It only makes the rows add up in the file.
                 _ if bytes == "0 B" => (),
                 _ => writeln!(out, "    {bytes:>11}  all else: contexts, loaded code, small allocations, processes without the library")?,
             }

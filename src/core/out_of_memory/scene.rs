@@ -1,4 +1,4 @@
-//! How things are in a thread whose request has just failed: what is known here and now, without waiting for anybody.
+//! The state when a request has failed, as far as its thread can tell at once, without waiting.
 
 use crate::memory::{Memory, Origin, left};
 use std::collections::BTreeMap;
@@ -13,11 +13,11 @@ use vramctl_model::{Bytes, Holder};
 pub struct Asked {
     /// Bytes.
     pub bytes: u64,
-    /// On which device; `None`: on the calling thread's.
+    /// The device; `None`: the calling thread's.
     pub device: Option<CUdevice>,
     /// The tag that the memory would have got; `None` if it was left to CUDA.
     pub tag: Option<String>,
-    /// Who has asked: a library's file name.
+    /// The file name of the library that made the request.
     pub library: &'static str,
     /// The address to which its call returns; 0 if that is not known.
     pub caller: usize,
@@ -28,9 +28,9 @@ pub struct Asked {
 /// Why a request has failed.
 #[derive(Debug, Clone)]
 pub enum Cause {
-    /// The driver refused it, in this function if it is known.
+    /// The driver refused it, in this function if known.
     Refused(Option<&'static str>),
-    /// It would not have left the memory margin free.
+    /// It would have left less than the memory margin free.
     Margin,
     /// A resume needs more than is free. The other processes that NVML reports.
     Resume(Vec<Holder>),
@@ -44,7 +44,7 @@ impl Cause {
 }
 
 impl Asked {
-    /// Whether the same thread will ask again, whatever happens: torch's allocator does, after it has given back what it has cached.
+    /// Whether the same thread is certain to retry: torch's allocator does, after emptying its cache.
     pub fn is_tried_again(&self) -> bool {
         !self.cause.is_resume() && (self.caller == 0 || self.library.starts_with("libc10_cuda"))
     }
@@ -93,7 +93,7 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Looks at everything now. No call is made that would disturb a capture.
+    /// Records the current state. Makes no call that would invalidate a capture.
     pub fn now(asked: Asked, thread: u32, thread_name: String) -> Self {
         const FRAMES: usize = 48;
         let stack = Stack::here(FRAMES, asked.caller);
@@ -107,7 +107,7 @@ impl Scene {
                 continue;
             }
             let bytes = allocation.bytes() as u64;
-            // Somebody who has the lock is mapping or unmapping it: it is not gone yet.
+            // If the lock is taken, it is being mapped or unmapped, so it still exists.
             let is_active = allocation.try_contents().is_none_or(|contents| contents.memory.as_ref().is_some_and(Physical::is_mapped));
             let share = tags.entry(Arc::clone(&allocation.tag)).or_default();
             if is_active {
@@ -131,7 +131,7 @@ impl Scene {
         Self { freed_since: Some(has(first).saturating_sub(has(&self))), ..self }
     }
 
-    /// What has happened, in a sentence.
+    /// The failure in one sentence.
     pub fn headline(&self) -> String {
         let Asked { bytes, tag, library, cause, device, .. } = &self.asked;
         let tag = tag.as_ref().map_or_else(String::new, |tag| format!(" (tag {tag})"));

@@ -1,9 +1,9 @@
-//! Makes the driver notice the memory it has cleaned before anyone has to wait for that.
+//! Makes the driver account for zeroed memory early, so that no later call has to wait for that.
 //!
-//! The driver cleans released memory in the background (96 GiB in 0.25 s on an H200). But it checks what is clean only at
-//! the next allocation or release, which waits for the check: 0.2 ms per GiB. A pause or resume of 64 GiB therefore takes 10
-//! to 20 ms longer than its own calls (`docs/performance.md`). So a while after each large one, a worker thread allocates a
-//! little memory and releases it. The thread then exits: an idle process has no wakeups.
+//! The driver zeroes released memory in the background (96 GiB in 0.25 s on an H200). But it checks what is done only at the next
+//! allocation or release, which waits for the check: 0.2 ms per GiB. A pause or resume of 64 GiB therefore takes 10 to 20 ms longer than
+//! its own calls (`docs/performance.md`). So a while after each large one, a worker thread allocates a little memory and releases it. The
+//! thread then exits: an idle process has no wakeups.
 
 use super::bytes_of_devices;
 use crate::memory::{Allocation, Memory};

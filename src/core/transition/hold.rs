@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use vramctl_host::exit;
 use vramctl_model::{Error, Observer, Report, Stage, TransitionRequest};
 
-/// A held program. Runs on when dropped, unless anything is paused by then.
+/// A held program. It continues when this is dropped, unless anything is paused by then.
 pub struct Holding<'a> {
     memory: &'a Memory,
     /// Until the end.
@@ -21,12 +21,12 @@ pub struct Holding<'a> {
 impl Drop for Holding<'_> {
     fn drop(&mut self) {
         self.closed.take();
-        // What was paused before may have been resumed or freed while the gate was closed.
+        // Memory paused before may have been resumed or freed while the gate was closed.
         self.memory.let_go();
     }
 }
 
-/// What keeps a held program from being paused.
+/// Why a held program cannot be paused.
 const STILL_WORKING: &str = "the device's work has not ended: a collective that waits for another rank, a kernel that runs on, or a \
                              host function that waits for a thread at the gate";
 
@@ -53,7 +53,7 @@ impl Memory {
         limit: Duration,
         observer: &mut dyn Observer,
     ) -> Result<Report, Error> {
-        /// How long a program runs on between two attempts, so that it can end a capture.
+        /// How long the program runs between two attempts, so that it can finish a capture.
         const RUN_ON: Duration = Duration::from_millis(20);
         let deadline = Instant::now() + limit;
         let left = || deadline.saturating_duration_since(Instant::now());
@@ -71,14 +71,14 @@ impl Memory {
 }
 
 impl Holding<'_> {
-    /// Not for a client that is gone, and not while the program exits.
+    /// Stop if the client is gone or the program exits.
     fn wait_for_calls(&self, limit: Duration, deadline: Instant, observer: &mut dyn Observer) -> Result<(), Error> {
         let wanted = &mut || !exit::is_ending() && observer.is_gone() != Some(true);
         let empty = self.closed.as_ref().map_or(Ok(()), |closed| closed.wait_until_empty(deadline, wanted));
         empty.map_err(|stuck| not_held(limit, &stuck))
     }
 
-    /// Waits until the program's calls are out of the driver and the device's work has finished.
+    /// Waits until the program's calls have returned from the driver and the device's work has finished.
     pub fn drain(&self, limit: Duration, observer: &mut dyn Observer) -> Result<(), Error> {
         let begun = Instant::now();
         self.wait_for_calls(limit, begun + limit, observer)?;
@@ -97,16 +97,16 @@ impl Holding<'_> {
     /// again.
     pub fn pause(mut self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         if request.is_borrower && !self.was_held && self.memory.has_paused() {
-            // Held until everything is resumed, it would not go on with what it waits for.
+            // It would stay held until its own memory is resumed as well, so resuming the owners would not be enough for it to continue.
             let why = "some of its own memory is paused while it runs on (--no-hold); resume that first";
             return Err(Error::Invalid(why.into()));
         }
         let count = || self.memory.snapshot().iter().filter(|allocation| allocation.is_paused() && self.memory.has(allocation)).count();
         let before = count();
         let paused = unless_ending(|| self.memory.pause_when_idle(request, observer));
-        // All ranks have consented: none of NCCL's calls waits for one that does not come. Without the lock, which NCCL's calls may need.
+        // All ranks have committed, so every rank will make NCCL's calls. Without the lock, which NCCL's calls may need.
         let paused = paused.map(|report| with_communicators(report, || communicators::suspend(&request.communicators)));
-        // What could not be taken back stays paused: without it, the program must not run on.
+        // If memory could not be mapped again, it stays paused, and the program must stay held.
         if (paused.is_ok() && self.memory.any_paused() || count() > before)
             && let Some(closed) = self.closed.take()
         {

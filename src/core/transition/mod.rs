@@ -47,13 +47,13 @@ impl Memory {
         self.snapshot().iter().any(|allocation| allocation.is_paused() && self.has(allocation))
     }
 
-    /// Whether anything is paused, also of what this process has open of others, or of NCCL's.
+    /// Whether anything is paused, including open memory of other processes and NCCL's memory.
     fn any_paused(&self) -> bool {
         borrow::any_set_aside() || communicators::any_away() || self.has_paused()
     }
 
-    /// Lets a held program go on, once nothing is paused. Called wherever something may have been the last that was. If only memory
-    /// of other processes is, the program goes on when they have it back, without being asked.
+    /// Lets a held program continue once nothing is paused. Called wherever the last paused memory may have been resumed or freed. If only
+    /// memory of other processes is still paused, the program continues by itself when that is back.
     pub fn let_go(&self) {
         gate::let_go(|| self.any_paused());
         if gate::is_held() {
@@ -104,8 +104,8 @@ impl Memory {
 }
 
 impl Chosen {
-    /// Leaves out what is registered, or fails because of it, as the request says. Memory that other processes have open is left
-    /// out with it; there is no taking that, see [`refuse_if_lent`](crate::memory::share::refuse_if_lent).
+    /// Leaves out registered memory or fails because of it, as the request says. Memory that other processes have open is left out as well;
+    /// it can never be taken, see [`refuse_if_lent`](crate::memory::share::refuse_if_lent).
     fn spare_registered(&mut self, request: &TransitionRequest) -> Result<(), Error> {
         match request.registered {
             Registered::Take => Ok(()),
@@ -142,7 +142,7 @@ fn unless_ending<R>(work: impl FnOnce() -> Result<R, Error>) -> Result<R, Error>
     exit::as_worker(work).map_err(|error| if exit::is_ending() { Error::Ending } else { error })
 }
 
-/// Adds what NCCL has done to a report.
+/// Adds NCCL's results to a report.
 fn with_communicators(report: Report, ask_nccl: impl FnOnce() -> Vec<Communicator>) -> Report {
     let started = Instant::now();
     let communicators = ask_nccl();

@@ -17,11 +17,11 @@ use vramctl_driver::{self as driver, RelaxedCapture};
 use vramctl_host::exit;
 use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest, Verb};
 
-/// How long is waited under the lock for work started since the first wait. Short, because the program may need to
-/// allocate to finish that work.
+/// How long to wait under the lock for work started since the first wait. Short, because the program may need to allocate to finish that
+/// work.
 pub(super) const WAIT_LOCKED: Duration = Duration::from_millis(100);
 
-/// How soon it is noticed that a process which had memory open has ended.
+/// How long to wait for the disconnect of an ended process that had memory open.
 const NOTICED: Duration = Duration::from_millis(200);
 
 impl Memory {
@@ -34,7 +34,7 @@ impl Memory {
                 None if !request.communicators.is_empty() => {
                     Err(Error::Invalid("NCCL's communicators are only suspended while the program is held".into()))
                 }
-                // A process that runs on may use what it has open of the others, and the others what they have open of it.
+                // Without hold, this process may still use its open memory of partners, and they theirs of this process.
                 None => {
                     self.pause_when_idle(&TransitionRequest { partners: Vec::new(), borrowers: Vec::new(), ..request.clone() }, observer)
                 }
@@ -115,7 +115,7 @@ impl Memory {
         chosen.spare_registered(request)?;
         refuse_if_lent(&chosen.active, request)?;
         let Chosen { all, active: victims, paused: already } = chosen;
-        // What partners have open here is used by this process.
+        // This process's work may use its open memory of partners.
         if !victims.is_empty() || !request.partners.is_empty() {
             let contexts = self.contexts_that_use(all.iter().map(|allocation| &**allocation));
             clock.time(Stage::Wait, || drain::wait_at_most(contexts, WAIT_LOCKED, &mut || true))?;
@@ -192,7 +192,7 @@ impl Memory {
                 continue;
             }
             if let Err(second) = self.map_again(allocation) {
-                // Two failures in a row: it stays paused, and its memory still holds the contents.
+                // Two failures in a row: it stays paused, and its memory still has the contents.
                 if !exit::is_ending() {
                     log::error!("{:#x} ({}) stays paused: {second}", allocation.address(), allocation.tag);
                 }
@@ -230,7 +230,7 @@ impl Memory {
     }
 }
 
-/// Like [`refuse_if_lent`], but first gives the end of a process that had memory open time to be noticed.
+/// Like [`refuse_if_lent`], but first waits briefly, so that the disconnect of an ended process is noticed.
 pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
     let started = Instant::now();
     while let Err(error) = refuse_if_lent(victims, request) {

@@ -15,7 +15,7 @@ use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical, Relax
 use vramctl_host::exit;
 use vramctl_model::{Error, Failure, Observer, Progress, Report, Shortage, Stage, TagState, TransitionRequest, Verb, code};
 
-/// How long a resume waits at least for work that may use guards.
+/// The minimum time that a resume waits for work that may use guards.
 const WORK: Duration = Duration::from_secs(10);
 
 /// How often a resume waiting for memory retries.
@@ -30,7 +30,7 @@ impl Memory {
                 let mut report = self.resume_when_there_is_room(request, observer)?;
                 // With memory of its own paused, the program stays held anyway.
                 if !self.has_paused() {
-                    // Without the lock: its owner may be waiting for memory of this process.
+                    // Without the lock: the owner may be waiting for memory of this process.
                     borrow::bring_back(&mut || !exit::is_ending() && observer.is_gone() != Some(true));
                     report.missing = borrow::missing(request);
                     report = with_communicators(report, communicators::resume);
@@ -89,7 +89,7 @@ impl Memory {
 
     fn try_resume(&self, request: &TransitionRequest, started: Instant, observer: &mut dyn Observer) -> Result<Report, Error> {
         let mut clock = Clock::default();
-        // Dropped after the lock.
+        // Dropped after the lock is released.
         let mut done_with = Vec::new();
         let _exclusive = self.exclude_awake()?;
         let _relaxed = RelaxedCapture::enter();
@@ -101,7 +101,7 @@ impl Memory {
             shown.progress(now);
             observer.progress(now);
         };
-        // NCCL takes its memory again once nothing of the process is paused, and cannot be let down then.
+        // Once nothing of the process is paused, NCCL takes its memory back; check now that there is room, because that must not fail.
         let is_last = all.iter().filter(|allocation| allocation.is_paused()).count() == paused.len();
         let needed = check_free(&paused, &if is_last { communicators::bytes_away() } else { BTreeMap::new() })?;
         events::stage(Stage::Wait, started.elapsed());
@@ -222,7 +222,8 @@ fn batches(allocations: &[Arc<Allocation>]) -> Vec<usize> {
     ends
 }
 
-/// Bytes needed on each device; an error if they are not free. What guards take may become free first. `more`: what is needed besides.
+/// Bytes needed on each device; an error if they are not free. Memory of guards counts as free if it will be released first. `more`:
+/// additional bytes needed.
 fn check_free(paused: &[Arc<Allocation>], more: &BTreeMap<CUdevice, u64>) -> Result<BTreeMap<CUdevice, u64>, Error> {
     let mut all_needed = bytes_of_devices(paused.iter().map(|allocation| &**allocation));
     for (&device, &bytes) in more {
@@ -245,7 +246,7 @@ fn shortage(device: CUdevice, context: Context, needed: u64) -> Error {
     Error::DeviceMemory(Shortage { device, uuid: None, needed, free, holders: Vec::new() })
 }
 
-/// A shortage at the end of a resume is one that somebody has to do something about.
+/// Reports a shortage that made a resume fail for good.
 fn report(request: &TransitionRequest, error: &Error) {
     let Error::DeviceMemory(Shortage { device, needed, holders, .. }) = error else { return };
     out_of_memory::failed(Asked {
