@@ -109,6 +109,24 @@ loop.serve(Memory, version="stand-in 1")
 """
 
 
+class Sections(unittest.TestCase):
+    def test_what_a_section_wrote_before_it_failed_is_shown(self):
+        """The log has it, too, but nobody sees that."""
+        hangs = "echo stuck in line 7 >&2; echo $((6 * 7)) times; exec sleep 60"
+        printed = io.StringIO()
+        with tempfile.TemporaryDirectory() as folder:
+            options = argparse.Namespace(work=folder, out=folder, bin=folder, libcudart="", only="nccl", kinds="", limit=100)
+            run = check.Check(options)
+            script = mock.patch.object(run, "script", lambda *_: run.command("sh", "-c", hangs, seconds=1))
+            with script, mock.patch.object(run, "report"), contextlib.redirect_stdout(printed):
+                run.run()
+            run.log_file.close()
+        told = printed.getvalue()
+        self.assertIn("FAILED nccl: runs to its end: Failed: sh -c: no end within 1 s", told)
+        for line in ("stuck in line 7", "42 times"):
+            self.assertRegex(told, rf"(?m)^    (\[nccl\] )?{line}$")
+
+
 class Programs(unittest.TestCase):
     """The section `programs`, on a simulated machine of its own."""
 

@@ -23,6 +23,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 # What a paused program may keep on a GPU: the CUDA context and libraries.
 LEFT_LIMIT_MIB = 1.2 * 1024
+#: How much of its log is shown of a section that did not end.
+LAST_LINES = 20
 
 
 class Failed(Exception):
@@ -219,6 +221,12 @@ class Check:
     def say(self, text):
         print(text, flush=True)
         self.log(text)
+
+    def last_lines(self, since):
+        """The end of the log from this byte on: what was done last, and what the programs wrote."""
+        with open(self.log_file.name, "rb") as log:
+            log.seek(since)
+            return log.read().decode(errors="replace").rstrip().splitlines()[-LAST_LINES:]
 
     def expect(self, name, ok, detail=""):
         """Records a check; a failure does not end the section."""
@@ -751,14 +759,17 @@ class Check:
                 continue
             self.section = name
             self.say(f"== {name}")
-            start = time.monotonic()
+            start, logged = time.monotonic(), self.log_file.tell()
             # The remaining time, less a little to write the report.
             rest = self.options.limit - 15 - (start - begin)
             self.deadline = Deadline(min(seconds, max(rest, 0.1)))
             try:
                 work()
             except Exception as error:
+                last = self.last_lines(logged)
                 self.expect("runs to its end", False, f"{type(error).__name__}: {error}")
+                print(f"  the end of its log, all of which is in {self.log_file.name}:")
+                print(*(f"    {line}" for line in last), sep="\n", flush=True)
             finally:
                 self.end_children()
             self.notes.append(f"{name} took {time.monotonic() - start:.0f} s")
