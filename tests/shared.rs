@@ -539,3 +539,35 @@ fn memory_of_an_owner_that_is_stopped_can_be_closed() {
     machine.done(&["pause", "--name", "owner"]);
     assert_eq!(machine.used(), 0);
 }
+
+/// A suspend takes nobody along that it was not told to; so it says how to tell it.
+#[test]
+fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works() {
+    let mut scene = Scene::new();
+    let said = |arguments: &[&str], code: i32, wanted: &str| {
+        let output = scene.machine.ask(arguments);
+        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+        assert!(output.status.code() == Some(code) && text.contains(wanted), "{arguments:?}: {:?}: {text}", output.status);
+        // Options that these commands do not have.
+        assert!(!text.contains("--shared") && !text.contains("--registered"), "{text}");
+    };
+    let open = format!("other processes have memory of trainer (pid {}) open (CUDA IPC): default by pid", scene.trainer.pid());
+    let together = "all of these processes (--all, or a name that they have in common)";
+    for arguments in [&["suspend", "trainer"][..], &["suspend", "trainer", "--dry-run"], &["move", "trainer", "--to", "1"]] {
+        said(arguments, 5, &open);
+        said(arguments, 5, "--all, or a name that they have in common");
+    }
+    for arguments in [&["suspend", "engine", "--dry-run"][..], &["move", "engine", "--to", "1"]] {
+        said(arguments, 7, &format!("1 piece of other processes' memory, unless one command takes {together}"));
+    }
+    said(&["status", "trainer"], 0, &format!("memory that other processes have open, unless one command takes {together} (4.00 MiB)"));
+    scene.works(7);
+    for steps in
+        [&[&["suspend", "--all"][..], &["resume", "--all"]][..], &[&["move", "--all", "--to", "1"], &["move", "--all", "--to", "0"]]]
+    {
+        for step in steps {
+            scene.machine.done(step);
+        }
+        scene.works(7);
+    }
+}

@@ -351,6 +351,18 @@ impl Member {
     }
 
     fn failed(&self, error: ClientError) -> CommandError {
+        if let ClientError::Refused(refusal) = &error
+            && let Some(lent) = refusal.lent.as_ref().filter(|_| refusal.code == Kind::Shared)
+        {
+            // The refusal's own advice is about the options of a pause.
+            let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
+            let message = format!(
+                "other processes have memory of {} open (CUDA IPC): {}. Let them close it, or end them; or give one command all of these                  processes, and it takes along what they share (--all, or a name that they have in common). Nothing has changed",
+                self.process,
+                lent.join(", ")
+            );
+            return CommandError::Refused(Box::new(Refusal { message, ..(**refusal).clone() }));
+        }
         CommandError::from(error).adding(&format!(" ({})", self.process))
     }
 

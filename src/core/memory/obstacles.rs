@@ -74,6 +74,9 @@ fn plural(kind: ObstacleKind) -> &'static str {
     }
 }
 
+/// What becomes of memory that processes under the library share by CUDA IPC.
+const UNLESS_TOGETHER: &str = "unless one command takes all of these processes (--all, or a name that they have in common)";
+
 /// Whether memory of this library belongs to communicators.
 pub fn is_communicator(library: &str) -> bool {
     ["libnccl", "libnvshmem"].iter().any(|name| library.starts_with(name))
@@ -144,11 +147,12 @@ impl Memory {
             }
         }
         if lent > 0 {
-            add(ObstacleKind::Shared, "memory that other processes have open".into(), lent);
+            add(ObstacleKind::Shared, format!("memory that other processes have open, {UNLESS_TOGETHER}"), lent);
         }
         let borrowed = borrow::count_after(request);
         if borrowed > 0 {
-            add(ObstacleKind::Shared, format!("{borrowed} pieces of other processes' memory"), 0);
+            let pieces = if borrowed == 1 { "piece" } else { "pieces" };
+            add(ObstacleKind::Shared, format!("{borrowed} {pieces} of other processes' memory, {UNLESS_TOGETHER}"), 0);
         }
         for (registrant, bytes) in registered {
             add(ObstacleKind::Registered, format!("memory registered by {registrant}"), bytes);
