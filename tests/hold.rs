@@ -291,6 +291,40 @@ fn what_cannot_be_mapped_again_keeps_the_program_held() {
     assert_eq!(common::free(address), 0);
 }
 
+/// Frees paused memory while the pause waits, and refuses consent.
+struct Frees(Option<u64>);
+
+impl Observer for Frees {
+    fn is_gone(&mut self) -> Option<bool> {
+        if let Some(address) = self.0.take() {
+            assert_eq!(common::free(address), 0);
+        }
+        Some(false)
+    }
+
+    fn consent(&mut self) -> Result<(), Error> {
+        Err(Error::Aborted("a test".into()))
+    }
+}
+
+/// The same if the program frees as much paused memory meanwhile.
+#[test]
+fn memory_that_is_freed_meanwhile_does_not_hide_what_is_missing() {
+    let gpu = Gpu::take();
+    let (old, job) = (malloc_tagged("old", None, 2 * MIB).unwrap(), malloc_tagged("job", None, 2 * MIB).unwrap());
+    let bytes = pattern(12, MIB);
+    assert_eq!(write(job, &bytes), 0);
+    common::pause(&["old"]).unwrap();
+    assert!(!gate::is_held());
+    gpu.fail("cuMemMap", 1, 999, 1);
+    assert!(Memory::get().hold().unwrap().pause(&request(&["job"]), &mut Frees(Some(old))).is_err());
+    gpu.clear_faults();
+    assert_eq!((state("old"), state("job"), gate::is_held()), (None, Some(TagState::Paused), true));
+    resume(&["job"]).unwrap();
+    assert_eq!((read(job, MIB).as_ref(), gate::is_held()), (Ok(&bytes), false));
+    assert_eq!(common::free(job), 0);
+}
+
 /// Two that hold a program do not wait for each other. The second may try again.
 #[test]
 fn a_program_is_held_by_one_at_a_time() {

@@ -104,8 +104,8 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// All of them.
-    pub const ALL: [Self; 7] = [Self::Wait, Self::Save, Self::Unmap, Self::Release, Self::Guard, Self::Map, Self::Restore];
+    /// All of them, in order: a recorded stage is its place here.
+    pub const ALL: [Self; 8] = [Self::Wait, Self::Save, Self::Unmap, Self::Release, Self::Guard, Self::Map, Self::Restore, Self::Nccl];
 
     /// The name used in the protocol.
     pub fn name(self) -> &'static str {
@@ -208,3 +208,15 @@ pub trait Observer {
 
 /// A caller that does not follow along.
 impl Observer for () {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_stage_is_at_its_place() {
+        assert!(Stage::ALL.iter().enumerate().all(|(place, stage)| *stage as usize == place));
+        // The last one of the enumeration.
+        assert_eq!(Stage::ALL.last(), Some(&Stage::Nccl));
+    }
+}

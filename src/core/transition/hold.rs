@@ -1,9 +1,11 @@
 //! A held program: its new calls wait at the gate, so that it need not be idle to be paused.
 
 use super::{unless_ending, with_communicators};
-use crate::memory::{Memory, check_awake, communicators};
+use crate::memory::{Allocation, Memory, borrow, check_awake, communicators};
 use crate::{drain, events, gate};
+use std::collections::BTreeSet;
 use std::fmt;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_host::exit;
@@ -101,17 +103,51 @@ impl Holding<'_> {
             let why = "some of its own memory is paused while it runs on (--no-hold); resume that first";
             return Err(Error::Invalid(why.into()));
         }
-        let count = || self.memory.snapshot().iter().filter(|allocation| allocation.is_paused() && self.memory.has(allocation)).count();
-        let before = count();
-        let paused = unless_ending(|| self.memory.pause_when_idle(request, observer));
+        let before = PausedBefore::of(self.memory);
+        let mut attempt = HeldPause { holding: &mut self, before, is_done: false };
+        let paused = unless_ending(|| attempt.holding.memory.pause_when_idle(request, observer));
         // All ranks have committed, so every rank will make NCCL's calls. Without the lock, which NCCL's calls may need.
         let paused = paused.map(|report| with_communicators(report, || communicators::suspend(&request.communicators)));
-        // If memory could not be mapped again, it stays paused, and the program must stay held.
-        if (paused.is_ok() && self.memory.any_paused() || count() > before)
-            && let Some(closed) = self.closed.take()
-        {
+        attempt.is_done = paused.is_ok();
+        paused
+    }
+}
+
+/// A pause of a held program. When this goes, the program stays held if memory is missing, even after a panic in what follows the
+/// release.
+struct HeldPause<'h, 'm> {
+    holding: &'h mut Holding<'m>,
+    before: PausedBefore,
+    is_done: bool,
+}
+
+impl Drop for HeldPause<'_, '_> {
+    fn drop(&mut self) {
+        let memory = self.holding.memory;
+        let must_stay = if self.is_done { memory.any_paused() } else { self.before.are_more_now(memory) };
+        if must_stay && let Some(closed) = self.holding.closed.take() {
             closed.keep();
         }
-        paused
+    }
+}
+
+/// What is paused before an attempt. The program may free some of it meanwhile, so numbers cannot be compared.
+struct PausedBefore {
+    allocations: Vec<Arc<Allocation>>,
+    is_set_aside: bool,
+}
+
+impl PausedBefore {
+    fn of(memory: &Memory) -> Self {
+        let allocations = memory.snapshot().into_iter().filter(|allocation| allocation.is_paused()).collect();
+        Self { allocations, is_set_aside: borrow::any_set_aside() }
+    }
+
+    /// Whether anything else is paused now.
+    fn are_more_now(&self, memory: &Memory) -> bool {
+        let known: BTreeSet<_> = self.allocations.iter().map(Arc::as_ptr).collect();
+        let is_new = |allocation: &Arc<Allocation>| !known.contains(&Arc::as_ptr(allocation)) && allocation.is_paused();
+        borrow::any_set_aside() && !self.is_set_aside
+            || memory.snapshot().iter().any(|allocation| is_new(allocation) && memory.has(allocation))
     }
 }
