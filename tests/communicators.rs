@@ -335,6 +335,18 @@ fn a_resume_that_nccl_fails_is_tried_again() {
     assert_sums(&mut ranks);
 }
 
+/// NCCL counts a communicator as resumed before it waits for the other ranks a last time. If that fails, no resume helps.
+#[test]
+fn a_resume_that_nccl_fails_at_the_very_end_breaks_the_communicator() {
+    let machine = Machine::new();
+    let ranks = job(&machine, 2);
+    machine.vramctl("pause --nccl").expect(0, "", "");
+    set_failure(&machine, "late -1 6");
+    machine.vramctl("resume").expect(5, "resumed", "It can never be used again: end the job");
+    clear_failure(&machine);
+    assert_eq!((states(&machine, &ranks[0]), status(&machine, &ranks[0])["held"].clone()), (vec!["broken".into()], json!(true)));
+}
+
 /// NCCL cannot be let down in the middle, so there must be room for it before anything begins.
 #[test]
 fn a_resume_needs_room_for_nccl_too() {

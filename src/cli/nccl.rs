@@ -143,7 +143,7 @@ pub fn failures(process: &Process, communicators: &[Communicator]) -> Vec<String
                  `vramctl resume` again; if a rank has ended, end this one, too (kill {pid}), and start the job again"
             )),
             (CommunicatorState::Broken, error) => Some(format!(
-                "{process} stays held: NCCL failed in the middle of giving back the memory of {whose}: {}. It can never be used again: \
+                "{process} stays held: NCCL failed halfway with the memory of {whose}: {}. It can never be used again: \
                  end the job (kill {pid}) and start it again",
                 error.unwrap_or_default()
             )),

@@ -5,8 +5,8 @@
 //! not there.
 //!
 //! A failure cannot be undone, because other ranks may have succeeded. If NCCL refuses before doing anything, the communicator stays
-//! active. If it fails in the middle, it is [`Broken`](State::Broken). If a resume fails, it stays suspended, and another resume continues
-//! with what is missing.
+//! active. If it fails in the middle, it is [`Broken`](State::Broken). If a resume fails before the memory is back, the communicator stays
+//! suspended, and another resume continues with what is missing.
 
 use crate::gate;
 use crate::memory::Memory;
@@ -279,15 +279,21 @@ fn carry_out(verb: Verb, handle: usize, id: u64, nccl: Nccl, device: CUdevice) {
     let Some(told) = all.get_mut(&handle).filter(|one| one.id == id).map(|one| &mut one.told) else { return };
     let done = called.unwrap_or(Err(answer::INVALID_USAGE));
     // SAFETY: as in `measured`.
-    if let Ok(memory) = unsafe { nccl.memory(handle) } {
+    let memory = unsafe { nccl.memory(handle) }.ok();
+    if let Some(memory) = memory {
         (told.bytes, told.kept_bytes) = (memory.bytes, memory.kept_bytes);
     }
+    let has_its_memory = memory.is_some_and(|memory| !memory.is_suspended);
     told.state = match (verb, done) {
         // A suspend that was refused, or that another rank has not joined: NCCL waits for all ranks before it releases anything.
         (Verb::Resume, Ok(())) | (Verb::Pause, Err(answer::INVALID_ARGUMENT | answer::INVALID_USAGE | answer::REMOTE_ERROR)) => {
             State::Active
         }
+        // Not suspended: the program has resumed it.
+        (Verb::Resume, Err(answer::INVALID_USAGE)) if has_its_memory => State::Active,
+        // NCCL counts it as resumed before it waits for the other ranks a last time. If that fails, it refuses to resume it again.
         (Verb::Pause, Err(_)) => State::Broken,
+        (Verb::Resume, Err(_)) if has_its_memory => State::Broken,
         (Verb::Pause, Ok(())) | (Verb::Resume, Err(_)) => State::Suspended,
     };
     if let Err(code) = done {

@@ -290,7 +290,7 @@ int ncclCommResume(struct communicator *c)
 	if ((answer = fails("resume", c->rank)) || (answer = barrier(c)))
 		return answer;
 	c->suspended = 0;
-	return SUCCESS;
+	return fails("late", c->rank);
 }
 
 int ncclCommMemStats(struct communicator *c, int which, uint64_t *value)
