@@ -173,7 +173,9 @@ fn a_collective_of_a_held_program_waits() {
     machine.vramctl("pause --nccl").expect(0, "", "");
     let said = thread::scope(|scope| {
         let asked: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || rank.ask("sum"))).collect();
-        wait_until("they wait", || machine.vramctl("status").out.matches("Held: 1 threads").count() == 2);
+        wait_until("they wait", || {
+            machine.vramctl("status").out.matches("Held until everything is resumed: 1 thread waits to start GPU work.").count() == 2
+        });
         machine.vramctl("resume").expect(0, "took back 10.00 MiB of 1 communicator", "");
         asked.into_iter().map(|one| one.join().unwrap()).collect::<Vec<_>>()
     });

@@ -39,7 +39,7 @@ impl Exit {
         Self::NotFound,
     ];
 
-    /// The text in the help.
+    /// The text in the help, in lines.
     pub fn meaning(self) -> &'static str {
         match self {
             Self::Done => "done, or nothing to do",
@@ -48,12 +48,13 @@ impl Exit {
             Self::NoProcess => "no such process, or no process is managed",
             Self::NoMemory => "not enough GPU or host memory",
             Self::Busy => {
-                "timed out: GPU work, a graph capture or requests still running, memory of another process still paused, or no answer"
+                "timed out: GPU work, a graph capture or requests still running, memory\n\
+                 of another process still paused, or no answer"
             }
             Self::UnknownTag => "no allocation has this tag",
-            Self::Unsuspendable => "suspend, move: paused by tag only, because the driver could not restore the process",
+            Self::Unsuspendable => "suspend, move: paused by tag only: the driver could not restore the rest",
             Self::NotExecutable => "run: the command cannot be executed",
-            Self::NotFound => "run: the command was not found; otherwise `run` returns the command's exit code",
+            Self::NotFound => "run: the command was not found; else `run` returns the command's code",
         }
     }
 

@@ -131,31 +131,32 @@ impl Command {
 fn after_help() -> String {
     let mut text = String::from(
         "Examples:
-  vramctl run --name engine -- python serve.py     start a program
-  vramctl status engine                            show its memory, by tag
-  vramctl status --ledger                          who uses the memory of each GPU
-  vramctl top                                      all of it, live
-  vramctl pause kv_cache --discard                 free a tag and drop its contents
-  vramctl pause && vramctl resume                  all tags of the only managed process
-  vramctl suspend engine && vramctl resume         leave the GPU entirely, and come back
-  vramctl trim engine                              return what torch has cached
-  vramctl watch engine --below 5G                  log who uses the memory when little is free
-  vramctl move engine --to 1                       go on with another GPU
-  vramctl trace engine -o page.html                a timeline of its memory
-  vramctl metrics --listen 9977                    serve metrics for Prometheus
-  vramctl doctor                                   check this machine
+  vramctl run --name engine -- python serve.py  start a program
+  vramctl status engine                         show its memory, by tag
+  vramctl status --ledger                       who uses the memory of each GPU
+  vramctl top                                   all of it, live
+  vramctl pause kv_cache --discard              free a tag and drop its contents
+  vramctl pause && vramctl resume               all of the only managed process
+  vramctl suspend engine && vramctl resume      leave the GPU, and come back
+  vramctl trim engine                           return what torch has cached
+  vramctl watch engine --below 5G               log who uses it if it runs low
+  vramctl move engine --to 1                    go on with another GPU
+  vramctl trace engine -o page.html             a timeline of its memory
+  vramctl metrics --listen 9977                 serve metrics for Prometheus
+  vramctl doctor                                check this machine
 
 Environment:
-  VRAMCTL_DIR      directory of the control sockets [$XDG_RUNTIME_DIR/vramctl, else /tmp/vramctl-<uid>]
-  VRAMCTL_LIB      library that `run` preloads [libvramctl.so beside this binary, in ../lib, or in the
-                   Python package that this binary was installed with]
-  VRAMCTL_PYTHON   Python package that `run` puts on PYTHONPATH [the one this binary was installed with,
-                   or python/vramctl of the checkout it was built in]
+  VRAMCTL_DIR     directory of the control sockets [$XDG_RUNTIME_DIR/vramctl,
+                  else /tmp/vramctl-<uid>]
+  VRAMCTL_LIB     library that `run` preloads [libvramctl.so beside this binary,
+                  in ../lib, or in the Python package that it came with]
+  VRAMCTL_PYTHON  Python package that `run` puts on PYTHONPATH [the one that
+                  this binary came with, or python/vramctl of the checkout]
 
 Exit codes:",
     );
     for exit in Exit::ALL {
-        let _ = write!(text, "\n  {:>3}  {}", exit as u8, exit.meaning());
+        let _ = write!(text, "\n  {:>3}  {}", exit as u8, exit.meaning().replace('\n', "\n       "));
     }
     text
 }
@@ -169,5 +170,19 @@ mod tests {
     #[test]
     fn the_options_are_sound() {
         Cli::command().debug_assert();
+    }
+
+    /// A terminal of 80 columns would break its lines in the middle of a column.
+    #[test]
+    fn what_is_in_columns_fits_a_terminal() {
+        let whole = Cli::command();
+        let told = |command: &clap::Command| command.get_after_help().map(ToString::to_string).unwrap_or_default();
+        let all: Vec<_> = std::iter::once(&whole).chain(whole.get_subcommands()).map(told).collect();
+        let long: Vec<_> = all
+            .iter()
+            .flat_map(|text| text.lines())
+            .filter(|line| (line.starts_with("    ") || line.trim_start().contains("  ")) && line.chars().count() > 80)
+            .collect();
+        assert_eq!(long, [""; 0]);
     }
 }

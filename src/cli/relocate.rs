@@ -24,7 +24,7 @@ about the old GPU, such as its bus id; the driver itself goes on reporting the o
 Examples:
   vramctl move engine --to 1
   vramctl move engine --to GPU-0f5c2b8e,GPU-93d44a6b
-  vramctl move engine --to 1 --swap other       and the job `other`, which is there, to the GPU of `engine`")]
+  vramctl move engine --to 1 --swap other  exchange places with `other`")]
 pub struct Args {
     /// The processes with this name, or the one with this id [default: the only managed process]
     #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]

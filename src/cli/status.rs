@@ -19,9 +19,9 @@ Without a target, shows all managed processes.
 Examples:
   vramctl status
   vramctl status engine
-  vramctl status --gpu 0        processes with memory on this GPU
+  vramctl status --gpu 0   processes with memory on this GPU
   vramctl status --pid 4711 --json | jq '.processes[0].tags'
-  vramctl status --ledger       who uses the memory of each GPU
+  vramctl status --ledger  who uses the memory of each GPU
   vramctl status --ledger --json | jq '.gpus[0].shares'
 
 With --ledger and a target, shows the GPUs on which the target has memory, and everybody's memory there. docs/out-of-memory.md \
@@ -109,7 +109,12 @@ fn describe(status: &ProcessStatus) -> String {
         let bytes = Bytes(gpus.iter().map(|gpu| gpu.bytes).sum());
         let _ = writeln!(text, "Suspended: it has nothing on any GPU. A resume needs {bytes} besides what is paused.");
     } else if memory.held {
-        let _ = writeln!(text, "Held: {} threads wait to start GPU work, until everything is resumed.", memory.waiting_threads);
+        let waiting = match memory.waiting_threads {
+            0 => "no thread waits".to_owned(),
+            1 => "1 thread waits".to_owned(),
+            several => format!("{several} threads wait"),
+        };
+        let _ = writeln!(text, "Held until everything is resumed: {waiting} to start GPU work.");
         for Borrowed { owner, .. } in memory.borrowed.iter().filter(|its| its.paused_bytes > 0) {
             let _ = writeln!(text, "It waits for memory of process {owner}: `vramctl resume --pid {owner}`, and it goes on by itself.");
         }

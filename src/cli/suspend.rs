@@ -30,8 +30,8 @@ If the command is interrupted or fails, run it again, or `vramctl resume`: both 
 
 Examples:
   vramctl suspend engine
-  vramctl suspend --dry-run                     show what would be paused and what is in the way, and change nothing
-  vramctl resume --name engine --timeout 60     wait for others to free the memory")]
+  vramctl suspend --dry-run                  show what is in the way
+  vramctl resume --name engine --timeout 60  wait for others to free the memory")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct Args {
     /// The processes with this name, or the one with this id [default: the only managed process]

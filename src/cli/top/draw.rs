@@ -32,8 +32,11 @@ const ASCII: border::Set<'_> = border::Set {
 /// How many lines it takes to show everything at this width.
 pub fn height(model: &Model, width: u16, now: Instant) -> u16 {
     let top = above(model, width, now, usize::MAX).len();
-    u16::try_from(top + 1 + model.rows(now).len().max(1)).unwrap_or(u16::MAX)
+    u16::try_from(top + (1 + model.rows(now).len()).max(TABLE)).unwrap_or(u16::MAX)
 }
+
+/// How many lines the table has at least, with its header.
+const TABLE: usize = 4;
 
 /// Draws all of it. Without `is_live`, no keys.
 pub fn draw(buffer: &mut Buffer, model: &Model, now: Instant, is_live: bool) {
@@ -41,7 +44,7 @@ pub fn draw(buffer: &mut Buffer, model: &Model, now: Instant, is_live: bool) {
     let message = if is_live { message(model, now, usize::from(area.width)) } else { Vec::new() };
     let below = if is_live { (1 + message.len()).min(usize::from(area.height)) } else { 0 };
     // On a small screen, the table has the last word.
-    let most = usize::from(area.height).saturating_sub(below + 4);
+    let most = usize::from(area.height).saturating_sub(below + TABLE);
     let above = above(model, area.width, now, most);
     let mut y = area.y;
     for line in &above {
@@ -78,7 +81,8 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
     let shown = if bars.len() > room { room.saturating_sub(1).max(1) } else { bars.len() };
     lines.extend(bars[..shown].iter().map(|one| bar(one, width)));
     if shown < bars.len() {
-        lines.push(Line::raw(format!("and {} more GPUs, for which there is no room here", bars.len() - shown)));
+        let gpus = if bars.len() - shown == 1 { "1 more GPU".to_owned() } else { format!("{} more GPUs", bars.len() - shown) };
+        lines.push(Line::raw(format!("and {gpus}, not shown for lack of room")));
     }
     match (bars.is_empty(), model.gpus_silent(now)) {
         (true, _) => lines.push(Line::raw("NVML tells of no GPU: there are no bars")),
@@ -587,6 +591,20 @@ Link   out none yet, in none yet
         assert_eq!(shown(30), 8);
         assert!((1..8).contains(&shown(14)), "{}", picture(&model, now, 80, 14));
         assert!(picture(&model, now, 80, 14).contains("engine"));
+    }
+
+    /// The table's least height is part of it.
+    #[test]
+    fn where_there_is_room_for_all_of_it_every_gpu_is_shown() {
+        let (now, mut model) = (Instant::now(), Model::new(Duration::from_secs(1)));
+        model.put_gpus(Gpus { cards: (0..2).map(card).collect(), available: 0 }, now);
+        for pid in 1..=4 {
+            let mut buffer = Buffer::empty(Rect::new(0, 0, 80, height(&model, 80, now)));
+            draw(&mut buffer, &model, now, false);
+            let drawn = text(&buffer, false);
+            assert_eq!(drawn.lines().filter(|line| line.starts_with("GPU ")).count(), 2, "{drawn}");
+            model.put(sample(process(pid, "engine", &[])), now);
+        }
     }
 
     #[test]

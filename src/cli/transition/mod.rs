@@ -58,15 +58,15 @@ refuses to pause while it has any (with --timeout, if they have not finished by 
 the KV cache is discarded. If it requires an API key, set VRAMCTL_ENGINE_KEY.
 
 Examples:
-  vramctl pause                              all tags of the only managed process
-  vramctl pause kv_cache --discard --all     this tag in every process; drop the contents
-  vramctl pause weights --backup disk        keep the contents in a file in $VRAMCTL_DISK_DIR
+  vramctl pause                           all tags of the only managed process
+  vramctl pause kv_cache --discard --all  drop this tag's contents, everywhere
+  vramctl pause weights --backup disk     keep the contents in a file
   vramctl pause --name engine --timeout 2.5
-  vramctl pause cache --no-hold              the program goes on with its other memory
-  vramctl pause --gpu 0 --all                all memory on this GPU, and on no other
-  vramctl pause --trim                       first return what torch has cached
-  vramctl pause --name trainer --shared      with memory that an engine has open; it goes on after `vramctl resume --name trainer`
-  vramctl pause --dry-run                    show what would be paused, and change nothing
+  vramctl pause cache --no-hold           the program goes on with the rest
+  vramctl pause --gpu 0 --all             all memory on this GPU, and no other
+  vramctl pause --trim                    first return what torch has cached
+  vramctl pause --name trainer --shared   even if an engine has it open
+  vramctl pause --dry-run                 show what it would do
   vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct PauseArgs {
@@ -134,9 +134,9 @@ much is missing and who holds it. With --timeout, the resume waits that long for
 Memory goes to the job that asked first; the others are told their place in the queue.
 
 Examples:
-  vramctl resume                             all tags of the only managed process
+  vramctl resume                all tags of the only managed process
   vramctl resume weights --name engine
-  vramctl resume --gpu 0 --all               all memory on this GPU, and on no other
+  vramctl resume --gpu 0 --all  all memory on this GPU, and on no other
   vramctl resume --name engine --timeout 30")]
 pub struct ResumeArgs {
     #[command(flatten)]
@@ -155,7 +155,7 @@ pub struct Args {
     /// How many processes there must be. Without it, as many as the job had when it was last paused or resumed
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
-    /// Wait at most this many seconds; fractions are allowed
+    /// Wait at most this many seconds for what is in the way; fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
     /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}; a resume of a suspended process also has "restored",
