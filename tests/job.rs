@@ -560,6 +560,32 @@ fn a_resume_that_finds_too_little_for_one_leaves_all_paused() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
+/// A resume that waits for memory and gets it is not out of memory. One that waits in vain is, once.
+#[test]
+fn only_a_shortage_that_lasts_is_reported() {
+    let mut machine = Machine::new();
+    machine.memory = "128M";
+    let reports = machine.folder.path().join("reports");
+    let mut engine = machine.start_with("engine", |command| _ = command.env("VRAMCTL_REPORT_DIR", &reports));
+    let count = || fs::read_dir(&reports).map_or(0, |files| files.count());
+    machine.vramctl("pause").expect(0, "", "");
+    let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
+    let command = machine.command(common::command_line(), &["resume", "--name", "engine", "--timeout", "60"]).spawn().unwrap();
+    thread::sleep(Duration::from_millis(500));
+    drop(hog);
+    Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "");
+    assert_eq!(count(), 0);
+    engine.verify();
+    machine.vramctl("pause").expect(0, "", "");
+    let _hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
+    machine.vramctl("resume --name engine --timeout 0.3").expect(4, "", "too little memory");
+    let begun = Instant::now();
+    while count() < 1 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "no report");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// Two jobs that want the memory of one GPU: it goes to the one that asked first, and the other is told its place.
 #[test]
 fn memory_goes_to_the_job_that_asked_first() {

@@ -341,6 +341,7 @@ impl<'a> Attempt<'a> {
             transition.timeout_ms = Some(limit_ms);
         } else if self.job.verb == Verb::Resume {
             let left = transition.timeout_ms.map(|limit| Duration::from_millis(limit).saturating_sub(self.begun.elapsed()));
+            transition.tries_again = !is_early && left.is_some_and(|left| !left.is_zero());
             transition.timeout_ms = left.filter(|_| is_early).map(|left| left.as_millis() as u64);
         }
         let ranks = self.job.ranks.iter().filter(|rank| self.job.is_whole && !rank.is_borrower).map(|rank| rank.pid).collect();

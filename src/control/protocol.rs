@@ -185,6 +185,9 @@ pub struct Transition {
     /// Pause only: the processes that set aside what they have open of this one's memory (`set-aside`), and are no obstacle either.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub borrowers: Vec<u32>,
+    /// Resume only: the client tries again if memory is short. Then the process does not report it as out of memory yet.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tries_again: bool,
 }
 
 impl From<Transition> for TransitionRequest {
@@ -203,6 +206,7 @@ impl From<Transition> for TransitionRequest {
             partners: transition.partners,
             communicators: transition.communicators,
             borrowers: transition.borrowers,
+            tries_again: transition.tries_again,
             ..Self::default()
         }
     }

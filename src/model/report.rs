@@ -44,6 +44,8 @@ pub struct TransitionRequest {
     pub borrowers: Vec<u32>,
     /// This process is such a one: it sets aside what its partners pause, and pauses nothing.
     pub is_borrower: bool,
+    /// Resume only: whoever asks tries again if memory is short, so that is not reported yet.
+    pub tries_again: bool,
 }
 
 impl TransitionRequest {

@@ -65,7 +65,11 @@ impl Memory {
             };
             let left = limit.saturating_sub(started.elapsed());
             if left.is_zero() || observer.is_gone() == Some(true) {
-                return attempt.map_err(with_holders).inspect_err(|error| report(request, error));
+                return attempt.map_err(with_holders).inspect_err(|error| {
+                    if !request.tries_again {
+                        report(request, error);
+                    }
+                });
             }
             // Without the lock, so that the program can free memory.
             thread::sleep(left.min(LOOK_AGAIN));
