@@ -55,9 +55,21 @@ pub fn of_devices(devices: &BTreeSet<CUdevice>) -> BTreeSet<Context> {
     read().iter().filter(|(_, device)| devices.contains(device)).map(|(context, _)| *context).collect()
 }
 
-/// A known context of each device.
-pub fn of_each_device() -> BTreeMap<CUdevice, Context> {
-    read().iter().rev().map(|(context, device)| (*device, *context)).collect()
+/// The devices of known contexts.
+pub fn devices() -> BTreeSet<CUdevice> {
+    read().values().copied().collect()
+}
+
+/// Makes a context of the device current on this thread. `None` if it has none, as far as known.
+pub fn enter_any(device: CUdevice) -> Option<Current> {
+    let known = || -> Vec<_> { read().iter().filter(|(_, of)| **of == device).map(|(context, _)| *context).collect() };
+    // Some may have been destroyed, by calls that were not seen.
+    let enter = |contexts: &[Context]| contexts.iter().find_map(|context| Current::push(*context).ok());
+    let contexts = known();
+    enter(&contexts).or_else(|| {
+        contexts.into_iter().map(Context::handle).for_each(note_heir);
+        enter(&known())
+    })
 }
 
 /// Forgets destroyed contexts and returns them.

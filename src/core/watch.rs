@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 use vramctl_control::gauge::Gauge;
 use vramctl_driver::nccl::NcclResult;
 use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE};
-use vramctl_driver::{self as driver, CUdevice, Context, Current, RelaxedCapture};
+use vramctl_driver::{self as driver, CUdevice, RelaxedCapture};
 use vramctl_host::{PerProcess, exit, worker};
-use vramctl_model::{Bytes, Error, Failure, left_to_cuda};
+use vramctl_model::{Bytes, Error, left_to_cuda};
 
 /// How often the driver is asked for a device.
 const EVERY: Duration = Duration::from_millis(50);
@@ -89,16 +89,16 @@ fn watch(level: &'static Watermark) {
             devices.clear();
             continue;
         }
-        let contexts = contexts::of_each_device();
-        devices.retain(|device, _| contexts.contains_key(device));
-        for (device, context) in contexts {
-            devices.entry(device).or_default().look(level, device, context);
+        let there = contexts::devices();
+        devices.retain(|device, _| there.contains(device));
+        for device in there {
+            devices.entry(device).or_default().look(level, device);
         }
     }
 }
 
 impl Watched {
-    fn look(&mut self, level: &'static Watermark, device: CUdevice, context: Context) {
+    fn look(&mut self, level: &'static Watermark, device: CUdevice) {
         let below = level.below();
         if self.gauge.is_none() {
             self.gauge = driver::uuid(device).and_then(|uuid| Gauge::open(&uuid).ok());
@@ -107,7 +107,7 @@ impl Watched {
         let may_be_low = |free: u64| free < below || level.free(device).is_some_and(|free| free < below);
         // Own allocations may have been counted twice, or freed again.
         let enough = told.filter(|free| self.is_low || !may_be_low(*free));
-        let Some(free) = enough.or_else(|| ask(context).ok().map(|(free, _)| free)) else {
+        let Some(free) = enough.or_else(|| ask(device).map(|(free, _)| free)) else {
             // Give up the gauge: another process may be able to ask.
             self.gauge = None;
             return;
@@ -120,7 +120,7 @@ impl Watched {
         level.is(device, free);
         if self.is_news(free, below, Instant::now()) {
             // In its own thread: the program's allocator may take longer than until the next sample.
-            if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device, context)) {
+            if let Err(error) = worker::spawn("vramctl-low", move || has_fallen(level, device)) {
                 log::debug!("could not start a thread: {error}");
             }
         }
@@ -137,17 +137,19 @@ impl Watched {
     }
 }
 
-fn ask(context: Context) -> Result<(u64, u64), Failure> {
+/// Free and total bytes, as the driver says.
+fn ask(device: CUdevice) -> Option<(u64, u64)> {
     let _relaxed = RelaxedCapture::enter();
-    Current::push(context).and_then(|_current| driver::memory_info())
+    let _current = contexts::enter_any(device)?;
+    driver::memory_info().ok()
 }
 
 /// Handles a device with little free memory.
-fn has_fallen(level: &Watermark, device: CUdevice, context: Context) {
+fn has_fallen(level: &Watermark, device: CUdevice) {
     if exit::is_resting() {
         return;
     }
-    let Ok((free, total)) = ask(context) else { return };
+    let Some((free, total)) = ask(device) else { return };
     let uuid = driver::uuid(device);
     let (mut own, mut whose) = (0, Vec::new());
     let mut tags = BTreeMap::<_, u64>::new();
@@ -203,11 +205,11 @@ pub fn nccl_failed(function: &CStr, answer: NcclResult) {
     if matches!(answer, INVALID_ARGUMENT | INVALID_USAGE) || exit::is_ending() || !may_tell() {
         return;
     }
-    let free = |(device, context)| {
-        let (free, total) = ask(context).ok()?;
+    let free = |device| {
+        let (free, total) = ask(device)?;
         Some(format!("{} of {} on device {device}", Bytes(free), Bytes(total)))
     };
-    let free: Vec<_> = contexts::of_each_device().into_iter().filter_map(free).collect();
+    let free: Vec<_> = contexts::devices().into_iter().filter_map(free).collect();
     let free = if free.is_empty() { "unknown".into() } else { free.join(", ") };
     let function = function.to_string_lossy();
     log::warn!(

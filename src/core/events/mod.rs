@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use vramctl_config::Config;
 use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::PerProcess;
+use vramctl_host::stack::thread_id;
 use vramctl_model::{Error, Events, Happening, Kind, MemoryOwner, OwnersBytes, Report, Stage, StatusCode, TraceEvent, Verb};
 
 /// The most events in one answer.
@@ -108,11 +109,6 @@ fn now() -> u64 {
     nanoseconds(libc::CLOCK_MONOTONIC)
 }
 
-fn thread() -> u32 {
-    // SAFETY: touches no memory. (The function `gettid` would need glibc 2.30.)
-    unsafe { libc::syscall(libc::SYS_gettid) as u32 }
-}
-
 /// What can happen to an owner's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
@@ -160,14 +156,14 @@ pub fn failed(who: Who<'_>, device: Option<CUdevice>, bytes: usize, code: Status
 /// Records the stage of a pause or resume on this thread that ends now.
 pub fn stage(stage: Stage, took: Duration) {
     if let Some(recorder) = recorder() {
-        recorder.record(&Happening::Stage { stage, thread: thread(), ns: took.as_nanos() as u64 });
+        recorder.record(&Happening::Stage { stage, thread: thread_id(), ns: took.as_nanos() as u64 });
     }
 }
 
 /// Records a pause or resume from its beginning to its end.
 pub fn transition(verb: Verb, work: impl FnOnce() -> Result<Report, Error>) -> Result<Report, Error> {
     let Some(recorder) = recorder() else { return work() };
-    let (thread, started) = (thread(), Instant::now());
+    let (thread, started) = (thread_id(), Instant::now());
     recorder.record(&Happening::Began { verb, thread });
     let done = work();
     let (bytes, error) = done.as_ref().map_or_else(|error| (0, Some(error.kind())), |report| (report.bytes, None));
@@ -178,7 +174,7 @@ pub fn transition(verb: Verb, work: impl FnOnce() -> Result<Report, Error>) -> R
 /// Records a trim that ends now.
 pub fn trimmed(took: Duration, bytes: u64) {
     if let Some(recorder) = recorder() {
-        recorder.record(&Happening::Trimmed { thread: thread(), ns: took.as_nanos() as u64, bytes });
+        recorder.record(&Happening::Trimmed { thread: thread_id(), ns: took.as_nanos() as u64, bytes });
     }
 }
 

@@ -89,12 +89,11 @@ pub fn failed(asked: Asked) {
 }
 
 fn take_up(asked: Asked) {
-    let (thread, name) = stack::thread();
     let reports = REPORTS.get();
     let episode = {
         // Another thread is recording an episode right now: reporting this one is not worth waiting.
         let Some(mut books) = reports.try_books() else { return };
-        match books.same(thread, &asked) {
+        match books.same(stack::thread_id(), &asked) {
             Some(episode) => Some(episode),
             None if books.may_report(asked.library) => None,
             None => {
@@ -104,8 +103,8 @@ fn take_up(asked: Asked) {
         }
     };
     match episode {
-        Some(episode) => episode.again(|| Scene::now(asked, thread, name)),
-        None => reports.begin(Episode::new(thread, Scene::now(asked, thread, name))),
+        Some(episode) => episode.again(|| Scene::now(asked)),
+        None => reports.begin(Episode::new(Scene::now(asked))),
     }
 }
 
@@ -119,7 +118,7 @@ pub fn went_on(bytes: usize) {
 
 #[cold]
 fn note_success(bytes: u64) {
-    let (thread, _) = stack::thread();
+    let thread = stack::thread_id();
     let Some(books) = REPORTS.get().try_books() else { return };
     for episode in books.open.iter().filter(|episode| episode.thread == thread && episode.bytes <= bytes) {
         episode.course().got_it = true;
@@ -197,8 +196,8 @@ impl Books {
 }
 
 impl Episode {
-    fn new(thread: u32, scene: Scene) -> Self {
-        let Asked { bytes, library, .. } = scene.asked;
+    fn new(scene: Scene) -> Self {
+        let Scene { thread, asked: Asked { bytes, library, .. }, .. } = scene;
         let is_resume = scene.asked.cause.is_resume();
         let is_due = !scene.asked.is_tried_again();
         let course = Course { scene: Some(scene), attempts: 1, last_failed: Instant::now(), got_it: false, is_due, is_told: false };

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 use vramctl_driver::{self as driver, CUdevice, Current, Physical, RelaxedCapture};
-use vramctl_host::stack::Stack;
+use vramctl_host::stack::{self, Stack};
 use vramctl_model::{Bytes, Holder};
 
 /// A request for device memory that has failed.
@@ -94,9 +94,9 @@ pub struct Scene {
 
 impl Scene {
     /// Records the current state. Makes no call that would invalidate a capture.
-    pub fn now(asked: Asked, thread: u32, thread_name: String) -> Self {
+    pub fn now(asked: Asked) -> Self {
         const FRAMES: usize = 48;
-        let stack = Stack::here(FRAMES, asked.caller);
+        let (thread, thread_name, stack) = (stack::thread_id(), stack::thread_name(), Stack::here(FRAMES, asked.caller));
         let room = room_on(asked.device);
         let device = room.as_ref().map(|room| room.device).or(asked.device);
         let is_there = |other: Option<CUdevice>| device.is_none() || other.is_none() || other == device;
