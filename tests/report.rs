@@ -188,7 +188,7 @@ fn a_refusal_at_either_door_is_reported_whether_the_memory_is_managed_or_not() {
 }
 
 fn thread_name() -> String {
-    vramctl_host::stack::thread().1
+    vramctl_host::stack::thread_name()
 }
 
 #[test]

@@ -12,7 +12,7 @@ use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_intercept::entries;
-use vramctl_model::{Backup, Registered, TagState, TransitionRequest};
+use vramctl_model::{Backup, ObstacleKind, Registered, TagState, TransitionRequest};
 
 const PAGE: usize = 2 * MIB;
 
@@ -356,6 +356,12 @@ fn registered_memory_is_replaced_only_when_told_so() {
     assert_eq!((taken.bytes, gpu.used(0) + 3 * PAGE as u64), (3 * PAGE as u64, used));
     resume(&[]).unwrap();
     assert_eq!((read(card, PAGE), read(mine, PAGE), read(place.0, PAGE)), (Ok(bytes.clone()), Ok(bytes.clone()), Ok(bytes)));
+    // What was known is gone, and nobody knows what came.
+    assert!(Memory::get().obstacles().iter().all(|one| one.kind != ObstacleKind::Registered), "{:?}", Memory::get().obstacles());
+    pause(&[]).unwrap();
+    resume(&[]).unwrap();
+    assert_eq!(unsafe { entries::cuPointerSetAttribute((&raw const on).cast(), 6, card) }, 0);
+    assert!(matches!(pause(&[]), Err(vramctl_model::Error::Registered(_))), "registered anew");
     unsafe { libc::close(shared) };
     assert_eq!((common::free(card), common::free(mine), unmap(place.0, PAGE), release(handle)), (0, 0, 0, 0));
     assert_eq!(pages_in_use(&gpu), 0);

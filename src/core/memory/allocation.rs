@@ -52,7 +52,7 @@ pub struct Contents {
     pub references: usize,
     /// How often it has been paused.
     pub pauses: u64,
-    /// The permanent registrant of the physical memory, which therefore cannot be replaced.
+    /// The registrant of the physical memory for as long as that exists; it cannot be replaced unnoticed.
     known_to: Option<&'static str>,
     /// Registrants that last as long as their mark exists.
     marks: Vec<Weak<&'static str>>,
@@ -250,7 +250,11 @@ impl Allocation {
         self.record(if memory.is_none() { Change::Paused } else { Change::Resumed });
         let before = {
             let mut contents = self.contents();
-            contents.pauses += u64::from(memory.is_none());
+            if memory.is_none() {
+                contents.pauses += 1;
+                // The registration was of these pages. (NCCL also remembers the addresses, so its marks stay.)
+                contents.known_to = None;
+            }
             (std::mem::replace(&mut contents.memory, memory), std::mem::replace(&mut contents.saved, saved))
         };
         drop(before);

@@ -68,7 +68,7 @@ impl Memory {
         {
             let _shared = self.share();
             // Remove it first, so that exactly one of two frees of an address succeeds.
-            let (_, allocation) = self.allocations.remove(&address)?;
+            let allocation = self.take_out(address)?;
             self.freed.add(Freed { allocation, stream, before });
         }
         self.let_go();

@@ -10,9 +10,8 @@
 use super::allocation::Mapping;
 use super::{Allocation, Memory, Placement};
 use crate::contexts;
-use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_driver::{Access, CUdeviceptr, Current, Location, Physical, Place, Properties, RelaxedCapture};
 use vramctl_model::{Error, Failure, Span, StatusCode, code};
 
@@ -26,9 +25,6 @@ pub fn is_ours(handle: u64) -> bool {
     (FIRST..=LAST).contains(&handle)
 }
 
-/// The program's mappings, by first address. Not locked during driver calls.
-pub(super) type Index = BTreeMap<CUdeviceptr, Arc<Allocation>>;
-
 impl Memory {
     /// Creates physical memory on a device and returns the handle for it. Leaves nothing behind on error.
     pub fn create(&self, policy: Placement, wanted: &Properties, bytes: usize, current: &Current) -> Result<u64, Error> {
@@ -41,7 +37,7 @@ impl Memory {
         self.check_margin(device, bytes)?;
         let memory = self.physical(|| Physical::create_as(wanted, bytes))?;
         let handle = NEXT.fetch_add(1, Ordering::Relaxed);
-        self.allocations.insert(handle, Arc::new(Allocation::with_handle(policy, bytes, device, current, memory, handle, *wanted)));
+        self.enter(Arc::new(Allocation::with_handle(policy, bytes, device, current, memory, handle, *wanted)));
         Ok(handle)
     }
 
@@ -49,29 +45,6 @@ impl Memory {
     fn of_handle(&self, handle: u64) -> Result<Arc<Allocation>, StatusCode> {
         let found = self.allocations.get(&handle).map(|entry| Arc::clone(&entry));
         found.filter(|allocation| allocation.contents().references > 0).ok_or(code::INVALID_VALUE)
-    }
-
-    fn index(&self) -> RwLockReadGuard<'_, Index> {
-        self.index.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn index_mut(&self) -> RwLockWriteGuard<'_, Index> {
-        self.index.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The mappings that a range touches, in address order.
-    pub(super) fn mapped_in(&self, span: Span) -> Vec<(CUdeviceptr, Arc<Allocation>)> {
-        let index = self.index();
-        let end = span.address.saturating_add(span.bytes as u64);
-        let touches = |(base, allocation): &(&CUdeviceptr, &Arc<Allocation>)| **base + allocation.bytes() as u64 > span.address;
-        let mut found: Vec<_> = index.range(..end).rev().take_while(touches).map(|(base, one)| (*base, Arc::clone(one))).collect();
-        found.reverse();
-        found
-    }
-
-    /// The memory that the program has mapped at an address, and where that mapping begins.
-    pub(super) fn mapped_at(&self, address: CUdeviceptr) -> Option<(CUdeviceptr, Arc<Allocation>)> {
-        self.mapped_in(Span { address, bytes: 1 }).pop()
     }
 
     /// `cuMemMap`. `real` maps the driver's handle.
@@ -99,28 +72,28 @@ impl Memory {
         } else if offset != 0 || span.bytes != allocation.bytes() {
             // As driver 580 answers for a part of a handle.
             return Some(code::NOT_SUPPORTED);
-        } else if !self.mapped_in(span).is_empty() {
+        } else if !self.mapped.touched_by(span).is_empty() {
             return Some(code::INVALID_VALUE);
         }
         // Nobody has access to a new mapping.
         contents.mappings.push(Mapping { place, access: Some(Arc::default()) });
         drop(contents);
-        self.index_mut().insert(span.address, allocation);
+        self.mapped.insert(span.address, allocation);
         Some(code::SUCCESS)
     }
 
     /// Whether the program has paused memory in a range.
     fn is_reserved_by_paused(&self, span: Span) -> bool {
-        self.mapped_in(span).iter().any(|(_, allocation)| allocation.is_paused())
+        self.mapped.touched_by(span).iter().any(|(_, allocation)| allocation.is_paused())
     }
 
     /// `cuMemUnmap`. `real` unmaps the range.
     pub fn unmap(&self, span: Span, real: impl FnOnce() -> StatusCode) -> Option<StatusCode> {
-        if self.index().is_empty() {
+        if self.mapped.is_empty() {
             return None;
         }
         let _shared = self.share();
-        let found = self.mapped_in(span);
+        let found = self.mapped.touched_by(span);
         if found.is_empty() {
             return None;
         }
@@ -141,12 +114,7 @@ impl Memory {
                 return Some(answer);
             }
         }
-        {
-            let mut index = self.index_mut();
-            for (base, _) in &found {
-                index.remove(base);
-            }
-        }
+        self.mapped.remove(found.iter().map(|(base, _)| *base));
         for (base, allocation) in found {
             {
                 let mut contents = allocation.contents();
@@ -160,11 +128,11 @@ impl Memory {
 
     /// `cuMemSetAccess`. `real` sets it for a range.
     pub fn set_access(&self, span: Span, access: &[Access], mut real: impl FnMut(Span) -> StatusCode) -> Option<StatusCode> {
-        if self.index().is_empty() {
+        if self.mapped.is_empty() {
             return None;
         }
         let _shared = self.share();
-        let found = self.mapped_in(span);
+        let found = self.mapped.touched_by(span);
         if found.iter().all(|(_, one)| !one.is_paused()) {
             let answer = real(span);
             if answer == code::SUCCESS {
@@ -189,7 +157,7 @@ impl Memory {
 
     /// `cuMemGetAccess`, of paused memory: the driver has no mapping to ask.
     pub fn access_of_paused(&self, address: CUdeviceptr, location: Location) -> Option<u64> {
-        let (base, allocation) = self.mapped_at(address).filter(|(_, allocation)| allocation.is_paused())?;
+        let (base, allocation) = self.mapped.at(address).filter(|(_, allocation)| allocation.is_paused())?;
         let contents = allocation.contents();
         let mapping = contents.mappings.iter().find(|mapping| mapping.address() == base)?;
         let listed = mapping.access.as_ref()?.iter().find(|access| access.location == location).copied();
@@ -224,7 +192,7 @@ impl Memory {
     /// `cuMemRetainAllocationHandle`: the handle of what is mapped at an address.
     pub fn retain_handle(&self, address: CUdeviceptr) -> Option<Result<u64, StatusCode>> {
         let _shared = self.share();
-        let Some((_, allocation)) = self.mapped_at(address) else {
+        let Some((_, allocation)) = self.mapped.at(address) else {
             // Memory of `cudaMalloc` has no handle; programs recognise it by this error.
             return self.find(address).map(|_| Err(code::INVALID_VALUE));
         };
@@ -281,7 +249,7 @@ impl Memory {
             }
         }
         // Exactly one of two threads removes it.
-        if self.allocations.remove(&allocation.key()).is_some()
+        if self.take_out(allocation.key()).is_some()
             && let Err(failure) = allocation.end()
         {
             log::debug!("{failure}; will retry");

@@ -3,6 +3,7 @@
 //! Locks: allocating and freeing hold the transition lock for reading, pausing and resuming for writing. No driver call or
 //! copy happens while a map guard is held.
 
+mod address_index;
 mod allocation;
 pub mod borrow;
 pub mod communicators;
@@ -24,6 +25,7 @@ pub use origin::Origin;
 pub use region::Placement;
 
 use crate::{contexts, drain};
+use address_index::AddressIndex;
 use freed::Unreleased;
 use keyed::Keyed;
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,8 +43,10 @@ use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 pub struct Memory {
     /// By address, or by handle.
     allocations: Keyed<Arc<Allocation>>,
+    /// Memory of `cudaMalloc`, by address.
+    plain: AddressIndex,
     /// The program's own mappings, by address.
-    index: RwLock<handles::Index>,
+    mapped: AddressIndex,
     /// Memory that NCCL has registered.
     registrations: registered::Registrations,
     /// Memory freed in stream order and not released yet.
@@ -62,7 +66,8 @@ pub struct Memory {
 
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     allocations: Keyed::default(),
-    index: RwLock::default(),
+    plain: AddressIndex::default(),
+    mapped: AddressIndex::default(),
     registrations: registered::Registrations::default(),
     freed: Unreleased::default(),
     transition: RwLock::default(),
@@ -173,7 +178,7 @@ impl Memory {
         let (memory, addresses) = self.take(device, size)?;
         let allocation = Allocation::new(policy, bytes, current, memory, &addresses);
         let address = allocation.address();
-        self.allocations.insert(address, Arc::new(allocation));
+        self.enter(Arc::new(allocation));
         Ok(address)
     }
 
@@ -221,10 +226,10 @@ impl Memory {
         drop(allocation);
         let shared = self.share();
         // Remove it first, so that exactly one of two frees of an address succeeds.
-        let (_, allocation) = self.allocations.remove(&address)?;
+        let allocation = self.take_out(address)?;
         let freed = allocation.end().map_err(Error::from);
         if freed.is_err() {
-            self.allocations.insert(address, allocation);
+            self.enter(allocation);
         }
         drop(shared);
         self.let_go();
@@ -311,7 +316,7 @@ impl Memory {
 
     fn drop_all(&self, doomed: impl IntoIterator<Item = Arc<Allocation>>) {
         for allocation in doomed {
-            self.allocations.remove(&allocation.key());
+            self.take_out(allocation.key());
             if let Err(error) = allocation.end() {
                 log::debug!("{error}; will retry");
             }
@@ -373,10 +378,25 @@ impl Memory {
     /// The allocation that contains `address`.
     pub fn find(&self, address: CUdeviceptr) -> Option<Arc<Allocation>> {
         let exact = self.allocations.get(&address).map(|entry| Arc::clone(&entry));
-        exact.or_else(|| self.mapped_at(address).map(|(_, allocation)| allocation)).or_else(|| {
-            let holds = |allocation: &Allocation| allocation.wanted().is_none() && allocation.offset_of(address).is_some();
-            self.allocations.iter().find(|entry| holds(entry)).map(|entry| Arc::clone(&entry))
-        })
+        exact.or_else(|| self.mapped.at(address).or_else(|| self.plain.at(address)).map(|(_, allocation)| allocation))
+    }
+
+    /// Records an allocation.
+    fn enter(&self, allocation: Arc<Allocation>) {
+        let key = allocation.key();
+        if allocation.wanted().is_none() {
+            self.plain.insert(key, Arc::clone(&allocation));
+        }
+        self.allocations.insert(key, allocation);
+    }
+
+    /// Takes an allocation out again: exactly one of two threads gets it. Its addresses are nobody else's before it is ended.
+    fn take_out(&self, key: u64) -> Option<Arc<Allocation>> {
+        let (_, allocation) = self.allocations.remove(&key)?;
+        if allocation.wanted().is_none() {
+            self.plain.remove([key]);
+        }
+        Some(allocation)
     }
 
     /// The addresses that `cudaMalloc` has returned.

@@ -88,9 +88,6 @@ impl Memory {
 
     /// What a range touches.
     fn touched_by(&self, span: Span) -> Vec<Arc<Allocation>> {
-        let end = span.address.saturating_add(span.bytes as u64);
-        let touched = |one: &Allocation| one.wanted().is_none() && one.key() < end && one.key() + one.bytes() as u64 > span.address;
-        let mapped = self.mapped_in(span).into_iter().map(|(_, allocation)| allocation);
-        mapped.chain(self.allocations.iter().filter(|entry| touched(entry)).map(|entry| Arc::clone(&entry))).collect()
+        [&self.plain, &self.mapped].into_iter().flat_map(|index| index.touched_by(span)).map(|(_, allocation)| allocation).collect()
     }
 }
