@@ -3,11 +3,14 @@
 
 mod common;
 
-use common::{Gpu, MIB, Stream, free, malloc_tagged, pause, resume, warnings};
+use common::{DEVICE_BYTES, Gpu, MIB, OwnContext, Stream, free, malloc, malloc_tagged, pause, resume, warnings};
 use log::LevelFilter;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::ffi::{CString, c_void};
+use std::io::Read;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Once, OnceLock};
@@ -15,6 +18,7 @@ use std::time::{Duration, Instant};
 use std::{env, fs, mem, ptr, thread};
 use vramctl_core::memory::{Memory, region};
 use vramctl_core::out_of_memory::{self, Asked, Cause};
+use vramctl_core::watch;
 use vramctl_intercept::{entries, hooks};
 
 const OUT_OF_MEMORY: u32 = 2;
@@ -438,6 +442,76 @@ fn a_forked_child_writes_reports_of_its_own() {
     let of_child: Vec<_> = files().difference(&before).cloned().collect();
     assert_eq!(of_child.len(), 1, "its parent's are still there");
     fs::remove_file(&of_child[0]).unwrap();
+}
+
+/// Waits until the watch has told one more fall, and returns how many it has told.
+fn falls(gpu: &Gpu, before: usize) -> usize {
+    let told = || warned_about("are free on device 0").len();
+    gpu.occupy(0, DEVICE_BYTES - 32 * MIB);
+    within_some_seconds(&format!("fall {}", before + 1), || told() > before);
+    gpu.occupy(0, 0);
+    told()
+}
+
+/// For the watch to see that enough is free again.
+const LONG_ENOUGH_FOR_SAMPLES: Duration = Duration::from_millis(500);
+
+/// Calls that the library does not see may destroy the context that it has asked in.
+#[test]
+fn a_watch_outlives_the_contexts_that_it_asks_in() {
+    let gpu = take();
+    watch::set(64 << 20, false);
+    let told = falls(&gpu, 0);
+    // The new context has the old one's handle.
+    common::reset_unseen(0);
+    common::use_again(0);
+    thread::sleep(LONG_ENOUGH_FOR_SAMPLES);
+    let told = falls(&gpu, told);
+    // Its device has another one, which was seen.
+    let context = OwnContext::create(0);
+    let address = malloc(2 * MIB).unwrap();
+    common::reset_unseen(0);
+    thread::sleep(LONG_ENOUGH_FOR_SAMPLES);
+    falls(&gpu, told);
+    assert_eq!(free(address), 0);
+    drop(context);
+    watch::set(0, false);
+    common::use_again(0);
+}
+
+/// The connection to a process that has not answered yet: in a child, nobody would ever close it.
+#[test]
+fn a_forked_child_does_not_keep_the_connections_to_the_others() {
+    let _gpu = take();
+    let sockets = common::own_folder().join("sockets");
+    // In the place of another process.
+    let listener = UnixListener::bind(sockets.join("1.sock")).unwrap();
+    let asking = thread::spawn(|| out_of_memory::failed(Asked { device: Some(0), ..asked("while another thread forks", 5) }));
+    let asked = loop {
+        let (mut stream, _) = listener.accept().unwrap();
+        // It first only looks who is there.
+        if stream.read(&mut [0]).unwrap() > 0 {
+            break stream;
+        }
+    };
+    let own = [listener.as_raw_fd(), asked.as_raw_fd()];
+    // SAFETY: the child calls nothing but `fstat`, and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let is_socket = |number: i32| unsafe {
+            let mut data = mem::zeroed::<libc::stat>();
+            libc::fstat(number, &raw mut data) == 0 && data.st_mode & libc::S_IFMT == libc::S_IFSOCK
+        };
+        let kept = (3..1024).filter(|number| !own.contains(number) && is_socket(*number)).count();
+        // SAFETY: ends the child without running the test harness's exit handlers.
+        unsafe { libc::_exit(kept as i32) };
+    }
+    let mut ended = -1;
+    // SAFETY: `child` is ours and `ended` is writable.
+    unsafe { libc::waitpid(child, &raw mut ended, 0) };
+    fs::remove_file(sockets.join("1.sock")).unwrap();
+    asking.join().unwrap();
+    assert_eq!(ended, 0);
 }
 
 /// Runs one of the tests below in a process of its own, with the library's own log: what it wrote to stderr.

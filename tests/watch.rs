@@ -4,8 +4,6 @@
 mod common;
 
 use common::machine::{Machine, Rank};
-use common::{DEVICE_BYTES, Gpu, MIB, OwnContext, free, malloc, warnings};
-use log::LevelFilter;
 use serde_json::json;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader};
@@ -14,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_core::watch;
 
 const GPU: &str = "GPU-73696d75-6c61-7465-642d-6770752d3030";
 
@@ -198,42 +195,4 @@ fn without_a_watch_there_is_no_thread_and_no_file() {
     let names: Vec<_> = threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("comm")).unwrap()).collect();
     assert!(!names.is_empty() && names.iter().all(|name| name.trim() != "vramctl-watch"), "{names:?}");
     assert!(!Path::new(&watched.machine.folder.path().join(format!("sockets/free-{GPU}"))).exists());
-}
-
-/// Waits for a fall below the level to be told in this process.
-fn falls_in_this_process(gpu: &Gpu, before: usize) -> usize {
-    let told = || warnings::told(|text| text.contains("are free on device 0")).len();
-    gpu.occupy(0, DEVICE_BYTES - 32 * MIB);
-    let begun = Instant::now();
-    while told() == before {
-        assert!(begun.elapsed() < Duration::from_secs(30), "fall {} is not told", before + 1);
-        thread::sleep(Duration::from_millis(10));
-    }
-    gpu.occupy(0, 0);
-    told()
-}
-
-/// Calls that the library does not see may destroy the context that it has asked in.
-#[test]
-fn a_watch_outlives_the_contexts_that_it_asks_in() {
-    warnings::collect();
-    let gpu = Gpu::take();
-    // The environment has its own log level.
-    log::set_max_level(LevelFilter::Warn);
-    watch::set(64 << 20, false);
-    let told = falls_in_this_process(&gpu, 0);
-    // The new context has the old one's handle.
-    common::reset_unseen(0);
-    common::use_again(0);
-    thread::sleep(A_WHILE);
-    let told = falls_in_this_process(&gpu, told);
-    // Its device has another one, which was seen.
-    let context = OwnContext::create(0);
-    let address = malloc(2 * MIB).unwrap();
-    common::reset_unseen(0);
-    thread::sleep(A_WHILE);
-    falls_in_this_process(&gpu, told);
-    assert_eq!(free(address), 0);
-    drop(context);
-    watch::set(0, false);
 }

@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use vramctl_control::discovery::Directory;
 use vramctl_control::protocol::{self, Message, ProcessStatus, Reply, Request, VERSION};
+use vramctl_host::Held;
 
 /// The time limit for all of them together.
 const WITHIN: Duration = Duration::from_millis(150);
@@ -40,7 +41,8 @@ pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
     // All are asked before the first answer is read.
     let asked: Vec<_> = pids.filter_map(|pid| ask(&directory, pid)).collect();
     let answers = asked.into_iter().filter_map(|stream| {
-        let mut answers = BufReader::new(stream);
+        let stream = stream.as_type::<UnixStream>().ok()?;
+        let mut answers = BufReader::new(&*stream);
         let Reply::Status(status) = answer(&mut answers, deadline)? else { return None };
         let cache = if status.process.trims { answer(&mut answers, deadline) } else { None };
         let one = of_status(&status, uuid);
@@ -55,16 +57,18 @@ pub fn on_gpu(uuid: &str) -> Vec<Neighbour> {
     answers.filter(|one| one.active() + one.left > 0).collect()
 }
 
-fn ask(directory: &Directory, pid: u32) -> Option<UnixStream> {
-    let mut stream = directory.connect(pid).ok()?;
+/// Held, for other threads may fork meanwhile: a child that kept the connection would keep the other process waiting.
+fn ask(directory: &Directory, pid: u32) -> Option<Held> {
+    let held = Held::new(directory.connect(pid).ok()?).ok()?;
+    let mut stream = held.as_type::<UnixStream>().ok()?;
     stream.set_write_timeout(Some(Duration::from_millis(10))).ok()?;
     for request in [Request::Status, Request::Cache] {
         stream.write_all(&protocol::line(&Message { version: VERSION, request })).ok()?;
     }
-    Some(stream)
+    Some(held)
 }
 
-fn answer(answers: &mut BufReader<UnixStream>, deadline: Instant) -> Option<Reply> {
+fn answer(answers: &mut BufReader<&UnixStream>, deadline: Instant) -> Option<Reply> {
     // At least a moment: zero would mean without limit.
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     answers.get_ref().set_read_timeout(Some(left)).ok()?;
