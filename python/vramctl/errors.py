@@ -219,14 +219,14 @@ class Registered(Error):
 
 
 class Shared(Error):
-    """Other processes have memory open that would be paused. Let them close it, or end them, first; or pass ``shared=True``."""
+    """Other processes have memory open that would be paused. Have them close it, or end them, first; or pass ``shared=True``."""
 
     code = "shared"
     number = 17
 
 
 class Aborted(Error):
-    """The pause or resume was taken back before its commit, because another process of the job could not do it."""
+    """The pause or resume was undone before its commit, because another process of the job failed."""
 
     code = "aborted"
     number = 18
