@@ -54,11 +54,11 @@ enum VramctlResult
   VRAMCTL_RESULT_PREFIX_CACHE = 14,
   // The program is exiting.
   VRAMCTL_RESULT_ENDING = 15,
-  // The pause would replace memory that another process, a network card or NCCL knows by its physical pages.
+  // The pause would replace memory whose physical pages another process, a network card or NCCL has registered.
   VRAMCTL_RESULT_REGISTERED = 16,
   // Other processes have memory open that would be paused.
   VRAMCTL_RESULT_SHARED = 17,
-  // Over the socket only: the pause or resume was taken back before its commit.
+  // Over the socket only: the pause or resume was undone before its commit.
   VRAMCTL_RESULT_ABORTED = 18,
   // Over the socket only: another client is in the middle of a pause or resume of this process.
   VRAMCTL_RESULT_LEASED = 19,
@@ -84,7 +84,7 @@ enum VramctlBackup
  {
   // The tag's policy in the environment variable `VRAMCTL_BACKUP`, else `Host`.
   VRAMCTL_BACKUP_DEFAULT = 0,
-  // Drop them; after the resume the memory reads as zero.
+  // Discard them; after the resume the memory reads as zero.
   VRAMCTL_BACKUP_DISCARD = 1,
   // Keep them in host memory.
   VRAMCTL_BACKUP_HOST = 2,
@@ -115,13 +115,13 @@ typedef struct VramctlRange {
   size_t bytes;
 } VramctlRange;
 
-// A piece of memory that a program's own allocator has from CUDA.
+// A piece of memory that the program's own allocator got from CUDA.
 typedef struct VramctlSegment {
   // First address.
   const void *address;
   // Length in bytes.
   size_t bytes;
-  // Of that, bytes in use. If none, all of it counts as cached; else the rest counts as fragmented.
+  // Bytes of it that are in use. If 0, all of it counts as cached; else the rest counts as fragmented.
   size_t live_bytes;
 } VramctlSegment;
 
@@ -256,45 +256,45 @@ VramctlResult vramctl_backup_pointer(const void *address, const void **pointer, 
 // The default is 0.
 VramctlResult vramctl_set_memory_margin(uint64_t bytes);
 
-// For a program with an allocator of its own, which holds free memory: waits until somebody wants to know what it holds
-// (`vramctl status --ledger`), or wants that returned (`vramctl trim`, `vramctl_trim`), and writes a `VramctlCacheTask` to
-// `task`. The Python package does all this for torch.
+// For a program whose own allocator caches free memory: waits for a request to report it (`vramctl status --ledger`) or to return it
+// (`vramctl trim`, `vramctl_trim`), and writes a `VramctlCacheTask` to `task`. The Python package does all this for torch.
 //
-// One thread of the program calls this again and again, and does nothing else. After each call it does the task, calling
-// `vramctl_cache_report` before and after what it returns, and then calls `vramctl_cache_answer`. Its stream capture mode
-// (`cuThreadExchangeStreamCaptureMode`) is relaxed from the first task on, so that what it frees leaves captures of other
-// threads intact. If a report fails, nobody waits for the task any more, and the thread goes on to the answer.
+// One thread of the program calls this in a loop and does nothing else. After each call it does the task, calling `vramctl_cache_report`
+// before and after it returns memory, and then calls `vramctl_cache_answer`. From the first task on, its stream capture mode
+// (`cuThreadExchangeStreamCaptureMode`) is relaxed, so that its frees do not invalidate captures of other threads. If a report fails,
+// nobody waits for the task any more: skip the work and call `vramctl_cache_answer`.
 //
 // # Safety
 // `task` must be writable.
 VramctlResult vramctl_cache_wait(int32_t *task);
 
-// For the thread that calls `vramctl_cache_wait`: the memory that the allocator has from CUDA now.
+// For the thread that calls `vramctl_cache_wait`: reports the memory that the allocator has from CUDA now.
 //
 // # Safety
 // `segments` must be readable for `count` entries (or null if `count` is 0).
 VramctlResult vramctl_cache_report(const struct VramctlSegment *segments, size_t count);
 
-// For the thread that calls `vramctl_cache_wait`: the task is done if `problem` is null, else it says why not. A call before
-// the first task tells that there is such a thread, which may not have come to wait yet.
+// For the thread that calls `vramctl_cache_wait`: finishes the task; `problem` is null if it succeeded, else it says why not. A call
+// before the first task announces that the thread exists, even if it does not wait yet.
 //
 // # Safety
 // `problem` must be null or NUL-terminated.
 VramctlResult vramctl_cache_answer(const char *problem);
 
-// Has the program's own allocator return to CUDA what it holds without using it, and waits for that. Not from the thread
-// that calls `vramctl_cache_wait`, which does it. `vramctl_last_report_json` then has the fields of the control protocol's
-// `trimmed` reply (`docs/protocol.md`).
+// Has the program's own allocator return cached memory to CUDA, and waits for that. Must not be called from the thread that calls
+// `vramctl_cache_wait`, which does the work. `vramctl_last_report_json` then has the fields of the control protocol's `trimmed` reply
+// (`docs/protocol.md`).
 //
 // `timeout_ms`: how long to wait, in milliseconds; a negative value means 10 seconds. Returns `Busy` after that, and
 // `Invalid` if no thread serves or the program is held.
 VramctlResult vramctl_trim(int64_t timeout_ms);
 
-// Watches how much of each device is free, whoever uses the rest: when less than `below` bytes are, logs once who uses
-// the memory. Logs again only after more has been free. 0 ends the watch. `VRAMCTL_WATCH` sets it from the start.
+// Watches how much memory is free on each device: when less than `below` bytes are free, logs once who uses the memory. Logs again only
+// after free memory has recovered. 0 ends the watch. `VRAMCTL_WATCH` sets it from the start.
 //
-// `trim`: 1 to have the program's own allocator return what it has cached then (`vramctl_cache_wait`), 0 not to.
-VramctlResult vramctl_set_watch(uint64_t below, int32_t trim);
+// `trim`: 1 to also have the program's own allocator return what it has cached (`vramctl_cache_wait`), 0 not to.
+VramctlResult vramctl_set_watch(uint64_t below,
+                                int32_t trim);
 
 // Declares that this process runs an inference engine (`vllm`, `sglang`). `vramctl status` shows its name, and
 // `vramctl pause` refuses to discard the engine's `kv_cache` unless the engine resets its prefix cache. Null withdraws

@@ -99,7 +99,7 @@ mod tests {
 
     /// One test, because the settings are process-wide.
     #[test]
-    fn the_nearest_word_counts_and_can_be_taken_back() {
+    fn the_most_specific_setting_applies_and_can_be_removed() {
         let tag = || Some(Arc::from("settings-tag"));
         assert!(!retains("settings-tag") && !retains_by_default(), "the environment says nothing");
         set_retain(None, Some(true));

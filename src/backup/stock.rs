@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ready_unused_and_not_prewarmed_is_spare_until_it_expires() {
+    fn ready_unused_pieces_are_spare_until_they_expire() {
         let earlier = Instant::now();
         let [now, later] = [1, 2].map(|seconds| earlier + Duration::from_secs(seconds));
         let mut state = Stock { kept: 1, pieces: vec![ready(0, None), ready(1, None), Piece::default()], ..state() };
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_be_populated_is_what_is_in_use_and_what_stays() {
+    fn the_populated_size_counts_pieces_in_use_and_kept() {
         // Pre-warmed with memory, pre-warmed without, and one that is only ready for now.
         let state = Stock { kept: 2, pieces: vec![ready(0, None), Piece::default(), ready(0, None)], ..state() };
         assert_eq!(state.pieces_with(std::iter::empty(), &[]), Some(1));
@@ -203,7 +203,7 @@ mod tests {
     proptest! {
         /// This number decides whether a pause is refused, and which retained copies are dropped so that it fits.
         #[test]
-        fn the_number_of_pieces_is_what_it_was_said_to_become(
+        fn the_predicted_number_of_pieces_is_right(
             taken in prop::collection::vec((1usize..60, any::<bool>()), 1..20), sizes in prop::collection::vec(1usize..60, 0..6)
         ) {
             const UNIT: usize = 2 << 20;

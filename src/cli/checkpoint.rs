@@ -1,7 +1,8 @@
-//! Jobs that leave the GPU: their processes are paused, stand aside, are locked and checkpointed by the driver; and the way back.
+//! Suspends jobs and brings them back: pauses their processes, keeps their libraries out of the driver, and has the driver lock and
+//! checkpoint them.
 //!
-//! Each step leaves something that the next caller can go on from. What the driver has done is asked of the driver, so a caller may
-//! die anywhere.
+//! Each step leaves a state that the next caller can continue from. The state is always read from the driver, so a caller may die at any
+//! point.
 
 use crate::dry_run::Foretold;
 use crate::failure::{CommandError, Exit};
@@ -32,27 +33,27 @@ use vramctl_model::{
 pub struct Member {
     pub process: Process,
     client: Client,
-    /// As the driver knows it; 0 if it cannot be seen from here.
+    /// The process id for the driver; 0 if the process is not visible from here.
     pid: i32,
-    /// Once it is suspended: the GPUs that it sees, and what a restore needs there.
+    /// Once it is suspended: the GPUs that it sees, and the memory that a restore needs there.
     gpus: Vec<GpuUse>,
-    /// The tags that were active, to be resumed.
+    /// The tags that were active and are to be resumed.
     active: Vec<String>,
     pub done: Done,
     /// The driver will never restore it.
     pub is_lost: bool,
 }
 
-/// What has been done to one process.
+/// The result for one process.
 #[derive(Debug, Default)]
 pub struct Done {
-    /// Bytes of its tags, paused or resumed.
+    /// Bytes of its tags that were paused or resumed.
     pub tag_bytes: u64,
-    /// Bytes of the rest, checkpointed or restored.
+    /// Bytes of the rest that were checkpointed or restored.
     rest_bytes: u64,
-    /// After a resume: memory of other processes that is not back, so the program stays held.
+    /// After a resume: memory of other processes that is not back yet, so the program stays held.
     missing: Vec<Borrowed>,
-    /// What NCCL was asked to suspend or resume.
+    /// The communicators that NCCL was asked to suspend or resume.
     communicators: Vec<Communicator>,
     /// Milliseconds in each step, in order.
     stages: Vec<(&'static str, f64)>,
@@ -75,19 +76,19 @@ impl Done {
         self.tag_bytes + self.rest_bytes
     }
 
-    /// The steps follow one another.
+    /// The total; the steps run one after another.
     fn ms(&self) -> f64 {
         self.stages.iter().map(|(_, ms)| ms).sum()
     }
 
-    /// The time of it, for people.
+    /// The times as text.
     pub fn took(&self) -> String {
         let stages: Vec<_> = self.stages.iter().map(|(stage, ms)| format!("{stage} {ms:.0}")).collect();
         format!("in {:.0} ms ({})", self.ms(), stages.join(", "))
     }
 }
 
-/// A job may be on any GPU, also on those that `CUDA_VISIBLE_DEVICES` hides from this command. Call it before there are threads.
+/// Makes all GPUs visible: a job may be on a GPU that `CUDA_VISIBLE_DEVICES` hides from this command. Call it before there are threads.
 pub fn see_all_gpus() {
     // SAFETY: no other thread reads the environment yet.
     unsafe { std::env::remove_var("CUDA_VISIBLE_DEVICES") };
@@ -114,25 +115,25 @@ pub fn load() -> Result<(), CommandError> {
     })
 }
 
-/// Fails if the processes are out of the driver's reach from here, or on a GPU whose checkpoints nobody could restore.
+/// Fails if the driver cannot reach the processes from here, or if they use a GPU whose checkpoints cannot be restored.
 pub fn can_be_taken(members: &[Member]) -> Result<(), CommandError> {
     can_be_seen(members)?;
     let cards = cards();
     members.iter().try_for_each(|member| member.unless_in_the_way(member.mig(&cards)))
 }
 
-/// Fails if the driver would not know a process by the id that it has here.
+/// Fails if a process's id here is not the one that the driver uses.
 pub fn can_be_seen(members: &[Member]) -> Result<(), CommandError> {
     let away = |member: &Member| format!("{} is in another container: run vramctl there", member.process);
     let away = members.iter().find(|member| member.pid == 0).map(away);
     away.map_or(Ok(()), |why| Err(CommandError::new(Exit::Unsuspendable, why)))
 }
 
-/// What a suspend would do to each, and why it would fail.
+/// Dry run: what a suspend would do to each process, and why it would fail.
 pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Vec<Foretold<'a>>, CommandError> {
     let (loaded, cards, pids) = (load(), cards(), members.iter().map(|member| member.process.pid).collect::<Vec<_>>());
     let foretell = |member: &'a mut Member| {
-        // One that is suspended has nothing to pause, and nothing in the way.
+        // A suspended process has nothing to pause, and no obstacles.
         if !member.gpus.is_empty() {
             return Ok(Foretold::new(&member.process, Plan::default(), true));
         }
@@ -147,7 +148,7 @@ pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Ve
     members.iter_mut().map(foretell).collect()
 }
 
-/// Runs a step for all members at once. `stage`: what its time is called.
+/// Runs a step for all members at once. `stage`: the name for its time.
 fn all<R: Send>(members: &mut [Member], stage: &'static str, step: impl Fn(&mut Member) -> R + Sync) -> Vec<R> {
     let step = &|member: &mut Member| member.time(stage, &step);
     thread::scope(|scope| {
@@ -161,13 +162,13 @@ fn first(answers: Vec<Result<(), CommandError>>) -> Result<(), CommandError> {
     answers.into_iter().collect()
 }
 
-/// Holds and pauses all tags of all of them, or of none. Then NCCL suspends what is chosen.
+/// Holds and pauses all tags of all members, or of none. Then NCCL suspends the chosen communicators.
 pub fn pause(found: &Found, members: &mut [Member], wanted: Transition, chosen: &nccl::ChosenCommunicators) -> Result<(), CommandError> {
-    // Also those without memory of their own: they may have that of the others open.
+    // Also members without memory of their own: they may have the others' memory open.
     transition(found, members, Verb::Pause, wanted, chosen, |member| member.gpus.is_empty().then(Vec::new))
 }
 
-/// What NCCL can suspend of them.
+/// The communicators that NCCL can suspend.
 pub fn choose_communicators(found: &Found, members: &[Member]) -> Result<nccl::ChosenCommunicators, CommandError> {
     let mut chosen = nccl::ChosenCommunicators::default();
     let jobs: BTreeSet<_> = members.iter().map(|member| member.process.job().ok_or(member.process.pid)).collect();
@@ -179,7 +180,7 @@ pub fn choose_communicators(found: &Found, members: &[Member]) -> Result<nccl::C
     Ok(chosen)
 }
 
-/// Gives the tags back that were active, and what those without tags have open of the others.
+/// Resumes the tags that were active, and the open memory of members without tags.
 pub fn resume(found: &Found, members: &mut [Member]) -> Result<(), CommandError> {
     let is_due = |member: &Member| !member.active.is_empty() || !member.process.has_memory();
     transition(found, members, Verb::Resume, Transition::default(), &nccl::ChosenCommunicators::default(), |member| {
@@ -187,7 +188,7 @@ pub fn resume(found: &Found, members: &mut [Member]) -> Result<(), CommandError>
     })
 }
 
-/// Pauses or resumes as one job. `tags`: those of a process; none means all, `None` leaves it out.
+/// Pauses or resumes as one job. `tags`: the tags of a process; empty means all, `None` leaves the process out.
 fn transition(
     found: &Found,
     members: &mut [Member],
@@ -196,7 +197,7 @@ fn transition(
     chosen: &nccl::ChosenCommunicators,
     tags: impl Fn(&Member) -> Option<Vec<String>>,
 ) -> Result<(), CommandError> {
-    // What is chosen may be several jobs, as in an exchange.
+    // The members may be several jobs, as in a swap.
     let jobs: BTreeSet<_> = members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
     let is_whole = jobs.len() == 1 && !jobs.contains(&None);
     let mut due: Vec<_> = members.iter_mut().filter_map(|member| Some((tags(member)?, member))).collect();
@@ -217,12 +218,12 @@ fn transition(
             Err(error) => failures.push(member.failed(error)),
         }
     }
-    // What was taken back because of another process says less than that one.
+    // Report the original failure rather than one that was only undone because of it.
     let cause = failures.iter().position(|failure| !failure.is(Kind::Aborted)).unwrap_or(0);
     if failures.is_empty() { Ok(()) } else { Err(failures.swap_remove(cause)) }
 }
 
-/// Has the driver take what the paused processes still have. After a failure they have it back, unless the message says otherwise.
+/// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise.
 pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError> {
     let taken = stand_aside(members)
         .and_then(|()| first(all(members, "lock", |member| member.lock(limit))))
@@ -240,7 +241,7 @@ fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
     }))
 }
 
-/// Brings processes back to running, from wherever each is.
+/// Brings processes back to running, from whatever state each is in.
 pub fn restore(members: &mut [Member], map: &GpuMap, timeout: Duration) -> Result<(), CommandError> {
     let begun = Instant::now();
     let _turn = wait_for_room(|| needs(members, map, false), timeout)?;
@@ -252,14 +253,15 @@ pub fn restore(members: &mut [Member], map: &GpuMap, timeout: Duration) -> Resul
     restored.and(unlocked)
 }
 
-/// Bytes that a restore needs, by GPU. `with_tags`: and what is paused, so that the job either comes back or stays as it is.
+/// Bytes that a restore needs, by GPU. `with_tags`: including paused memory, so that the job either comes back completely or stays as it
+/// is.
 pub fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, u64> {
     let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
     let mut needs = BTreeMap::<_, u64>::new();
     let has_all = |member: &&Member| matches!(checkpoint::state(member.pid), Ok(ProcessState::Running | ProcessState::Locked));
     for member in members.iter().filter(|member| !has_all(member)) {
         for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
-            // A driver that runs out of memory in the middle cannot try again. So there is to be more than what was taken.
+            // A restore that runs out of memory cannot be retried. So require more than was checkpointed.
             *needs.entry(onto(&gpu.uuid)).or_default() += gpu.bytes + gpu.bytes / 4;
         }
         let devices = member.process.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
@@ -272,7 +274,7 @@ pub fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<Stri
     needs
 }
 
-/// Waits until there is room for what is needed. Holds the turn among this user's restores, so that no other takes it meanwhile.
+/// Waits until there is enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
 pub fn wait_for_room(needs: impl Fn() -> BTreeMap<String, u64>, timeout: Duration) -> Result<Option<File>, CommandError> {
     const LOOK_AGAIN: Duration = Duration::from_millis(50);
     let deadline = Instant::now() + timeout;
@@ -289,7 +291,7 @@ pub fn wait_for_room(needs: impl Fn() -> BTreeMap<String, u64>, timeout: Duratio
     }
 }
 
-/// How long another command's restore may take, at least.
+/// The minimum time to wait for another command's restore.
 const TURN_WITHIN: Duration = Duration::from_secs(60);
 
 /// A lock on a file beside the control sockets, until it is dropped. `None` where there can be no such file.
@@ -304,7 +306,7 @@ fn take_turn(within: Duration) -> Result<Option<File>, CommandError> {
         match unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
             0 => return Ok(Some(file)),
             _ if io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock => return Ok(None),
-            // Its owner may have been stopped.
+            // The lock's owner may have been stopped.
             _ if Instant::now() >= deadline => {
                 let text =
                     format!("another vramctl has been restoring a job for {} s; see who has {} open", within.as_secs(), place.display());
@@ -321,7 +323,7 @@ pub fn short(card: &Card, needed: u64) -> CommandError {
     CommandError::from(&Error::DeviceMemory(Shortage { device: card.index as i32, uuid, needed, free: card.free, holders }))
 }
 
-/// Prints what has been done: as JSON, or a line for each as `line` has it. Returns the exit code for it.
+/// Prints the results, as JSON or one line per process from `line`. Returns the exit code.
 pub fn tell(members: &[Member], as_json: bool, quiet: bool, line: impl Fn(&Member) -> String) -> Result<Exit, CommandError> {
     let held = stay_held(members);
     if as_json {
@@ -357,7 +359,8 @@ impl Member {
             // The refusal's own advice is about the options of a pause.
             let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
             let message = format!(
-                "other processes have memory of {} open (CUDA IPC): {}. Let them close it, or end them; or give one command all of these                  processes, and it takes along what they share (--all, or a name that they have in common). Nothing has changed",
+                "other processes have memory of {} open (CUDA IPC): {}. Have them close it, or end them; or name all of these \
+                 processes in one command (--all, or a name that they have in common), which then includes this memory. Nothing has changed",
                 self.process,
                 lent.join(", ")
             );
@@ -366,7 +369,7 @@ impl Member {
         CommandError::from(error).adding(&format!(" ({})", self.process))
     }
 
-    /// What the process itself does not know: its GPUs in MIG mode.
+    /// The obstacles that the process itself does not know: GPUs in MIG mode.
     fn mig(&self, cards: &[Card]) -> Vec<Obstacle> {
         // Without memory of its own, it may still have a context there.
         let has_context = |card: &Card| holders_of(&card.uuid).iter().any(|holder| holder.pid == self.pid as u32);
@@ -397,7 +400,7 @@ impl Member {
         }
         let lost = match checkpoint::state(self.pid) {
             Ok(ProcessState::Failed) => "; the driver reports the process as FAILED. It is lost: end it and start it again",
-            // What driver 580 answers then, for ever.
+            // Driver 580 answers this from then on.
             Ok(ProcessState::Checkpointed) if step == "restore" && failure.code == code::OPERATING_SYSTEM => {
                 "; an earlier restore has failed for lack of memory. It is lost: end it and start it again"
             }
@@ -418,7 +421,7 @@ impl Member {
             ProcessState::Locked => (),
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
-        // The program ran on until now, and may have made what could not be restored.
+        // The program kept running until now, and may have created new obstacles.
         let obstacles = self.client.status().map_err(|error| self.failed(error))?.memory.obstacles;
         self.unless_in_the_way(obstacles)
     }
@@ -443,7 +446,7 @@ impl Member {
         }
         let own: GpuMap = map.iter().filter(|(old, _)| self.gpus.iter().any(|gpu| gpu.uuid == *old)).cloned().collect();
         let restored = match checkpoint::restore(self.pid, map) {
-            // The driver wants every GPU that the process has been shown. What those are, it does not tell.
+            // The driver requires every GPU that is visible to the process, but does not report which those are.
             Err(failure) if failure.code == code::INVALID_VALUE && own != *map => checkpoint::restore(self.pid, &own),
             answer => answer,
         };
@@ -452,18 +455,18 @@ impl Member {
         Ok(())
     }
 
-    /// Also tells the process that it has its driver back.
+    /// Also tells the process that it may use its driver again.
     fn unlock(&mut self) -> Result<(), CommandError> {
         match self.state()? {
             ProcessState::Running => (),
             ProcessState::Locked => checkpoint::unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
-            // As the restore has said.
+            // The restore has reported this.
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
         self.client.awake().map_err(|error| self.failed(error))
     }
 
-    /// Device memory of libraries that CUDA has given them, which a pause by tag leaves.
+    /// Device memory that is left to CUDA, which a pause by tag does not release.
     pub fn left_alone(&self) -> u64 {
         self.process.status.iter().flat_map(|status| &status.memory.left_alone).map(|left| left.bytes).sum()
     }
@@ -473,7 +476,7 @@ impl Member {
         nccl::bytes(&self.done.communicators, CommunicatorState::Suspended)
     }
 
-    /// What NCCL has not done as it was asked.
+    /// NCCL's failures.
     pub fn failures_of_nccl(&self) -> Vec<String> {
         nccl::failures(&self.process, &self.done.communicators)
     }

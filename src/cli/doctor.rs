@@ -320,7 +320,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_engines_that_are_known_are_those_of_the_page() {
+    fn the_known_engines_match_the_documentation() {
         let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/engines.md")).unwrap().to_lowercase();
         for (engine, first, last) in KNOWN {
             let header = page.lines().find(|line| line.starts_with(&format!("| {engine}: "))).expect("a table");

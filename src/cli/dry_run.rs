@@ -1,4 +1,4 @@
-//! Dry runs: what a pause or a suspend would do to processes, and why it would fail.
+//! Dry runs: print what a pause or a suspend would do to processes, and why it would fail.
 
 use crate::failure::{CommandError, Exit};
 use crate::nccl;
@@ -12,12 +12,12 @@ pub struct Foretold<'a> {
     pub process: &'a Process,
     pub plan: Plan,
     pub failure: Option<CommandError>,
-    /// For one that is only taken along: what it would set aside.
+    /// For a borrower: the bytes that it would set aside.
     pub aside_bytes: Option<u64>,
 }
 
 impl<'a> Foretold<'a> {
-    /// By its plan. `may_lose`: also what a prefix cache describes.
+    /// From its plan. `may_lose`: contents that a prefix cache describes may be discarded.
     pub fn new(process: &'a Process, plan: Plan, may_lose: bool) -> Self {
         let refused = plan.prefix_cache.clone().filter(|_| !may_lose).map(Error::PrefixCache);
         let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
@@ -26,12 +26,12 @@ impl<'a> Foretold<'a> {
         Self { process, plan, failure, aside_bytes: None }
     }
 
-    /// One that pauses nothing of its own, and would set aside what it has open of others.
+    /// A borrower, which pauses nothing of its own and would set aside open memory of others.
     pub fn along(process: &'a Process, bytes: u64) -> Self {
         Self { process, plan: Plan::default(), failure: None, aside_bytes: Some(bytes) }
     }
 
-    /// With what NCCL would give back.
+    /// Adds the memory that NCCL would give back.
     pub fn with_communicators(mut self, chosen: &nccl::ChosenCommunicators) -> Self {
         self.plan.communicators = chosen.of(self.process.pid).to_vec();
         self

@@ -51,7 +51,7 @@ impl EngineArgs {
         // Not an option: every user of the machine can read command lines.
         let key = env::var("VRAMCTL_ENGINE_KEY").ok().filter(|key| !key.is_empty());
         let engines = self.addresses().map(|address| Engine::find(address, key.as_deref()));
-        // All must be idle before any is told to forget.
+        // All must be idle before any prefix cache is reset.
         let engines = engines.collect::<Result<Vec<_>, _>>()?;
         for engine in &engines {
             engine.wait_for_requests(patience)?;

@@ -141,7 +141,7 @@ impl From<ClientError> for CommandError {
         let gone = |kind| matches!(kind, ErrorKind::NotFound | ErrorKind::ConnectionRefused);
         match error {
             ClientError::Refused(refusal) => Self::Refused(refusal),
-            // Only connecting does not wait: answers are waited for.
+            // Only connecting can fail this way; for answers the client waits.
             ClientError::Io { error, .. } if error.kind() == ErrorKind::WouldBlock => {
                 Self::new(Exit::Busy, "no answer: it takes no connections; is it stopped?")
             }

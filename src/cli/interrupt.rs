@@ -1,4 +1,4 @@
-//! ^C: the command reports what becomes of its requests, and dies by SIGINT. One that has the terminal gives it back first.
+//! Handles ^C: the command reports the state of its requests and dies by SIGINT. A full-screen command restores the terminal first.
 
 use std::time::Duration;
 use std::{mem, process, ptr, thread};
@@ -33,8 +33,8 @@ pub fn watch(last: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Has a thread tell of the first signal that asks this program to end, instead of ending it. Call it before there are other threads,
-/// which are to have these signals blocked.
+/// Has a thread report the first signal that asks this program to end, instead of ending it. Call it before there are other threads: they
+/// must have these signals blocked.
 pub fn catch_end(tell: impl FnOnce(libc::c_int) + Send + 'static) {
     let signals = set_of(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP]);
     // SAFETY: an initialised set; concerns the calling thread's mask alone.
@@ -83,7 +83,7 @@ fn set_of(signals: &[libc::c_int]) -> libc::sigset_t {
 /// Waits for SIGINT, which [`hold`] has blocked, for a while. If it comes, the next one ends the process at once.
 pub fn comes_within(time: Duration) -> bool {
     let wait = libc::timespec { tv_sec: time.as_secs() as libc::time_t, tv_nsec: time.subsec_nanos().into() };
-    // SAFETY: both are initialised, and nobody wants to know more of the signal.
+    // SAFETY: both are initialised, and the signal's details are not needed.
     let came = unsafe { libc::sigtimedwait(&interrupt_alone(), ptr::null_mut(), &raw const wait) } == libc::SIGINT;
     if came {
         release();

@@ -1,7 +1,7 @@
-//! `vramctl status --ledger`: who uses the memory of each GPU, so that it adds up to what NVML says is in use.
+//! `vramctl status --ledger`: who uses the memory of each GPU. The rows add up to NVML's total.
 //!
-//! A process with the library tells what it has by tag and what its libraries have asked CUDA for. NVML tells what each process has in
-//! all. The difference is the driver's: the context, loaded code, small allocations.
+//! A process with the library reports its memory by tag and what its libraries got from CUDA. NVML reports each process's total. The
+//! difference is the driver's: the context, loaded code, small allocations.
 
 use crate::output;
 use crate::processes::Process;
@@ -14,7 +14,7 @@ use vramctl_driver::{Card, cards, holders_of};
 use vramctl_host::limits;
 use vramctl_model::{Bytes, Holder, left_to_cuda};
 
-/// Page tables of pinned host memory, as a part of it: eight bytes for each page of 4 KiB.
+/// Pinned host memory per byte of its page tables: eight bytes for each page of 4 KiB.
 const PAGE_TABLES: u64 = 512;
 
 /// The memory of one GPU.
@@ -26,9 +26,9 @@ pub struct Ledger {
     pub name: String,
     pub total_bytes: u64,
     pub free_bytes: u64,
-    /// What the shares add up to.
+    /// The sum of the shares.
     pub used_bytes: u64,
-    /// What the driver keeps besides. None where it counts as used.
+    /// Memory that the driver reserves in addition. `None` if it counts as used.
     pub reserved_bytes: Option<u64>,
     pub shares: Vec<Share>,
 }
@@ -45,17 +45,17 @@ pub struct Share {
     /// The tag, or the library that has asked CUDA for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub of: Option<String>,
-    /// Below 0 where more is counted above than NVML knows.
+    /// Negative if the other shares add up to more than NVML counts.
     pub bytes: i64,
-    /// The least that it was in the last cycles.
+    /// Its smallest size in the last cycles.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub least_bytes: Option<u64>,
-    /// Of a tag: what the program's own allocator has of it.
+    /// For a tag: how the program's own allocator uses it.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub cache: Option<Cache>,
 }
 
-/// Bytes of an allocator of the program's own, such as torch's.
+/// Bytes of the program's own allocator, such as torch's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[allow(clippy::struct_field_names)] // as in the protocol
 pub struct Cache {
@@ -75,27 +75,27 @@ pub enum What {
     Tag,
     /// Left to CUDA, by the library that has asked for it.
     LeftAlone,
-    /// What the driver needs to reach the library's pinned host memory. An estimate. NVML counts it for no process.
+    /// Page tables for the library's pinned host memory. An estimate; NVML attributes them to no process.
     PageTables,
     /// The rest of a process with the library.
     Driver,
     /// A process without the library, or one that does not answer.
     Process,
-    /// Processes that NVML lists and that are not in sight, less what is known of processes that it does not list.
+    /// Processes that NVML lists and that are not visible here, minus the known memory of processes that it does not list.
     OutOfSight,
-    /// What NVML counts for nobody.
+    /// Memory that NVML attributes to nobody.
     Unexplained,
-    /// Host memory: contents of what is paused, by tag.
+    /// Host memory: contents of paused memory, by tag.
     Backup,
-    /// Host memory: contents of what is active, by tag, kept for the next pause.
+    /// Host memory: contents of active memory, by tag, kept for the next pause.
     Retained,
     /// Host memory for the next backups.
     Ready,
-    /// All other host memory of the process's own.
+    /// All other private host memory of the process.
     Own,
-    /// Host memory that it may share with other processes.
+    /// Host memory that may be shared with other processes.
     Shared,
-    /// The same of processes of its job without the library.
+    /// Private host memory of the job's processes without the library.
     RestOfJob,
 }
 
@@ -152,7 +152,7 @@ impl Share {
     }
 }
 
-/// The ledgers of these GPUs, by UUID, or of all. `processes`: all with the library, also those that nobody asked about.
+/// The ledgers of these GPUs, by UUID, or of all. `processes`: all processes with the library, not only the selected ones.
 pub fn take(processes: &[Process], gpus: &[String]) -> Vec<Ledger> {
     let wanted = |card: &Card| gpus.is_empty() || gpus.contains(&card.uuid);
     let ledger = |card: Card| {
@@ -163,7 +163,7 @@ pub fn take(processes: &[Process], gpus: &[String]) -> Vec<Ledger> {
     cards().into_iter().filter(wanted).map(ledger).collect()
 }
 
-/// Splits what is in use on a GPU.
+/// Splits the memory in use on a GPU.
 pub fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Share> {
     let bytes_of = |pid| holders.iter().find(|holder: &&Holder| holder.pid == pid).map(|holder| holder.bytes);
     let managed: BTreeSet<_> = processes.iter().filter(|process| process.status.is_ok()).map(|process| process.pid).collect();
@@ -202,8 +202,7 @@ pub fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Sh
     }
     let explained: i64 = shares.iter().map(|share| share.bytes).sum();
     let mut rest = signed(card.used) - explained;
-    // NVML counts these for no process: with 40 GiB pinned, what is in use without a process grew by 80 MiB, and no process did (H200,
-    // driver 580).
+    // NVML attributes these to no process: with 40 GiB pinned, the total grew by 80 MiB, but no process did (H200, driver 580).
     for mut share in tables {
         share.bytes = share.bytes.clamp(0, rest.max(0));
         rest -= share.bytes;
@@ -213,9 +212,9 @@ pub fn account(card: &Card, holders: &[Holder], processes: &[Process]) -> Vec<Sh
     shares
 }
 
-/// What a process's library knows of its memory on a GPU, largest first.
+/// The memory on a GPU that a process's library knows of, largest first.
 fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
-    // A suspended process has nothing there. What it had is left of an earlier status.
+    // A suspended process has nothing there; its status is from before the suspend.
     if status.memory.suspended.is_some() {
         return Vec::new();
     }
@@ -288,7 +287,7 @@ pub fn host(processes: &[Process]) -> Host {
     Host { limit_bytes: limit.map(|room| room.all), free_bytes: free, shares }
 }
 
-/// `resident`: what it has of its own, and what it may share.
+/// The second argument: resident memory of its own, and memory that may be shared.
 fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
     let (process, memory) = (&status.process, &status.memory);
     let part = |what, of: Option<&String>, bytes| {
@@ -309,7 +308,7 @@ fn host_of(status: &ProcessStatus, (own, common): (u64, u64)) -> Vec<Share> {
     shares
 }
 
-/// Host memory that a process has of its own, and what it may share, without files. Nothing, if `/proc` does not have the process.
+/// A process's private host memory, and memory that may be shared, without files. Zero if `/proc` does not have the process.
 pub fn resident(pid: u32) -> (u64, u64) {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let bytes = |name: &str| -> u64 {
@@ -319,7 +318,7 @@ pub fn resident(pid: u32) -> (u64, u64) {
     (bytes("RssAnon:"), bytes("RssShmem:"))
 }
 
-/// The processes of a job, as their environment tells.
+/// The processes of a job, by their environment.
 fn of_job(job: &str) -> Vec<u32> {
     let is_of_job = |pid: &u32| {
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
@@ -365,7 +364,7 @@ pub fn describe(ledger: &Ledger) -> String {
     text + &output::table(&["PID", "PROCESS", "MEMORY", "BYTES"], shares.iter().flat_map(rows))
 }
 
-/// A share's row, and below it what an allocator makes of it.
+/// A share's row, and below it how an allocator uses it.
 fn rows(share: &Share) -> Vec<Vec<String>> {
     let cache = share.cache.unwrap_or_default();
     let parts = [
@@ -424,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nvml_tells_is_split_by_what_the_library_tells() {
+    fn nvmls_figure_is_split_by_the_librarys() {
         let mut engine = engine(1);
         let cycle = |mib| Cycle { driver: [(UUID.into(), mib * MIB)].into(), ..Cycle::default() };
         engine.status.as_mut().unwrap().memory.cycles = vec![cycle(430), cycle(420), Cycle::default()];
@@ -442,14 +441,14 @@ mod tests {
 
     /// NVML may lag behind, or count memory that two processes share for one of them.
     #[test]
-    fn what_the_library_knows_and_nvml_does_not_is_shown_as_such() {
+    fn memory_unknown_to_nvml_is_shown_as_such() {
         let shares = rows(&account(&card(1000 * MIB), &[holder(1, 1000 * MIB, Some("python"))], &[engine(1)]));
         assert_eq!(shares[2..], [line("engine counted above, and not by NVML", -64), line(" unexplained", 0)]);
     }
 
-    /// As in some containers: the numbers are the host's.
+    /// As in some containers: the process ids are the host's.
     #[test]
-    fn a_process_under_a_number_that_nobody_knows_is_not_counted_twice() {
+    fn a_process_under_an_unknown_pid_is_not_counted_twice() {
         let holders = [holder(70001, 1500 * MIB, None), holder(70002, 300 * MIB, None)];
         let shares = rows(&account(&card(1804 * MIB), &holders, &[engine(1)]));
         assert_eq!(shares[2..], [line(" processes out of sight", 736), line(" unexplained", 4)]);
@@ -471,9 +470,9 @@ mod tests {
         assert_eq!(rows(&shares), [line("engine all of it", 300), line(" unexplained", 4)]);
     }
 
-    /// What is ready in the library's arena holds the backups, and is resident as the rest is.
+    /// The library's arena contains the backups, and is part of the resident memory.
     #[test]
-    fn host_memory_is_split_by_what_the_library_tells() {
+    fn host_memory_is_split_by_the_librarys_figures() {
         let mut engine = process(1, "engine", &[("kv", TagState::Active), ("weights", TagState::Paused)]);
         let status = engine.status.as_mut().unwrap();
         status.memory.tags[0].host_bytes = 100 * MIB;
@@ -490,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_below_nothing_have_a_sign() {
+    fn negative_bytes_have_a_sign() {
         assert_eq!((text_of(-3 << 20), text_of(0)), ("-3.00 MiB".into(), "0 B".into()));
     }
 }

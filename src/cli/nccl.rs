@@ -1,4 +1,4 @@
-//! `--nccl`: which communicators NCCL is to suspend, and what has come of it.
+//! `--nccl`: selects the communicators that NCCL is to suspend, and reports the results.
 
 use crate::failure::{CommandError, Exit};
 use crate::output;
@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use vramctl_control::client::ClientError;
 use vramctl_model::{Bytes, Communicator, CommunicatorState, Kind, Verb};
 
-/// What NCCL is to suspend.
+/// The communicators that NCCL is to suspend.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ChosenCommunicators {
     /// By process.
     communicators: BTreeMap<u32, Vec<Communicator>>,
-    /// What is left as it is, and why.
+    /// The communicators that are left as they are, and why.
     left: BTreeSet<String>,
 }
 
@@ -29,7 +29,7 @@ impl ChosenCommunicators {
         Ok(Self::among(processes.iter().map(ask).collect::<Result<_, CommandError>>()?))
     }
 
-    /// NCCL waits for all ranks of a communicator, so only those are chosen whose ranks are all here and fit.
+    /// NCCL waits for all ranks of a communicator, so only communicators whose ranks are all here and suitable are chosen.
     fn among(all: Vec<(u32, Vec<Communicator>)>) -> Self {
         let mut whole = BTreeMap::<_, (u32, Option<String>)>::new();
         for one in all.iter().flat_map(|(_, communicators)| communicators) {
@@ -43,7 +43,7 @@ impl ChosenCommunicators {
             let meant = chosen.communicators.entry(pid).or_default();
             for one in communicators {
                 let left = match &whole[&one.id] {
-                    // What is suspended already needs no words.
+                    // Already suspended: no message.
                     _ if one.state == CommunicatorState::Suspended => continue,
                     (_, Some(unfit)) => unfit.clone(),
                     (here, None) if *here != one.ranks => {
@@ -60,7 +60,7 @@ impl ChosenCommunicators {
         chosen
     }
 
-    /// What a process has to be told.
+    /// The ids to send to a process.
     pub fn ids(&self, pid: u32) -> Vec<String> {
         self.of(pid).iter().map(|one| one.id.clone()).collect()
     }
@@ -70,19 +70,19 @@ impl ChosenCommunicators {
         self.communicators.get(&pid).map_or(&[], Vec::as_slice)
     }
 
-    /// Adds those of another job.
+    /// Adds the communicators of another job.
     pub fn add(&mut self, other: Self) {
         self.communicators.extend(other.communicators);
         self.left.extend(other.left);
     }
 
-    /// Says what is left as it is.
+    /// Prints which communicators are left as they are.
     pub fn tell_what_is_left(&self) {
         self.left.iter().for_each(|why| output::complain("note", why));
     }
 }
 
-/// Bytes of those in this state.
+/// Bytes of the communicators in this state.
 pub fn bytes(communicators: &[Communicator], state: CommunicatorState) -> u64 {
     communicators.iter().filter(|one| one.state == state).map(|one| one.bytes).sum()
 }
@@ -99,7 +99,7 @@ fn several(count: usize) -> String {
     if count == 1 { "1 communicator".to_owned() } else { format!("{count} communicators") }
 }
 
-/// What NCCL has done, in a line. `None` if nothing.
+/// NCCL's successes in one line. `None` if there are none.
 pub fn success(verb: Verb, process: &Process, communicators: &[Communicator]) -> Option<String> {
     let state = if verb == Verb::Pause { CommunicatorState::Suspended } else { CommunicatorState::Active };
     let done: Vec<_> = communicators.iter().filter(|one| one.state == state && one.error.is_none()).cloned().collect();
@@ -112,7 +112,7 @@ pub fn success(verb: Verb, process: &Process, communicators: &[Communicator]) ->
     }
 }
 
-/// What a dry run says. `None` if there is nothing to say.
+/// The line for a dry run. `None` if there is nothing to report.
 pub fn foretold(communicators: &[Communicator]) -> Option<String> {
     let kept = communicators.iter().map(|one| one.kept_bytes).sum();
     let bytes = Bytes(bytes(communicators, CommunicatorState::Active));
@@ -120,7 +120,7 @@ pub fn foretold(communicators: &[Communicator]) -> Option<String> {
     (!communicators.is_empty()).then(text)
 }
 
-/// What is not as it was asked for, and what to do about it.
+/// The failures, and what to do about them.
 pub fn failures(process: &Process, communicators: &[Communicator]) -> Vec<String> {
     let tell = |one: &Communicator| {
         let (pid, whose) = (process.pid, format!("a communicator of {}", ranks(one.ranks)));
@@ -152,7 +152,7 @@ pub fn failures(process: &Process, communicators: &[Communicator]) -> Vec<String
     communicators.iter().filter_map(tell).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// What a status says of those that are not as the program has made them.
+/// The lines of a status about communicators that are not active.
 pub fn described(communicators: &[Communicator]) -> Vec<String> {
     let tell = |one: &Communicator| {
         let (whose, bytes) = (format!("a communicator of {} (NCCL {})", ranks(one.ranks), one.nccl), Bytes(one.bytes));
@@ -196,9 +196,9 @@ mod tests {
         assert_eq!(ChosenCommunicators::among(vec![(1, vec![one("a", 2), one("a", 2)])]).ids(1).len(), 2);
     }
 
-    /// One that a rank has suspended and another has not would wait for ever.
+    /// A communicator that one rank has suspended and another has not would wait forever.
     #[test]
-    fn what_is_not_the_same_at_all_ranks_is_left() {
+    fn communicators_that_differ_between_ranks_are_left_alone() {
         let away = Communicator { state: CommunicatorState::Suspended, ..one("a", 2) };
         let chosen = ChosenCommunicators::among(vec![(1, vec![one("a", 2)]), (2, vec![away.clone()])]);
         assert_eq!((chosen.ids(1).len(), chosen.ids(2).len(), chosen.left.len()), (0, 0, 1));
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nccl_has_done_is_told() {
+    fn nccls_results_are_reported() {
         let process = process(7, "engine", &[]);
         let suspended = Communicator { state: CommunicatorState::Suspended, ..one("a", 2) };
         let text = success(Verb::Pause, &process, &[suspended.clone(), suspended.clone()]).unwrap();

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_program_s_words_do_not_control_the_terminal() {
+    fn names_of_other_programs_do_not_control_the_terminal() {
         assert_eq!(plain("a\u{1b}[31mb\rc\nd"), "a\u{fffd}[31mb\u{fffd}c\nd");
     }
 

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkout_s_package_is_found_from_what_was_built_in_it() {
+    fn a_checkouts_package_is_found_from_its_binaries() {
         for built in ["/c/target/debug/vramctl", "/c/target/x86_64-unknown-linux-gnu/release/vramctl"] {
             assert!(packages(Path::new(built)).contains(&PathBuf::from("/c/python/vramctl")), "{built}");
         }

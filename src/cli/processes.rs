@@ -96,7 +96,7 @@ impl Process {
         self.status.as_ref().ok()?.memory.suspended.as_deref()
     }
 
-    /// Why it does not go on after its resume, and what to do about it.
+    /// Why it stays held after its resume, and what to do about it.
     pub fn stays_held(&self, Borrowed { owner, paused_bytes, .. }: &Borrowed) -> String {
         format!(
             "{self} stays held: {} that it has open of process {owner} are still paused. `vramctl resume --pid {owner}` brings them back \
@@ -171,9 +171,9 @@ pub struct Found {
     pub processes: Vec<Process>,
 }
 
-/// How long a process may take to say who it is. A stopped one never does; the others are not to wait for it.
+/// How long a process may take to answer `hello`. A stopped one never does, and must not delay the others.
 const HELLO_WITHIN: Duration = Duration::from_secs(2);
-/// How long it may take to say what it has, for which it asks the driver.
+/// How long it may take to answer `status`, for which it calls the driver.
 const STATUS_WITHIN: Duration = Duration::from_secs(5);
 
 impl Found {
@@ -223,7 +223,8 @@ impl Found {
         })
     }
 
-    /// The processes that match, for a change. Fails if one of them does not answer: half an engine paused is worse than none.
+    /// The matching processes, for a command that changes them. Fails if one of them does not answer: half an engine paused is worse than
+    /// none.
     pub fn choose_answering(&self, target: &Target) -> Result<Vec<Process>, CommandError> {
         let chosen = self.choose(target)?;
         let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
@@ -258,7 +259,7 @@ impl Found {
         self.directory.as_ref().map_or_else(Vec::new, |directory| ask(directory, &listening))
     }
 
-    /// Asks the programs' own allocators, such as torch's, what they hold. Who does not say in time is left out.
+    /// Asks the programs' own allocators, such as torch's, what they hold. Those that do not answer in time are left out.
     pub fn ask_allocators(&mut self) {
         let Some(directory) = self.directory.clone() else { return };
         thread::scope(|scope| {
@@ -327,7 +328,7 @@ fn ask(directory: &Arc<Directory>, pids: &[u32]) -> Vec<Process> {
     answers.into_iter().filter_map(process).collect()
 }
 
-/// Runs `work` for each in a thread of its own. What takes longer than `within` counts as unanswered.
+/// Runs `work` for each in its own thread. Whatever takes longer than `within` counts as unanswered.
 fn at_once<T: Send + 'static, R: Send + 'static>(
     each: Vec<(u32, T)>,
     within: Duration,
@@ -417,8 +418,8 @@ fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> 
     }
 }
 
-/// Fails if processes of the job are missing: of `wanted`, or else, if `remembers`, of those that it had when it was last paused or
-/// resumed.
+/// Fails if processes of the job are missing: if there are fewer than `wanted`; without it, if `remembers`, if one is gone that the job had
+/// when it was last paused or resumed.
 pub fn check_whole<'a>(
     processes: impl Iterator<Item = &'a Process> + Clone,
     remembers: bool,
@@ -528,7 +529,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_process_that_is_not_managed_is_told_from_one_that_is_not_there() {
+    fn an_unmanaged_process_is_distinguished_from_a_missing_one() {
         let own = std::process::id();
         assert!(choose(&[], &Target::Pid(own)).unwrap_err().to_string().contains("is not managed"));
         assert!(choose(&[], &Target::Pid(u32::MAX)).unwrap_err().to_string().contains("there is no process"));

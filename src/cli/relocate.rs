@@ -14,12 +14,13 @@ use vramctl_driver::{Card, cards, holders_of};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Holds and suspends the job, restores it on other GPUs of the same model, and resumes it: the same addresses, the same contents, and \
-its work goes on. A job on several GPUs needs as many, in the order of their indices. If the job cannot be moved, nothing changes, \
-and the message says why. If the command is interrupted, the job stays suspended: `vramctl resume` brings it back where it was.
+Holds and suspends the job, restores it on other GPUs of the same model, and resumes it with the same addresses and contents; its \
+work continues. A job on several GPUs needs as many others; they are assigned in the order of their indices. If the job cannot be \
+moved, nothing changes, and the message says why. If the command is interrupted, the job stays suspended: `vramctl resume` brings it \
+back where it was.
 
-What the driver could not restore is refused with exit code 7, see `vramctl help suspend`. Programs keep what they know \
-about the old GPU, such as its bus id; the driver itself goes on reporting the old bus id.
+A job that the driver cannot restore is refused with exit code 7, see `vramctl help suspend`. Programs keep what they have \
+stored about the old GPU, such as its bus id; even the driver still reports the old bus id.
 
 Examples:
   vramctl move engine --to 1
@@ -37,10 +38,10 @@ pub struct Args {
     /// How many processes there must be [default: as many as when the job was last paused or resumed]
     #[arg(long, value_name = "N")]
     ranks: Option<usize>,
-    /// Exchange places with the processes of this name
+    /// Swap GPUs with the processes of this name
     #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(completions::names))]
     swap: Option<String>,
-    /// How many seconds to wait for GPU work in flight, before the program runs on and nothing has changed
+    /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     hold_timeout: Duration,
     /// Print JSON: {"processes": [{"pid", "name", "report"}]}
@@ -79,7 +80,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     checkpoint::pause(&found, &mut members, request, &crate::nccl::ChosenCommunicators::default())?;
     let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
         checkpoint::restore(&mut members, &map, Duration::ZERO).map_err(|failure| {
-            // Those that the driver has refused to restore there.
+            // Restore processes that the driver has refused to restore there to their old GPUs.
             let home = checkpoint::restore(&mut members, &GpuMap::new(), Duration::ZERO);
             home.err().map_or(failure.clone(), |second| failure.adding(&format!("; and back: {second}")))
         })
@@ -141,7 +142,7 @@ fn named<'a>(gpu: &str, cards: &'a [Card]) -> Result<&'a Card, CommandError> {
     }
 }
 
-/// The driver wants to know of every GPU where it goes, one to one. Those that are in the way go where the job comes from.
+/// The driver requires a one-to-one map of all GPUs. Target GPUs are mapped to the GPUs that the job leaves.
 fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, CommandError> {
     if from.len() != to.len() {
         return Err(usage(format!("the job is on {} GPUs ({}), and {} are named", from.len(), list(from), to.len())));
@@ -169,13 +170,13 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
     Ok(map.into_iter().map(|(old, new)| (old.clone(), new.clone())).collect())
 }
 
-/// Fails if one of them could not be paused, taken and restored.
+/// Fails if one of them could not be paused, checkpointed and restored.
 fn check_able(members: &mut [Member], request: &Transition) -> Result<(), CommandError> {
     let refusal = checkpoint::foretell(members, request)?.into_iter().find_map(|foretold| foretold.failure);
     refusal.map_or(Ok(()), |failure| Err(failure.adding(". Nothing has changed")))
 }
 
-/// Whether all of it fits, once everybody who moves has left.
+/// Checks that everything fits once all moving jobs have left.
 fn check_room(members: &[Member], cards: &[Card], map: &GpuMap) -> Result<(), CommandError> {
     let (mut arriving, mut leaving) = (BTreeMap::<&str, u64>::new(), BTreeMap::<&str, u64>::new());
     for member in members {

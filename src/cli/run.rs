@@ -38,16 +38,16 @@ pub struct Args {
     /// Where a pause keeps the contents of a tag: host (default), disk or discard; may be repeated
     #[arg(long, value_name = "TAG=POLICY", value_parser = checked_backup)]
     backup: Vec<String>,
-    /// Leave smaller allocations to CUDA; bytes, or with K, M, G [default: 1M]
+    /// Leave smaller allocations to CUDA: bytes, or a number with K, M or G [default: 1M]
     #[arg(long, value_name = "SIZE", value_parser = checked_size)]
     min_bytes: Option<String>,
     /// Leave PYTHONPATH alone: Python programs then do not find the `vramctl` package that came with this command
     #[arg(long)]
     no_python: bool,
-    /// Record what happens to its memory, for `vramctl trace`
+    /// Record memory events, for `vramctl trace`
     #[arg(long)]
     trace: bool,
-    /// What the library writes to stderr [default: warn]
+    /// The library's log level; it logs to stderr [default: warn]
     #[arg(long, value_name = "LEVEL")]
     log: Option<Level>,
     /// The command and its arguments
@@ -89,7 +89,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
             None => command.env_remove(name),
         };
     }
-    // Whatever it starts belongs together.
+    // Everything that the command starts belongs to one job.
     command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
     let error = command.exec();
     let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_counts_more_than_the_environment() {
+    fn options_override_the_environment() {
         let present = [("VRAMCTL_TAG", "old"), ("VRAMCTL_BACKUP", "a=host")];
         assert_eq!(variables(&[], &present).len(), 1, "a tag in the environment stays");
         assert_eq!(variables(&[], &[("VRAMCTL_TAG", "")]).len(), 1, "and so does an empty one, which is no tag");
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_library_would_not_understand_is_refused_now() {
+    fn options_that_the_library_would_reject_are_refused_at_once() {
         for wrong in [
             ["--backup", "kv_cache"],
             ["--backup", "kv_cache=tape"],

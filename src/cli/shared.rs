@@ -1,4 +1,4 @@
-//! `vramctl pause --shared`: who is taken along, because they have open what is to be paused.
+//! `vramctl pause --shared`: finds the borrowers, processes that have the memory to pause open and must be held as well.
 
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Process};
@@ -8,25 +8,25 @@ use vramctl_model::Bytes;
 /// Processes that are paused or resumed as one.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct AsOne<A> {
-    /// The places of those whose memory is meant.
+    /// The indices of the processes whose memory is paused or resumed.
     pub places: Vec<usize>,
-    /// Those that have it open, and pause nothing of their own.
+    /// The borrowers: they have it open, and pause nothing of their own.
     pub along: Vec<A>,
 }
 
-/// A process that is taken along.
+/// A borrower.
 #[derive(Debug, Clone)]
 pub struct Along {
     pub process: Process,
-    /// What it has open of what is to be paused.
+    /// How much of the memory to pause it has open.
     pub bytes: u64,
 }
 
 /// What other processes have open, by pid.
 pub type OpenBy = BTreeMap<u32, u64>;
 
-/// Makes one group of jobs that have memory of each other open: two coordinators would be in each other's way. `lent`: what others have
-/// open of the processes at these places.
+/// Merges jobs that have memory of each other open into one group: two coordinators would block each other. `lent`: what others have open
+/// of the processes at these indices.
 pub fn groups(jobs: Vec<Vec<usize>>, pid: impl Fn(usize) -> u32, lent: impl Fn(&[usize]) -> OpenBy) -> Vec<AsOne<(u32, u64)>> {
     let group = |places: Vec<usize>| AsOne { along: lent(&places).into_iter().collect(), places };
     let mut groups: Vec<_> = jobs.into_iter().map(group).collect();
@@ -41,7 +41,7 @@ pub fn groups(jobs: Vec<Vec<usize>>, pid: impl Fn(usize) -> u32, lent: impl Fn(&
     groups
 }
 
-/// Two groups of which one has memory of the other open.
+/// Two groups, one of which has memory of the other open.
 fn related(groups: &[AsOne<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<(usize, usize)> {
     let place_of: BTreeMap<_, _> =
         groups.iter().enumerate().flat_map(|(at, group)| group.places.iter().map(move |place| (pid(*place), at))).collect();
@@ -51,13 +51,13 @@ fn related(groups: &[AsOne<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<
     groups.iter().enumerate().find_map(other)
 }
 
-/// The processes, which must be able to set aside what they have open.
+/// Finds the borrowers; fails if one cannot set aside its open memory.
 pub fn find(found: &Found, lent: impl IntoIterator<Item = (u32, u64)>) -> Result<Vec<Along>, CommandError> {
     let lent: OpenBy = lent.into_iter().collect();
     let now = found.look_again(&lent.keys().copied().collect::<Vec<_>>());
     let silent: BTreeSet<_> = lent.keys().filter(|pid| now.iter().all(|process| process.pid != **pid)).collect();
     let cannot = |who: String, bytes: u64, why: &str| {
-        CommandError::new(Exit::Busy, format!("nothing was paused: {who} has {} of it open and cannot be taken along: {why}", Bytes(bytes)))
+        CommandError::new(Exit::Busy, format!("nothing was paused: {who} has {} of it open and cannot be held: {why}", Bytes(bytes)))
     };
     if let Some(pid) = silent.first() {
         let why = match pid {
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_that_share_are_one_group_and_others_are_taken_along() {
+    fn jobs_that_share_are_one_group_and_other_processes_are_borrowers() {
         let jobs = [&[0, 1][..], &[2], &[3]];
         assert_eq!(grouped(&jobs, &[]), [(vec![0, 1], vec![]), (vec![2], vec![]), (vec![3], vec![])]);
         assert_eq!(grouped(&jobs, &[(99, 10), (98, 12)]), [(vec![0, 1], vec![99]), (vec![2], vec![98]), (vec![3], vec![])]);

@@ -46,7 +46,7 @@ pub struct Args {
 pub fn status(args: Args) -> Result<Exit, CommandError> {
     let target = match (args.process, Target::from(args.target)) {
         (Some(text), _) => Target::parse(text),
-        // Looking is harmless, so there is no need to choose.
+        // Reading is harmless, so show all processes.
         (None, Target::Only) => Target::All,
         (None, target) => target,
     };
@@ -78,11 +78,11 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
 }
 
 fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, CommandError> {
-    // All, since whoever is left out would look like a process without the library.
+    // All processes: one that is left out would look like a process without the library.
     let mut found = Found::look(&Target::All)?;
     found.ask_allocators();
     let mut gpus = found.uuids(gpus)?;
-    // Where nothing is managed, others may have memory.
+    // Even if nothing is managed, other programs may have memory.
     let chosen = if *target == Target::All { found.processes.clone() } else { found.choose(target)? };
     if gpus.is_empty() && *target != Target::All {
         gpus = chosen.iter().flat_map(Process::gpus).map(str::to_owned).collect();
@@ -91,7 +91,7 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
     if json {
         output::print(&format!("{}\n", serde_json::json!({ "processes": chosen, "gpus": ledgers, "host": host })))?;
     } else if ledgers.is_empty() {
-        return Err(CommandError::new(Exit::Failed, "NVML tells of no such GPU: is the NVIDIA driver installed here?"));
+        return Err(CommandError::new(Exit::Failed, "NVML reports no such GPU: is the NVIDIA driver installed here?"));
     } else {
         let texts: Vec<_> = ledgers.iter().map(ledger::describe).chain([ledger::describe_host(&host)]).collect();
         output::say(&texts.join("\n\n"))?;
@@ -171,7 +171,7 @@ fn describe(status: &ProcessStatus) -> String {
     text
 }
 
-/// What each owner had in the last cycles.
+/// Each owner's memory in the last cycles.
 fn cycles(cycles: &[Cycle]) -> String {
     let cycles: Vec<_> = cycles.iter().map(Cycle::owners).collect();
     let owners: BTreeSet<_> = cycles.iter().flat_map(BTreeMap::keys).collect();
@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tag_of_two_minds_says_how_much_of_each() {
+    fn a_mixed_tag_shows_how_much_is_in_each_state() {
         let tag = TagStatus {
             tag: "kv".into(),
             state: TagState::Mixed,

@@ -18,19 +18,19 @@ use vramctl_model::{Backup, Bytes, Registered};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Holds and pauses the processes as `vramctl pause` does, then has the driver checkpoint what is left: the CUDA contexts, \
-the loaded code. Afterwards they have nothing on any GPU, and nvidia-smi does not list them. `vramctl resume` brings them back, \
-and their work goes on.
+Holds and pauses the processes as `vramctl pause` does, then has the driver checkpoint the rest: CUDA contexts and loaded \
+code. Afterwards they use no GPU memory, and nvidia-smi does not list them. `vramctl resume` brings them back, and their work \
+continues.
 
-What the driver could not restore is only paused by tag, with exit code 7: processes with NCCL or NVSHMEM communicators, with \
-memory shared between processes or GPUs, or with unified memory; and any process under a driver older than 570. `vramctl \
-status` lists what is in the way.
+Processes that the driver cannot restore are only paused by tag, with exit code 7: those with NCCL or NVSHMEM communicators, \
+with memory shared between processes or GPUs, or with unified memory; and any process under a driver older than 570. `vramctl \
+status` lists the obstacles.
 
-If the command is interrupted or fails, run it again, or `vramctl resume`: both go on from where the driver is.
+If the command is interrupted or fails, run it again, or `vramctl resume`: both continue from the driver's current state.
 
 Examples:
   vramctl suspend engine
-  vramctl suspend --dry-run                  show what is in the way
+  vramctl suspend --dry-run                  show what would prevent it
   vramctl resume --name engine --timeout 60  wait for others to free the memory")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct Args {
@@ -39,7 +39,7 @@ pub struct Args {
     process: Option<String>,
     #[command(flatten)]
     target: TargetArgs,
-    /// Only show what would be paused and what keeps the processes from being suspended (exit code 7); with --json each process has a
+    /// Only show what would be paused and what prevents a suspend (exit code 7); with --json each process has a
     /// "plan" (docs/protocol.md) in place of its "report"
     #[arg(long, conflicts_with = "quiet")]
     dry_run: bool,
@@ -61,7 +61,7 @@ pub struct Args {
     /// Discard a KV cache although the prefix cache of an engine still describes it
     #[arg(long)]
     force: bool,
-    /// How many seconds to wait for GPU work in flight, before the program runs on and nothing has changed
+    /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     hold_timeout: Duration,
     /// Print JSON: {"processes": [{"pid", "name", "report" or "error"}]}
@@ -92,7 +92,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
         let foretold = checkpoint::foretell(&mut members, &request)?;
         return dry_run::tell(&foretold.into_iter().map(|one| one.with_communicators(&chosen)).collect::<Vec<_>>(), args.json);
     }
-    // Loading the driver takes a while, which the pause takes anyway.
+    // Loading the driver takes a while, so do it during the pause.
     let loading = thread::spawn(checkpoint::load);
     checkpoint::pause(&found, &mut members, request, &chosen)?;
     chosen.tell_what_is_left();
@@ -123,7 +123,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
 pub fn bring_back(target: &Target, all_tags: bool, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Done>, CommandError> {
     checkpoint::see_all_gpus();
     let found = Found::look(target)?;
-    // Whoever does not answer, or does not exist, is reported by the resume.
+    // The resume reports processes that do not answer or do not exist.
     let Ok(chosen) = found.choose(target) else { return Ok(BTreeMap::new()) };
     if chosen.iter().all(|process| process.suspended().is_none()) {
         return Ok(BTreeMap::new());

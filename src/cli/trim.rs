@@ -15,12 +15,12 @@ use vramctl_model::{Bytes, Cached, Trimmed};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-PyTorch caches the GPU memory of tensors that are gone. A trim has it collect garbage and empty its cache, up to three times, until \
-a round returns less than 1 GiB. It prints what came back and what is stuck: free memory in segments that still hold a tensor. A \
-thread of the Python package does this in the program, next to its work, as soon as it gets Python's interpreter lock. If it has \
-not begun within --timeout, it never does, and the exit code is 5.
+PyTorch caches the GPU memory of freed tensors. A trim has it collect garbage and empty its cache, up to three times, until a \
+round returns less than 1 GiB. It prints how much was returned and how much is stuck: free memory in segments that still hold a \
+tensor. A background thread of the Python package does this in the program, as soon as it gets Python's interpreter lock. If it has \
+not begun within --timeout, the trim is cancelled, and the exit code is 5.
 
-Without a target, trims all managed processes whose allocator can be asked. A held program cannot be trimmed: `vramctl pause --trim` \
+Without a target, trims all managed processes that support it. A held program cannot be trimmed: `vramctl pause --trim` \
 trims before it holds.
 
 Examples:
@@ -90,11 +90,11 @@ fn all(found: &Found, processes: &[Process], timeout: Duration) -> Vec<Result<Tr
     })
 }
 
-/// Before a pause: trims those that run and can be asked. What cannot be trimmed is paused all the same. Returns what was done, by
+/// Before a pause: trims the running processes that support it. Those that cannot be trimmed are paused anyway. Returns the results, by
 /// process.
 pub fn before_a_pause(target: &Target, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Trimmed>, CommandError> {
     let found = Found::look(target)?;
-    // Whoever does not answer, or does not exist, is reported by the pause.
+    // The pause reports processes that do not answer or do not exist.
     let Ok(mut chosen) = found.choose(target) else { return Ok(BTreeMap::new()) };
     chosen.retain(|process| trims(process) && !process.is_held() && process.suspended().is_none());
     if chosen.is_empty() {
@@ -143,7 +143,7 @@ mod tests {
     use crate::processes::tests::process;
 
     #[test]
-    fn what_came_back_and_what_is_stuck_is_told_by_tag() {
+    fn returned_and_stuck_bytes_are_reported_by_tag() {
         let part = |tag: &str, returned: u64, stuck: u64, kept: u64| Cached {
             tag: Some(tag.into()),
             returned_bytes: returned << 20,

@@ -11,10 +11,10 @@ use vramctl_model::{Bytes, parse_bytes};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Has processes watch how much of their GPUs is free, whoever uses the rest. When that falls below SIZE, each logs once, to its \
-stderr, who uses the memory. It logs again only after a tenth more than SIZE, or 64 MiB more if that is larger, has been free. \
-VRAMCTL_WATCH and VRAMCTL_WATCH_TRIM in a program's environment do the same from its start. Without --below and --off, prints what \
-the processes watch for.
+Has processes watch how much memory is free on their GPUs. When less than SIZE is free, each logs once, to its stderr, who uses \
+the memory. It logs again only after free memory has recovered to a tenth above SIZE, or 64 MiB above it if that is more. \
+VRAMCTL_WATCH and VRAMCTL_WATCH_TRIM in a program's environment do the same from its start. Without --below and --off, prints the \
+current setting.
 
 Examples:
   vramctl watch trainer --below 5G
@@ -29,7 +29,7 @@ pub struct Args {
     /// Log when less than this is free: bytes, or a number with K, M or G
     #[arg(long, value_name = "SIZE", value_parser = size)]
     below: Option<u64>,
-    /// Then also have torch return what it has cached, as `vramctl trim` does
+    /// Also have torch return what it has cached, as `vramctl trim` does
     #[arg(long, requires = "below")]
     trim: bool,
     /// Stop watching

@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn the_variables_of_torch_memory_saver_count_where_ours_are_silent() {
+    fn the_variables_of_torch_memory_saver_are_fallbacks() {
         let all = config(&[("TMS_INIT_ENABLE", "1"), ("TMS_RETAIN_CPU_BACKUP", "TRUE"), ("TMS_INIT_CPU_BACKUP_BACKEND", "mmap")]);
         assert_eq!((all.tag.as_deref(), all.ground_backup), (Some("default"), Some(Backup::Discard)));
         assert!(all.retains("anything") && all.complaints.is_empty(), "{:?}", all.complaints);

@@ -50,7 +50,7 @@ impl std::error::Error for ClientError {}
 /// never answers and never closes.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
-/// How long a process may take to say who it is, whatever else it is doing. A stopped one never does.
+/// How long a process may take to answer `hello`, whatever else it is doing. A stopped process never answers.
 const HELLO_WITHIN: Duration = Duration::from_secs(3);
 
 /// How long a process may take to replace a closed socket.
@@ -63,8 +63,8 @@ fn is_closed(error: &io::Error) -> bool {
 }
 
 impl Client {
-    /// Connects to a process and waits for its hello. Retries for a moment: a process whose socket was closed notices when
-    /// somebody connects, hangs up, and opens another.
+    /// Connects to a process and waits for its hello. Retries for a moment: a process whose socket was closed notices this when somebody
+    /// connects, disconnects, and opens another.
     pub fn connect(directory: &Directory, pid: u32) -> Result<Self, ClientError> {
         let deadline = Instant::now() + NEW_SOCKET;
         loop {
@@ -107,7 +107,7 @@ impl Client {
         }
     }
 
-    /// Asks for what has happened to its memory, from an event on.
+    /// Asks for the events of its memory, from this number on.
     pub fn events(&mut self, since: u64) -> Result<Events, ClientError> {
         match self.ask(Request::Events { since, most: None }, None, &mut |_| ())? {
             Reply::Events(events) => Ok(events),
@@ -123,7 +123,7 @@ impl Client {
         }
     }
 
-    /// Asks for its NCCL communicators, and NCCL for their memory.
+    /// Asks for its NCCL communicators and their memory.
     pub fn communicators(&mut self) -> Result<Vec<Communicator>, ClientError> {
         match self.ask(Request::Communicators, None, &mut |_| ())? {
             Reply::Communicators { communicators } => Ok(communicators),
@@ -146,7 +146,7 @@ impl Client {
         self.seen_as
     }
 
-    /// Makes the process ready for the driver's checkpoint. Returns what a restore needs.
+    /// Prepares the process for the driver's checkpoint. Returns the memory that a restore needs.
     pub fn suspend(&mut self) -> Result<Vec<GpuUse>, ClientError> {
         match self.ask(Request::Suspend, None, &mut |_| ())? {
             Reply::Suspended { gpus } => Ok(gpus),
@@ -154,7 +154,7 @@ impl Client {
         }
     }
 
-    /// Tells it that its driver is back.
+    /// Tells it that it may use its driver again.
     pub fn awake(&mut self) -> Result<(), ClientError> {
         match self.ask(Request::Awake, None, &mut |_| ())? {
             Reply::Awake => Ok(()),
@@ -178,7 +178,7 @@ impl Client {
         }
     }
 
-    /// Has its own allocator return what it holds without using it.
+    /// Has its own allocator return what it has cached.
     pub fn trim(&mut self, timeout: Option<Duration>) -> Result<Trimmed, ClientError> {
         let timeout_ms = timeout.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
         match self.ask(Request::Trim { timeout_ms }, None, &mut |_| ())? {
@@ -187,7 +187,7 @@ impl Client {
         }
     }
 
-    /// Has it watch for less than `below` bytes free. Returns what it watches for from now on.
+    /// Has it watch for less than `below` bytes free. Returns the setting.
     pub fn watch(&mut self, below: Option<u64>, trim: bool) -> Result<(u64, bool), ClientError> {
         match self.ask(Request::Watch { below_bytes: below, trim }, None, &mut |_| ())? {
             Reply::Watch { below_bytes, trim } => Ok((below_bytes, trim)),
@@ -210,8 +210,7 @@ impl Client {
         }
     }
 
-    /// Sends a request, with a descriptor, and waits for the answer as long as the process is there. `progress` sees what comes
-    /// before.
+    /// Sends a request, with a descriptor, and waits for the answer as long as the process exists. `progress` gets the progress lines.
     pub(crate) fn ask(
         &mut self,
         request: Request,
@@ -224,19 +223,19 @@ impl Client {
                 Ok(Reply::Progress(now)) => progress(now),
                 Ok(Reply::Error(refusal)) => return Err(ClientError::Refused(refusal.into())),
                 Ok(answer) => return Ok(answer),
-                // A server that refuses the connection says why and hangs up, perhaps before the request is sent. So an
-                // answer takes precedence over a failed write, and so does that there is none because it has ended.
+                // A server that refuses the connection says why and disconnects, perhaps before the request is sent. So an answer, or the
+                // end of the process, takes precedence over a failed write.
                 Err(error) => return Err(self.failed(written.err().filter(|error| !is_closed(error)).unwrap_or(error))),
             }
         }
     }
 
-    /// Tells the process that this client is still there. Never waits: one that does not read does not need to know.
+    /// Renews the lease. Never waits: a process that does not read does not need it.
     pub(crate) fn renew(&mut self) {
         let _ = self.send(Request::Renew, None, libc::MSG_DONTWAIT);
     }
 
-    /// What the process says unasked: its lease has ended, or it has.
+    /// What the process sends without a request: its lease has ended, or it has exited.
     pub(crate) fn unasked(&mut self) -> Option<ClientError> {
         let mut socket = libc::pollfd { fd: self.stream.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one writable entry; does not block.
@@ -251,7 +250,7 @@ impl Client {
         })
     }
 
-    /// Whether the process answers anybody: a connection of its own is answered by a thread of its own.
+    /// Whether the process answers at all: a separate connection is served by a separate thread.
     fn is_alive(&self) -> bool {
         let ask = || {
             let stream = self.directory.connect(self.pid)?;

@@ -1,7 +1,7 @@
-//! The decision of a job: one word that its processes and their coordinator share.
+//! The decision of a job: one word, shared by its processes and their coordinator.
 //!
-//! It is made once, by whoever comes first. So all of them go one way, whoever dies at whatever moment: the coordinator commits
-//! only when all are prepared, and a process that has lost the coordinator aborts, or finds that it has committed.
+//! Whoever sets it first decides, and it is set only once. The coordinator commits only when all are prepared; a process that has lost the
+//! coordinator aborts, or finds that the job has committed. So all of them take the same decision, no matter who dies at what moment.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -23,7 +23,7 @@ const OPEN: u32 = 0;
 const COMMITTED: u32 = 1;
 const ABORTED: u32 = 2;
 
-/// Nobody may make the file shorter: touching the mapping would kill the process.
+/// Nobody may shrink the file: accessing the mapping would then kill the process.
 const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
 
 impl Decision {
@@ -61,7 +61,7 @@ impl Decision {
             }
             (about, system)
         };
-        // Huge pages may run out at the first touch, which kills as well.
+        // Huge pages may run out at the first access, which would also kill the process.
         if system.f_type != libc::TMPFS_MAGIC || (about.st_size as usize) < size_of::<AtomicU32>() {
             return refuse("it is too small, or made of huge pages");
         }
@@ -93,7 +93,7 @@ impl Decision {
         self.word().load(Ordering::Acquire) == ABORTED
     }
 
-    /// What is decided. A word that is none of the three counts as aborted.
+    /// Sets the decision unless it is set already, and returns it. Any other value counts as aborted.
     fn decide(&self, wish: u32) -> u32 {
         match self.word().compare_exchange(OPEN, wish, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => wish,
@@ -121,7 +121,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn it_is_decided_once_for_all_who_have_it() {
+    fn a_decision_is_made_once_for_everyone() {
         for first_commits in [true, false] {
             let (coordinator, file) = Decision::create().unwrap();
             let process = Decision::open(file.as_fd()).unwrap();
@@ -134,7 +134,7 @@ mod tests {
         }
     }
 
-    /// Its owner could cut off the page under the mapping.
+    /// Its owner could truncate the page under the mapping.
     #[test]
     fn a_file_that_may_shrink_is_refused() {
         let memfd = |seals: libc::c_int| {

@@ -68,7 +68,7 @@ impl Directory {
         &self.path
     }
 
-    /// The same directory, for somebody who outlives this one.
+    /// Another handle of the same directory, which may outlive this one.
     pub fn again(&self) -> io::Result<Self> {
         Ok(Self { path: self.path.clone(), owner: self.owner, open: self.open.try_clone()? })
     }

@@ -1,7 +1,7 @@
-//! How much of a GPU is free, as one process per GPU asks the driver and the others read: a file in the directory of the sockets.
+//! The free memory of a GPU, in a file in the socket directory: one process per GPU asks the driver and writes it, the others read it.
 //!
-//! Who holds its lock asks. The lock goes with its holder, so the next one that looks takes over. The file is read, not mapped:
-//! who cuts it must not end the program.
+//! The process that holds the file's lock asks. The lock is released when its holder dies, and the next process that checks takes over. The
+//! file is read, not mapped: truncating it must not kill the program.
 
 use crate::discovery::Directory;
 use std::fs::{File, OpenOptions};
@@ -15,7 +15,7 @@ use vramctl_host::Held;
 #[derive(Debug)]
 pub struct Gauge(Held);
 
-/// Bytes free, when they were counted, and both mixed, which tells a whole value from a torn one.
+/// Free bytes, the time, and a check word of both, which detects a torn value.
 const WORDS: usize = 3;
 const MIX: u64 = 0x7672_616d_6374_6c21;
 
@@ -32,7 +32,7 @@ impl Gauge {
         Held::new(options.open(directory.within_process().join(format!("free-{name}")))?).map(Self)
     }
 
-    /// Whether it is this process that asks the driver, from now on if nobody else does.
+    /// Whether this process asks the driver. Takes over if nobody else does.
     pub fn is_ours(&self) -> bool {
         let (l_type, l_whence) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
         let mut lock = libc::flock64 { l_type, l_whence, l_start: 0, l_len: 1, l_pid: 0 };
@@ -50,7 +50,7 @@ impl Gauge {
         self.0.as_type::<File>()?.write_all_at(&bytes, 0)
     }
 
-    /// What was told, unless that is longer ago.
+    /// The last value, unless it is older than this.
     pub fn told(&self, within: Duration) -> Option<u64> {
         let mut bytes = [0; WORDS * 8];
         self.0.as_type::<File>().ok()?.read_exact_at(&mut bytes, 0).ok()?;
@@ -61,7 +61,7 @@ impl Gauge {
     }
 }
 
-/// The same for all processes of the machine.
+/// A clock that all processes of the machine share.
 fn now() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: writable, and the clock exists everywhere.

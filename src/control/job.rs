@@ -1,11 +1,11 @@
 //! A job: processes that are paused and resumed as one.
 //!
-//! The coordinator, which is this code in the command line, speaks to all of them at once, each over a connection of its own. Each
-//! does all that can fail, and waits (`Step`). When all have arrived, they go on; when one cannot, all take back what they have
-//! done. What counts is the [`Decision`] that they share: they commit or abort together, whoever dies.
+//! The coordinator, this code in the command line, talks to all of them in parallel, over one connection each. Each process completes a
+//! step and waits (`Step`). When all have arrived, they go on; if one fails, all undo what they have done. The [`Decision`] that they share
+//! makes them commit or abort together, even if one dies.
 //!
-//! A program that is held need not be idle, but its processes may stand at different places: one's GPU waits for a collective that
-//! another, at its gate, has not started. Then all gates open, and a little later all close again.
+//! A held program need not be idle, but its processes may have stopped at different points: one's GPU waits for a collective that another,
+//! held at its gate, has not started. Then all gates open, and a little later all close again.
 
 use crate::client::{Client, ClientError};
 use crate::decision::Decision;
@@ -26,13 +26,13 @@ use vramctl_model::{Error, Kind, Progress, Report, Verb};
 pub struct Job {
     /// A pause or a resume.
     pub verb: Verb,
-    /// How, without tags: those differ by process.
+    /// The request, without tags: those differ by process.
     pub wanted: Transition,
     /// Its processes.
     pub ranks: Vec<Rank>,
-    /// Whether these are all. Then each remembers the others.
+    /// Whether these are all processes of the job. Then each remembers the others.
     pub is_whole: bool,
-    /// Who it is and which GPUs it needs, for the queue. Without it, a resume queues for nothing.
+    /// The job's name and GPUs, for the queue. Without it, a resume does not queue.
     pub ticket: Option<Claim>,
 }
 
@@ -41,13 +41,13 @@ pub struct Job {
 pub struct Rank {
     /// Its id.
     pub pid: u32,
-    /// Its tags that are meant; none means all.
+    /// The tags to pause or resume in it; none means all.
     pub tags: Vec<String>,
-    /// Tags that it does not have are no error.
+    /// Ignore tags that it does not have, instead of failing.
     pub lenient: bool,
-    /// Pause only: the communicators that NCCL is to suspend, each of which must be named to all of its ranks.
+    /// Pause only: the communicators that NCCL is to suspend; each must be sent to all of its ranks.
     pub communicators: Vec<String>,
-    /// It pauses nothing of its own, and sets aside what it has open of what the others pause.
+    /// It pauses nothing of its own, and sets aside its open memory that the others pause.
     pub is_borrower: bool,
 }
 
@@ -56,8 +56,8 @@ pub struct Rank {
 pub struct JobReport {
     /// For each process, in order.
     pub results: Vec<Result<Report, ClientError>>,
-    /// Whether it was committed. Else everything was taken back. A process that failed nevertheless does not answer: it has ended,
-    /// or completes it when it goes on.
+    /// Whether it was committed; otherwise everything was undone. After a commit, a process can only fail to answer: it has ended, or is
+    /// stopped and completes the commit when it continues.
     pub committed: bool,
     /// How often it was tried.
     pub attempts: u32,
@@ -70,10 +70,10 @@ pub trait Follower: Sync {
     /// A connection to a process, which ends the attempt when it is shut down.
     fn connected(&self, _pid: u32, _stream: UnixStream) {}
 
-    /// It is over. The process counts it until every handle on it is closed.
+    /// The connection is no longer needed. The process counts it until every handle on it is closed.
     fn disconnected(&self, _pid: u32) {}
 
-    /// Others asked for memory of the same GPUs first, and have it or wait for it.
+    /// Other jobs are ahead in the queue for the same GPUs.
     fn queued(&self, _before: &[Claim]) {}
 
     /// Progress of the process with this number in the job.
@@ -82,28 +82,28 @@ pub trait Follower: Sync {
 
 impl Follower for () {}
 
-/// How long a process waits for this coordinator before it takes everything back.
+/// How long a process waits for this coordinator before it undoes everything.
 const LEASE: Duration = Duration::from_secs(5);
-/// How often to tell a process that the coordinator is still there.
+/// How often to renew a process's lease.
 const RENEW_EVERY: Duration = Duration::from_secs(1);
-/// How long to wait for another client's turn with a process.
+/// How long to wait while another client uses a process.
 const TURN_WITHIN: Duration = Duration::from_secs(10);
 /// Longer than anyone waits, yet small enough to add to an `Instant`.
 const LONGEST_WAIT: Duration = Duration::from_secs(1 << 32);
-/// How long the first attempts wait for the work of several processes. Aligned ones drain sooner, the others never.
+/// How long the first attempt waits for the work of several processes to drain. Aligned ranks drain sooner, others never.
 const FIRST_DRAIN: Duration = Duration::from_millis(100);
 const LONGEST_DRAIN: Duration = Duration::from_secs(2);
 
-/// Where the processes wait for each other.
+/// The points at which the processes wait for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// Those that have to wait for memory have it.
+    /// The processes that had to wait for memory have it.
     Early,
-    /// All gates are closed: before that, it makes no sense to wait for work.
+    /// All gates are closed; only then does it make sense to wait for work.
     Held,
-    /// Nothing runs on any device any more: before that, it makes no sense to copy contents.
+    /// No device has work any more; only then does it make sense to copy contents.
     Drained,
-    /// All that can fail is done.
+    /// Every step that can fail is done.
     Prepared,
 }
 
@@ -125,7 +125,7 @@ impl Job {
                 Ok(attempt) => (attempt.run(directory, follower), !attempt.decision.abort()),
                 Err(error) => (self.ranks.iter().map(|member| Err(failed(member.pid, error.kind().into()))).collect(), false),
             };
-            // In the next attempt these come first, so that the others do not stand prepared while they wait for memory.
+            // In the next attempt these come first, so that the others are not held prepared while these wait for memory.
             let is_short = |member: &usize| results[*member].as_ref().is_err_and(|error| kind(error) == Some(Kind::DeviceMemory));
             early.extend((0..results.len()).filter(is_short));
             if committed || !self.is_worth_another(&results, begun) {
@@ -145,13 +145,14 @@ impl Job {
         }
     }
 
-    /// A place in the queue, once it is the first; with a timeout, it waits for that. `None` if it needs none.
+    /// Takes a place in the queue and waits until it is first; with a timeout, it also waits behind jobs that wait for memory. `None` if it
+    /// needs none.
     fn queue(&self, directory: &Directory, begun: Instant, follower: &dyn Follower) -> Result<Option<InQueue>, Box<Refusal>> {
         let Some(ticket) = self.ticket.as_ref().filter(|ticket| self.verb == Verb::Resume && !ticket.gpus.is_empty()) else {
             return Ok(None);
         };
         let patience = self.wanted.timeout_ms.map(Duration::from_millis);
-        // A directory that cannot be written to holds nobody up.
+        // Continue without the queue if the directory is not writable.
         let Ok(place) = InQueue::take(directory, ticket.clone()) else { return Ok(None) };
         let deadline = begun + patience.unwrap_or(TURN_WITHIN).min(LONGEST_WAIT);
         place.wait(deadline, patience.is_some(), &mut |before| follower.queued(before)).map_err(|before| {
@@ -167,7 +168,7 @@ impl Job {
         Ok(Some(place))
     }
 
-    /// Whether what has failed may succeed a little later, and there is time left.
+    /// Whether a retry may succeed, and there is time left.
     fn is_worth_another(&self, results: &[Result<Report, ClientError>], begun: Instant) -> bool {
         let hold = self.wanted.hold_ms.filter(|_| self.verb == Verb::Pause).map(Duration::from_millis);
         let patience = self.wanted.timeout_ms.map(Duration::from_millis);
@@ -183,7 +184,7 @@ impl Job {
     }
 }
 
-/// Ten to fifty milliseconds. Random, so that two coordinators, or a loop of the program's, do not meet again and again.
+/// Ten to fifty milliseconds. Random, so that two coordinators, or a coordinator and a loop of the program, do not collide repeatedly.
 fn a_little() -> Duration {
     Duration::from_millis(10 + RandomState::new().build_hasher().finish() % 41)
 }
@@ -205,7 +206,7 @@ fn failed(pid: u32, error: io::Error) -> ClientError {
     ClientError::Io { pid, error }
 }
 
-/// Asks for a step, whose answer says nothing but that it is done.
+/// Requests a step whose answer carries no data.
 fn expect(client: &mut Client, request: Request, wanted: &Reply) -> Result<(), ClientError> {
     match client.ask(request, None, &mut |_| ())? {
         reply if reply == *wanted => Ok(()),
@@ -221,7 +222,7 @@ struct Attempt<'a> {
     /// The members that have to wait for memory.
     early: &'a BTreeSet<usize>,
     decision: Decision,
-    /// Of the decision, for the processes.
+    /// The decision's descriptor, for the processes.
     file: OwnedFd,
     gathering: Mutex<Gathering>,
     changed: Condvar,
@@ -229,13 +230,13 @@ struct Attempt<'a> {
 
 #[derive(Default)]
 struct Gathering {
-    /// How many members have come to each step.
+    /// How many members have reached each step.
     arrived: [usize; 4],
-    /// The member that could not go on, before any other.
+    /// The first member that failed.
     failed: Option<usize>,
 }
 
-/// Why a member does not go on.
+/// Why a member stops.
 enum Stop {
     Failed(ClientError),
     /// Another one could not.
@@ -265,19 +266,18 @@ impl<'a> Attempt<'a> {
         let others = |stop| match stop {
             Stop::Failed(error) => error,
             Stop::Others => {
-                let why = first
-                    .map_or_else(|| "another process of the job could not do it".into(), |pid| format!("process {pid} could not do it"));
+                let why = first.map_or_else(|| "another process of the job failed".into(), |pid| format!("process {pid} failed"));
                 ClientError::Refused(Box::new(Refusal::from(&Error::Aborted(why))))
             }
         };
         results.drain(..).map(|result| result.map_err(others)).collect()
     }
 
-    /// All of one process's part.
+    /// Drives one process through all steps.
     fn member(&self, member: usize, directory: &Directory, follower: &dyn Follower) -> Result<Report, Stop> {
         let done = self.prepare_and_commit(member, directory, follower);
         follower.disconnected(self.job.ranks[member].pid);
-        // If it is committed, this one does not answer, but the others are done.
+        // If it is committed, this process does not answer, but the others are done.
         if let Err(Stop::Failed(_)) = done
             && self.decision.abort()
         {
@@ -291,7 +291,7 @@ impl<'a> Attempt<'a> {
         let pid = self.job.ranks[member].pid;
         let is_early = self.early.contains(&member);
         if !is_early {
-            // Without a connection: a process does not wait for a request as long as others may wait for memory.
+            // Not connected yet: waiting for other processes' memory may take longer than a process waits for a request.
             self.meet(Step::Early, None)?;
         }
         let mut client = Client::connect(directory, pid)?;
@@ -300,16 +300,16 @@ impl<'a> Attempt<'a> {
         }
         let prepared = self.prepare(member, is_early, &mut client, follower);
         if let Err(Stop::Others) = prepared {
-            // It says when everything is as it was.
+            // It answers when everything is undone.
             return Err(match client.ask(Request::Abort, None, &mut |_| ()) {
-                // Also one that has given up by itself: then there is nothing to abort.
+                // It may also have given up by itself: then there is nothing to abort.
                 Err(ClientError::Refused(_)) => Stop::Others,
                 Err(error) => error.into(),
                 Ok(reply) => client.unexpected(&reply).into(),
             });
         }
         prepared?;
-        // Every member says so, and the first one decides.
+        // Every member's thread commits; the first one decides.
         self.decision.commit();
         match client.ask(Request::Commit, None, &mut |_| ()) {
             Ok(Reply::Done(report)) => Ok(report),
@@ -322,7 +322,7 @@ impl<'a> Attempt<'a> {
     fn prepare(&self, member: usize, is_early: bool, client: &mut Client, follower: &dyn Follower) -> Result<(), Stop> {
         let lease_ms = Some(LEASE.as_millis() as u64);
         let Rank { pid, tags, lenient, is_borrower, communicators } = &self.job.ranks[member];
-        // Those that are not held may be in the middle of work on memory of each other.
+        // Processes that are not held may be using memory of each other.
         let is_held_pause = self.job.verb == Verb::Pause && self.job.wanted.hold_ms.is_some();
         let others = |are_borrowers: bool| {
             let others = self.job.ranks.iter().filter(|rank| is_held_pause && rank.pid != *pid && rank.is_borrower == are_borrowers);
@@ -353,7 +353,7 @@ impl<'a> Attempt<'a> {
         match client.ask(prepare, Some(self.file.as_fd()), &mut |now| follower.progress(member, now)) {
             Ok(Reply::Prepared) => (),
             Ok(other) => return Err(client.unexpected(&other).into()),
-            // It has seen that another one has failed, and given up.
+            // It has noticed that another process failed, and given up.
             Err(ClientError::Refused(refusal)) if self.has_failed() && (refusal.code == Kind::Busy || is_early) => {
                 return Err(Stop::Others);
             }
@@ -365,9 +365,9 @@ impl<'a> Attempt<'a> {
         self.meet(Step::Prepared, Some(client))
     }
 
-    /// Waits until all members have come to this step. The process is told that its coordinator is still there.
+    /// Waits until all members have reached this step, and renews the process's lease meanwhile.
     fn meet(&self, step: Step, mut client: Option<&mut Client>) -> Result<(), Stop> {
-        /// How soon it is noticed that a process has ended while it waits for the others.
+        /// How often to check whether the process has ended while it waits for the others.
         const LOOK_EVERY: Duration = Duration::from_millis(50);
         let mut gathering = self.gathering();
         gathering.arrived[step as usize] += 1;

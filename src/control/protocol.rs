@@ -33,9 +33,9 @@ pub enum Request {
     Hello,
     /// What do you hold?
     Status,
-    /// What has happened to your memory? Answered without the driver, and while a pause is under way.
+    /// What has happened to your memory? Answered without the driver, and even during a pause.
     Events {
-        /// The number of the first event to tell, or of the next that is there.
+        /// The number of the first event to return; if it is gone, the answer begins with the next one left.
         #[serde(default)]
         since: u64,
         /// The most events in the answer; absent or too large: as many as one answer may have.
@@ -55,7 +55,7 @@ pub enum Request {
     Suspend,
     /// The process is running again: the library may use the driver.
     Awake,
-    /// First step of a held pause: new calls wait from now on. What is begun is taken back when the lease ends.
+    /// First step of a held pause: new calls wait from now on. Everything is undone when the lease ends.
     Hold {
         /// How long the process waits for the client's next line, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,17 +66,17 @@ pub enum Request {
         /// At most this many milliseconds.
         limit_ms: u64,
     },
-    /// Do all of a pause or resume that can be undone, and wait for `commit`. With the line may come a descriptor: the
+    /// Do every step of a pause or resume that can be undone, and wait for `commit`. The line may carry a descriptor: the
     /// [`Decision`](super::decision::Decision) that the processes of a job share.
     Prepare(Prepare),
-    /// In place of `prepare`, for a process that pauses nothing of its own: give up what you have open of your `partners`' memory, as far
-    /// as it is meant, once `commit` says so, and open it again when they have it back. With the same descriptor.
+    /// Replaces `prepare` for a process that pauses nothing of its own: at the `commit`, give up your open memory of your `partners` that
+    /// the request selects, and open it again when they have resumed it. With the same descriptor.
     SetAside(Transition),
-    /// I am still there. Has no answer.
+    /// Renew the lease. Has no answer.
     Renew,
-    /// Complete what is prepared.
+    /// Complete the prepared pause or resume.
     Commit,
-    /// Take back what was begun.
+    /// Undo everything.
     Abort,
     /// Set the tag of future allocations outside regions.
     SetTag {
@@ -84,7 +84,7 @@ pub enum Request {
         #[serde(default)]
         tag: Option<String>,
     },
-    /// NVML counts this much for you, after the pause that I have asked for.
+    /// NVML counts this much for you, after the pause that I requested.
     Counted {
         /// Bytes by the UUID of the GPU.
         gpus: BTreeMap<String, u64>,
@@ -93,14 +93,14 @@ pub enum Request {
     Cache,
     /// Watch for little free memory from now on.
     Watch {
-        /// Log whose it is when less is free on a device; 0 for nothing. Absent: only ask.
+        /// Log who uses the memory when less is free on a device; 0 ends the watch. Absent: only return the setting.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         below_bytes: Option<u64>,
-        /// And return what the program's own allocator has cached.
+        /// Also return what the program's own allocator has cached.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         trim: bool,
     },
-    /// Have it return what it holds without using it.
+    /// Have the program's own allocator return what it has cached.
     Trim {
         /// Within this many milliseconds; 10 s if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -127,10 +127,10 @@ pub struct Prepare {
     /// As in `hold`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease_ms: Option<u64>,
-    /// The processes of the job, which this one remembers, so that it is noticed when one is missing. None if these are not all.
+    /// The processes of the job. This one remembers them, so that a missing one is noticed. Empty if these are not all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<u32>,
-    /// Of what.
+    /// What to pause or resume.
     #[serde(flatten)]
     pub transition: Transition,
 }
@@ -142,7 +142,7 @@ pub struct Transition {
     /// The tags; none means all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tags: Vec<String>,
-    /// Tags that no allocation has are no error: another process of the job has them.
+    /// Ignore tags that no allocation has: another process of the job has them.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lenient: bool,
     /// The GPUs, by their UUIDs; none means all.
@@ -174,15 +174,15 @@ pub struct Transition {
     /// Pause only: map a small block of memory under the paused addresses, so that a stray access does not destroy the context.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub guard: bool,
-    /// Pause only: the processes that are paused together with this one, with the same `tags` and `gpus`. Memory that they have open
-    /// is no obstacle: each closes what of it is meant, until it is resumed.
+    /// Pause only: the processes that are paused together with this one, with the same `tags` and `gpus`. Memory that they have open of
+    /// each other does not block the pause: each sets aside what the request selects until it is resumed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partners: Vec<u32>,
     /// Pause with `hold` only: the communicators whose memory NCCL gives back once all else is paused, by their ids. All of their ranks
-    /// must be paused at once; NCCL's errors cannot be taken back.
+    /// must be paused at once; NCCL's errors cannot be undone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub communicators: Vec<String>,
-    /// Pause only: the processes that set aside what they have open of this one's memory (`set-aside`), and are no obstacle either.
+    /// Pause only: the processes that set aside their open memory of this process (`set-aside`); they do not block the pause either.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub borrowers: Vec<u32>,
     /// Resume only: the client tries again if memory is short. Then the process does not report it as out of memory yet.
@@ -227,9 +227,9 @@ pub enum Reply {
     Done(Report),
     /// To `hold`: new calls wait.
     Held,
-    /// To `drain`: nothing runs on the device any more.
+    /// To `drain`: the device has no work any more.
     Drained,
-    /// To `prepare`: all that can fail is done.
+    /// To `prepare`: every step that can fail is done.
     Prepared,
     /// To `plan`.
     Plan(Plan),
@@ -240,7 +240,7 @@ pub enum Reply {
     },
     /// To `suspend`: it may be checkpointed now.
     Suspended {
-        /// The GPUs that it sees, and what a restore needs there.
+        /// The GPUs that it sees, and the memory that a restore needs there.
         gpus: Vec<GpuUse>,
     },
     /// To `awake`.
@@ -257,23 +257,23 @@ pub enum Reply {
         /// By GPU and tag.
         cache: Vec<Cached>,
     },
-    /// To `watch`: what is watched for now.
+    /// To `watch`: the current setting.
     Watch {
-        /// Less than this; 0 for nothing.
+        /// The level; 0 if nothing is watched.
         below_bytes: u64,
-        /// Whether what is cached is returned.
+        /// Whether cached memory is returned.
         trim: bool,
     },
     /// To `trim`.
     Trimmed(Trimmed),
-    /// To `open`: with the line come as many file descriptors.
+    /// To `open`: the line carries one file descriptor per piece.
     Opened {
         /// The length of each in bytes.
         pieces: Vec<u64>,
         /// The tag under which the owner pauses the memory.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         tag: Option<String>,
-        /// How often the memory has been paused: after each time, it is new.
+        /// How often the memory has been paused; each pause replaces the physical memory.
         #[serde(default)]
         pauses: u64,
     },
@@ -302,8 +302,7 @@ pub struct Hello {
     /// of `kv_cache`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<String>,
-    /// The job that it belongs to: the name that it was given, else what identifies the `vramctl run` that started it. Absent if
-    /// it was started otherwise.
+    /// The job that it belongs to: its given name, else an id of the `vramctl run` that started it. Absent if it was started otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
     /// The processes that its job had when it was last paused or resumed as a whole.
@@ -312,7 +311,7 @@ pub struct Hello {
     /// Whether it understands `hold` and `prepare`.
     #[serde(default)]
     pub prepares: bool,
-    /// Whether its own allocator, such as torch's, can be asked: it understands `cache` and `trim`.
+    /// Whether its own allocator, such as torch's, serves requests: it understands `cache` and `trim`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub trims: bool,
 }
@@ -331,9 +330,9 @@ pub struct ProcessStatus {
 /// A shortage of host memory for contents, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostShortage {
-    /// What the contents need.
+    /// Bytes that the contents need.
     pub needed: u64,
-    /// What the host has available.
+    /// Bytes available on the host.
     pub available: u64,
 }
 
@@ -460,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_what_its_error_knows_and_nothing_else() {
+    fn a_refusal_has_exactly_the_fields_of_its_error() {
         let failure = Failure { call: "cuMemCreate", code: 2 };
         let shortage = Shortage { device: 1, uuid: None, needed: 7, free: 5, holders: Vec::new() };
         for (error, code, fields) in [

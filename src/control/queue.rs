@@ -1,8 +1,8 @@
-//! The queue of jobs that are being resumed: memory of a GPU goes to the one that asked first. Two that took it at the same time would
-//! both get a part, and neither enough.
+//! The queue of jobs that are being resumed: the first in the queue gets the GPU's memory. If two took it at the same time, each would get
+//! a part, and neither enough.
 //!
-//! A ticket is a file in the directory of the sockets, locked as long as its owner is in the queue. The lock goes with the owner, so
-//! nobody waits for one that has died.
+//! A ticket is a file in the socket directory, locked while its owner is in the queue. The lock is released when the owner dies, so nobody
+//! waits for a dead process.
 
 use crate::discovery::Directory;
 use serde::{Deserialize, Serialize};
@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often to see whether it is one's turn.
+/// How often to check whether it is this job's turn.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// What a ticket says.
+/// The contents of a ticket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
-    /// Whose it is, for messages.
+    /// Its owner, for messages.
     pub who: String,
     /// The GPUs, by UUID.
     pub gpus: Vec<String>,
@@ -43,7 +43,7 @@ impl InQueue {
     pub fn take(directory: &Directory, ticket: Claim) -> io::Result<Self> {
         let directory = directory.again()?;
         let folder = directory.within_process();
-        // One at a time looks at the queue or changes it.
+        // Only one process at a time reads or changes the queue.
         let _turn = turn(&folder)?;
         let number = numbers(&folder)?.last().map_or(1, |last| last + 1);
         let mut options = OpenOptions::new();
@@ -54,7 +54,7 @@ impl InQueue {
         Ok(place)
     }
 
-    /// Those before this one that want memory of the same GPUs.
+    /// The tickets ahead of this one that want memory of the same GPUs.
     fn before(&self) -> io::Result<Vec<Claim>> {
         let folder = self.directory.within_process();
         let _turn = turn(&folder)?;
@@ -63,12 +63,12 @@ impl InQueue {
         Ok(others.filter(|other| other.gpus.iter().any(|gpu| self.ticket.gpus.contains(gpu))).collect())
     }
 
-    /// Waits for its turn, at most until `deadline`; behind one that itself waits for memory, only with `patient`. `told` hears of
-    /// those before this one, and so does the caller in an error.
+    /// Waits for its turn, at most until `deadline`; behind a ticket that itself waits for memory, only if `patient`. `told` is called with
+    /// the tickets ahead; on an error, the caller gets them.
     pub fn wait(&self, deadline: Instant, patient: bool, told: &mut dyn FnMut(&[Claim])) -> Result<(), Vec<Claim>> {
         let mut known = 0;
         loop {
-            // A queue that cannot be read holds nobody up.
+            // Do not wait if the queue cannot be read.
             let before = self.before().unwrap_or_default();
             if before.is_empty() {
                 return Ok(());
@@ -84,7 +84,7 @@ impl InQueue {
         }
     }
 
-    /// Tells those behind that it may take long.
+    /// Marks the ticket as waiting for memory, which may take long.
     pub fn waits_for_memory(&mut self) {
         if !self.ticket.waits
             && let Ok(_turn) = turn(&self.directory.within_process())
@@ -131,7 +131,7 @@ fn read(path: &Path) -> Option<Claim> {
     serde_json::from_str(&text).ok()
 }
 
-/// Held as long as somebody looks at the queue or changes it: a lock of the directory itself.
+/// A lock on the directory itself, held while reading or changing the queue.
 fn turn(folder: &Path) -> io::Result<File> {
     let directory = File::open(folder)?;
     lock(&directory, libc::LOCK_EX)?;
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_goes_to_the_one_that_asked_first() {
+    fn the_queue_is_first_come_first_served() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let now = Instant::now();
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
         assert_eq!(names(other.wait(now, false, &mut |_| ())), Ok(()));
         assert_eq!(names(third.wait(now, false, &mut |_| ())), Err(vec!["first".into(), "second".into()]));
-        // Behind one that waits for memory, only the patient wait.
+        // Behind a ticket that waits for memory, only patient ones wait.
         first.waits_for_memory();
         let later = now + Duration::from_secs(60);
         assert_eq!(names(second.wait(later, false, &mut |_| ())), Err(vec!["first".into()]));
@@ -176,7 +176,7 @@ mod tests {
 
     /// The system lets go of its lock.
     #[test]
-    fn nobody_waits_for_one_that_has_died() {
+    fn a_dead_owner_leaves_the_queue() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         fs::write(folder.path().join("7.ticket"), r#"{"who":"dead","gpus":["a"]}"#).unwrap();

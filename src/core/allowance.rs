@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn three_at_a_time_and_then_one_every_ten_seconds() {
+    fn three_at_once_and_then_one_every_ten_seconds() {
         let begun = Instant::now();
         let at = |seconds| begun + Duration::from_secs(seconds);
         let mut allowance = Allowance::full(begun);

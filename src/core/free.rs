@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_passes_by_counts_until_the_next_sample() {
+    fn own_allocations_count_until_the_next_sample() {
         let level = Watermark {
             below: AtomicU64::new(100),
             trims: AtomicBool::new(false),

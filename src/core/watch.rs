@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fall_is_told_once_and_many_in_a_row_are_not() {
+    fn a_fall_is_logged_once_and_repeated_falls_are_limited() {
         const BELOW: u64 = 1 << 30;
         let (low, high, now) = (BELOW - 1, BELOW + (BELOW / 10), Instant::now());
         let mut watched = Watched { allowance: Allowance::full(now), ..Watched::default() };

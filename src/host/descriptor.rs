@@ -176,7 +176,7 @@ mod tests {
 
     /// A daemon closes descriptors that it does not know, and its next file gets the number.
     #[test]
-    fn a_number_that_is_the_programs_by_now_is_left_alone() {
+    fn a_reused_descriptor_number_is_left_alone() {
         let held = held();
         let number = held.get().unwrap().as_raw_fd();
         let programs = tempfile::tempfile().unwrap();
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_closed_when_it_is_dropped() {
+    fn a_held_descriptor_is_closed_on_drop() {
         let held = held();
         let (number, identity_before) = (held.number, held.identity);
         drop(held);

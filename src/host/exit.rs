@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn once_it_ends_our_work_is_refused_and_the_programs_is_not() {
+    fn at_exit_the_librarys_work_is_refused_and_the_programs_is_not() {
         assert!(in_child(|| {
             let before = as_worker(enter_driver).is_some() && Answering::unless_ending().is_some() && !is_ending();
             close_driver();
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_waits_for_a_call_and_for_an_answer() {
+    fn the_exit_waits_for_a_call_and_for_an_answer() {
         assert!(in_child(|| {
             static OVER: AtomicUsize = AtomicUsize::new(0);
             let (begun, has_begun) = mpsc::channel();
@@ -282,7 +282,7 @@ mod tests {
 
     /// If a signal handler that interrupts a call ends the program, that call cannot finish.
     #[test]
-    fn the_end_does_not_wait_for_what_it_has_interrupted() {
+    fn the_exit_does_not_wait_for_calls_it_has_interrupted() {
         assert!(in_child(|| {
             let (_call, _wait) = (as_worker(enter_driver), as_worker(|| while_waiting(enter_driver)));
             end(WORK.get())

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stack_is_the_last_calls_by_name_and_no_longer_than_asked() {
+    fn a_stack_has_the_innermost_calls_by_name_up_to_the_limit() {
         let stack = recursion(3, 8);
         let native = stack.native();
         assert_eq!(native.len(), 8);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_of_python_are_read_and_nothing_else() {
+    fn only_python_frames_are_parsed() {
         let read = |line: &str| python_frame(line);
         assert_eq!(read(r#"  File "/a b/x.py", line 12 in <module>"#).as_deref(), Some("/a b/x.py:12 in <module>"));
         assert_eq!(read(r#"  File "/x, line 3 in y.py", line 7 in f"#).as_deref(), Some("/x, line 3 in y.py:7 in f"));
@@ -228,14 +228,14 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_says_its_id_and_name() {
+    fn a_threads_id_and_name_are_reported() {
         let told = std::thread::Builder::new().name("a-thread".into()).spawn(|| (thread_id(), thread_name())).unwrap().join().unwrap();
         assert_eq!(told.1, "a-thread");
         assert_ne!(told.0, thread_id());
     }
 
     #[test]
-    fn what_is_at_no_address_is_told_as_a_number() {
+    fn an_unknown_address_is_reported_as_a_number() {
         assert_eq!(named(0x1234), "0x1234");
         assert!(named(libc::malloc as *const () as usize + 1).contains('+'));
     }

@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handle_is_told_from_others() {
+    fn a_library_is_found_by_its_handle() {
         // SAFETY: both are loaded already.
         unsafe {
             let of_library = libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);

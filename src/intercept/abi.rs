@@ -53,11 +53,11 @@ pub enum VramctlResult {
     PrefixCache = 14,
     /// The program is exiting.
     Ending = 15,
-    /// The pause would replace memory that another process, a network card or NCCL knows by its physical pages.
+    /// The pause would replace memory whose physical pages another process, a network card or NCCL has registered.
     Registered = 16,
     /// Other processes have memory open that would be paused.
     Shared = 17,
-    /// Over the socket only: the pause or resume was taken back before its commit.
+    /// Over the socket only: the pause or resume was undone before its commit.
     Aborted = 18,
     /// Over the socket only: another client is in the middle of a pause or resume of this process.
     Leased = 19,
@@ -102,7 +102,7 @@ impl From<Kind> for VramctlResult {
 pub enum VramctlBackup {
     /// The tag's policy in the environment variable `VRAMCTL_BACKUP`, else `Host`.
     Default = 0,
-    /// Drop them; after the resume the memory reads as zero.
+    /// Discard them; after the resume the memory reads as zero.
     Discard = 1,
     /// Keep them in host memory.
     Host = 2,
@@ -396,17 +396,17 @@ pub extern "C" fn vramctl_set_memory_margin(bytes: u64) -> VramctlResult {
     })
 }
 
-/// What a program's own allocator is asked, by `vramctl_cache_wait`.
+/// A task for the program's own allocator, from `vramctl_cache_wait`.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VramctlCacheTask {
     /// Report what there is.
     Report = 1,
-    /// Report what there is, return what can be returned to CUDA, and report again.
+    /// Report the allocator's memory, return what can be returned to CUDA, and report again.
     Trim = 2,
 }
 
-/// A piece of memory that a program's own allocator has from CUDA.
+/// A piece of memory that the program's own allocator got from CUDA.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct VramctlSegment {
@@ -414,18 +414,17 @@ pub struct VramctlSegment {
     pub address: *const c_void,
     /// Length in bytes.
     pub bytes: usize,
-    /// Of that, bytes in use. If none, all of it counts as cached; else the rest counts as fragmented.
+    /// Bytes of it that are in use. If 0, all of it counts as cached; else the rest counts as fragmented.
     pub live_bytes: usize,
 }
 
-/// For a program with an allocator of its own, which holds free memory: waits until somebody wants to know what it holds
-/// (`vramctl status --ledger`), or wants that returned (`vramctl trim`, `vramctl_trim`), and writes a `VramctlCacheTask` to
-/// `task`. The Python package does all this for torch.
+/// For a program whose own allocator caches free memory: waits for a request to report it (`vramctl status --ledger`) or to return it
+/// (`vramctl trim`, `vramctl_trim`), and writes a `VramctlCacheTask` to `task`. The Python package does all this for torch.
 ///
-/// One thread of the program calls this again and again, and does nothing else. After each call it does the task, calling
-/// `vramctl_cache_report` before and after what it returns, and then calls `vramctl_cache_answer`. Its stream capture mode
-/// (`cuThreadExchangeStreamCaptureMode`) is relaxed from the first task on, so that what it frees leaves captures of other
-/// threads intact. If a report fails, nobody waits for the task any more, and the thread goes on to the answer.
+/// One thread of the program calls this in a loop and does nothing else. After each call it does the task, calling `vramctl_cache_report`
+/// before and after it returns memory, and then calls `vramctl_cache_answer`. From the first task on, its stream capture mode
+/// (`cuThreadExchangeStreamCaptureMode`) is relaxed, so that its frees do not invalidate captures of other threads. If a report fails,
+/// nobody waits for the task any more: skip the work and call `vramctl_cache_answer`.
 ///
 /// # Safety
 /// `task` must be writable.
@@ -445,7 +444,7 @@ pub unsafe extern "C" fn vramctl_cache_wait(task: *mut i32) -> VramctlResult {
     })
 }
 
-/// For the thread that calls `vramctl_cache_wait`: the memory that the allocator has from CUDA now.
+/// For the thread that calls `vramctl_cache_wait`: reports the memory that the allocator has from CUDA now.
 ///
 /// # Safety
 /// `segments` must be readable for `count` entries (or null if `count` is 0).
@@ -460,8 +459,8 @@ pub unsafe extern "C" fn vramctl_cache_report(segments: *const VramctlSegment, c
     })
 }
 
-/// For the thread that calls `vramctl_cache_wait`: the task is done if `problem` is null, else it says why not. A call before
-/// the first task tells that there is such a thread, which may not have come to wait yet.
+/// For the thread that calls `vramctl_cache_wait`: finishes the task; `problem` is null if it succeeded, else it says why not. A call
+/// before the first task announces that the thread exists, even if it does not wait yet.
 ///
 /// # Safety
 /// `problem` must be null or NUL-terminated.
@@ -475,9 +474,9 @@ pub unsafe extern "C" fn vramctl_cache_answer(problem: *const c_char) -> Vramctl
     })
 }
 
-/// Has the program's own allocator return to CUDA what it holds without using it, and waits for that. Not from the thread
-/// that calls `vramctl_cache_wait`, which does it. `vramctl_last_report_json` then has the fields of the control protocol's
-/// `trimmed` reply (`docs/protocol.md`).
+/// Has the program's own allocator return cached memory to CUDA, and waits for that. Must not be called from the thread that calls
+/// `vramctl_cache_wait`, which does the work. `vramctl_last_report_json` then has the fields of the control protocol's `trimmed` reply
+/// (`docs/protocol.md`).
 ///
 /// `timeout_ms`: how long to wait, in milliseconds; a negative value means 10 seconds. Returns `Busy` after that, and
 /// `Invalid` if no thread serves or the program is held.
@@ -489,10 +488,10 @@ pub extern "C" fn vramctl_trim(timeout_ms: i64) -> VramctlResult {
     })
 }
 
-/// Watches how much of each device is free, whoever uses the rest: when less than `below` bytes are, logs once who uses
-/// the memory. Logs again only after more has been free. 0 ends the watch. `VRAMCTL_WATCH` sets it from the start.
+/// Watches how much memory is free on each device: when less than `below` bytes are free, logs once who uses the memory. Logs again only
+/// after free memory has recovered. 0 ends the watch. `VRAMCTL_WATCH` sets it from the start.
 ///
-/// `trim`: 1 to have the program's own allocator return what it has cached then (`vramctl_cache_wait`), 0 not to.
+/// `trim`: 1 to also have the program's own allocator return what it has cached (`vramctl_cache_wait`), 0 not to.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramctl_set_watch(below: u64, trim: i32) -> VramctlResult {
     answer(|| {

@@ -1,7 +1,7 @@
 //! Memory that the program asks CUDA to place: `cudaMalloc`, `cuMemAlloc`, and what they free.
 //!
-//! A request is managed by the first of our functions that it passes. What that one leaves to CUDA passes through the driver's
-//! functions later ([`leave`]): they leave it alone, too.
+//! The first of our functions that a request reaches decides whether it is managed. If it leaves the request to CUDA, the request reaches
+//! the hooked driver functions later ([`leave`]), which then leave it alone, too.
 
 use crate::decided;
 use crate::driver_originals;
@@ -23,11 +23,11 @@ use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
 /// The functions through which a request came.
 pub trait Door {
-    /// The context in which a call without a stream allocates on this thread; `None` if the real function is to answer that
-    /// there is none.
+    /// The context in which a call without a stream allocates on this thread; `None` if there is none; the real function then returns that
+    /// error.
     fn current_context(&self) -> Result<Option<Current>, StatusCode>;
 
-    /// What a call leaves behind when memory is short, beside its answer.
+    /// The side effects of an out-of-memory error, besides the result code.
     fn out_of_memory(&self, pointer: *mut *mut c_void);
 }
 
@@ -48,7 +48,7 @@ pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const 
     unsafe { provide(&DriverDoor, caller, pointer.cast(), bytes, Source::Thread, || driver_originals::cuMemAlloc_v2(pointer, bytes)) }
 }
 
-/// Unified memory, which is left to CUDA, see [`malloc_managed`](crate::handlers::malloc_managed).
+/// Unified memory is left to CUDA, see [`malloc_managed`](crate::handlers::malloc_managed).
 pub unsafe fn mem_alloc_managed(pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint, _caller: *const c_void) -> StatusCode {
     obstacles::making(ObstacleKind::Unified, || {
         // SAFETY: the arguments are passed on unchanged.
@@ -161,8 +161,8 @@ pub enum Source {
     Pool(*mut c_void, StreamHandle),
 }
 
-/// Leaves a request to the real function, whose own calls of the driver's functions then pass as well. What it gives is counted as
-/// left alone, by `note`, which is told whose it is: the first of our functions that a request passes knows.
+/// Leaves a request to the real function; its own calls of driver functions are then left to CUDA as well. `note` counts the memory as left
+/// alone. It gets the requesting library, which only the first of our functions on the request's path knows.
 pub fn leave(
     caller: *const c_void,
     bytes: usize,
@@ -198,17 +198,17 @@ pub fn leave(
     if obstacles::is_communicator(owner) { obstacles::making(ObstacleKind::Communicator, noted) } else { noted() }
 }
 
-/// Tells that a request has failed for lack of memory.
+/// Reports that a request has failed for lack of memory.
 #[cold]
 fn report(bytes: usize, caller: *const c_void, device: Option<CUdevice>, tag: Option<&str>, cause: Cause) {
-    // What the library itself asks of CUDA now is no request of the program's.
+    // The library's own CUDA calls here are not requests of the program.
     decided::pass_by(|| {
         let (bytes, tag, library) = (bytes as u64, tag.map(str::to_owned), asker(caller));
         out_of_memory::failed(Asked { bytes, device, tag, library, caller: caller as usize, cause });
     });
 }
 
-/// The library that a request comes from. Only requests through [`torch_malloc`](crate::handlers::torch_malloc) come from nowhere.
+/// The library that a request comes from. Only requests through [`torch_malloc`](crate::handlers::torch_malloc) have no caller.
 fn asker(caller: *const c_void) -> &'static str {
     if caller.is_null() { "a pool of torch's" } else { exclude::library_at(caller).name() }
 }
@@ -219,7 +219,7 @@ fn is_small(bytes: usize) -> bool {
     bytes < Config::get().min_bytes.max(1)
 }
 
-/// What the calling thread's memory is recorded under; `None` if this request is left to CUDA. `caller`: where it returns to.
+/// What the calling thread's memory is recorded under; `None` if this request is left to CUDA. `caller`: its return address.
 pub fn placement(bytes: usize, caller: *const c_void) -> Option<Placement> {
     if is_small(bytes) || decided::is_decided() || exclude::library_at(caller).is_excluded() {
         return None;
@@ -245,7 +245,7 @@ pub unsafe fn provide(
     let now = || unsafe { provide_now(door, caller, pointer, bytes, source, real) };
     match source {
         Source::Thread => now(),
-        // Work of its stream, as a launch is: it waits while the program is held.
+        // A stream-ordered allocation is work of its stream, like a launch: it waits while the program is held.
         Source::Stream(_) | Source::Pool(..) => gate::pass(&IN_STREAM_ORDER, now),
     }
 }
@@ -301,14 +301,14 @@ fn allocate(
     let current = match current {
         Ok(current) => current?,
         Err(error) => {
-            // The first call makes the context.
+            // The first call creates the context.
             if error == code::OUT_OF_MEMORY {
                 report(bytes, caller, None, Some(&policy.tag), Cause::Refused(None));
             }
             return Some(Err(error));
         }
     };
-    // A pool of the program's own has a purpose: another device, host memory, sharing with other processes.
+    // A pool that the program created has a purpose: another device, host memory, sharing with other processes.
     let pool = match source {
         Source::Pool(pool, _) => Some(pool),
         Source::Stream(_) => driver::current_pool(current.device()).ok(),
@@ -324,7 +324,7 @@ fn allocate(
     Some(address.map(|address| address as *mut c_void))
 }
 
-/// Pools that other devices were given access to, as the driver knows them. Their memory is left to CUDA.
+/// Pools (the driver's handles) to which other devices were given access. Their memory is left to CUDA.
 static OPENED: PerProcess<RwLock<BTreeSet<usize>>> = PerProcess::new(RwLock::default);
 
 fn is_opened(pool: *mut c_void) -> bool {
@@ -340,7 +340,7 @@ pub unsafe fn pool_set_access(pool: *mut c_void, access: *const CUmemAccessDesc,
     answer
 }
 
-/// What follows a request for managed memory; `None` if the real function must answer it.
+/// Finishes a request for managed memory; `None` if the real function must handle it.
 pub fn managed(
     current: &Current,
     tag: &Arc<str>,
@@ -394,7 +394,7 @@ fn free_up(bytes: usize) {
     }
 }
 
-/// A stream's context. A default stream belongs to the thread's current context, or to the one that the runtime would create.
+/// A stream's context. For a default stream, that is the thread's current context, or the one that the runtime would create.
 fn context_of(door: &impl Door, stream: StreamHandle) -> Result<Option<Current>, StatusCode> {
     if stream.is_default() { door.current_context() } else { Current::push_of_stream(stream).map(Some).map_err(|failure| failure.code) }
 }

@@ -1,4 +1,4 @@
-//! Contexts: who may reach the memory of whom, and what ends with a context.
+//! Contexts: peer access, and the memory that is destroyed with a context.
 
 use crate::driver_originals;
 use std::ffi::c_uint;
@@ -33,7 +33,7 @@ pub unsafe fn disable_peer_access(peer: ContextHandle) -> StatusCode {
     unsafe { driver_originals::cuCtxDisablePeerAccess(peer) }
 }
 
-/// The thread's current context, and the device of another one. `None` if one of them is not there.
+/// Calls `then` with the thread's current context and the device of another one. `None` if one of them does not exist.
 fn with_devices<R>(peer: ContextHandle, then: impl FnOnce(&Current, CUdevice) -> R) -> Option<R> {
     let other = || -> Result<CUdevice, Failure> { Ok(Current::push(peer.context()?)?.device()) };
     let other = other().ok()?;
@@ -55,9 +55,9 @@ pub unsafe fn release_primary(device: CUdevice) -> StatusCode {
     ending(|| unsafe { driver_originals::cuDevicePrimaryCtxRelease_v2(device) })
 }
 
-/// Ends a context, and at once the managed memory that ends with it: CUDA's own would be free now.
+/// Destroys a context and, at once, the managed memory that belongs to it, as CUDA does with its own memory.
 fn ending(real: impl FnOnce() -> StatusCode) -> StatusCode {
-    // While the program exits, a frame that it has interrupted may hold our locks; and its memory goes with it.
+    // While the program exits, interrupted code may hold our locks; and the memory is freed with the process anyway.
     let Some(memory) = Memory::existing().filter(|_| !exit::is_ending()) else { return real() };
     memory.ending_context(real)
 }

@@ -60,7 +60,7 @@ fn look() -> bool {
     // If the symbol is not global at all, this copy was opened with `RTLD_LOCAL` or linked statically, and is the only one.
     let found = unsafe { symbols::dlsym(libc::RTLD_DEFAULT, MARK) };
     let other = !found.is_null() && !symbols::is_ours(found);
-    // Two threads may look at once, and one of them may have begun.
+    // Two threads may check at once, and one of them may already be past the first call.
     let _ = KNOWN.compare_exchange(UNKNOWN, if other { OTHER } else { THIS_WAITING }, Ordering::Relaxed, Ordering::Relaxed);
     other
 }

@@ -1,5 +1,5 @@
-//! Requests that have been decided: the first of our functions that a request passes decides about it, and what the real function
-//! then asks of the driver passes our functions.
+//! Marks requests that have been decided: the first of our functions that a request reaches decides about it; the driver calls that the
+//! real function then makes are left alone.
 
 use std::cell::Cell;
 
@@ -7,7 +7,7 @@ thread_local! {
     static DECIDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls a real function whose own calls have been decided about.
+/// Calls a real function; its own driver calls are left alone.
 pub fn pass_by<R>(real: impl FnOnce() -> R) -> R {
     let before = DECIDED.replace(true);
     let answer = real();
@@ -15,7 +15,7 @@ pub fn pass_by<R>(real: impl FnOnce() -> R) -> R {
     answer
 }
 
-/// Whether the thread is in such a call.
+/// Whether this thread is in such a call.
 #[inline]
 pub fn is_decided() -> bool {
     DECIDED.get()

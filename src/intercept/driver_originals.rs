@@ -1,7 +1,7 @@
-//! The driver's functions behind the entries in [`entries`](crate::entries): what the program would have called.
+//! The originals of the entries in [`entries`](crate::entries): the functions that the program would have called.
 //!
-//! They are those of the next library in lookup order, which may be another preloaded one, else those of the `libcuda.so.1` that
-//! is loaded, as the next `dlsym` tells them. A missing one returns [`code::NOT_FOUND`].
+//! They are found in the next library in lookup order, which may be another preloaded one, else in the loaded `libcuda.so.1`, through the
+//! next `dlsym`. A missing one returns [`code::NOT_FOUND`].
 
 use crate::driver_functions;
 use crate::real::Symbol;

@@ -1,10 +1,11 @@
 //! The functions that the program calls instead of the driver's, generated from the table `driver_functions!`.
 //!
-//! However a program reaches the driver, it ends up here: by linking it, through `dlsym`, or through the functions that tell where
-//! functions are ([`resolve`]). An entry calls its handler or, where the table says `forward`, the original.
+//! A program reaches these whether it links against the driver or looks the functions up, by `dlsym` or `cuGetProcAddress` ([`resolve`]).
+//! An entry calls its handler or, if the table says `forward`, the original.
 //!
-//! Entries that allocate also tell their handler where the call came from: whose memory it is. So do those that tell where functions
-//! are, because the answer may depend on who asks. A Rust function cannot see that, so they are a few instructions in front of one.
+//! Allocating entries also pass the return address to their handler, which identifies the calling library. Lookup entries do the same,
+//! because the answer may depend on the caller. A Rust function cannot see its return address, so these entries are a few instructions in
+//! front of one.
 
 use crate::driver_functions;
 use crate::real::Symbol;
@@ -27,7 +28,7 @@ pub struct DriverFunction {
     pub effect: Effect,
     /// Its symbol.
     pub symbol: &'static CStr,
-    /// The name under which `cuGetProcAddress` knows it.
+    /// Its name for `cuGetProcAddress`.
     pub name: &'static str,
     /// The CUDA version that introduced it.
     pub version: c_int,
@@ -35,7 +36,7 @@ pub struct DriverFunction {
     pub flavour: Flavour,
     /// The number of its arguments.
     pub arguments: usize,
-    /// What the program gets instead of it.
+    /// The function that the program gets instead.
     pub entry: *const c_void,
     /// What the entry calls.
     pub original: &'static Symbol,
@@ -44,7 +45,7 @@ pub struct DriverFunction {
 // SAFETY: a function's address is the same for all threads.
 unsafe impl Sync for DriverFunction {}
 
-/// Every function that the library answers: the table, and what passes the gate.
+/// Every hooked driver function: those of the table and the gated ones.
 pub fn all() -> impl Iterator<Item = &'static DriverFunction> {
     FUNCTIONS.iter().chain(launch::GATED)
 }
@@ -111,7 +112,7 @@ macro_rules! entry {
     };
 }
 
-/// Puts the address to which the call returns behind the arguments, the last of which is in the register before.
+/// Appends the return address to the arguments, in the register after the last argument's.
 #[cfg(target_arch = "x86_64")]
 macro_rules! pass_caller {
     // `cudaMalloc3D`: the extent is on the stack.
@@ -140,7 +141,7 @@ macro_rules! pass_caller {
     ($a:ident $b:ident $c:ident $d:ident $e:ident) => {
         "mov r9, [rsp]"
     };
-    // The registers are full, so it goes onto the stack, and the call returns here.
+    // All registers are in use, so it goes onto the stack, and the call returns here.
     ($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) => {
         "push qword ptr [rsp]\n call {to}\n add rsp, 8\n ret"
     };
@@ -245,8 +246,8 @@ fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnO
     panic::catch_unwind(guarded).unwrap_or(code::UNKNOWN)
 }
 
-/// Whether the current context of such a call is one in which the program works with memory. Queries tell nothing new, and after
-/// the end of a context the driver still calls a dead one current.
+/// Whether such a call shows that the program uses memory in its current context. Queries show nothing new, and after a context is
+/// destroyed, the driver may still report it as current.
 fn shows_the_context(effect: Effect) -> bool {
     matches!(effect, Effect::Allocates | Effect::Frees | Effect::Maps | Effect::Shares)
 }
@@ -263,7 +264,7 @@ mod tests {
         static SEEN: RefCell<(Vec<usize>, *const c_void)> = const { RefCell::new((Vec::new(), ptr::null())) };
     }
 
-    /// Functions of the table's shapes, with handlers that note what they get.
+    /// Functions with each argument list of the table; their handlers record what they get.
     macro_rules! shapes {
         ($($symbol:ident($($argument:ident),*);)*) => {
             #[allow(clippy::wildcard_imports, clippy::items_after_statements)]
@@ -287,7 +288,7 @@ mod tests {
 
     #[inline(never)]
     fn calls(call: impl FnOnce() -> StatusCode, count: usize) {
-        // Not the last thing that happens here, so that this function is on the way back.
+        // Not a tail call, so that the return address is in this function.
         assert_eq!(black_box(call)(), 7);
         let (arguments, caller) = SEEN.take();
         assert_eq!(arguments, (1..=count).collect::<Vec<_>>());
@@ -299,9 +300,9 @@ mod tests {
         assert!(near, "{caller:p} is not in the program that called");
     }
 
-    /// A handler that got a wrong register would take memory for somebody else's.
+    /// A handler that got the wrong register would attribute memory to the wrong library.
     #[test]
-    fn entries_that_allocate_pass_the_arguments_and_who_called() {
+    fn allocating_entries_pass_the_arguments_and_the_caller() {
         // SAFETY: the functions take any numbers.
         unsafe {
             calls(|| one(1), 1);
@@ -312,7 +313,7 @@ mod tests {
         }
     }
 
-    /// Two call sites in one function are told apart, and one is itself each time.
+    /// Two call sites in one function are distinguished, and each is recognised every time.
     #[test]
     fn a_call_site_is_known_by_its_address() {
         let site = || {

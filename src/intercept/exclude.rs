@@ -1,7 +1,8 @@
-//! Which library a call comes from: whose memory it is that is left to CUDA, and whether it is left because of that. Other processes,
-//! network cards or disks are wired to the memory of some libraries, and `VRAMCTL_EXCLUDE` names more.
+//! Identifies the library that makes a call, to attribute memory that is left to CUDA, and to decide whether to leave it. The memory of
+//! some libraries is accessed directly by other processes, network cards or disks, so it must be left to CUDA; `VRAMCTL_EXCLUDE` names more
+//! such libraries.
 //!
-//! The library is recognised by the address that its call returns to, once per call site.
+//! The library is found by the return address, once per call site.
 
 use std::ffi::{CStr, c_void};
 use std::mem;
@@ -15,7 +16,7 @@ use vramctl_host::PerProcess;
 /// Libraries, by the beginning of their file names.
 const ALWAYS: &[&str] = &["libnccl", "libnvshmem", "nvshmem_", "libcufile"];
 
-/// A library that calls, or the program itself.
+/// A calling library, or the program itself.
 #[derive(Debug)]
 pub struct Library {
     name: String,
@@ -34,16 +35,16 @@ impl Library {
     }
 }
 
-/// A call site. Whoever finds its address without its library looks for itself.
+/// A call site. A thread that finds its address set but not its library yet does the lookup itself.
 struct Site {
     address: AtomicUsize,
     library: AtomicPtr<Library>,
 }
 
-/// The call sites seen. A full table only costs the next call sites a lookup each time.
+/// The known call sites. If the table is full, other call sites need a lookup each time.
 static SITES: [Site; 512] = [const { Site { address: AtomicUsize::new(0), library: AtomicPtr::new(ptr::null_mut()) } }; 512];
 
-/// The library that contains the address that a call returns to. It stays known when it is unloaded.
+/// The library that contains a return address. It stays known after it is unloaded.
 #[inline]
 pub fn library_at(caller: *const c_void) -> &'static Library {
     let site = caller as usize;
@@ -81,7 +82,7 @@ fn look_up(site: usize) -> &'static Library {
     library
 }
 
-/// The library of this name. There are few, and they are kept.
+/// The entry of the library with this name. There are few, and they are never freed.
 fn known_as(name: String) -> &'static Library {
     static KNOWN: PerProcess<Mutex<Vec<&'static Library>>> = PerProcess::new(Mutex::default);
     let mut known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -117,12 +118,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn libraries_are_known_by_how_their_names_begin() {
+    fn libraries_are_recognised_by_name_prefix() {
         assert!(is_named("libnccl.so.2") && is_named("libcufile.so.0"));
         assert!(!is_named("libtorch_cuda.so") && !is_named("mylibnccl.so"));
     }
 
-    /// The second time, the answer comes from the table, which must not mix up call sites.
+    /// The second time, the answer comes from the table, which must not confuse call sites.
     #[test]
     fn a_call_site_keeps_its_library() {
         let own = library_at(is_named as *const c_void);

@@ -99,7 +99,7 @@ pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent, caller
     }
 }
 
-/// Unified memory, which is always left to CUDA: it migrates by itself, so nobody can say how much of it the device has.
+/// Unified memory is always left to CUDA: it migrates by itself, so its share on the device is unknown.
 pub unsafe fn malloc_managed(pointer: *mut *mut c_void, bytes: usize, flags: c_uint, _caller: *const c_void) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
     unsafe { originals::cudaMallocManaged(pointer, bytes, flags) }

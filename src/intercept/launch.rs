@@ -1,5 +1,5 @@
-//! Functions that start device work or change device memory, generated from the table `gated_functions!`. They pass the gate, and
-//! are otherwise the driver's.
+//! Functions that start device work or change device memory, generated from the table `gated_functions!`. They wait at the gate, and are
+//! otherwise unchanged.
 
 use crate::entries::{DriverFunction, symbol};
 use crate::gated_functions;
@@ -16,12 +16,12 @@ macro_rules! gated {
             /// The driver's function of this name.
             ///
             /// # Safety
-            /// As the driver's. The arguments are those of the program, whatever their types: each is in a register of its own, or
-            /// in eight bytes of the stack, and so it is when passed on.
+            /// As the driver's. The arguments are passed on without regard to their types: each occupies one register, or eight bytes of
+            /// the stack, both on the way in and on the way out.
             #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names)]
             pub unsafe extern "C" fn $symbol($($argument: usize),*) -> StatusCode {
-                // Nothing is saved on the way here that only the other way needs: that one has all arguments as they came.
-                // SAFETY: the driver's function takes these arguments, as `cuda.h` says.
+                // The fast path saves nothing that only the slow path needs: the slow path gets all arguments unchanged. SAFETY: the
+                // driver's function takes these arguments, as `cuda.h` says.
                 unsafe {
                     if let Some(driver) = originals::$symbol.known() && let Some(_inside) = gate::enter(&names::$symbol) {
                         return mem::transmute::<*mut c_void, gated!(@type $($argument)*)>(driver.as_ptr())($($argument),*);
@@ -31,7 +31,7 @@ macro_rules! gated {
             }
         )*
 
-        /// The functions' other way: the first call of a thread or of the function, a call within a call, a gate that is closed.
+        /// The slow path: the first call of a thread or of the function, a nested call, a closed gate.
         #[allow(non_snake_case, clippy::too_many_arguments, clippy::many_single_char_names, clippy::wildcard_imports)]
         mod otherwise {
             use super::*;
@@ -47,14 +47,14 @@ macro_rules! gated {
             )*
         }
 
-        /// What threads say that they are inside.
+        /// The marks of threads inside these functions.
         #[allow(non_upper_case_globals)]
         mod names {
             use super::Gated;
             $( pub static $symbol: Gated = Gated(stringify!($symbol)); )*
         }
 
-        /// Where the driver's functions are.
+        /// The driver's functions.
         #[allow(non_upper_case_globals)]
         mod originals {
             use super::Symbol;

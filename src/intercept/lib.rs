@@ -1,5 +1,5 @@
-//! What the program calls: the hooked functions of the CUDA runtime ([`hooks`]) and of the driver ([`entries`]), the functions
-//! that tell where functions are ([`resolve`]), the C ABI ([`abi`]) and the C functions of `torch_memory_saver` ([`tms`]).
+//! What the program calls: the hooked functions of the CUDA runtime ([`hooks`]) and of the driver ([`entries`]), the lookup functions
+//! ([`resolve`]), the C ABI ([`abi`]) and the C functions of `torch_memory_saver` ([`tms`]).
 //!
 //! Of these, only the C ABI and `torch_memory_saver`'s functions are exported symbols; the preloaded library exports the rest.
 

@@ -1,16 +1,16 @@
-//! NCCL's functions that register memory, and those that make and end communicators, generated from the table `nccl_functions!`. What
-//! NCCL has registered must keep its physical pages ([`vramctl_core::memory`]); of its communicators, it may be asked to give memory
-//! back ([`vramctl_core::memory::communicators`]). The calls themselves are NCCL's, with their answers.
+//! NCCL's functions that register memory, and those that create and destroy communicators, generated from the table `nccl_functions!`.
+//! Memory that NCCL has registered must keep its physical pages ([`vramctl_core::memory`]); NCCL can be asked to give back the memory of
+//! its communicators ([`vramctl_core::memory::communicators`]). All calls are passed on to NCCL, with unchanged results.
 //!
-//! There may be several NCCLs in a process, each with communicators of its own: a library by itself, the one that torch brings, or
-//! one that is linked into torch. So a call must reach exactly the one that it would have reached without this library.
+//! A process may contain several NCCLs, each with its own communicators: a separate library, the one bundled with torch, or one linked into
+//! torch. So a call must reach exactly the one that it would have reached without this library.
 //!
-//! - A linked call finds the exported function first. Its original is looked for as the linker does: behind this library, then in
-//!   what the calling library was loaded with.
-//! - NCCL's functions may call each other by their exported names. Such a call is told by its thread, which is inside one already,
-//!   and stays in the same NCCL: it may have been a jump, so who called is not to be seen.
-//! - A program that looks a function up (`dlsym`) is told another function, which calls what was found. There are as many of these
-//!   as there may be NCCLs. If there are more, the last ones' are told as they are.
+//! - A linked call reaches the exported function first. Its original is then searched in the linker's order: after this library, then in
+//!   the libraries that the calling library was loaded with.
+//! - NCCL's functions may call each other by their exported names. Such a call is recognised because its thread is already inside an NCCL
+//!   function, and stays in the same NCCL. The return address does not help: the call may be a jump.
+//! - A lookup (`dlsym`) returns a different function, which calls the one that was found. There is one of these for each NCCL, up to a
+//!   limit; beyond it, the found function itself is returned.
 
 use crate::copies;
 use crate::entries::{jump, pass_caller, symbol};
@@ -41,7 +41,7 @@ fn register(
     handle: *mut usize,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    // NCCL gives no handle for what it does not register, as with `NCCL_LOCAL_REGISTER=0`.
+    // NCCL returns no handle if it does not register, as with `NCCL_LOCAL_REGISTER=0`.
     let given = |handle| if handle == 0 { None } else { Some(handle) };
     registering("NCCL: ncclCommRegister", communicator, address, bytes, handle, given, real)
 }
@@ -55,8 +55,8 @@ fn register_window(
     _flags: c_int,
     real: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    // Inside `ncclGroupStart`, or while the communicator does not block, a window has no handle before the group ends. Then it is
-    // registered until its communicator ends.
+    // Inside `ncclGroupStart`, or with a non-blocking communicator, a window has no handle before the group ends. Then it counts as
+    // registered until its communicator is destroyed.
     registering("NCCL: ncclCommWindowRegister", communicator, address, bytes, window, Some, real)
 }
 
@@ -89,7 +89,7 @@ fn deregister(_: *mut c_void, communicator: usize, handle: usize, real: impl FnO
     answer
 }
 
-/// A communicator ends, and with it what it has registered.
+/// A communicator is destroyed, and with it its registrations.
 fn end(communicator: usize, waits: bool, real: impl FnOnce() -> NcclResult) -> NcclResult {
     let mut answer = INTERNAL_ERROR;
     communicators::ending(communicator, waits, || {
@@ -114,7 +114,7 @@ fn abort(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult)
     end(communicator, false, real)
 }
 
-/// It can be used no more, and what it has registered is there until it is destroyed.
+/// The communicator is unusable from now on, but its registrations last until it is destroyed.
 fn finalize(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResult) -> NcclResult {
     let mut answer = INTERNAL_ERROR;
     communicators::ending(communicator, true, || {
@@ -129,7 +129,7 @@ fn finalize(_: *mut c_void, communicator: usize, real: impl FnOnce() -> NcclResu
 #[derive(Clone, Copy)]
 pub struct UniqueId([u8; 128]);
 
-/// What of a `ncclConfig_t` matters here. Absent where the program leaves it to NCCL.
+/// The relevant settings of a `ncclConfig_t`. `None` where the program leaves a setting to NCCL.
 #[derive(Default)]
 struct NcclConfig {
     blocking: Option<bool>,
@@ -138,16 +138,16 @@ struct NcclConfig {
 }
 
 impl NcclConfig {
-    /// Reads a configuration; what NCCL's variables say takes precedence, as in NCCL.
+    /// Reads a configuration; NCCL's environment variables take precedence, as in NCCL.
     ///
     /// # Safety
     /// Null, or what a program has passed to NCCL as its configuration.
     unsafe fn of(config: *const c_void) -> Self {
         const MAGIC: u32 = 0xcafe_beef;
-        /// Of a setting that the program has not made.
+        /// The value of a setting that the program has not made.
         const UNDEFINED: i32 = i32::MIN;
         let word = |at: usize| {
-            // SAFETY: a configuration begins with its size and the magic number, and is as long as it says.
+            // SAFETY: a configuration begins with its size and the magic number, and is as long as that size.
             unsafe {
                 let is_one = !config.is_null() && config.byte_add(8).cast::<u32>().read() == MAGIC;
                 let is_there = is_one && config.cast::<usize>().read() >= at + size_of::<i32>();
@@ -166,7 +166,7 @@ impl NcclConfig {
     }
 }
 
-/// Notes the communicator that NCCL has put somewhere, if it has. `of`: what it was made from, if from another.
+/// Records the communicator that NCCL has written to `made`, if any. `of`: the one that it was made from, if any.
 fn note(
     found: *mut c_void,
     made: *const usize,
@@ -261,7 +261,7 @@ fn split(
 ) -> NcclResult {
     let answer = real();
     note(found, made, answer, config, CommunicatorOrigin::Child { of: communicator, saying: &color.to_le_bytes() }, false);
-    // Also at the ranks that get none.
+    // Also at ranks that get no new communicator.
     if is_done(answer) {
         communicators::has_had_child(communicator);
     }
@@ -290,11 +290,11 @@ fn shrink(
 }
 
 thread_local! {
-    /// The function of NCCL's that this thread is in, or null.
+    /// The NCCL function that this thread is in, or null.
     static INSIDE: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// Notes that the thread is inside a function of NCCL's.
+/// Marks the thread as inside an NCCL function.
 struct InNccl;
 
 impl InNccl {
@@ -310,7 +310,7 @@ impl Drop for InNccl {
     }
 }
 
-/// The function of this name that the NCCL has in which the thread is.
+/// The function of this name in the NCCL that the thread is in.
 fn of_the_same(name: &CStr) -> Option<*mut c_void> {
     let inside = INSIDE.get();
     if inside.is_null() { None } else { Loaded::around(inside)?.symbol(name) }
@@ -321,18 +321,18 @@ fn of_the_same(name: &CStr) -> Option<*mut c_void> {
 pub struct NcclFunction {
     /// Its symbol.
     pub symbol: &'static CStr,
-    /// What programs are told that look it up, and what each of these calls.
+    /// The functions that lookups return, and what each of these calls.
     told: [(*const c_void, &'static AtomicPtr<c_void>); LIBRARIES],
 }
 
-/// How many NCCLs are told apart that programs look functions up in.
+/// The most NCCLs that are distinguished when programs look functions up.
 const LIBRARIES: usize = 4;
 
 // SAFETY: a function's address is the same for all threads.
 unsafe impl Sync for NcclFunction {}
 
 impl NcclFunction {
-    /// What a program is told that has found this.
+    /// The function to return for a lookup that has found this one.
     pub(crate) fn in_place_of(&self, found: *mut c_void) -> *mut c_void {
         let calls = |original: &AtomicPtr<c_void>| {
             let before = original.compare_exchange(ptr::null_mut(), found, Ordering::Relaxed, Ordering::Relaxed);
@@ -347,15 +347,15 @@ pub(crate) fn of_symbol(symbol: &CStr) -> Option<&'static NcclFunction> {
     FUNCTIONS.iter().find(|function| function.symbol == symbol)
 }
 
-/// What a linked call would have found if this library were not there; null if nothing.
+/// The function that a linked call would reach without this library; null if none.
 pub(crate) fn linked_for(caller: *const c_void, name: &CStr) -> *mut c_void {
     // SAFETY: `RTLD_NEXT` needs no handle.
     let next = unsafe { symbols::dlsym(libc::RTLD_NEXT, name) };
-    // A copy of this library would ask for what this one finds.
+    // Skip copies of this library: one would in turn look for what this one finds.
     if !next.is_null() && !copies::contain(next) {
         return next;
     }
-    // Without the last, a caller that is not what it seems, because it has ended with a jump, would find nothing.
+    // The last one is for callers that are not identified correctly because they made the call by a jump.
     let around = [library_of(caller), c"libnccl.so.2".as_ptr()].into_iter().map(|library| in_loaded(library, name));
     around.into_iter().find(|found| !found.is_null() && !copies::contain(*found)).unwrap_or(next)
 }
@@ -369,7 +369,7 @@ fn library_of(address: *const c_void) -> *const std::ffi::c_char {
     }
 }
 
-/// A function of a library that is loaded, or of what it was loaded with.
+/// A function of a loaded library, or of its dependencies.
 fn in_loaded(library: *const std::ffi::c_char, name: &CStr) -> *mut c_void {
     if library.is_null() {
         return ptr::null_mut();
@@ -416,7 +416,7 @@ macro_rules! functions {
             } )*
         }
 
-        /// What programs are told that look a function up.
+        /// The functions that lookups return.
         #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod told {
             use super::*;
@@ -453,7 +453,7 @@ macro_rules! functions {
             } )*
         }
 
-        /// Functions of NCCL's by their addresses.
+        /// NCCL functions by their addresses.
         #[allow(non_snake_case, clippy::wildcard_imports, clippy::too_many_arguments)]
         mod types {
             use super::*;
@@ -463,7 +463,7 @@ macro_rules! functions {
             } )*
         }
 
-        /// What the told functions call.
+        /// What the returned functions call.
         #[allow(non_upper_case_globals)]
         mod originals {
             use super::{AtomicPtr, LIBRARIES, c_void, ptr};

@@ -1,11 +1,11 @@
-//! What managed memory is, for who asks the driver: the same as memory of CUDA's own, and the same while it is paused. A held program
-//! still asks, and libraries decide by the answers how to share or register memory.
+//! Answers pointer queries about managed memory as for CUDA's own memory, even while it is paused. A held program can still make queries,
+//! and libraries decide by the answers how to share or register memory.
 //!
-//! With one exception: it is not said to be capable of CUDA IPC, though [`share`](crate::share) makes it so for who just tries. NCCL
-//! (`ipcRegisterBuffer`) would open buffers of captured collectives in the other ranks, and each of these could no longer be paused
-//! alone, as engines' own calls do.
+//! There is one exception: managed memory is reported as not capable of CUDA IPC, although [`share`](crate::share) makes it work for
+//! callers that do not ask. Otherwise NCCL (`ipcRegisterBuffer`) would open buffers of captured collectives in the other ranks, and a rank
+//! could no longer be paused alone, as engines' own calls do.
 //!
-//! Not told while memory of `cuMemCreate` is paused: the reservation around it (`RANGE_START_ADDR`, `RANGE_SIZE`, `BUFFER_ID`), which
+//! Not answered while memory of `cuMemCreate` is paused: the reservation around it (`RANGE_START_ADDR`, `RANGE_SIZE`, `BUFFER_ID`), which
 //! only the driver knows.
 
 use crate::driver_originals;
@@ -32,7 +32,7 @@ mod attribute {
     pub const MAPPING_BASE: u32 = 19;
 }
 
-/// The value of an attribute, in the size in which the driver writes it (seen with 580).
+/// The value of an attribute, in the size that the driver writes (observed with 580).
 enum Value {
     Narrow(u32),
     Wide(u64),
@@ -52,14 +52,14 @@ impl Value {
     }
 }
 
-/// Whether the driver tells this attribute of memory of `cudaMalloc` and of virtual memory differently. The rest it only does not
-/// know while the memory is paused.
+/// Whether the driver's value of this attribute differs between memory of `cudaMalloc` and virtual memory. All other attributes are only
+/// unknown to it while the memory is paused.
 fn shows_virtual_memory(attribute: u32) -> bool {
     use attribute::{ALLOWED_HANDLE_TYPES, CONTEXT, MAPPING_BASE, MAPPING_SIZE, RANGE_SIZE, RANGE_START};
     matches!(attribute, CONTEXT | ALLOWED_HANDLE_TYPES | RANGE_START | RANGE_SIZE | MAPPING_BASE | MAPPING_SIZE)
 }
 
-/// An attribute that the driver would tell differently, because the memory is virtual memory to it, or paused.
+/// Our value of an attribute, if the driver's would differ because the memory is virtual memory to it, or paused.
 fn told(allocation: &Allocation, attribute: u32, pointer: CUdeviceptr) -> Option<Value> {
     use Value::{Narrow, Wide};
     let is_plain = allocation.wanted().is_none();
@@ -92,7 +92,7 @@ fn managed(pointer: CUdeviceptr) -> Option<Arc<Allocation>> {
 pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
     // SAFETY: the real function gets the arguments unchanged.
     let answer = unsafe { driver_originals::cuPointerGetAttribute(value, attribute, pointer) };
-    // The driver is asked first: what it tells of anybody's memory costs no look-up, and its failures stay what they are.
+    // Ask the driver first: queries about other memory then need no lookup, and its errors stay unchanged.
     let may_be_ours = answer == code::INVALID_VALUE || (answer == code::SUCCESS && shows_virtual_memory(attribute));
     if may_be_ours
         && !value.is_null()
@@ -108,7 +108,7 @@ pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: 
 pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, values: *mut *mut c_void, pointer: CUdeviceptr) -> StatusCode {
     // SAFETY: as above.
     let answer = unsafe { driver_originals::cuPointerGetAttributes(count, attributes, values, pointer) };
-    // It succeeds for unknown memory, too.
+    // The driver succeeds for unknown memory, too.
     if answer == code::SUCCESS
         && count > 0
         && let Some(allocation) = managed(pointer)
@@ -127,7 +127,7 @@ pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, value
 }
 
 pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
-    // The driver tells one of the pieces that large memory is made of, and nothing of paused memory.
+    // The driver would report only one of the pieces of a large allocation, and nothing for paused memory.
     let is_told = |allocation: &Arc<Allocation>| allocation.wanted().is_none() || allocation.is_paused();
     let place = managed(pointer).filter(is_told).and_then(|allocation| allocation.place_of(pointer));
     let Some((Span { address, bytes: length }, true)) = place else {

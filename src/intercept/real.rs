@@ -52,8 +52,8 @@ pub fn set_device(device: CUdevice) -> bool {
 /// The context in which the runtime would allocate on this thread. The runtime creates it if it does not exist yet or was reset,
 /// as it would for a real allocation.
 ///
-/// The driver's functions cannot replace this: which context the runtime would take on a thread without one is the runtime's own
-/// matter, and a runtime whose calls do not pass the driver's entries (`RTLD_DEEPBIND`) allocates only through the first door.
+/// The hooked driver functions cannot replace this: only the runtime knows which context it would use on a thread without one, and a
+/// runtime whose driver calls do not reach the entries (`RTLD_DEEPBIND`) is seen only through the runtime's functions.
 pub fn current_context() -> Result<Current, CudaError> {
     let _relaxed = RelaxedCapture::enter();
     // SAFETY: freeing null only initialises the context.
@@ -63,9 +63,9 @@ pub fn current_context() -> Result<Current, CudaError> {
     }
 }
 
-/// Makes `cudaGetLastError` report an out of memory, as after a failure of the runtime's own. Only the runtime can set its last
-/// error, so this requests an impossible size from it. A failure at the driver's entry would set it by itself, but not with a runtime
-/// whose calls do not pass there.
+/// Makes `cudaGetLastError` report an out of memory, as after a failure of the runtime itself. Only the runtime can set its last error, so
+/// this requests an impossible size from it. A failure in a driver entry would also make the runtime set it, but not if the runtime's calls
+/// do not reach the entries.
 pub fn leave_out_of_memory_as_last_error() {
     let _relaxed = RelaxedCapture::enter();
     let mut never = ptr::null_mut();
@@ -77,7 +77,7 @@ pub fn leave_out_of_memory_as_last_error() {
 #[derive(Debug)]
 pub struct Symbol {
     name: &'static CStr,
-    /// Where else to look for it.
+    /// Another place to look for it.
     elsewhere: fn(&CStr) -> Option<NonNull<c_void>>,
     found: AtomicPtr<c_void>,
 }
@@ -136,8 +136,8 @@ fn keep_loaded(address: NonNull<c_void>) {
     }
 }
 
-/// Looks the symbol up in a libcudart that is loaded outside the global scope, as Python's are. The driver's entries make it no less
-/// necessary: what a library with such a runtime calls is the exported function, which has to go on to that runtime.
+/// Looks the symbol up in a libcudart that is loaded outside the global scope, as Python's are. The driver's entries do not make this
+/// unnecessary: a library with such a runtime calls the exported function, which must forward to that runtime.
 fn in_loaded_runtime(name: &CStr) -> Option<NonNull<c_void>> {
     let mut path = Path { bytes: [0; libc::PATH_MAX as usize] };
     // SAFETY: the callback copies into `path`, which outlives the call.
@@ -153,7 +153,7 @@ fn in_loaded_runtime(name: &CStr) -> Option<NonNull<c_void>> {
     }
 }
 
-/// Looks the symbol up in the driver that is loaded. Another preloaded library may answer for it.
+/// Looks the symbol up in the loaded driver. Another preloaded library may answer instead.
 fn in_loaded_driver(name: &CStr) -> Option<NonNull<c_void>> {
     let dlsym = symbols::next_dlsym()?;
     // SAFETY: NUL-terminated names. The library is loaded already, so no initialiser runs, and `RTLD_NODELETE` keeps the address

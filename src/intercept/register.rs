@@ -1,4 +1,4 @@
-//! Calls that make memory known by its physical pages: to a network card, to a disk, to another device or process.
+//! Calls that register memory by its physical pages: with a network card, a disk, another device or process.
 
 use crate::driver_originals;
 use crate::vmm::noting_multicast;
@@ -7,7 +7,7 @@ use vramctl_core::memory::{Memory, obstacles};
 use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
 use vramctl_model::{ObstacleKind, StatusCode};
 
-/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by who is about to let a network card reach the memory.
+/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by programs before they give a network card access to the memory.
 const SYNC_MEMOPS: c_uint = 6;
 
 pub unsafe fn pointer_set_attribute(value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {

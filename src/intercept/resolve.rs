@@ -1,14 +1,13 @@
-//! The functions that tell where functions are: `dlsym` and `dlvsym`, and the driver's `cuGetProcAddress`. Where a program is told a
-//! function of the driver that has an entry ([`entries`]), it is told the entry instead, and likewise for functions of NCCL
-//! ([`nccl`]). The runtime's `cudaGetDriverEntryPoint`
-//! asks `cuGetProcAddress`, so it needs nothing of its own.
+//! The lookup functions: `dlsym` and `dlvsym`, and the driver's `cuGetProcAddress`. If a lookup finds a driver function that has an entry
+//! ([`entries`]), it returns the entry instead; the same goes for functions of NCCL ([`nccl`]). The runtime's `cudaGetDriverEntryPoint`
+//! uses `cuGetProcAddress`, so it needs no hook.
 //!
-//! The real function is always asked first. Only what it has found is replaced, and only if it is exactly the function that the
-//! entry stands for. Nothing is remembered between lookups, and no lookup is widened. Nothing here allocates or takes a lock of
-//! ours: a lookup may come from anywhere, a constructor or an allocator included.
+//! The real lookup always comes first. Its result is replaced only if it is exactly the function that the entry stands for. There is no
+//! caching, and no lookup finds more than it would otherwise. Nothing here allocates or takes a lock of ours: a lookup may come from
+//! anywhere, including a constructor or an allocator.
 //!
-//! What `RTLD_NEXT` and `RTLD_DEFAULT` mean depends on who asks. So [`dlsym`] does not call the real one for the program but jumps
-//! there, which leaves the program's return address in place.
+//! The meaning of `RTLD_NEXT` and `RTLD_DEFAULT` depends on the caller. So [`dlsym`] does not call the real one but jumps to it, which
+//! leaves the program's return address in place.
 
 use crate::entries::{self, DriverFunction};
 use crate::nccl::NcclFunction;
@@ -22,15 +21,15 @@ use std::ptr::{self, NonNull};
 use vramctl_host::symbols::{self, Loaded};
 use vramctl_model::{StatusCode, code};
 
-/// The names of this module's functions that are exported beside the entries.
+/// The names of this module's functions that are exported in addition to the entries.
 pub const RESOLVERS: [&str; 2] = ["dlsym", "dlvsym"];
 
-/// What becomes of a lookup. Returned in two registers.
+/// The outcome of a lookup. Returned in two registers.
 #[repr(C)]
 struct Ruling {
-    /// The answer, if there is nowhere to go.
+    /// The answer, if `onward` is null.
     answer: *mut c_void,
-    /// The real function, where the lookup goes on as if nothing had been in its way; or null.
+    /// The real function to jump to, as if this library were not there; or null.
     onward: *mut c_void,
 }
 
@@ -182,8 +181,9 @@ unsafe extern "C" fn judge_dlvsym(handle: *mut c_void, name: *const c_char, vers
     .unwrap_or(Ruling::onward(onward))
 }
 
-/// Another preloaded library finds the `dlsym` behind its own by asking `dlvsym` for the C library's version of it. Our `dlsym` has
-/// no version, so it would be passed over. A library behind this one must not find it: each would go on with the other's, for ever.
+/// Handles lookups of `dlsym` itself. Another preloaded library finds the next `dlsym` by asking `dlvsym` for the C library's version of
+/// it. Our `dlsym` has no version, so it would be skipped. A library after this one must not find ours: the two would call each other
+/// forever.
 unsafe fn own_lookup(handle: *mut c_void, name: *const c_char, caller: *const c_void) -> Option<*mut c_void> {
     if handle != libc::RTLD_NEXT || name.is_null() || copies::another_answers() {
         return None;
@@ -241,7 +241,7 @@ fn judge_nccl(
     }
     let mut found = real(handle);
     if symbols::is_ours(found) {
-        // Our own export: programs look for NCCL this way, and it may not be there.
+        // Our own export was found: programs look for NCCL this way, and it may not be loaded.
         found = nccl::linked_for(caller, function.symbol);
         if found.is_null() {
             // Leaves the loader's error for `dlerror`.
@@ -249,7 +249,7 @@ fn judge_nccl(
             unsafe { symbols::dlsym(libc::RTLD_NEXT, function.symbol) };
         }
     } else if handle == libc::RTLD_DEFAULT {
-        // What the default scope is, depends on who asks.
+        // The default scope depends on the caller.
         return Ruling::onward(onward);
     }
     Ruling::answer(if found.is_null() { found } else { function.in_place_of(found) })
@@ -268,18 +268,18 @@ unsafe fn judge_driver(
     }
     let (found, default) = (real(handle), handle == libc::RTLD_DEFAULT);
     if symbols::is_ours(found) && !is_function_elsewhere(function) {
-        // Our own export, in a process without a driver: programs look for one this way.
+        // Our own export was found in a process without a driver: programs check for one this way.
         return Ruling::answer(ptr::null_mut());
     }
     // SAFETY: the lookup succeeded, so the handle is open.
     if !default && !found.is_null() && unsafe { is_of_driver(found, function, handle) } && !is_behind(function, caller) {
         return Ruling::answer(function.entry.cast_mut());
     }
-    // If it found nothing, the error that the real function left stays as it is. What the default scope is, depends on who asks.
+    // If nothing was found, the real function's error stays unchanged. The default scope depends on the caller.
     if default { Ruling::onward(onward) } else { Ruling::answer(found) }
 }
 
-/// Whether what was found is the driver's function, through whatever handle, or what somebody else puts in its place.
+/// Whether the found function is the driver's, through any handle, or the one that another library puts in its place.
 unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *mut c_void) -> bool {
     let itself = |driver: Loaded| driver.is_named(DRIVER) && driver.symbol(function.symbol) == Some(found);
     // SAFETY: the caller's promise.
@@ -287,16 +287,17 @@ unsafe fn is_of_driver(found: *mut c_void, function: &DriverFunction, handle: *m
     through_its_handle() || Loaded::around(found).is_some_and(itself)
 }
 
-/// Whether the one who asks has the function that the entry calls: another library that interposes, behind this one, or one that
-/// stands in for the driver. It is looking for what its own function calls. With the entry, each would call the other for ever.
+/// Whether the caller is the library whose function the entry calls: another interposer after this library, or a stand-in for the driver.
+/// It is looking for the function that its own one forwards to. If it got the entry, the two would call each other forever.
 fn is_behind(function: &DriverFunction, caller: *const c_void) -> bool {
     let own = Loaded::around(caller).and_then(|library| library.symbol(function.symbol)).and_then(NonNull::new);
     own.is_some() && own == function.original.address()
 }
 
-/// Whether anybody but this library has the function. If not, leaves the loader's error for `dlerror`.
+/// Whether any other library has the function. If not, leaves the loader's error for `dlerror`.
 fn is_function_elsewhere(function: &DriverFunction) -> bool {
-    // SAFETY: a NUL-terminated name; `RTLD_NEXT` needs no handle. What is loaded already stays loaded and is not initialised again.
+    // SAFETY: a NUL-terminated name; `RTLD_NEXT` needs no handle. A library that is loaded already stays loaded and is not initialised
+    // again.
     unsafe {
         let driver = libc::dlopen(DRIVER.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE);
         !driver.is_null() || !symbols::dlsym(libc::RTLD_NEXT, function.symbol).is_null()
@@ -336,10 +337,10 @@ pub(crate) unsafe fn get_proc_address_v2(
     }
 }
 
-/// Replaces a function that the driver has told by its entry, if it has one.
+/// Replaces a function that the driver has returned by its entry, if it has one.
 ///
-/// Which variant of a name it is follows from the version and the flags that were asked for, in ways that newer drivers add to. So
-/// the driver is asked: an entry takes the place of what the driver tells for exactly its own version and flavour.
+/// The variant that a lookup gets depends on the requested version and flags, with rules that newer drivers extend. So the driver is asked
+/// again: an entry replaces only the function that the driver returns for exactly the entry's version and flavour.
 unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void, caller: *const c_void) {
     if !told || name.is_null() || function.is_null() || copies::another_answers() {
         return;
@@ -357,7 +358,7 @@ unsafe fn replace_if(told: bool, name: *const c_char, function: *mut *mut c_void
     }
 }
 
-/// What the driver tells for a line of the table.
+/// The driver's function for a line of the table.
 unsafe fn told_for(name: &CStr, line: &DriverFunction) -> *mut c_void {
     /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`; 0 is the default.
     const PER_THREAD: c_ulonglong = 2;
@@ -365,7 +366,7 @@ unsafe fn told_for(name: &CStr, line: &DriverFunction) -> *mut c_void {
     let flags = if line.flavour == Flavour::PerThread { PER_THREAD } else { 0 };
     // SAFETY: the name is NUL-terminated, and both outputs are writable.
     unsafe {
-        // Before CUDA 12 there is only the first.
+        // Before CUDA 12 there is only the first version.
         match driver_originals::cuGetProcAddress_v2(name.as_ptr(), &raw mut found, line.version, flags, &raw mut status) {
             code::NOT_FOUND => driver_originals::cuGetProcAddress(name.as_ptr(), &raw mut found, line.version, flags),
             answer => answer,

@@ -73,11 +73,11 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
     if pointer.is_null() || flags != LAZY {
         return code::INVALID_VALUE;
     }
-    // The real function knows what to answer where the driver is not initialised or there is no context.
+    // If the driver is not initialised or there is no context, the real function returns the right error.
     let Ok(Some(current)) = Current::of_thread() else { return real() };
     match obstacles::making(ObstacleKind::Shared, || borrow::open(&handle, &current)) {
         Ok(address) => {
-            // For a pause of this process together with the owner.
+            // Needed so that this process can be paused together with the owner.
             server::ensure_running();
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { pointer.write(address) };
@@ -90,7 +90,7 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
 /// `cuIpcCloseMemHandle`.
 pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
     if let Some(closed) = borrow::close(pointer) {
-        // It may have been the last that was paused.
+        // It may have been the last paused memory.
         Memory::get().let_go();
         return closed.err().unwrap_or(code::SUCCESS);
     }

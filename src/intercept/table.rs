@@ -109,19 +109,19 @@ macro_rules! nccl_functions {
 /// What a driver function does to memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// Gives memory, or the physical part of it.
+    /// Creates memory, or the physical part of it.
     Allocates,
     /// Takes it back.
     Frees,
-    /// Decides where it is and who reaches it.
+    /// Sets its addresses and which devices have access.
     Maps,
-    /// Hands it to another process or device.
+    /// Shares it with another process or device.
     Shares,
-    /// Tells something about it.
+    /// Queries it.
     Queries,
-    /// Ends a context, and with it the memory in it.
+    /// Destroys a context, and with it the memory in it.
     Ends,
-    /// Tells where functions are, these among them.
+    /// Looks up functions, including these.
     Resolves,
     /// Starts kernels, graphs or host functions.
     Launches,
@@ -129,11 +129,11 @@ pub enum Effect {
     Copies,
     /// Waits for or writes a value in stream order.
     Signals,
-    /// Brings code to the device.
+    /// Loads code onto the device.
     Loads,
 }
 
-/// Which stream the null stream is to a driver function.
+/// The meaning of the null stream to a driver function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flavour {
     /// The legacy stream, or the function takes no stream.
@@ -145,8 +145,8 @@ pub enum Flavour {
 /// The table of driver functions. Each line: what the function does, its exported symbol, the name and CUDA version under which
 /// `cuGetProcAddress` knows it, its flavour, its arguments, and its handler or `forward`. Expands to `$with! { … }`.
 ///
-/// The versions are those of `cudaTypedefs.h`, where each function has a type `PFN_NAME_vVERSION`. A handler takes the function's
-/// arguments and, if it allocates or tells where functions are, the address to which the call returns.
+/// The versions are those of `cudaTypedefs.h`, where each function has a type `PFN_NAME_vVERSION`. A handler takes the function's arguments
+/// and, if it allocates or looks up functions, the return address.
 #[macro_export]
 macro_rules! driver_functions {
     ($with:ident) => { $with! {

@@ -1,5 +1,5 @@
-//! Memory that the program manages itself: `cuMemCreate`, `cuMemMap` and their kin. What the library has no part in goes to the
-//! real function.
+//! Memory that the program manages itself: `cuMemCreate`, `cuMemMap` and related functions. Calls about other memory go to the real
+//! function.
 
 use crate::alloc::{leave, managed, placement};
 use crate::driver_originals;
@@ -43,8 +43,8 @@ pub unsafe fn create(
     }
 }
 
-/// A context of a device, for copies: the thread's current one, or the primary one. Creating memory needs none, so there may be
-/// none yet.
+/// A context of a device, for copies: the thread's current one, or the primary one. Creating memory needs no context, so there may be none
+/// yet.
 fn context_on(device: CUdevice) -> Option<Current> {
     let current = Current::of_thread().ok().flatten().filter(|current| current.device() == device);
     current.or_else(|| Current::push(Current::primary_of(device).ok()??).ok())
@@ -164,7 +164,7 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
     })
 }
 
-/// Makes a call that uses a multicast object, and notes that.
+/// Makes a call that uses a multicast object, and records that.
 pub fn noting_multicast(multicast: Handle, call: impl FnOnce() -> StatusCode) -> StatusCode {
     obstacles::making(ObstacleKind::Multicast, || {
         let answer = call();

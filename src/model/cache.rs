@@ -1,4 +1,4 @@
-//! What the program's own allocator, such as torch's, holds without using it.
+//! Memory that the program's own allocator, such as torch's, has cached.
 
 use crate::status::is_zero;
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ pub struct Cached {
     pub live_bytes: u64,
     /// Bytes that can be returned: whole segments of them are free.
     pub cached_bytes: u64,
-    /// Free bytes that cannot, because of something in use in the same segment.
+    /// Free bytes that cannot be returned, because part of the same segment is in use.
     pub fragmented_bytes: u64,
     /// After a trim: bytes returned.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -28,7 +28,7 @@ pub struct Cached {
 pub struct Trimmed {
     /// Bytes returned to the driver.
     pub returned_bytes: u64,
-    /// What there is afterwards.
+    /// The allocator's memory afterwards.
     pub cache: Vec<Cached>,
     /// Milliseconds in total.
     pub ms: f64,

@@ -12,7 +12,7 @@ pub struct Communicator {
     pub ranks: u32,
     /// The device's ordinal in the process.
     pub device: i32,
-    /// The version of the NCCL whose it is: there may be several in a process.
+    /// The version of its NCCL: there may be several in a process.
     pub nccl: String,
     /// Whether it has its memory.
     pub state: CommunicatorState,
@@ -22,10 +22,10 @@ pub struct Communicator {
     /// Bytes that NCCL does not give back.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub kept_bytes: u64,
-    /// What NCCL has answered to the last attempt, if that failed.
+    /// NCCL's error from the last attempt, if it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Why NCCL is not asked to give its memory back.
+    /// Why NCCL cannot give its memory back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unfit: Option<String>,
 }
@@ -41,9 +41,9 @@ pub enum CommunicatorState {
     Suspending,
     /// NCCL has given its memory back.
     Suspended,
-    /// NCCL is taking its memory again, which waits for the other ranks.
+    /// NCCL is taking its memory back, which waits for the other ranks.
     Resuming,
-    /// NCCL has failed in the middle: it can never be used again.
+    /// NCCL has failed in the middle: the communicator is unusable.
     Broken,
 }
 
@@ -59,7 +59,7 @@ impl CommunicatorState {
         }
     }
 
-    /// Whether NCCL is at it.
+    /// Whether NCCL is suspending or resuming it.
     pub fn is_in_progress(self) -> bool {
         matches!(self, Self::Suspending | Self::Resuming)
     }

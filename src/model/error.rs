@@ -42,9 +42,9 @@ pub enum Error {
     Late(String),
     /// The device has no virtual memory management.
     Unsupported,
-    /// The pause would drop a KV cache that this inference engine's prefix cache still describes.
+    /// The pause would discard a KV cache that this inference engine's prefix cache still describes.
     PrefixCache(String),
-    /// The pause would replace memory that somebody else knows by its physical pages.
+    /// The pause would replace memory whose physical pages are registered with somebody else.
     Registered(Vec<Registration>),
     /// Other processes have memory open that would be paused.
     Shared(Vec<Lent>),
@@ -65,7 +65,7 @@ pub enum Error {
     },
     /// The program is exiting. Transitions in progress are abandoned, and none is started.
     Ending,
-    /// The transition was taken back before its commit; the text says why.
+    /// The transition was undone before its commit; the text says why.
     Aborted(String),
     /// Another client is in the middle of a transition of this process.
     Leased,
@@ -73,7 +73,7 @@ pub enum Error {
     Internal(String),
 }
 
-/// How much device memory is missing, and who has it.
+/// How much device memory is missing, and who holds it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shortage {
     /// The device's ordinal in the process.
@@ -120,11 +120,11 @@ pub enum Kind {
     BufferTooSmall = 12,
     /// A backup file could not be created, written or read.
     Disk = 13,
-    /// The pause would drop a KV cache that an inference engine still relies on.
+    /// The pause would discard a KV cache that an inference engine still relies on.
     PrefixCache = 14,
     /// The program is exiting.
     Ending = 15,
-    /// The pause would replace memory that somebody else knows by its physical pages.
+    /// The pause would replace memory whose physical pages are registered with somebody else.
     Registered = 16,
     /// Other processes have memory open that would be paused.
     Shared = 17,
@@ -132,7 +132,7 @@ pub enum Kind {
     Suspended = 20,
     /// The process could be checkpointed, but not restored.
     NotRestorable = 21,
-    /// The transition was taken back before its commit.
+    /// The transition was undone before its commit.
     Aborted = 18,
     /// Another client is in the middle of a transition of this process.
     Leased = 19,
@@ -279,7 +279,7 @@ impl fmt::Display for Error {
                 let lent: Vec<_> = lent.iter().map(ToString::to_string).collect();
                 write!(
                     out,
-                    "other processes have the memory open: {}. Let them close it, or end them, first, or take them along with --shared, \
+                    "other processes have the memory open: {}. Have them close it, or end them, first; or hold them as well with --shared; \
                      or pause the rest with --registered keep",
                     lent.join(", ")
                 )
@@ -291,7 +291,7 @@ impl fmt::Display for Error {
             }
             Self::Invalid(why) | Self::NotPaused(why) | Self::Disk(why) | Self::Late(why) => write!(out, "{why}"),
             Self::BufferTooSmall { needed, capacity } => write!(out, "{needed} bytes are needed, the buffer has {capacity}"),
-            Self::Aborted(why) => write!(out, "taken back: {why}; nothing has changed"),
+            Self::Aborted(why) => write!(out, "undone: {why}; nothing has changed"),
             Self::Leased => write!(out, "another client is pausing or resuming this process right now; try again"),
             Self::Ending => write!(out, "the program is exiting, which frees its memory"),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),

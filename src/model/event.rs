@@ -1,4 +1,4 @@
-//! What has happened to the memory of a process, one thing at a time.
+//! Events: what has happened to the memory of a process.
 
 use crate::{Kind, Stage, StatusCode, Verb};
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Something that happened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TraceEvent {
-    /// The process's events are numbered as they are recorded. Numbers that are missing were overwritten.
+    /// Events are numbered in the order in which they are recorded. Missing numbers belong to overwritten events.
     pub number: u64,
     /// When, by the system's monotonic clock, in nanoseconds: the same clock for all processes of a host.
     pub at_ns: u64,
@@ -23,7 +23,7 @@ pub enum Happening {
     Allocated(OwnersBytes),
     /// Memory was freed.
     Freed(OwnersBytes),
-    /// Paused memory was freed, which took nothing on the device any more.
+    /// Paused memory was freed; it used no device memory.
     FreedPaused(OwnersBytes),
     /// A pause gave memory back to the driver.
     Paused(OwnersBytes),
@@ -68,7 +68,7 @@ pub enum Happening {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         error: Option<Kind>,
     },
-    /// The program's allocator has returned what it held without using it.
+    /// The program's allocator has returned cached memory.
     Trimmed {
         /// The thread that waited for it.
         thread: u32,
@@ -86,7 +86,7 @@ pub struct OwnersBytes {
     pub owner: u16,
     /// How much.
     pub bytes: u64,
-    /// What the owner has on the device afterwards. Two threads may record theirs in the other order.
+    /// What the owner has on the device afterwards. Two threads may record their events out of order.
     pub in_use: u64,
 }
 
@@ -111,18 +111,18 @@ pub struct MemoryOwner {
     pub in_use: u64,
 }
 
-/// A part of what a process has recorded.
+/// A page of recorded events.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Events {
     /// Whether the process records events.
     pub on: bool,
     /// The events, by number.
     pub events: Vec<TraceEvent>,
-    /// The number from which to ask next.
+    /// The number to ask for next.
     pub next: u64,
     /// Whether there are more to ask for now.
     pub more: bool,
-    /// All owners that it knows.
+    /// All owners known to the process.
     pub owners: Vec<MemoryOwner>,
     /// The time of the answer, as in the events.
     pub now_ns: u64,

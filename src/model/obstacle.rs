@@ -1,4 +1,4 @@
-//! What keeps a process from being suspended, and what a suspended one had.
+//! What prevents a process from being suspended, and the memory of a suspended one.
 
 use crate::Bytes;
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,7 @@ pub enum ObstacleKind {
     Communicator,
     /// Memory of this process that others have open, or memory of others.
     Shared,
-    /// Memory that somebody knows by its physical pages.
+    /// Memory whose physical pages are registered with somebody else.
     Registered,
     /// Memory of one GPU that another may reach.
     Peers,
@@ -34,7 +34,7 @@ pub enum ObstacleKind {
     Unified,
     /// The GPU is behind MPS.
     Mps,
-    /// The GPU is in MIG mode. NVML tells, so whoever suspends the process asks, not the process.
+    /// The GPU is in MIG mode. Detected through NVML by the client that suspends the process, not by the process.
     Mig,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Display for Obstacle {
     }
 }
 
-/// What a process has on a GPU besides what is paused.
+/// The memory that a process has on a GPU, apart from paused memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuUse {
     /// The GPU's UUID.

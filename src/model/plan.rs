@@ -9,15 +9,16 @@ use std::collections::BTreeMap;
 pub struct Plan {
     /// The allocations it would pause, by tag, in alphabetical order. Those already paused are left out.
     pub tags: Vec<TagPlan>,
-    /// The host memory it would take.
+    /// The host memory it would need.
     pub host: HostRoom,
-    /// The inference engine whose prefix cache describes contents that would be dropped; without `force` the pause is refused.
+    /// The inference engine whose prefix cache describes contents that would be discarded; without `force` the pause is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefix_cache: Option<String>,
-    /// What would keep the process from being suspended once this is paused.
+    /// What would prevent a suspend after this pause.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<Obstacle>,
-    /// The communicators whose memory NCCL would give back. Only the command line fills it in: it takes all processes of a job to know.
+    /// The communicators whose memory NCCL would give back. Only the command line fills it in, because it depends on all processes of a
+    /// job.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub communicators: Vec<Communicator>,
 }

@@ -6,11 +6,11 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// What becomes of an allocation's contents while it is paused.
+/// What happens to an allocation's contents while it is paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backup {
-    /// Dropped; after the resume the memory reads as zero.
+    /// Discarded; after the resume the memory reads as zero.
     Discard,
     /// Kept in host memory.
     Host,

@@ -1,12 +1,12 @@
-//! Memory that somebody else knows by its physical pages: another process that has imported it, a network card, NCCL.
+//! Registered memory: another process that has imported it, a network card or NCCL refers to its physical pages.
 
 use crate::{Bytes, Error};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a pause does with registered memory. New physical memory behind the same addresses would not be what was registered:
-/// a card would write into pages of somebody else's, a captured collective would hang.
+/// What a pause does with registered memory. A registration refers to the old physical pages: after a pause, a network card would write
+/// into somebody else's memory, and a captured collective would hang.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Registered {
@@ -15,8 +15,8 @@ pub enum Registered {
     Refuse,
     /// Pauses the rest, without what other processes have open (CUDA IPC).
     Keep,
-    /// Pauses it too: the caller answers for it that nobody uses the registration any more. What other processes have open is
-    /// still refused.
+    /// Pauses it too: the caller guarantees that nobody uses the registration any more. Memory that other processes have open is still
+    /// refused.
     Take,
 }
 
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn choices_are_read_as_they_are_written() {
+    fn choices_round_trip() {
         for choice in [Registered::Refuse, Registered::Keep, Registered::Take] {
             assert_eq!(choice.name().parse::<Registered>().unwrap(), choice);
             assert_eq!(serde_json::to_string(&choice).unwrap(), format!("\"{}\"", choice.name()));

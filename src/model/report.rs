@@ -9,10 +9,11 @@ use std::time::Duration;
 
 /// What to pause or resume, and how.
 #[derive(Debug, Clone, Default)]
+#[allow(clippy::struct_excessive_bools)] // independent fields of a request
 pub struct TransitionRequest {
     /// The tags; empty means all.
     pub tags: Vec<String>,
-    /// Tags that no allocation has are no error.
+    /// Ignore tags that no allocation has, instead of failing.
     pub lenient: bool,
     /// The UUIDs of the GPUs; empty means all.
     pub gpus: Vec<String>,
@@ -25,31 +26,32 @@ pub struct TransitionRequest {
     pub timeout: Option<Duration>,
     /// Device memory whose contents need not be kept, whatever the policy. Pause only.
     pub unused: Vec<Span>,
-    /// The inference engine whose KV cache must not be dropped because its prefix cache describes it. Pause only.
+    /// The inference engine whose KV cache must not be discarded because its prefix cache describes it. Pause only.
     pub engine: Option<String>,
     /// What to do with registered memory. Pause only.
     pub registered: Registered,
     /// Holds the program: its calls that start device work wait until everything is resumed. How long to wait for calls and work
     /// in flight. Pause only.
     pub hold: Option<Duration>,
-    /// Maps a small block of memory under the paused addresses, so that a stray access is no illegal address. Best effort. Pause only.
+    /// Maps a small block of memory under the paused addresses, so that a stray access does not hit an illegal address. Best effort. Pause
+    /// only.
     pub guard: bool,
-    /// The processes that are paused together with this one, with the same `tags` and `gpus`. What they have open of its memory does
-    /// not keep that from being paused: each closes what of it is meant, for as long.
+    /// The processes that are paused together with this one, with the same `tags` and `gpus`. Memory that they have open of each other does
+    /// not block the pause: each sets aside what the request selects until it is resumed.
     pub partners: Vec<u32>,
     /// The communicators whose memory NCCL is to give back once all else is paused, by their ids. Needs `hold`: nobody may use them.
     /// Pause only.
     pub communicators: Vec<String>,
-    /// The processes that set aside what they have open of this one's memory while it is paused, and pause none of their own.
+    /// The processes that set aside their open memory of this process while it is paused, and pause none of their own.
     pub borrowers: Vec<u32>,
-    /// This process is such a one: it sets aside what its partners pause, and pauses nothing.
+    /// This process is a borrower: it sets aside memory that its partners pause, and pauses nothing of its own.
     pub is_borrower: bool,
     /// Resume only: whoever asks tries again if memory is short, so that is not reported yet.
     pub tries_again: bool,
 }
 
 impl TransitionRequest {
-    /// Whether another process sets aside what it has open of this one's memory.
+    /// Whether another process takes part in the pause and sets aside its open memory of this process.
     pub fn has_along(&self, pid: u32) -> bool {
         self.partners.contains(&pid) || self.borrowers.contains(&pid)
     }
@@ -95,13 +97,13 @@ pub enum Stage {
     Unmap,
     /// Give physical memory back to the driver.
     Release,
-    /// Map the guard under paused addresses, or take it away.
+    /// Map the guard under paused addresses, or remove it.
     Guard,
     /// Map new physical memory at the addresses.
     Map,
     /// Copy contents back.
     Restore,
-    /// Have NCCL give its communicators' memory back, or take it again.
+    /// Have NCCL give its communicators' memory back, or take it back.
     Nccl,
 }
 
@@ -140,7 +142,7 @@ pub struct Progress {
 pub struct Report {
     /// Allocations that changed state.
     pub allocations: u64,
-    /// Their bytes of device memory, released or taken again.
+    /// Their bytes of device memory, released or allocated again.
     pub bytes: u64,
     /// Of those, bytes whose contents were saved or restored.
     pub kept_bytes: u64,
@@ -153,17 +155,17 @@ pub struct Report {
     pub unchanged: u64,
     /// Bytes that the driver has refused to take back so far. Every pause, resume and shortage retries them.
     pub late_bytes: u64,
-    /// After a resume: memory of other processes that this one has open, and that is meant and not back. After the pause of others: what
-    /// was set aside of theirs. The program stays held until it is back, and then goes on by itself.
+    /// After a resume: memory of other processes that this one has open, that the request selects and that is not back yet. After a pause
+    /// of others: the memory of theirs that was set aside. The program stays held until it is back, and then continues by itself.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub missing: Vec<Borrowed>,
-    /// After a pause with a guard: the bytes that have one.
+    /// After a pause with a guard: the guarded bytes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guarded_bytes: u64,
-    /// After a pause with a guard: the bytes that could not be given one.
+    /// After a pause with a guard: the bytes for which the guard failed.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub unguarded_bytes: u64,
-    /// Device memory that guards take, until no memory of their device is guarded any more.
+    /// Device memory used by guards, until no memory of their device is guarded any more.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub guard_bytes: u64,
     /// After a resume: bytes of the guards that something wrote to since the last report. A guard is mapped at many addresses, so
@@ -195,20 +197,20 @@ pub trait Observer {
     /// Reports progress. Must not block.
     fn progress(&mut self, _: Progress) {}
 
-    /// Whether the caller has hung up; `None` if it cannot. A pause that is still waiting for the device and a resume that is
-    /// still waiting for memory are then abandoned.
+    /// Whether the caller has disconnected; `None` if it cannot. A pause that is still waiting for the device and a resume that is still
+    /// waiting for memory are then abandoned.
     fn is_gone(&mut self) -> Option<bool> {
         None
     }
 
-    /// Asked when all that can fail has been done and all of it can be undone. May wait. Without its consent, everything is
-    /// taken back; the error says why.
+    /// Called when every step that can fail is done and can still be undone. May wait. Without consent, everything is undone; the error
+    /// says why.
     fn consent(&mut self) -> Result<(), Error> {
         Ok(())
     }
 }
 
-/// A caller that does not follow along.
+/// A caller that does not observe.
 impl Observer for () {}
 
 #[cfg(test)]

@@ -1,26 +1,26 @@
-//! What stays of a process when it is paused, from cycle to cycle, and who keeps more each time.
+//! Memory that a process still holds after each pause, and the owners that grow from cycle to cycle.
 
 use crate::Bytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// A pause, and the pauses after it until something is resumed: what the process had then, by owner.
+/// A pause and all further pauses until something is resumed: the process's memory then, by owner.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cycle {
-    /// Bytes of each tag, paused or not: what it takes when it is active.
+    /// Bytes of each tag when active, whether paused or not.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub tags: BTreeMap<String, u64>,
     /// Bytes left to CUDA, by the library that has asked for them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub left_alone: BTreeMap<String, u64>,
-    /// What the driver has for the process besides, by the UUID of the GPU: the context, loaded code, small allocations. Empty where
-    /// NVML does not tell, or whoever has paused the process has not asked it.
+    /// The driver's share of the process's memory, by the UUID of the GPU: the context, loaded code, small allocations. Empty if NVML does
+    /// not report it, or the client that paused the process has not sent it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub driver: BTreeMap<String, u64>,
 }
 
-/// Someone who has more memory in each cycle.
+/// An owner whose memory grows in each cycle.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Growth {
     /// A tag, a library, or the driver, for people.
@@ -47,14 +47,14 @@ impl Cycle {
         tags.chain(left).chain(driver).collect()
     }
 
-    /// Who has grown from each of these cycles to the next, up to the last one. Two steps are a coincidence's least: what is loaded or
-    /// cached at first use grows once.
+    /// The owners that have grown from each of these cycles to the next, up to the last one. At least two steps are required, because
+    /// memory that is loaded or cached at first use grows once.
     pub fn growing<'a>(cycles: impl IntoIterator<Item = &'a Self>) -> Vec<Growth> {
         /// Growth by less is noise: workspaces, caches, fragments.
         const LEAST: u64 = 16 << 20;
         const STEPS: usize = 2;
         let cycles: Vec<_> = cycles.into_iter().map(Self::owners).collect();
-        // Who is not in the last one has nothing any more, or is not known yet.
+        // An owner that is not in the last cycle has no memory any more, or is not known yet.
         let owners = cycles.last().into_iter().flat_map(BTreeMap::keys);
         let growth = |owner: &String| {
             let bytes: Vec<_> = cycles.iter().filter_map(|cycle| cycle.get(owner)).collect();
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn who_grows_over_three_cycles_is_named() {
+    fn an_owner_growing_over_three_cycles_is_named() {
         assert_eq!(growing(&[100, 300, 500]), Some((200, 3)));
         assert_eq!(growing(&[500, 100, 200, 400, 700]), Some((200, 4)), "since it began");
         assert_eq!(growing(&[100, 300]), None, "too early to tell");

@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_follows_directly_is_joined() {
+    fn only_adjacent_spans_are_joined() {
         let spans = |list: &[(u64, usize)]| list.iter().map(|&(address, bytes)| Span { address, bytes }).collect::<Vec<_>>();
         let joined: Vec<_> = Span::contiguous(spans(&[(10, 5), (15, 3), (18, 2), (21, 4), (20, 1)]).into_iter()).collect();
         assert_eq!(joined, spans(&[(10, 10), (21, 4), (20, 1)]));

@@ -4,7 +4,7 @@ use crate::{Backup, Cached, Communicator, Cycle, GpuUse, Growth, Obstacle, Progr
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Everything a process has under management. Other threads keep running while it is taken, so it is no atomic snapshot.
+/// All managed memory of a process. Other threads keep running while it is taken, so it is not an atomic snapshot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// Whether the program is held: calls that start device work wait until everything is resumed.
@@ -13,10 +13,11 @@ pub struct Status {
     /// How many of its threads wait.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub waiting_threads: usize,
-    /// While the process is suspended: the GPUs that it sees, and what a restore needs there. The rest of the status is from before.
+    /// While the process is suspended: the GPUs that it sees, and the memory that a restore needs there. The rest of the status is from
+    /// before the suspend.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspended: Option<Vec<GpuUse>>,
-    /// What keeps it from being suspended.
+    /// What prevents a suspend.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<Obstacle>,
     /// The tag of allocations outside regions; absent if those are left to CUDA.
@@ -28,7 +29,7 @@ pub struct Status {
     /// Memory of other processes that this one has open, by owner and GPU. While any of it is paused, the program is held.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub borrowed: Vec<Borrowed>,
-    /// The NCCL communicators that the program has made and not ended.
+    /// The NCCL communicators that the program has created and not destroyed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub communicators: Vec<Communicator>,
     /// Host memory for backups.
@@ -38,16 +39,16 @@ pub struct Status {
     /// Memory that the library sees but leaves to CUDA, by owner in alphabetical order.
     #[serde(default)]
     pub left_alone: Vec<LeftAlone>,
-    /// What the process had in the last cycles, the oldest first.
+    /// The process's memory in the last cycles, the oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cycles: Vec<Cycle>,
-    /// Whose memory grows from cycle to cycle.
+    /// The owners that grow from cycle to cycle.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub growing: Vec<Growth>,
-    /// What its pauses and resumes add up to since it began. Absent before the first.
+    /// Sums over its pauses and resumes since it started. Absent before the first.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub totals: BTreeMap<Verb, Totals>,
-    /// What the program's own allocator holds. Only where it was asked for.
+    /// Memory of the program's own allocator. Only if it was requested.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cache: Vec<Cached>,
 }
@@ -55,7 +56,7 @@ pub struct Status {
 /// Memory of another process that this one has open (CUDA IPC), on one GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Borrowed {
-    /// The process whose memory it is, by the name of its socket.
+    /// The owner's pid, as in the name of its socket.
     pub owner: u32,
     /// The UUID of the GPU; absent if the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -73,7 +74,7 @@ pub struct LeftAlone {
     pub owner: String,
     /// Bytes asked for and not freed, without small requests.
     pub bytes: u64,
-    /// Of those, bytes by the UUID of their GPU.
+    /// The same by the UUID of the GPU.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gpus: BTreeMap<String, u64>,
 }

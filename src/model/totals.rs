@@ -1,15 +1,15 @@
-//! What the pauses, or the resumes, of a process add up to.
+//! Sums over the pauses, or the resumes, of a process.
 
 use crate::{Kind, Report, Stage};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Since the process began. Only ever grows. What is reported as failed has changed nothing.
+/// Since the process started; only ever grows. Operations counted as failed have changed nothing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Totals {
     /// How many changed anything.
     pub done: u64,
-    /// Bytes of device memory that they released or took again.
+    /// Bytes of device memory that they released or allocated again.
     pub bytes: u64,
     /// Of those, bytes whose contents were saved or restored.
     pub kept_bytes: u64,
@@ -21,7 +21,7 @@ pub struct Totals {
     pub stages: BTreeMap<Stage, f64>,
     /// Milliseconds in all.
     pub ms: f64,
-    /// How many failed, by why. Each attempt of a job counts.
+    /// How many failed, by error. Each attempt of a job counts.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub failed: BTreeMap<Kind, u64>,
 }
@@ -29,7 +29,7 @@ pub struct Totals {
 impl Totals {
     /// Adds one that was done.
     pub fn add(&mut self, report: &Report) {
-        // Nothing was to be done.
+        // There was nothing to do.
         if report.allocations == 0 {
             return;
         }
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_done_adds_up_and_what_was_not_does_not_count() {
+    fn completed_operations_add_up_and_no_ops_do_not_count() {
         let pause = Report {
             allocations: 2,
             bytes: 100,

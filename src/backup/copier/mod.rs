@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn it_notices_soon_when_the_engines_are_free_again() {
+    fn free_engines_are_noticed_soon() {
         let mut choice = Choice::new(CopyBy::Auto);
         copy(&mut choice, 60, [1.8, 1.3]);
         let [engines, kernel] = copy(&mut choice, 200, [1.2, 1.3]);
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn small_copies_go_by_what_large_ones_have_shown() {
+    fn small_copies_use_what_large_ones_have_shown() {
         let mut choice = Choice::new(CopyBy::Auto);
         assert_eq!(choice.next(TELLING - 1), (By::Engines, false), "nothing is known");
         copy(&mut choice, 20, [1.8, 1.3]);

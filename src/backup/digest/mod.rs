@@ -237,7 +237,7 @@ mod tests {
 
     /// Contents that weak sums confuse: shifted, swapped, repeated, and with changes that cancel out.
     #[test]
-    fn what_looks_alike_differs() {
+    fn similar_contents_have_different_digests() {
         let key = key(3);
         let original = noise(4, DIGEST_PIECE);
         let swapped = |one: usize, other: usize, bytes: usize| {

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_names_of_ours_are_ours() {
+    fn only_our_own_file_names_are_recognised() {
         assert!(is_ours(&of(0x7f00_0000_0000)), "{}", of(0));
         for other in ["vramctl-1-2", "vramctl-1-2-3-4", "vramctl-a-2-3", "vramctl-1-2-xyz", "vramctl-1--3", "other-1-2-3", "vramctl-"] {
             assert!(!is_ours(other), "{other}");
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_locked_stays_and_what_is_not_goes() {
+    fn locked_files_stay_and_stale_files_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let (used, stale) = (folder.path().join(of(1)), folder.path().join(of(2)));
         let file = open(&used).unwrap();

@@ -280,7 +280,7 @@ fn a_panic_in_a_closure_leaves_nothing_in_flight() {
 }
 
 #[test]
-fn what_direct_requests_cannot_do_is_refused_before_anything_happens() {
+fn unaligned_direct_requests_are_refused_before_anything_happens() {
     let _alone = alone();
     let spill = spill(4 * PAGE, Way::Direct);
     let mut memory = Memory::new(&[PAGE, PAGE + 8]);
@@ -387,7 +387,7 @@ fn the_programs_file_under_the_same_number_is_left_alone() {
 }
 
 #[test]
-fn a_directory_that_will_not_do_is_named() {
+fn an_unusable_directory_is_named() {
     let file = tempfile::NamedTempFile::new().unwrap();
     for directory in [Path::new("/nowhere/to/be/found"), file.path(), Path::new("/proc/self")] {
         let error = Spill::create(directory, 1 << 20).unwrap_err();

@@ -1,4 +1,4 @@
-//! The metrics, and what a page says of each.
+//! The metrics, and their values on a page.
 
 use crate::ledger::{self, Ledger, Share, What};
 use crate::processes::Process;
@@ -19,7 +19,7 @@ pub struct Metric {
 }
 
 impl Metric {
-    /// Named as Prometheus wants it.
+    /// Whether it is a counter, by Prometheus' naming rule.
     pub fn is_counter(&self) -> bool {
         self.name.ends_with("_total")
     }
@@ -80,12 +80,12 @@ metrics! {
         "The same by stage. Stages: wait, save, unmap, release, guard, map, restore, nccl; map and restore overlap.";
 }
 
-/// How many tags or libraries of one process have labels of their own: the largest. The rest is [`REST`]. A program may make up any
-/// number.
+/// How many tags or libraries of one process have labels of their own: the largest ones. The others are summed as [`REST`], because a
+/// program may use any number.
 const MOST_OWNERS: usize = 32;
 const REST: &str = "(rest)";
 
-/// The page about these processes, with NVML's and the kernel's part.
+/// The page about these processes, including the figures of NVML and the kernel.
 pub fn page(processes: &[Process], begun: Instant) -> String {
     let (ledgers, host) = (ledger::take(processes, &[]), ledger::host(processes));
     let mut page = Exposition::default();
@@ -115,7 +115,7 @@ struct Exposition {
 }
 
 impl Exposition {
-    /// Adds to a metric: what has no label of its own adds up.
+    /// Adds to a metric: values without a label of their own are summed.
     fn put_seconds(&mut self, metric: &Metric, labels: &[&str], value: f64) {
         let options = || Opts::new(metric.name, metric.help);
         if metric.is_counter() {
@@ -205,7 +205,7 @@ impl Exposition {
     }
 
     fn totals(&mut self, [name, pid]: [&str; 2], verb: Verb, totals: &Totals) {
-        /// Also told while there are none, so that the first is seen as an increase.
+        /// Also reported while they are 0, so that the first failure shows as an increase.
         const EXPECTED: [Kind; 3] = [Kind::Busy, Kind::DeviceMemory, Kind::HostMemory];
         let operation = verb.name();
         self.put(&OPERATIONS, &[name, pid, operation], totals.done);
@@ -235,7 +235,7 @@ impl Exposition {
     }
 }
 
-/// Who has a label of their own.
+/// The owners with a label of their own.
 struct Owners<'a>(BTreeSet<&'a str>);
 
 impl<'a> Owners<'a> {
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_told_by_tag_and_by_operation() {
+    fn a_process_is_reported_by_tag_and_by_operation() {
         let mut engine = process(7, "eng\"ine\\", &[("kv", TagState::Active), ("weights", TagState::Paused)]);
         let memory = &mut engine.status.as_mut().unwrap().memory;
         let stages = [(Stage::Save, 1500.0)].into();
@@ -320,12 +320,12 @@ mod tests {
         ] {
             assert!(page.lines().any(|found| found == line), "{line} is not in\n{page}");
         }
-        // The three fates are all of it.
+        // The three fates add up to the total.
         assert_eq!(sum(&page, CONTENTS.name).0, sum(&page, BYTES.name).0);
     }
 
     #[test]
-    fn who_does_not_answer_is_down_and_tells_nothing_else() {
+    fn a_silent_process_is_down_and_has_no_other_metrics() {
         let mut silent = process(7, "engine", &[("kv", TagState::Active)]);
         silent.status = Err(CommandError::new(Exit::Busy, "no answer"));
         let page = of(&silent);

@@ -1,4 +1,4 @@
-//! `vramctl metrics`: what the processes hold and have done, for Prometheus.
+//! `vramctl metrics`: the processes' memory and operations, for Prometheus.
 
 mod families;
 mod serve;
@@ -55,15 +55,15 @@ fn page() -> Result<String, CommandError> {
     Ok(families::page(&processes, begun))
 }
 
-/// Writes a file such that readers find the old contents or the new. Whoever collects may be another user, and may write to the folder:
-/// what is under the name of the new file is never written to.
+/// Replaces a file atomically. The collector may be another user who can write to the folder, so a file that already exists under the
+/// temporary name is never written to.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let no_file = || io::Error::new(io::ErrorKind::InvalidInput, "not the path of a file");
-    // Not `….prom`: those are read.
+    // Not `….prom`: the collector reads those.
     let mut name = path.file_name().ok_or_else(no_file)?.to_owned();
     name.push(format!(".{}.new", process::id()));
     let new = path.with_file_name(name);
-    // Left behind by a process of this number that was killed.
+    // Left behind by a killed process with the same pid.
     let _ = fs::remove_file(&new);
     let mut file = OpenOptions::new().write(true).create_new(true).open(&new)?;
     let written = file
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_says_so_listens_to_others() {
+    fn metrics_listen_on_localhost_by_default() {
         assert_eq!(address("9977"), Ok("127.0.0.1:9977".parse().unwrap()));
         assert_eq!(address("0.0.0.0:1"), Ok("0.0.0.0:1".parse().unwrap()));
         assert_eq!(address("[::1]:1"), Ok("[::1]:1".parse().unwrap()));
@@ -104,7 +104,7 @@ mod tests {
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
-        // Somebody else's link under the name of the new file leads nowhere.
+        // A link that somebody else has put under the temporary name is not followed.
         let (other, link) = (folder.path().join("other"), folder.path().join(format!("vramctl.prom.{}.new", process::id())));
         fs::write(&other, "theirs").unwrap();
         std::os::unix::fs::symlink(&other, &link).unwrap();

@@ -1,5 +1,4 @@
-//! A web server for one page. Whatever clients send or do not send, it goes on: requests are limited in size and time, and
-//! connections in number.
+//! A web server for one page. No client can stop it: requests are limited in size and time, and connections in number.
 
 use crate::failure::{CommandError, Exit};
 use crate::output;
@@ -10,9 +9,9 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The most that is read of a request.
+/// The longest request that is read.
 const LONGEST_REQUEST: usize = 8 << 10;
-/// How long a client may take to send its request, and to take in the page.
+/// How long a client may take to send its request, and to read the page.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How many clients are served at a time.
 const MOST_CLIENTS: usize = 16;
@@ -25,14 +24,14 @@ pub fn serve(address: SocketAddr, page: &(dyn Fn() -> Result<String, String> + S
     let listener = TcpListener::bind(address).map_err(failed)?;
     output::complain("listening", &format!("http://{}/metrics", listener.local_addr().map_err(failed)?));
     let (clients, turn) = (AtomicUsize::new(0), Mutex::new(()));
-    // The processes are asked for one client at a time.
+    // Query the processes for one client at a time.
     let page = &|| {
         let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
         page()
     };
     thread::scope(|scope| {
         for stream in listener.incoming() {
-            // Most likely out of descriptors, until clients go.
+            // Most likely out of descriptors, until clients disconnect.
             let Ok(stream) = stream else {
                 thread::sleep(Duration::from_millis(100));
                 continue;
@@ -44,7 +43,7 @@ pub fn serve(address: SocketAddr, page: &(dyn Fn() -> Result<String, String> + S
             }
             let clients = &clients;
             let client = thread::Builder::new().name("client".into()).spawn_scoped(scope, move || {
-                // Who has hung up misses nothing.
+                // Errors do not matter: the client has disconnected.
                 let _ = converse(&stream, page);
                 clients.fetch_sub(1, Ordering::Relaxed);
             });
@@ -62,14 +61,14 @@ fn converse(mut stream: &TcpStream, page: &dyn Fn() -> Result<String, String>) -
     let request = read_request(stream)?;
     stream.write_all(&respond(&request, page))?;
     stream.shutdown(std::net::Shutdown::Write)?;
-    // What has not been read would reset the connection, and the answer with it.
+    // Unread data would reset the connection and lose the answer, so read it.
     let deadline = Instant::now() + PATIENCE;
     stream.set_read_timeout(Some(PATIENCE / 10))?;
     while Instant::now() < deadline && stream.read(&mut [0; 1024])? > 0 {}
     Ok(())
 }
 
-/// The request up to the empty line, or as far as it comes.
+/// Reads the request up to the empty line, or until it ends.
 fn read_request(mut stream: &TcpStream) -> io::Result<Vec<u8>> {
     let (mut request, mut part, deadline) = (Vec::new(), [0; 1024], Instant::now() + PATIENCE);
     while request.len() < LONGEST_REQUEST && !request.windows(4).any(|end| end == b"\r\n\r\n") {

@@ -1,4 +1,4 @@
-//! How it looks: at least 80 columns, plain ASCII, and nothing that only a colour tells.
+//! Draws the display: at least 80 columns, plain ASCII, and no information in colour alone.
 
 use super::keys::KEYS;
 use super::model::{GpuBar, Model, Overlay, Rate, Slice, TableRow, View};
@@ -13,9 +13,9 @@ use std::fmt::Write;
 use std::time::Instant;
 use vramctl_model::{Bytes, Progress, Verb};
 
-/// From so many columns on, there are more of them in the table.
+/// With at least this width, the table has more columns.
 const WIDE: u16 = 100;
-/// The most that is shown of a message.
+/// The most lines of a message.
 const MESSAGE_LINES: usize = 5;
 const COLOURS: [Color; 6] = [Color::Green, Color::Blue, Color::Magenta, Color::Yellow, Color::Cyan, Color::Red];
 const ASCII: border::Set<'_> = border::Set {
@@ -43,7 +43,7 @@ pub fn draw(buffer: &mut Buffer, model: &Model, now: Instant, is_live: bool) {
     let area = buffer.area;
     let message = if is_live { message(model, now, usize::from(area.width)) } else { Vec::new() };
     let below = if is_live { (1 + message.len()).min(usize::from(area.height)) } else { 0 };
-    // On a small screen, the table has the last word.
+    // On a small screen, the table takes precedence.
     let most = usize::from(area.height).saturating_sub(below + TABLE);
     let above = above(model, area.width, now, most);
     let mut y = area.y;
@@ -68,14 +68,14 @@ fn put(buffer: &mut Buffer, area: Rect, y: &mut u16, line: &Line<'_>) {
     }
 }
 
-/// What is above the table: at most so many lines.
+/// The part above the table, in at most this many lines.
 fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'a>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let processes = model.processes();
     let count = if processes == 1 { "1 process".to_owned() } else { format!("{processes} processes") };
     let title = format!("vramctl top: {count}, every {} s", model.interval.as_secs_f64());
     let mut lines = vec![Line::styled(title, bold)];
-    // What is below the bars, and the header.
+    // Room for the part below the bars, and the header.
     let room = most.saturating_sub(4).max(1);
     let bars = model.bars();
     let shown = if bars.len() > room { room.saturating_sub(1).max(1) } else { bars.len() };
@@ -85,7 +85,7 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
         lines.push(Line::raw(format!("and {gpus}, not shown for lack of room")));
     }
     match (bars.is_empty(), model.gpus_silent(now)) {
-        (true, _) => lines.push(Line::raw("NVML tells of no GPU: there are no bars")),
+        (true, _) => lines.push(Line::raw("NVML reports no GPU: there are no bars")),
         (false, Some(age)) => lines.push(Line::raw(format!("NVML has not answered for {} s: the bars are from then", age.as_secs()))),
         (false, None) => lines.push(legend()),
     }
@@ -138,7 +138,7 @@ fn bar<'a>(bar: &GpuBar, width: u16) -> Line<'a> {
     Line::from(spans)
 }
 
-/// Divides cells by bytes. What remains goes to those that lack most, so that it adds up.
+/// Divides cells in proportion to bytes. Remaining cells go to the largest remainders, so that they add up.
 fn shares(parts: &[(Slice, u64)], cells: usize) -> Vec<(Slice, usize)> {
     let total: u128 = parts.iter().map(|(_, bytes)| u128::from(*bytes)).sum::<u128>().max(1);
     let scaled = |bytes: u64| u128::from(bytes) * cells as u128;
@@ -212,7 +212,7 @@ fn table(buffer: &mut Buffer, area: Rect, model: &Model, now: Instant, is_live: 
     }
     let selected = model.selection(&rows).filter(|_| is_live);
     let room = usize::from(area.bottom().saturating_sub(y));
-    // The selected one in the middle, where there is more below and above.
+    // Keep the selected row in the middle, if there are more rows below and above.
     let first = selected.unwrap_or(0).saturating_sub(room / 2).min(rows.len().saturating_sub(room));
     for (at, row) in rows.iter().enumerate().skip(first).take(room) {
         let is_selected = selected == Some(at);
@@ -233,7 +233,7 @@ fn row_line(columns: &Columns, row: &TableRow, is_selected: bool) -> Line<'stati
     columns.line(if is_selected { "> " } else { "  " }, letter, &title, &state, numbers.each_ref().map(String::as_str))
 }
 
-/// `save [####----]  45%`, as wide as this.
+/// `save [####----]  45%`, in this width.
 fn progress_text(Progress { stage, done, total }: Progress, width: usize) -> String {
     let share = if total == 0 { 0.0 } else { (done as f64 / total as f64).min(1.0) };
     let cells = width.saturating_sub(stage.name().len() + 8);
@@ -241,7 +241,7 @@ fn progress_text(Progress { stage, done, total }: Progress, width: usize) -> Str
     format!("{} [{}{}] {:3.0}%", stage.name(), "#".repeat(full), "-".repeat(cells - full), (share * 100.0).floor())
 }
 
-/// What the last command said, or which one runs.
+/// The output of the last command, or the running command.
 fn message<'a>(model: &Model, now: Instant, width: usize) -> Vec<Line<'a>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     if let Some((words, since)) = &model.command {
@@ -252,7 +252,7 @@ fn message<'a>(model: &Model, now: Instant, width: usize) -> Vec<Line<'a>> {
     let text = output::plain(text);
     let mut lines: Vec<_> = text.lines().filter(|line| !line.is_empty()).flat_map(|line| wrapped(line, width)).collect();
     if lines.len() > MESSAGE_LINES {
-        // Of a job, the end says what became of all of it; errors come last.
+        // Keep the end: a job's last lines report its result, and errors come last.
         lines.drain(..=lines.len() - MESSAGE_LINES);
         lines.insert(0, "...".into());
     }
@@ -297,7 +297,7 @@ fn width_of(text: &str) -> usize {
     Span::raw(text).width()
 }
 
-/// As much of it as there is room for.
+/// Cuts a text to this width.
 fn fit(text: &str, width: usize) -> String {
     let text = output::plain(text).replace('\n', "\u{fffd}");
     if width_of(&text) <= width {
@@ -313,7 +313,7 @@ fn fit(text: &str, width: usize) -> String {
     cut + &"..".chars().take(width).collect::<String>()
 }
 
-/// A line as several, between words where possible.
+/// Wraps a line, between words where possible.
 fn wrapped(line: &str, width: usize) -> Vec<String> {
     let (mut lines, mut rest) = (Vec::new(), line);
     while width_of(rest) > width.max(1) {
@@ -337,7 +337,7 @@ fn wrapped(line: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// The picture as text, with the terminal's codes if it is to have colours and bold.
+/// The frame as text; `with_codes` adds the terminal codes for colours and bold.
 pub fn text(buffer: &Buffer, with_codes: bool) -> String {
     let mut text = String::new();
     for y in 0..buffer.area.height {
@@ -414,7 +414,7 @@ mod tests {
         (card, vec![holder(7, 5 * GIB / 2), holder(99, GIB)])
     }
 
-    /// An engine with two tags of 1 GiB and 0.25 of NCCL's, another program with 1 GiB, and 1 GiB that is nobody's.
+    /// An engine with two tags of 1 GiB and 0.25 GiB of NCCL's, another program with 1 GiB, and 1 GiB unexplained.
     fn busy(now: Instant) -> Model {
         let mut model = Model::new(Duration::from_secs(1));
         let mut engine = on_gpu(process(7, "engine", &[("kv_cache", TagState::Active), ("weights", TagState::Active)]));
@@ -472,7 +472,7 @@ Link   out none yet, in none yet
     }
 
     #[test]
-    fn wider_ones_show_more() {
+    fn wider_terminals_show_more() {
         let now = Instant::now();
         assert_picture(
             &busy(now),
@@ -512,7 +512,7 @@ Link   out none yet, in none yet
         let drawn = picture(&model, then, 80, 16);
         assert!(drawn.contains("engine (pid 7)") && drawn.contains("save [") && drawn.contains("]  75%"), "{drawn}");
         assert!(drawn.contains("Link   out 2.00 GiB/s now, in none yet"), "{drawn}");
-        // And when it is over, that of all of it.
+        // Afterwards, the rate of the whole pause.
         let mut paused = process(7, "engine", &[("kv_cache", TagState::Active), ("weights", TagState::Paused)]);
         let stages = [(Stage::Save, 500.0)].into();
         paused.status.as_mut().unwrap().memory.totals =
@@ -523,7 +523,7 @@ Link   out none yet, in none yet
     }
 
     #[test]
-    fn who_does_not_answer_keeps_what_was_known() {
+    fn a_silent_process_keeps_its_last_values() {
         let now = Instant::now();
         let mut model = busy(now);
         let later = now + Duration::from_secs(7);
@@ -540,7 +540,7 @@ Link   out none yet, in none yet
     }
 
     #[test]
-    fn one_that_never_answered_has_a_row() {
+    fn a_process_that_never_answered_has_a_row() {
         let (now, mut model) = (Instant::now(), Model::new(Duration::from_secs(1)));
         let failure = CommandError::new(Exit::Busy, "no answer");
         model.put(sample(Process { pid: 5, name: None, status: Err(failure) }), now);
@@ -559,12 +559,12 @@ Link   out none yet, in none yet
     }
 
     #[test]
-    fn nothing_is_said_to_be_nothing() {
+    fn an_empty_machine_is_reported_as_empty() {
         let now = Instant::now();
         let mut model = Model::new(Duration::from_secs(1));
         let drawn = picture(&model, now, 80, 16);
         assert!(
-            drawn.contains("no process is managed: start one with `vramctl run -- COMMAND`") && drawn.contains("NVML tells of no GPU"),
+            drawn.contains("no process is managed: start one with `vramctl run -- COMMAND`") && drawn.contains("NVML reports no GPU"),
             "{drawn}"
         );
         model.trouble = Some("the directory is another user's".into());
@@ -619,7 +619,7 @@ Link   out none yet, in none yet
         assert!(selected(&model).contains("program-31"));
         model.select(isize::MAX, now);
         assert!(selected(&model).contains("program-50"));
-        // What comes and goes above it does not move it; its own end does.
+        // Rows that appear or disappear above do not move the selection; the end of its own row does.
         model.remove(3);
         assert!(selected(&model).contains("program-50"));
         model.remove(50);

@@ -5,7 +5,7 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use std::time::{Duration, Instant};
 use vramctl_model::Bytes;
 
-/// What is to be done beyond the model.
+/// An action outside the model.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Wish {
     Nothing,
@@ -32,10 +32,10 @@ pub const KEYS: [(&str, &str); 11] = [
 ];
 
 const SHORTEST: Duration = Duration::from_millis(100);
-/// A process hangs up on those who are silent for longer than 30 s.
+/// A process disconnects clients that are silent for longer than 30 s.
 const LONGEST: Duration = Duration::from_secs(20);
 
-/// Whether that is an interval.
+/// Checks that this is a valid interval.
 pub fn checked(interval: Duration) -> Result<Duration, String> {
     let is_one = (SHORTEST..=LONGEST).contains(&interval);
     is_one.then_some(interval).ok_or_else(|| format!("from {} to {} seconds", SHORTEST.as_secs_f64(), LONGEST.as_secs()))
@@ -75,7 +75,7 @@ pub fn press(model: &mut Model, key: KeyEvent, now: Instant) -> Wish {
     Wish::Nothing
 }
 
-/// Asks whether to do this to what is selected.
+/// Asks for confirmation to apply this to the selection.
 fn ask(model: &mut Model, verb: &str, now: Instant) {
     if let Some((words, _)) = &model.command {
         let text = format!("vramctl {} is still running; x cancels it", words.join(" "));
@@ -83,7 +83,7 @@ fn ask(model: &mut Model, verb: &str, now: Instant) {
     }
     let rows = model.rows(now);
     let Some(row) = model.selection(&rows).map(|at| &rows[at]) else { return };
-    // A process leaves its GPUs with all its tags.
+    // A suspend applies to the whole process, not to a tag.
     let key = Subject { tag: row.key.tag.clone().filter(|_| verb != "suspend"), ..row.key.clone() };
     let row = rows.iter().find(|row| row.key == key).unwrap_or(row);
     let what = match (verb, &key.tag) {

@@ -1,7 +1,7 @@
 //! `vramctl top`: the GPUs and the processes, live in the terminal.
 //!
-//! Who asks ([`poll`]), what is known ([`model`]), how it looks ([`draw`]) and what a key does ([`keys`]) know nothing of each other's
-//! business. Here, one loop takes in what comes from the processes, the keyboard and the commands that it started, and draws.
+//! Polling ([`poll`]), the state ([`model`]), drawing ([`draw`]) and key handling ([`keys`]) are separate. Here, one loop receives input
+//! from the processes, the keyboard and the commands that it started, and draws.
 
 mod draw;
 mod keys;
@@ -35,7 +35,7 @@ use vramctl_model::Verb;
 #[derive(clap::Args)]
 #[command(after_help = "\
 A bar shows who uses the memory of each GPU: each tag has a letter, which the table on the screen explains. Keys pause, resume and \
-suspend what is selected, after a question that shows the command; ? lists them all. docs/monitoring.md has a picture.
+suspend the selection, after showing the command and asking; ? lists them all. docs/monitoring.md has a picture.
 
 It needs a terminal of at least 80 columns, respects NO_COLOR, and draws in ASCII.
 
@@ -62,7 +62,7 @@ enum Incoming {
     Input(Event),
     /// The terminal is gone.
     NoInput(io::Error),
-    /// What a command has said.
+    /// A command has ended, with this output.
     Done(String),
     Signal(libc::c_int),
 }
@@ -98,7 +98,7 @@ pub fn top(args: &Args) -> Result<Exit, CommandError> {
     }
 }
 
-/// The terminal, which is as it was before when this goes, and when anything panics.
+/// The terminal. Dropping this restores it, and so does a panic.
 struct Screen(DefaultTerminal);
 
 impl Screen {
@@ -109,7 +109,7 @@ impl Screen {
         panic::set_hook(Box::new(move |info| {
             let _ = execute!(stdout(), Show);
             restore_and_tell(info);
-            // Whoever else is drawing must not go on.
+            // No other thread may continue drawing.
             process::exit(101);
         }));
         Ok(screen)
@@ -123,7 +123,7 @@ impl Drop for Screen {
     }
 }
 
-/// Shows what happens until someone wants it to end: a signal, or none.
+/// Shows the display until the user quits (`None`) or a signal arrives.
 fn watch(
     Screen(screen): &mut Screen,
     mut model: Model,
@@ -190,11 +190,11 @@ fn paint(buffer: &mut Buffer, model: &Model, is_live: bool, colours: bool) {
     }
 }
 
-/// Starts this program again to carry out a command: it does what it does on the command line, whatever becomes of the display.
+/// Runs a command in a new process of this program: it behaves as on the command line, and continues if the display ends.
 fn run(words: &[String], happen: &Sender<Incoming>) -> io::Result<OwnedFd> {
     let mut command = Command::new("/proc/self/exe");
     command.args(words).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // The terminal's hangup is not for it.
+    // The terminal's hangup must not reach it.
     command.process_group(0);
     // SAFETY: one system call, which is async-signal-safe. `cancel` interrupts the command, even where this program was started with
     // SIGINT ignored, as in a background job.
@@ -226,7 +226,7 @@ fn run(words: &[String], happen: &Sender<Incoming>) -> io::Result<OwnedFd> {
     Ok(handle)
 }
 
-/// As ^C does: what is not complete is taken back, and said.
+/// Cancels a command as ^C does: it undoes what is not complete, and reports that.
 fn cancel(command: &OwnedFd) {
     let (nothing, none) = (std::ptr::null::<libc::siginfo_t>(), 0);
     // SAFETY: a handle on a process, and no memory.
@@ -235,9 +235,9 @@ fn cancel(command: &OwnedFd) {
 
 /// Prints one picture.
 fn once(interval: Duration) -> Result<Exit, CommandError> {
-    /// Longer than a process takes that is not stopped.
+    /// Longer than any process that is not stopped takes to answer.
     const ANSWERS: Duration = Duration::from_secs(3);
-    /// For the speed of what is being copied.
+    /// To measure the copy rate.
     const SPEED: Duration = Duration::from_secs(2);
     let (happen, incomings) = channel();
     poll::start(&happen, &Interval::new(interval));
@@ -316,7 +316,7 @@ mod tests {
         assert!(!is_raw(&theirs));
         drop((theirs, command));
         let mut drawn = Vec::new();
-        // Ends with an error when nobody has the other side.
+        // Ends with an error when the other side is closed.
         let _ = ours.read_to_end(&mut drawn);
         let drawn = String::from_utf8_lossy(&drawn);
         let (entered, left, told) = (drawn.find("\x1b[?1049h"), drawn.find("\x1b[?1049l"), drawn.find("oh no"));

@@ -1,4 +1,4 @@
-//! What `vramctl top` knows, and what of it is shown. Draws nothing, asks nobody, and is told what time it is.
+//! The state of `vramctl top`, and the rows to show. Does no drawing and no I/O; the time is passed in.
 
 use crate::ledger::{self, What};
 use crate::processes::Process;
@@ -8,11 +8,11 @@ use vramctl_driver::Card;
 use vramctl_host::limits::Room;
 use vramctl_model::{Holder, Progress, Stage, TagState, Verb};
 
-/// How long a process may take before it is called silent, at least.
+/// The minimum time after which a process counts as silent.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Transitions of a job's processes that end within this time are one.
+/// Transitions of a job's processes that end within this time count as one.
 const TOGETHER: Duration = Duration::from_secs(2);
-/// A message is shown for so long.
+/// How long a message is shown.
 const MESSAGE: Duration = Duration::from_secs(20);
 
 /// All that is known.
@@ -20,7 +20,7 @@ pub struct Model {
     seen: BTreeMap<u32, Seen>,
     gpus: Option<(Instant, Gpus)>,
     letters: BTreeMap<(String, String), char>,
-    /// Why nothing can be found.
+    /// Why no processes can be found.
     pub trouble: Option<String>,
     pub interval: Duration,
     pub order: Order,
@@ -29,11 +29,12 @@ pub struct Model {
     /// The command that runs, and since when.
     pub command: Option<(Vec<String>, Instant)>,
     message: Option<(Instant, String)>,
-    /// By its key, so that it stays when rows come and go, and by its place, if its row goes. The first row until another is chosen.
+    /// The selected row: by its key, so that it stays selected when rows come and go, and by its position, in case its row disappears. The
+    /// first row until another is chosen.
     selected: Option<(Subject, usize)>,
 }
 
-/// What NVML and the kernel tell of this machine.
+/// This machine, as NVML and the kernel report it.
 #[derive(Debug, Clone, Default)]
 pub struct Gpus {
     pub cards: Vec<(Card, Vec<Holder>)>,
@@ -41,11 +42,11 @@ pub struct Gpus {
     pub available: u64,
 }
 
-/// What is known of a process.
+/// The known state of a process.
 #[derive(Debug, Clone)]
 pub struct Sample {
     pub process: Process,
-    /// Bytes of host memory of its own.
+    /// Bytes of private host memory.
     pub resident: u64,
     /// The limit on its host memory.
     pub room: Option<Room>,
@@ -57,7 +58,7 @@ struct Seen {
     flow: Flow,
 }
 
-/// How fast contents go over the link.
+/// The rate of copies over the link.
 #[derive(Default)]
 struct Flow {
     before: Option<(Instant, Progress)>,
@@ -65,12 +66,12 @@ struct Flow {
     last: BTreeMap<Verb, (Instant, f64)>,
 }
 
-/// What is in front of the rest.
+/// What is shown on top of the display.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Overlay {
     Nothing,
     Help,
-    /// Whether to run this command, and what it would do.
+    /// A question whether to run this command, with its effect.
     Question {
         words: Vec<String>,
         what: String,
@@ -109,10 +110,10 @@ pub enum View {
     Processes,
 }
 
-/// What a row is about: a name, a tag of it, or a process.
+/// The subject of a row: a name, a tag of it, or a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Subject {
-    /// Absent if it does not say: then `pid` is there.
+    /// Absent if the process does not report it; then `pid` is set.
     pub name: Option<String>,
     pub pid: Option<u32>,
     pub tag: Option<String>,
@@ -122,7 +123,7 @@ pub struct Subject {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TableRow {
     pub key: Subject,
-    /// Stands for it in the bars.
+    /// Its letter in the bars.
     pub letter: Option<char>,
     pub title: String,
     pub state: String,
@@ -172,13 +173,13 @@ pub struct HostMemory {
     pub backups: u64,
     /// For the next backups.
     pub ready: u64,
-    /// The rest of the processes' own.
+    /// The rest of the processes' private host memory.
     pub other: u64,
     pub free: u64,
     pub limit: Option<u64>,
 }
 
-/// Bytes per second, and whether that is now.
+/// Bytes per second, and whether that is the current rate.
 pub type Rate = Option<(f64, bool)>;
 
 impl Model {
@@ -198,13 +199,13 @@ impl Model {
         }
     }
 
-    /// A process has answered, or does not.
+    /// Records that a process has answered, or does not.
     pub fn put(&mut self, sample: Sample, now: Instant) {
         let pid = sample.process.pid;
         if sample.process.status.is_err()
             && let Some(seen) = self.seen.get_mut(&pid)
         {
-            // What it said last is shown, with its age.
+            // Its last values stay on display, with their age.
             seen.flow.now = None;
             seen.sample.process.name = seen.sample.process.name.take().or(sample.process.name);
             return;
@@ -226,7 +227,7 @@ impl Model {
         self.gpus = Some((now, gpus));
     }
 
-    /// The letters come in the order in which tags do, and stay.
+    /// Letters are assigned in the order in which tags appear, and stay.
     fn letter(&mut self, name: &str, tag: &str) {
         let next = ('a'..='z').chain('A'..='Z').nth(self.letters.len()).unwrap_or('*');
         self.letters.entry((name.to_owned(), tag.to_owned())).or_insert(next);
@@ -295,7 +296,7 @@ impl Model {
         host
     }
 
-    /// What goes over the links to the host, or comes back, of all processes together: now, or in the last pause or resume.
+    /// The rate over the links to or from the host, of all processes together: now, or in the last pause or resume.
     pub fn rate(&self, verb: Verb) -> Rate {
         let now: f64 = self.seen.values().filter_map(|seen| seen.flow.now).filter(|(of, _)| *of == verb).map(|(_, rate)| rate).sum();
         if now > 0.0 {
@@ -336,7 +337,7 @@ impl Model {
                 let tags: BTreeSet<_> = members.iter().flat_map(|seen| seen.sample.process.tags()).map(|tag| tag.tag.clone()).collect();
                 tags.into_iter().map(|tag| self.tag_row(key, tag, members)).collect()
             }
-            // A single one is in the row above.
+            // A single process is shown in the row above.
             View::Processes if members.len() < 2 => Vec::new(),
             View::Processes => {
                 let row = |seen: &&Seen| {
@@ -405,14 +406,14 @@ impl Model {
         held.to_owned() + &process.state()
     }
 
-    /// The selected row's place.
+    /// The selected row's index.
     pub fn selection(&self, rows: &[TableRow]) -> Option<usize> {
         let last = rows.len().checked_sub(1)?;
         let Some((key, place)) = &self.selected else { return Some(0) };
         Some(rows.iter().position(|row| row.key == *key).unwrap_or((*place).min(last)))
     }
 
-    /// Selects another row, so many further down.
+    /// Moves the selection down by this many rows.
     pub fn select(&mut self, by: isize, now: Instant) {
         let rows = self.rows(now);
         let at = self.selection(&rows).map_or(0, |at| at.saturating_add_signed(by)).min(rows.len().saturating_sub(1));
@@ -421,7 +422,7 @@ impl Model {
 }
 
 impl Flow {
-    /// What has gone over the link between two samples, if pauses or resumes have ended.
+    /// The bytes copied over the link between two samples, if pauses or resumes have ended.
     fn after(mut self, before: &Sample, after: &Sample, now: Instant) -> Self {
         let (Ok(before), Ok(after)) = (&before.process.status, &after.process.status) else { return self };
         for (verb, stage) in [(Verb::Pause, Stage::Save), (Verb::Resume, Stage::Restore)] {
@@ -450,7 +451,7 @@ impl Flow {
     }
 }
 
-/// How far a process has come with what it copies. All tags of a pause or resume tell the same.
+/// The progress of a process's copies. All tags of a pause or resume report the same.
 fn copying(process: &Process) -> Option<(Verb, Progress)> {
     process.tags().iter().find_map(|tag| match (tag.state, tag.progress?) {
         (TagState::Pausing, at @ Progress { stage: Stage::Save, .. }) => Some((Verb::Pause, at)),
@@ -459,7 +460,7 @@ fn copying(process: &Process) -> Option<(Verb, Progress)> {
     })
 }
 
-/// Of the stage that most bytes are in.
+/// Combines the progress in the stage with the most bytes.
 fn joined(all: impl Iterator<Item = Progress>) -> Option<Progress> {
     let mut stages = BTreeMap::<Stage, Progress>::new();
     for one in all {
@@ -475,7 +476,7 @@ pub fn is_under_way(process: &Process) -> bool {
     process.tags().iter().any(|tag| matches!(tag.state, TagState::Pausing | TagState::Resuming))
 }
 
-/// What is happening comes first.
+/// Transitions in progress sort first.
 fn rank(state: &str) -> (usize, String) {
     const ORDER: [&str; 6] = ["pausing", "resuming", "no answer", "active", "paused", "suspended"];
     (ORDER.iter().position(|word| state.contains(word)).unwrap_or(ORDER.len()), state.to_owned())

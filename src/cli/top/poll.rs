@@ -1,4 +1,4 @@
-//! Asks the processes and NVML, each in a thread of its own: who does not answer keeps nobody waiting.
+//! Polls the processes and NVML, each in its own thread, so that one that does not answer delays nobody.
 
 use super::model::{Gpus, Sample, is_under_way};
 use crate::failure::{CommandError, Exit};
@@ -20,20 +20,20 @@ pub enum News {
     Process(Box<Sample>),
     Gone(u32),
     Gpus(Gpus),
-    /// All processes that there are have been found, and will answer or not.
+    /// Discovery has found this many processes; each will answer or not.
     Found(usize),
     /// Why none can be found.
     Trouble(String),
 }
 
-/// How often to look for new processes, at most: looking connects to all.
+/// The shortest time between searches for new processes: a search connects to all.
 const FIND_EVERY: Duration = Duration::from_secs(2);
-/// While something is copied, its progress is of interest.
+/// The interval during a copy, to show its progress.
 const WHILE_UNDER_WAY: Duration = Duration::from_millis(250);
-/// When to ask a silent process again: each attempt waits in its queue.
+/// The interval for a silent process: each attempt occupies its queue.
 const WHILE_SILENT: Duration = Duration::from_secs(5);
 
-/// How often to ask, which may be changed.
+/// The polling interval, which may be changed.
 #[derive(Clone)]
 pub struct Interval(Arc<AtomicU64>);
 
@@ -50,7 +50,7 @@ impl Interval {
         Duration::from_millis(self.0.load(Ordering::Relaxed))
     }
 
-    /// Waits for that long, and notices when it becomes shorter.
+    /// Waits for the interval, and reacts if it is shortened meanwhile.
     fn wait(&self, most: Duration) {
         const STEP: Duration = Duration::from_millis(100);
         let mut waited = Duration::ZERO;
@@ -62,7 +62,7 @@ impl Interval {
     }
 }
 
-/// Whom to tell. Asking ends when nobody listens any more.
+/// Receives the results. Polling ends when nobody listens any more.
 pub trait Listener: Clone + Send + 'static {
     fn tell(&self, news: News) -> bool;
 }
@@ -76,7 +76,7 @@ pub fn start<L: Listener>(listener: &L, interval: &Interval) {
 }
 
 fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
-    // Without a thread, this part stays as it is: nobody answers.
+    // Without a thread, this part of the display is not updated.
     let _ = thread::Builder::new().name(name.into()).spawn(work);
 }
 
@@ -91,7 +91,7 @@ fn ask_nvml(listener: &impl Listener, interval: &Interval) {
     }
 }
 
-/// Finds processes, and has each watched.
+/// Finds processes, and starts polling each.
 fn find<L: Listener>(listener: &L, interval: &Interval) {
     let watched = Arc::new(Mutex::new(BTreeSet::new()));
     loop {
@@ -120,7 +120,7 @@ fn find<L: Listener>(listener: &L, interval: &Interval) {
     }
 }
 
-/// Asks a process again and again, until it has ended.
+/// Polls a process until it has ended.
 fn watch(pid: u32, listener: &impl Listener, interval: &Interval) {
     let mut connection = None;
     loop {
@@ -145,7 +145,7 @@ fn watch(pid: u32, listener: &impl Listener, interval: &Interval) {
         let pause = match &process.status {
             Ok(_) if is_under_way(&process) => WHILE_UNDER_WAY,
             Ok(_) => Duration::MAX,
-            // It was just being asked by many.
+            // A busy process just had too many clients.
             Err(failure) if failure.exit() != Exit::Busy => Duration::MAX,
             Err(_) => WHILE_SILENT,
         };

@@ -38,7 +38,7 @@ fn about(recording: &Recording) -> Value {
     json!({"made by": concat!("vramctl ", env!("CARGO_PKG_VERSION")), "began at, nanoseconds since 1970": recording.unix_from(), "missed events": missed})
 }
 
-/// All of a process, by time.
+/// All events of a process, by time.
 fn events(process: &Recorded, begun: u64) -> Vec<Value> {
     let microseconds = |at: u64| at.saturating_sub(begun) as f64 / 1e3;
     let (pid, timeline) = (process.pid, &process.timeline);
@@ -86,7 +86,7 @@ mod tests {
     use vramctl_model::{Happening, MemoryOwner, OwnersBytes, TraceEvent, Verb};
 
     #[test]
-    fn what_failed_is_an_instant_and_what_is_under_way_a_slice_to_the_end() {
+    fn failures_are_instants_and_unfinished_transitions_slices_to_the_end() {
         let (owner, bytes, thread) = (7, 64, 5);
         let all = [
             Happening::Allocated(OwnersBytes { owner, bytes, in_use: 64 }),

@@ -1,4 +1,4 @@
-//! Following the events of processes, each in a thread of its own.
+//! Follows the events of processes, each in its own thread.
 
 use crate::interrupt;
 use crate::processes::{Found, Process};
@@ -11,12 +11,12 @@ use vramctl_model::{Events, MemoryOwner, TraceEvent};
 
 /// How often to ask. A ring holds 40 s of ten thousand events per second.
 const EVERY: Duration = Duration::from_millis(250);
-/// The most events of a process: a few hundred MiB. Beyond that the oldest go.
+/// The most events of a process: a few hundred MiB. Beyond that the oldest are dropped.
 const MOST: usize = 4_000_000;
-/// How long to wait for the last answers: a process that is stopped gives none.
+/// How long to wait for the last answers: a stopped process gives none.
 const LAST: Duration = Duration::from_secs(10);
 
-/// What a process has told.
+/// The events received from a process.
 #[derive(Debug, Default)]
 pub struct Followed {
     pub pid: u32,
@@ -29,14 +29,14 @@ pub struct Followed {
     pub unix_ns: u64,
     /// Whether it records events at all.
     pub is_on: bool,
-    /// Why it told no more before the end.
+    /// Why its events stopped before the end.
     pub ended: Option<String>,
 }
 
-/// For how long to follow.
+/// How long to follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Until {
-    /// What is recorded already.
+    /// Only events recorded already.
     Now,
     After(Duration),
     Interrupted,
@@ -80,7 +80,7 @@ pub fn follow(found: &Found, processes: &[Process], until: Until) -> Vec<Followe
     all
 }
 
-/// Waits for the end of the recording, or of all processes. Returns those that have ended.
+/// Waits for the end of the recording, or of all processes. Returns the finished ones.
 fn wait(until: Until, told: &Receiver<Followed>, count: usize) -> Vec<Followed> {
     let mut ended = Vec::new();
     let begun = Instant::now();
@@ -140,7 +140,7 @@ mod tests {
 
     /// A process with a page of events from before it is first asked, and a page more at each answer.
     #[test]
-    fn one_that_records_faster_than_it_is_read_is_read_up_to_now() {
+    fn a_fast_recorder_is_read_up_to_now() {
         let (mut followed, mut since, mut asked) = (Followed::default(), 0, 0);
         let mut ask = |from: u64| {
             asked += 1;

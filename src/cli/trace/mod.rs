@@ -1,4 +1,4 @@
-//! `vramctl trace`: where the memory went over time.
+//! `vramctl trace`: a timeline of memory use.
 
 mod chrome;
 mod follow;
@@ -25,7 +25,7 @@ use vramctl_model::{MemoryOwner, left_to_cuda};
 #[derive(clap::Args)]
 #[command(after_help = "\
 A process keeps its last 419 000 events (allocations, frees, pauses, resumes, failures) if it was started with `vramctl run --trace` \
-or with VRAMCTL_TRACE=1 in its environment. Without --seconds and --follow, the trace has what has been recorded so far.
+or with VRAMCTL_TRACE=1 in its environment. Without --seconds and --follow, the trace has the events recorded so far.
 
 Open a .json in https://ui.perfetto.dev or chrome://tracing; an .html page needs only a browser. Without a target, the \
 trace is of all managed processes, on one axis of time.
@@ -44,10 +44,10 @@ pub struct Args {
     /// The file to write: `….json` for Perfetto, `….html` for a page for a browser
     #[arg(short, long, value_name = "FILE", value_parser = output_file)]
     output: PathBuf,
-    /// Go on recording for N seconds, or until ^C
+    /// Keep recording for N seconds, or until ^C
     #[arg(long, value_name = "N", value_parser = seconds)]
     seconds: Option<Duration>,
-    /// Go on recording until ^C
+    /// Keep recording until ^C
     #[arg(long, conflicts_with = "seconds")]
     follow: bool,
 }
@@ -68,7 +68,7 @@ pub fn trace(args: Args) -> Result<Exit, CommandError> {
     };
     let found = Found::look(&target)?;
     let chosen = found.choose(&target)?;
-    // Before the recording, which may take long.
+    // Check this before the recording, which may take long.
     let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("{}: {error}", args.output.display()));
     let mut file = OpenOptions::new().append(true).create(true).open(&args.output).map_err(failed)?;
     let until = match args.seconds {
@@ -96,20 +96,20 @@ pub fn trace(args: Args) -> Result<Exit, CommandError> {
     Ok(Exit::Done)
 }
 
-/// What all processes have told, on one axis of time.
+/// The events of all processes, on one time axis.
 #[derive(Debug)]
 struct Recording {
     processes: Vec<Recorded>,
-    /// Those that record nothing, and why.
+    /// The processes that record nothing, and why.
     silent: Vec<String>,
 }
 
-/// What one process has told.
+/// The events of one process.
 #[derive(Debug)]
 struct Recorded {
     pid: u32,
     name: String,
-    /// Whether it is the only one of its name.
+    /// Whether it is the only process with its name.
     is_unique: bool,
     timeline: Timeline,
     /// By owner.
@@ -193,13 +193,13 @@ impl Recording {
         self.processes.first().map_or(0, |process| process.epoch) + self.from()
     }
 
-    /// The owner's name where all processes on its GPU are shown.
+    /// The owner's name for charts that show all processes on its GPU.
     fn owner_on_gpu(&self, process: &Recorded, owner: u16) -> String {
         let name = process.timeline.owners.get(&owner).map_or_else(|| "others".into(), |history| owner_name(&history.owner));
         if self.processes.len() == 1 { name } else { format!("{process}: {name}") }
     }
 
-    /// What is not in the trace, or not to the end.
+    /// The processes that are missing from the trace, or end early.
     fn ended(&self) -> Vec<String> {
         let ended = |process: &Recorded| {
             let why = process.ended.as_ref()?;

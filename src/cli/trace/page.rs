@@ -1,4 +1,4 @@
-//! A recording as a page: for each GPU, a chart of who had how much of it. The page needs nothing but itself.
+//! Writes a recording as a self-contained HTML page: for each GPU, a chart of each owner's memory.
 
 use super::{Recorded, Recording};
 use crate::trace::timeline::{Ending, Stretch};
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use vramctl_model::Bytes;
 
-/// About as many moments as a chart has points across.
+/// About the width of a chart in pixels.
 const MOMENTS: usize = 2000;
 
 const PAGE: &str = include_str!("page.html");
@@ -111,15 +111,15 @@ fn text(process: &Recorded, slice: &Stretch) -> String {
     }
 }
 
-/// What one owner had when.
+/// One owner's memory over time.
 #[derive(Debug)]
 struct Curve<'a> {
     name: String,
     steps: &'a [(u64, u64)],
 }
 
-/// All owners' bytes at the moments of a chart. With more changes than moments, the time is cut into pieces, of which each shows the moment
-/// when all owners together had most and the last one: what is shown was so, and no peak is lost.
+/// All owners' bytes at the moments of a chart. If there are more changes than moments, time is divided into intervals; each shows the
+/// moment with the largest total and the last one. So every shown value is real, and no peak is lost.
 fn chart(mut lines: Vec<Curve>, from: u64, to: u64, moments: usize) -> Chart {
     lines.retain(|line| line.steps.iter().any(|(_, bytes)| *bytes > 0));
     let peak = |line: &Curve| line.steps.iter().map(|(_, bytes)| *bytes).max().unwrap_or_default();
@@ -144,7 +144,7 @@ fn chart(mut lines: Vec<Curve>, from: u64, to: u64, moments: usize) -> Chart {
         state[line] = bytes;
         let next = changes.get(place + 1).map(|(at, ..)| *at);
         if next == Some(at) {
-            // Of one moment, only what all of it leads to has been so.
+            // Of several changes at one moment, only the final state counts.
             continue;
         }
         let total = state.iter().sum();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_are_stacked_at_moments_that_were() {
+    fn owners_are_stacked_at_real_moments() {
         let (a, b) = ([(1_000_000, 5), (3_000_000, 0)], [(1_000_000, 2), (2_000_000, 9)]);
         let gpu = chart(vec![line("a", &a), line("b", &b), line("nothing", &[(0, 0)])], 0, 4_000_000, 100);
         assert_eq!(gpu.owners, ["b", "a"]);

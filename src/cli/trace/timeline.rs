@@ -1,4 +1,4 @@
-//! What a recording tells, by process: how much each owner had when, what pauses and resumes did, and what failed.
+//! Interprets a recording, by process: each owner's memory over time, pauses and resumes, and failures.
 
 use super::follow::Followed;
 use std::collections::BTreeMap;
@@ -13,15 +13,15 @@ pub struct Timeline {
     pub owners: BTreeMap<u16, History>,
     pub slices: Vec<Stretch>,
     pub failures: Vec<FailedRequest>,
-    /// How many events there were no more.
+    /// How many events were lost.
     pub missed: u64,
 }
 
-/// How much one owner had on a device.
+/// One owner's memory on a device.
 #[derive(Debug)]
 pub struct History {
     pub owner: MemoryOwner,
-    /// From each moment on. Moments do not go back.
+    /// (Time, bytes from then on). Times do not decrease.
     pub steps: Vec<(u64, u64)>,
 }
 
@@ -58,7 +58,7 @@ impl Timeline {
     pub fn of(followed: &Followed) -> Self {
         let events: Vec<_> = followed.events.iter().copied().collect();
         let first = events.first().map_or(followed.now_ns, |event| event.at_ns);
-        // The answer's time is taken before its last events.
+        // The answer's time may be before its last events.
         let last = events.iter().map(|event| event.at_ns).max().unwrap_or_default();
         let mut timeline = Self { from: first, to: followed.now_ns.max(last), missed: missed(&events), ..Self::default() };
         timeline.owners = histories(&events, &followed.owners, first);
@@ -79,7 +79,7 @@ fn failure(event: &TraceEvent) -> Option<FailedRequest> {
     }
 }
 
-/// What a change adds, and whether it does.
+/// The bytes that an event adds; `None` if it changes nothing.
 fn change(what: &Happening) -> Option<(OwnersBytes, i64)> {
     match *what {
         Happening::Allocated(of) | Happening::Resumed(of) => Some((of, of.bytes as i64)),
@@ -89,8 +89,8 @@ fn change(what: &Happening) -> Option<(OwnersBytes, i64)> {
     }
 }
 
-/// Adds changes up rather than taking what each event says there is afterwards: two threads may have recorded theirs in the other order,
-/// and in the end the sum is right. Only the first event of each owner, and the first after a gap, is taken by its word.
+/// Sums up changes instead of using the totals in the events: two threads may have recorded their events out of order, but the sum is right
+/// in the end. Only the total in each owner's first event, and in the first after a gap, is used.
 fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u64) -> BTreeMap<u16, History> {
     let mut all: BTreeMap<_, _> = owners.iter().map(|(id, owner)| (*id, History { owner: owner.clone(), steps: Vec::new() })).collect();
     let is_whole = events.first().is_none_or(|event| event.number == 0);
@@ -100,7 +100,7 @@ fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u
             known.clear();
         }
         next = event.number + 1;
-        // The order is that of the numbers. A thread may have looked at the clock and then been late.
+        // Events are in the order of their numbers. A thread may have read the clock and then been delayed.
         now = now.max(event.at_ns);
         let Some((of, added)) = change(&event.what) else { continue };
         let Some(History { steps, .. }) = all.get_mut(&of.owner) else { continue };
@@ -124,7 +124,7 @@ fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u
     all
 }
 
-/// Each thread does one thing at a time, so its slices lie within each other.
+/// Each thread does one thing at a time, so its slices nest.
 fn slices(events: &[TraceEvent], to: u64) -> Vec<Stretch> {
     let mut open = BTreeMap::<u32, (Verb, u64, Vec<Stretch>)>::new();
     let mut done = Vec::new();
@@ -161,10 +161,10 @@ fn slices(events: &[TraceEvent], to: u64) -> Vec<Stretch> {
     done
 }
 
-/// Stages that do not overlap except as a whole, and begin within their transition: each is known by its length and by when that was
-/// recorded, which is a little late.
+/// Adjusts stages so that they do not partly overlap and begin within their transition. Only a stage's length and the time of its recording
+/// are known, and that is slightly late.
 fn fitted(mut stages: Vec<Stretch>, from: u64) -> Vec<Stretch> {
-    /// As late as that may be.
+    /// The largest such delay.
     const LATE: u64 = 50_000;
     for at in 0..stages.len() {
         stages[at].from = stages[at].from.max(from);
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn a_history_adds_up_whatever_the_order() {
-        // Two threads: what the first says comes second.
+        // Two threads: the first one's event is recorded second.
         let all = [(10, Happening::Allocated(of(2, 5))), (9, Happening::Allocated(of(3, 3))), (20, Happening::Paused(of(5, 0)))];
         assert_eq!(steps(&events(0, &all), 0), [(10, 0), (10, 2), (10, 5), (20, 0)]);
         let all = [(30, Happening::FreedPaused(of(2, 0))), (40, Happening::Resumed(of(3, 3))), (50, Happening::Freed(of(3, 0)))];
@@ -214,13 +214,13 @@ mod tests {
     }
 
     #[test]
-    fn what_was_there_before_is_known_from_the_first_event_or_the_last_answer() {
+    fn earlier_memory_is_known_from_the_first_event_or_the_last_answer() {
         assert_eq!(steps(&events(100, &[(10, Happening::Freed(of(2, 5)))]), 5), [(10, 7), (10, 5)]);
         assert_eq!(steps(&[], 9), [(3, 9)]);
     }
 
     #[test]
-    fn after_a_gap_an_owner_is_taken_by_its_word() {
+    fn after_a_gap_an_owners_total_is_used() {
         let mut all = events(0, &[(1, Happening::Allocated(of(2, 2)))]);
         all.extend(events(5, &[(9, Happening::Allocated(of(1, 8))), (10, Happening::Freed(of(3, 4)))]));
         assert_eq!(steps(&all, 0), [(1, 0), (1, 2), (9, 8), (10, 5)]);
@@ -228,12 +228,12 @@ mod tests {
     }
 
     #[test]
-    fn slices_lie_within_each_other() {
+    fn slices_nest() {
         let stage = |stage, thread, ns| Happening::Stage { stage, thread, ns };
         let all = [
             (1_000_000, Happening::Began { verb: Verb::Resume, thread: 1 }),
             (1_000_500, Happening::Began { verb: Verb::Pause, thread: 2 }),
-            // Longer than there was: noted late.
+            // Longer than the transition: recorded late.
             (1_010_000, stage(Stage::Wait, 1, 12_000)),
             (2_000_000, stage(Stage::Map, 1, 980_000)),
             (5_000_300, stage(Stage::Restore, 1, 3_980_000)),

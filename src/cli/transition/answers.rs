@@ -1,4 +1,4 @@
-//! What has come of a pause or resume, in words and for JSON.
+//! The results of a pause or resume, as text and as JSON.
 
 use super::task::Task;
 use crate::failure::CommandError;
@@ -19,10 +19,10 @@ pub struct Outcome {
     pub pid: u32,
     pub name: Option<String>,
     pub tags: Vec<String>,
-    /// For one that was suspended: what brought it back to the GPU, before its tags were resumed.
+    /// For a suspended process: how it was restored to the GPU, before its tags were resumed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub restored: Option<Value>,
-    /// With `--trim`: what its own allocator has returned before.
+    /// With `--trim`: what its own allocator returned before the pause.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trimmed: Option<Trimmed>,
     #[serde(flatten)]
@@ -110,7 +110,7 @@ pub struct Telling {
     pub direction: Verb,
     /// Only of errors.
     pub quiet: bool,
-    /// Whether only the memory of some GPUs is meant.
+    /// Whether only the memory of some GPUs is selected.
     pub on_some_gpus: bool,
 }
 
@@ -149,7 +149,7 @@ impl Telling {
         Ok(())
     }
 
-    /// What has come of one that was taken along.
+    /// Prints the result of a borrower.
     pub fn tell_along(&self, process: &Process, answer: &Answer) -> Result<(), CommandError> {
         match answer {
             Answer::Report(report) if !self.quiet => {
@@ -172,7 +172,7 @@ impl Telling {
         }
     }
 
-    /// What has come of a job as a whole.
+    /// Prints the result of a job as a whole.
     pub fn tell_job(&self, job: &JobOutcome, outcomes: &[Outcome]) -> Result<(), CommandError> {
         if job.committed {
             return if self.quiet { Ok(()) } else { output::say(&job.text(self.direction, outcomes)) };
@@ -200,7 +200,7 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
             tags => format!("nothing to do: {} of {process} are already {state}", tags.join(", ")),
         };
     }
-    // If nothing was due, the state has changed since, in one of the matching tags.
+    // If nothing was due, the state of a matching tag has changed since.
     let tags = if task.due.is_empty() { &task.meant } else { &task.due }.join(", ");
     let (did, moved, kept, discarded) = match direction {
         Verb::Pause => ("paused", "freed", "kept", "discarded"),
@@ -224,7 +224,7 @@ fn success(direction: Verb, task: &Task, report: &Report, on_some_gpus: bool) ->
     text
 }
 
-/// What a user of guards must know.
+/// Warnings about guards.
 fn guard_warnings(report: &Report) -> Vec<String> {
     let mut warnings = Vec::new();
     if report.unguarded_bytes > 0 {
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_success_tells_bytes_and_milliseconds() {
+    fn a_success_reports_bytes_and_milliseconds() {
         let tasks = plan(Verb::Pause, vec![engine(TagState::Active)], &[]).unwrap();
         let report = Report {
             allocations: 3,
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_do_is_said() {
+    fn nothing_to_do_is_reported() {
         let text = |process: Process, tags: &[&str]| {
             let other = self::process(1, "other", &[("x", TagState::Active)]);
             let tasks = plan(Verb::Pause, vec![process, other], &names(tags)).unwrap();

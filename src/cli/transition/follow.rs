@@ -1,4 +1,4 @@
-//! Follows the processes of a job, and lets go of them after ^C.
+//! Follows the processes of a job, and disconnects from them after ^C.
 
 use crate::output;
 use crate::progress::Bar;
@@ -29,14 +29,14 @@ impl Connections {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Parks the thread for good after ^C: whoever has interrupted it prints the outcome and ends the process.
+    /// After ^C, parks the thread forever: the interrupting thread prints the outcome and ends the process.
     pub fn stay_if_interrupted(&self) {
         while self.lock().interrupted {
             thread::park();
         }
     }
 
-    /// Closes them, which cancels what is only waiting. From now on, threads stay.
+    /// Closes all connections, which cancels requests that are only waiting. From now on, threads park.
     pub fn interrupt(&self) {
         let mut state = self.lock();
         state.interrupted = true;
@@ -46,12 +46,12 @@ impl Connections {
     }
 }
 
-/// Shows how far a job has come, and lets go of it when interrupted.
+/// Shows the progress of a job, and disconnects from it when interrupted.
 pub struct Following<'a> {
     pub connections: &'a Connections,
     /// One for each member.
     pub bars: Vec<Mutex<Bar>>,
-    /// Whether the user is told of a queue.
+    /// Whether to tell the user about a queue.
     pub tells_queue: bool,
 }
 
@@ -73,7 +73,7 @@ impl Follower for Following<'_> {
     }
 
     fn progress(&self, member: usize, now: Progress) {
-        // Those that are taken along copy nothing.
+        // Borrowers copy nothing.
         if let Some(bar) = self.bars.get(member) {
             bar.lock().unwrap_or_else(PoisonError::into_inner).show(now);
         }

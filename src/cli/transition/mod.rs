@@ -1,7 +1,7 @@
 //! `vramctl pause` and `vramctl resume`.
 //!
-//! [`Asking`] finds the processes and asks them, job by job. What there is to do in each is in [`task`], who follows the answers in
-//! [`follow`], and what the user is told of them in [`answers`].
+//! [`Asking`] finds the processes and sends the requests, job by job. [`task`] plans the request for each process, [`follow`] follows the
+//! progress, and [`answers`] prints the results.
 
 mod answers;
 mod follow;
@@ -40,18 +40,18 @@ use vramctl_model::{Backup, Communicator, Error, Kind, Plan, Registered, Report,
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-Without tags, pauses all of them, at any moment. The program stands still until everything is resumed: its calls that start GPU \
-work wait, the rest of it runs on. A pause first waits for the GPU work in flight, at most --hold-timeout seconds. It keeps \
-contents in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails \
-changes nothing, in any process of the job, and the program runs on. ^C takes back what is not complete.
+Without tags, pauses all of them. A pause may come at any moment. The program is held until everything is resumed: its calls that \
+start GPU work wait; all other code keeps running. A pause first waits for GPU work in flight, at most --hold-timeout seconds. It \
+keeps contents in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails \
+changes nothing in any process of the job, and the program continues. ^C undoes a pause that is not complete.
 
 Memory that another process has open (CUDA IPC) is not paused, and the message names the process. With --timeout, the pause waits \
-that long until it is closed, and the program runs on meanwhile. With --shared, the processes that have it open are held as well and \
-give up what they have open of it, at the same moment or not at all. Their own memory stays. When the memory is resumed, they have it \
-back at the same addresses and go on by themselves.
+that long until it is closed; the program keeps running meanwhile. With --shared, the processes that have it open are held as well \
+and give it up, all or nothing. Their own memory stays. When the memory is resumed, they get it back at the same addresses and \
+continue by themselves.
 
-With --no-hold, the program runs on while it is paused. Then it must be idle: GPU work that touches paused memory fails, and its \
-CUDA context with it. With --guard as well, such work finds a small block of memory instead, and the resume says if it wrote there.
+With --no-hold, the program keeps running while it is paused. It must not use its paused memory: GPU work that does fails, and \
+destroys its CUDA context. With --guard as well, such work hits a small block of memory instead, and the resume reports writes to it.
 
 An inference engine must have no requests if its KV cache is discarded, or with --no-hold. With --engine, the command asks it first and \
 refuses to pause while it has any (with --timeout, if they have not finished by then), and has it reset its prefix cache before \
@@ -62,7 +62,7 @@ Examples:
   vramctl pause kv_cache --discard --all  drop this tag's contents, everywhere
   vramctl pause weights --backup disk     keep the contents in a file
   vramctl pause --name engine --timeout 2.5
-  vramctl pause cache --no-hold           the program goes on with the rest
+  vramctl pause cache --no-hold           the program keeps using the rest
   vramctl pause --gpu 0 --all             all memory on this GPU, and no other
   vramctl pause --trim                    first return what torch has cached
   vramctl pause --name trainer --shared   even if an engine has it open
@@ -83,14 +83,14 @@ pub struct PauseArgs {
     #[arg(long, value_name = "POLICY")]
     backup: Option<Backup>,
     /// What to do with memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause
-    /// the rest, also without what another process has open) or take (pause it too: nobody may use the registration any more)
+    /// the rest, and leave out memory that another process has open) or take (pause it too: nobody may use the registration any more)
     #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
     registered: Registered,
-    /// Take along other processes that have the memory open (CUDA IPC): they are held, too, and go on by themselves when it is resumed
+    /// Also hold other processes that have the memory open (CUDA IPC); they continue by themselves when it is resumed
     #[arg(long, conflicts_with = "no_hold")]
     shared: bool,
-    /// Keep a small block of GPU memory mapped under the paused addresses (62 MiB per GPU), so that GPU work that should have kept
-    /// away reads and writes garbage there, instead of destroying the program's context
+    /// Map a small block of GPU memory under the paused addresses (62 MiB per GPU), so that GPU work that wrongly uses them reads
+    /// and writes garbage instead of destroying the program's context
     #[arg(long)]
     guard: bool,
     /// First have torch return what it has cached, as `vramctl trim` does, for at most 10 seconds
@@ -108,13 +108,13 @@ pub struct PauseArgs {
 
 #[derive(clap::Args)]
 struct HoldArgs {
-    /// Do not hold the program while it is paused. It must be idle, or keep away from the paused memory
+    /// Do not hold the program while it is paused. It must be idle, or not use the paused memory
     #[arg(long)]
     no_hold: bool,
-    /// The default, after a --no-hold before it
+    /// The default; overrides an earlier --no-hold
     #[arg(long, hide = true, overrides_with = "no_hold")]
     hold: bool,
-    /// How many seconds to wait for GPU work in flight, before the program runs on and nothing is paused [default: --timeout, or 10]
+    /// How many seconds to wait for GPU work in flight; after that, nothing is paused and the program continues [default: --timeout, or 10]
     #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "no_hold")]
     hold_timeout: Option<Duration>,
 }
@@ -131,7 +131,7 @@ impl HoldArgs {
 #[command(after_help = "\
 Without tags, resumes all of them. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
 much is missing and who holds it. With --timeout, the resume waits that long for others to free memory. \
-Memory goes to the job that asked first; the others are told their place in the queue.
+If several jobs wait for memory, they queue, and the first to ask gets it first.
 
 Examples:
   vramctl resume                all tags of the only managed process
@@ -221,19 +221,19 @@ struct Asking {
     direction: Verb,
     found: Found,
     tasks: Vec<Task>,
-    /// The same for each process: what they pause of their own, they pause of what they have open of each other.
+    /// The same for each process: it applies to their own memory and to open memory of each other.
     request: protocol::Transition,
-    /// What NCCL is to suspend.
+    /// The communicators that NCCL is to suspend.
     communicators: nccl::ChosenCommunicators,
     /// Who is asked as one.
     groups: Vec<AsOne<Along>>,
-    /// Whether processes that have memory open are taken along.
+    /// Whether borrowers are held as well (`--shared`).
     takes_along: bool,
-    /// Whether jobs are meant as a whole, not some of their processes or memory.
+    /// Whether whole jobs are selected, not only some of their processes or memory.
     is_whole: bool,
-    /// What brought those that were suspended back to the GPU.
+    /// How suspended processes were restored to the GPU.
     restored: BTreeMap<u32, Done>,
-    /// What their own allocators have returned before.
+    /// What the programs' own allocators returned before.
     trimmed: BTreeMap<u32, Trimmed>,
     json: bool,
     quiet: bool,
@@ -259,12 +259,12 @@ impl Asking {
         }
         let is_whole = gpus.is_empty() && !matches!(target, Target::Pid(_));
         if is_whole || args.ranks.is_some() {
-            // A resume that the user has not given a number goes on without those that have ended.
+            // Without `--ranks`, a resume continues without processes that have ended.
             check_whole(tasks.iter().map(|task| &task.process), direction == Verb::Pause, args.ranks)?;
         }
         let bars = Bars::on_terminal(!args.quiet && !args.json);
         let timeout_ms = args.timeout.map(milliseconds);
-        // That each tag is known to one of them has been seen.
+        // It has been checked that each tag is known to one of them.
         let lenient = !args.tags.is_empty();
         let request =
             protocol::Transition { tags: args.tags, lenient, gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
@@ -328,7 +328,7 @@ impl Asking {
         Ok(!losing.is_empty())
     }
 
-    /// Waits until no other process has open what is to be paused; the program runs on meanwhile. If that takes too long, the pause is
+    /// Waits until no other process has the memory to pause open; the program keeps running meanwhile. If that takes too long, the pause is
     /// refused.
     fn wait_for_borrowers(&self, patience: Duration) {
         const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -351,7 +351,7 @@ impl Asking {
     /// What a pause of the process would do. `None` if its library is too old to say.
     fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, CommandError> {
         let of_task = |group: &&AsOne<_>| group.places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
-        // Those that are not held keep what they have open.
+        // Processes that are not held keep their open memory.
         let group = self.groups.iter().find(of_task).filter(|_| self.request.hold_ms.is_some());
         let partners = group.map_or_else(Vec::new, |group| self.pids(&group.places));
         let borrowers = group.map_or_else(Vec::new, |group| group.along.iter().map(|along| along.process.pid).collect());
@@ -366,7 +366,7 @@ impl Asking {
         places.iter().map(|place| self.tasks[*place].process.pid).collect()
     }
 
-    /// Finds those that have open what is to be paused.
+    /// Finds the processes that have the memory to pause open.
     fn take_along(&mut self) -> Result<(), CommandError> {
         let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
         let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, |places| self.lent_by(places));
@@ -376,7 +376,7 @@ impl Asking {
         Ok(())
     }
 
-    /// Makes one group of jobs whose processes wait for memory of each other: else one would wait for the other's turn.
+    /// Merges jobs whose processes wait for memory of each other into one group; otherwise one job would wait for the other to be finished.
     fn join_those_that_wait(&mut self) {
         let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
         let waiting = |places: &[usize]| {
@@ -389,11 +389,11 @@ impl Asking {
         self.groups = groups.into_iter().map(|AsOne { places, .. }| AsOne { places, along: Vec::new() }).collect();
     }
 
-    /// What others have open of what is to be paused. Nothing, if a process does not say: then the pause itself says why.
+    /// The memory to pause that others have open. Empty if a process does not answer: then the pause itself reports why.
     fn lent_by(&self, places: &[usize]) -> OpenBy {
         let mut lent = OpenBy::new();
         for pid in self.pids(places) {
-            // What is registered does not matter here.
+            // Ignore registered memory here.
             let request = protocol::Transition { partners: self.pids(places), registered: Registered::Take, ..self.request.clone() };
             let asked = self.found.connect(pid).and_then(|mut client| client.plan(request));
             if let Err(ClientError::Refused(refusal)) = asked {
@@ -424,7 +424,7 @@ impl Asking {
         interrupt::hold();
         let interrupted = Arc::clone(&asking);
         interrupt::watch(move || interrupted.give_up());
-        // Loading NVML takes a while, which the pause takes anyway.
+        // Loading NVML takes a while, so do it during the pause.
         let nvml = (asking.direction == Verb::Pause).then(|| thread::spawn(driver::keep_nvml));
         let (mut outcomes, along, jobs) = asking.carry_out();
         let telling = Telling { direction: asking.direction, quiet: asking.quiet, on_some_gpus: !asking.request.gpus.is_empty() };
@@ -456,7 +456,7 @@ impl Asking {
             let _ = nvml.join();
             asking.tell_what_nvml_counts(&outcomes);
         }
-        // What was taken back because of another process says less than that one.
+        // Report the original failure rather than one that was only undone because of it.
         let failures: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.result.failure()).collect();
         let cause = failures.iter().find(|failure| !failure.is(Kind::Aborted)).or(failures.first());
         let is_amiss = |one: &Communicator| one.error.is_some() || one.state.is_in_progress();
@@ -469,7 +469,7 @@ impl Asking {
         Ok(cause.map_or(otherwise, |failure| failure.exit()))
     }
 
-    /// Tells the paused processes what NVML counts for them: it is not for them to ask.
+    /// Sends the paused processes NVML's figures for them, because they must not call NVML themselves.
     fn tell_what_nvml_counts(&self, outcomes: &[Outcome]) {
         let is_paused = |outcome: &Outcome| outcome.result.report().is_some_and(|report| report.allocations > 0);
         let paused = self.tasks.iter().zip(outcomes).filter(|(_, outcome)| is_paused(outcome)).map(|(task, _)| &task.process);
@@ -484,12 +484,12 @@ impl Asking {
             if gpus.is_empty() {
                 continue;
             }
-            // One that has ended, or whose library is too old, has no use for it.
+            // Errors do not matter: the process has ended, or its library is too old.
             let _ = self.found.connect(process.pid).and_then(|mut client| client.counted(gpus));
         }
     }
 
-    /// Runs all groups in parallel. Returns the results for the tasks, and for those that were taken along.
+    /// Runs all groups in parallel. Returns the results for the tasks, and for the borrowers.
     fn carry_out(&self) -> (Vec<Outcome>, Vec<(Process, Answer)>, Vec<JobOutcome>) {
         let done: Vec<_> = thread::scope(|scope| {
             let threads: Vec<_> = self.groups.iter().map(|group| scope.spawn(|| self.carry_out_group(group))).collect();
@@ -505,7 +505,7 @@ impl Asking {
             let mut answers = done.results.into_iter();
             results.extend(places.iter().copied().zip(answers.by_ref().map(|result| Answer::of(result, self.direction, done.committed))));
             let of_those = taken_along.into_iter().zip(answers).map(|(Along { process, .. }, result)| match result {
-                // One that has ended has nothing open any more.
+                // A process that has ended has nothing open any more.
                 Err(ClientError::Io { error, .. }) if done.committed && error.kind() != ErrorKind::TimedOut => {
                     (process, Answer::Report(Report::default()))
                 }
@@ -528,7 +528,7 @@ impl Asking {
         (self.tasks.iter().enumerate().map(outcome).collect(), along, told)
     }
 
-    /// The places of the tasks that have something to say to their processes, by job.
+    /// The indices of the tasks that send requests, by job.
     fn jobs(&self) -> Vec<AsOne<Along>> {
         let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
         for (place, task) in self.tasks.iter().enumerate().filter(|(_, task)| task.process.prepares()) {
@@ -538,7 +538,7 @@ impl Asking {
             let task = &self.tasks[*place];
             !task.meant.is_empty() || (self.direction == Verb::Resume && task.process.is_held())
         };
-        // One with none of the tags may have memory of the others open: it is held with them, and goes on with them.
+        // A process with none of the tags may have memory of the others open: it is held and resumed with them.
         let all_take_part = self.request.tags.is_empty() || self.direction == Verb::Resume || self.request.hold_ms.is_some();
         let part = |mut places: Vec<usize>| {
             let any = places.iter().any(is_asked);
@@ -548,12 +548,12 @@ impl Asking {
         jobs.into_values().map(part).filter(|places| !places.is_empty()).map(|places| AsOne { places, along: Vec::new() }).collect()
     }
 
-    /// Whether memory on this GPU is meant.
+    /// Whether memory on this GPU is selected.
     fn wants(&self, gpu: &str) -> bool {
         self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
     }
 
-    /// Tries again with others if those that have the memory open are others by then. Returns those that were taken along.
+    /// Retries if the borrowers have changed meanwhile. Returns the borrowers.
     fn carry_out_group(&self, group: &AsOne<Along>) -> (JobReport, Vec<Along>) {
         let (begun, mut along) = (Instant::now(), group.along.clone());
         let patience = Duration::from_millis(self.request.hold_ms.unwrap_or_default());
@@ -583,7 +583,7 @@ impl Asking {
         let who =
             processes().next().map_or_else(String::new, |first| first.job().map_or_else(|| first.to_string(), |job| format!("job {job}")));
         let ticket = Some(Claim { who, gpus: gpus.into_iter().collect(), waits: false });
-        // Several jobs that share memory do not remember each other's processes.
+        // Jobs that share memory do not remember each other's processes.
         let jobs: BTreeSet<_> = processes().map(Process::job).collect();
         let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole && jobs.len() == 1, ticket };
         let bars = places.iter().map(|place| Mutex::new(self.bars.bar(&self.tasks[*place].process.to_string()))).collect();
@@ -592,7 +592,7 @@ impl Asking {
         done
     }
 
-    /// Closes the connections, which cancels what is only waiting, and prints the outcome.
+    /// Closes the connections, which cancels requests that are only waiting, and prints the outcome.
     fn give_up(&self) {
         /// Processes check for a vanished client twice as often.
         const NOTICED_WITHIN: Duration = Duration::from_secs(1);
@@ -605,7 +605,7 @@ impl Asking {
             let now = self.found.look_again(&pids);
             let found = |task: &Task| now.iter().find(|process| process.pid == task.process.pid);
             let left: Vec<_> = asked.iter().map(|task| task.left(self.direction, found(task))).collect();
-            // It may be about to start.
+            // It may be just about to start.
             if !left.contains(&Left::AsItWas) || Instant::now() >= deadline {
                 for (task, left) in asked.iter().zip(left) {
                     output::complain("interrupted", &format!("{}: the {} {left}", task.process, self.direction.name()));

@@ -1,4 +1,4 @@
-//! What a pause or resume has to do in each process, and how one that is interrupted leaves it.
+//! Plans a pause or resume for each process, and describes the state after an interrupt.
 
 use crate::failure::CommandError;
 use crate::processes::Process;
@@ -69,7 +69,7 @@ pub enum Left {
 impl fmt::Display for Left {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::GoingOn(so_far) => write!(out, "is being taken back{so_far}; `vramctl status` shows when that is done"),
+            Self::GoingOn(so_far) => write!(out, "is being undone{so_far}; `vramctl status` shows when that is done"),
             Self::Done => write!(out, "is complete"),
             Self::AsItWas => write!(out, "was cancelled; nothing has changed"),
             Self::Unknown(why) => write!(out, "has an unknown outcome: {why}"),
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_not_so_yet_is_named() {
+    fn only_tags_that_need_a_change_are_named() {
         let half = process(1, "a", &[("x", TagState::Paused), ("y", TagState::Mixed)]);
         let tasks = plan(Verb::Pause, vec![half], &[]).unwrap();
         assert_eq!((&tasks[0].meant, &tasks[0].due), (&names(&["x", "y"]), &names(&["y"])));

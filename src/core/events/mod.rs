@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn owners_are_told_apart_by_name_kind_and_device() {
+    fn owners_are_distinguished_by_name_kind_and_device() {
         let recorder = recorder(64 << 10);
         let (a, b): (Arc<str>, Arc<str>) = ("libx.so".into(), "b".into());
         for (who, device) in [

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn it_takes_no_more_than_it_may() {
+    fn the_ring_stays_within_its_memory_limit() {
         assert_eq!(SLOT, 40);
         assert_eq!(Ring::of_bytes(16 << 20).unwrap().slots.len(), (16 << 20) / SLOT);
         assert!(Ring::of_bytes(SLOT - 1).is_none() && Ring::of_bytes(usize::MAX).is_none());
@@ -140,7 +140,7 @@ mod tests {
     proptest! {
         /// One thread, against a queue. Cursors may be garbage.
         #[test]
-        fn it_is_a_queue_that_forgets_the_oldest(
+        fn the_ring_is_a_queue_that_drops_the_oldest(
             slots in 1usize..20,
             steps in prop::collection::vec((0usize..30, prop_oneof![0u64..200, any::<u64>()], 0usize..50), 1..40),
         ) {
@@ -165,7 +165,7 @@ mod tests {
         /// Several threads write while one reads: it sees only whole records, each once, in each writer's order; and in the end only the
         /// oldest are gone.
         #[test]
-        fn writers_on_all_sides_lose_only_the_oldest(slots in 1usize..200, writers in 1u64..5, each in 1u64..3000, most in 1usize..100) {
+        fn concurrent_writers_lose_only_the_oldest_records(slots in 1usize..200, writers in 1u64..5, each in 1u64..3000, most in 1usize..100) {
             let ring = Ring::of_bytes(slots * SLOT).unwrap();
             let is_over = AtomicBool::new(false);
             let (followed, numbers) = thread::scope(|scope| {
@@ -208,7 +208,7 @@ mod tests {
 
     /// The state left by a writer that is stopped in the middle of its record.
     #[test]
-    fn a_writer_that_sleeps_stops_nobody() {
+    fn a_sleeping_writer_blocks_nobody() {
         let ring = Ring::of_bytes(4 * SLOT).unwrap();
         (0..2).for_each(|at| _ = ring.push(record(at, 0)));
         let asleep = ring.next.fetch_add(1, Ordering::Relaxed);

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_stays_inside_while_it_makes_a_call_within_a_call() {
+    fn a_thread_stays_inside_during_a_nested_call() {
         let _turn = turn();
         call(|| ());
         call(|| {
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_come_out_is_named_and_the_gate_opens_again() {
+    fn a_call_that_does_not_return_is_named_and_the_gate_opens_again() {
         let _turn = turn();
         let release = Arc::new(AtomicBool::new(false));
         let inside = {

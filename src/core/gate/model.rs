@@ -178,7 +178,7 @@ fn threads_that_fence_for_themselves_are_seen() {
 
 /// A nested call never waits: the closer would wait for the outer one.
 #[test]
-fn a_call_within_a_call_goes_on() {
+fn a_nested_call_does_not_wait() {
     explore(|| {
         let program = Program::new(OPEN);
         let thread = {
@@ -225,7 +225,7 @@ fn a_signal_handler_waits_for_itself_and_for_its_thread() {
 
 /// The same after the thread has read the latch.
 #[test]
-fn what_a_thread_has_seen_before_a_signal_handler_still_holds() {
+fn a_threads_check_stays_valid_after_a_signal_handler() {
     explore(|| {
         let program = Program::new(OPEN);
         let thread = {
@@ -328,7 +328,7 @@ fn a_program_that_frees_what_is_paused_is_let_go() {
 
 /// A second pause of a held program, while the memory of the first is resumed.
 #[test]
-fn nobody_opens_what_another_has_closed() {
+fn a_latch_closed_by_another_is_not_opened() {
     explore(|| {
         let program = Program::new(OPEN);
         program.paused.store(1, Ordering::Relaxed);
@@ -356,7 +356,7 @@ fn nobody_opens_what_another_has_closed() {
 
 /// Two closers, one after the other.
 #[test]
-fn one_closes_it_at_a_time() {
+fn one_closer_at_a_time() {
     explore(|| {
         let program = Program::new(OPEN);
         let other = {

@@ -143,8 +143,8 @@ pub fn has_had_child(handle: usize) {
     }
 }
 
-/// Runs a call that destroys a communicator and returns whether it did. With `waits`, first waits for a suspend or resume of it to finish;
-/// an abort must be possible in the middle, so it does not wait.
+/// Runs `real`, which destroys a communicator and returns whether it did. With `waits`, first waits for a suspend or resume of it to
+/// finish; not for an abort, which must be possible in the middle.
 pub fn ending(handle: usize, waits: bool, real: impl FnOnce() -> bool) {
     let Some(table) = TABLE.existing() else {
         real();

@@ -40,7 +40,7 @@ mod tests {
 
     /// The map takes the shard from the hash's upper bits and the slot from the lower ones.
     #[test]
-    fn neighbours_are_spread_over_all_bits() {
+    fn adjacent_keys_are_spread_over_all_bits() {
         let hash = |key: u64| BuildHasherDefault::<Spread>::default().hash_one(key);
         for step in [1_u64, 512, 2 << 20, 1 << 30] {
             let hashes: Vec<_> = (0..256).map(|at| hash(0x7f00_0000_0000 + at * step)).collect();

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_freed_is_no_longer_counted_unless_the_free_fails() {
+    fn freed_memory_is_no_longer_counted_unless_the_free_fails() {
         let (first, second) = (0x1000_0000, 0x2000_0000);
         note(first, PAGE, Origin::of("blocks"));
         note(second, 2 * PAGE, Origin::of("blocks"));
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn physical_memory_is_there_while_it_has_a_handle_or_a_mapping() {
+    fn physical_memory_exists_while_it_has_a_handle_or_a_mapping() {
         let (handle, at) = (0x5555_0000_0000, 0x3000_0000);
         let span = Span { address: at, bytes: 4 * PAGE };
         note_handle(handle, PAGE, 0, Origin::of("handles"));

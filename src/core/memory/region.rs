@@ -149,7 +149,7 @@ mod tests {
 
     /// `torch_memory_saver`'s settings stay in effect until changed or, inside a region, until it ends.
     #[test]
-    fn what_is_said_of_the_ground_stays_and_of_a_region_goes_with_it() {
+    fn settings_of_the_ground_stay_and_those_of_a_region_end_with_it() {
         std::thread::spawn(|| {
             set_tag("mine").unwrap();
             assert_eq!(tag(), None, "a tag alone does not manage anything");

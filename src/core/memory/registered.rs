@@ -25,8 +25,8 @@ impl Memory {
         self.registrations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs a call that registers a range, and returns the handle if it succeeded. The memory counts as registered from before the call on.
-    /// No lock is held during the call, which may allocate and wait for other processes.
+    /// Runs `real`, which registers a range and returns the handle if it succeeded. The memory counts as registered from before the call
+    /// on. No lock is held during the call, which may allocate and wait for other processes.
     pub fn registering(&self, span: Span, registrant: &'static str, communicator: usize, real: impl FnOnce() -> Option<usize>) {
         let mark = RegistrantMark::new(registrant);
         let covered = {
@@ -54,7 +54,7 @@ impl Memory {
         }
     }
 
-    /// Runs a call that deregisters a handle, and returns whether it succeeded. The memory counts as registered until after the call.
+    /// Runs `real`, which deregisters a handle and returns whether it succeeded. The memory counts as registered until after the call.
     pub fn deregistering(&self, communicator: usize, handle: usize, real: impl FnOnce() -> bool) {
         let key = (communicator, handle);
         // Remove it before the call: NCCL may give the handle to another thread as soon as it is free.
@@ -73,7 +73,7 @@ impl Memory {
         }
     }
 
-    /// Runs a call that destroys a communicator, and returns whether it succeeded.
+    /// Runs `real`, which destroys a communicator and returns whether it succeeded.
     pub fn ending_communicator(&self, communicator: usize, real: impl FnOnce() -> bool) {
         // Remove it before the call: a new communicator may get its address.
         let taken: Vec<_> = {

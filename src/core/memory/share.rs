@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn handles_are_told_from_the_drivers() {
+    fn our_handles_are_distinguished_from_the_drivers() {
         let handle = Ticket { owner: 4711, token: Token::random().unwrap() };
         let mut bytes = handle.bytes();
         assert_eq!(Ticket::parse(&bytes), Some(handle));
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_read_as_they_are_written() {
+    fn tokens_round_trip() {
         let token = Token::random().unwrap();
         let text = token.text();
         assert_eq!(Token::parse(&text), Some(token));

@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_from_one_place_are_told_together_and_the_largest_first() {
+    fn blocks_from_one_place_are_grouped_with_the_largest_first() {
         const MIB: u64 = 1 << 20;
         let here = Arc::new(Stack::here(8, 0));
         let there = Arc::new(Stack::here(4, 0));

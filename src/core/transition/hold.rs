@@ -100,7 +100,7 @@ impl Holding<'_> {
     pub fn pause(mut self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         if request.is_borrower && !self.was_held && self.memory.has_paused() {
             // It would stay held until its own memory is resumed as well, so resuming the owners would not be enough for it to continue.
-            let why = "some of its own memory is paused while it runs on (--no-hold); resume that first";
+            let why = "some of its own memory was paused with --no-hold; resume that first";
             return Err(Error::Invalid(why.into()));
         }
         let before = PausedBefore::of(self.memory);

@@ -313,7 +313,7 @@ mod tests {
 
     /// An empty part counts as contents to keep.
     #[test]
-    fn what_is_kept_are_the_gaps_between_what_nobody_needs() {
+    fn the_gaps_between_unused_ranges_are_kept() {
         let kept = |parts: &[Range<usize>]| {
             without(0..10, parts.iter().cloned()).into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
         };
