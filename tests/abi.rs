@@ -42,7 +42,7 @@ fn text(call: impl Fn(*mut c_char, usize, *mut usize) -> VramctlResult) -> Strin
 }
 
 #[test]
-fn regions_and_the_current_tag() {
+fn regions_set_the_current_tag() {
     let _gpu = Gpu::take();
     let current = || text(|buffer, capacity, needed| unsafe { vramctl_current_tag(buffer, capacity, needed) });
     assert_eq!(current(), "");
@@ -67,7 +67,7 @@ fn regions_and_the_current_tag() {
 }
 
 #[test]
-fn pause_look_at_the_backup_and_resume() {
+fn a_backup_can_be_read_while_paused() {
     let _gpu = Gpu::take();
     begin("weights", 0);
     let address = malloc(3 * MIB).unwrap();
@@ -142,7 +142,7 @@ fn the_margin_is_set_and_the_version_is_the_packages() {
 
 /// `vramctl pause` decides by this name what it refuses to discard.
 #[test]
-fn a_process_says_which_engine_it_is() {
+fn a_process_announces_its_engine() {
     let say = |name: Option<&CStr>| unsafe { vramctl_set_engine(name.map_or(ptr::null(), CStr::as_ptr)) };
     assert_eq!(vramctl_core::engine::name(), None);
     assert_eq!(say(Some(c"vllm")), VramctlResult::Ok);
@@ -158,7 +158,7 @@ fn a_process_says_which_engine_it_is() {
 
 /// A retained backup makes the next pause fast; one that is not retained wastes host memory.
 #[test]
-fn retaining_is_said_at_run_time_for_a_tag_or_for_all() {
+fn retention_is_set_at_run_time_for_a_tag_or_for_all() {
     let _gpu = Gpu::take();
     let retain = |tag: Option<&CStr>, keep: i32| unsafe { vramctl_set_retain(tag.map_or(ptr::null(), CStr::as_ptr), keep) };
     let held = || {
@@ -205,7 +205,7 @@ fn retaining_is_said_at_run_time_for_a_tag_or_for_all() {
 }
 
 #[test]
-fn the_disk_directory_is_said_at_run_time() {
+fn the_disk_directory_is_set_at_run_time() {
     let _gpu = Gpu::take();
     let set = |path: &std::path::Path| {
         let path = CString::new(path.to_str().unwrap()).unwrap();
@@ -235,7 +235,7 @@ fn the_disk_directory_is_said_at_run_time() {
 
 /// An allocator's free blocks need not be saved, but skipping one byte too many would lose data.
 #[test]
-fn memory_that_nobody_needs_is_not_kept() {
+fn unused_ranges_are_not_kept() {
     let _gpu = Gpu::take();
     begin("weights", 0);
     let address = malloc(8 * MIB).unwrap();
@@ -283,7 +283,7 @@ fn memory_that_nobody_needs_is_not_kept() {
 }
 
 #[test]
-fn the_numbers_of_an_error_are_told() {
+fn an_error_has_its_numbers() {
     let gpu = Gpu::take();
     let error = || -> serde_json::Value {
         let error = text(|buffer, capacity, needed| unsafe { vramctl_last_error_json(buffer, capacity, needed) });

@@ -7,7 +7,7 @@ use common::{Gpu, MIB, free, malloc};
 use vramctl_driver::Addresses;
 
 #[test]
-fn addresses_begin_again_at_the_end_of_the_space() {
+fn reservations_wrap_around_at_the_end_of_the_address_space() {
     let gpu = Gpu::take();
     let before = gpu.footprint();
     // The first reservation is at a high address, with too little room behind it for the second.

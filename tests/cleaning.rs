@@ -1,5 +1,5 @@
-//! After a large pause or resume, a worker makes the driver notice the memory it has cleaned ("a look"): once, leaving no
-//! trace, and not while the program exits. `scripts/bench` measures the effect.
+//! After a large pause or resume, a worker makes the driver account for zeroed memory ("a look"): once, leaving no trace, and not while the
+//! program exits. `scripts/bench` measures the effect.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -39,7 +39,7 @@ fn counts(gpu: &Gpu) -> (u64, u64) {
 }
 
 #[test]
-fn it_looks_once_after_a_pause_and_a_resume_and_leaves_nothing() {
+fn one_check_follows_a_pause_and_a_resume_and_leaves_nothing() {
     let gpu = Gpu::take();
     let address = cache(8 * MIB);
     let _looks = Looks::from(8 * MIB);
@@ -57,7 +57,7 @@ fn it_looks_once_after_a_pause_and_a_resume_and_leaves_nothing() {
 }
 
 #[test]
-fn one_look_is_enough_for_all_that_happens_before_it() {
+fn one_check_covers_everything_before_it() {
     let gpu = Gpu::take();
     let address = cache(8 * MIB);
     gpu.reset_counts();
@@ -74,7 +74,7 @@ fn one_look_is_enough_for_all_that_happens_before_it() {
 }
 
 #[test]
-fn each_device_is_looked_at_where_it_is_worth_it() {
+fn only_devices_with_enough_memory_are_checked() {
     let gpu = Gpu::take();
     let small = cache(2 * MIB);
     common::set_device(1);
@@ -95,7 +95,7 @@ fn each_device_is_looked_at_where_it_is_worth_it() {
     assert_eq!((free(small), free(large)), (0, 0));
 }
 
-/// On a full device, what the program has just got back must not be short of 2 MiB even for a moment.
+/// On a full device, the look must not take 2 MiB from the program's freed memory even for a moment.
 #[test]
 fn a_full_device_is_left_alone() {
     let gpu = Gpu::take();
@@ -111,9 +111,9 @@ fn a_full_device_is_left_alone() {
     assert_eq!(free(address), 0);
 }
 
-/// By then there may be no memory left to look at, and no device in use.
+/// By then there may be no memory left, and no device in use.
 #[test]
-fn what_is_gone_is_not_looked_at() {
+fn destroyed_contexts_are_not_checked() {
     let gpu = Gpu::take();
     cache(8 * MIB);
     gpu.reset_counts();
@@ -126,7 +126,7 @@ fn what_is_gone_is_not_looked_at() {
 }
 
 #[test]
-fn a_look_that_fails_changes_nothing() {
+fn a_failed_check_changes_nothing() {
     let gpu = Gpu::take();
     let before = gpu.used(0);
     for call in ["cuCtxPushCurrent_v2", "cuMemGetInfo_v2", "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemRelease"] {
@@ -202,7 +202,7 @@ const CALL: &str = "CLEANING_SLOW_CALL";
 /// Exit handlers shut the driver down. A worker inside the driver at that moment, or calling it later, would crash the
 /// program.
 #[test]
-fn a_program_may_end_while_something_is_done_in_the_background() {
+fn a_program_may_exit_during_background_work() {
     let during = ["cuMemGetAllocationGranularity", "cuModuleLoadData", "cuMemHostUnregister"].map(|call| ("ends_during_a_call", call));
     for (test, call) in during.into_iter().chain([("ends_before_the_look", FIRST_CALL)]) {
         let this = std::env::current_exe().unwrap();

@@ -191,7 +191,7 @@ impl Drop for Fake {
 }
 
 fn converse(mut stream: &UnixStream, state: &Mutex<State>, react: &dyn Fn(&Request) -> Option<Reaction>) {
-    // What waits for the commit. As the real ones, it fails before, if at all.
+    // The transition that waits for the commit. Like a real process, it can only fail before.
     let mut prepared = None;
     for line in BufReader::new(stream).lines() {
         let Ok(line) = line else { return };
@@ -248,7 +248,7 @@ impl State {
                 Reply::Tag { tag: tag.clone() }
             }
             Request::Pause(wanted) => {
-                // What is left of the time depends on this machine, so only tens of seconds count.
+                // The remaining time depends on this machine's speed, so round it to tens of seconds.
                 let hold_ms = self.drain_ms.take().map(|limit| limit.max(1).next_multiple_of(10_000));
                 let timeout_ms = wanted.timeout_ms.filter(|_| hold_ms.is_none());
                 self.asked.push(Request::Pause(Transition { hold_ms, timeout_ms, ..wanted.clone() }));
@@ -381,7 +381,7 @@ fn is_transition(request: &Request) -> bool {
 // ---- looking ----
 
 #[test]
-fn ps_and_status_show_what_there_is() {
+fn ps_and_status_show_the_processes() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let pid = engine.pid().to_string();
@@ -414,7 +414,7 @@ fn ps_and_status_show_what_there_is() {
 
 /// Ordinals are meaningless outside their process.
 #[test]
-fn gpus_are_named_so_that_everybody_knows_them() {
+fn gpus_are_identified_by_uuid() {
     let place = Place::new();
     let (first, second) = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-aaaabbbb-0000-0000-0000-000000000000");
     let engine = Fake::new(&place, "engine", &["weights"]).on_gpu(first);
@@ -474,7 +474,7 @@ fn a_dry_run_says_what_a_pause_would_do_and_does_nothing() {
 }
 
 #[test]
-fn without_processes_the_way_out_is_said() {
+fn without_processes_the_message_says_what_to_do() {
     let place = Place::new();
     let ps = place.vramctl("ps");
     ps.expect(0, "", "vramctl run");
@@ -494,7 +494,7 @@ fn without_processes_the_way_out_is_said() {
 }
 
 #[test]
-fn a_silent_process_does_not_keep_the_others_from_being_seen() {
+fn a_silent_process_does_not_hide_the_others() {
     let place = Place::new();
     let _engine = Fake::new(&place, "engine", &["weights"]);
     let stopped = Fake::reacting(&place, "stopped", &["weights"], |_| Some(Reaction::BeSilent));
@@ -547,7 +547,7 @@ impl Drop for Stopped {
 
 /// A half-paused engine is the worst possible outcome.
 #[test]
-fn nothing_is_done_while_one_that_is_meant_does_not_answer() {
+fn nothing_is_done_if_a_matching_process_does_not_answer() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let who_knows = [Stopped::new(&place, None, 100), Stopped::new(&place, Some("engine"), 100)];
@@ -578,7 +578,7 @@ fn nothing_is_done_while_one_that_is_meant_does_not_answer() {
 }
 
 #[test]
-fn a_stopped_process_of_another_name_is_in_nobody_s_way() {
+fn a_stopped_process_with_another_name_does_not_matter() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let trainer = Stopped::new(&place, Some("trainer"), 100);
@@ -590,7 +590,7 @@ fn a_stopped_process_of_another_name_is_in_nobody_s_way() {
 
 /// The dead process's child holds its socket open and never answers. Nobody may wait for it or be refused because of it.
 #[test]
-fn a_dead_process_is_not_taken_for_a_silent_one() {
+fn a_dead_process_does_not_count_as_silent() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["weights"]);
     let program = "\
@@ -617,7 +617,7 @@ else:
 
 /// A stopped process accepts nothing, so once its backlog is full, connecting blocks until it continues.
 #[test]
-fn a_stopped_process_whose_queue_is_full_keeps_nobody_waiting() {
+fn a_stopped_process_with_a_full_queue_delays_nobody() {
     let place = Place::new();
     let stopped = Stopped::new(&place, None, 0);
     let _waiting = UnixStream::connect(place.socket(stopped.pid())).unwrap();
@@ -657,7 +657,7 @@ fn one_process_is_paused_and_resumed_without_a_target() {
 }
 
 #[test]
-fn as_json_a_transition_is_told_in_numbers() {
+fn a_transition_is_reported_as_json() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let answer = place.vramctl("pause weights --json");
@@ -671,7 +671,7 @@ fn as_json_a_transition_is_told_in_numbers() {
 }
 
 #[test]
-fn an_unknown_tag_is_answered_with_the_known_ones() {
+fn an_unknown_tag_error_lists_the_known_tags() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     place.vramctl("pause wieghts").expect(6, "", "no allocation has the tag wieghts; the tags are kv_cache, weights");
@@ -755,7 +755,7 @@ fn refusals_have_exit_codes_of_their_own() {
 }
 
 #[test]
-fn late_memory_is_warned_of() {
+fn late_memory_is_reported() {
     let place = Place::new();
     let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
         let report = Report { allocations: 1, bytes: GIB, kept_bytes: GIB, late_bytes: GIB / 2, ..Report::default() };
@@ -767,7 +767,7 @@ fn late_memory_is_warned_of() {
 
 /// Optional details are printed only if present.
 #[test]
-fn status_says_what_is_not_back_yet_and_why() {
+fn status_shows_missing_memory_and_its_owner() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]);
     let usual = place.vramctl("status");
@@ -815,7 +815,7 @@ fn in_the_middle(place: &Place, state: TagState, copying: Stage) -> Fake {
 }
 
 #[test]
-fn how_far_a_long_pause_has_come_is_shown() {
+fn the_progress_of_a_long_pause_is_shown() {
     let place = Place::new();
     let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     place.vramctl("status").expect(0, "pausing (save 256.00 MiB of 1.00 GiB)", "");
@@ -840,7 +840,7 @@ fn ps_says_which_tags_are_paused() {
 
 /// Users confuse the name of a process with a tag.
 #[test]
-fn a_process_s_name_in_place_of_a_tag_is_recognised() {
+fn a_process_name_in_place_of_a_tag_is_recognised() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["weights"]);
     place.vramctl("pause engine").expect(6, "", "the tags are weights; engine is a process: vramctl pause --name engine");
@@ -865,9 +865,9 @@ fn a_message_in_json_has_no_table_in_it() {
     place.vramctl("pause").expect(2, "", "PID");
 }
 
-/// After ^C, users want to know what becomes of the pause.
+/// After ^C, users want to know the state of the pause.
 #[test]
-fn an_interrupted_command_says_what_becomes_of_the_pause() {
+fn an_interrupted_command_reports_the_state_of_the_pause() {
     let interrupted = |place: &Place, engine: &Fake, line: &[&str]| {
         let mut command = place.command(command_line(), line);
         // SAFETY: one system call. A background job that runs these tests has SIGINT ignored, and a child inherits that.
@@ -891,10 +891,7 @@ fn an_interrupted_command_says_what_becomes_of_the_pause() {
     let place = Place::new();
     let engine = in_the_middle(&place, TagState::Pausing, Stage::Save);
     let text = interrupted(&place, &engine, &["pause"]);
-    assert!(
-        text.contains(&format!("engine (pid {}): the pause is being taken back (save 256.00 MiB of 1.00 GiB)", engine.pid())),
-        "{text}"
-    );
+    assert!(text.contains(&format!("engine (pid {}): the pause is being undone (save 256.00 MiB of 1.00 GiB)", engine.pid())), "{text}");
     assert_eq!(text.lines().count(), 1, "{text}");
     drop(engine);
 
@@ -939,11 +936,11 @@ sys.stdout.buffer.write(said)";
     let said = String::from_utf8(ran.stdout).unwrap();
     let (before, message) = said.rsplit_once("\r\u{1b}[2K").unwrap_or_else(|| panic!("nothing was wiped: {said:?}"));
     assert!(before.contains("wait") && message.starts_with("interrupted: engine"), "{said:?}");
-    assert!(message.contains("the pause is being taken back") && message.ends_with('\n') && message.lines().count() == 1, "{said:?}");
+    assert!(message.contains("the pause is being undone") && message.ends_with('\n') && message.lines().count() == 1, "{said:?}");
 }
 
 #[test]
-fn a_long_pause_is_waited_for() {
+fn the_command_waits_for_a_long_pause() {
     let place = Place::new();
     let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
         if is_transition(request) {
@@ -967,7 +964,7 @@ fn a_process_that_ends_in_the_middle_is_an_error() {
 
 /// A child of the program may hold the socket open after the program's death, so no end of file is seen.
 #[test]
-fn a_process_that_dies_with_its_socket_held_open_is_given_up() {
+fn a_dead_process_whose_socket_stays_open_is_given_up() {
     let place = Place::new();
     // Answers only a status, and has a child that keeps its descriptors open.
     let program = r#"
@@ -1032,7 +1029,7 @@ fn stale_sockets_are_removed() {
 }
 
 #[test]
-fn what_is_no_socket_is_left_alone() {
+fn files_that_are_not_sockets_are_left_alone() {
     let place = Place::new();
     for name in ["notes.txt", "x.sock", "-1.sock"] {
         fs::write(place.sockets.join(name), "mine").unwrap();
@@ -1061,7 +1058,7 @@ fn an_unsafe_directory_is_refused() {
 }
 
 #[test]
-fn the_runtime_directory_is_where_sockets_are_unless_told() {
+fn sockets_are_in_the_runtime_directory_by_default() {
     let place = Place::new();
     let base = place.folder.path();
     fs::rename(&place.sockets, base.join("vramctl")).unwrap();
@@ -1079,7 +1076,7 @@ fn the_runtime_directory_is_where_sockets_are_unless_told() {
 // ---- output ----
 
 #[test]
-fn a_reader_that_goes_away_is_no_accident() {
+fn a_closed_output_pipe_is_no_error() {
     let place = Place::new();
     let _engine = Fake::new(&place, "engine", &["weights"]);
     for arguments in [&["ps"][..], &["status", "--json"], &["completions", "bash"], &["pause"]] {
@@ -1092,7 +1089,7 @@ fn a_reader_that_goes_away_is_no_accident() {
 }
 
 #[test]
-fn help_and_completions_are_there() {
+fn help_and_completions_exist() {
     let place = Place::new();
     place.vramctl("--help").expect(0, "Exit codes:", "");
     for command in ["run", "ps", "status", "pause", "resume", "set-tag", "doctor", "python-path", "completions"] {
@@ -1133,7 +1130,7 @@ fn shells_complete_tags_processes_and_gpus() {
 // ---- doctor ----
 
 #[test]
-fn the_doctor_says_what_would_fail() {
+fn the_doctor_reports_what_would_fail() {
     let place = Place::new();
     let doctor = |change: &dyn Fn(&mut Command)| {
         let mut command = place.command(command_line(), &["doctor"]);
@@ -1245,7 +1242,7 @@ fn run_sets_the_environment() {
 }
 
 #[test]
-fn the_command_takes_the_place_of_run() {
+fn run_is_replaced_by_the_command() {
     let place = Place::new();
     run(&place, &["--", "sh", "-c", "echo out; echo err >&2; exit 7"], &[]).expect(7, "out\n", "err\n");
     run(&place, &["sh", "-c", "exit $#", "sh", "--name", "x"], &[]).expect(2, "", "");
@@ -1331,7 +1328,7 @@ fn python_programs_find_the_package() {
 
 /// As pip installs a wheel: into a Python prefix, or into a separate directory.
 #[test]
-fn what_pip_has_installed_is_found() {
+fn a_pip_installation_is_found() {
     let place = Place::new();
     for site in ["venv/lib/python3.12/site-packages", "target"] {
         let site = place.folder.path().join(site);
@@ -1438,7 +1435,7 @@ fn a_script_works_through_a_link() {
 
 /// Containers with separate PID namespaces may share the directory, so a PID does not identify the listener.
 #[test]
-fn scripts_tell_a_process_by_whether_it_listens() {
+fn scripts_find_processes_by_their_listening_socket() {
     let place = Place::new();
     let stale = std::process::id();
     drop(UnixListener::bind(place.socket(stale)).unwrap());
@@ -1566,7 +1563,7 @@ impl Http {
 
 /// Discarding contents without telling the engine would silently produce wrong answers later.
 #[test]
-fn an_engine_s_cache_is_not_discarded_behind_its_back() {
+fn an_engines_kv_cache_is_not_discarded_without_asking() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache", "weights"]).with_engine("vllm");
     for line in ["pause --discard", "pause kv_cache --discard", "pause kv_cache --backup discard"] {
@@ -1589,7 +1586,7 @@ fn an_engine_s_cache_is_not_discarded_behind_its_back() {
 
 /// A new `vramctl` must still be able to pause a program started with the previous version.
 #[test]
-fn a_process_that_cannot_plan_is_paused_all_the_same() {
+fn a_process_without_plan_support_is_paused_anyway() {
     let place = Place::new();
     let _engine = Fake::reacting(&place, "engine", &["weights"], |request| {
         let unknown = Error::Invalid("not a request: unknown variant `plan`".into());
@@ -1599,7 +1596,7 @@ fn a_process_that_cannot_plan_is_paused_all_the_same() {
 }
 
 #[test]
-fn an_engine_forgets_its_prefix_cache_before_it_is_discarded() {
+fn the_prefix_cache_is_reset_before_the_kv_cache_is_discarded() {
     let engines: [(Http, &[&str]); 2] = [
         (Http::vllm(&[0], (200, r#"{"success":true}"#)), &["GET /metrics", "GET /metrics", "POST /reset_prefix_cache"]),
         (
@@ -1625,7 +1622,7 @@ fn an_engine_forgets_its_prefix_cache_before_it_is_discarded() {
 }
 
 #[test]
-fn an_engine_with_requests_is_left_alone() {
+fn an_engine_with_requests_is_not_paused() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let busy = Http::vllm(&[3], (200, "{}"));
@@ -1653,7 +1650,7 @@ fn an_engine_with_requests_is_held() {
     assert!(matches!(engine.asked()[..], [Request::Pause(Transition { hold_ms: Some(10_000), .. })]));
 }
 
-/// What is asked for comes last, so that an alias can ask for the opposite.
+/// The last option wins, so that users can override an alias.
 #[test]
 fn a_program_is_held_unless_told_otherwise() {
     let place = Place::new();
@@ -1673,7 +1670,7 @@ fn a_program_is_held_unless_told_otherwise() {
 }
 
 #[test]
-fn a_guard_is_asked_for() {
+fn pause_requests_a_guard_only_if_told() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["cache"]);
     for (line, wanted) in [("pause --no-hold --guard", true), ("pause", false)] {
@@ -1684,9 +1681,9 @@ fn a_guard_is_asked_for() {
     }
 }
 
-/// If the engine does not do as it is told, nothing is paused, and the message says what to do.
+/// If the engine cannot reset its cache, nothing is paused, and the message says what to do.
 #[test]
-fn an_engine_that_does_not_forget_keeps_its_memory() {
+fn an_engine_that_cannot_reset_its_prefix_cache_keeps_its_memory() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let pause = |http: &Http| place.vramctl(&format!("pause --discard --engine {}", http.address));
@@ -1701,7 +1698,7 @@ fn an_engine_that_does_not_forget_keeps_its_memory() {
 }
 
 #[test]
-fn an_engine_s_key_comes_from_the_environment() {
+fn an_engines_api_key_comes_from_the_environment() {
     let place = Place::new();
     let _engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("sglang");
     let http = Http::new(|request| match request.to_lowercase().as_str() {
@@ -1748,7 +1745,7 @@ fn the_documented_client_runs() {
 
 /// Every example line in the page parses, and contains no unknown field.
 #[test]
-fn the_documented_messages_are_the_code_s() {
+fn the_documented_messages_match_the_code() {
     let page = protocol_page();
     let mut seen = 0;
     for line in blocks(&page, "json").iter().flat_map(|block| block.lines()).filter(|line| !line.is_empty()) {
@@ -1767,7 +1764,7 @@ fn the_documented_messages_are_the_code_s() {
 
 /// An engine that reports requests and then nonsense is not idle.
 #[test]
-fn an_engine_that_no_longer_answers_well_is_not_taken_for_idle() {
+fn an_engine_that_starts_to_answer_with_errors_is_not_idle() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["kv_cache"]).with_engine("vllm");
     let looks = AtomicUsize::new(0);
@@ -1783,7 +1780,7 @@ fn an_engine_that_no_longer_answers_well_is_not_taken_for_idle() {
 
 /// Each engine has its own prefix cache; one that is not reset would return wrong answers.
 #[test]
-fn one_address_does_not_stand_for_two_engines() {
+fn one_engine_url_does_not_cover_two_engines() {
     let place = Place::new();
     let engines = ["a", "b"].map(|name| Fake::new(&place, name, &["kv_cache"]).with_engine("vllm"));
     let http = Http::vllm(&[0], (200, r#"{"success":true}"#));

@@ -1,5 +1,5 @@
-//! `--nccl`: NCCL gives its memory back with the tags and takes it again with them, in all processes of a job or in none; and what
-//! becomes of the job where NCCL or a process fails. `tests/apps/nccl/communicators.c` stands in for NCCL.
+//! `--nccl`: NCCL gives its memory back with the tags and takes it back with them, in all processes of a job or in none. Also: the state of
+//! the job when NCCL or a process fails. `tests/apps/nccl/communicators.c` stands in for NCCL.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 
-/// What the stand-in gives back of a communicator, and what it keeps.
+/// How much of a communicator the stand-in gives back, and how much it keeps.
 const GIVEN: u64 = 10 << 20;
 const KEPT: u64 = 2 << 20;
 
@@ -69,7 +69,7 @@ fn job(machine: &Machine, ranks: u32) -> Vec<Rank> {
     start(machine, "train", &(0..ranks).collect::<Vec<_>>(), ranks, &[])
 }
 
-/// Says the same to all, and returns what they answer.
+/// Sends the same line to all, and returns their answers.
 fn all_say(ranks: &mut [Rank], line: &str) -> Vec<String> {
     thread::scope(|scope| {
         let asked: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || rank.ask(line))).collect();
@@ -95,7 +95,7 @@ fn states(machine: &Machine, rank: &Rank) -> Vec<String> {
     told["communicators"].as_array().into_iter().flatten().map(|one| one["state"].as_str().unwrap().to_owned()).collect()
 }
 
-/// Bytes that a process has beside its tags, of NCCL.
+/// Bytes of NCCL that a process has in addition to its tags.
 fn of_nccl(machine: &Machine, rank: &Rank) -> u64 {
     let told = status(machine, rank);
     let left = told["left_alone"].as_array().into_iter().flatten();
@@ -135,7 +135,7 @@ fn the_log_says_how_much_was_free_when_nccl_failed() {
 }
 
 #[test]
-fn nccl_gives_its_memory_back_and_takes_it_again() {
+fn nccl_gives_its_memory_back_and_takes_it_back() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     assert_sums(&mut ranks);
@@ -158,7 +158,7 @@ fn nccl_gives_its_memory_back_and_takes_it_again() {
         assert_eq!((&told["state"], &told["bytes"], &told["ranks"]), (&json!("active"), &json!(GIVEN), &json!(2)), "{resumed}");
         assert_sums(&mut ranks);
     }
-    // Only when it is asked for.
+    // Only with `--nccl`.
     machine.vramctl("pause").expect(0, "paused", "");
     assert_eq!(of_nccl(&machine, &ranks[0]), GIVEN + KEPT);
     machine.vramctl("resume").expect(0, "resumed", "");
@@ -182,7 +182,7 @@ fn a_collective_of_a_held_program_waits() {
     assert!(said.iter().all(|said| said.trim() == "sum 3, answer 0"), "{said:?}");
 }
 
-/// Whichever function made it.
+/// Whichever function created it.
 #[test]
 fn communicators_are_known_however_they_are_made() {
     let machine = Machine::new();
@@ -206,7 +206,7 @@ fn communicators_are_known_however_they_are_made() {
 }
 
 #[test]
-fn what_nccl_cannot_suspend_everywhere_is_left_as_it_is() {
+fn communicators_that_cannot_be_suspended_at_all_ranks_are_left_alone() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     all_say(&mut ranks, "late");
@@ -218,7 +218,7 @@ fn what_nccl_cannot_suspend_everywhere_is_left_as_it_is() {
     assert_sums(&mut ranks);
 }
 
-/// NCCL would wait for a rank that nobody tells.
+/// NCCL would wait for a rank that is not asked to suspend.
 #[test]
 fn a_rank_of_another_job_is_not_waited_for() {
     let machine = Machine::new();
@@ -238,7 +238,7 @@ fn a_rank_of_another_job_is_not_waited_for() {
 }
 
 #[test]
-fn an_old_nccl_is_said_to_be_one() {
+fn an_old_nccl_is_reported() {
     let machine = Machine::new();
     let mut ranks = start(&machine, "train", &[0, 1], 2, &[&old()]);
     let paused = machine.vramctl("pause --nccl").expect(0, "paused", "NCCL 2.27.3 cannot give memory back; 2.29.7 and later can");
@@ -249,10 +249,10 @@ fn an_old_nccl_is_said_to_be_one() {
 
 /// Each is asked for its own communicators.
 #[test]
-fn of_two_nccls_in_a_process() {
+fn two_nccls_in_a_process_are_kept_apart() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
-    // As torch's and another package's: files of one name.
+    // Like torch's and another package's: files with the same name.
     let other = built().join("other/libnccl.so.2");
     fs::create_dir_all(other.parent().unwrap()).unwrap();
     fs::copy(built().join("libnccl.so.2"), &other).unwrap();
@@ -267,7 +267,7 @@ fn of_two_nccls_in_a_process() {
 }
 
 #[test]
-fn what_the_program_has_suspended_is_its_own() {
+fn communicators_suspended_by_the_program_are_left_alone() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     assert!(all_say(&mut ranks, "suspend").iter().all(|said| said.trim() == "suspend 0"));
@@ -288,9 +288,9 @@ fn a_forked_child_has_no_communicators() {
     assert_sums(&mut ranks);
 }
 
-/// Nothing has been done, so the program can go on.
+/// Nothing has been done, so the program continues.
 #[test]
-fn what_nccl_refuses_can_be_used_as_before() {
+fn a_communicator_that_nccl_refuses_to_suspend_stays_usable() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     set_failure(&machine, "suspend -1 5");
@@ -303,7 +303,7 @@ fn what_nccl_refuses_can_be_used_as_before() {
 
 /// The others have given their memory back, so there is no way back.
 #[test]
-fn what_fails_in_the_middle_stays_held_and_is_told() {
+fn a_failure_in_the_middle_is_reported_and_the_program_stays_held() {
     let machine = Machine::new();
     let ranks = job(&machine, 2);
     set_failure(&machine, "half 1 1");
@@ -314,14 +314,14 @@ fn what_fails_in_the_middle_stays_held_and_is_told() {
     assert_eq!((states(&machine, &ranks[0]), states(&machine, &ranks[1])), (vec!["suspended".into()], vec!["broken".into()]));
     machine.vramctl("status").expect(0, "is broken: end the job and start it again. The last attempt failed: unhandled cuda error", "");
     assert_eq!(status(&machine, &ranks[1])["held"], true);
-    // Its tags come back all the same. The other one waits for it, and stays held.
+    // Its tags are resumed anyway. The other one waits for it, and stays held.
     machine.vramctl("resume").expect(5, "resumed", "stays held");
     assert!(ranks.iter().all(|rank| status(&machine, rank)["held"] == true));
 }
 
-/// NCCL goes on with what is missing.
+/// NCCL continues with what is missing.
 #[test]
-fn a_resume_that_nccl_fails_is_tried_again() {
+fn a_resume_is_retried_after_a_failure_of_nccl() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     machine.vramctl("pause --nccl").expect(0, "", "");
@@ -349,7 +349,7 @@ fn a_resume_that_nccl_fails_at_the_very_end_breaks_the_communicator() {
     assert_eq!((states(&machine, &ranks[0]), status(&machine, &ranks[0])["held"].clone()), (vec!["broken".into()], json!(true)));
 }
 
-/// NCCL cannot be let down in the middle, so there must be room for it before anything begins.
+/// NCCL must not run out of memory in the middle, so there must be room for it before anything begins.
 #[test]
 fn a_resume_needs_room_for_nccl_too() {
     let machine = Machine { memory: "64M", ..Machine::new() };
@@ -371,7 +371,7 @@ fn a_resume_needs_room_for_nccl_too() {
     assert_sums(&mut ranks);
 }
 
-/// Rank by rank: the first one goes on when the last one has come.
+/// Rank by rank: the first one continues when the last one is resumed.
 #[test]
 fn a_rank_that_is_resumed_first_waits_for_the_others() {
     let machine = Machine::new();
@@ -387,7 +387,7 @@ fn a_rank_that_is_resumed_first_waits_for_the_others() {
 }
 
 #[test]
-fn a_rank_that_dies_between_pause_and_resume_is_told() {
+fn a_rank_that_dies_between_pause_and_resume_is_reported() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     machine.vramctl("pause --nccl").expect(0, "", "");
@@ -401,9 +401,9 @@ fn a_rank_that_dies_between_pause_and_resume_is_told() {
     drop(ranks.remove(0));
 }
 
-/// The command is gone; what is committed goes on without it, in all ranks.
+/// The command is gone; a committed transition continues without it, in all ranks.
 #[test]
-fn a_command_that_is_killed_leaves_what_a_status_tells_and_a_resume_brings_back() {
+fn after_a_killed_command_status_shows_the_state_and_resume_undoes_it() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     for after_ms in [0, 5, 10, 20, 30, 40, 60, 80, 120] {
@@ -422,9 +422,9 @@ fn a_command_that_is_killed_leaves_what_a_status_tells_and_a_resume_brings_back(
     }
 }
 
-/// What the driver could not restore is paused by tag, and NCCL gives back what it can.
+/// A program that the driver could not restore is paused by tag, and NCCL gives back what it can.
 #[test]
-fn a_suspend_that_nccl_is_in_the_way_of_takes_its_memory() {
+fn a_suspend_that_nccl_prevents_still_takes_its_memory() {
     let machine = Machine::new();
     let mut ranks = job(&machine, 2);
     machine.vramctl("suspend --nccl --dry-run").expect(7, "NCCL would give back 10.00 MiB", "communicators of libnccl.so.2: 1 of 2 ranks");
@@ -435,7 +435,7 @@ fn a_suspend_that_nccl_is_in_the_way_of_takes_its_memory() {
 }
 
 #[test]
-fn a_communicator_that_ends_while_it_is_suspended_holds_nobody() {
+fn a_communicator_destroyed_while_suspended_does_not_hold_the_program() {
     let machine = Machine::new();
     let mut ranks = start(&machine, "train", &[0], 1, &[]);
     machine.vramctl("pause --nccl").expect(0, "gave back 10.00 MiB", "");
@@ -446,7 +446,7 @@ fn a_communicator_that_ends_while_it_is_suspended_holds_nobody() {
 }
 
 #[test]
-fn nccl_is_not_asked_while_the_program_runs_on() {
+fn nccl_is_only_called_while_the_program_is_held() {
     let machine = Machine::new();
     let ranks = start(&machine, "train", &[0], 1, &[]);
     machine.vramctl("pause --nccl --no-hold").expect(2, "", "cannot be used with");

@@ -54,7 +54,7 @@ fn who_copies(gpu: &Gpu, copy_by: Option<CopyBy>, sizes: &[usize]) -> [u64; 2] {
 }
 
 #[test]
-fn the_contents_are_the_same_whoever_copies() {
+fn the_contents_are_the_same_with_either_copier() {
     let gpu = Gpu::take();
     let sizes = [3 * MIB, MIB, LARGE + MIB];
     assert_eq!(who_copies(&gpu, Some(CopyBy::Engines), &sizes), [0, 3]);
@@ -63,7 +63,7 @@ fn the_contents_are_the_same_whoever_copies() {
 
 /// Both are tried if their times are meaningful; small copies are left to the engines.
 #[test]
-fn where_all_is_paused_both_are_tried() {
+fn with_everything_paused_both_copiers_are_tried() {
     let gpu = Gpu::take();
     let [launches, copies] = who_copies(&gpu, None, &[LARGE; 4]);
     assert!(launches > 0 && copies > 0, "{launches} by the kernel, {copies} by the engines");
@@ -74,7 +74,7 @@ fn where_all_is_paused_both_are_tried() {
 /// A program with more than a little active memory may run kernels on all multiprocessors, which the copy engines do not need.
 /// Memory paused on another device does not count.
 #[test]
-fn beside_active_memory_only_the_engines_copy() {
+fn with_active_memory_only_the_engines_copy() {
     let gpu = Gpu::take();
     let program = Program::start(&[LARGE; 4]);
     let active = common::malloc_tagged("active", Some(Backup::Discard), LARGE).unwrap();
@@ -142,7 +142,7 @@ fn without_the_kernel_the_engines_copy() {
 /// nothing is leaked.
 /// nothing of the attempt is left.
 #[test]
-fn a_reset_takes_the_kernel_along() {
+fn a_reset_drops_the_kernel() {
     let gpu = Gpu::take();
     let mut allocated = 1;
     for call in [None, Some("cuModuleLoadData"), Some("cuModuleGetFunction"), Some("cuMemAlloc_v2"), Some("cuLaunchKernel")] {

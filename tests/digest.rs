@@ -64,7 +64,7 @@ fn the_kernel_agrees_with_the_reference() {
 }
 
 #[test]
-fn what_is_no_whole_piece_is_refused() {
+fn partial_pieces_are_refused() {
     let _gpu = Gpu::take();
     let current = current();
     let mut hasher = Hasher::new(&current).unwrap();
@@ -126,7 +126,7 @@ fn every_call_may_fail() {
 
 /// An illegal address in the kernel breaks the context for good, but does not hang the hasher.
 #[test]
-fn memory_that_is_not_there_is_an_error() {
+fn unmapped_memory_is_an_error() {
     let _gpu = Gpu::take();
     // In a context of its own, because it will be lost.
     let create: unsafe extern "C" fn(*mut *mut c_void, u32, i32) -> u32 = unsafe { transmute(symbol(c"cuCtxCreate_v2")) };

@@ -27,7 +27,7 @@ fn anchors(page: &Path) -> Vec<String> {
 }
 
 #[test]
-fn links_lead_somewhere() {
+fn links_resolve() {
     let mut links = 0;
     for page in pages() {
         let text = fs::read_to_string(&page).unwrap();

@@ -1,4 +1,4 @@
-//! What a process records of its memory, and who is told.
+//! The events that a process records, and how clients read them.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -22,7 +22,7 @@ fn gpu() -> Gpu {
     Gpu::take()
 }
 
-/// What a piece of work records, and whose it is by owner.
+/// The events recorded during `work`, and the owners.
 fn recorded(work: impl FnOnce()) -> (Vec<Happening>, BTreeMap<u16, MemoryOwner>) {
     let before = events::since(u64::MAX, None).next;
     work();
@@ -36,7 +36,7 @@ fn recorded(work: impl FnOnce()) -> (Vec<Happening>, BTreeMap<u16, MemoryOwner>)
     (after.events.into_iter().map(|TraceEvent { what, .. }| what).collect(), owners)
 }
 
-/// The changes among them: what, of how much, and what there is afterwards.
+/// The changes among them: kind, bytes, and the total afterwards.
 fn changes(all: &[Happening]) -> Vec<(Change, u64, u64)> {
     let change = |what: &Happening| {
         let (change, OwnersBytes { bytes, in_use, .. }) = match what {
@@ -53,7 +53,7 @@ fn changes(all: &[Happening]) -> Vec<(Change, u64, u64)> {
 }
 
 #[test]
-fn memory_is_followed_from_allocation_to_free() {
+fn events_follow_memory_from_allocation_to_free() {
     let _gpu = gpu();
     let mut addresses = Vec::new();
     let (all, owners) = recorded(|| addresses = (1..=2).map(|pages| malloc_tagged("followed", None, pages * 2 * MIB).unwrap()).collect());
@@ -86,7 +86,7 @@ fn memory_is_followed_from_allocation_to_free() {
 }
 
 #[test]
-fn what_is_left_to_cuda_belongs_to_the_library() {
+fn memory_left_to_cuda_is_attributed_to_the_calling_library() {
     let _gpu = gpu();
     let this = env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().to_owned();
     let mut address = 0;
@@ -102,7 +102,7 @@ fn what_is_left_to_cuda_belongs_to_the_library() {
 }
 
 #[test]
-fn what_fails_is_recorded_with_what_was_asked_for() {
+fn a_failed_request_is_recorded_with_its_size() {
     let gpu = gpu();
     let failures = |all: &[Happening], owners: &BTreeMap<u16, MemoryOwner>| -> Vec<_> {
         let failure = |what: &Happening| match what {
@@ -117,7 +117,7 @@ fn what_fails_is_recorded_with_what_was_asked_for() {
     assert_eq!(failures(&all, &owners), [(None, 1 << 40, 2)]);
     assert_eq!(changes(&all), []);
 
-    // A pause that fails gives nothing back.
+    // A failed pause releases nothing.
     let address = malloc_tagged("failing", None, 2 * MIB).unwrap();
     gpu.fail("cuMemcpyDtoHAsync_v2", 1, 999, 1);
     let (all, _) = recorded(|| assert!(pause(&["failing"]).is_err()));
@@ -159,7 +159,7 @@ fn bytes_by_tag(owners: &Value) -> BTreeMap<String, u64> {
 }
 
 #[test]
-fn a_client_asks_page_by_page_and_from_anywhere() {
+fn a_client_reads_page_by_page_from_any_number() {
     let machine = Machine::new();
     let rank: Rank = machine.start_with("engine", traced);
     let mut wire = machine.connect(&rank);
@@ -182,7 +182,7 @@ fn a_client_asks_page_by_page_and_from_anywhere() {
     }
     assert_eq!(pages, *events);
 
-    // What each owner has in the end is what the status says.
+    // Each owner's final total matches the status.
     let status = wire.ask(&json!({"request": "status"}));
     let tags =
         status["tags"].as_array().unwrap().iter().map(|tag| (tag["tag"].as_str().unwrap().to_owned(), tag["bytes"].as_u64().unwrap()));

@@ -1,4 +1,4 @@
-//! Paused memory with a guard: work that should have kept away finds memory there, keeps its context, and is told of.
+//! Paused memory with a guard: stray work finds memory there, keeps its context, and is reported.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -11,7 +11,7 @@ use vramctl_core::memory::{Memory, region};
 use vramctl_intercept::entries;
 use vramctl_model::{Backup, Error, Observer, Report, TransitionRequest};
 
-/// What a guard takes of a device in debug builds: pieces of 8, 4 and 2 MiB.
+/// Device memory that a guard uses in debug builds: pieces of 8, 4 and 2 MiB.
 const BLOCK: u64 = 14 * MIB as u64;
 
 fn pause(tags: &[&str]) -> Result<Report, Error> {
@@ -79,7 +79,7 @@ fn tags_share_a_block_until_the_last_is_resumed_or_freed() {
     let report = resume(&["one", "bare"]).unwrap();
     assert_eq!((report.guard_written_bytes, report.guard_bytes), (64, BLOCK));
     assert!(read(one, first.len()).unwrap() == first && read(bare, third.len()).unwrap() == third);
-    // It is as new: what has been told is not told again.
+    // The guard is restored: reported writes are not reported again.
     pause(&["one"]).unwrap();
     assert_eq!(resume(&["one"]).unwrap().guard_written_bytes, 0);
     assert_eq!(guard_bytes(), BLOCK);
@@ -101,9 +101,9 @@ fn without_memory_for_it_a_pause_succeeds_and_says_so() {
     assert_eq!(free(address), 0);
 }
 
-/// The guard may take what is missing. And what cannot be resumed stays guarded.
+/// The guard itself may occupy the missing memory. Memory that cannot be resumed stays guarded.
 #[test]
-fn a_resume_gets_the_memory_of_the_guard_and_gives_it_back_if_it_fails() {
+fn a_resume_uses_the_guards_memory_and_a_failed_one_restores_the_guard() {
     struct Unwilling;
     impl Observer for Unwilling {
         fn consent(&mut self) -> Result<(), Error> {
@@ -120,7 +120,7 @@ fn a_resume_gets_the_memory_of_the_guard_and_gives_it_back_if_it_fails() {
     gpu.occupy(0, others);
     assert!(Memory::get().resume(&request(&[]), &mut Unwilling).is_err());
     assert_eq!((write(address, &[7; 8]), guard_bytes()), (0, BLOCK));
-    // Also what a try before it has found.
+    // Including writes that an earlier attempt has found.
     assert_eq!(resume(&[]).unwrap().guard_written_bytes, 16);
     assert!(read(address, contents.len()).unwrap() == contents);
     assert_eq!(free(address), 0);
@@ -145,7 +145,7 @@ fn waits_for_work_on(address: u64, action: impl FnOnce()) -> Stream {
     stream
 }
 
-/// It would run into addresses without memory, or write to what is being restored.
+/// Otherwise the work would hit unmapped addresses, or write to memory that is being restored.
 #[test]
 fn a_resume_waits_for_work_that_may_use_the_guard() {
     let _gpu = Gpu::take();
@@ -181,7 +181,7 @@ fn a_suspended_process_has_no_guard() {
 
 /// A handle of the program's with two mappings, one of them unmapped, and another mapped, while it is paused.
 #[test]
-fn a_programs_own_mappings_are_guarded_and_may_change() {
+fn a_programs_own_mappings_are_guarded_and_can_change() {
     const BYTES: usize = 6 * MIB;
     let gpu = Gpu::take();
     let before = gpu.footprint();

@@ -1,4 +1,4 @@
-//! Pauses of programs that are not idle: their calls wait at the gate, and the program notices nothing but time.
+//! Pauses of programs that are not idle: their calls wait at the gate, and the program notices only a delay.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -21,7 +21,7 @@ const BYTES: usize = 64 << 10;
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(100);
 
-/// What a program does all the time: writes, copies on the device, reads.
+/// A busy program's work: writes, copies on the device, reads.
 fn write_copy_read(from: u64, to: u64, bytes: &[u8], stream: &Stream) {
     let mut seen = vec![0_u8; bytes.len()];
     let (from, to) = (from as usize, to as usize);
@@ -35,8 +35,8 @@ fn write_copy_read(from: u64, to: u64, bytes: &[u8], stream: &Stream) {
     assert!(seen == bytes, "the program saw something else than it wrote");
 }
 
-/// Threads use memory without a pause of their own while it is taken away and given back at random moments. Nobody runs on memory
-/// that is gone: that would be an error of a copy, or a lost context.
+/// Threads keep using memory while it is paused and resumed at random moments. No work runs on memory that is gone: that would show as an
+/// error of a copy, or a lost context.
 #[test]
 fn a_busy_program_is_paused_at_random_moments() {
     let gpu = Gpu::take();
@@ -79,9 +79,9 @@ fn a_busy_program_is_paused_at_random_moments() {
     drop(gpu);
 }
 
-/// Threads wait until everything that was held is back, not only a part.
+/// Threads wait until everything is back, not only a part.
 #[test]
-fn the_program_goes_on_when_all_of_it_is_back() {
+fn the_program_continues_when_everything_is_resumed() {
     let _gpu = Gpu::take();
     let (one, two) = (malloc_tagged("one", None, 2 * MIB).unwrap(), malloc_tagged("two", None, 2 * MIB).unwrap());
     let bytes = pattern(3, MIB);
@@ -99,7 +99,7 @@ fn the_program_goes_on_when_all_of_it_is_back() {
         resume(&["one"]).unwrap();
         thread::sleep(Duration::from_millis(20));
         assert!(!copy.is_finished() && gate::is_held(), "`two` is still paused");
-        // A second pause of the same, and one that fails, leave the program held.
+        // A second pause of the same memory, and a failed one, leave the program held.
         pause_held(&["two"], LONG).unwrap();
         assert!(pause_held(&["nothing"], LONG).is_err() && gate::is_held());
         assert_eq!(common::free(two), 0);
@@ -110,9 +110,9 @@ fn the_program_goes_on_when_all_of_it_is_back() {
     assert_eq!(common::free(one), 0);
 }
 
-/// An allocation in stream order is work of its stream. A free is none: it may be what gives memory back.
+/// A stream-ordered allocation is work of its stream and waits. A free does not: it may be what releases memory.
 #[test]
-fn what_allocates_in_stream_order_waits() {
+fn stream_ordered_allocations_wait_while_held() {
     let _gpu = Gpu::take();
     let (address, stream) = (malloc_tagged("one", None, 2 * MIB).unwrap(), Stream::create());
     pause_held(&[], LONG).unwrap();
@@ -132,9 +132,9 @@ fn what_allocates_in_stream_order_waits() {
     });
 }
 
-/// Work that does not end: the program runs on, nothing has changed, and the message says what is in the way.
+/// Work that does not end: the program continues, nothing has changed, and the message says what is in the way.
 #[test]
-fn work_that_does_not_end_is_left_alone() {
+fn work_that_does_not_end_is_not_paused() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
     let (stream, blocked) = (Stream::create(), Gate::new());
@@ -155,7 +155,7 @@ fn work_that_does_not_end_is_left_alone() {
     assert_eq!(common::free(address), 0);
 }
 
-/// A thread inside the driver that does not come out, because it waits for something that another thread does at the gate.
+/// A thread does not return from the driver, because it waits for another thread that is held at the gate.
 #[test]
 fn a_call_that_does_not_end_is_named() {
     let _gpu = Gpu::take();
@@ -191,7 +191,7 @@ fn beside_a_call_that_does_not_end<R>(work: impl FnOnce() -> R) -> R {
 
 /// A resume, or a free, that comes while the gate is being closed must not open it: the pause would run beside the program's work.
 #[test]
-fn nobody_opens_the_gate_that_another_is_closing() {
+fn a_gate_that_is_being_closed_is_not_opened() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("busy", None, 2 * MIB).unwrap();
     let (stream, blocked) = (Stream::create(), Gate::new());
@@ -212,7 +212,7 @@ fn nobody_opens_the_gate_that_another_is_closing() {
     assert_eq!((stream.synchronize(), common::free(address)), (0, 0));
 }
 
-/// A failure in the middle of a pause lets the program go on.
+/// A failure in the middle of a pause lets the program continue.
 #[test]
 fn a_failed_pause_lets_the_program_go() {
     let gpu = Gpu::take();
@@ -226,7 +226,7 @@ fn a_failed_pause_lets_the_program_go() {
         assert!(!gate::is_held(), "{call}");
         assert_eq!(read(address, MIB).as_ref(), Ok(&bytes), "{call}");
     }
-    // A resume that fails keeps it.
+    // A failed resume keeps it held.
     pause_held(&["busy"], LONG).unwrap();
     gpu.fail("cuMemCreate", 1, 2, 1);
     assert!(resume(&["busy"]).is_err());
@@ -237,7 +237,7 @@ fn a_failed_pause_lets_the_program_go() {
     assert_eq!(common::free(address), 0);
 }
 
-/// Says no at the last point where everything can be undone, and looks at the machine there.
+/// Refuses consent at the last point where everything can be undone, and records the machine's state there.
 struct Refuses<'a>(&'a Gpu, Option<u64>);
 
 impl Observer for Refuses<'_> {
@@ -249,7 +249,7 @@ impl Observer for Refuses<'_> {
 
 /// Nothing is given up before the consent: without it, a pause and a resume leave everything as it was.
 #[test]
-fn without_consent_everything_is_taken_back() {
+fn without_consent_everything_is_undone() {
     let gpu = Gpu::take();
     let address = malloc_tagged("job", None, 2 * MIB).unwrap();
     let bytes = pattern(9, MIB);
@@ -257,7 +257,7 @@ fn without_consent_everything_is_taken_back() {
     let active = gpu.footprint();
     let mut refuses = Refuses(&gpu, None);
     let error = Memory::get().hold().unwrap().pause(&request(&["job"]), &mut refuses).unwrap_err();
-    assert_eq!((error.kind(), error.to_string().as_str()), (Kind::Aborted, "taken back: a test; nothing has changed"));
+    assert_eq!((error.kind(), error.to_string().as_str()), (Kind::Aborted, "undone: a test; nothing has changed"));
     assert_eq!(refuses.1, Some(active.used()[0]), "the memory is still there when consent is asked for");
     assert_eq!((state("job"), gate::is_held()), (Some(TagState::Active), false));
     assert_eq!((read(address, MIB).as_ref(), gpu.footprint().used()), (Ok(&bytes), active.used()));
@@ -272,9 +272,9 @@ fn without_consent_everything_is_taken_back() {
     assert_eq!(common::free(address), 0);
 }
 
-/// What a failed pause cannot map again stays paused. The program must not run on without it.
+/// Memory that a failed pause cannot map again stays paused. The program must not continue without it.
 #[test]
-fn what_cannot_be_mapped_again_keeps_the_program_held() {
+fn memory_that_cannot_be_mapped_again_keeps_the_program_held() {
     let gpu = Gpu::take();
     let address = malloc_tagged("job", None, 2 * MIB).unwrap();
     let bytes = pattern(10, MIB);
@@ -325,7 +325,7 @@ fn memory_that_is_freed_meanwhile_does_not_hide_what_is_missing() {
     assert_eq!(common::free(job), 0);
 }
 
-/// Two that hold a program do not wait for each other. The second may try again.
+/// Two clients that hold a program do not wait for each other. The second one may retry.
 #[test]
 fn a_program_is_held_by_one_at_a_time() {
     let _gpu = Gpu::take();
@@ -337,9 +337,9 @@ fn a_program_is_held_by_one_at_a_time() {
     drop(Memory::get().hold().unwrap());
 }
 
-/// However the last of what is paused goes, the program goes on: nobody could resume it any more.
+/// However the last paused memory is freed, the program continues: nobody could resume it any more.
 #[test]
-fn a_program_goes_on_when_the_last_of_what_is_paused_goes() {
+fn a_program_continues_when_its_last_paused_memory_is_freed() {
     type End = fn(u64) -> u32;
     let ends: [(&str, End); 3] = [
         ("cudaFree", common::free),
@@ -356,7 +356,7 @@ fn a_program_goes_on_when_the_last_of_what_is_paused_goes() {
     }
 }
 
-/// A client that has hung up.
+/// A client that has disconnected.
 struct Gone;
 
 impl Observer for Gone {
@@ -365,9 +365,9 @@ impl Observer for Gone {
     }
 }
 
-/// A call that does not end, and nobody who wants the pause any more: the program runs on at once, not when the time is over.
+/// A call does not end and the client is gone: the program continues at once, not at the timeout.
 #[test]
-fn nobody_waits_for_a_client_that_is_gone() {
+fn a_pause_ends_when_its_client_is_gone() {
     let _gpu = Gpu::take();
     let (paused, drained, took, held) = beside_a_call_that_does_not_end(|| {
         thread::sleep(Duration::from_millis(100));

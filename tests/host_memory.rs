@@ -63,12 +63,12 @@ fn allocation(bytes: usize) -> u64 {
 }
 
 #[test]
-fn it_is_kept_for_the_second_pause() {
+fn host_memory_is_kept_for_the_next_pause() {
     let gpu = Gpu::take();
     let address = allocation(40 * MIB);
     let pieces = (40 * MIB).div_ceil(HOST_PIECE);
     let _kept = Kept::for_long();
-    // Whatever else a pause registers is the same each time.
+    // Everything else that a pause registers is the same each time.
     let registered = || {
         gpu.reset_counts();
         pause(&[]).unwrap();
@@ -87,7 +87,7 @@ fn it_is_kept_for_the_second_pause() {
 }
 
 #[test]
-fn it_is_given_back_in_time_and_nothing_runs_after_that() {
+fn kept_host_memory_is_released_in_time_and_the_worker_ends() {
     let _gpu = Gpu::take();
     let address = allocation(40 * MIB);
     set_host_keep(Some(Duration::from_millis(30)), Some(u64::MAX));
@@ -102,7 +102,7 @@ fn it_is_given_back_in_time_and_nothing_runs_after_that() {
 }
 
 #[test]
-fn it_is_given_back_where_memory_is_short() {
+fn kept_host_memory_is_released_when_memory_is_short() {
     let _gpu = Gpu::take();
     let address = allocation(40 * MIB);
     let _kept = Kept::for_long();
@@ -116,7 +116,7 @@ fn it_is_given_back_where_memory_is_short() {
 
 /// Memory kept ready only saves time. It must not prevent a backup.
 #[test]
-fn it_makes_room_for_a_pause_under_the_cap() {
+fn kept_host_memory_makes_room_for_a_pause_under_the_cap() {
     let _gpu = Gpu::take();
     let _kept = Kept::for_long();
     let make = |tag: &str, bytes| malloc_tagged(tag, None, bytes).unwrap();
@@ -171,7 +171,7 @@ fn expect_directory() {
 }
 
 #[test]
-fn another_process_that_needs_it_gets_it() {
+fn kept_host_memory_goes_to_another_process_that_needs_it() {
     let _gpu = Gpu::take();
     let address = allocation(40 * MIB);
     expect_directory();
@@ -186,7 +186,7 @@ fn another_process_that_needs_it_gets_it() {
 }
 
 #[test]
-fn a_pause_gets_what_another_process_keeps() {
+fn a_pause_gets_host_memory_that_another_process_keeps() {
     let _gpu = Gpu::take();
     let address = allocation(40 * MIB);
     expect_directory();

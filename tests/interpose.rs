@@ -70,7 +70,7 @@ const RELEASERS: [(&str, Release); 4] = [
 ];
 
 #[test]
-fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
+fn every_allocating_function_is_managed_and_every_free_works() {
     let gpu = Gpu::take();
     let before = gpu.footprint();
     for (allocator, allocate) in ALLOCATORS {
@@ -100,7 +100,7 @@ fn whatever_allocates_is_managed_in_a_region_and_freed_by_whatever_frees() {
 /// A program that registers buffers with a network card must find managed memory equivalent to `cudaMalloc`'s, also after a
 /// resume.
 #[test]
-fn network_cards_reach_managed_memory_where_the_device_has_that() {
+fn network_cards_can_access_managed_memory_if_the_device_supports_it() {
     let gpu = Gpu::take();
     let address = malloc_tagged("weights", None, 4 * MIB).unwrap();
     let is_reached = || gpu.properties(address).map(|properties| properties.allocFlags.gpuDirectRDMACapable);
@@ -131,7 +131,7 @@ fn memory_that_migrates_is_left_to_the_runtime() {
 }
 
 #[test]
-fn small_requests_and_odd_arguments_are_the_runtimes_business() {
+fn small_requests_and_odd_arguments_are_left_to_the_runtime() {
     let _gpu = Gpu::take();
     region::begin(Some("t"), None).unwrap();
     let small = malloc(MIB - 1).unwrap();
@@ -176,7 +176,7 @@ fn rows_are_laid_out_as_the_runtime_does() {
 }
 
 #[test]
-fn out_of_memory_looks_like_the_runtimes() {
+fn out_of_memory_looks_like_the_runtimes_own_error() {
     let gpu = Gpu::take();
     let before = gpu.footprint();
     region::begin(Some("t"), None).unwrap();
@@ -292,7 +292,7 @@ fn a_graph_replays_after_a_pause_because_no_address_changes() {
 }
 
 #[test]
-fn what_is_so_already_is_no_error_and_unknown_tags_are() {
+fn repeating_a_transition_is_no_error_but_unknown_tags_are() {
     let _gpu = Gpu::take();
     let (a, b) = (malloc_tagged("a", None, 2 * MIB).unwrap(), malloc_tagged("b", None, 2 * MIB).unwrap());
     assert_eq!(resume(&[]).unwrap().unchanged, 2);
@@ -342,7 +342,7 @@ fn policies_discard_or_keep_by_request_region_and_environment() {
 }
 
 #[test]
-fn freed_while_paused_and_allocated_while_paused() {
+fn memory_can_be_freed_and_allocated_while_paused() {
     let gpu = Gpu::take();
     let before = gpu.footprint();
     let (stays, goes) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 2 * MIB).unwrap());
@@ -480,7 +480,7 @@ fn a_pause_waits_for_the_primary_context_that_has_allocated_nothing() {
 /// A context destroyed through the driver API takes its allocations with it, and a new context with the same handle is a
 /// different one.
 #[test]
-fn what_goes_with_its_context_goes_without_our_seeing_it() {
+fn memory_destroyed_with_an_unseen_reset_is_forgotten() {
     let gpu = Gpu::take();
     // The library's own objects in the primary context are destroyed for good.
     reset_unseen(0);
@@ -523,7 +523,7 @@ fn what_goes_with_its_context_goes_without_our_seeing_it() {
 
 /// A pause must not happen after the client that requested it has left, nor may abandoned pauses block others.
 #[test]
-fn a_pause_that_nobody_wants_any_more_is_given_up_while_it_waits() {
+fn a_waiting_pause_is_given_up_when_its_client_is_gone() {
     struct Leaves;
     impl Observer for Leaves {
         fn is_gone(&mut self) -> Option<bool> {
@@ -613,7 +613,7 @@ fn a_device_reset_drops_what_it_destroys_and_nothing_else() {
 }
 
 #[test]
-fn the_process_wide_tag_can_be_set_and_taken_away() {
+fn the_process_wide_tag_can_be_set_and_removed() {
     let _gpu = Gpu::take();
     let unmanaged = malloc(2 * MIB).unwrap();
     Memory::get().set_process_tag(Some("everything")).unwrap();
@@ -632,7 +632,7 @@ fn the_process_wide_tag_can_be_set_and_taken_away() {
 
 /// `cudaDeviceEnablePeerAccess` applies to managed memory too: allocated before or after, and after a resume.
 #[test]
-fn peers_reach_each_others_memory() {
+fn peers_can_access_each_others_memory() {
     let _gpu = Gpu::take();
     set_device(1);
     let there = malloc_tagged("t", None, 2 * MIB).unwrap();
@@ -707,7 +707,7 @@ fn a_free_waits_for_the_work_of_peers() {
 
 /// An allocation that finds no memory first gets what the driver refused to take back, and what destroyed contexts left.
 #[test]
-fn what_is_left_over_is_there_for_an_allocation() {
+fn leftover_memory_is_available_to_an_allocation() {
     let gpu = Gpu::take();
     let address = malloc_tagged("t", None, 200 * MIB).unwrap();
     gpu.fail("cuMemRelease", 1, 999, u64::MAX);
@@ -720,7 +720,7 @@ fn what_is_left_over_is_there_for_an_allocation() {
 
 /// The program must be able to allocate and free while a pause waits for its work, which may depend on it.
 #[test]
-fn a_waiting_pause_does_not_hold_the_program_up() {
+fn a_waiting_pause_does_not_block_the_program() {
     let gpu = Gpu::take();
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
     let stream = Stream::create();
@@ -820,7 +820,7 @@ fn a_free_takes_its_place_in_its_stream() {
 
 /// A pause, a reset and the end of a context all release freed memory, and a pause does not save it.
 #[test]
-fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
+fn freed_memory_is_not_paused_and_ends_with_its_context() {
     let gpu = Gpu::take();
     let used = gpu.used(0);
     let (stays, goes) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 4 * MIB).unwrap());
@@ -855,7 +855,7 @@ fn what_has_been_freed_is_not_paused_and_goes_with_its_context() {
 }
 
 #[test]
-fn what_is_freed_while_a_pause_waits_is_free_at_once() {
+fn memory_freed_while_a_pause_waits_is_free_at_once() {
     let gpu = Gpu::take();
     let (stays, goes) = (malloc_tagged("t", None, 2 * MIB).unwrap(), malloc_tagged("t", None, 200 * MIB).unwrap());
     let stream = Stream::create();
@@ -873,7 +873,7 @@ fn what_is_freed_while_a_pause_waits_is_free_at_once() {
 }
 
 #[test]
-fn where_there_is_nothing_to_do_nothing_is_waited_for() {
+fn with_nothing_to_do_nothing_waits() {
     let gpu = Gpu::take();
     let paused = malloc_tagged("paused", None, 2 * MIB).unwrap();
     pause(&["paused"]).unwrap();
@@ -890,7 +890,7 @@ fn where_there_is_nothing_to_do_nothing_is_waited_for() {
 }
 
 #[test]
-fn a_null_pointer_is_the_runtimes_to_refuse() {
+fn the_runtime_refuses_a_null_pointer() {
     let _gpu = Gpu::take();
     region::begin(Some("t"), None).unwrap();
     let mut pitch = 0;
@@ -923,7 +923,7 @@ fn a_pause_waits_for_the_work_of_peers() {
 }
 
 #[test]
-fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
+fn host_memory_is_released_after_a_resume_or_retained_as_configured() {
     let _gpu = Gpu::take();
     let host = || {
         vramctl_backup::settle();
@@ -954,7 +954,7 @@ fn host_memory_is_given_back_after_a_resume_or_retained_as_told() {
 /// The driver takes as long to unmap a small mapping as a large one, so neighbours are unmapped together: unchanged ones that
 /// were hashed together, and copied ones that share a piece of host memory.
 #[test]
-fn what_is_saved_of_neighbours_is_unmapped_together() {
+fn adjacent_saved_memory_is_unmapped_together() {
     const COUNT: usize = 60;
     let gpu = Gpu::take();
     let groups = (COUNT * 2 * MIB).div_ceil(HOST_PIECE);
@@ -1028,7 +1028,7 @@ fn retained_contents_make_room_for_a_pause_that_needs_it() {
 
 /// Retained backups are not dropped if that would not help.
 #[test]
-fn retained_contents_stay_where_giving_them_up_would_not_help() {
+fn retained_contents_stay_if_dropping_them_would_not_help() {
     const RETAINED: usize = 64 * MIB;
     let _gpu = Gpu::take();
     let host = || Memory::get().status().host.used_bytes;
@@ -1054,7 +1054,7 @@ fn retained_contents_stay_where_giving_them_up_would_not_help() {
 
 /// Dropping a copy frees nothing if its piece of host memory is shared with contents that stay.
 #[test]
-fn what_makes_no_room_stays_retained() {
+fn retained_contents_that_make_no_room_stay() {
     let _gpu = Gpu::take();
     let host = || Memory::get().status().host.used_bytes;
     let allocate = |(tag, bytes)| malloc_tagged(tag, None, bytes).unwrap();
@@ -1109,7 +1109,7 @@ fn a_retained_copy_of_other_parts_makes_room_for_its_own_tag() {
 
 /// Changed neighbours are copied together, each in full.
 #[test]
-fn all_that_has_changed_of_a_retained_copy_is_saved() {
+fn all_changes_to_retained_contents_are_saved() {
     const BYTES: usize = 16 * MIB;
     let _gpu = Gpu::take();
     let address = malloc_tagged(common::RETAINED_TAG, None, BYTES).unwrap();
@@ -1128,7 +1128,7 @@ fn all_that_has_changed_of_a_retained_copy_is_saved() {
 
 /// A save that fails halfway has replaced part of the copy, which no longer matches its digests.
 #[test]
-fn a_retained_copy_that_was_replaced_in_part_is_not_believed() {
+fn a_partly_replaced_retained_copy_is_not_trusted() {
     const BYTES: usize = HOST_PIECE + 8 * MIB;
     let gpu = Gpu::take();
     let address = malloc_tagged(common::RETAINED_TAG, None, BYTES).unwrap();
@@ -1171,7 +1171,7 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
     assert_eq!(free(address), 0);
 }
 
-/// The wait under the lock is short. A pause that does not get its turn in it starts again.
+/// The wait under the lock is short. A pause whose work does not finish in that time starts again.
 #[test]
 fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
     let gpu = Gpu::take();
@@ -1198,9 +1198,9 @@ fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
     assert_eq!((free(address), free(allocated)), (0, 0));
 }
 
-/// What is kept of neighbours lies side by side in host memory: a part in the wrong place would overwrite another's.
+/// The kept parts of adjacent allocations are contiguous in host memory: a misplaced part would overwrite another's.
 #[test]
-fn parts_of_several_allocations_are_kept_beside_each_other() {
+fn kept_parts_of_several_allocations_do_not_mix() {
     let _gpu = Gpu::take();
     let all: Vec<_> = (1..4).map(|seed| (malloc_tagged("t", Some(Backup::Host), 8 * MIB).unwrap(), pattern(seed, 8 * MIB))).collect();
     for (address, contents) in &all {
@@ -1224,7 +1224,7 @@ fn parts_of_several_allocations_are_kept_beside_each_other() {
 
 /// Memory that a sweep fails to release stays on the list.
 #[test]
-fn what_a_sweep_is_refused_is_tried_again() {
+fn a_refused_sweep_is_retried() {
     let gpu = Gpu::take();
     let before = gpu.used(0);
     let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
@@ -1258,7 +1258,7 @@ fn host_memory_does_not_outlive_the_context_it_was_registered_in() {
     pause(&["stays"]).unwrap();
     drop(context);
     assert_eq!(registered_by_a_resume_of("stays"), 1, "its context was destroyed");
-    // What the other device's context has registered meanwhile is given back in the background.
+    // Memory that the other device's context has registered meanwhile is released in the background.
     vramctl_backup::settle();
     set_device(0);
     malloc_tagged("goes", None, 4 * MIB).unwrap();
@@ -1272,7 +1272,7 @@ fn host_memory_does_not_outlive_the_context_it_was_registered_in() {
 
 /// A resume allocates nothing if the device has too little for all of it.
 #[test]
-fn a_resume_that_finds_too_little_takes_nothing() {
+fn a_resume_without_enough_memory_takes_none() {
     let gpu = Gpu::take();
     let addresses = [(); 2].map(|()| malloc_tagged("t", Some(Backup::Discard), 64 * MIB).unwrap());
     pause(&[]).unwrap();
@@ -1288,7 +1288,7 @@ fn a_resume_that_finds_too_little_takes_nothing() {
 
 /// If host memory cannot be registered, backups go through a small buffer allocated by the driver, or through none.
 #[test]
-fn host_memory_that_cannot_be_registered_is_slower_and_right() {
+fn unregistered_host_memory_is_slower_but_correct() {
     let gpu = Gpu::take();
     for without_staging in [false, true] {
         let address = malloc_tagged("t", None, 40 * MIB).unwrap();
@@ -1310,7 +1310,7 @@ fn host_memory_that_cannot_be_registered_is_slower_and_right() {
 
 /// With a timeout of 0, a pause of an idle device succeeds.
 #[test]
-fn an_idle_device_is_paused_without_any_time() {
+fn an_idle_device_is_paused_with_a_zero_timeout() {
     let _gpu = Gpu::take();
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
     Memory::get().pause(&TransitionRequest { timeout: Some(Duration::ZERO), ..request(&[]) }, &mut ()).unwrap();
@@ -1340,7 +1340,7 @@ fn a_pause_of_one_gpu_leaves_the_others_alone() {
 
 /// A status request during a pause sees neither `active` nor more host memory in use than there is.
 #[test]
-fn a_pause_and_a_resume_under_way_are_seen_as_such() {
+fn a_pause_and_a_resume_in_progress_show_in_the_status() {
     struct Looking {
         tag: TagState,
         seen: Vec<Progress>,
@@ -1442,7 +1442,7 @@ fn memory_that_could_not_be_opened_again_is_opened_by_the_next_resume_or_pause()
 
 /// A pause that fails while replacing a retained copy must not leave digests that vouch for the old one.
 #[test]
-fn a_failed_pause_does_not_vouch_for_a_half_replaced_copy() {
+fn a_failed_pause_invalidates_a_half_replaced_copy() {
     let gpu = Gpu::take();
     let address = malloc_tagged(common::RETAINED_TAG, None, 4 * MIB).unwrap();
     let (first, second) = (pattern(1, 4 * MIB), pattern(2, 4 * MIB));
@@ -1557,7 +1557,7 @@ fn nothing_is_released_before_everything_is_saved() {
 
 /// Memory released too early could be taken by another process before the pause is undone.
 #[test]
-fn nothing_is_released_once_a_copy_has_failed_and_all_of_it_comes_back() {
+fn after_a_failed_copy_nothing_is_released_and_everything_is_restored() {
     let gpu = Gpu::take();
     let all: Vec<_> = (0..70).map(|_| malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap()).collect();
     let fill = |seed: u64, from: usize| {
@@ -1607,7 +1607,7 @@ fn one_allocation() {
 
 /// An error in the environment may be the reason why nothing is managed.
 #[test]
-fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
+fn a_mistake_in_the_environment_is_reported_even_if_nothing_is_managed() {
     let said = |program: &Path, arguments: &[&str], (name, value)| {
         let mut command = Command::new(program);
         command.args(arguments).env(name, value).env_remove("VRAMCTL_LOG");
@@ -1627,7 +1627,7 @@ fn a_mistake_in_the_environment_is_named_though_nothing_is_managed() {
     }
 }
 
-/// The figures that people are shown, and that the documents compare.
+/// The figures that users see, and that the documentation compares.
 #[test]
 fn a_report_says_how_long_each_stage_took() {
     let gpu = Gpu::take();

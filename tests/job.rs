@@ -1,5 +1,5 @@
-//! Jobs: processes that are paused and resumed as one, whoever dies at whatever step. Real programs under the preloaded library on
-//! a simulated machine.
+//! Jobs: processes that are paused and resumed as one, no matter which of them dies at which step. Real programs under the preloaded
+//! library on a simulated machine.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -60,7 +60,7 @@ impl Until {
         [Self::HeldOne, Self::HeldAll, Self::Drained, Self::PreparedOne, Self::PreparedAll, Self::Decided, Self::ToldOne];
 }
 
-/// A coordinator that gets so far. Dropped, it is dead.
+/// A coordinator that gets this far. Dropping it simulates its death.
 struct Coordinator {
     wires: Vec<Wire>,
     decision: (Decision, OwnedFd),
@@ -101,7 +101,7 @@ impl Coordinator {
     }
 }
 
-/// Whenever the coordinator dies, the processes end up in one state, and nobody waits for anybody.
+/// Whenever the coordinator dies, the processes end up in the same state, and nobody waits.
 #[test]
 fn whenever_its_coordinator_dies_a_job_is_in_one_state() {
     let machine = Machine::new();
@@ -119,7 +119,7 @@ fn whenever_its_coordinator_dies_a_job_is_in_one_state() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// A coordinator that is stopped is as good as dead, but its connections stay open.
+/// A stopped coordinator is as good as dead, but its connections stay open.
 #[test]
 fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
     let machine = Machine::new();
@@ -133,7 +133,7 @@ fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
             assert_eq!(told["reply"], "done", "{told}");
         } else {
             assert!(told["code"] == "aborted", "{told}");
-            // It goes on, and learns that it comes too late.
+            // It continues, and learns that it is too late.
             let prepared = until >= Until::PreparedOne;
             assert!(!prepared || !stopped.decision.0.commit(), "{until:?}");
             let late = stopped.wires[0].ask(&json!({"request": "status"}));
@@ -144,7 +144,7 @@ fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// A rank that dies, at each step: the others end up in one state, and the coordinator can tell.
+/// A rank dies at each step: the others end up in the same state, and the coordinator notices.
 #[test]
 fn whenever_a_rank_dies_the_others_are_in_one_state() {
     let machine = Machine::new();
@@ -173,9 +173,9 @@ fn whenever_a_rank_dies_the_others_are_in_one_state() {
     survivors.iter_mut().for_each(Rank::verify);
 }
 
-/// What does not belong between the steps ends the lease. Nothing has changed, and the program runs on.
+/// Any other request between the steps ends the lease. Nothing has changed, and the program continues.
 #[test]
-fn garbage_between_the_steps_takes_everything_back() {
+fn garbage_between_the_steps_undoes_everything() {
     let machine = Machine::new();
     let mut ranks: [Rank; 1] = machine.job("engine");
     let (hold, drain) = (json!({"request": "hold"}), json!({"request": "drain", "limit_ms": 10_000}));
@@ -187,7 +187,7 @@ fn garbage_between_the_steps_takes_everything_back() {
                 wire.step(request, None, wanted);
             }
             descriptors::send_line(wire.0.get_ref(), garbage.as_bytes(), &[], 0).unwrap();
-            // The connection is usable, and the lease is over.
+            // The connection is still usable, but the lease is over.
             wire.send(&json!({"request": "commit"}), None);
             let answer = [wire.answer(), wire.answer()][1].clone();
             assert_eq!((&answer["reply"], &answer["code"]), (&json!("error"), &json!("invalid")), "{steps:?} {garbage:?}: {answer}");
@@ -197,9 +197,9 @@ fn garbage_between_the_steps_takes_everything_back() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// Whoever owns the file could cut off the page under the mapping, and kill the program by that.
+/// The file's owner could truncate it, and accessing the mapping would then kill the program.
 #[test]
-fn a_decision_that_could_do_harm_is_refused() {
+fn a_decision_file_that_could_do_harm_is_refused() {
     let machine = Machine::new();
     let mut ranks: [Rank; 1] = machine.job("engine");
     let file = tempfile::tempfile().unwrap();
@@ -221,9 +221,9 @@ fn a_decision_that_could_do_harm_is_refused() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// A rank that is stopped, at each step, and goes on when all is over for the others.
+/// A rank is stopped at each step, and continues when the others are done.
 #[test]
-fn a_rank_that_was_stopped_goes_the_way_of_the_others() {
+fn a_stopped_rank_ends_in_the_same_state_as_the_others() {
     let machine = Machine::new();
     let mut ranks: [Rank; 3] = machine.job("engine");
     for until in Until::ALL {
@@ -238,7 +238,7 @@ fn a_rank_that_was_stopped_goes_the_way_of_the_others() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// A moment in what the coordinator and a process say to each other: a request is on its way, or its answer.
+/// A moment in the dialogue of the coordinator and a process: a request, or its answer, is on its way.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Moment {
     request: &'static str,
@@ -253,8 +253,8 @@ enum Event {
     CoordinatorKilled,
 }
 
-/// Stands between a coordinator and three processes, under names that the coordinator takes for theirs, and passes on what they
-/// say. At a moment of the second process, once, it waits until the test has done something.
+/// A proxy between a coordinator and three processes, under socket names that the coordinator takes for theirs. At one moment of the second
+/// process, it waits until the test has done something.
 struct Between {
     folder: tempfile::TempDir,
     reached: Receiver<()>,
@@ -263,7 +263,7 @@ struct Between {
 
 struct Stage {
     moment: Moment,
-    /// Told at the moment, and then asked.
+    /// Signals that the moment has come, and waits for the test.
     reached: Mutex<Option<(SyncSender<()>, Receiver<()>)>>,
     passed: Mutex<bool>,
     changed: Condvar,
@@ -280,12 +280,12 @@ impl Stage {
             self.changed.notify_all();
         }
         match (rank, request, is_answered) {
-            // All others wait for this one: their leases are renewed.
+            // All others have arrived and wait for this one: their leases are renewed.
             (0, "prepare", true) if self.moment.request == "renew" => {
                 drop(self.changed.wait_while(self.passed.lock().unwrap(), |passed| !*passed).unwrap());
                 true
             }
-            // This one cannot: the others are asked to abort.
+            // This one fails: the others are asked to abort.
             (2, "prepare", true) => self.moment.request != "abort",
             _ => true,
         }
@@ -314,8 +314,8 @@ impl Between {
     }
 }
 
-/// One rank is killed or stopped, or the command itself is killed, while any step is on its way or answered: the others end up in
-/// one state, the message says which, and all that is left can be resumed.
+/// One rank is killed or stopped, or the command itself is killed, while any step is on its way or answered: the others end up in the same
+/// state, the message says which, and all survivors can be resumed.
 #[test]
 fn whatever_happens_at_any_step_the_others_are_in_one_state_and_the_message_says_which() {
     let of_resume = ["prepare", "renew", "commit", "abort"];
@@ -334,7 +334,7 @@ fn whatever_happens_at_any_step_the_others_are_in_one_state_and_the_message_says
     assert_eq!(cases.len(), 54);
     let cases = Mutex::new(cases);
     let next = || cases.lock().unwrap().pop_front();
-    // They spend their time waiting.
+    // In parallel, because each case mostly waits.
     thread::scope(|scope| {
         for _ in 0..6 {
             scope.spawn(|| {
@@ -365,7 +365,7 @@ fn happens(verb: &str, moment: Moment, event: Event) {
         }
         Event::RankStopped => {
             ranks[1].signal(libc::SIGSTOP);
-            // Its threads run on until each has noticed.
+            // Its threads run until each has noticed.
             assert!(unsafe { libc::waitpid(ranks[1].pid() as i32, std::ptr::null_mut(), libc::WUNTRACED) } > 0);
         }
         Event::CoordinatorKilled => coordinator.kill().unwrap(),
@@ -380,7 +380,7 @@ fn happens(verb: &str, moment: Moment, event: Event) {
     let is_prepared = moment.request == "renew" || moment == Moment { request: "prepare", is_answered: true };
     match event {
         _ if moment.request == "commit" => assert!(done, "{case}: {state}"),
-        // It need not be asked again.
+        // No further request is needed.
         Event::RankStopped if is_prepared => assert!(done, "{case}: {state}"),
         // Its end is noticed before all have decided, or after.
         Event::RankKilled if is_prepared => (),
@@ -388,7 +388,7 @@ fn happens(verb: &str, moment: Moment, event: Event) {
     }
     if event != Event::CoordinatorKilled {
         let told = format!("{case}, {state}: {:?}: {}{}", ran.code, ran.out, ran.err);
-        // It had done all by then.
+        // It had completed everything by then.
         let all_well = moment == Moment { request: "commit", is_answered: true };
         assert_eq!(ran.code == Some(0), all_well, "{told}");
         let processes = if all_well { "3 processes, " } else { "2 of 3 processes, " };
@@ -402,9 +402,9 @@ fn happens(verb: &str, moment: Moment, event: Event) {
         let of_culprit = ran.err.lines().any(|line| line.contains(&format!("engine (pid {})", culprit.pid())) && line.contains(why));
         assert!(all_well || of_culprit, "{told}");
         if !done {
-            // By the command, or by itself when its lease has ended, which it may be faster with.
-            let taken_back = [&*format!("process {} could not do it", culprit.pid()), "another process of the job has not prepared it"];
-            let of_first = |why: &&str| ran.err.contains(&format!("engine (pid {}): taken back: {why}", ranks[0].pid()));
+            // Aborted by the command, or by itself when its lease has ended, which may be faster.
+            let taken_back = [&*format!("process {} failed", culprit.pid()), "another process of the job has not prepared it"];
+            let of_first = |why: &&str| ran.err.contains(&format!("engine (pid {}): undone: {why}", ranks[0].pid()));
             assert!(taken_back.iter().any(of_first), "{told}");
         }
     }
@@ -422,9 +422,9 @@ fn happens(verb: &str, moment: Moment, event: Event) {
     }
 }
 
-/// One process that cannot: nothing is paused, and the message says which and why.
+/// One process fails: nothing is paused, and the message says which and why.
 #[test]
-fn one_that_cannot_keeps_the_others_active() {
+fn one_failing_rank_keeps_the_others_active() {
     let machine = Machine::new();
     let [first, second] = machine.job("engine");
     let third = machine.start_with("engine", |command| _ = command.env("VRAMCTL_HOST_CAP", "1M"));
@@ -432,7 +432,7 @@ fn one_that_cannot_keeps_the_others_active() {
     for hold in ["", " --hold"] {
         let ran = machine.vramctl(&format!("pause --name engine{hold}"));
         let ran = ran.expect(4, "", &format!("engine (pid {}): too little host memory", ranks[2].pid()));
-        let taken_back = format!("engine (pid {}): taken back: process {} could not do it", ranks[0].pid(), ranks[2].pid());
+        let taken_back = format!("engine (pid {}): undone: process {} failed", ranks[0].pid(), ranks[2].pid());
         ran.expect(4, "", &taken_back);
         assert_eq!(machine.settled(&ranks.each_ref()), "active");
     }
@@ -441,7 +441,7 @@ fn one_that_cannot_keeps_the_others_active() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// A job that lacks a process is not paused: half of it would be.
+/// A job with a missing process is not paused: otherwise only half of it would be.
 #[test]
 fn a_missing_rank_is_named() {
     let machine = Machine::new();
@@ -466,10 +466,10 @@ fn a_missing_rank_is_named() {
     assert_eq!(machine.settled(&[&first, &second]), "paused, held");
 }
 
-/// The command line, while somebody else is busy with one process: it lets all of them run on, and tries again. Killed meanwhile, it
-/// leaves nothing behind.
+/// While another client uses one process, the command line lets all of them continue, and retries. If it is killed meanwhile, it leaves
+/// nothing behind.
 #[test]
-fn the_command_tries_again_and_may_be_killed_at_any_time() {
+fn the_command_retries_and_may_be_killed_at_any_time() {
     let machine = Machine::new();
     let mut ranks: [Rank; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
@@ -501,7 +501,7 @@ fn the_command_tries_again_and_may_be_killed_at_any_time() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// As above, while the other coordinator keeps its turn for longer than a lease.
+/// As above, while the other coordinator keeps the process for longer than a lease.
 #[test]
 fn the_command_waits_for_another_coordinator() {
     let machine = Machine::new();
@@ -513,13 +513,13 @@ fn the_command_waits_for_another_coordinator() {
     thread::sleep(Duration::from_secs(2));
     other.send(&json!({"request": "abort"}), None);
     let told = Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "").json();
-    // More than a process takes connections: each attempt closes its own.
+    // More attempts than a process accepts connections: each attempt closes its own.
     assert!(told["jobs"][0]["attempts"].as_u64().unwrap() > 16, "{told}");
     machine.vramctl("resume").expect(0, "", "");
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// A process that stops while the command waits for it: the others run on, and the message names it.
+/// A process stops while the command waits for it: the others continue, and the message names it.
 #[test]
 fn a_rank_that_stops_in_the_middle_is_named() {
     let machine = Machine::new();
@@ -541,8 +541,7 @@ fn a_rank_that_stops_in_the_middle_is_named() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
-/// Too little memory for one of them: all stay paused. With --timeout they wait, and the memory that the others do not have is no
-/// use to anybody meanwhile.
+/// Too little memory for one of them: all stay paused. With --timeout they wait, and the others take no memory meanwhile.
 #[test]
 fn a_resume_that_finds_too_little_for_one_leaves_all_paused() {
     let mut machine = Machine::new();
@@ -567,7 +566,7 @@ fn only_a_shortage_that_lasts_is_reported() {
     machine.memory = "128M";
     let reports = machine.folder.path().join("reports");
     let mut engine = machine.start_with("engine", |command| _ = command.env("VRAMCTL_REPORT_DIR", &reports));
-    let count = || fs::read_dir(&reports).map_or(0, |files| files.count());
+    let count = || fs::read_dir(&reports).map_or(0, Iterator::count);
     machine.vramctl("pause").expect(0, "", "");
     let hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
     let command = machine.command(common::command_line(), &["resume", "--name", "engine", "--timeout", "60"]).spawn().unwrap();
@@ -586,9 +585,9 @@ fn only_a_shortage_that_lasts_is_reported() {
     }
 }
 
-/// Two jobs that want the memory of one GPU: it goes to the one that asked first, and the other is told its place.
+/// Two jobs want the memory of one GPU: the first in the queue gets it, and the other is told its place.
 #[test]
-fn memory_goes_to_the_job_that_asked_first() {
+fn memory_goes_to_the_first_job_in_the_queue() {
     let mut machine = Machine::new();
     machine.memory = "128M";
     let mut first = machine.start_with("first", |_| ());
@@ -603,7 +602,7 @@ fn memory_goes_to_the_job_that_asked_first() {
     };
     let (waiting, _) = resume("first");
     let begun = Instant::now();
-    // Until the first is in the queue and waits, a second one may still find the way free.
+    // Until the first is in the queue and waits, a second one may still succeed.
     let refused = loop {
         let ran = machine.vramctl("resume --name second");
         assert_ne!(ran.code, Some(0), "{}", ran.out);
@@ -625,9 +624,9 @@ fn memory_goes_to_the_job_that_asked_first() {
     second.verify();
 }
 
-/// Those that wait for memory give up when another one dies, and say so.
+/// Processes that wait for memory give up when another one dies, and say so.
 #[test]
-fn one_that_gives_up_because_of_another_says_which() {
+fn a_rank_that_gives_up_because_of_another_names_it() {
     let mut machine = Machine::new();
     machine.memory = "160M";
     let mut ranks: [Rank; 2] = machine.job("engine");
@@ -641,7 +640,7 @@ fn one_that_gives_up_because_of_another_says_which() {
     thread::sleep(Duration::from_millis(500));
     ranks[1].signal(libc::SIGKILL);
     ranks[1].child.wait().unwrap();
-    let taken_back = format!("engine (pid {}): taken back: process {} could not do it", ranks[0].pid(), ranks[1].pid());
+    let taken_back = format!("engine (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());
     let ran = Ran { out: String::new(), ..Ran::new(&waiting.wait_with_output().unwrap()) };
     assert!(ran.err.contains(&taken_back), "{}", ran.err);
     assert_eq!(machine.settled(&[&ranks[0]]), "paused, held");

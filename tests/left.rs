@@ -1,4 +1,4 @@
-//! What is left to CUDA is counted, by the library that asked for it.
+//! Memory left to CUDA is counted, by the library that asked for it.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -40,7 +40,7 @@ fn driver_free(address: u64) -> u32 {
     unsafe { entries::cuMemFree_v2(address) }
 }
 
-/// What is managed is not in it, and small requests are not worth counting.
+/// Managed memory and small requests are not counted.
 #[test]
 fn memory_left_to_cuda_is_counted_until_it_is_freed() {
     let _gpu = Gpu::take();
@@ -69,7 +69,7 @@ fn memory_left_to_cuda_is_counted_until_it_is_freed() {
 }
 
 #[test]
-fn physical_memory_left_to_cuda_is_counted_until_nobody_has_it() {
+fn physical_memory_left_to_cuda_is_counted_until_its_last_reference_is_gone() {
     let _gpu = Gpu::take();
     // `CUmemAllocationProp` of plain memory on the first device.
     let wanted = [1_u32, 0, 1, 0, 0, 0, 0, 0];
@@ -110,9 +110,9 @@ fn memory_left_to_cuda_ends_with_its_context() {
     assert_eq!(left(), BTreeMap::new());
 }
 
-/// Whichever door it uses, and whoever it is linked to.
+/// Through the runtime or the driver, and whatever it is linked to.
 #[test]
-fn an_excluded_library_has_its_memory_from_cuda() {
+fn an_excluded_librarys_memory_is_left_to_cuda() {
     type Allocate = unsafe extern "C" fn(*mut *mut c_void, usize) -> u32;
     type Ask = unsafe extern "C" fn(Allocate, *mut *mut c_void, usize) -> u32;
     let _gpu = Gpu::take();

@@ -39,7 +39,7 @@ fn check(page: &str) {
 }
 
 #[test]
-fn a_page_tells_what_the_processes_hold_and_have_done() {
+fn a_page_has_the_processes_memory_and_operations() {
     let machine = Machine::new();
     let mut ranks = machine.job::<2>("engine");
     let _other = machine.start_with("other", |_| ());
@@ -93,9 +93,9 @@ fn a_page_tells_what_the_processes_hold_and_have_done() {
     ranks.iter_mut().for_each(common::machine::Rank::verify);
 }
 
-/// As it is counted where it is asked for, in steps or at once, and by the program itself.
+/// Counted wherever it is requested: in steps, at once, and by the program itself.
 #[test]
-fn a_pause_that_is_taken_back_counts_as_failed() {
+fn a_pause_that_is_undone_counts_as_failed() {
     let machine = Machine::new();
     let rank = machine.start_with("engine", |_| ());
     let mut client = machine.connect(&rank);
@@ -111,7 +111,7 @@ fn a_pause_that_is_taken_back_counts_as_failed() {
 }
 
 #[test]
-fn a_process_that_is_stopped_is_down_and_the_others_are_told() {
+fn a_stopped_process_is_down_and_the_others_are_reported() {
     let machine = Machine::new();
     let (stopped, other) = (machine.start_with("stopped", |_| ()), machine.start_with("other", |_| ()));
     stopped.signal(libc::SIGSTOP);
@@ -157,7 +157,7 @@ impl Server {
 
     fn ask(&self, request: &[u8]) -> String {
         let mut stream = self.connect();
-        // It may have answered and hung up before it has read all.
+        // The server may have answered and disconnected before it has read everything.
         let _ = stream.write_all(request).and_then(|()| stream.shutdown(Shutdown::Write));
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
@@ -181,7 +181,7 @@ impl Drop for Server {
 }
 
 #[test]
-fn whatever_is_sent_the_next_one_is_served() {
+fn after_any_input_the_next_client_is_served() {
     let machine = Machine::new();
     let server = Server::start(&machine);
     // Before there is any process, and as they come.
@@ -203,7 +203,7 @@ fn whatever_is_sent_the_next_one_is_served() {
     }
     let answer = server.ask(&vec![b'a'; 1 << 20]);
     assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431 "), "{answer}");
-    // Clients that say nothing, that hang up at once, and more than there is room for.
+    // Clients that send nothing, that disconnect at once, and more clients than the limit.
     let silent: Vec<_> = (0..8).map(|_| server.connect()).collect();
     (0..50).for_each(|_| drop(server.connect()));
     let clients: Vec<_> = (0..40).map(|_| server.connect()).collect();
@@ -220,7 +220,7 @@ fn whatever_is_sent_the_next_one_is_served() {
 
 /// Two at the same time get a page each.
 #[test]
-fn several_may_ask_at_once() {
+fn several_clients_may_ask_at_once() {
     let machine = Machine::new();
     let _engine = machine.start_with("engine", |_| ());
     let server = Server::start(&machine);

@@ -51,7 +51,7 @@ struct Model {
     bytes: usize,
     contents: Option<Vec<u8>>,
     paused: bool,
-    /// Paused with a guard: what is written is lost, and nothing else happens.
+    /// Paused with a guard: writes are lost, and nothing else happens.
     guarded: bool,
 }
 
@@ -71,7 +71,7 @@ impl Model {
 struct World {
     allocations: BTreeMap<u64, Model>,
     regions: Vec<Option<(usize, Option<Backup>)>>,
-    /// Whether something was written to a guard, and not told yet.
+    /// Whether something was written to a guard and not reported yet.
     strays: bool,
 }
 

@@ -1,5 +1,5 @@
-//! What NCCL has registered is not given new pages unnoticed, until it is deregistered; and each call reaches the NCCL that it was
-//! meant for. `tests/apps/nccl/nccl.c` stands in for NCCL.
+//! Memory registered with NCCL never gets new pages silently until it is deregistered, and each call reaches the NCCL that it was meant
+//! for. `tests/apps/nccl/nccl.c` stands in for NCCL.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks, clippy::missing_transmute_annotations)]
 
 mod common;
@@ -47,7 +47,7 @@ fn path(name: &str) -> String {
     built().join(name).to_str().unwrap().to_owned()
 }
 
-/// What a program says behind these preloaded libraries.
+/// The output of a program under these preloaded libraries.
 fn said(preloaded: &[&Path], program: &str, arguments: &[&str]) -> String {
     let machine = tempfile::tempdir().unwrap();
     let paths: Vec<_> = preloaded.iter().map(|path| path.to_str().unwrap()).collect();
@@ -66,26 +66,26 @@ fn library() -> PathBuf {
     artifacts().join("libvramctl.so")
 }
 
-/// What `uses.h` prints of one whose registrations are noticed.
+/// What `uses.h` prints if the registrations of `name` are noticed.
 fn noticed(name: &str) -> String {
     format!("{name}: malloc 0, add 0 16, take 0 0, window 0 16, take 0 0, destroy 0 16, abort 0 0\n")
 }
 
 #[test]
-fn of_a_program_that_is_linked_with_nccl() {
+fn registrations_of_a_program_linked_with_nccl() {
     let text = said(&[&library()], "linked", &[]);
     assert_eq!(text, noticed("linked") + "looked up: 0 16\nchild: 0, parent: 16\ntaken: 0 0\n");
 }
 
-/// As torch brings it: neither it nor its users are in the global scope.
+/// Like torch's bundled NCCL: neither it nor its users are in the global scope.
 #[test]
-fn of_a_library_that_is_linked_with_nccl() {
+fn registrations_of_a_library_linked_with_nccl() {
     assert_eq!(said(&[&library()], "opens", &[&path("libneeds.so")]), noticed("libneeds.so"));
 }
 
 /// As torch may be built. Another library's NCCL knows nothing of its communicators.
 #[test]
-fn of_a_library_that_has_nccl_in_it() {
+fn registrations_of_a_library_with_nccl_linked_into_it() {
     assert_eq!(said(&[&library()], "opens", &[&path("libhas.so")]), noticed("libhas.so"));
     let both = said(&[&library()], "opens", &[&path("libneeds.so"), &path("libhas.so")]);
     assert_eq!(both, noticed("libneeds.so") + &noticed("libhas.so"));
@@ -93,7 +93,7 @@ fn of_a_library_that_has_nccl_in_it() {
 
 /// As vLLM does.
 #[test]
-fn of_a_program_that_looks_nccl_up() {
+fn registrations_of_a_program_that_looks_nccl_up() {
     let [first, other] = ["libnccl.so.2", "other/libnccl.so.2"].map(|name| format!("lookup:{}", path(name)));
     assert_eq!(said(&[&library()], "opens", &[&first]), noticed("libnccl.so.2"));
     // The second one's calls must not reach the first.
@@ -103,7 +103,7 @@ fn of_a_program_that_looks_nccl_up() {
 }
 
 #[test]
-fn nccl_is_not_found_where_none_is_loaded() {
+fn nccl_is_not_found_if_none_is_loaded() {
     assert_eq!(said(&[&library()], "opens", &[]), "not found, with an error\nnot found\n");
 }
 
@@ -175,7 +175,7 @@ fn destroy(communicator: usize) -> c_int {
     unsafe { nccl::ncclCommDestroy(communicator) }
 }
 
-/// What a pause of everything would refuse, and for whom.
+/// What a pause of everything would refuse, with the registrants.
 fn refused() -> Vec<(String, String, u64)> {
     match Memory::get().plan(&common::request(&[])) {
         Err(Error::Registered(list)) => list.into_iter().map(|one| (one.tag, one.registrant, one.bytes)).collect(),
@@ -188,7 +188,7 @@ fn by_nccl(tag: &str, bytes: usize) -> Vec<(String, String, u64)> {
 }
 
 #[test]
-fn what_is_registered_is_replaced_only_when_told_so() {
+fn memory_registered_with_nccl_is_replaced_only_when_told_so() {
     let gpu = Gpu::take();
     let (buffer, other) = (malloc_tagged("buffers", None, 2 * PAGE).unwrap(), malloc_tagged("weights", None, PAGE).unwrap());
     let bytes = pattern(3, PAGE);
@@ -227,7 +227,7 @@ fn registrations_are_counted_as_nccl_counts_them() {
     let whole = (high - low) as usize + PAGE;
     let wide = registered(one, low, whole);
     assert_eq!(registered(one, high, 4096), wide);
-    // A part that is nobody's.
+    // A part that is not managed.
     let between = register(one, high + PAGE as u64 - 1, 1).1;
     assert_eq!(between, wide);
     let others = registered(other, high, PAGE);
@@ -243,7 +243,7 @@ fn registrations_are_counted_as_nccl_counts_them() {
 }
 
 #[test]
-fn a_communicator_takes_its_registrations_along() {
+fn a_communicators_registrations_end_with_it() {
     let _gpu = Gpu::take();
     let (one, other) = (Nccl::communicator(), Nccl::communicator());
     let [first, second] = ["first", "second"].map(|tag| malloc_tagged(tag, None, PAGE).unwrap());
@@ -256,7 +256,7 @@ fn a_communicator_takes_its_registrations_along() {
     assert_eq!(refused().len(), 2, "it is still there");
     assert_eq!(destroy(one), 0);
     assert_eq!(refused(), by_nccl("second", PAGE));
-    // One that does not block goes on in the background.
+    // A non-blocking communicator continues in the background.
     Nccl::fail_next(7);
     assert_eq!(unsafe { nccl::ncclCommAbort(other) }, 7);
     assert_eq!(refused(), []);
@@ -290,7 +290,7 @@ fn calls_that_fail_change_nothing() {
 
 /// The next memory at the same addresses is not what was registered.
 #[test]
-fn memory_that_is_gone_is_not_registered_any_more() {
+fn freed_memory_is_not_registered_any_more() {
     let _gpu = Gpu::take();
     let communicator = Nccl::communicator();
     let plain = malloc_tagged("plain", None, PAGE).unwrap();
@@ -371,9 +371,9 @@ impl Mapped {
     }
 }
 
-/// What is not managed, and nonsense, is NCCL's own business.
+/// Unmanaged memory and invalid arguments are left to NCCL.
 #[test]
-fn other_memory_is_passed_by() {
+fn other_memory_is_left_alone() {
     let _gpu = Gpu::take();
     let communicator = Nccl::communicator();
     let before = unsafe { (Nccl::get().called)() };

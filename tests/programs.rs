@@ -162,7 +162,7 @@ impl Drop for Program {
 
 const MIB: u64 = 1 << 20;
 
-/// Whatever NVML tells of processes. What it does not tell is not made up.
+/// The ledger adds up with whatever NVML reports; missing figures are not invented.
 #[test]
 fn the_ledger_adds_up() {
     const CONTEXT: u64 = 24 * MIB;
@@ -176,7 +176,7 @@ fn the_ledger_adds_up() {
     let mut other = Program::spawn(&mut other);
     other.expect("holding");
 
-    // By what it is, whose, and of what.
+    // Keyed by kind, process and owner.
     let ledger = |pids: &str| -> BTreeMap<(String, u64, String), i64> {
         let output = machine.vramctl(&["status", "--ledger", "--json"]).env("SIMGPU_NVML_PIDS", pids).output().unwrap();
         let answer: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
@@ -228,7 +228,7 @@ fn the_ledger_adds_up() {
 }
 
 #[test]
-fn an_engine_that_knows_nothing_of_it_is_paused_and_answers_the_same() {
+fn an_unmodified_engine_is_paused_and_answers_the_same() {
     let machine = Machine::new("512M");
     let mut engine = machine.start("engine", "engine", &["--weights-mib", "64", "--kv-mib", "32"]);
     engine.expect("ready");
@@ -278,7 +278,7 @@ fn the_python_program_marks_regions_and_pauses_itself() {
 }
 
 #[test]
-fn the_doctor_finds_a_machine_well_or_says_what_it_lacks() {
+fn the_doctor_approves_a_good_machine_and_names_what_is_missing() {
     let machine = Machine::new("256M");
     let doctor = |change: &dyn Fn(&mut Command)| {
         let mut command = machine.vramctl(&["doctor", "--json"]);
@@ -336,7 +336,7 @@ fn gpus_are_chosen_by_index_and_by_uuid() {
 
 /// The process itself protects a cache that its engine's prefix cache describes, whichever client asks.
 #[test]
-fn a_cache_that_an_engine_relies_on_is_dropped_by_force_only() {
+fn a_kv_cache_that_an_engine_relies_on_is_discarded_only_by_force() {
     let program = r#"
 import ctypes
 vramctl, pointer = ctypes.CDLL(None), ctypes.c_void_p()
@@ -463,7 +463,7 @@ fn a_dead_programs_child_does_not_keep_its_socket_alive() {
 
 /// Programs run for days, and the cause of the failure may have been fixed since.
 #[test]
-fn a_socket_that_could_not_be_made_is_there_once_it_can() {
+fn a_socket_that_could_not_be_created_is_retried() {
     let machine = Machine::new("256M");
     let place = machine.folder.path().join("later");
     let mut program = machine.start_with("late", "odd", &["plain"], |command| {
@@ -534,7 +534,7 @@ fn a_program_in_the_background_is_found_and_keeps_its_files() {
 /// Two containers that share a directory may have processes with the same PID. The one without a socket must not remove the
 /// other's when it exits.
 #[test]
-fn a_program_whose_place_is_taken_leaves_it_alone() {
+fn a_socket_of_another_process_with_the_same_pid_is_left_alone() {
     let machine = Machine::new("256M");
     fs::DirBuilder::new().mode(0o700).create(machine.sockets()).unwrap();
     let mut command = machine.vramctl(&["run", "--name", "second", "--", "sh", "-c", "read line; exec \"$0\" plain"]);
@@ -597,7 +597,7 @@ fn signals_exit_handlers_and_large_thread_locals() {
 
 /// In the middle of a pause or resume, or while one waits for device work that never finishes.
 #[test]
-fn a_program_that_ends_in_a_pause_or_resume_ends_as_it_would_and_the_client_is_told() {
+fn a_program_may_exit_during_a_pause_or_resume_and_the_client_is_told() {
     let ends = |mode: &str, request: &str, thread: &str| {
         let machine = Machine::new("256M");
         let mut program = machine.start_with("ending", "odd", &[mode], |command| {
@@ -635,7 +635,7 @@ fn a_program_that_ends_in_a_pause_or_resume_ends_as_it_would_and_the_client_is_t
 
 /// The arena only reserves addresses: `mlockall` must not fill them, and they must not count against the program's data limit.
 #[test]
-fn limits_of_the_program_are_for_the_program() {
+fn the_programs_limits_are_left_to_the_program() {
     let machine = Machine::new("256M");
     let mut program = machine.start("locked", "odd", &["locked"]);
     let resident = |program: &Program| {
@@ -720,7 +720,7 @@ fn the_programs_own_failed_work_is_reported() {
 
 /// With a guard, it is reported too, and the program goes on.
 #[test]
-fn the_programs_stray_work_meets_the_guard() {
+fn the_programs_stray_work_hits_the_guard() {
     let machine = Machine::new("256M");
     let mut program = machine.start("careless", "odd", &["use-while-paused"]);
     program.expect("ready");
@@ -771,7 +771,7 @@ fn two_programs_wait_for_each_others_memory() {
 
 /// Whatever arrives on the socket, the program keeps running with its state intact and serves the next client.
 #[test]
-fn clients_without_manners() {
+fn rude_clients_do_no_harm() {
     let machine = Machine::new("256M");
     let mut program = machine.start("polite", "odd", &["plain"]);
     program.expect("ready");
@@ -882,7 +882,7 @@ print(s.makefile().readline())
 }
 
 #[test]
-fn programs_without_cuda_notice_nothing() {
+fn programs_without_cuda_are_unaffected() {
     let machine = Machine::new("256M");
     // In the shell itself: while it starts a pipeline, it may still have an end of the pipe.
     let script = "set -- /proc/$$/task/*; echo $#; set -- /proc/$$/fd/*; echo $#; grep -c libcuda /proc/$$/maps; echo $?";
@@ -909,7 +909,7 @@ fn programs_without_cuda_notice_nothing() {
 }
 
 #[test]
-fn at_ease_with_another_preloaded_library() {
+fn works_with_another_preloaded_library() {
     let candidates =
         ["/usr/lib/x86_64-linux-gnu/libjemalloc.so.2", "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2", "/usr/lib64/libjemalloc.so.2"];
     let Some(jemalloc) = candidates.iter().find(|path| Path::new(path).exists()) else {
@@ -935,7 +935,7 @@ fn at_ease_with_another_preloaded_library() {
 }
 
 #[test]
-fn a_device_without_virtual_memory_is_left_to_cuda_and_said_so_once() {
+fn a_device_without_virtual_memory_is_left_to_cuda_with_one_warning() {
     let machine = Machine::new("256M");
     let mut program = machine.start_with("old", "odd", &["plain"], |command| {
         command.env("SIMGPU_NO_VMM", "1").stderr(Stdio::piped());
@@ -1001,7 +1001,7 @@ fn host_memory_is_prepared_in_advance_and_unchanged_contents_are_verified() {
 /// With more dependencies the library could not be preloaded everywhere; with more exports it would intercept unrelated
 /// calls.
 #[test]
-fn the_library_needs_little_and_exports_what_it_says() {
+fn the_library_depends_on_little_and_exports_only_the_listed_names() {
     let tool = |program: &str, arguments: &[&str]| {
         let output = Command::new(program)
             .args(arguments)

@@ -1,5 +1,5 @@
-//! Every way in which a program reaches the driver leads through the preloaded library, and what is not the driver's stays as it
-//! is. The programs are in `tests/apps/reach`; they say whose the functions are that they got.
+//! Every way for a program to reach the driver goes through the preloaded library, and functions of others are left alone. The programs are
+//! in `tests/apps/reach`; they print whose functions they got.
 #![allow(missing_docs)]
 
 mod common;
@@ -51,7 +51,7 @@ fn library() -> PathBuf {
     artifacts().join("libvramctl.so")
 }
 
-/// Runs a program on a machine of its own, behind these preloaded libraries.
+/// Runs a program on its own machine, under these preloaded libraries.
 fn run(preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
     run_with(simulated_libraries(), preloaded, program, arguments)
 }
@@ -59,7 +59,7 @@ fn run(preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
 /// The same with the driver in this folder.
 fn run_with(driver: &Path, preloaded: &[&Path], program: &str, arguments: &[&str]) -> Output {
     let machine = tempfile::tempdir().unwrap();
-    // One that hangs is a failure, not a test that never ends.
+    // A hang must fail the test instead of blocking it forever.
     let mut command = Command::new("timeout");
     command.args(["60", "env"]);
     if !preloaded.is_empty() {
@@ -79,7 +79,7 @@ fn run_with(driver: &Path, preloaded: &[&Path], program: &str, arguments: &[&str
     command.output().unwrap()
 }
 
-/// What a program says, if it ends well.
+/// The output of a program that succeeds.
 fn said(output: &Output) -> String {
     let (text, errors) = (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}: {text}{errors}", output.status);
@@ -135,7 +135,7 @@ fn through_cu_get_proc_address() {
         assert!(text.ends_with("use 0\n"), "{text}");
     }
     assert!(ask("13000", "0").contains("cuGetProcAddress 0 libvramctl.so, 0 libvramctl.so status 0\n"));
-    // A function that came later is not told, and an older variant is not ours.
+    // A function that came later is not returned, and an older variant is not ours.
     let text = ask("11010", "0");
     assert!(text.contains("cuMemAllocAsync 500 null, 0 null status 2\n"), "{text}");
     assert!(text.contains("cuMemCreate 0 libvramctl.so, 0 libvramctl.so status 0\n"), "{text}");
@@ -148,7 +148,7 @@ fn through_cu_get_proc_address() {
     }
 }
 
-/// The variant for per-thread default streams is told where it is asked for, and the plain one otherwise.
+/// The variant for per-thread default streams is returned on request, otherwise the plain one.
 #[test]
 fn each_variant_has_its_own_entry() {
     use vramctl_intercept::entries::FUNCTIONS;
@@ -169,7 +169,7 @@ fn each_variant_has_its_own_entry() {
 fn by_linking_the_driver_and_through_the_runtimes_entry_points() {
     let text = said(&run(&[&library()], "linked", &[]));
     assert!(text.contains("linked libvramctl.so libcuda.so.1\n") && text.matches("use 0\n").count() == 2, "{text}");
-    // The runtime's own, which asks the driver: a process may have several runtimes, each with versions of its own.
+    // The runtime's own lookup, which asks the driver: a process may have several runtimes, each with its own versions.
     assert!(text.contains("runtime libcudart.so.13 libcudart.so.13\n"), "{text}");
     for name in ["cuMemAlloc", "cuMemAllocAsync", "cuGetProcAddress"] {
         for flags in [0, 2] {
@@ -212,7 +212,7 @@ print(owner(ours), owner(function.value), owner(ctypes.cast(driver.cuInit, ctype
     assert_eq!(said(&output), "libvramctl.so libvramctl.so libsimgpu.so\n");
 }
 
-/// A library's function is its own, whatever its name, and what a library is linked with is found through its handle.
+/// A library's own function is never replaced, whatever its name; a library's dependencies are found through its handle.
 #[test]
 fn through_another_librarys_handle() {
     let path = |name: &str| programs().join(name).display().to_string();
@@ -223,16 +223,16 @@ fn through_another_librarys_handle() {
     assert_eq!(reach(&["library", "libc.so.6", "cuMemAlloc_v2", "malloc"]), "cuMemAlloc_v2 null\nmalloc libc.so.6\n");
 }
 
-/// A program that looks for CUDA in the default scope finds none where there is none, although the library exports the names.
+/// A program that looks for CUDA in the default scope finds none if there is none, although the library exports the names.
 #[test]
-fn no_driver_is_found_where_none_is_loaded() {
+fn no_driver_is_found_if_none_is_loaded() {
     let text = reach(&["scope"]);
     let (before, after) =
         (["default null, error", "program null, error"], ["default libvramctl.so, no error", "program libvramctl.so, no error"]);
     assert_eq!(text.lines().collect::<Vec<_>>(), [before, after].concat());
 }
 
-/// `RTLD_NEXT` means what it meant to the library that asks.
+/// `RTLD_NEXT` keeps its meaning for the calling library.
 #[test]
 fn the_caller_of_a_lookup_stays_the_caller() {
     let (with, without) = (run(&[&library()], "next", &[]), run(&[], "next", &[]));
@@ -248,7 +248,7 @@ fn failures_and_their_errors_are_the_real_ones() {
 }
 
 #[test]
-fn arguments_without_sense_are_answered_as_by_the_driver() {
+fn invalid_arguments_get_the_drivers_answers() {
     let (with, without) = (reach(&["garbage"]), said(&run(&[], "reach", &["garbage"])));
     assert!(with.lines().count() > 5_000 && with.contains(": 0 0, 0 0 0\n"));
     for (with, without) in with.lines().zip(without.lines()) {
@@ -263,7 +263,7 @@ fn threads_and_forked_children_look_up_at_once() {
     }
 }
 
-/// Another library that answers `dlsym` too, before this one and behind it: both see the lookups, and both their functions run.
+/// Another library that also interposes `dlsym`, before and after this one: both see the lookups, and the functions of both run.
 #[test]
 fn with_another_library_that_answers_dlsym() {
     let (ours, other) = (library(), programs().join("libinterposer.so"));
@@ -279,8 +279,8 @@ fn with_another_library_that_answers_dlsym() {
     }
 }
 
-/// A library behind this one that has functions of the driver, and finds the real ones in the driver: it is told those, for with the
-/// entries it would come back to itself. In front of this one it is told the entries, as a program is.
+/// A library with its own versions of driver functions that looks up the real ones. After this library, it gets the real ones: with the
+/// entries it would call itself. Before this library, it gets the entries, like a program.
 #[test]
 fn with_another_library_that_has_the_drivers_functions() {
     let ours = library();

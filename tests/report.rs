@@ -1,4 +1,4 @@
-//! What is told when device memory runs out: once for each episode, with its culprit, and never in the program's way.
+//! Reports when device memory runs out: one per episode, with the cause, and without disturbing the program.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -31,7 +31,7 @@ fn warned_about(what: &str) -> Vec<String> {
     warnings::told(|text| text.contains(what))
 }
 
-/// Where this process's reports go.
+/// The directory of this process's reports.
 fn folder() -> PathBuf {
     common::own_folder().join("reports")
 }
@@ -142,7 +142,7 @@ fn rows(report: &Value, what: &str) -> Vec<(String, u64)> {
 }
 
 #[test]
-fn a_refusal_at_either_door_is_reported_whether_the_memory_is_managed_or_not() {
+fn a_refusal_in_the_runtime_or_the_driver_is_reported_managed_or_not() {
     let gpu = take();
     let kept = malloc_tagged("weights", None, LARGE).unwrap();
     let doors: [(&str, Allocate, bool); 4] = [
@@ -222,7 +222,7 @@ fn a_refusal_of_physical_memory_is_reported() {
 }
 
 #[test]
-fn a_refusal_by_the_margin_says_how_large_it_is() {
+fn a_refusal_by_the_margin_reports_its_size() {
     let _gpu = take();
     let library = Library::new("libmargin.so");
     Memory::get().set_margin(200 << 20);
@@ -262,9 +262,9 @@ fn a_resume_that_lacks_memory_is_reported_once_however_often_it_is_tried() {
     assert_eq!((free(address), free(other)), (0, 0));
 }
 
-/// torch gives back what it has cached and tries again: one page, of how things are then.
+/// torch empties its cache and tries again: one page, with the state at that point.
 #[test]
-fn what_torch_tries_again_in_vain_is_one_episode() {
+fn a_failed_retry_of_torch_is_one_episode() {
     let _gpu = take();
     let torch = Library::new("libc10_cuda_vain.so");
     region::begin(Some("default"), None).unwrap();
@@ -287,7 +287,7 @@ fn what_torch_tries_again_in_vain_is_one_episode() {
 }
 
 #[test]
-fn what_torch_gets_at_its_second_attempt_is_a_line_and_no_page() {
+fn a_successful_retry_of_torch_is_one_line_and_no_page() {
     let _gpu = take();
     let torch = Library::new("libc10_cuda_saved.so");
     region::begin(Some("default"), None).unwrap();
@@ -306,7 +306,7 @@ fn what_torch_gets_at_its_second_attempt_is_a_line_and_no_page() {
 
 /// With expandable segments, torch gets some pieces before the next is refused again.
 #[test]
-fn a_piece_that_torch_gets_is_not_yet_all_of_it() {
+fn a_smaller_success_does_not_end_torchs_episode() {
     const PIECE: usize = 20 * MIB;
     let _gpu = take();
     let torch = Library::new("libc10_cuda_pieces.so");
@@ -333,7 +333,7 @@ fn a_piece_that_torch_gets_is_not_yet_all_of_it() {
 
 /// Without its cache (`PYTORCH_NO_CUDA_MEMORY_CACHING`), torch does not try again.
 #[test]
-fn what_torch_does_not_try_again_is_reported_a_little_later() {
+fn a_failure_that_torch_does_not_retry_is_reported_a_little_later() {
     let _gpu = take();
     let torch = Library::new("libc10_cuda_once.so");
     assert_eq!(torch.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
@@ -343,7 +343,7 @@ fn what_torch_does_not_try_again_is_reported_a_little_later() {
 }
 
 #[test]
-fn a_program_that_looks_for_the_largest_possible_block_gets_few_pages() {
+fn a_search_for_the_largest_block_gets_few_pages() {
     let _gpu = take();
     let library = Library::new("libsearches.so");
     let mut bytes = TOO_MUCH;
@@ -365,9 +365,9 @@ fn a_program_that_looks_for_the_largest_possible_block_gets_few_pages() {
     assert!(untold > 100, "{untold} requests without a page");
 }
 
-/// A capture in the strictest mode ends as soon as anybody makes a call that it does not allow.
+/// A capture in the strictest mode is invalidated by any disallowed call of any thread.
 #[test]
-fn a_failure_in_a_capture_is_reported_and_leaves_the_capture_alone() {
+fn a_failure_in_a_capture_is_reported_and_leaves_the_capture_valid() {
     let _gpu = take();
     let library = Library::new("libcaptures.so");
     let address = malloc_tagged("x", None, 4 * MIB).unwrap();
@@ -390,9 +390,9 @@ fn asked(library: &'static str, bytes: u64) -> Asked {
     Asked { bytes, device: None, tag: None, library, caller: 1, cause: Cause::Refused(None) }
 }
 
-/// The last ten of this process; whatever else is in the directory is somebody else's.
+/// Only the last ten of this process are kept; all other files in the directory belong to others.
 #[test]
-fn a_process_keeps_its_last_ten_files_and_nobody_elses_are_touched() {
+fn a_process_keeps_its_last_ten_files_and_removes_only_its_own() {
     let _gpu = take();
     fs::create_dir_all(folder()).unwrap();
     let others = ["out-of-memory-1.000000-1.json.txt", ".out-of-memory-2.000000-3", "core.4711"];
@@ -542,7 +542,7 @@ fn fails_and_goes_on() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_written_is_named_and_the_page_is_in_the_log_all_the_same() {
+fn an_unwritable_directory_is_named_and_the_page_is_still_logged() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("file"), "").unwrap();
     let text = alone("fails_and_goes_on", &folder.path().join("file/reports"));
@@ -552,7 +552,7 @@ fn a_directory_that_cannot_be_written_is_named_and_the_page_is_in_the_log_all_th
 }
 
 #[test]
-fn a_missing_directory_is_made_for_the_user_alone() {
+fn a_missing_directory_is_created_for_the_user_alone() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
     let reports = folder.path().join("a/b");
@@ -572,9 +572,9 @@ fn ends_while_a_failure_is_held_back() {
     std::process::exit(0);
 }
 
-/// torch may have no second attempt, and a program that ends will not wait for the first to be told.
+/// torch may make no second attempt, and an exiting program does not wait for the first to be reported.
 #[test]
-fn a_failure_that_is_held_back_is_told_when_the_program_ends() {
+fn a_held_back_failure_is_reported_when_the_program_exits() {
     let folder = tempfile::tempdir().unwrap();
     let text = alone("ends_while_a_failure_is_held_back", folder.path());
     assert!(text.contains("out of memory: libc10_cuda_ends.so asked for 300.00 MiB"), "{text}");

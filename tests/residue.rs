@@ -1,4 +1,4 @@
-//! What stays after a pause is recorded from cycle to cycle, and who keeps more each time is named once.
+//! The memory left after each pause is recorded, and an owner that grows each time is named once.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -31,13 +31,13 @@ fn cycles() -> Vec<Cycle> {
 
 /// A library that is left to CUDA and frees nothing: here, this program.
 #[test]
-fn who_leaks_is_named_after_three_cycles() {
+fn a_leaking_owner_is_named_after_three_cycles() {
     const LEAK: usize = 20 * MIB;
     warnings::collect();
     let _gpu = Gpu::take();
     let this = env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().to_owned();
     let managed = [malloc_tagged("first", None, 4 * MIB).unwrap(), malloc_tagged("second", None, 2 * MIB).unwrap()];
-    // Whoever took the GPU before may have paused.
+    // An earlier test may have paused.
     let (mut leaked, before) = (Vec::new(), cycles().len());
     for number in 1..=5_u64 {
         leaked.push(driver_malloc(LEAK));
@@ -70,9 +70,9 @@ fn who_leaks_is_named_after_three_cycles() {
     }
 }
 
-/// What the library cannot see, NVML tells, by way of the command or of another client.
+/// NVML's figure for memory that the library cannot see comes from the command or another client.
 #[test]
-fn what_nvml_counts_besides_is_told_after_a_pause_and_a_leak_there_is_named() {
+fn nvmls_figure_is_sent_after_a_pause_and_a_leak_in_it_is_named() {
     const GPU: &str = "GPU-73696d75-6c61-7465-642d-6770752d3030";
     const CONTEXT: u64 = 24 << 20;
     const LEAK: u64 = 200 << 20;

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use vramctl_control::decision::Decision;
 
 const BYTES: u64 = 4 * MIB;
-/// What the engine has besides.
+/// The engine's own memory.
 const OWN: u64 = 2 * MIB;
 
 /// A trainer, and an engine of another job that has the trainer's memory open and some of its own.
@@ -49,7 +49,7 @@ impl Scene {
         [&self.trainer, &self.engine].map(|process| self.machine.is_held(process))
     }
 
-    /// Everything is active, in both the same, and written by one as seen by the other.
+    /// Checks that everything is active, the same in both, and that writes of one are visible to the other.
     #[track_caller]
     fn works(&mut self, value: u8) {
         let [weights, opened, own] = self.at;
@@ -77,7 +77,7 @@ impl Scene {
 }
 
 #[test]
-fn whoever_has_it_open_is_taken_along_and_goes_on_by_itself() {
+fn borrowers_are_held_and_continue_by_themselves() {
     let mut scene = Scene::new();
     let [weights, opened, own] = scene.at;
     scene.works(7);
@@ -108,7 +108,7 @@ fn whoever_has_it_open_is_taken_along_and_goes_on_by_itself() {
     assert_eq!(scene.machine.used(), 0);
 }
 
-/// Both jobs have several processes, and only those with the memory open stand still.
+/// Both jobs have several processes, and only those with the memory open are held.
 #[test]
 fn several_owners_and_several_borrowers() {
     let machine = Machine::new();
@@ -144,7 +144,7 @@ fn several_owners_and_several_borrowers() {
 }
 
 #[test]
-fn a_dry_run_tells_who_would_be_taken_along() {
+fn a_dry_run_lists_the_borrowers() {
     let mut scene = Scene::new();
     scene.refuses(&["--dry-run"], 5, "--shared");
     let said = scene.machine.done(&["pause", "--name", "trainer", "--shared", "--dry-run"]);
@@ -159,9 +159,9 @@ fn a_dry_run_tells_who_would_be_taken_along() {
     scene.refuses(&["--shared", "--no-hold"], 2, "--no-hold");
 }
 
-/// Resumed alone, it stays held, and says because of whom.
+/// If it is resumed alone, it stays held, and the message names the owner.
 #[test]
-fn a_resume_of_the_borrower_alone() {
+fn a_borrower_resumed_alone_stays_held() {
     let mut scene = Scene::new();
     scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
     let output = scene.machine.ask(&["resume", "--name", "engine"]);
@@ -175,7 +175,7 @@ fn a_resume_of_the_borrower_alone() {
 
 /// Each goes on when its own memory is back and that of the other, in any order.
 #[test]
-fn a_borrower_that_is_paused_itself() {
+fn a_borrower_may_be_paused_itself() {
     let mut scene = Scene::new();
     for order in [["engine", "trainer"], ["trainer", "engine"]] {
         for first in 0..2 {
@@ -192,7 +192,7 @@ fn a_borrower_that_is_paused_itself() {
     }
 }
 
-/// What it has set aside and not back is not open: its owner need not ask for it.
+/// Memory that is set aside is not open, so its owner need not include the borrower.
 #[test]
 fn the_owner_may_be_paused_again_before_the_borrower_is_back() {
     let mut scene = Scene::new();
@@ -209,14 +209,14 @@ fn the_owner_may_be_paused_again_before_the_borrower_is_back() {
     scene.refuses(&[], 5, &format!("pid {}", scene.engine.pid()));
 }
 
-/// Held, it would not go on until its own memory is resumed, too, which it does without.
+/// If it were held, it would stay held until its own memory is resumed, too, although it was paused to run without it.
 #[test]
-fn a_borrower_that_runs_on_while_it_is_paused_is_not_held() {
+fn a_borrower_paused_without_hold_is_refused() {
     let mut scene = Scene::new();
     scene.machine.done(&["pause", "--name", "engine", "--no-hold"]);
     let output = scene.machine.ask(&["pause", "--name", "trainer", "--shared"]);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    let said = format!("engine (pid {}): some of its own memory is paused while it runs on", scene.engine.pid());
+    let said = format!("engine (pid {}): some of its own memory was paused with --no-hold", scene.engine.pid());
     assert!(output.status.code() == Some(1) && text.contains(&said), "{text}");
     assert_eq!((scene.machine.used(), scene.held()), (BYTES, [false; 2]));
     scene.machine.done(&["resume", "--name", "engine"]);
@@ -244,14 +244,14 @@ fn a_borrower_that_cannot_be_asked_is_named() {
     fs::rename(&socket, &away).unwrap();
     let output = scene.machine.ask(&["pause", "--name", "trainer", "--shared"]);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    let said = format!("process {pid} has 4.00 MiB of it open and cannot be taken along: it does not listen");
+    let said = format!("process {pid} has 4.00 MiB of it open and cannot be held: it does not listen");
     assert!(output.status.code() == Some(5) && text.contains(&said), "{text}");
     assert_eq!(scene.machine.used(), BYTES + OWN);
     fs::rename(away, socket).unwrap();
     scene.works(7);
 }
 
-/// Two coordinators would be in each other's way.
+/// Two coordinators would block each other.
 #[test]
 fn jobs_that_share_are_paused_as_one() {
     let mut scene = Scene::new();
@@ -269,9 +269,9 @@ fn jobs_that_share_are_paused_as_one() {
     scene.works(7);
 }
 
-/// What the owner keeps, the borrower has back at once.
+/// Memory that the owner does not pause after all comes back to the borrower at once.
 #[test]
-fn what_is_registered_can_be_left_out() {
+fn registered_memory_can_be_left_out_of_a_shared_pause() {
     let mut scene = Scene::new();
     let more = scene.trainer.number(&format!("malloc({OWN})"));
     let [weights, opened, _] = scene.at;
@@ -291,7 +291,7 @@ fn what_is_registered_can_be_left_out() {
 
 /// One that ends while all wait for its work: the pause goes on without it.
 #[test]
-fn a_borrower_that_ends_meanwhile_keeps_nobody_from_the_pause() {
+fn a_borrower_that_ends_meanwhile_does_not_prevent_the_pause() {
     let mut scene = Scene::with(|command| _ = command.env("SIMGPU_OP_DELAY_MS", "3000"));
     let own = scene.at[2];
     assert_eq!(scene.engine.ask(&format!("cuda.cudaMemsetAsync(ctypes.c_void_p({own}), 1, ctypes.c_size_t(10), None)")), "0");
@@ -336,7 +336,7 @@ impl Until {
     ];
 }
 
-/// A coordinator. Dropped, it is dead.
+/// A coordinator. Dropping it simulates its death.
 struct Coordinator {
     trainer: Wire,
     engine: Wire,
@@ -435,9 +435,9 @@ fn whenever_the_borrower_dies_the_owner_can_be_resumed() {
     }
 }
 
-/// What it has open is what it had, or lost. It goes on in both cases.
+/// Its open memory is unchanged, or lost. It continues in both cases.
 #[test]
-fn whenever_the_owner_dies_the_borrower_goes_on() {
+fn whenever_the_owner_dies_the_borrower_continues() {
     for until in Until::ALL {
         let mut scene = Scene::new();
         let [_, opened, own] = scene.at;
@@ -453,9 +453,9 @@ fn whenever_the_owner_dies_the_borrower_goes_on() {
     }
 }
 
-/// It ends long after, while the other waits for it.
+/// The owner ends long after the pause, while the borrower waits for it.
 #[test]
-fn an_owner_that_ends_while_it_is_paused() {
+fn an_owner_that_ends_while_paused_releases_its_borrowers() {
     let mut scene = Scene::new();
     let [_, opened, own] = scene.at;
     scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
@@ -468,7 +468,7 @@ fn an_owner_that_ends_while_it_is_paused() {
 
 /// The status tells the GPU on which it is now.
 #[test]
-fn what_is_open_moves_with_the_processes() {
+fn open_memory_moves_with_the_processes() {
     let machine = Machine::new();
     let (mut owner, mut other) = (machine.start("job"), machine.start("job"));
     let pointer = owner.number(&format!("malloc({BYTES})"));
@@ -486,9 +486,9 @@ fn what_is_open_moves_with_the_processes() {
     assert_eq!(after, its);
 }
 
-/// The lock of what is open is free meanwhile.
+/// The lock of open memory is free meanwhile.
 #[test]
-fn a_driver_that_is_slow_to_map_keeps_nobody_waiting() {
+fn a_slow_mapping_delays_nobody() {
     let mut scene = Scene::new();
     let slow = |milliseconds| format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemMap', {milliseconds})");
     scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
@@ -502,7 +502,7 @@ fn a_driver_that_is_slow_to_map_keeps_nobody_waiting() {
     scene.works(7);
 }
 
-/// A closing waits neither for an owner that is stopped nor for whoever is asking it for more.
+/// A close waits neither for a stopped owner nor for a thread that is waiting for that owner.
 #[test]
 fn memory_of_an_owner_that_is_stopped_can_be_closed() {
     let machine = Machine::new();
@@ -540,7 +540,7 @@ fn memory_of_an_owner_that_is_stopped_can_be_closed() {
     assert_eq!(machine.used(), 0);
 }
 
-/// A suspend takes nobody along that it was not told to; so it says how to tell it.
+/// A suspend does not include other processes by itself, so its message says how to include them.
 #[test]
 fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works() {
     let mut scene = Scene::new();

@@ -66,7 +66,7 @@ fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
 }
 
 #[test]
-fn only_what_is_open_is_not_paused() {
+fn only_open_memory_is_not_paused() {
     let machine = Machine::new();
     let (mut owner, mut one, mut two) = (machine.start("owner"), machine.start("one"), machine.start("two"));
     let pointers: Vec<_> = (0..3).map(|_| owner.number(&format!("malloc({})", 4 * MIB))).collect();
@@ -118,7 +118,7 @@ fn a_pause_with_a_timeout_waits_until_it_is_closed() {
 
 /// Some programs keep memory open for as long as they run.
 #[test]
-fn what_is_open_can_be_left_out_of_a_pause() {
+fn open_memory_can_be_left_out_of_a_pause() {
     let machine = Machine::new();
     let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
     let lent = owner.number(&format!("malloc({})", 4 * MIB));
@@ -177,7 +177,7 @@ fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
     assert_eq!(machine.used(), 0);
 }
 
-/// The command line takes all processes of a job together, also one that has no memory of its own.
+/// The command line pauses all processes of a job together, including one without memory of its own.
 #[test]
 fn a_job_is_paused_with_what_its_processes_have_open_of_each_other() {
     let machine = Machine::new();
@@ -231,7 +231,7 @@ fn a_job_is_suspended_and_moved_with_what_its_processes_have_open_of_each_other(
     assert_eq!(machine.used(), 0, "all of it is on the other GPU");
 }
 
-/// What is not paused stays open, and whoever uses nothing that is paused runs on.
+/// Memory that is not paused stays open, and a process that uses no paused memory keeps running.
 #[test]
 fn a_held_job_gives_up_only_what_is_paused() {
     let machine = Machine::new();
@@ -259,9 +259,9 @@ fn a_held_job_gives_up_only_what_is_paused() {
     }
 }
 
-/// Whoever uses memory on the GPU takes part, if only that of others.
+/// Every process that uses memory on the GPU takes part, even if only that of others.
 #[test]
-fn a_pause_of_a_gpu_takes_those_that_have_memory_of_others_open_there() {
+fn a_pause_of_a_gpu_includes_processes_with_open_memory_there() {
     let machine = Machine::new();
     let (mut owner, mut other, mut elsewhere) = (machine.start("job"), machine.start("job"), machine.start("job"));
     let pointers = [(0, 7), (1, 8)].map(|(device, value)| {
@@ -288,7 +288,7 @@ fn a_pause_of_a_gpu_takes_those_that_have_memory_of_others_open_there() {
     assert_eq!(elsewhere.ask(&format!("read({there}, 100)")), "[8]");
 }
 
-/// A process that runs on while it is paused may use what others have open of it, and what it has open of others.
+/// A process paused without hold may use memory that others have open of it, and its open memory of others.
 #[test]
 fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
     let machine = Machine::new();
@@ -317,7 +317,7 @@ fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
 
 /// The owner has passed its memory, and is paused before the other process has it at an address.
 #[test]
-fn what_is_being_opened_during_a_pause_is_paused() {
+fn memory_being_opened_during_a_pause_is_paused() {
     let machine = Machine::new();
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
@@ -336,7 +336,7 @@ fn what_is_being_opened_during_a_pause_is_paused() {
     assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[8]");
 }
 
-/// Whoever is paused first does not take back what its partner is about to give up.
+/// A process that is paused first does not reopen memory that its partner is about to give up.
 #[test]
 fn a_process_that_is_paused_before_its_partner_waits_for_it() {
     let machine = Machine::new();
@@ -355,7 +355,7 @@ fn a_process_that_is_paused_before_its_partner_waits_for_it() {
 
 /// Nothing is paused there any more, so nobody would resume it.
 #[test]
-fn a_process_that_closes_what_is_paused_goes_on() {
+fn a_process_that_closes_its_paused_open_memory_continues() {
     let machine = Machine::new();
     let (owner, mut other, _, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
@@ -365,7 +365,7 @@ fn a_process_that_closes_what_is_paused_goes_on() {
     assert!(!machine.is_held(&other) && machine.is_held(&owner));
 }
 
-/// A resume that leaves the program held says so: because of whose memory, and what to do.
+/// A resume that leaves the program held says whose memory is missing, and what to do.
 #[test]
 fn a_resume_says_whose_memory_is_missing() {
     let machine = Machine::new();
@@ -406,7 +406,7 @@ fn a_resume_says_whose_memory_is_missing() {
     machine.done(&["resume", "--name", "other"]);
 }
 
-/// An owner that is stopped, or ends: the resume does not wait for it for long, and the program goes on as soon as it can.
+/// If an owner is stopped, or ends, the resume does not wait long for it, and the program continues as soon as it can.
 #[test]
 fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
     let machine = Machine::new();
@@ -439,9 +439,9 @@ fn a_resume_does_not_wait_for_an_owner_that_is_stopped() {
     assert_ne!(other.ask(&format!("read({lost}, 100)")), "[7]");
 }
 
-/// Whoever comes back first waits for the other, and for no process that is gone.
+/// The process that is resumed first waits for the other, but not for a process that is gone.
 #[test]
-fn a_process_stays_held_until_what_it_has_open_is_back() {
+fn a_process_stays_held_until_its_open_memory_is_back() {
     let machine = Machine::new();
     let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
     let pointers: Vec<_> = (0..2).map(|_| owner.number(&format!("malloc({})", 4 * MIB))).collect();
@@ -512,7 +512,7 @@ fn memory_outlives_its_owner_and_handles_do_not() {
 }
 
 #[test]
-fn wrong_handles_get_the_codes_of_the_driver() {
+fn wrong_handles_get_the_drivers_error_codes() {
     let machine = Machine::new();
     let (mut owner, mut other, _, handle) = machine.sharing();
     assert_eq!(handle.len(), 128);
@@ -536,7 +536,7 @@ fn wrong_handles_get_the_codes_of_the_driver() {
 
 /// Plain memory is shared by the driver, and a process without the library opens only that.
 #[test]
-fn unmanaged_memory_and_unmanaged_processes() {
+fn unmanaged_memory_and_processes_use_the_drivers_handles() {
     let machine = Machine::new();
     let mut owner = machine.start_with("owner", |command| _ = command.env("VRAMCTL_MIN_BYTES", "1M"));
     let mut other = machine.start("other");
@@ -559,7 +559,7 @@ fn unmanaged_memory_and_unmanaged_processes() {
 
 /// A forked child has no CUDA. It neither closes what its parent has open nor keeps it open.
 #[test]
-fn forked_children_change_nothing() {
+fn forked_children_do_not_affect_open_memory() {
     let machine = Machine::new();
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     let theirs = other.number(&format!("open_('{handle}')"));
@@ -641,7 +641,7 @@ fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
 
 /// As one that is paused for long does not.
 #[test]
-fn an_owner_that_does_not_answer_keeps_nobody_from_the_memory_of_others() {
+fn a_silent_owner_does_not_delay_memory_of_other_owners() {
     let machine = Machine::new();
     let (mut stopped, mut running, mut other) = (machine.start("stopped"), machine.start("running"), machine.start("other"));
     let handles = |owner: &mut Program| {
@@ -686,9 +686,9 @@ fn an_owner_with_too_many_connections_is_asked_again() {
     machine.done(&["pause", "--name", "owner"]);
 }
 
-/// Whichever of several closings is the last waits for the device.
+/// The last of several concurrent closes waits for the device.
 #[test]
-fn closings_at_once() {
+fn concurrent_closes_are_safe() {
     let machine = Machine::new();
     let mut owner = machine.start("owner");
     let mut other = machine.start_with("other", |command| _ = command.env("SIMGPU_OP_DELAY_MS", "20"));
@@ -709,7 +709,7 @@ fn closings_at_once() {
 
 /// Handles are asked for and opened while the owner is paused and resumed, and by threads of several processes.
 #[test]
-fn opening_and_pausing_at_once() {
+fn opening_and_pausing_concurrently_is_safe() {
     let machine = Machine::new();
     let mut owner = machine.start("owner");
     let handles: Vec<_> = (0..8)
@@ -758,7 +758,7 @@ fn opening_and_pausing_at_once() {
     assert_eq!(machine.used(), 0);
 }
 
-/// What two processes do, each to its own memory and to the other's. Numbers choose among what there is.
+/// The actions of two processes on their own and each other's memory. Numbers choose among existing objects.
 #[derive(Debug, Clone, Copy)]
 enum Step {
     Allocate { by: usize },
@@ -809,7 +809,7 @@ impl Piece {
 
     /// Where a process that runs can use it.
     fn usable(&self, by: usize) -> Option<u64> {
-        // What is freed while the other has it open is nobody's any more.
+        // Memory that is freed while the other has it open has no owner any more.
         self.at[self.owner]?;
         self.at[by].filter(|_| if by == self.owner { !self.paused } else { !self.aside })
     }
@@ -837,7 +837,7 @@ impl Two {
         self.pieces.iter().any(|piece| piece.owner == who && piece.paused)
     }
 
-    /// A program stands still exactly while something is paused that it owns or has open.
+    /// A program is held exactly while memory that it owns or has open is paused.
     fn is_held(&self, who: usize) -> bool {
         self.has_paused(who) || self.pieces.iter().any(|piece| piece.other() == who && piece.aside)
     }
@@ -932,7 +932,7 @@ impl Two {
             }
             _ => (),
         }
-        // What its owner has back comes back by itself, unless the other stays held anyway.
+        // Open memory comes back by itself when its owner is resumed, unless the process stays held anyway.
         for who in 0..2 {
             if !self.has_paused(who) {
                 self.pieces.iter_mut().filter(|piece| piece.other() == who && !piece.paused).for_each(|piece| piece.aside = false);

@@ -18,13 +18,13 @@ use vramctl_intercept::{entries, hooks};
 use vramctl_model::{Error, Kind, ObstacleKind, Report, TransitionRequest};
 
 const MIB: u64 = 1 << 20;
-/// What a process has besides its allocations.
+/// A process's memory apart from its allocations.
 const CONTEXT: u64 = 32 * MIB;
 
 /// A simulated machine with two GPUs of 256 MiB.
 struct Machine(tempfile::TempDir);
 
-/// What a command has said.
+/// A command's output and exit code.
 struct Said {
     code: Option<i32>,
     text: String,
@@ -244,7 +244,7 @@ const MOVE: Calls = &[
 const COMMANDS: &[(&str, Option<&str>, Calls)] =
     &[("suspend engine", None, SUSPEND), ("resume", Some("suspend engine"), RESUME), ("move engine --to 1", None, MOVE)];
 
-/// Each step of each command.
+/// All steps of all commands.
 fn steps() -> impl Iterator<Item = (&'static str, Option<&'static str>, String)> {
     let each = |(command, first, steps): &'static (&'static str, Option<&'static str>, Calls)| {
         steps.iter().map(move |(call, nth)| (*command, *first, format!("cuCheckpointProcess{call}:{nth}")))
@@ -252,9 +252,9 @@ fn steps() -> impl Iterator<Item = (&'static str, Option<&'static str>, String)>
     COMMANDS.iter().flat_map(each)
 }
 
-/// The list above has all of the calls, and no other.
+/// The list above contains exactly the calls that the commands make.
 #[test]
-fn the_steps_are_those_that_the_commands_make() {
+fn the_tested_steps_are_those_of_the_commands() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
     for (command, first, steps) in COMMANDS {
@@ -275,7 +275,7 @@ fn the_steps_are_those_that_the_commands_make() {
     }
 }
 
-/// The caller may be killed at any step. Whoever comes next goes on from there, in either direction.
+/// The caller may be killed at any step. The next caller continues from there, in either direction.
 #[test]
 fn a_caller_may_be_killed_at_any_step() {
     let machine = Machine::new();
@@ -308,7 +308,7 @@ fn a_caller_may_be_killed_at_any_step() {
     }
 }
 
-/// The process may be killed at any step: the command says that it is gone, and nothing of it is left.
+/// The process may be killed at any step: the command reports that it is gone, and nothing of it is left.
 #[test]
 fn a_process_may_be_killed_at_any_step() {
     let machine = Machine::new();
@@ -388,7 +388,7 @@ fn a_job_moves_to_another_gpu_and_back() {
         assert!(uuid.ends_with(&format!("3{there}")), "{status}");
         assert_eq!(status["processes"][0]["tags"][0]["state"], "active");
         engine.is_well();
-        // What knows the GPU by its UUID finds it there.
+        // Commands that name the GPU by its UUID find it there.
         machine.vramctl(&format!("pause --gpu {there}")).expect(0, "paused");
         assert!(machine.gpus()[there].0 < before[0].0);
         machine.vramctl(&format!("resume --gpu {there}")).expect(0, "resumed");
@@ -396,7 +396,7 @@ fn a_job_moves_to_another_gpu_and_back() {
     }
 }
 
-/// `examples/empty_gpu.py`: who has room elsewhere moves there, who has not is suspended.
+/// `examples/empty_gpu.py`: jobs that fit elsewhere move there, the others are suspended.
 #[test]
 fn a_gpu_is_emptied_for_maintenance() {
     let machine = Machine::new();
@@ -416,7 +416,7 @@ fn a_gpu_is_emptied_for_maintenance() {
 }
 
 #[test]
-fn a_move_that_cannot_be_is_refused_before_anything_changes() {
+fn an_impossible_move_is_refused_before_anything_changes() {
     let machine = Machine::new();
     let (mut engine, mut other) = (machine.start("engine"), machine.start("other"));
     machine.vramctl("move other --to 1").expect(0, "moved");
@@ -431,7 +431,7 @@ fn a_move_that_cannot_be_is_refused_before_anything_changes() {
     ] {
         machine.vramctl(command).expect(code, why);
     }
-    // A third one does not fit, but in the place of another it does.
+    // A third one does not fit, unless it swaps with another.
     let filler = machine.start("filler");
     machine.vramctl("move filler --to 1").expect(0, "moved");
     machine.vramctl("move engine --to 1").expect(4, "Nothing has changed");
@@ -441,7 +441,7 @@ fn a_move_that_cannot_be_is_refused_before_anything_changes() {
     machine.vramctl("move engine --to 1 --swap other").expect(0, "moved other (pid");
     machine.vramctl("move engine --to 0 --swap other").expect(0, "moved engine");
     assert_eq!(machine.gpus(), before);
-    // The driver refuses to put it there: it goes home.
+    // The driver refuses to restore it there: it returns to its own GPU.
     let refused = machine.vramctl_failing("cuCheckpointProcessRestore:1:801", "move engine --to 1");
     refused.expect(1, "The job runs where it was");
     assert_eq!(machine.gpus(), before);
@@ -471,9 +471,9 @@ fn a_process_may_be_killed_while_it_is_suspended() {
     assert_eq!(machine.gpus()[0].1, 1, "nothing of the others is left");
 }
 
-/// What the library cannot know of. The message says that the process is lost, and what to do.
+/// An obstacle that the library cannot know. The message says that the process is lost, and what to do.
 #[test]
-fn a_process_that_the_driver_has_lost_is_reported_as_that() {
+fn a_process_lost_by_the_driver_is_reported() {
     let machine = Machine::new();
     let lost = machine.start_with("lost", |command| _ = command.env("SIMGPU_UNRESTORABLE", "1"));
     machine.vramctl("suspend lost").expect(0, "suspended");
@@ -490,7 +490,7 @@ fn a_process_that_the_driver_has_lost_is_reported_as_that() {
     engine.is_well();
 }
 
-/// A job is suspended as one: what one process cannot do is taken back in the others.
+/// A job is suspended as one: if one process fails, the others undo their steps.
 #[test]
 fn several_processes_are_suspended_as_one() {
     let machine = Machine::new();
@@ -523,7 +523,7 @@ fn several_processes_are_suspended_as_one() {
 
 /// The process is lost with such a restore, so it must not come to that.
 #[test]
-fn what_could_not_be_restored_is_paused_by_tag() {
+fn a_process_that_cannot_be_restored_is_paused_by_tag() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
     let old = machine.vramctl_failing("cuCheckpointProcessGetState:1:500", "suspend engine");
@@ -533,9 +533,9 @@ fn what_could_not_be_restored_is_paused_by_tag() {
     engine.is_well();
 }
 
-/// Of MPS the process tells, also one without memory. MIG is seen from outside.
+/// The process reports MPS, even without memory. MIG is detected from outside.
 #[test]
-fn behind_mps_and_on_mig_there_is_no_suspend() {
+fn suspend_is_refused_with_mps_and_mig() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
     let on_mig = |arguments: &str| {
@@ -569,7 +569,7 @@ fn behind_mps_and_on_mig_there_is_no_suspend() {
 
 /// Plain memory that the program has passed to others by CUDA IPC cannot be paused away, so the program need not be paused to know.
 #[test]
-fn what_could_not_be_restored_is_not_moved_and_not_paused() {
+fn a_process_that_cannot_be_restored_is_neither_moved_nor_paused() {
     let machine = Machine::new();
     let mut command = machine.command(common::command_line(), &["run", "--name", "giver", "--", "python3", "-c"]);
     let program = "import ctypes\ncuda = ctypes.CDLL('libcudart.so.13', mode=ctypes.RTLD_GLOBAL)\ncuda = ctypes.CDLL(None)\nmanaged, plain = \
@@ -587,9 +587,9 @@ fn what_could_not_be_restored_is_not_moved_and_not_paused() {
     assert_eq!((machine.gpus(), machine.status("giver")["processes"][0]["tags"][0]["state"].as_str()), (before, Some("active")));
 }
 
-/// The program runs on until the driver has locked it. What it makes until then is found, and nothing is checkpointed.
+/// The program keeps running until the driver has locked it. Obstacles that it creates until then are found, and nothing is checkpointed.
 #[test]
-fn an_obstacle_that_comes_in_the_middle_is_found() {
+fn an_obstacle_that_appears_in_the_middle_is_found() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
     let before = machine.gpus();
@@ -627,7 +627,7 @@ fn an_obstacle_that_comes_in_the_middle_is_found() {
 
 // ---- within the process ----
 
-/// Ends a suspend when a test fails, which would else wait for the driver as it cleans up.
+/// Ends a suspend when a test fails; otherwise the cleanup would wait for the driver.
 struct Awake;
 
 impl Drop for Awake {
@@ -636,7 +636,7 @@ impl Drop for Awake {
     }
 }
 
-/// Whether it comes to that, within a time that only a hang exceeds.
+/// Waits until the condition holds, for a time that only a hang exceeds.
 fn eventually(is_so: impl Fn() -> bool) -> bool {
     (0..2000).any(|_| {
         is_so() || {
@@ -651,9 +651,9 @@ fn obstacles() -> Vec<ObstacleKind> {
     status.obstacles.into_iter().map(|obstacle| obstacle.kind).collect()
 }
 
-/// Each is there as long as what it tells of. With it, the process stands not aside.
+/// Each obstacle is reported as long as it exists, and prevents a suspend.
 #[test]
-fn what_the_driver_could_not_restore_is_known_in_advance() {
+fn obstacles_to_a_restore_are_known_in_advance() {
     let _gpu = Gpu::take();
     let _awake = Awake;
     let managed = common::malloc_tagged("managed", None, 2 << 20).unwrap();
@@ -711,7 +711,7 @@ fn what_the_driver_could_not_restore_is_known_in_advance() {
     assert_eq!(common::free(managed), 0);
 }
 
-/// Whatever call of the library's fails as it stands aside, it stands aside or goes on as before.
+/// If any driver call of the library fails during a suspend request, the process is suspended or continues as before.
 #[test]
 fn a_driver_that_refuses_the_library_loses_nothing() {
     const CALLS: &[&str] = &[
@@ -750,9 +750,9 @@ fn a_driver_that_refuses_the_library_loses_nothing() {
     assert_eq!((common::resume(&[]).unwrap().allocations, common::free(address)), (1, 0));
 }
 
-/// From the moment it stands aside until it is awake: whatever the library had in mind waits, and the status needs no driver.
+/// From the suspend request until `awake`, pending work of the library waits, and the status needs no driver.
 #[test]
-fn a_process_that_stands_aside_calls_no_driver() {
+fn a_suspended_process_makes_no_driver_calls() {
     let gpu = Gpu::take();
     let _awake = Awake;
     let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
@@ -780,7 +780,7 @@ fn a_process_that_stands_aside_calls_no_driver() {
 /// A pause or resume that was on its way when the process was suspended says so, instead of waiting with its locks held until it is
 /// awake.
 #[test]
-fn a_transition_that_meets_a_suspended_process_says_so() {
+fn a_transition_of_a_suspended_process_is_refused() {
     let _gpu = Gpu::take();
     let _awake = Awake;
     let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
@@ -806,9 +806,9 @@ fn a_transition_that_meets_a_suspended_process_says_so() {
     assert_eq!((common::free(address), common::free(late)), (0, 0));
 }
 
-/// A library whose call does not come out of the driver does not stand aside, and goes on.
+/// If a call of the library does not return from the driver, the suspend is refused, and the program continues.
 #[test]
-fn a_call_in_the_driver_keeps_a_process_from_standing_aside() {
+fn a_call_in_the_driver_prevents_a_suspend() {
     let gpu = Gpu::take();
     let _awake = Awake;
     let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();

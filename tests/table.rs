@@ -50,8 +50,8 @@ fn every_line_is_a_function_of_the_headers() {
     }
 }
 
-/// A function has all of its variants in the table from the oldest one there on: a newer one would be told instead of ours, and
-/// memory would pass by.
+/// The table has all variants of a function from its oldest listed one on: a missing newer one would be returned instead of ours, and its
+/// memory would not be managed.
 #[test]
 fn no_newer_variant_is_missing() {
     for function in entries::all() {
@@ -218,7 +218,7 @@ const NOT_GATED: &[(&str, &[&str])] = &[
 ];
 
 #[test]
-fn every_function_that_starts_work_is_gated_or_excused() {
+fn every_function_that_starts_work_is_gated_or_listed_as_an_exception() {
     let matches = |pattern: &str, name: &str| match (pattern.strip_prefix('*'), pattern.strip_suffix('*')) {
         (Some(inner), Some(_)) => name.contains(inner.trim_end_matches('*')),
         (Some(end), None) => name.ends_with(end),

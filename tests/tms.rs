@@ -56,7 +56,7 @@ fn in_a_new_thread(body: impl FnOnce() + Send + 'static) {
 }
 
 #[test]
-fn settings_are_the_threads_own_and_stay() {
+fn settings_are_per_thread_and_persist() {
     let _gpu = Gpu::take();
     in_a_new_thread(|| {
         assert_eq!(settings(), ("default".into(), false, false, false));
@@ -129,7 +129,7 @@ fn inside_a_region_the_settings_are_the_regions() {
 }
 
 #[test]
-fn pausing_and_resuming_twice_is_no_error_and_nor_is_a_tag_that_nothing_has() {
+fn repeated_transitions_and_unused_tags_are_no_errors() {
     let gpu = Gpu::take();
     common::set_device(0);
     let (weights, cache) = thread::spawn(|| {
@@ -170,7 +170,7 @@ fn pausing_and_resuming_twice_is_no_error_and_nor_is_a_tag_that_nothing_has() {
 }
 
 #[test]
-fn retaining_the_margin_and_the_directory_are_the_processes() {
+fn retention_margin_and_directory_are_per_process() {
     let _gpu = Gpu::take();
     in_a_new_thread(|| {
         assert!(!tms_get_retain_cpu_backup());
@@ -322,7 +322,7 @@ fn its_directory_holds_a_file_for_each_paused_allocation() {
 }
 
 #[test]
-fn nonsense_changes_nothing_and_ends_nothing() {
+fn invalid_calls_change_nothing() {
     let _gpu = Gpu::take();
     in_a_new_thread(|| {
         let before = settings();
@@ -391,7 +391,7 @@ fn python(script: &str, preload: &[&Path], sockets: &Path) {
 /// `vramctl run` preloads the library, and a framework preloads it again under another name. The second copy must not manage
 /// what the first leaves to CUDA, and there must be one control socket.
 #[test]
-fn of_two_copies_the_first_answers_and_the_second_stands_aside() {
+fn of_two_copies_only_the_first_is_active() {
     let folder = tempfile::tempdir().unwrap();
     let (library, copy) = (common::artifacts().join("libvramctl.so"), folder.path().join("torch_memory_saver_hook_mode_preload.abi3.so"));
     std::fs::copy(&library, &copy).unwrap();
@@ -486,7 +486,7 @@ assert runtime.cudaFree(plain) == 0
 
 /// The reported policy must be the effective one, in a process with a tag of its own too.
 #[test]
-fn a_thread_of_a_tagged_process_keeps_what_it_says_it_keeps() {
+fn a_thread_of_a_tagged_process_keeps_its_backup_setting() {
     let _gpu = Gpu::take();
     Memory::get().set_process_tag(Some("default")).unwrap();
     std::thread::spawn(|| {

@@ -1,5 +1,4 @@
-//! `vramctl top` in a terminal, with real programs on a simulated machine: a pseudo-terminal, and an emulator that knows what is on
-//! its screen.
+//! `vramctl top` in a pseudo-terminal with a terminal emulator, and with real programs on a simulated machine.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -68,7 +67,7 @@ impl Terminal {
         self.screen.lock().unwrap().screen().contents()
     }
 
-    /// Waits until the screen is so.
+    /// Waits until the screen satisfies a condition.
     #[track_caller]
     fn expect(&self, what: &str, is_so: impl Fn(&str) -> bool) -> String {
         let begun = Instant::now();
@@ -104,7 +103,7 @@ impl Terminal {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Waits for the end, after which the terminal is as it was before.
+    /// Waits for the end, and checks that the terminal is restored.
     #[track_caller]
     fn ended(&mut self) -> ExitStatus {
         let begun = Instant::now();
@@ -256,7 +255,7 @@ fn it_follows_the_size_of_the_terminal() {
 
 /// crossterm's usual event source forgets keys that come together with a new size, until the next key.
 #[test]
-fn a_key_that_comes_with_a_new_size_counts() {
+fn a_key_during_a_resize_counts() {
     let machine = Machine::new();
     let mut top = Terminal::start(&machine, &["top"], SMALL);
     top.shows(&["no process is managed"]);
@@ -273,7 +272,7 @@ fn a_key_that_comes_with_a_new_size_counts() {
 }
 
 #[test]
-fn however_it_ends_the_terminal_is_as_before() {
+fn the_terminal_is_restored_however_it_ends() {
     let machine = Machine::new();
     let start = || {
         let top = Terminal::start(&machine, &["top"], SMALL);
@@ -292,7 +291,7 @@ fn however_it_ends_the_terminal_is_as_before() {
 }
 
 #[test]
-fn who_is_stopped_does_not_stop_the_display() {
+fn a_stopped_process_does_not_stop_the_display() {
     let machine = Machine::new();
     let (stopped, other) = (machine.start_with("stopped", |_| ()), machine.start_with("other", |_| ()));
     let mut top = Terminal::start(&machine, &["top", "-i", "0.2"], SMALL);
@@ -367,7 +366,7 @@ fn colours_are_only_for_those_who_want_them() {
 }
 
 #[test]
-fn without_a_terminal_there_is_one_picture() {
+fn without_a_terminal_it_prints_one_frame() {
     let machine = Machine::new();
     machine.vramctl("top").expect(2, "", "vramctl top --once");
     machine.vramctl("top --interval 0").expect(2, "", "from 0.1 to 20 seconds");

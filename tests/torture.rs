@@ -1,13 +1,12 @@
 //! Random schedules: programs that are never idle are paused, resumed, disturbed and killed at random moments.
 //!
-//! What must hold, whatever happens:
+//! Invariants:
 //!
-//! 1. **Nobody runs on memory that is gone.** The simulated GPU fails work whose memory goes away meanwhile, and the programs check
-//!    every result and all contents.
-//! 2. **No rank stays paused alone.** When nobody is in the middle of anything any more, the processes of a job that are alive are all
-//!    active, or all paused. If the command says that it is committed, they are what was asked for; if it says that it is not, they are
-//!    what they were.
-//! 3. **Nothing waits forever**, but a collective whose rank has died. Commands end, and what is paused can be resumed by the next one.
+//! 1. **No work runs on memory that is gone.** The simulated GPU fails work whose memory disappears meanwhile, and the programs check every
+//!    result and all contents.
+//! 2. **No rank stays paused alone.** Once no transition is in progress, the living processes of a job are all active, or all paused. If
+//!    the command reports a commit, they are in the requested state; otherwise they are in the previous state.
+//! 3. **Nothing waits forever**, except a collective whose rank has died. Commands end, and paused memory can be resumed by the next one.
 //!    After the last resume every thread makes progress, and nothing is held.
 //!
 //! Each test prints its seed if it fails. `TORTURE_SEED` sets it, and `TORTURE_ROUNDS` makes them longer. A seed repeats what happens,
@@ -28,7 +27,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-/// Longer than anything takes.
+/// Longer than anything may take.
 const NEVER: Duration = Duration::from_secs(50);
 
 struct Random(u64);
@@ -83,7 +82,7 @@ impl Watchdog {
     }
 }
 
-/// The end of a command, which must come.
+/// Waits for a command, which must end.
 fn end_of(mut command: Child) -> Ran {
     let begun = Instant::now();
     while command.try_wait().unwrap().is_none() {
@@ -110,7 +109,7 @@ fn numbers(line: &str) -> Vec<u64> {
     line.split_whitespace().map_while(|word| word.parse().ok()).collect()
 }
 
-/// Waits until all threads of all programs have got on.
+/// Waits until all threads of all programs have made progress.
 fn all_get_on(ranks: &mut [Rank]) {
     let mut progress = || ranks.iter_mut().flat_map(|rank| numbers(&rank.ask("progress"))).collect::<Vec<_>>();
     let (before, begun) = (progress(), Instant::now());
@@ -162,7 +161,7 @@ fn a_busy_program(random: &mut Random, with_faults: bool) {
         };
         paused += u64::from(is_done);
         random.sleep(10);
-        // A part first; the program goes on only when all of it is back.
+        // Resume a part first; the program continues only when everything is back.
         if random.one_in(2) {
             let _ = machine.connect(&program).ask(&json!({"request": "resume", "tags": ["odd"], "lenient": true}));
         }
@@ -239,7 +238,7 @@ fn in_collectives(machine: &Machine, last: u64) -> [Rank; 4] {
     })
 }
 
-/// Where each has come to in the end, with its result.
+/// The final position and result of each.
 fn results(ranks: &mut [Rank]) -> Vec<String> {
     let begun = Instant::now();
     let mut wait = |rank: &mut Rank| loop {
@@ -300,10 +299,10 @@ fn a_job_in_collectives_is_paused_as_one_at_any_moment() {
     drop(watchdog);
 }
 
-/// A rank that is killed in the middle leaves the others in a collective that never ends. They are not paused for it, or all of them
-/// can be resumed.
+/// A rank that is killed in the middle leaves the others in a collective that never ends. Either they are not paused, or all of them can be
+/// resumed.
 #[test]
-fn a_rank_in_collectives_that_is_killed_takes_nobody_with_it() {
+fn a_killed_rank_in_collectives_does_not_kill_the_others() {
     let mut random = Random::new(4);
     for _ in 0..rounds(4) {
         let machine = Machine::new();
@@ -336,14 +335,14 @@ struct Network {
     weather: Arc<Weather>,
 }
 
-/// What it does, from a seed.
+/// Its behaviour, derived from a seed.
 struct Weather {
     random: Mutex<Random>,
     /// How long the processes wait for the coordinator.
     lease_ms: AtomicU64,
     /// The coordinator, to be killed.
     coordinator: Mutex<Option<u32>>,
-    /// The last word of a dead coordinator has been said.
+    /// No more data of a dead coordinator arrives.
     is_cut: AtomicBool,
     /// Whether somebody may still be killed or cut off. One event at a time: then all that is left must be in one state, whatever it
     /// was.
@@ -485,7 +484,7 @@ fn schedules(mut random: Random) {
             assert_eq!(state, if committed { after } else { before.as_str() }, "{case}");
             *(if committed { &mut done } else { &mut undone }) += 1;
         }
-        // All that is left can be resumed by anybody, and a new process can take the place of a dead one.
+        // All survivors can be resumed by anybody, and a new process can replace a dead one.
         if alive.contains(&false) {
             machine.vramctl("resume --name engine").expect(0, "", "");
             for (rank, _) in ranks.iter_mut().zip(alive).filter(|(_, alive)| !alive) {

@@ -25,7 +25,7 @@ fn file(machine: &Machine, name: &str) -> PathBuf {
     machine.folder.path().join(name)
 }
 
-/// Makes a trace, and reads it.
+/// Records a trace, and reads it.
 fn trace(machine: &Machine, arguments: &str) -> (Vec<Value>, Ran) {
     let path = file(machine, "trace.json");
     let ran = machine.vramctl(&format!("trace {arguments} -o {}", path.display())).expect(0, "trace.json: ", "");
@@ -66,7 +66,7 @@ fn slices<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
     events.iter().filter(|event| event["ph"] == "X" && event["name"] == name).collect()
 }
 
-/// The last value of each counter of a process.
+/// The final value of each counter of a process.
 fn in_the_end(events: &[Value], pid: u32) -> BTreeMap<String, u64> {
     let counters = events.iter().filter(|event| event["ph"] == "C" && event["pid"] == pid);
     counters.map(|event| (event["name"].as_str().unwrap().to_owned(), event["args"]["bytes"].as_u64().unwrap())).collect()
@@ -114,7 +114,7 @@ fn follow(machine: &Machine, arguments: &[&str]) -> (Child, PathBuf) {
     (child, path)
 }
 
-/// Waits until a recording has begun, most likely. If it has not, it has the same events all the same.
+/// Waits until a recording has most likely begun. If it has not, it will still contain the same events.
 fn until_followed(path: &Path) {
     while !path.exists() {
         thread::sleep(Duration::from_millis(5));
@@ -123,7 +123,7 @@ fn until_followed(path: &Path) {
 }
 
 #[test]
-fn a_process_that_dies_while_it_is_followed_is_in_the_trace_up_to_then() {
+fn a_process_that_dies_while_followed_is_in_the_trace_until_then() {
     let machine = Machine::new();
     let (mut stays, dies) = (start(&machine, "stays"), start(&machine, "dies"));
     let (child, path) = follow(&machine, &["--follow"]);
@@ -143,7 +143,7 @@ fn a_process_that_dies_while_it_is_followed_is_in_the_trace_up_to_then() {
 }
 
 #[test]
-fn when_all_have_ended_so_does_the_recording() {
+fn the_recording_ends_when_all_processes_have_ended() {
     let machine = Machine::new();
     let rank = start(&machine, "engine");
     let (child, path) = follow(&machine, &["--seconds", "600"]);
@@ -154,7 +154,7 @@ fn when_all_have_ended_so_does_the_recording() {
 }
 
 #[test]
-fn a_recording_goes_on_for_so_many_seconds() {
+fn a_recording_lasts_the_given_seconds() {
     let machine = Machine::new();
     let rank = start(&machine, "engine");
     let (child, path) = follow(&machine, &["--seconds", "2.5"]);
@@ -166,7 +166,7 @@ fn a_recording_goes_on_for_so_many_seconds() {
 }
 
 #[test]
-fn who_records_nothing_is_told_how_to() {
+fn without_recording_processes_the_message_says_how_to_record() {
     let machine = Machine::new();
     let plain = machine.start_with("plain", |_| ());
     let path = file(&machine, "trace.json");
@@ -190,7 +190,7 @@ fn who_records_nothing_is_told_how_to() {
 
 /// With a ring so small that the first events are gone, the counters still begin where they were, and end where they are.
 #[test]
-fn what_was_recorded_over_is_counted() {
+fn overwritten_events_are_counted() {
     let machine = Machine::new();
     let mut churn = machine.start("churn", "churn", |command| _ = command.env("VRAMCTL_TRACE", "64K"));
     churn.ask("5000");
@@ -205,7 +205,7 @@ fn what_was_recorded_over_is_counted() {
 }
 
 #[test]
-fn the_page_needs_nothing_but_itself() {
+fn the_page_is_self_contained() {
     let machine = Machine::new();
     let rank = machine.start("engine", "engine", |command| {
         traced(command);

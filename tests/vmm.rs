@@ -1,5 +1,5 @@
-//! Programs that manage virtual memory themselves, and programs that use the driver's functions: what they have is paused and
-//! resumed as memory of `cudaMalloc` is, and the driver's handles come and go without their noticing.
+//! Programs that manage virtual memory themselves, and programs that use the driver's functions: their memory is paused and resumed like
+//! memory of `cudaMalloc`, and they do not notice that the driver's handles change.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -125,9 +125,9 @@ fn a_handle_with_two_mappings_comes_back_at_both() {
     assert_eq!(gpu.footprint().without_streams(), before.without_streams());
 }
 
-/// What a program does to its mappings while the memory is away must be so when it is back.
+/// Changes that a program makes to its mappings while the memory is paused must be in effect when it is back.
 #[test]
-fn what_the_program_changes_while_paused_is_so_after_the_resume() {
+fn changes_while_paused_take_effect_at_the_resume() {
     let gpu = Gpu::take();
     let place = Reserved::new(8 * PAGE);
     let at = |page: u64| place.0 + page * PAGE as u64;
@@ -244,7 +244,7 @@ fn the_queries_agree() {
 
 /// Access for other devices is part of what comes back.
 #[test]
-fn access_of_other_devices_is_given_again() {
+fn access_of_other_devices_is_restored() {
     let _gpu = Gpu::take();
     let place = Reserved::new(PAGE);
     let handle = create("own", None, PAGE).unwrap();
@@ -257,7 +257,7 @@ fn access_of_other_devices_is_given_again() {
 
 type Call<'a> = &'a dyn Fn(*mut u64) -> u32;
 
-/// The driver's own names of `cudaMalloc` and its kin.
+/// The driver's counterparts of `cudaMalloc` and related functions.
 #[test]
 fn the_drivers_allocations_are_managed_too() {
     let gpu = Gpu::take();
@@ -300,7 +300,7 @@ fn the_drivers_allocations_are_managed_too() {
 
 /// A request is left to CUDA once: what `cudaMalloc` leaves alone, the `cuMemAlloc` it ends in leaves alone too.
 #[test]
-fn a_null_pointer_is_answered_by_the_driver() {
+fn the_driver_answers_a_null_pointer() {
     let _gpu = Gpu::take();
     region::begin(Some("driver"), None).unwrap();
     assert_eq!(unsafe { entries::cuMemAlloc_v2(ptr::null_mut(), PAGE) }, 1);
@@ -312,7 +312,7 @@ fn a_null_pointer_is_answered_by_the_driver() {
     region::end().unwrap();
 }
 
-/// New pages behind the same addresses are not what a network card or another process has registered.
+/// A network card or another process would still use the old pages.
 #[test]
 fn registered_memory_is_replaced_only_when_told_so() {
     let gpu = Gpu::take();
@@ -369,7 +369,7 @@ fn registered_memory_is_replaced_only_when_told_so() {
 
 /// Memory of `cuMemCreate` outlives the context in which it was made; memory of `cuMemAlloc` does not.
 #[test]
-fn what_ends_with_a_context_and_what_does_not() {
+fn plain_memory_ends_with_its_context_and_virtual_memory_does_not() {
     let gpu = Gpu::take();
     let place = Reserved::new(PAGE);
     let mut context = ptr::null_mut();
@@ -458,7 +458,7 @@ fn the_attributes_of_managed_memory_are_those_of_plain_memory_also_while_it_is_p
         assert_eq!(unsafe { entries::cuPointerGetAttributes(11, ATTRIBUTES.as_ptr(), places.as_mut_ptr(), at) }, 0);
         values
     };
-    // Where they begin is all that differs.
+    // Only their start addresses differ.
     let relative = |at: u64, of: u64| {
         let shift = |value: u64| if (of..of + bytes as u64).contains(&value) { value - of } else { value };
         let each = ATTRIBUTES.map(|which| one(which, at)).map(|(code, value)| (code, shift(value)));
@@ -587,7 +587,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 const PAGES: u64 = 8;
 
-/// What the program believes: the driver's rules, without any pause.
+/// The program's view: the driver's rules, without any pause.
 #[derive(Default)]
 struct Model {
     /// References and contents' seed.
@@ -690,9 +690,9 @@ proptest! {
     }
 }
 
-/// The release of the last handle that is paused lets a held program go on: nobody could resume it any more.
+/// The release of the last paused handle lets a held program continue: nobody could resume it any more.
 #[test]
-fn a_held_program_goes_on_when_its_last_handle_is_released() {
+fn a_held_program_continues_when_its_last_handle_is_released() {
     let _gpu = Gpu::take();
     let handle = create("last", None, PAGE).unwrap();
     let held = TransitionRequest { hold: Some(Duration::from_secs(20)), ..common::request(&["last"]) };
@@ -704,7 +704,7 @@ fn a_held_program_goes_on_when_its_last_handle_is_released() {
 
 /// Nobody would resume it.
 #[test]
-fn a_held_program_goes_on_when_its_last_paused_handle_is_gone() {
+fn a_held_program_continues_when_its_last_paused_handle_is_gone() {
     let _gpu = Gpu::take();
     let pause_held = || {
         let held = TransitionRequest { hold: Some(Duration::from_secs(20)), ..common::request(&["own"]) };

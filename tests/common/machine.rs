@@ -1,4 +1,4 @@
-//! Real programs under the preloaded library on a simulated machine, and what to say to them.
+//! Real programs under the preloaded library on a simulated machine, and clients for them.
 
 use serde_json::{Value, json};
 use std::fs::{self, DirBuilder};
@@ -78,7 +78,7 @@ impl Machine {
     pub fn state(&self, rank: &Rank) -> String {
         let begun = Instant::now();
         let told = loop {
-            // It may have too many connections, as this is asked again and again: then it says so, or has hung up already.
+            // Because of frequent polling it may have too many connections: then it refuses, or has already disconnected.
             match self.connect(rank).try_ask(&json!({"request": "status"})) {
                 Ok(told) if told["code"] != "busy" => break told,
                 _ => assert!(begun.elapsed() < Duration::from_secs(20), "no status"),
@@ -90,7 +90,7 @@ impl Machine {
         format!("{}{}", states[0], if told["held"] == true { ", held" } else { "" })
     }
 
-    /// Waits until all survivors are in one state, and nobody is in the middle. Returns it.
+    /// Waits until all survivors are in the same state, with no transition in progress. Returns the state.
     #[track_caller]
     pub fn settled(&self, ranks: &[&Rank]) -> String {
         let begun = Instant::now();
@@ -152,7 +152,7 @@ impl Rank {
         self.line()
     }
 
-    /// Its memory is as the program left it.
+    /// Checks that its memory is as the program left it.
     #[track_caller]
     pub fn verify(&mut self) {
         let answer = self.ask("verify");
@@ -211,8 +211,8 @@ impl Wire {
     }
 }
 
-/// Passes on what a client and a process say to each other, until one of them hangs up, or `may_pass` says no. That is given the
-/// request, the line, and whether it is an answer.
+/// Relays lines between a client and a process, until one of them disconnects or `may_pass` returns false. `may_pass` gets the request, the
+/// line, and whether it is an answer.
 pub fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &mut Vec<u8>, bool) -> bool + Send + Sync + 'static) {
     let (sides, asked, may_pass) = (Arc::new(sides), Arc::new(Mutex::new(String::new())), Arc::new(may_pass));
     for from in [0, 1] {
@@ -240,7 +240,7 @@ pub fn pass_on(sides: [UnixStream; 2], may_pass: impl Fn(&str, &mut Vec<u8>, boo
 fn line_with_files(stream: &UnixStream) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
     let (mut line, mut files) = (Vec::new(), Vec::new());
     while line.last() != Some(&b'\n') {
-        // One by one: what comes behind the line has files of its own.
+        // Byte by byte: data after the line may carry its own files.
         let mut byte = [0];
         if descriptors::receive(stream, &mut byte, &mut files).ok()? == 0 {
             return None;

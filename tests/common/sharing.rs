@@ -98,7 +98,7 @@ for line in sys.stdin:
 "#;
 
 pub const MIB: u64 = 1 << 20;
-/// Of the library's pieces of physical memory, in debug builds.
+/// The size of the library's pieces of physical memory in debug builds.
 pub const PIECE: u64 = 32 * MIB;
 
 pub struct Machine(pub tempfile::TempDir);
@@ -255,7 +255,7 @@ impl Machine {
         self.request(process, "status", &[])["held"] == true
     }
 
-    /// Waits until a process goes on by itself.
+    /// Waits until a process continues by itself.
     #[track_caller]
     pub fn goes_on(&self, process: &Program) {
         let begun = Instant::now();

@@ -1,4 +1,4 @@
-//! What the library warns of in this process.
+//! The library's warnings in this process.
 
 use log::{LevelFilter, Log, Metadata, Record};
 use std::sync::{Mutex, PoisonError};
@@ -21,7 +21,7 @@ impl Log for Warnings {
     fn flush(&self) {}
 }
 
-/// Collects warnings from now on, in place of the library's logger. Once in a process.
+/// Collects warnings from now on, replacing the library's logger. Call once per process.
 pub fn collect() {
     log::set_logger(&WARNINGS).unwrap();
     log::set_max_level(LevelFilter::Warn);

@@ -122,8 +122,8 @@ fn unmapped_memory_is_an_unregistered_pointer() {
 }
 
 #[test]
-fn freeing_nothing_and_waiting_for_the_device_are_no_calls_for_a_capture() {
-    isolated("freeing_nothing_and_waiting_for_the_device_are_no_calls_for_a_capture", &[], || {
+fn freeing_null_and_waiting_for_the_device_follow_the_capture_rules() {
+    isolated("freeing_null_and_waiting_for_the_device_follow_the_capture_rules", &[], || {
         let _ = Gpu::load();
         let (mut stream, mut graph) = (0u64, 0u64);
         assert_eq!(call!(cudaStreamCreateWithFlags(&raw mut stream => *mut u64, 1 => u32)), 0);
@@ -140,8 +140,8 @@ fn freeing_nothing_and_waiting_for_the_device_are_no_calls_for_a_capture() {
 }
 
 #[test]
-fn no_reset_leads_out_of_a_sticky_error() {
-    isolated("no_reset_leads_out_of_a_sticky_error", &[], || {
+fn a_reset_does_not_clear_a_sticky_error() {
+    isolated("a_reset_does_not_clear_a_sticky_error", &[], || {
         let gpu = Gpu::load();
         assert_eq!(free(0), 0);
         let (plain, mapped, kept) = (malloc(64).1, gpu.map_new(MIB2), gpu.map_new(MIB2));

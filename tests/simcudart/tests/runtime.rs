@@ -136,7 +136,7 @@ fn a_captured_graph() {
 }
 
 #[test]
-fn what_pointers_are() {
+fn pointer_attributes_match_their_memory() {
     #[repr(C)]
     #[derive(Default, Debug, PartialEq)]
     struct Attributes {

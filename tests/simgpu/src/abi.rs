@@ -208,11 +208,11 @@ pub struct NvmlMemory {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NvmlMemory2 {
-    /// Which structure the caller has.
+    /// The version of the caller's structure.
     pub version: u32,
     /// Total bytes.
     pub total: u64,
-    /// Bytes that the driver keeps.
+    /// Bytes that the driver reserves.
     pub reserved: u64,
     /// Free bytes.
     pub free: u64,

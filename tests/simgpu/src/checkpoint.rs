@@ -1,7 +1,7 @@
-//! The driver's checkpoint of a process, which another process asks for.
+//! The driver's checkpoint of a process, requested by another process.
 //!
-//! Locked, a process's calls wait. Checkpointed, it has nothing on any device, and its contents are in its own host memory; here
-//! they always are. The machine's shared state has all of this: [`crate::machine`].
+//! A locked process's calls wait. A checkpointed process has nothing on any device; its contents are in its own host memory, where they
+//! always are in this simulation. The state is in the machine's shared state: [`crate::machine`].
 
 use crate::abi::{In, Out, Uuid};
 use crate::codes::{INVALID_VALUE, Outcome};

@@ -128,8 +128,8 @@ fn delay() -> Duration {
     })
 }
 
-/// Makes a copy between host and device take its time: called when it begins, answers when it ends. Copies in one direction share
-/// the link, and take it one behind the other.
+/// Simulates the link's speed: called when a copy between host and device begins, returns when it ends. Copies in one direction share the
+/// link, one after another.
 pub fn take_link(direction: Direction, bytes: usize) -> Instant {
     static FREE_AT: [Mutex<Option<Instant>>; 2] = [const { Mutex::new(None) }; 2];
     let now = Instant::now();
@@ -140,7 +140,7 @@ pub fn take_link(direction: Direction, bytes: usize) -> Instant {
     end
 }
 
-/// Waits for the end of a copy. A device's copy takes no time of the processor's.
+/// Waits for the end of a copy, without using the processor.
 pub fn arrive(end: Instant) {
     std::thread::sleep(end.saturating_duration_since(Instant::now()));
 }
@@ -418,7 +418,7 @@ fn fill(to: &Side, value: u32, width: usize, count: usize) -> Outcome {
     }
 }
 
-/// What a copy function's name says about its two sides.
+/// What a copy function's name implies about its two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sides {
     /// Nothing: each address determines its side.

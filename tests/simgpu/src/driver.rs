@@ -53,7 +53,7 @@ static INITIALISED: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// Whether the process is exiting and has reached the exit handler that `cuInit` registered.
 static ENDED: AtomicBool = AtomicBool::new(false);
-/// What other processes do to this one.
+/// The actions of other processes on this one.
 static HAND: OnceLock<Option<Hand>> = OnceLock::new();
 /// The thread that runs the exit handlers.
 static ENDER: AtomicI32 = AtomicI32::new(0);
@@ -192,7 +192,7 @@ pub fn call(index: usize, function: &Function, body: impl FnOnce() -> Outcome) -
     }
 }
 
-/// Whether a locked process waits in it. Host functions end although it is locked; what they call is refused anyway.
+/// Whether a locked process waits in this function. Host functions may finish even then; their calls are refused anyway.
 fn waits_while_locked(function: &Function) -> bool {
     function.needs != Needs::Nothing && !function.name.starts_with("cuCheckpoint") && !stream::in_host_function()
 }

@@ -193,8 +193,8 @@ fn a_checkpoint_takes_all_and_a_restore_gives_it_back() {
 }
 
 #[test]
-fn each_call_has_its_state_and_each_process_its_own() {
-    on_a_machine("each_call_has_its_state_and_each_process_its_own", || {
+fn calls_check_the_state_of_each_process() {
+    on_a_machine("calls_check_the_state_of_each_process", || {
         let gpu = Gpu::load();
         ok!(gpu.cuInit(0));
         let other = Other::start();
@@ -224,8 +224,8 @@ fn each_call_has_its_state_and_each_process_its_own() {
 
 /// Such a process is not restored even when there is room (NVIDIA/cuda-checkpoint#44).
 #[test]
-fn a_restore_without_room_spoils_the_process() {
-    on_a_machine("a_restore_without_room_spoils_the_process", || {
+fn a_restore_without_enough_memory_loses_the_process() {
+    on_a_machine("a_restore_without_enough_memory_loses_the_process", || {
         let gpu = Gpu::start();
         let mut other = Other::start();
         let pid = other.pid();
@@ -256,8 +256,8 @@ fn shared_memory_makes_a_restore_fail_for_good() {
 }
 
 #[test]
-fn a_restore_may_take_another_device() {
-    on_a_machine("a_restore_may_take_another_device", || {
+fn a_restore_may_use_another_device() {
+    on_a_machine("a_restore_may_use_another_device", || {
         let gpu = Gpu::start();
         let mut other = Other::start();
         let pid = other.pid();

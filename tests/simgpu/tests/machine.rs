@@ -121,7 +121,7 @@ fn grabs_for_a_while() {
 }
 
 #[test]
-fn settings_that_make_no_sense_are_said_and_survived() {
+fn invalid_settings_are_reported_and_ignored() {
     let output = command("starts", &[("SIMGPU_MEMORY", "lots"), ("SIMGPU_FAIL", "nonsense")]).output();
     let output = output.unwrap();
     assert!(output.status.success());

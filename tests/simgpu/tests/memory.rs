@@ -66,8 +66,8 @@ fn mapping_rules() {
 }
 
 #[test]
-fn a_hint_is_honoured_where_it_is_free() {
-    isolated("a_hint_is_honoured_where_it_is_free", &[], || {
+fn an_address_hint_is_honoured_if_free() {
+    isolated("an_address_hint_is_honoured_if_free", &[], || {
         let gpu = Gpu::start();
         let first = gpu.reserve(8 * MIB2);
         ok!(gpu.cuMemAddressFree(first, 8 * MIB2));
@@ -295,9 +295,9 @@ fn several_devices() {
 }
 
 #[test]
-fn any_call_fails_where_it_is_told_to() {
+fn any_call_can_be_made_to_fail() {
     let environment = [("SIMGPU_FAIL", "cuMemCreate:2:999:2,cuMemMap:1:205:*")];
-    isolated("any_call_fails_where_it_is_told_to", &environment, || {
+    isolated("any_call_can_be_made_to_fail", &environment, || {
         let gpu = Gpu::start();
         let mut handle = 0;
         let codes: Vec<u32> = (0..4).map(|_| unsafe { (gpu.cuMemCreate)(&raw mut handle, MIB2, &prop(0), 0) }).collect();

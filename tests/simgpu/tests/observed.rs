@@ -372,8 +372,8 @@ fn frees_wait_for_a_stream_that_waits_for_a_value() {
 /// As documented: at least (cyclically), equal, and, nor. Which waits a capture allows was not observed; here they become
 /// nodes.
 #[test]
-fn a_stream_waits_for_the_values_that_it_was_told() {
-    isolated("a_stream_waits_for_the_values_that_it_was_told", &[], || {
+fn a_stream_waits_for_the_given_values() {
+    isolated("a_stream_waits_for_the_given_values", &[], || {
         let gpu = Gpu::start();
         let (gate, stream) = (Gate::new(gpu), gpu.stream(NON_BLOCKING));
         for (condition, value, not_yet, then) in
@@ -445,7 +445,7 @@ fn a_context_has_an_id_that_no_other_had() {
 }
 
 #[test]
-fn frees_report_what_the_work_before_them_came_to() {
+fn frees_report_errors_of_earlier_work() {
     for which in 0..3 {
         let child = command("frees_report", &[("SIMGPU_WHICH", ["0", "1", "2"][which])]).status().unwrap();
         assert!(child.success(), "{which}");
@@ -616,8 +616,8 @@ fn what_needs_no_current_context() {
 }
 
 #[test]
-fn unmapped_memory_at_the_call_is_an_invalid_value_and_harms_nothing() {
-    isolated("unmapped_memory_at_the_call_is_an_invalid_value_and_harms_nothing", &[], || {
+fn memory_unmapped_at_the_call_is_an_invalid_value_and_does_no_harm() {
+    isolated("memory_unmapped_at_the_call_is_an_invalid_value_and_does_no_harm", &[], || {
         let gpu = Gpu::start();
         let stream = gpu.stream(NON_BLOCKING);
         let plain = gpu.alloc(1000);
@@ -716,8 +716,8 @@ fn access_at(gpu: Gpu, pointer: u64) -> Option<u64> {
 }
 
 #[test]
-fn unmapping_ignores_holes_but_cuts_no_mapping() {
-    isolated("unmapping_ignores_holes_but_cuts_no_mapping", &[], || {
+fn unmapping_ignores_holes_but_does_not_split_mappings() {
+    isolated("unmapping_ignores_holes_but_does_not_split_mappings", &[], || {
         let gpu = Gpu::start();
         let base = gpu.reserve(8 * MIB2);
         let at = |index: usize| base + (index * MIB2) as u64;
@@ -782,8 +782,8 @@ fn access_stops_at_the_first_hole() {
 }
 
 #[test]
-fn only_all_of_a_handle_is_mapped() {
-    isolated("only_all_of_a_handle_is_mapped", &[], || {
+fn only_whole_handles_can_be_mapped() {
+    isolated("only_whole_handles_can_be_mapped", &[], || {
         let gpu = Gpu::start();
         let base = gpu.reserve(8 * MIB2);
         let next = base + MIB2 as u64;
@@ -913,8 +913,8 @@ fn pointers_of_virtual_memory() {
 }
 
 #[test]
-fn without_initialisation_and_in_a_forked_child_only_the_version_is_told() {
-    isolated("without_initialisation_and_in_a_forked_child_only_the_version_is_told", &[], || {
+fn without_initialisation_and_in_a_forked_child_only_the_version_is_available() {
+    isolated("without_initialisation_and_in_a_forked_child_only_the_version_is_available", &[], || {
         let gpu = Gpu::load();
         let answers = move || unsafe {
             let (mut number, mut wide, mut size) = (0, 0, 0);

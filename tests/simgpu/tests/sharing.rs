@@ -187,8 +187,8 @@ fn directory() -> String {
 }
 
 #[test]
-fn what_can_be_exported_and_imported() {
-    isolated("what_can_be_exported_and_imported", &[], || {
+fn only_exportable_memory_is_exported_and_imported() {
+    isolated("only_exportable_memory_is_exported_and_imported", &[], || {
         let gpu = Gpu::start();
         let (mut supported, mut handle, mut file) = (0, 0, 0);
         ok!(gpu.cuDeviceGetAttribute(&raw mut supported, 103, 0));
@@ -269,8 +269,8 @@ fn a_shareable_handle_is_the_same_memory_in_another_process() {
 }
 
 #[test]
-fn a_killed_process_lets_go_of_what_it_shared() {
-    on_a_machine("a_killed_process_lets_go_of_what_it_shared", || {
+fn a_killed_process_releases_its_shared_memory() {
+    on_a_machine("a_killed_process_releases_its_shared_memory", || {
         let gpu = Gpu::start();
         let handle = gpu.create_shareable(MIB2);
         let file = gpu.export(handle);

@@ -58,8 +58,8 @@ fn copies_between_host_and_device_share_a_link() {
 }
 
 #[test]
-fn pageable_memory_is_done_with_when_the_call_returns() {
-    isolated("pageable_memory_is_done_with_when_the_call_returns", &[("SIMGPU_OP_DELAY_MS", "20")], || {
+fn pageable_memory_is_no_longer_used_when_the_call_returns() {
+    isolated("pageable_memory_is_no_longer_used_when_the_call_returns", &[("SIMGPU_OP_DELAY_MS", "20")], || {
         let gpu = Gpu::start();
         let (stream, pointer) = (gpu.stream(NON_BLOCKING), gpu.alloc(4096));
         let mut buffer = [7u8; 4096];
@@ -215,8 +215,8 @@ fn a_graph_replays_what_was_captured() {
 }
 
 #[test]
-fn what_a_capture_forbids() {
-    isolated("what_a_capture_forbids", &[], || {
+fn a_capture_forbids_unsafe_calls() {
+    isolated("a_capture_forbids_unsafe_calls", &[], || {
         let gpu = Gpu::start();
         let stream = gpu.stream(NON_BLOCKING);
         let context = gpu.use_device(0);

@@ -56,9 +56,9 @@ fn second_rank() {
 }
 
 #[test]
-fn a_collective_ends_when_all_processes_are_there_and_never_if_one_has_died() {
+fn a_collective_ends_when_all_processes_join_and_never_if_one_has_died() {
     let scratch = Scratch::new("collective");
-    isolated("a_collective_ends_when_all_processes_are_there_and_never_if_one_has_died", &[("SIMGPU_DIR", scratch.text())], || {
+    isolated("a_collective_ends_when_all_processes_join_and_never_if_one_has_died", &[("SIMGPU_DIR", scratch.text())], || {
         let gpu = Gpu::start();
         let (function, address, stream) = (gpu.kernel("simgpu_collective"), gpu.alloc(8), gpu.stream(NON_BLOCKING));
         gpu.store(address, 2);
