@@ -147,7 +147,7 @@ find_directory() {
 	case $1 in
 	l*) die 1 "$directory is a symbolic link; set VRAMCTL_DIR to the directory itself" ;;
 	d???------*) ;;
-	*) die 1 "$directory is open to other users; chmod 700 it" ;;
+	*) die 1 "$directory is open to other users; chmod 700 it if only you use it, else set VRAMCTL_DIR to a directory of your own" ;;
 	esac
 	[ "$3" = "$user" ] || [ "$user" = 0 ] || die 1 "$directory is owned by user $3, not by you; set VRAMCTL_DIR to a directory of yours"
 }

@@ -1045,7 +1045,7 @@ fn an_unsafe_directory_is_refused() {
     // Open to the group only, to others only, and to both.
     for open in [0o750, 0o720, 0o710, 0o705, 0o755] {
         fs::set_permissions(&place.sockets, Permissions::from_mode(open)).unwrap();
-        place.vramctl("ps").expect(1, "", "chmod 700");
+        place.vramctl("ps").expect(1, "", "chmod 700 it if only you use it, else set VRAMCTL_DIR");
     }
     let pause = place.vramctl("pause --json");
     assert_eq!((pause.code, &pause.json()["error"]["code"]), (Some(1), &json!("failed")));

@@ -612,6 +612,8 @@ fn memory_goes_to_the_first_job_in_the_queue() {
         assert!(begun.elapsed() < Duration::from_secs(20), "{}", ran.err);
     };
     refused.expect(5, "", "goes to job first first; this is number 2 in the queue");
+    // One that has all of its memory waits for nobody.
+    machine.vramctl("resume --name hog").expect(0, "nothing to do: default of hog", "");
     let (patient, mut said) = resume("second");
     let mut note = String::new();
     said.read_line(&mut note).unwrap();

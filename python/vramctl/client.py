@@ -61,7 +61,10 @@ class _Directory:
         if about.st_uid != user and user != 0:  # root may use anyone's
             why = f"owned by user {about.st_uid}, not by you; set VRAMCTL_DIR to a directory you own"
         elif stat.S_IMODE(about.st_mode) & 0o077:
-            why = f"open to other users (mode {stat.S_IMODE(about.st_mode):o}); chmod 700 it"
+            why = (
+                f"open to other users (mode {stat.S_IMODE(about.st_mode):o}); chmod 700 it if only you use it, else set "
+                "VRAMCTL_DIR to a directory of your own"
+            )
         if why is not None:
             self.close()
             raise errors.Invalid(f"the directory of the control sockets cannot be used: {path}: {why}")

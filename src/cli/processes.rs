@@ -229,12 +229,12 @@ impl Found {
         let chosen = self.choose(target)?;
         let silent: Vec<_> = chosen.iter().filter_map(|process| Some((process, process.status.as_ref().err()?))).collect();
         let Some((_, first)) = silent.first() else { return Ok(chosen) };
-        let why: Vec<_> = silent.iter().map(|(process, failure)| format!("{process}: {failure}")).collect();
+        let why: Vec<_> = silent.iter().map(|(process, failure)| format!("{process} ({failure})")).collect();
         let pids: Vec<_> = silent.iter().map(|(process, _)| process.pid.to_string()).collect();
         let text = format!(
-            "nothing was done: these processes may match but do not answer: {}. If they are stopped, continue them (kill -CONT {}), or \
+            "nothing was done: these processes may match but do not answer: {}; if they are stopped, continue them (kill -CONT {}), or \
              choose others with --pid",
-            why.join("; "),
+            why.join(", "),
             pids.join(" ")
         );
         Err(CommandError::new(first.exit(), text))

@@ -58,7 +58,10 @@ impl Directory {
             return refuse(format!("owned by user {}, not by you; set VRAMCTL_DIR to a directory of yours", metadata.uid()));
         }
         if metadata.mode() & 0o077 != 0 {
-            return refuse(format!("open to other users (mode {:o}); chmod 700 it", metadata.mode() & 0o777));
+            return refuse(format!(
+                "open to other users (mode {:o}); chmod 700 it if only you use it, else set VRAMCTL_DIR to a directory of your own",
+                metadata.mode() & 0o777
+            ));
         }
         Ok(Self { path: path.to_owned(), owner: metadata.uid(), open })
     }

@@ -579,7 +579,10 @@ impl Asking {
         let own = self.pids(places).into_iter().map(|pid| rank(pid, false));
         let ranks = own.chain(along.iter().map(|along| rank(along.process.pid, true))).collect();
         let processes = || places.iter().map(|place| &self.tasks[*place].process);
-        let gpus: BTreeSet<_> = processes().flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
+        // Who has all of its memory needs no turn.
+        let lacks = |task: &&Task| !task.due.is_empty() || task.process.is_held();
+        let lacking = places.iter().map(|place| &self.tasks[*place]).filter(lacks).map(|task| &task.process);
+        let gpus: BTreeSet<_> = lacking.flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
         let who =
             processes().next().map_or_else(String::new, |first| first.job().map_or_else(|| first.to_string(), |job| format!("job {job}")));
         let ticket = Some(Claim { who, gpus: gpus.into_iter().collect(), waits: false });
