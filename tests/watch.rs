@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::machine::{Machine, Rank};
+use common::machine::{Machine, Ran, Rank};
 use serde_json::json;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader};
@@ -195,4 +195,44 @@ fn without_a_watch_there_is_no_thread_and_no_file() {
     let names: Vec<_> = threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("comm")).unwrap()).collect();
     assert!(!names.is_empty() && names.iter().all(|name| name.trim() != "vramctl-watch"), "{names:?}");
     assert!(!Path::new(&watched.machine.folder.path().join(format!("sockets/free-{GPU}"))).exists());
+}
+
+/// Across a move, the devices are other GPUs: what is told of the old one would be the new one's.
+#[test]
+fn a_process_that_has_moved_watches_its_new_gpu() {
+    let watched = Watched::new();
+    let mut engine = watched.machine.start_with("engine", |command| {
+        command.env("VRAMCTL_WATCH", "64M").env("SIMGPU_DEVICES", "2");
+    });
+    watched.until(true);
+    let moved = watched.machine.command(common::command_line(), &["move", "engine", "--to", "1"]).env("SIMGPU_DEVICES", "2").output();
+    Ran::new(&moved.unwrap()).expect(0, "moved engine", "");
+    let gauges = || -> Vec<_> {
+        let files = fs::read_dir(format!("/proc/{}/fd", engine.pid())).unwrap();
+        let names = files.filter_map(|file| fs::read_link(file.unwrap().path()).ok()).filter_map(|path| Some(path.file_name()?.to_owned()));
+        names.map(|name| name.to_string_lossy().into_owned()).filter(|name| name.starts_with("free-GPU-")).collect()
+    };
+    let begun = Instant::now();
+    while gauges().len() != 1 || gauges()[0] == format!("free-{GPU}") {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", gauges());
+        thread::sleep(Duration::from_millis(10));
+    }
+    engine.verify();
+}
+
+/// A thread of the library's that is there before the driver would outlive it.
+#[test]
+fn a_watch_that_is_set_before_the_first_allocation_ends_before_the_driver() {
+    const SCRIPT: &str = "
+import ctypes, time
+assert ctypes.CDLL(None).vramctl_set_watch(ctypes.c_uint64(1 << 20), 0) == 0
+cuda = ctypes.CDLL('libcuda.so.1')
+assert cuda.cuInit(0) == 0
+assert cuda.cuCtxCreate_v2(ctypes.byref(ctypes.c_void_p()), 0, 0) == 0
+assert cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(4 << 20)) == 0
+time.sleep(0.2)
+";
+    let machine = Machine::new();
+    let mut command = machine.command(common::command_line(), &["run", "--no-python", "--", "python3", "-c", SCRIPT]);
+    Ran::new(&command.env("SIMGPU_END_MS", "300").output().unwrap()).expect(0, "", "");
 }

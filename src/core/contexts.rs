@@ -13,6 +13,8 @@ type Contexts = BTreeMap<Context, CUdevice>;
 
 /// Contexts seen and not known to be destroyed, with their devices.
 static SEEN: PerProcess<RwLock<Contexts>> = PerProcess::new(RwLock::default);
+/// Held for reading while a context that somebody may destroy is current on a thread of the library's.
+static ALIVE: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
 
 fn read() -> RwLockReadGuard<'static, Contexts> {
     SEEN.get().read().unwrap_or_else(PoisonError::into_inner)
@@ -60,16 +62,32 @@ pub fn devices() -> BTreeSet<CUdevice> {
     read().values().copied().collect()
 }
 
-/// Makes a context of the device current on this thread. `None` if it has none, as far as known.
-pub fn enter_any(device: CUdevice) -> Option<Current> {
+/// A context that is current on this thread, and is not destroyed meanwhile by a call that the library sees.
+pub struct Entered {
+    // Left before the context may end.
+    _current: Current,
+    _alive: RwLockReadGuard<'static, ()>,
+}
+
+/// Makes a context of the device current on this thread. `None` if it has none, as far as known. For what needs no transition lock: with
+/// that, no context ends either.
+pub fn enter_any(device: CUdevice) -> Option<Entered> {
+    let alive = ALIVE.get().read().unwrap_or_else(PoisonError::into_inner);
     let known = || -> Vec<_> { read().iter().filter(|(_, of)| **of == device).map(|(context, _)| *context).collect() };
     // Some may have been destroyed, by calls that were not seen.
     let enter = |contexts: &[Context]| contexts.iter().find_map(|context| Current::push(*context).ok());
     let contexts = known();
-    enter(&contexts).or_else(|| {
+    let current = enter(&contexts).or_else(|| {
         contexts.into_iter().map(Context::handle).for_each(note_heir);
         enter(&known())
-    })
+    })?;
+    Some(Entered { _current: current, _alive: alive })
+}
+
+/// Runs a call of the program's that may destroy a context, while no thread has [entered](enter_any) one.
+pub fn ending<R>(end: impl FnOnce() -> R) -> R {
+    let _alone = ALIVE.get().write().unwrap_or_else(PoisonError::into_inner);
+    end()
 }
 
 /// Forgets destroyed contexts and returns them.

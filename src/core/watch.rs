@@ -49,7 +49,10 @@ pub fn ensure_running() {
 /// Sets the level: watch for less than `below` free bytes; 0 stops the watch.
 pub fn set(below: u64, trims: bool) {
     level().set(below, trims);
-    ensure_running();
+    // A thread that starts before CUDA is in use would outlive the driver at the program's end. The first allocation starts it.
+    if !contexts::devices().is_empty() {
+        ensure_running();
+    }
 }
 
 /// The level, and whether cached memory is returned.
@@ -72,7 +75,7 @@ impl Default for Watched {
 }
 
 fn watch(level: &'static Watermark) {
-    let mut devices = BTreeMap::<CUdevice, Watched>::new();
+    let (mut devices, mut rests) = (BTreeMap::<CUdevice, Watched>::new(), exit::rests());
     level.tell();
     loop {
         if level.below() == 0 {
@@ -84,21 +87,23 @@ fn watch(level: &'static Watermark) {
         if exit::is_ending() {
             return;
         }
-        if exit::is_resting() {
-            // While this process rests, another one asks.
+        // While this process rests, another one asks. Afterwards, a device may be another GPU.
+        if exit::is_resting() || rests != exit::rests() {
+            rests = exit::rests();
             devices.clear();
             continue;
         }
         let there = contexts::devices();
         devices.retain(|device, _| there.contains(device));
         for device in there {
-            devices.entry(device).or_default().look(level, device);
+            devices.entry(device).or_default().look(level, device, rests);
         }
     }
 }
 
 impl Watched {
-    fn look(&mut self, level: &'static Watermark, device: CUdevice) {
+    /// `rests`: how often this process had rested when the gauge was opened.
+    fn look(&mut self, level: &'static Watermark, device: CUdevice, rests: u32) {
         let below = level.below();
         if self.gauge.is_none() {
             self.gauge = driver::uuid(device).and_then(|uuid| Gauge::open(&uuid).ok());
@@ -112,6 +117,10 @@ impl Watched {
             self.gauge = None;
             return;
         };
+        // The answer may have waited for the end of a rest.
+        if rests != exit::rests() {
+            return;
+        }
         if let (None, Some(gauge)) = (told, &self.gauge)
             && gauge.tell(free).is_err()
         {

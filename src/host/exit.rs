@@ -83,6 +83,7 @@ pub fn enter_driver() -> Option<InDriver> {
 /// do not within `limit`, it gives up and lets waiting calls continue.
 pub fn rest(limit: Duration) -> bool {
     let work = WORK.get();
+    work.rests.fetch_add(1, Ordering::SeqCst);
     work.resting.store(1, Ordering::SeqCst);
     let out = || work.in_driver.load(Ordering::SeqCst) == 0 && work.waiting.load(Ordering::SeqCst) == 0;
     let rests = wait_until(limit, out);
@@ -103,6 +104,11 @@ pub fn wake() {
 /// Whether the library's work stays out of the driver, or is about to.
 pub fn is_resting() -> bool {
     WORK.existing().is_some_and(|work| work.resting.load(Ordering::SeqCst) != 0)
+}
+
+/// How often the library's work has rested so far. Across a rest, the process may have moved to another GPU.
+pub fn rests() -> u32 {
+    WORK.existing().map_or(0, |work| work.rests.load(Ordering::SeqCst))
 }
 
 fn sleep_until_woken(resting: &AtomicU32) {
@@ -154,6 +160,8 @@ struct Work {
     ending: AtomicBool,
     /// 1 while the library's work stays out of the driver.
     resting: AtomicU32,
+    /// How often it has rested.
+    rests: AtomicU32,
 }
 
 static WORK: PerProcess<Work> = PerProcess::new(Work::default);

@@ -282,7 +282,7 @@ impl Memory {
     /// Runs a call of the program's that may end a context, between transitions, and drops what has ended with it.
     pub fn ending_context(&self, end: impl FnOnce() -> StatusCode) -> StatusCode {
         let _shared = self.share();
-        let answer = end();
+        let answer = contexts::ending(end);
         let _relaxed = RelaxedCapture::enter();
         self.drop_gone();
         answer

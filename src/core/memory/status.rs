@@ -1,11 +1,11 @@
 //! Status by tag and by device.
 
 use super::{Allocation, Memory, borrow, communicators, guard, left};
-use crate::{gate, residue, totals};
+use crate::{contexts, gate, residue, totals};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use vramctl_backup::{self as backup, Saved};
-use vramctl_driver::{self as driver, CUdevice, Context, Current, Physical};
+use vramctl_driver::{self as driver, CUdevice, Physical};
 use vramctl_model::{Cycle, DeviceStatus, Progress, Status, TagState, TagStatus};
 
 /// The pause or resume in progress.
@@ -48,7 +48,7 @@ impl Memory {
     /// The current status, as the driver tells it.
     pub(crate) fn status_now(&self) -> Status {
         let mut tags = BTreeMap::<String, TagStatus>::new();
-        let mut devices = BTreeMap::<CUdevice, (DeviceStatus, Context)>::new();
+        let mut devices = BTreeMap::<CUdevice, DeviceStatus>::new();
         let all = self.snapshot();
         for allocation in &all {
             let bytes = allocation.bytes() as u64;
@@ -71,9 +71,8 @@ impl Memory {
             tag.host_bytes += host_bytes;
             tag.disk_bytes += disk_bytes;
             *tag.backup.entry(allocation.backup).or_default() += bytes;
-            let (device, _) = devices
-                .entry(allocation.device)
-                .or_insert_with(|| (DeviceStatus { device: allocation.device, ..DeviceStatus::default() }, allocation.context()));
+            let device =
+                devices.entry(allocation.device).or_insert_with(|| DeviceStatus { device: allocation.device, ..DeviceStatus::default() });
             device.active_bytes += bytes - paused_bytes;
             if bytes > paused_bytes {
                 *device.tags.entry(allocation.tag.to_string()).or_default() += bytes - paused_bytes;
@@ -92,8 +91,8 @@ impl Memory {
         };
         let tags = tags.into_iter().map(finish).collect();
         drop(under_way);
-        let ask = |(device, context): (DeviceStatus, Context)| {
-            let info = Current::push(context).and_then(|_current| driver::memory_info()).ok();
+        let ask = |device: DeviceStatus| {
+            let info = contexts::enter_any(device.device).and_then(|_entered| driver::memory_info().ok());
             let uuid = driver::uuid(device.device);
             let guard_bytes = guard::bytes(&all, device.device);
             DeviceStatus { uuid, guard_bytes, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }
