@@ -41,7 +41,7 @@ fn make(directory: &Path, name: Option<&str>, bytes: u64) -> io::Result<(File, b
 fn open(directory: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);
-    match options.custom_flags(libc::O_TMPFILE | libc::O_EXCL | libc::O_CLOEXEC).open(directory) {
+    match options.custom_flags(libc::O_TMPFILE | libc::O_EXCL).open(directory) {
         // A kernel that does not know the flag treats this as opening a directory for writing.
         Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => open_and_unlink(directory),
         other => other,
@@ -54,14 +54,14 @@ pub(super) fn open_and_unlink(directory: &Path) -> io::Result<File> {
     let name = format!(".vramctl-{}-{:016x}", process::id(), RandomState::new().build_hasher().finish());
     let path = directory.join(name);
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC);
+    options.read(true).write(true).create_new(true).mode(0o600);
     let file = options.open(&path)?;
     fs::remove_file(&path)?;
     Ok(file)
 }
 
 /// Allocates the space and sets the file's size.
-fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
+pub(super) fn reserve(file: &File, directory: &Path, bytes: u64) -> io::Result<()> {
     /// Small enough that frequent signals, each of which restarts the call, cannot stall it forever.
     const STEP: u64 = 256 << 20;
     // Beyond this limit the kernel does not only refuse but sends a fatal signal.

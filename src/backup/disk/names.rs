@@ -33,7 +33,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     /// How often to retry, 1 ms apart, if another process takes the file for stale before it is locked.
     const TRIES: u32 = 1000;
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC);
+    options.read(true).write(true).create_new(true).mode(0o600);
     for _ in 0..TRIES {
         match options.open(path) {
             // On a file system without locks, no file ever counts as stale.
@@ -72,7 +72,7 @@ pub fn remove_stale(directory: &Path) {
     }
     // An unreadable directory is reported when a file is created in it.
     for entry in fs::read_dir(directory).into_iter().flatten().flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_ours)) {
-        let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK).open(entry.path());
+        let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(entry.path());
         if file.is_ok_and(|file| lock(&file).is_ok()) {
             log::info!("removing {}, left behind by a process that has exited", entry.path().display());
             remove(&entry.path());
@@ -83,6 +83,9 @@ pub fn remove_stale(directory: &Path) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::CString;
+    use std::os::unix::ffi::OsStrExt;
+    use std::os::unix::fs::symlink;
 
     #[test]
     fn only_our_own_file_names_are_recognised() {
@@ -98,8 +101,16 @@ mod tests {
         let (used, stale) = (folder.path().join(of(1)), folder.path().join(of(2)));
         let file = open(&used).unwrap();
         drop(open(&stale).unwrap());
+        assert!(is_locked(&lock(&File::open(&used).unwrap())) && !is_locked(&lock(&File::open(&stale).unwrap())));
+        // Somebody else put these under names of ours. To open a pipe waits for a reader; a link leads to a file of another.
+        let (pipe, link) = (folder.path().join(of(3)), folder.path().join(of(4)));
+        let name = CString::new(pipe.as_os_str().as_bytes()).unwrap();
+        // SAFETY: the name ends with NUL.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        fs::write(folder.path().join("another's"), "").unwrap();
+        symlink("another's", &link).unwrap();
         remove_stale(folder.path());
-        assert!(used.exists() && !stale.exists());
+        assert!(used.exists() && !stale.exists() && pipe.exists() && link.exists());
         drop(file);
     }
 }
