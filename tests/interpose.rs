@@ -1290,21 +1290,27 @@ fn a_resume_without_enough_memory_takes_none() {
 #[test]
 fn unregistered_host_memory_is_slower_but_correct() {
     let gpu = Gpu::take();
+    // More than the buffer holds, and neighbours that too long a copy would reach.
+    let sizes = [40, 20, 24, 17].map(|mib| mib * MIB);
     for without_staging in [false, true] {
-        let address = malloc_tagged("t", None, 40 * MIB).unwrap();
-        let contents = pattern(3, 40 * MIB);
-        assert_eq!(write(address, &contents), 0);
+        let allocations = sizes.map(|bytes| {
+            let (address, contents) = (malloc_tagged("t", None, bytes).unwrap(), pattern(bytes as u64, bytes));
+            assert_eq!(write(address, &contents), 0);
+            (address, contents)
+        });
         gpu.fail("cuMemHostRegister_v2", 1, 801, u64::MAX);
         if without_staging {
             gpu.fail("cuMemHostAlloc", 1, 2, u64::MAX);
         }
         pause(&[]).unwrap();
         let host = Memory::get().status().host;
-        assert_eq!((host.ready_bytes, host.pinned_bytes), ((40 * MIB).next_multiple_of(HOST_PIECE) as u64, 0));
+        assert_eq!((host.ready_bytes, host.pinned_bytes), (sizes.iter().sum::<usize>().next_multiple_of(HOST_PIECE) as u64, 0));
         resume(&[]).unwrap();
         gpu.clear_faults();
-        assert!(read(address, 40 * MIB).unwrap() == contents);
-        assert_eq!(free(address), 0);
+        for (address, contents) in allocations {
+            assert!(read(address, contents.len()).unwrap() == contents);
+            assert_eq!(free(address), 0);
+        }
     }
 }
 
@@ -1521,6 +1527,35 @@ fn contents_go_to_a_file_and_come_back() {
     resume(&["even"]).unwrap();
     for (address, contents) in allocations {
         assert!(read(address, contents.len()).unwrap() == contents);
+        assert_eq!(free(address), 0);
+    }
+    assert_eq!(gpu.footprint(), before);
+}
+
+/// Adjacent contents are read in one go; others must not be taken for adjacent.
+#[test]
+fn any_part_of_a_file_comes_back_alone() {
+    let gpu = Gpu::take();
+    let before = gpu.footprint();
+    let tags = ["a", "b", "c", "d"];
+    let allocations = [3, 1, 2, 5].map(|mib| mib * MIB).map(|bytes| (bytes, pattern(bytes as u64, bytes)));
+    let addresses: Vec<_> =
+        tags.iter().zip(&allocations).map(|(tag, (bytes, _))| malloc_tagged(tag, Some(Backup::Disk), *bytes).unwrap()).collect();
+    for first in [["a", "c"], ["b", "d"], ["a", "d"], ["a", "b"], ["b", "c"]] {
+        for (address, (_, contents)) in addresses.iter().zip(&allocations) {
+            assert_eq!(write(*address, contents), 0);
+        }
+        pause(&[]).unwrap();
+        resume(&first).unwrap();
+        for ((tag, address), (bytes, contents)) in tags.iter().zip(&addresses).zip(&allocations) {
+            assert!(!first.contains(tag) || read(*address, *bytes).unwrap() == *contents, "{tag} of {first:?}");
+        }
+        resume(&[]).unwrap();
+        for (address, (bytes, contents)) in addresses.iter().zip(&allocations) {
+            assert!(read(*address, *bytes).unwrap() == *contents, "after {first:?}");
+        }
+    }
+    for address in addresses {
         assert_eq!(free(address), 0);
     }
     assert_eq!(gpu.footprint(), before);

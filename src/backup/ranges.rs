@@ -54,6 +54,7 @@ mod tests {
         free.give_back(10, 20);
         assert_eq!([25, 20, 15].map(|bytes| free.take(bytes)), [Some(60), Some(10), Some(85)]);
         assert_eq!((free.bytes(), free.take(1)), (0, None));
+        assert_eq!(free, FreeRanges::default(), "and no empty part is left");
         for (offset, bytes) in [(0, 10), (30, 30), (10, 20), (85, 15), (60, 25)] {
             free.give_back(offset, bytes);
         }

@@ -207,3 +207,43 @@ fn through_staging(memory: &Range, work: impl FnOnce(&mut [StagingPiece]) -> Res
         SpillError::Copy(error) => error,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn directory(named: bool) -> DiskDirectory {
+        DiskDirectory { path: "/somewhere".into(), named }
+    }
+
+    /// What is in no file is lost.
+    #[test]
+    fn every_allocation_is_in_one_file_and_most_descriptors_are_left() {
+        const DESCRIPTORS: usize = 1 << 10;
+        let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: writable.
+        unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut before) };
+        let lower = libc::rlimit { rlim_cur: DESCRIPTORS as u64, ..before };
+        // SAFETY: readable. The tests need far fewer.
+        assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const lower) }, 0);
+        // SAFETY: never given to the driver.
+        let context: Context = unsafe { std::mem::zeroed() };
+        let extents: Vec<_> = (0..2 * DESCRIPTORS as u64).map(|address| Extent { context, device: 0, address, bytes: 1 }).collect();
+        for (count, files) in [(0, 0), (1, 1), (3, 3), (DESCRIPTORS / 4, DESCRIPTORS / 4), (2 * DESCRIPTORS, DESCRIPTORS / 4)] {
+            let extents = &extents[..count];
+            let addresses = |files: &[&[Extent]]| files.concat().iter().map(|extent| extent.address).collect::<Vec<_>>();
+            let apart = in_files(extents, &directory(true));
+            assert_eq!((apart.len(), addresses(&apart)), (files, (0..count as u64).collect()), "{count} allocations");
+            assert!(apart.iter().rev().skip(1).all(|file| file.len() == 1) && apart.iter().all(|file| !file.is_empty()));
+            let together = in_files(extents, &directory(false));
+            assert_eq!((together.len(), addresses(&together)), (count.min(1), (0..count as u64).collect()), "{count} allocations");
+        }
+        // SAFETY: readable.
+        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const before) };
+
+        // Two files with one number would have one name.
+        assert_eq!(number_of(&extents[6..7], &extents[6]), 6);
+        let shared = [(); 3].map(|()| number_of(&extents[..2], &extents[0]));
+        assert!(shared.iter().all(|number| number % 2 == 1) && shared.is_sorted_by(|one, next| one < next), "{shared:?}");
+    }
+}

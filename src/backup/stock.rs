@@ -187,6 +187,8 @@ mod tests {
         assert_eq!((state.is_releasing(now), state.populated()), (true, 1));
         state.pieces = vec![Piece::default()];
         assert_eq!((state.has_spare(), state.is_releasing(now), state.in_use(), state.populated()), (false, false, 0, 0));
+        state.pieces.push(Piece { users: 1, ..Piece::default() });
+        assert_eq!((state.in_use(), state.populated()), (2, 1), "what a range is about to fill");
         state.kept = 3;
         assert_eq!(state.in_use(), 3, "what will be pre-warmed");
     }

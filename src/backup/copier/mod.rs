@@ -260,6 +260,23 @@ mod tests {
     }
 
     #[test]
+    fn large_and_small_copies_are_compared_by_the_byte() {
+        let mut choice = Choice::new(CopyBy::Auto);
+        choice.took(By::Kernel, 2 * TELLING, 2.0);
+        choice.took(By::Engines, TELLING, 1.5);
+        assert_eq!(choice.next(TELLING), (By::Kernel, true), "1.5 ms for half as much is slower");
+        choice.took(By::Engines, 4 * TELLING, 2.0);
+        assert_eq!(choice.next(TELLING), (By::Engines, true));
+    }
+
+    #[test]
+    fn a_kernel_that_could_not_copy_is_tried_again_after_one_copy_by_the_engines() {
+        let mut choice = Choice::new(CopyBy::Auto);
+        choice.refused();
+        assert_eq!([choice.next(TELLING), choice.next(TELLING)], [(By::Engines, true), (By::Kernel, true)]);
+    }
+
+    #[test]
     fn without_a_choice_nothing_is_measured() {
         for (copy_by, by) in [(CopyBy::Engines, By::Engines), (CopyBy::Kernel, By::Kernel)] {
             assert_eq!(Choice::new(copy_by).next(PIECE), (by, false));

@@ -16,7 +16,7 @@ use vramctl_host::worker;
 const THREADS: usize = 16;
 
 /// How often in a row a request may make no progress, [`PAUSE`] apart, before that is an error.
-const PATIENCE: u32 = 1000;
+pub(super) const PATIENCE: u32 = 1000;
 
 /// Delay before retrying a request that made no progress.
 const PAUSE: Duration = Duration::from_millis(1);

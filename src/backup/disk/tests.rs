@@ -2,7 +2,7 @@ use super::faults::Fault;
 use super::*;
 use proptest::prelude::*;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -239,6 +239,40 @@ fn requests_that_never_get_anywhere_are_an_error() {
     }
 }
 
+/// What the kernel itself refuses, not a fault that the tests put in its place.
+#[test]
+fn the_kernels_own_errors_are_told() {
+    let _alone = alone();
+    for way in WAYS {
+        let spill = spill(4 * PAGE, way);
+        let mut memory = Memory::new(&[PAGE; 2]);
+        // SAFETY: our own mapping, which nobody reads or writes meanwhile.
+        unsafe { libc::mprotect(memory.address.as_ptr().cast(), 2 * PAGE, libc::PROT_NONE) };
+        let error = io_error(read(&spill, &mut memory, 0, 4 * PAGE));
+        assert!(error.to_string().contains("Bad address"), "{error}");
+        // SAFETY: as above.
+        unsafe { libc::mprotect(memory.address.as_ptr().cast(), 2 * PAGE, libc::PROT_READ | libc::PROT_WRITE) };
+        spill.file().unwrap().set_len(2 * PAGE as u64).unwrap();
+        let error = io_error(read(&spill, &mut memory, 0, 4 * PAGE));
+        assert!(error.to_string().contains(&format!("no progress at byte {}", 2 * PAGE)), "{error}");
+        assert_idle();
+    }
+}
+
+/// A kernel that delivers little at a time may still be interrupted after that.
+#[test]
+fn patience_begins_again_with_each_progress() {
+    let _alone = alone();
+    let pages = engine::PATIENCE as usize + 2;
+    let mut spill = spill(pages * PAGE, Way::Direct);
+    let interrupted = AtomicUsize::new(0);
+    spill.faults.request = Some(Box::new(move |_, at, _| {
+        let is_last = at == (pages - 1) as u64 * PAGE as u64;
+        if is_last && interrupted.fetch_add(1, Ordering::Relaxed) == 0 { Fault::Fail(libc::EINTR) } else { Fault::Short(PAGE) }
+    }));
+    read(&spill, &mut Memory::new(&[pages * PAGE]), 0, pages * PAGE).unwrap();
+}
+
 #[test]
 fn the_closures_error_stays_apart_and_ends_the_call() {
     let _alone = alone();
@@ -283,13 +317,14 @@ fn a_panic_in_a_closure_leaves_nothing_in_flight() {
 fn unaligned_direct_requests_are_refused_before_anything_happens() {
     let _alone = alone();
     let spill = spill(4 * PAGE, Way::Direct);
-    let mut memory = Memory::new(&[PAGE, PAGE + 8]);
+    let mut memory = Memory::new(&[PAGE, 0, PAGE + 8]);
     let no = |staging: &mut [StagingPiece], offset: usize, bytes: usize| {
         let error = io_error(spill.read(staging, offset as u64, bytes as u64, &mut |_, _| panic!("nothing is read")));
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     };
     no(&mut [], 0, PAGE);
-    no(&mut memory.staging(), 0, PAGE);
+    no(&mut memory.staging()[2..], 0, PAGE);
+    no(&mut memory.staging()[1..2], 0, PAGE);
     no(&mut memory.staging()[..1], 8, PAGE);
     no(&mut memory.staging()[..1], 0, PAGE / 2);
     no(&mut memory.staging()[..1], 3 * PAGE, 2 * PAGE);
@@ -323,7 +358,8 @@ fn the_page_cache_is_left_empty() {
 #[test]
 fn the_file_has_no_name_and_its_space_is_set_aside() {
     let directory = tempfile::tempdir().unwrap();
-    for bytes in [0, PAGE, 64 << 20] {
+    // The last takes more than one request to set aside.
+    for bytes in [0, PAGE, 64 << 20, 257 << 20] {
         let spill = spill_in(directory.path(), bytes, Way::Direct);
         let metadata = spill.file().unwrap().metadata().unwrap();
         assert_eq!((metadata.nlink(), metadata.len(), metadata.mode() & 0o077), (0, bytes as u64, 0));
@@ -335,6 +371,31 @@ fn the_file_has_no_name_and_its_space_is_set_aside() {
     let named = file::open_and_unlink(directory.path()).unwrap();
     assert_eq!(named.metadata().unwrap().nlink(), 0);
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+/// Whether requests on this file bypass the page cache, as the kernel sees it.
+fn is_direct(file: &File) -> bool {
+    // SAFETY: the call touches no memory.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) & libc::O_DIRECT != 0 }
+}
+
+/// The page cache is host memory, which the policy `disk` is to save.
+#[test]
+fn requests_bypass_the_page_cache_where_the_file_system_lets_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut options = fs::OpenOptions::new();
+    let can = options.write(true).create(true).custom_flags(libc::O_DIRECT).open(directory.path().join("probe")).is_ok();
+    let flags = |bytes| {
+        let spill = spill_in(directory.path(), bytes, Way::Direct);
+        let file = spill.file().unwrap();
+        // SAFETY: the call touches no memory.
+        let status = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+        (spill.direct, is_direct(&file), status & (libc::O_ACCMODE | libc::O_APPEND | libc::O_NONBLOCK))
+    };
+    assert_eq!(flags(PAGE), (can, can, libc::O_RDWR));
+    assert_eq!(flags(0), (false, false, libc::O_RDWR), "nothing to try it with");
+    let spill = spill(PAGE, Way::Cached);
+    assert!(!spill.direct && !is_direct(&spill.file().unwrap()));
 }
 
 #[test]
@@ -395,16 +456,35 @@ fn an_unusable_directory_is_named() {
     }
 }
 
+/// Somebody looks into this directory, and files of others are in it.
+#[test]
+fn a_named_file_that_could_not_be_made_leaves_no_name_and_takes_none_away() {
+    let directory = tempfile::tempdir().unwrap();
+    let names = || fs::read_dir(directory.path()).unwrap().flatten().map(|entry| entry.file_name()).collect::<Vec<_>>();
+    assert!(Spill::create_named(directory.path(), 1, 1 << 50).is_err());
+    assert!(names().is_empty());
+    let first = Spill::create_named(directory.path(), 1, PAGE as u64).unwrap();
+    let name = names();
+    let error = Spill::create_named(directory.path(), 1, PAGE as u64).unwrap_err();
+    assert_eq!((error.kind(), names()), (io::ErrorKind::AlreadyExists, name));
+    drop(first);
+    assert!(names().is_empty());
+    let error = Spill::create_named(&directory.path().join("nowhere"), 1, PAGE as u64).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::NotFound);
+}
+
 #[test]
 fn a_full_disk_is_known_at_once_with_what_is_needed_and_available() {
     let directory = tempfile::tempdir().unwrap();
     let error = Spill::create(directory.path(), 1 << 50).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::StorageFull);
     let text = error.to_string();
-    assert!(
-        text.contains(directory.path().to_str().unwrap()) && text.contains("1048576.00 GiB needed") && text.contains(" available"),
-        "{text}"
-    );
+    let available = text.strip_prefix(&format!("too little space in {} for a backup: 1048576.00 GiB needed, ", directory.path().display()));
+    assert!(available.is_some_and(|text| text.ends_with(" available") && !text.starts_with("0 ")), "{text}");
+    // Others need the space meanwhile.
+    let file = tempfile::tempfile_in(directory.path()).unwrap();
+    assert!(file::reserve(&file, directory.path(), 1 << 50).is_err());
+    assert_eq!(file.metadata().unwrap().blocks(), 0, "the disk was filled up before the error");
 }
 
 /// Beyond the process's limit, the kernel would kill it.
