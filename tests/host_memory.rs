@@ -7,7 +7,7 @@ use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, set_de
 use std::time::{Duration, Instant};
 use vramctl_backup::{HOST_PIECE, set_host_keep};
 use vramctl_core::memory::Memory;
-use vramctl_model::{Error, HostStatus};
+use vramctl_model::{Backup, Error, HostStatus};
 
 /// Longer than any test.
 const LONG: Option<Duration> = Some(Duration::from_secs(600));
@@ -134,6 +134,31 @@ fn kept_host_memory_makes_room_for_a_pause_under_the_cap() {
     assert!(is_ready((32 + 128) * MIB));
     resume(&[]).unwrap();
     assert_eq!([first, between, large].map(free), [0; 3]);
+}
+
+/// Who asks before a pause must be told what the pause then finds.
+#[test]
+fn a_dry_run_tells_what_a_pause_takes_and_what_there_is() {
+    const ROOM: u64 = 100 << 20;
+    let _gpu = Gpu::take();
+    let make = |tag: &str, policy, mib| malloc_tagged(tag, policy, mib * MIB).unwrap();
+    let plan = || {
+        let room = Memory::get().plan(&common::request(&[])).unwrap().host;
+        (room.needed_bytes >> 20, room.available_bytes >> 20)
+    };
+    let _kept = Kept::for_long();
+    set_host_keep(LONG, Some(ROOM));
+    let all = [make(common::RETAINED_TAG, None, 40), make("d", Some(Backup::Discard), 6), make("file", Some(Backup::Disk), 4)];
+    assert_eq!(plan(), (40, 100));
+    set_host_keep(LONG, Some(u64::MAX));
+    assert_eq!(plan(), (40, common::HOST_CAP >> 20));
+    pause(&[common::RETAINED_TAG]).unwrap();
+    assert_eq!((host().used_bytes, host().ready_bytes), (40 << 20, 64 << 20));
+    resume(&[]).unwrap();
+    assert_eq!(plan(), (0, (common::HOST_CAP >> 20) - 40), "it goes over the retained copy");
+    set_host_keep(LONG, Some(ROOM));
+    assert_eq!(plan(), (0, 100 + 24), "and the end of its last piece is ready");
+    assert_eq!(all.map(free), [0; 3]);
 }
 
 /// A lock on a byte of the socket directory, as if held by another process.

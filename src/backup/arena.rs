@@ -546,3 +546,25 @@ impl Drop for Range {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The only test with an arena: how much the host has is said for the whole process.
+    #[test]
+    fn what_is_dropped_makes_room_where_the_host_has_none() {
+        let arena = Arena::get().unwrap();
+        settings::set_host_keep(Some(Duration::ZERO), Some(u64::MAX));
+        // The last two share a piece.
+        let ranges = arena.take(&[2 * HOST_PIECE, HOST_PIECE, HOST_PIECE / 2, HOST_PIECE / 2]).unwrap();
+        settings::set_host_keep(Some(Duration::ZERO), Some(0));
+        let for_pieces = |pieces| arena.in_the_way(&ranges.iter().collect::<Vec<_>>(), &[pieces * HOST_PIECE]);
+        assert_eq!(for_pieces(2), Some(vec![0]), "as few as possible");
+        assert_eq!(for_pieces(3), Some(vec![0, 1]));
+        assert_eq!(for_pieces(4), Some(vec![0, 1, 2, 3]));
+        assert_eq!(for_pieces(5), None);
+        drop(ranges);
+        settings::set_host_keep(None, None);
+    }
+}
