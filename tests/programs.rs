@@ -633,6 +633,23 @@ fn a_program_may_exit_during_a_pause_or_resume_and_the_client_is_told() {
     });
 }
 
+/// Nobody may be there to resume it.
+#[test]
+fn a_held_program_can_end() {
+    let machine = Machine::new("256M");
+    let mut program = machine.start("held", "odd", &["ends-while-held"]);
+    program.expect("ready");
+    machine.done(&["pause"]);
+    program.tell("go on");
+    let begun = Instant::now();
+    while program.child.try_wait().unwrap().is_none() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "it waits at the gate");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    program.ends_well();
+    assert_eq!(machine.used(), 0);
+}
+
 /// The arena only reserves addresses: `mlockall` must not fill them, and they must not count against the program's data limit.
 #[test]
 fn the_programs_limits_are_left_to_the_program() {

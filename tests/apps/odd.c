@@ -381,6 +381,30 @@ static void ends_by_exit(void)
 	exit(0);
 }
 
+/* Exits in a thread that works on the device for the first time in an exit handler. */
+static void *at_the_end;
+
+static void late_work(void)
+{
+	cudaMemsetAsync(at_the_end, 5, BYTES, NULL);
+}
+
+static void *early_work(void *nothing)
+{
+	at_the_end = allocate(1);
+	return nothing;
+}
+
+static void ends_while_held(void)
+{
+	pthread_t thread;
+	check(pthread_create(&thread, NULL, early_work, NULL) == 0, "pthread_create");
+	check(pthread_join(thread, NULL) == 0, "pthread_join");
+	atexit(late_work);
+	turn("ready");
+	exit(0);
+}
+
 static void on_termination(int number)
 {
 	exit(number == SIGTERM ? 0 : 1);
@@ -451,6 +475,7 @@ int main(int argc, char **argv)
 		{"ends", ends},
 		{"ends-by-exit", ends_by_exit},
 		{"ends-by-signal", ends_by_signal},
+		{"ends-while-held", ends_while_held},
 		{"ends-with-endless-work", ends_with_endless_work},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {

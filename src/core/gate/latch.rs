@@ -112,6 +112,11 @@ impl ThreadMark {
         }
     }
 
+    /// Goes inside for good: what the thread calls from now on passes. For one that ends the process.
+    pub fn stay_inside(&self, call: usize) {
+        self.inside.store(call | ADMITTED, Ordering::Release);
+    }
+
     /// Makes a call without checking the latch. For a library thread that is not inside.
     pub fn pass_unheld<R>(&self, call: usize, make: impl FnOnce() -> R) -> R {
         self.inside.store(call | ADMITTED, Ordering::Release);

@@ -22,7 +22,7 @@ use latch::Latch;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ptr;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_host::PerProcess;
@@ -90,7 +90,24 @@ impl fmt::Display for Stuck {
 /// Closes the gate without waiting for calls inside: from now on, new calls wait. `None` if another closer has it until the deadline.
 pub fn close(deadline: Instant) -> Option<Closed<'static>> {
     threads::start_clean_in_children();
+    let_the_end_pass();
     CLOSER.get().close(&LATCH, deadline)
+}
+
+/// A thread that ends a held program runs its exit handlers and destructors: if one of them waited at the gate, the program would not
+/// end before somebody resumed it. Registered as late as this, so that it runs before those of the program.
+fn let_the_end_pass() {
+    static ENDING: Gated = Gated("the program's end");
+    static REGISTERED: AtomicBool = AtomicBool::new(false);
+    extern "C" fn pass() {
+        if let Some(mark) = threads::mark() {
+            mark.stay_inside(number(&ENDING));
+        }
+    }
+    if !REGISTERED.swap(true, Ordering::Relaxed) {
+        // SAFETY: the function lives in this library, which is never unloaded.
+        unsafe { libc::atexit(pass) };
+    }
 }
 
 /// The functions that threads are inside.
@@ -150,7 +167,7 @@ pub fn waiting() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
     use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
     static CALL: Gated = Gated("call");
