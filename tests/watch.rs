@@ -1,4 +1,4 @@
-//! The watch: when little of a device is free, whose it is is logged, once per fall. Real programs on a simulated machine.
+//! The watch: when little of a device is free, the library logs who uses it, once per fall. Real programs on a simulated machine.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
@@ -67,7 +67,7 @@ impl Watched {
         falls
     }
 
-    /// Whether a process asks the driver for all.
+    /// Whether some process asks the driver on behalf of all.
     fn is_asked_for(&self) -> bool {
         let path = self.machine.folder.path().join(format!("sockets/free-{GPU}"));
         let Ok(file) = OpenOptions::new().read(true).write(true).open(path) else { return false };
@@ -97,7 +97,7 @@ impl Drop for Hog {
 }
 
 #[test]
-fn each_fall_is_told_once_with_whose_memory_it_is() {
+fn each_fall_is_logged_once_with_the_owners() {
     let watched = Watched::new();
     let mut engine = watched.engine("engine", "256M");
     watched.until(true);
@@ -109,7 +109,7 @@ fn each_fall_is_told_once_with_whose_memory_it_is() {
             assert!(line.contains(part), "{part} is not in {line}");
         }
         drop(hog);
-        // It sees that it is over.
+        // Time to see that free memory has recovered.
         thread::sleep(A_WHILE);
     }
     engine.verify();
@@ -119,7 +119,7 @@ fn each_fall_is_told_once_with_whose_memory_it_is() {
 }
 
 #[test]
-fn a_program_that_takes_it_all_itself_is_told_and_so_are_the_others() {
+fn a_program_that_takes_all_memory_itself_logs_it_and_so_do_the_others() {
     let watched = Watched::new();
     let _other = watched.engine("other", "256M");
     let log = File::create(watched.log("large")).unwrap();
@@ -132,9 +132,9 @@ fn a_program_that_takes_it_all_itself_is_told_and_so_are_the_others() {
     assert!(watched.expect("other", 1)[0].contains("default: 22"));
 }
 
-/// The first one that watches asks the driver for all.
+/// The first process that watches asks the driver on behalf of all.
 #[test]
-fn the_others_go_on_without_the_process_that_asks() {
+fn another_process_takes_over_when_the_asking_one_is_gone() {
     for signal in [libc::SIGKILL, libc::SIGSTOP] {
         let watched = Watched::new();
         let first = watched.engine("first", "256M");
@@ -171,7 +171,7 @@ fn the_watch_is_set_from_outside_and_ended() {
 
 /// Its driver calls would wait, and whoever checkpoints it waits for those in flight.
 #[test]
-fn a_suspended_process_asks_nothing_and_goes_on_afterwards() {
+fn a_suspended_process_asks_nothing_and_resumes_watching_afterwards() {
     let watched = Watched::new();
     let mut engine = watched.engine("engine", "256M");
     watched.until(true);
