@@ -77,7 +77,7 @@ impl InMemory {
     fn outdated(&self, now: Option<&[Digest]>) -> Vec<ops::Range<usize>> {
         let before = self.digests().take();
         match (before, now) {
-            (Some(before), Some(now)) => differing(&before, now),
+            (Some(before), Some(now)) if before.len() == now.len() => differing(&before, now),
             _ => self.live.clone(),
         }
     }

@@ -7,6 +7,7 @@ use super::arena::Arena;
 use super::copier::{self, By, Choice};
 use super::stock::HOST_PIECE;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
@@ -40,15 +41,18 @@ pub struct Part {
 }
 
 /// Splits `bytes` at `device` into parts at the arena's piece boundaries; their backup starts at `offset`.
-pub fn parts(context: Context, device: CUdeviceptr, mut offset: usize, bytes: usize) -> impl Iterator<Item = Part> {
-    let end = offset + bytes;
+pub fn parts(context: Context, device: CUdeviceptr, offset: usize, bytes: usize) -> impl Iterator<Item = Part> {
     let device = device.wrapping_sub(offset as u64);
-    std::iter::from_fn(move || {
-        let bytes = (HOST_PIECE - offset % HOST_PIECE).min(end - offset);
-        let part = Part { context, device: device.wrapping_add(offset as u64), offset, bytes };
-        offset += bytes;
-        (bytes > 0).then_some(part)
-    })
+    let part = move |of: Range<usize>| Part { context, device: device.wrapping_add(of.start as u64), offset: of.start, bytes: of.len() };
+    in_pieces(offset..offset + bytes).map(part)
+}
+
+/// Splits a range of the arena at the boundaries of its pieces.
+fn in_pieces(Range { start, end }: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let next = |from: usize| from + HOST_PIECE - from % HOST_PIECE;
+    std::iter::successors(Some(start), move |from| Some(next(*from)))
+        .take_while(move |from| *from < end)
+        .map(move |from| from..next(from).min(end))
 }
 
 /// Whether all host memory of the parts is ready and reachable by the copy engines.
@@ -274,5 +278,22 @@ impl Copier<'_> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each piece is made ready by itself: what crosses into another one may be overwritten when that is.
+    #[test]
+    fn no_part_crosses_into_another_piece() {
+        const PIECE: usize = HOST_PIECE;
+        let split = |from, to| in_pieces(from..to).map(|range| (range.start, range.end)).collect::<Vec<_>>();
+        assert_eq!(split(0, 2 * PIECE), [(0, PIECE), (PIECE, 2 * PIECE)]);
+        assert_eq!(split(PIECE - 4, PIECE + 4), [(PIECE - 4, PIECE), (PIECE, PIECE + 4)]);
+        assert_eq!(split(PIECE + 8, PIECE + 16), [(PIECE + 8, PIECE + 16)]);
+        assert_eq!(split(3 * PIECE + 1, 5 * PIECE), [(3 * PIECE + 1, 4 * PIECE), (4 * PIECE, 5 * PIECE)]);
+        assert!(split(PIECE, PIECE).is_empty());
     }
 }
