@@ -7,8 +7,9 @@ use common::{DEVICE_BYTES, Gate, Gpu, Graph, MIB, Stream, free, malloc_tagged, p
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
+use vramctl_core::gate;
 use vramctl_core::memory::{Memory, region};
-use vramctl_intercept::entries;
+use vramctl_intercept::{entries, launch};
 use vramctl_model::{Backup, Error, Observer, Report, TransitionRequest};
 
 /// Device memory that a guard uses in debug builds: pieces of 8, 4 and 2 MiB.
@@ -154,6 +155,43 @@ fn a_resume_waits_for_work_that_may_use_the_guard() {
     assert_eq!(stream.synchronize(), 0);
     assert!(read(address, contents.len()).unwrap() == contents);
     assert_eq!(free(address), 0);
+}
+
+/// A client that stays.
+struct Stays;
+
+impl Observer for Stays {
+    fn is_gone(&mut self) -> Option<bool> {
+        Some(false)
+    }
+}
+
+/// A program that always has work in flight would otherwise keep its guard, and its memory away, for ever.
+#[test]
+fn a_program_that_is_never_idle_is_resumed() {
+    let gpu = Gpu::take();
+    let (address, contents) = filled("one", 2, 4 * MIB);
+    let (other, stop) = (malloc_tagged("other", None, MIB).unwrap(), AtomicBool::new(false));
+    pause(&["one"]).unwrap();
+    gpu.set_op_delay_ms(150);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let stream = Stream::create();
+            while !stop.load(Ordering::Relaxed) {
+                assert_eq!(unsafe { launch::cuMemsetD8Async(other as usize, 1, MIB, stream.0 as usize) }, 0);
+                thread::sleep(Duration::from_millis(140));
+            }
+            assert_eq!(stream.synchronize(), 0);
+        });
+        thread::sleep(Duration::from_millis(500));
+        let resumed = Memory::get().resume(&request(&["one"]), &mut Stays);
+        assert!(!gate::is_held());
+        stop.store(true, Ordering::Relaxed);
+        resumed.unwrap();
+    });
+    gpu.set_op_delay_ms(0);
+    assert!(read(address, contents.len()).unwrap() == contents);
+    assert_eq!((free(address), free(other)), (0, 0));
 }
 
 #[test]

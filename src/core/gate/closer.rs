@@ -75,6 +75,11 @@ impl Closer {
 }
 
 impl Closed<'_> {
+    /// Whether the program was held before, so that it stays held after this.
+    pub fn was_held(&self) -> bool {
+        self.closer.lock().held
+    }
+
     /// Keeps the program held after this closer is done, until it is let go.
     pub fn keep(self) {
         self.closer.lock().held = true;

@@ -43,9 +43,8 @@ impl Memory {
     }
 
     fn hold_until(&self, deadline: Instant) -> Result<Holding<'_>, Error> {
-        let was_held = gate::is_held();
         let closed = gate::close(deadline).ok_or(Error::Leased)?;
-        Ok(Holding { memory: self, closed: Some(closed), was_held })
+        Ok(Holding { memory: self, was_held: closed.was_held(), closed: Some(closed) })
     }
 
     /// Holds the program, once calls inside have finished, and pauses it.

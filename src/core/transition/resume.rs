@@ -5,7 +5,7 @@ use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, 
 use crate::memory::{Allocation, Memory, borrow, check_awake, communicators, guard};
 use crate::out_of_memory::{self, Asked, Cause};
 use crate::totals::tallied;
-use crate::{drain, events, residue};
+use crate::{drain, events, gate, residue};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
@@ -47,6 +47,8 @@ impl Memory {
 
     fn resume_when_there_is_room(&self, request: &TransitionRequest, observer: &mut dyn Observer) -> Result<Report, Error> {
         let started = Instant::now();
+        // Set if the program always has work in flight: then no more of it starts until the guards are gone.
+        let mut closed = None;
         loop {
             self.wait_for_guarded(request, started, observer)?;
             let attempt = self.try_resume(request, started, observer);
@@ -71,6 +73,7 @@ impl Memory {
                     }
                 });
             }
+            closed = if matches!(attempt, Err(Error::Busy(_))) { closed.or_else(|| close_gate(left, observer)) } else { None };
             // Without the lock, so that the program can free memory.
             thread::sleep(left.min(LOOK_AGAIN));
         }
@@ -174,6 +177,14 @@ impl Memory {
         // On error the new memory is released; no copy to it is in flight any more.
         brought.map(|()| memories)
     }
+}
+
+/// Has the program's new calls wait, for a client. A program that resumes itself may hold a lock that they need.
+fn close_gate(within: Duration, observer: &mut dyn Observer) -> Option<gate::Closed<'static>> {
+    observer.is_gone()?;
+    let deadline = Instant::now() + within;
+    let closed = gate::close(deadline)?;
+    closed.wait_until_empty(deadline, &mut || !exit::is_ending() && observer.is_gone() != Some(true)).is_ok().then_some(closed)
 }
 
 /// The contexts whose managed memory is nearly all paused, so that the program has next to nothing to run on. What an engine
