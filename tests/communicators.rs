@@ -247,6 +247,13 @@ fn an_old_nccl_is_reported() {
     assert_sums(&mut ranks);
 }
 
+#[test]
+fn a_program_without_communicators_is_named() {
+    let machine = Machine::new();
+    let _engine = machine.start_with("engine", |_| ());
+    machine.vramctl("pause --nccl").expect(0, "paused", "job engine has no communicators of NCCL; --nccl changes nothing");
+}
+
 /// Each is asked for its own communicators.
 #[test]
 fn two_nccls_in_a_process_are_kept_apart() {

@@ -26,7 +26,14 @@ impl ChosenCommunicators {
             }
             Err(error) => Err(error.into()),
         };
-        Ok(Self::among(processes.iter().map(ask).collect::<Result<_, CommandError>>()?))
+        let all: Vec<_> = processes.iter().map(ask).collect::<Result<_, CommandError>>()?;
+        let has_none = all.iter().all(|(_, communicators)| communicators.is_empty());
+        let mut chosen = Self::among(all);
+        if let Some(first) = processes.first().filter(|_| has_none) {
+            let whose = first.job().map_or_else(|| first.to_string(), |job| format!("job {job}"));
+            chosen.left.insert(format!("{whose} has no communicators of NCCL; --nccl changes nothing"));
+        }
+        Ok(chosen)
     }
 
     /// NCCL waits for all ranks of a communicator, so only communicators whose ranks are all here and suitable are chosen.
