@@ -30,8 +30,7 @@ impl ChosenCommunicators {
         let has_none = all.iter().all(|(_, communicators)| communicators.is_empty());
         let mut chosen = Self::among(all);
         if let Some(first) = processes.first().filter(|_| has_none) {
-            let whose = first.job().map_or_else(|| first.to_string(), |job| format!("job {job}"));
-            chosen.left.insert(format!("{whose} has no communicators of NCCL; --nccl changes nothing"));
+            chosen.left.insert(format!("{} has no communicators of NCCL; --nccl changes nothing", first.job_or_itself()));
         }
         Ok(chosen)
     }

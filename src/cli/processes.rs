@@ -55,6 +55,11 @@ impl Process {
         self.status.as_ref().ok()?.process.job.as_deref()
     }
 
+    /// Its job in words, or the process itself if it has none.
+    pub fn job_or_itself(&self) -> String {
+        self.job().map_or_else(|| self.to_string(), |job| format!("job {job}"))
+    }
+
     /// The processes that its job had when it was last paused or resumed.
     pub fn ranks(&self) -> &[u32] {
         self.status.as_ref().map_or(&[], |status| &status.process.ranks)

@@ -583,8 +583,7 @@ impl Asking {
         let lacks = |task: &&Task| !task.due.is_empty() || task.process.is_held();
         let lacking = places.iter().map(|place| &self.tasks[*place]).filter(lacks).map(|task| &task.process);
         let gpus: BTreeSet<_> = lacking.flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
-        let who =
-            processes().next().map_or_else(String::new, |first| first.job().map_or_else(|| first.to_string(), |job| format!("job {job}")));
+        let who = processes().next().map(Process::job_or_itself).unwrap_or_default();
         let ticket = Some(Claim { who, gpus: gpus.into_iter().collect(), waits: false });
         // Jobs that share memory do not remember each other's processes.
         let jobs: BTreeSet<_> = processes().map(Process::job).collect();
