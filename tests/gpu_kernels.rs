@@ -5,7 +5,7 @@
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
 use vramctl_backup::digest::{DIGEST_PIECE as PIECE, Digest, Hasher, Key};
-use vramctl_backup::{Part, copier, set_copy_by};
+use vramctl_backup::{copier, set_copy_by};
 use vramctl_config::CopyBy;
 use vramctl_driver::{CUdeviceptr, Current, Driver, Lane, Pinned, RelaxedCapture};
 use vramctl_model::code;
@@ -162,15 +162,21 @@ fn copy_and_compare(current: &Current, sizes: &[usize]) {
         let mut expected = vec![0; contents.bytes];
         contents.read(0, &mut expected);
         expected[MARGIN..MARGIN + bytes].copy_from_slice(&wanted);
-        let part = Part { context: current.context(), device: contents.address + MARGIN as u64, offset: 0, bytes };
+        let to = contents.address + MARGIN as u64;
         let mut lane = Lane::default();
-        assert!(unsafe { copier::queue(&mut lane, &part, host.address as *const u8) }.unwrap(), "the kernel cannot be had");
+        assert!(
+            unsafe { copier::queue(&mut lane, current.context(), to, host.address as *const u8, bytes) }.unwrap(),
+            "the kernel cannot be had"
+        );
         lane.finish().unwrap();
         let mut found = vec![0; contents.bytes];
         contents.read(0, &mut found);
         assert!(found == expected, "{bytes} bytes");
         // The kernel must not take unregistered memory: the access would end the context.
-        assert!(!unsafe { copier::queue(&mut lane, &part, wanted.as_ptr()) }.unwrap(), "unregistered memory is taken");
+        assert!(
+            !unsafe { copier::queue(&mut lane, current.context(), to, wanted.as_ptr(), bytes) }.unwrap(),
+            "unregistered memory is taken"
+        );
         contents.free();
     }
     println!("{} copies by the kernel are what they are to be", sizes.len());
@@ -310,9 +316,9 @@ fn leaves_captures_alone() {
             assert_eq!(contents.digests(&current, &mut hasher).len(), 4);
             set_copy_by(Some(CopyBy::Kernel), None);
             copier::get_ready(current.context(), 0);
-            let part = Part { context: current.context(), device: contents.address, offset: 0, bytes: wanted.len() };
             let mut lane = Lane::default();
-            assert!(unsafe { copier::queue(&mut lane, &part, host.address as *const u8) }.unwrap());
+            let (from, to) = (host.address as *const u8, contents.address);
+            assert!(unsafe { copier::queue(&mut lane, current.context(), to, from, wanted.len()) }.unwrap());
             let (begin, end) = (lane.mark().unwrap(), lane.mark().unwrap());
             lane.finish().unwrap();
             assert!(end.since(&begin, current.context()).unwrap() >= 0.0);

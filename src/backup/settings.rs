@@ -68,9 +68,9 @@ pub fn copy_by() -> CopyBy {
     read(|said| said.copy_by).unwrap_or_else(|| Config::get().copy_by)
 }
 
-/// Minimum bytes that make loading a copy kernel worthwhile, unless `VRAMCTL_COPY` decides.
-pub fn kernel_from() -> usize {
-    read(|said| said.kernel_from).unwrap_or(super::copier::WORTH_IT)
+/// Minimum bytes that make loading a copy kernel worthwhile, unless `VRAMCTL_COPY` decides; `None` for the default.
+pub fn kernel_from() -> Option<usize> {
+    read(|said| said.kernel_from)
 }
 
 /// Sets what copies in resumes of future pauses, and the minimum bytes for loading a kernel; `None` restores `VRAMCTL_COPY`

@@ -160,7 +160,7 @@ unsafe fn queue_by_choice(lane: &mut Lane, part: &Part, host: *mut u8, choice: &
     let (by, measured) = choice.next(part.bytes);
     let begin = measured.then(|| lane.mark_in(part.context).ok()).flatten();
     // SAFETY: the caller's promise.
-    let by = if by == By::Kernel && unsafe { copier::queue(lane, part, host)? } {
+    let by = if by == By::Kernel && unsafe { copier::queue(lane, part.context, part.device, host, part.bytes)? } {
         By::Kernel
     } else {
         if by == By::Kernel {

@@ -16,6 +16,7 @@ pub mod memory;
 pub mod out_of_memory;
 mod residue;
 pub mod server;
+mod status;
 mod suspend;
 mod totals;
 pub mod transition;

@@ -6,7 +6,7 @@
 
 use crate::gate;
 use crate::memory::Memory;
-use crate::memory::obstacles::Moment;
+use crate::memory::sightings::Moment;
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 use vramctl_driver as driver;

@@ -13,7 +13,7 @@ use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_core::events::{self, Who};
 use vramctl_core::gate::{self, Gated};
-use vramctl_core::memory::{Memory, Origin, Placement, left, obstacles, region};
+use vramctl_core::memory::{Memory, Origin, Placement, left, region, sightings};
 use vramctl_core::out_of_memory::{self, Asked, Cause};
 use vramctl_core::server;
 use vramctl_core::watch;
@@ -50,12 +50,12 @@ pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const 
 
 /// Unified memory is left to CUDA, see [`malloc_managed`](crate::handlers::malloc_managed).
 pub unsafe fn mem_alloc_managed(pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint, _caller: *const c_void) -> StatusCode {
-    obstacles::making(ObstacleKind::Unified, || {
+    sightings::making(ObstacleKind::Unified, || {
         // SAFETY: the arguments are passed on unchanged.
         let answer = unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
         if answer == code::SUCCESS && !pointer.is_null() {
             // SAFETY: not null, and written by the real function.
-            obstacles::note(ObstacleKind::Unified, unsafe { pointer.read() });
+            sightings::note(ObstacleKind::Unified, unsafe { pointer.read() });
         }
         answer
     })
@@ -195,7 +195,7 @@ pub fn leave(
         }
         answer
     };
-    if obstacles::is_communicator(owner) { obstacles::making(ObstacleKind::Communicator, noted) } else { noted() }
+    if sightings::is_communicator(owner) { sightings::making(ObstacleKind::Communicator, noted) } else { noted() }
 }
 
 /// Reports that a request has failed for lack of memory.

@@ -2,13 +2,13 @@
 
 use crate::driver_originals;
 use std::ffi::c_uint;
-use vramctl_core::memory::{Memory, obstacles};
+use vramctl_core::memory::{Memory, sightings};
 use vramctl_driver::{CUdevice, ContextHandle, Current};
 use vramctl_host::exit;
 use vramctl_model::{Failure, ObstacleKind, StatusCode, code};
 
 pub unsafe fn enable_peer_access(peer: ContextHandle, flags: c_uint) -> StatusCode {
-    obstacles::making(ObstacleKind::Peers, || {
+    sightings::making(ObstacleKind::Peers, || {
         // SAFETY: here and below, the real function gets the arguments unchanged.
         let answer = unsafe { driver_originals::cuCtxEnablePeerAccess(peer, flags) };
         if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {

@@ -6,7 +6,7 @@ use crate::real::{self, originals};
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
-use vramctl_core::memory::{Memory, obstacles};
+use vramctl_core::memory::{Memory, sightings};
 use vramctl_driver::Current;
 use vramctl_model::{ObstacleKind, code};
 
@@ -133,7 +133,7 @@ pub unsafe fn device_reset() -> CudaError {
 }
 
 pub unsafe fn enable_peer_access(peer: c_int, flags: c_uint) -> CudaError {
-    obstacles::making(ObstacleKind::Peers, || {
+    sightings::making(ObstacleKind::Peers, || {
         // SAFETY: the arguments are passed on unchanged.
         let answer = unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) };
         if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {

@@ -3,7 +3,7 @@
 use crate::driver_originals;
 use crate::vmm::noting_multicast;
 use std::ffi::{c_uint, c_ulonglong, c_void};
-use vramctl_core::memory::{Memory, obstacles};
+use vramctl_core::memory::{Memory, sightings};
 use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
 use vramctl_model::{ObstacleKind, StatusCode};
 
@@ -49,7 +49,7 @@ pub unsafe fn bind_multicast_address_v2(
 }
 
 fn register(pointer: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    obstacles::making(ObstacleKind::Registered, || match Memory::existing() {
+    sightings::making(ObstacleKind::Registered, || match Memory::existing() {
         Some(memory) => memory.register(pointer, registrant, real),
         None => real(),
     })

@@ -5,7 +5,7 @@ use crate::real::{self, originals};
 use crate::table::{CudaError, IpcHandle};
 use std::ffi::{c_uint, c_void};
 use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
-use vramctl_core::memory::{Memory, borrow, obstacles};
+use vramctl_core::memory::{Memory, borrow, sightings};
 use vramctl_core::server;
 use vramctl_driver::{CUdeviceptr, CUmemGenericAllocationHandle, Current};
 use vramctl_host::log_once;
@@ -31,10 +31,10 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         }
         Some(Err(error)) => error,
         None => {
-            let answer = obstacles::making(ObstacleKind::Shared, || {
+            let answer = sightings::making(ObstacleKind::Shared, || {
                 let answer = real();
                 if answer == code::SUCCESS {
-                    obstacles::note(ObstacleKind::Shared, pointer);
+                    sightings::note(ObstacleKind::Shared, pointer);
                 }
                 answer
             });
@@ -61,11 +61,11 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
 /// `pointer` must be null or writable.
 pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let Some(handle) = Ticket::parse(&handle.reserved) else {
-        return obstacles::making(ObstacleKind::Shared, || {
+        return sightings::making(ObstacleKind::Shared, || {
             let answer = real();
             if answer == code::SUCCESS && !pointer.is_null() {
                 // SAFETY: not null, and written by the real function.
-                obstacles::note(ObstacleKind::Shared, unsafe { pointer.read() });
+                sightings::note(ObstacleKind::Shared, unsafe { pointer.read() });
             }
             answer
         });
@@ -75,7 +75,7 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
     }
     // If the driver is not initialised or there is no context, the real function returns the right error.
     let Ok(Some(current)) = Current::of_thread() else { return real() };
-    match obstacles::making(ObstacleKind::Shared, || borrow::open(&handle, &current)) {
+    match sightings::making(ObstacleKind::Shared, || borrow::open(&handle, &current)) {
         Ok(address) => {
             // Needed so that this process can be paused together with the owner.
             server::ensure_running();
@@ -96,19 +96,19 @@ pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusC
     }
     let answer = real();
     if answer == code::SUCCESS {
-        obstacles::forget(pointer);
+        sightings::forget(pointer);
     }
     answer
 }
 
 /// `cuMemImportFromShareableHandle`.
 pub unsafe fn import(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) -> StatusCode {
-    obstacles::making(ObstacleKind::Shared, || {
+    sightings::making(ObstacleKind::Shared, || {
         // SAFETY: the arguments are passed on unchanged.
         let answer = unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
         if answer == code::SUCCESS && !handle.is_null() {
             // SAFETY: not null, and written by the real function.
-            obstacles::note(ObstacleKind::Shared, unsafe { handle.read() });
+            sightings::note(ObstacleKind::Shared, unsafe { handle.read() });
         }
         answer
     })

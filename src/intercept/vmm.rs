@@ -5,7 +5,7 @@ use crate::alloc::{leave, managed, placement};
 use crate::driver_originals;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
-use vramctl_core::memory::{Memory, is_ours, left, obstacles};
+use vramctl_core::memory::{Memory, is_ours, left, sightings};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
@@ -153,11 +153,11 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
         // SAFETY: as above, but for the handle, for which the driver gets its own.
         unsafe { driver_originals::cuMemExportToShareableHandle(shared, handle, kind, flags) }
     };
-    obstacles::making(ObstacleKind::Shared, || {
+    sightings::making(ObstacleKind::Shared, || {
         existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", real)).unwrap_or_else(|| {
             let answer = real(handle);
             if answer == code::SUCCESS {
-                obstacles::note(ObstacleKind::Shared, handle);
+                sightings::note(ObstacleKind::Shared, handle);
             }
             answer
         })
@@ -166,10 +166,10 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
 
 /// Makes a call that uses a multicast object, and records that.
 pub fn noting_multicast(multicast: Handle, call: impl FnOnce() -> StatusCode) -> StatusCode {
-    obstacles::making(ObstacleKind::Multicast, || {
+    sightings::making(ObstacleKind::Multicast, || {
         let answer = call();
         if answer == code::SUCCESS {
-            obstacles::note(ObstacleKind::Multicast, multicast);
+            sightings::note(ObstacleKind::Multicast, multicast);
         }
         answer
     })

@@ -14,7 +14,6 @@
 
 use super::loading::{Availability, Kernels};
 use super::settings;
-use super::transfer::Part;
 use std::ffi::{CStr, c_void};
 use vramctl_config::CopyBy;
 use vramctl_driver::{self as driver, CUdeviceptr, Context, Current, Lane, Parts, Resident, Stream, device_address};
@@ -34,7 +33,7 @@ const BLOCKS: u32 = 16;
 const VECTOR: usize = 16;
 
 /// Copying fewer bytes does not justify loading the kernel, which the driver takes 80 ms to compile, once per context.
-pub const WORTH_IT: usize = 4 << 30;
+const WORTH_IT: usize = 4 << 30;
 
 static COPIERS: PerProcess<Kernels<Resident>> = PerProcess::new(Kernels::default);
 
@@ -44,7 +43,7 @@ static COPIERS: PerProcess<Kernels<Resident>> = PerProcess::new(Kernels::default
 pub fn get_ready(context: Context, bytes: usize) {
     let wait = match settings::copy_by() {
         CopyBy::Engines => return,
-        CopyBy::Auto if bytes < settings::kernel_from() => return,
+        CopyBy::Auto if bytes < settings::kernel_from().unwrap_or(WORTH_IT) => return,
         CopyBy::Auto => false,
         CopyBy::Kernel => true,
     };
@@ -81,19 +80,19 @@ fn load(current: &Current) -> Result<Resident, Failure> {
 ///
 /// # Safety
 /// As for [`Lane::queue`].
-pub unsafe fn queue(lane: &mut Lane, part: &Part, host: *const u8) -> Result<bool, Failure> {
-    let current = Current::push(part.context)?;
+pub unsafe fn queue(lane: &mut Lane, context: Context, device: CUdeviceptr, host: *const u8, bytes: usize) -> Result<bool, Failure> {
+    let current = Current::push(context)?;
     // Ask the driver whether kernels can reach the memory: a registration ends with its context, and a kernel that read the
     // memory anyway would destroy the program's context.
     let Ok(from) = device_address(host) else { return Ok(false) };
-    if !(from as usize | part.device as usize | part.bytes).is_multiple_of(VECTOR) {
+    if !(from as usize | device as usize | bytes).is_multiple_of(VECTOR) {
         return Ok(false);
     }
     let mut copiers = COPIERS.get().lock();
-    let copier = copiers.get_mut(&part.context).and_then(Availability::loaded);
+    let copier = copiers.get_mut(&context).and_then(Availability::loaded);
     let Some(parts) = copier.and_then(|copier| copier.parts(&current)) else { return Ok(false) };
     // SAFETY: the caller's promise, and the driver's answer for `from`.
-    match lane.queue_kernel(&current, |stream| unsafe { launch(parts, stream, from, part.device, part.bytes) }) {
+    match lane.queue_kernel(&current, |stream| unsafe { launch(parts, stream, from, device, bytes) }) {
         // The engines can take over unless failed work has corrupted the context.
         Err(failure) if !failure.is_of_earlier_work() => {
             log::debug!("{failure}: the copy engines copy instead");

@@ -3,15 +3,16 @@
 //! `cudaMalloc` and similar functions make one with one mapping. A program that manages virtual memory itself (`cuMemCreate`) gets a handle
 //! from the library and maps it wherever and as often as it likes (`handles`).
 
+use super::lending::Lending;
 use super::registered::RegistrantMark;
-use super::share::Lending;
 use super::{Origin, Placement};
 use crate::events::{self, Change, Who};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use vramctl_backup::Saved;
 use vramctl_config::CpuBackupBackend;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Extent, Physical, Place, Properties};
-use vramctl_model::{Backup, Failure, Span};
+use vramctl_model::{Backup, Failure, Span, TransitionRequest};
 
 /// What the program got, and the physical memory that currently backs it.
 #[derive(Debug)]
@@ -87,6 +88,11 @@ impl Contents {
     /// The registrant of the physical memory, if any; then the memory cannot be replaced.
     pub fn registrant(&self) -> Option<&'static str> {
         self.marks.iter().find_map(Weak::upgrade).map(|mark| *mark).or(self.known_to)
+    }
+
+    /// Which other processes have the memory open, except those that give it up for the request.
+    pub fn lent_to_others(&self, request: &TransitionRequest) -> BTreeSet<u32> {
+        self.lending.to_others(request, self.pauses)
     }
 
     /// What the driver currently maps for it, if anything.

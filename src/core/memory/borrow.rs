@@ -7,8 +7,9 @@
 //! Lock order: a connection, then `Borrowings`. An owner may take long to answer, and driver calls may block, so meanwhile only the
 //! connection's lock is held.
 
-use super::share::{Ticket, Token};
-use super::{Memory, obstacles};
+use super::lending::Token;
+use super::share::Ticket;
+use super::{Memory, sightings};
 use crate::{contexts, drain};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
@@ -206,7 +207,7 @@ pub(crate) fn set_aside(request: &TransitionRequest) {
 }
 
 /// Memory of other processes that is open here, by owner and GPU.
-pub(super) fn status() -> Vec<model::Borrowed> {
+pub(crate) fn status() -> Vec<model::Borrowed> {
     listed(|_| true)
 }
 
@@ -330,7 +331,7 @@ fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
     let pauses = borrowed().pauses;
     let WhatIsLent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
     // Noted as an obstacle until it is recorded as open: a suspend sees one or the other.
-    obstacles::making(ObstacleKind::Shared, || {
+    sightings::making(ObstacleKind::Shared, || {
         let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
         // Without the lock, which the program's calls need: during a suspend, this thread may block for long. The addresses stay reserved
         // even if the program closes the memory meanwhile.

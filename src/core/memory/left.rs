@@ -4,7 +4,7 @@
 //! packs them together.
 
 use super::keyed::{Keyed, Spread};
-use super::{Origin, obstacles};
+use super::{Origin, sightings};
 use crate::events::{self, Change, Who};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
@@ -102,7 +102,7 @@ pub fn note(address: CUdeviceptr, bytes: usize, origin: Origin) {
 /// Lets the real function free the memory at an address.
 #[inline]
 pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    obstacles::forget(address);
+    sightings::forget(address);
     let taken = LEFT.existing().and_then(|left| left.blocks.remove(&address));
     let answer = real();
     if answer != code::SUCCESS

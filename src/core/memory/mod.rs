@@ -12,12 +12,14 @@ pub mod guard;
 mod handles;
 mod keyed;
 pub mod left;
+mod lending;
 pub mod obstacles;
 mod origin;
 pub mod region;
 mod registered;
 pub mod share;
-mod status;
+pub mod sightings;
+mod under_way;
 
 pub use allocation::Allocation;
 pub use handles::is_ours;
@@ -53,7 +55,7 @@ pub struct Memory {
     freed: Unreleased,
     pub(crate) transition: RwLock<()>,
     /// The pause or resume in progress, for status. Held briefly.
-    under_way: Mutex<Option<status::UnderWay>>,
+    under_way: Mutex<Option<under_way::UnderWay>>,
     /// Tag of allocations outside regions.
     process_tag: RwLock<Option<Arc<str>>>,
     /// Bytes an allocation must leave free on its device.

@@ -5,13 +5,14 @@
 //! and gets descriptors of the physical memory. The connection is the lease: until it ends, or the memory is closed over it, the memory is
 //! not paused.
 
-use super::allocation::Contents;
+pub use super::lending::Borrower;
+
+use super::lending::{TOKEN_BYTES, Token};
 use super::{Allocation, Memory, check_awake};
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
+use std::collections::BTreeMap;
+use std::fs;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::{fs, io};
 use vramctl_control::descriptors;
 use vramctl_driver::{self as driver, CUdeviceptr, RelaxedCapture};
 use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, TransitionRequest, code};
@@ -20,7 +21,6 @@ use vramctl_model::{Error, Failure, Holder, Lent, StatusCode, TransitionRequest,
 pub const HANDLE_BYTES: usize = 64;
 /// The first bytes of the library's handles. The driver's begin with its own number for the process.
 const MAGIC: &[u8; 8] = b"vramctl\x01";
-const TOKEN_BYTES: usize = 24;
 
 /// An IPC handle of the library's. Layout: magic, owner, zeros, token, zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,65 +50,6 @@ impl Ticket {
     }
 }
 
-/// Identifies an allocation to whoever has the handle. Random, so that it cannot be guessed, and a later process with the same pid does not
-/// accept it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Token([u8; TOKEN_BYTES]);
-
-impl Token {
-    fn random() -> io::Result<Self> {
-        let mut bytes = [0; TOKEN_BYTES];
-        // SAFETY: writable for the length. Requests this small are not interrupted.
-        let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), TOKEN_BYTES, 0) };
-        if got == TOKEN_BYTES as isize { Ok(Self(bytes)) } else { Err(io::Error::last_os_error()) }
-    }
-
-    /// As [`text`](Self::text) has it.
-    fn parse(text: &str) -> Option<Self> {
-        let mut bytes = [0; TOKEN_BYTES];
-        for (at, byte) in bytes.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(text.get(2 * at..2 * at + 2)?, 16).ok()?;
-        }
-        (text.len() == 2 * TOKEN_BYTES).then_some(Self(bytes))
-    }
-
-    /// As in requests.
-    pub fn text(&self) -> String {
-        self.0.iter().fold(String::new(), |mut text, byte| {
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
-    }
-}
-
-/// A connection from another process.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Borrower {
-    /// Identifies the connection.
-    pub connection: u64,
-    /// The process id in this namespace; 0 if it is not visible here.
-    pub pid: u32,
-}
-
-/// The loans of an allocation to other processes.
-#[derive(Debug, Default)]
-pub struct Lending {
-    /// Set once a handle was requested.
-    token: Option<Token>,
-    /// Who has it open, by connection, with the number of its pauses when they got it. Those that got it before the last pause have set it
-    /// aside.
-    open: BTreeMap<u64, (Borrower, u64)>,
-}
-
-impl Contents {
-    /// Who has the memory open, except processes that give it up for the request.
-    pub fn lent_to_others(&self, request: &TransitionRequest) -> BTreeSet<u32> {
-        let now = self.lending.open.values().filter(|(_, pauses)| *pauses == self.pauses);
-        // A process with several connections counts once.
-        now.map(|(borrower, _)| borrower.pid).filter(|pid| !request.has_along(*pid)).collect()
-    }
-}
-
 /// What another process needs to open an allocation.
 pub struct Loan {
     /// The descriptors of its memory, each with its length.
@@ -127,22 +68,15 @@ impl Memory {
         if !driver::is_shareable(allocation.device) {
             return None;
         }
-        let mut contents = allocation.contents();
-        let token = match contents.lending.token {
-            Some(token) => token,
-            None => match Token::random() {
-                Ok(token) => *contents.lending.token.insert(token),
-                Err(error) => {
-                    log::debug!("getrandom: {error}");
-                    return Some(Err(code::OPERATING_SYSTEM));
-                }
-            },
-        };
-        Some(Ok(Ticket { owner: std::process::id(), token }))
+        let token = allocation.contents().lending.token();
+        Some(token.map(|token| Ticket { owner: std::process::id(), token }).map_err(|error| {
+            log::debug!("getrandom: {error}");
+            code::OPERATING_SYSTEM
+        }))
     }
 
     fn with_token(&self, token: &Token) -> Option<Arc<Allocation>> {
-        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.token.as_ref() == Some(token))
+        self.snapshot().into_iter().find(|allocation| allocation.contents().lending.is(token))
     }
 
     /// Whether this process has given out the token.
@@ -165,21 +99,21 @@ impl Memory {
             return refuse(code::NOT_SUPPORTED);
         }
         let pauses = contents.pauses;
-        contents.lending.open.insert(borrower.connection, (borrower.clone(), pauses));
+        contents.lending.open(borrower.clone(), pauses);
         Ok(Loan { pieces, tag: Arc::clone(&allocation.tag), pauses })
     }
 
     /// Records that another process has closed memory.
     pub fn take_back(&self, token: &str, connection: u64) {
         if let Some(allocation) = Token::parse(token).and_then(|token| self.with_token(&token)) {
-            allocation.contents().lending.open.remove(&connection);
+            allocation.contents().lending.close(connection);
         }
     }
 
     /// Records that another process has closed everything, or has ended.
     pub fn take_all_back(&self, connection: u64) {
         for allocation in self.snapshot() {
-            allocation.contents().lending.open.remove(&connection);
+            allocation.contents().lending.close(connection);
         }
     }
 }
@@ -221,15 +155,5 @@ mod tests {
             assert_eq!(Ticket::parse(&bytes), None);
         }
         assert_eq!(Ticket::parse(&[0; HANDLE_BYTES]), None);
-    }
-
-    #[test]
-    fn tokens_round_trip() {
-        let token = Token::random().unwrap();
-        let text = token.text();
-        assert_eq!(Token::parse(&text), Some(token));
-        for wrong in [&text[1..], &text[2..], &format!("{text}00"), "", "zz", "ääää"] {
-            assert_eq!(Token::parse(wrong), None, "{wrong}");
-        }
     }
 }

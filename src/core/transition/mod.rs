@@ -9,7 +9,9 @@
 //! the pause still succeeds, because the contents are already safe. The memory goes onto a list to retry, and the report
 //! counts it as late.
 
+mod choose;
 pub mod cleaning;
+mod contents;
 mod hold;
 mod pause;
 mod plan;
@@ -19,26 +21,15 @@ pub use hold::Holding;
 
 use crate::memory::{Allocation, Memory, borrow, communicators};
 use crate::{events, gate};
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
-use vramctl_driver::{self as driver, CUdevice};
+use vramctl_driver::CUdevice;
 use vramctl_host::exit;
-use vramctl_model::{Communicator, Error, Registered, Registration, Report, Stage, TransitionRequest};
+use vramctl_model::{Communicator, Error, Report, Stage, TransitionRequest};
 
 /// For messages.
 fn tags_text(request: &TransitionRequest) -> String {
     if request.tags.is_empty() { "all tags".into() } else { request.tags.join(", ") }
-}
-
-/// The allocations a request selects.
-struct Chosen {
-    /// All allocations of the process, by address.
-    all: Vec<Arc<Allocation>>,
-    /// Selected and active.
-    active: Vec<Arc<Allocation>>,
-    /// Selected and paused.
-    paused: Vec<Arc<Allocation>>,
 }
 
 impl Memory {
@@ -60,80 +51,6 @@ impl Memory {
             borrow::keep_asking();
         }
     }
-
-    /// Selects allocations. A tag that no allocation has is an error.
-    fn choose(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
-        let all = self.snapshot();
-        if request.is_borrower {
-            return Ok(Chosen { all, active: Vec::new(), paused: Vec::new() });
-        }
-        let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
-        let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
-        if !unknown.is_empty() && !request.lenient {
-            return Err(Error::UnknownTag {
-                unknown: unknown.into_iter().collect(),
-                known: known.into_iter().map(str::to_owned).collect(),
-            });
-        }
-        let meant = all.iter().filter(|allocation| is_meant(request, allocation)).cloned();
-        let (paused, active) = meant.partition(|allocation| allocation.is_paused());
-        Ok(Chosen { all, active, paused })
-    }
-
-    /// Like [`choose`](Self::choose), after finishing what earlier failures and destroyed contexts left behind. Under the
-    /// exclusive transition lock.
-    fn choose_settled(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
-        driver::sweep();
-        self.drop_gone();
-        let chosen = self.choose(request)?;
-        if self.map_stranded(&chosen.paused)? { self.choose(request) } else { Ok(chosen) }
-    }
-
-    /// Maps memory that a failed pause left unmapped: it still holds its contents, and it would count as paused while it stays
-    /// on the device. Returns whether there was any.
-    fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<bool, Error> {
-        let mut any = false;
-        for allocation in paused {
-            if allocation.contents().memory.is_some() {
-                self.map_again(allocation)?;
-                any = true;
-            }
-        }
-        Ok(any)
-    }
-}
-
-impl Chosen {
-    /// Leaves out registered memory or fails because of it, as the request says. Memory that other processes have open is left out as well;
-    /// it can never be taken, see [`refuse_if_lent`](crate::memory::share::refuse_if_lent).
-    fn spare_registered(&mut self, request: &TransitionRequest) -> Result<(), Error> {
-        match request.registered {
-            Registered::Take => Ok(()),
-            Registered::Keep => {
-                self.active.retain(|allocation| {
-                    let contents = allocation.contents();
-                    contents.registrant().is_none() && contents.lent_to_others(request).is_empty()
-                });
-                Ok(())
-            }
-            Registered::Refuse => {
-                let mut bytes = BTreeMap::<(String, String), u64>::new();
-                for allocation in &self.active {
-                    if let Some(registrant) = allocation.contents().registrant() {
-                        *bytes.entry((allocation.tag.to_string(), registrant.to_owned())).or_default() += allocation.bytes() as u64;
-                    }
-                }
-                let list: Vec<_> = bytes.into_iter().map(|((tag, registrant), bytes)| Registration { tag, registrant, bytes }).collect();
-                if list.is_empty() { Ok(()) } else { Err(Error::Registered(list)) }
-            }
-        }
-    }
-}
-
-/// Whether the request selects this allocation.
-fn is_meant(request: &TransitionRequest, allocation: &Allocation) -> bool {
-    let on_gpu = || driver::uuid(allocation.device).is_some_and(|uuid| request.gpus.contains(&uuid));
-    (request.tags.is_empty() || request.tags.iter().any(|tag| **tag == *allocation.tag)) && (request.gpus.is_empty() || on_gpu())
 }
 
 /// Runs a pause or resume as library work, whoever requested it: once the program is exiting, it makes no driver call, and

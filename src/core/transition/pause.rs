@@ -1,28 +1,24 @@
 //! A pause: wait, save, unmap, release.
 
-use super::plan::spare_prefix_cache;
-use super::{Chosen, Clock, bytes_of_devices, cleaning, is_meant, milliseconds, tags_text, unless_ending};
+use super::choose::{Chosen, is_meant, refuse_if_still_lent};
+use super::contents::{policy_for, wanted_of};
+use super::{Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
 use crate::memory::{Allocation, Memory, borrow, check_awake, communicators, guard};
 use crate::totals::tallied;
 use crate::{drain, events, residue};
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
-use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_backup::{self as backup, Kept, Saved};
-use vramctl_config::{Config, CpuBackupBackend};
+use vramctl_config::Config;
 use vramctl_driver::{self as driver, RelaxedCapture};
 use vramctl_host::exit;
-use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest, Verb};
+use vramctl_model::{Backup, Bytes, Error, Failure, Observer, Progress, Report, Stage, TagState, TransitionRequest, Verb};
 
 /// How long to wait under the lock for work started since the first wait. Short, because the program may need to allocate to finish that
 /// work.
 pub(super) const WAIT_LOCKED: Duration = Duration::from_millis(100);
-
-/// How long to wait for the disconnect of an ended process that had memory open.
-const NOTICED: Duration = Duration::from_millis(200);
 
 impl Memory {
     /// Pauses active allocations: saves their contents by policy and returns their memory to the driver. Everything is
@@ -84,7 +80,7 @@ impl Memory {
     ) -> Result<(), Error> {
         check_awake()?;
         let mut chosen = self.choose(request)?;
-        spare_prefix_cache(request, &chosen)?;
+        chosen.spare_prefix_cache(request)?;
         chosen.spare_registered(request)?;
         refuse_if_still_lent(&chosen.active, request)?;
         let Chosen { all, active, .. } = chosen;
@@ -111,7 +107,7 @@ impl Memory {
         communicators::check(&request.communicators)?;
         let _relaxed = RelaxedCapture::enter();
         let mut chosen = self.choose_settled(request)?;
-        spare_prefix_cache(request, &chosen)?;
+        chosen.spare_prefix_cache(request)?;
         chosen.spare_registered(request)?;
         refuse_if_lent(&chosen.active, request)?;
         let Chosen { all, active: victims, paused: already } = chosen;
@@ -230,18 +226,6 @@ impl Memory {
     }
 }
 
-/// Like [`refuse_if_lent`], but first waits briefly, so that the disconnect of an ended process is noticed.
-pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
-    let started = Instant::now();
-    while let Err(error) = refuse_if_lent(victims, request) {
-        if started.elapsed() > NOTICED {
-            return Err(error);
-        }
-        thread::sleep(NOTICED / 20);
-    }
-    Ok(())
-}
-
 /// Unmaps memory, adjacent ranges in one call; it keeps its contents. On error, some may be unmapped.
 fn unmap(allocations: &[Arc<Allocation>]) -> Result<(), Failure> {
     let mut contents: Vec<_> = allocations.iter().map(|allocation| allocation.contents()).collect();
@@ -255,73 +239,5 @@ fn release(victims: &[Arc<Allocation>], items: Vec<backup::Item>) {
     for allocation in victims {
         let saved = saved.remove(&allocation.address());
         allocation.replace(None, saved);
-    }
-}
-
-/// The request's policy for an allocation, or the allocation's own.
-pub(super) fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Backup {
-    request.backups.get(&*allocation.tag).copied().unwrap_or(request.backup).unwrap_or(allocation.backup)
-}
-
-/// Which contents of an allocation to keep, and where.
-pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) -> backup::Wanted {
-    let policy = policy_for(request, allocation);
-    let retain = backup::retains(&allocation.tag);
-    let all = Range { start: 0, end: allocation.bytes() };
-    let live = match policy {
-        Backup::Discard => Vec::new(),
-        // Contents that are not kept could not be compared next time.
-        _ if retain => vec![all],
-        _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
-    };
-    let at_once = allocation.backend == CpuBackupBackend::Mmap;
-    backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().saved.clone(), live }
-}
-
-/// The whole pages of an allocation inside a span, as offsets into the allocation. Less than a page is not worth its own
-/// copy.
-fn pages_inside(span: Span, allocation: &Allocation) -> Option<Range<usize>> {
-    const PAGE: usize = 2 << 20;
-    let base = allocation.address();
-    let offset = |address: u64| address.saturating_sub(base).min(allocation.bytes() as u64) as usize;
-    let start = offset(span.address).next_multiple_of(PAGE);
-    let end = offset(span.address.saturating_add(span.bytes as u64)) / PAGE * PAGE;
-    (start < end).then_some(start..end)
-}
-
-/// A range minus some parts, in order.
-fn without(all: Range<usize>, parts: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
-    let mut parts: Vec<_> = parts.collect();
-    parts.sort_unstable_by_key(|part| part.start);
-    let (mut left, mut from) = (Vec::new(), all.start);
-    for part in parts {
-        if part.start > from {
-            left.push(from..part.start);
-        }
-        from = from.max(part.end);
-    }
-    if from < all.end {
-        left.push(from..all.end);
-    }
-    left
-}
-
-#[cfg(test)]
-mod tests {
-    use super::without;
-    use std::ops::Range;
-
-    /// An empty part counts as contents to keep.
-    #[test]
-    fn the_gaps_between_unused_ranges_are_kept() {
-        let kept = |parts: &[Range<usize>]| {
-            without(0..10, parts.iter().cloned()).into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
-        };
-        assert_eq!(kept(&[]), [(0, 10)]);
-        assert_eq!(kept(&[0..3, 7..10]), [(3, 7)]);
-        assert_eq!(kept(&[7..8, 2..4]), [(0, 2), (4, 7), (8, 10)]);
-        assert_eq!(kept(&[2..8, 3..4, 8..9]), [(0, 2), (9, 10)]);
-        assert!(without(0..10, std::iter::once(0..10)).is_empty());
-        assert!(without(0..10, [0..5, 5..10].into_iter()).is_empty());
     }
 }

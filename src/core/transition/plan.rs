@@ -1,19 +1,19 @@
-//! Dry runs, and the check that protects prefix caches.
+//! Dry runs.
 
-use super::Chosen;
-use super::pause::{policy_for, refuse_if_still_lent, wanted_of};
+use super::choose::refuse_if_still_lent;
+use super::contents::wanted_of;
 use crate::memory::Memory;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramctl_backup as backup;
-use vramctl_model::{Backup, Error, HostRoom, Plan, TagPlan, TransitionRequest};
+use vramctl_model::{Error, HostRoom, Plan, TagPlan, TransitionRequest};
 
 impl Memory {
     /// What a pause would do now. Changes nothing, and does not wait for the device.
     pub fn plan(&self, request: &TransitionRequest) -> Result<Plan, Error> {
         let mut chosen = self.choose(request)?;
         chosen.spare_registered(request)?;
-        let prefix_cache = match spare_prefix_cache(request, &chosen) {
+        let prefix_cache = match chosen.spare_prefix_cache(request) {
             Err(Error::PrefixCache(engine)) => Some(engine),
             _ => None,
         };
@@ -35,15 +35,4 @@ impl Memory {
             communicators: Vec::new(),
         })
     }
-}
-
-/// Refuses to drop contents that the engine's prefix cache describes: the engine would silently answer from zeros.
-pub(super) fn spare_prefix_cache(request: &TransitionRequest, chosen: &Chosen) -> Result<(), Error> {
-    const KV_CACHE: &str = "kv_cache";
-    let Some(engine) = &request.engine else { return Ok(()) };
-    // If nothing has the tag (an unknown engine version), assume the cache is in everything else.
-    let tagged = chosen.all.iter().any(|allocation| &*allocation.tag == KV_CACHE);
-    let holds_cache = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
-    let lost = chosen.active.iter().any(|one| holds_cache(&one.tag) && policy_for(request, one) == Backup::Discard);
-    if lost { Err(Error::PrefixCache(engine.clone())) } else { Ok(()) }
 }

@@ -1,7 +1,8 @@
 //! A resume: create, map and fill new memory, then release the backups.
 
+use super::choose::Chosen;
 use super::pause::WAIT_LOCKED;
-use super::{Chosen, Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
+use super::{Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
 use crate::memory::{Allocation, Memory, borrow, check_awake, communicators, guard};
 use crate::out_of_memory::{self, Asked, Cause};
 use crate::totals::tallied;

@@ -1,50 +1,13 @@
-//! Status by tag and by device.
+//! The status of this process, by tag and by device.
 
-use super::{Allocation, Memory, borrow, communicators, guard, left};
+use crate::memory::{Memory, borrow, communicators, guard, left};
 use crate::{contexts, gate, residue, totals};
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
 use vramctl_backup::{self as backup, Saved};
 use vramctl_driver::{self as driver, CUdevice, Physical};
-use vramctl_model::{Cycle, DeviceStatus, Progress, Status, TagState, TagStatus};
-
-/// The pause or resume in progress.
-#[derive(Debug)]
-pub struct UnderWay {
-    state: TagState,
-    tags: BTreeSet<Arc<str>>,
-    progress: Option<Progress>,
-}
-
-/// Shows a transition in status until dropped.
-pub(crate) struct Shown<'a>(&'a Memory);
-
-impl Shown<'_> {
-    pub fn progress(&self, now: Progress) {
-        if let Some(under_way) = &mut *self.0.under_way() {
-            under_way.progress = Some(now);
-        }
-    }
-}
-
-impl Drop for Shown<'_> {
-    fn drop(&mut self) {
-        *self.0.under_way() = None;
-    }
-}
+use vramctl_model::{Cycle, DeviceStatus, Status, TagState, TagStatus};
 
 impl Memory {
-    fn under_way(&self) -> MutexGuard<'_, Option<UnderWay>> {
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Shows these allocations' tags as in transition. One at a time: the caller holds the transition lock.
-    pub(crate) fn show<'a>(&self, state: TagState, allocations: impl IntoIterator<Item = &'a Arc<Allocation>>) -> Shown<'_> {
-        let tags = allocations.into_iter().map(|allocation| Arc::clone(&allocation.tag)).collect();
-        *self.under_way() = Some(UnderWay { state, tags, progress: None });
-        Shown(self)
-    }
-
     /// The current status, as the driver tells it.
     pub(crate) fn status_now(&self) -> Status {
         let mut tags = BTreeMap::<String, TagStatus>::new();
@@ -81,12 +44,12 @@ impl Memory {
         }
         let under_way = self.under_way();
         let finish = |(name, tag): (String, TagStatus)| {
-            let (state, progress) = match (under_way.as_ref().filter(|it| it.tags.contains(&*name)), tag.paused_bytes) {
-                (Some(it), _) => (it.state, it.progress),
-                (None, 0) => (TagState::Active, None),
-                (None, paused) if paused == tag.bytes => (TagState::Paused, None),
-                (None, _) => (TagState::Mixed, None),
+            let at_rest = match tag.paused_bytes {
+                0 => TagState::Active,
+                paused if paused == tag.bytes => TagState::Paused,
+                _ => TagState::Mixed,
             };
+            let (state, progress) = under_way.as_ref().and_then(|it| it.of(&name)).unwrap_or((at_rest, None));
             TagStatus { retained: backup::retains(&name), tag: name, state, progress, ..tag }
         };
         let tags = tags.into_iter().map(finish).collect();

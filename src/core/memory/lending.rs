@@ -1,0 +1,107 @@
+//! The loans of an allocation to other processes: what identifies it to them, and who has it open.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::io;
+use vramctl_model::TransitionRequest;
+
+/// The size of a [`Token`].
+pub const TOKEN_BYTES: usize = 24;
+
+/// Identifies an allocation to whoever has the handle. Random, so that it cannot be guessed, and a later process with the same pid does not
+/// accept it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Token(pub [u8; TOKEN_BYTES]);
+
+impl Token {
+    /// A new one.
+    pub fn random() -> io::Result<Self> {
+        let mut bytes = [0; TOKEN_BYTES];
+        // SAFETY: writable for the length. Requests this small are not interrupted.
+        let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), TOKEN_BYTES, 0) };
+        if got == TOKEN_BYTES as isize { Ok(Self(bytes)) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// As [`text`](Self::text) has it.
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut bytes = [0; TOKEN_BYTES];
+        for (at, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(text.get(2 * at..2 * at + 2)?, 16).ok()?;
+        }
+        (text.len() == 2 * TOKEN_BYTES).then_some(Self(bytes))
+    }
+
+    /// As in requests.
+    pub fn text(&self) -> String {
+        self.0.iter().fold(String::new(), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+    }
+}
+
+/// A connection from another process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Borrower {
+    /// Identifies the connection.
+    pub connection: u64,
+    /// The process id in this namespace; 0 if it is not visible here.
+    pub pid: u32,
+}
+
+/// The loans of an allocation to other processes.
+#[derive(Debug, Default)]
+pub struct Lending {
+    /// Set once a handle was requested.
+    token: Option<Token>,
+    /// Who has it open, by connection, with the number of its pauses when they got it. Those that got it before the last pause have set it
+    /// aside.
+    open: BTreeMap<u64, (Borrower, u64)>,
+}
+
+impl Lending {
+    /// The allocation's token, made on first use.
+    pub fn token(&mut self) -> io::Result<Token> {
+        match self.token {
+            Some(token) => Ok(token),
+            None => Ok(*self.token.insert(Token::random()?)),
+        }
+    }
+
+    /// Whether this is the allocation's token.
+    pub fn is(&self, token: &Token) -> bool {
+        self.token.as_ref() == Some(token)
+    }
+
+    /// Records who has it open from now on, and how often it has been paused by then.
+    pub fn open(&mut self, borrower: Borrower, pauses: u64) {
+        self.open.insert(borrower.connection, (borrower, pauses));
+    }
+
+    /// Records that the process behind a connection has closed it.
+    pub fn close(&mut self, connection: u64) {
+        self.open.remove(&connection);
+    }
+
+    /// Who has the memory open since its last pause, except processes that give it up for the request.
+    pub fn to_others(&self, request: &TransitionRequest, pauses: u64) -> BTreeSet<u32> {
+        let now = self.open.values().filter(|(_, since)| *since == pauses);
+        // A process with several connections counts once.
+        now.map(|(borrower, _)| borrower.pid).filter(|pid| !request.has_along(*pid)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_round_trip() {
+        let token = Token::random().unwrap();
+        let text = token.text();
+        assert_eq!(Token::parse(&text), Some(token));
+        for wrong in [&text[1..], &text[2..], &format!("{text}00"), "", "zz", "ääää"] {
+            assert_eq!(Token::parse(wrong), None, "{wrong}");
+        }
+    }
+}

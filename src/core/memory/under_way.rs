@@ -1,0 +1,52 @@
+//! The pause or resume in progress, for the status.
+
+use super::{Allocation, Memory};
+use std::collections::BTreeSet;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use vramctl_model::{Progress, TagState};
+
+/// The pause or resume in progress.
+#[derive(Debug)]
+pub struct UnderWay {
+    state: TagState,
+    tags: BTreeSet<Arc<str>>,
+    progress: Option<Progress>,
+}
+
+impl UnderWay {
+    /// The state and progress of a tag in transition.
+    pub fn of(&self, tag: &str) -> Option<(TagState, Option<Progress>)> {
+        self.tags.contains(tag).then_some((self.state, self.progress))
+    }
+}
+
+/// Shows a transition in status until dropped.
+pub(crate) struct Shown<'a>(&'a Memory);
+
+impl Shown<'_> {
+    pub fn progress(&self, now: Progress) {
+        if let Some(under_way) = &mut *self.0.under_way() {
+            under_way.progress = Some(now);
+        }
+    }
+}
+
+impl Drop for Shown<'_> {
+    fn drop(&mut self) {
+        *self.0.under_way() = None;
+    }
+}
+
+impl Memory {
+    /// The pause or resume in progress, if any.
+    pub(crate) fn under_way(&self) -> MutexGuard<'_, Option<UnderWay>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Shows these allocations' tags as in transition. One at a time: the caller holds the transition lock.
+    pub(crate) fn show<'a>(&self, state: TagState, allocations: impl IntoIterator<Item = &'a Arc<Allocation>>) -> Shown<'_> {
+        let tags = allocations.into_iter().map(|allocation| Arc::clone(&allocation.tag)).collect();
+        *self.under_way() = Some(UnderWay { state, tags, progress: None });
+        Shown(self)
+    }
+}

@@ -1,0 +1,123 @@
+//! What a request selects, and what protects memory from being taken.
+
+use super::contents::policy_for;
+use crate::memory::share::refuse_if_lent;
+use crate::memory::{Allocation, Memory};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use vramctl_driver as driver;
+use vramctl_model::{Backup, Error, Registered, Registration, TransitionRequest};
+
+/// How long to wait for the disconnect of an ended process that had memory open.
+const NOTICED: Duration = Duration::from_millis(200);
+
+/// The allocations a request selects.
+pub(super) struct Chosen {
+    /// All allocations of the process, by address.
+    pub all: Vec<Arc<Allocation>>,
+    /// Selected and active.
+    pub active: Vec<Arc<Allocation>>,
+    /// Selected and paused.
+    pub paused: Vec<Arc<Allocation>>,
+}
+
+impl Memory {
+    /// Selects allocations. A tag that no allocation has is an error.
+    pub(super) fn choose(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
+        let all = self.snapshot();
+        if request.is_borrower {
+            return Ok(Chosen { all, active: Vec::new(), paused: Vec::new() });
+        }
+        let known: BTreeSet<&str> = all.iter().map(|allocation| &*allocation.tag).collect();
+        let unknown: BTreeSet<_> = request.tags.iter().filter(|tag| !known.contains(tag.as_str())).cloned().collect();
+        if !unknown.is_empty() && !request.lenient {
+            return Err(Error::UnknownTag {
+                unknown: unknown.into_iter().collect(),
+                known: known.into_iter().map(str::to_owned).collect(),
+            });
+        }
+        let meant = all.iter().filter(|allocation| is_meant(request, allocation)).cloned();
+        let (paused, active) = meant.partition(|allocation| allocation.is_paused());
+        Ok(Chosen { all, active, paused })
+    }
+
+    /// Like [`choose`](Self::choose), after finishing what earlier failures and destroyed contexts left behind. Under the
+    /// exclusive transition lock.
+    pub(super) fn choose_settled(&self, request: &TransitionRequest) -> Result<Chosen, Error> {
+        driver::sweep();
+        self.drop_gone();
+        let chosen = self.choose(request)?;
+        if self.map_stranded(&chosen.paused)? { self.choose(request) } else { Ok(chosen) }
+    }
+
+    /// Maps memory that a failed pause left unmapped: it still holds its contents, and it would count as paused while it stays
+    /// on the device. Returns whether there was any.
+    fn map_stranded(&self, paused: &[Arc<Allocation>]) -> Result<bool, Error> {
+        let mut any = false;
+        for allocation in paused {
+            if allocation.contents().memory.is_some() {
+                self.map_again(allocation)?;
+                any = true;
+            }
+        }
+        Ok(any)
+    }
+}
+
+impl Chosen {
+    /// Refuses to drop contents that the engine's prefix cache describes: the engine would silently answer from zeros.
+    pub(super) fn spare_prefix_cache(&self, request: &TransitionRequest) -> Result<(), Error> {
+        const KV_CACHE: &str = "kv_cache";
+        let Some(engine) = &request.engine else { return Ok(()) };
+        // If nothing has the tag (an unknown engine version), assume the cache is in everything else.
+        let tagged = self.all.iter().any(|allocation| &*allocation.tag == KV_CACHE);
+        let holds_cache = |tag: &str| if tagged { tag == KV_CACHE } else { !["weights", "cuda_graph"].contains(&tag) };
+        let lost = self.active.iter().any(|one| holds_cache(&one.tag) && policy_for(request, one) == Backup::Discard);
+        if lost { Err(Error::PrefixCache(engine.clone())) } else { Ok(()) }
+    }
+
+    /// Leaves out registered memory or fails because of it, as the request says. Memory that other processes have open is left out as well;
+    /// it can never be taken, see [`refuse_if_lent`](crate::memory::share::refuse_if_lent).
+    pub(super) fn spare_registered(&mut self, request: &TransitionRequest) -> Result<(), Error> {
+        match request.registered {
+            Registered::Take => Ok(()),
+            Registered::Keep => {
+                self.active.retain(|allocation| {
+                    let contents = allocation.contents();
+                    contents.registrant().is_none() && contents.lent_to_others(request).is_empty()
+                });
+                Ok(())
+            }
+            Registered::Refuse => {
+                let mut bytes = BTreeMap::<(String, String), u64>::new();
+                for allocation in &self.active {
+                    if let Some(registrant) = allocation.contents().registrant() {
+                        *bytes.entry((allocation.tag.to_string(), registrant.to_owned())).or_default() += allocation.bytes() as u64;
+                    }
+                }
+                let list: Vec<_> = bytes.into_iter().map(|((tag, registrant), bytes)| Registration { tag, registrant, bytes }).collect();
+                if list.is_empty() { Ok(()) } else { Err(Error::Registered(list)) }
+            }
+        }
+    }
+}
+
+/// Whether the request selects this allocation.
+pub(super) fn is_meant(request: &TransitionRequest, allocation: &Allocation) -> bool {
+    let on_gpu = || driver::uuid(allocation.device).is_some_and(|uuid| request.gpus.contains(&uuid));
+    (request.tags.is_empty() || request.tags.iter().any(|tag| **tag == *allocation.tag)) && (request.gpus.is_empty() || on_gpu())
+}
+
+/// Like [`refuse_if_lent`], but first waits briefly, so that the disconnect of an ended process is noticed.
+pub(super) fn refuse_if_still_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
+    let started = Instant::now();
+    while let Err(error) = refuse_if_lent(victims, request) {
+        if started.elapsed() > NOTICED {
+            return Err(error);
+        }
+        thread::sleep(NOTICED / 20);
+    }
+    Ok(())
+}

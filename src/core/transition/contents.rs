@@ -1,0 +1,75 @@
+//! Which contents a pause keeps, and where.
+
+use crate::memory::Allocation;
+use std::ops::Range;
+use vramctl_backup as backup;
+use vramctl_config::CpuBackupBackend;
+use vramctl_model::{Backup, Span, TransitionRequest};
+
+/// The request's policy for an allocation, or the allocation's own.
+pub(super) fn policy_for(request: &TransitionRequest, allocation: &Allocation) -> Backup {
+    request.backups.get(&*allocation.tag).copied().unwrap_or(request.backup).unwrap_or(allocation.backup)
+}
+
+/// Which contents of an allocation to keep, and where.
+pub(super) fn wanted_of(request: &TransitionRequest, allocation: &Allocation) -> backup::Wanted {
+    let policy = policy_for(request, allocation);
+    let retain = backup::retains(&allocation.tag);
+    let all = Range { start: 0, end: allocation.bytes() };
+    let live = match policy {
+        Backup::Discard => Vec::new(),
+        // Contents that are not kept could not be compared next time.
+        _ if retain => vec![all],
+        _ => without(all, request.unused.iter().filter_map(|span| pages_inside(*span, allocation))),
+    };
+    let at_once = allocation.backend == CpuBackupBackend::Mmap;
+    backup::Wanted { extent: allocation.extent(), policy, retain, at_once, before: allocation.contents().saved.clone(), live }
+}
+
+/// The whole pages of an allocation inside a span, as offsets into the allocation. Less than a page is not worth its own
+/// copy.
+fn pages_inside(span: Span, allocation: &Allocation) -> Option<Range<usize>> {
+    const PAGE: usize = 2 << 20;
+    let base = allocation.address();
+    let offset = |address: u64| address.saturating_sub(base).min(allocation.bytes() as u64) as usize;
+    let start = offset(span.address).next_multiple_of(PAGE);
+    let end = offset(span.address.saturating_add(span.bytes as u64)) / PAGE * PAGE;
+    (start < end).then_some(start..end)
+}
+
+/// A range minus some parts, in order.
+fn without(all: Range<usize>, parts: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
+    let mut parts: Vec<_> = parts.collect();
+    parts.sort_unstable_by_key(|part| part.start);
+    let (mut left, mut from) = (Vec::new(), all.start);
+    for part in parts {
+        if part.start > from {
+            left.push(from..part.start);
+        }
+        from = from.max(part.end);
+    }
+    if from < all.end {
+        left.push(from..all.end);
+    }
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::without;
+    use std::ops::Range;
+
+    /// An empty part counts as contents to keep.
+    #[test]
+    fn the_gaps_between_unused_ranges_are_kept() {
+        let kept = |parts: &[Range<usize>]| {
+            without(0..10, parts.iter().cloned()).into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(&[]), [(0, 10)]);
+        assert_eq!(kept(&[0..3, 7..10]), [(3, 7)]);
+        assert_eq!(kept(&[7..8, 2..4]), [(0, 2), (4, 7), (8, 10)]);
+        assert_eq!(kept(&[2..8, 3..4, 8..9]), [(0, 2), (9, 10)]);
+        assert!(without(0..10, std::iter::once(0..10)).is_empty());
+        assert!(without(0..10, [0..5, 5..10].into_iter()).is_empty());
+    }
+}
