@@ -3,9 +3,10 @@
 //! All access goes through the directory's descriptor (`/proc/self/fd/N/…`). So nobody can swap the directory after the
 //! checks, and a long path fits into `sockaddr_un`.
 
+use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd};
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -93,7 +94,7 @@ impl Directory {
     }
 
     /// Binds this process's socket. Replaces the socket of an earlier process with the same pid.
-    pub fn bind(&self) -> io::Result<UnixListener> {
+    pub fn bind(&self) -> io::Result<(UnixListener, Bound)> {
         let place = self.within(process::id());
         // Two containers that share a directory may both have a process with this pid.
         let connected = self.connect(process::id());
@@ -108,8 +109,14 @@ impl Directory {
         // Renamed only once it listens: `processes` takes a socket without a listener for stale.
         let unfinished = place.with_extension("new");
         let _ = fs::remove_file(&unfinished);
-        let bound = UnixListener::bind(&unfinished).and_then(|listener| fs::rename(&unfinished, &place).map(|()| listener));
-        bound.map_err(|error| naming(&self.path, &error))
+        let bind = || {
+            let listener = UnixListener::bind(&unfinished)?;
+            let file = fs::symlink_metadata(&unfinished)?;
+            let path = CString::new(self.path.join(format!("{}.sock", process::id())).into_os_string().into_vec())?;
+            fs::rename(&unfinished, &place)?;
+            Ok((listener, Bound { path, file: (file.dev(), file.ino()) }))
+        };
+        bind().map_err(|error| naming(&self.path, &error))
     }
 
     /// Removes the socket of a process.
@@ -156,6 +163,28 @@ impl Directory {
         }
         pids.sort_unstable();
         Ok(pids)
+    }
+}
+
+/// A bound socket's file.
+#[derive(Debug)]
+pub struct Bound {
+    path: CString,
+    /// Its device and inode.
+    file: (u64, u64),
+}
+
+impl Bound {
+    /// Removes it, unless another file has its name by now. Needs no memory: the program may exit in a signal handler that has
+    /// interrupted `malloc`.
+    pub fn remove(&self) {
+        // SAFETY: plain data, which `lstat` fills; a NUL-terminated path.
+        unsafe {
+            let mut found: libc::stat64 = mem::zeroed();
+            if libc::lstat64(self.path.as_ptr(), &raw mut found) == 0 && (found.st_dev, found.st_ino) == self.file {
+                libc::unlink(self.path.as_ptr());
+            }
+        }
     }
 }
 

@@ -10,11 +10,11 @@ use crate::{cache, engine, events, lease, residue, watch};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::Once;
+use std::sync::{Mutex, Once, PoisonError};
 use std::time::Duration;
 use std::{io, thread};
 use vramctl_config::Config;
-use vramctl_control::discovery::{self, Directory};
+use vramctl_control::discovery::{self, Bound, Directory};
 use vramctl_control::protocol::{self, Hello, Prepare, ProcessStatus, Refusal, Reply, Request, VERSION};
 use vramctl_host::{Held, PerProcess, exit, worker};
 use vramctl_model::{Error, Kind, TransitionRequest, Verb};
@@ -44,12 +44,12 @@ fn complain(error: &io::Error) {
 fn listen() -> io::Result<Held> {
     let directory = Directory::open_or_create()?;
     // Wrap it in `Held` at once: a child forked before then inherits the socket.
-    let socket = directory.bind()?;
+    let (socket, bound) = directory.bind()?;
     // A client may disconnect between `poll` and `accept`.
     socket.set_nonblocking(true)?;
     let socket = Held::new(socket)?;
     log::info!("listening on {}/{}.sock", directory.path().display(), std::process::id());
-    BOUND.get();
+    *BOUND.get().lock().unwrap_or_else(PoisonError::into_inner) = Some(bound);
     Ok(socket)
 }
 
@@ -72,24 +72,22 @@ fn serve(mut listener: io::Result<Held>) {
     }
 }
 
-/// Exists if this process has ever bound a socket, which is removed at exit. The socket of a killed process stays behind
-/// until the next discovery removes it.
-static BOUND: PerProcess<()> = PerProcess::new(remove_socket_at_exit);
+/// The socket that this process has bound last, which is removed at exit. The socket of a killed process stays behind until the next
+/// discovery removes it. A forked child inherits the exit handler, but not the socket.
+static BOUND: PerProcess<Mutex<Option<Bound>>> = PerProcess::new(remove_at_exit);
 
-fn remove_socket_at_exit() {
+fn remove_at_exit() -> Mutex<Option<Bound>> {
     extern "C" fn remove() {
-        let _ = panic::catch_unwind(|| {
-            // A forked child inherits this handler but has no socket unless it bound one. Reopen the directory: it may have
-            // been replaced.
-            if BOUND.existing().is_some()
-                && let Ok(Some(directory)) = Directory::open()
-            {
-                directory.remove(std::process::id());
-            }
-        });
+        // The exit waits for no lock. The one who has it replaces the socket right now.
+        if let Some(Ok(bound)) = BOUND.existing().map(Mutex::try_lock)
+            && let Some(bound) = &*bound
+        {
+            bound.remove();
+        }
     }
     // SAFETY: the function lives in this library, which is never unloaded.
     unsafe { libc::atexit(remove) };
+    Mutex::default()
 }
 
 /// Accepts connections until the program closes the socket: a daemonizing program closes all descriptors and then reuses the

@@ -1,7 +1,8 @@
 //! The library's only output: lines on stderr, each in a single `write`.
 
 use crate::exit;
-use log::{LevelFilter, Metadata, Record};
+use log::{Level, LevelFilter, Metadata, Record};
+use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{mem, ptr};
 
@@ -17,12 +18,40 @@ impl log::Log for Stderr {
         if !self.enabled(record.metadata()) || exit::is_ending() {
             return;
         }
-        let level = record.level().as_str().to_ascii_lowercase();
-        let line = format!("vramctl[{}]: {level}: {}\n", std::process::id(), record.args());
-        write_to_stderr(line.as_bytes());
+        let level = match record.level() {
+            Level::Error => "error",
+            Level::Warn => "warn",
+            Level::Info => "info",
+            Level::Debug => "debug",
+            Level::Trace => "trace",
+        };
+        let (process, text) = (std::process::id(), record.args());
+        let mut line = Line { bytes: [0; SHORT], length: 0 };
+        match writeln!(line, "vramctl[{process}]: {level}: {text}") {
+            Ok(()) => write_to_stderr(&line.bytes[..line.length]),
+            Err(fmt::Error) => write_to_stderr(format!("vramctl[{process}]: {level}: {text}\n").as_bytes()),
+        }
     }
 
     fn flush(&self) {}
+}
+
+/// The longest line that needs no memory of the program's, for messages at its exit: the exit may have interrupted `malloc`.
+const SHORT: usize = 512;
+
+/// A line on the stack. Writing to it fails once it is full.
+struct Line {
+    bytes: [u8; SHORT],
+    length: usize,
+}
+
+impl Write for Line {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let end = self.length + text.len();
+        self.bytes.get_mut(self.length..end).ok_or(fmt::Error)?.copy_from_slice(text.as_bytes());
+        self.length = end;
+        Ok(())
+    }
 }
 
 /// Writes a line, best effort: a full pipe must not block the program, and a closed one must not kill it by SIGPIPE. Not

@@ -147,8 +147,12 @@ impl Rank {
         line.trim().to_owned()
     }
 
-    pub fn ask(&mut self, line: &str) -> String {
+    pub fn tell(&mut self, line: &str) {
         writeln!(self.input, "{line}").unwrap();
+    }
+
+    pub fn ask(&mut self, line: &str) -> String {
+        self.tell(line);
         self.line()
     }
 

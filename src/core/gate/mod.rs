@@ -32,6 +32,9 @@ use vramctl_host::PerProcess;
 #[repr(align(2))]
 pub struct Gated(pub &'static str);
 
+/// What the thread that ends the process is inside for good.
+static THE_END: Gated = Gated("the program's end");
+
 static LATCH: Latch = Latch(AtomicU32::new(latch::OPEN));
 
 /// Inside, until dropped.
@@ -97,12 +100,9 @@ pub fn close(deadline: Instant) -> Option<Closed<'static>> {
 /// A thread that ends a held program runs its exit handlers and destructors: if one of them waited at the gate, the program would not
 /// end before somebody resumed it. Registered as late as this, so that it runs before those of the program.
 fn let_the_end_pass() {
-    static ENDING: Gated = Gated("the program's end");
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     extern "C" fn pass() {
-        if let Some(mark) = threads::mark() {
-            mark.stay_inside(number(&ENDING));
-        }
+        threads::stay_inside();
     }
     if !REGISTERED.swap(true, Ordering::Relaxed) {
         // SAFETY: the function lives in this library, which is never unloaded.

@@ -4,12 +4,13 @@
 //! because the library is loaded at program start. Rust cannot express that, hence the assembly.
 
 use super::latch::{NOTHING, ThreadMark};
-use super::{LATCH, sync};
+use super::{LATCH, THE_END, number, sync};
 use std::arch::{asm, global_asm};
 use std::cell::Cell;
 use std::iter;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
+use vramctl_host::stack;
 
 /// A mark in its own cache line. Never freed; reused by later threads.
 #[repr(align(128))]
@@ -117,7 +118,22 @@ fn take() -> Option<&'static ThreadMark> {
         return None;
     }
     set_own(berth);
+    if ENDING.load(Ordering::Relaxed) == stack::thread_id() {
+        berth.mark.stay_inside(number(&THE_END));
+    }
     Some(&berth.mark)
+}
+
+/// The thread that ends the process, if it had no mark then.
+static ENDING: AtomicU32 = AtomicU32::new(0);
+
+/// From now on, all calls of this thread pass. For the one that ends the process: it may do so in a signal handler that has interrupted
+/// `malloc`, so a mark is not made here, but at its next call.
+pub fn stay_inside() {
+    match known_mark() {
+        Some(mark) => mark.stay_inside(number(&THE_END)),
+        None => ENDING.store(stack::thread_id(), Ordering::Relaxed),
+    }
 }
 
 struct Owned(&'static Berth);

@@ -21,8 +21,9 @@ use crate::allowance::Allowance;
 use page::ReportPage;
 use scene::Scene;
 use std::collections::BTreeMap;
+use std::mem::ManuallyDrop;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -65,6 +66,9 @@ struct Episode {
     is_resume: bool,
     course: Mutex<Course>,
     changed: Condvar,
+    /// The episode is complete.
+    is_due: AtomicBool,
+    is_told: AtomicBool,
 }
 
 struct Course {
@@ -74,9 +78,6 @@ struct Course {
     last_failed: Instant,
     /// A later attempt has succeeded.
     got_it: bool,
-    /// The episode is complete.
-    is_due: bool,
-    is_told: bool,
 }
 
 /// Reports that a request for device memory has failed.
@@ -156,7 +157,6 @@ impl Reports {
     }
 
     fn begin(&'static self, episode: Episode) {
-        let is_due = episode.course().is_due;
         let episode = Arc::new(episode);
         self.books().open.push(Arc::clone(&episode));
         self.open.fetch_add(1, Ordering::Relaxed);
@@ -169,7 +169,7 @@ impl Reports {
             return self.close(&episode);
         }
         tell_at_exit();
-        if is_due {
+        if episode.is_due.load(Ordering::Relaxed) {
             episode.wait_until_told();
         }
     }
@@ -199,9 +199,9 @@ impl Episode {
     fn new(scene: Scene) -> Self {
         let Scene { thread, asked: Asked { bytes, library, .. }, .. } = scene;
         let is_resume = scene.asked.cause.is_resume();
-        let is_due = !scene.asked.is_tried_again();
-        let course = Course { scene: Some(scene), attempts: 1, last_failed: Instant::now(), got_it: false, is_due, is_told: false };
-        Self { thread, library, bytes, is_resume, course: Mutex::new(course), changed: Condvar::new() }
+        let is_due = AtomicBool::new(!scene.asked.is_tried_again());
+        let course = Mutex::new(Course { scene: Some(scene), attempts: 1, last_failed: Instant::now(), got_it: false });
+        Self { thread, library, bytes, is_resume, course, changed: Condvar::new(), is_due, is_told: AtomicBool::new(false) }
     }
 
     fn course(&self) -> MutexGuard<'_, Course> {
@@ -220,7 +220,7 @@ impl Episode {
             course.got_it = false;
             let (Some(first), Some(now)) = (&course.scene, scene) else { return };
             course.scene = Some(now.after(first));
-            course.is_due = true;
+            self.is_due.store(true, Ordering::Relaxed);
         }
         self.changed.notify_all();
         self.wait_until_told();
@@ -229,12 +229,12 @@ impl Episode {
     fn wait_until_told(&self) {
         let course = self.course();
         // A poisoned lock has its message already.
-        let _ = self.changed.wait_timeout_while(course, PATIENCE, |course| !course.is_told);
+        let _ = self.changed.wait_timeout_while(course, PATIENCE, |_| !self.is_told.load(Ordering::Relaxed));
     }
 
     /// The worker: reports the episode once its outcome is known.
     fn follow(&self) {
-        let mut course = self.wait(|course| course.is_due);
+        let mut course = self.wait(|| self.is_due.load(Ordering::Relaxed));
         let (scene, attempts, got_it) = (course.scene.take(), course.attempts, course.got_it);
         drop(course);
         if let Some(scene) = scene {
@@ -244,20 +244,23 @@ impl Episode {
                 tell(scene, attempts);
             }
         }
-        self.course().is_told = true;
+        {
+            let _course = self.course();
+            self.is_told.store(true, Ordering::Relaxed);
+        }
         self.changed.notify_all();
-        let course = self.wait(|_| false);
+        let course = self.wait(|| false);
         if course.got_it && !got_it {
             log::warn!("out of memory: a later attempt of thread {} got {} after all", self.thread, Bytes(self.bytes));
         }
     }
 
     /// Waits until that is so, or nothing has failed for a while.
-    fn wait(&self, until: impl Fn(&Course) -> bool) -> MutexGuard<'_, Course> {
+    fn wait(&self, until: impl Fn() -> bool) -> MutexGuard<'_, Course> {
         let mut course = self.course();
         loop {
             let left = SAME.saturating_sub(course.last_failed.elapsed());
-            if until(&course) || left.is_zero() || exit::is_ending() {
+            if until() || left.is_zero() || exit::is_ending() {
                 return course;
             }
             course = self.changed.wait_timeout(course, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -282,31 +285,59 @@ fn tell(scene: Scene, attempts: u32) {
 /// Reports held-back episodes before the program exits. Registered after a worker was started, so that it runs before the library's own
 /// exit handler, after which nothing is logged.
 fn tell_at_exit() {
-    extern "C" fn tell() {
-        let _ = panic::catch_unwind(|| {
-            let Some(books) = REPORTS.existing().and_then(Reports::try_books) else { return };
-            let (open, untold) = (books.open.clone(), books.untold);
-            drop(books);
-            let begun = Instant::now();
-            for episode in open {
-                match episode.course.try_lock() {
-                    Ok(mut course) => course.is_due = true,
-                    Err(_) => continue,
-                }
-                episode.changed.notify_all();
-                // Never blocks on a lock: the program may exit in a signal handler that has interrupted its owner.
-                while begun.elapsed() < PATIENCE && episode.course.try_lock().is_ok_and(|course| !course.is_told) {
-                    thread::sleep(Duration::from_millis(1));
-                }
-            }
-            if untold > 0 {
-                log::warn!("out of memory: {untold} more requests have failed since the last report");
-            }
-        });
-    }
     static REGISTERED: PerProcess<Once> = PerProcess::new(Once::new);
     REGISTERED.get().call_once(|| {
         // SAFETY: the function lives in this library, which is never unloaded.
-        unsafe { libc::atexit(tell) };
+        unsafe { libc::atexit(tell_what_is_held_back) };
     });
+}
+
+/// The program may exit in a signal handler, which may have interrupted `malloc` or the owner of a lock. So this needs no memory, and waits
+/// for everything only so long: the workers write.
+extern "C" fn tell_what_is_held_back() {
+    fn wait_until(deadline: Instant, mut is_so: impl FnMut() -> bool) {
+        while !is_so() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let Some(reports) = REPORTS.existing() else { return };
+    let deadline = Instant::now() + PATIENCE;
+    // Never dropped: that could free memory.
+    let mut open: [Option<ManuallyDrop<Arc<Episode>>>; MOST_OPEN] = Default::default();
+    wait_until(deadline, || {
+        let Some(books) = reports.try_books() else { return false };
+        open.iter_mut().zip(&books.open).for_each(|(place, episode)| *place = Some(ManuallyDrop::new(Arc::clone(episode))));
+        true
+    });
+    for episode in open.into_iter().flatten() {
+        episode.is_due.store(true, Ordering::Relaxed);
+        wait_until(deadline, || {
+            // Again and again: without its lock, its worker may miss one.
+            episode.changed.notify_all();
+            episode.is_told.load(Ordering::Relaxed)
+        });
+    }
+    let untold = reports.try_books().map_or(0, |books| books.untold);
+    if untold > 0 {
+        log::warn!("out of memory: {untold} more requests have failed since the last report");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The worker of a page that waits for a second attempt has the lock whenever it looks whether the time is over.
+    #[test]
+    fn a_page_is_told_at_exit_although_its_worker_has_the_lock() {
+        let asked = Asked { bytes: 1 << 30, device: None, tag: None, library: "libc10_cuda.so", caller: 0, cause: Cause::Refused(None) };
+        REPORTS.get().begin(Episode::new(Scene::now(asked)));
+        let episode = Arc::clone(&REPORTS.get().books().open[0]);
+        let course = episode.course();
+        let exit = thread::spawn(|| tell_what_is_held_back());
+        thread::sleep(Duration::from_millis(30));
+        drop(course);
+        exit.join().unwrap();
+        assert!(episode.is_told.load(Ordering::Relaxed));
+    }
 }

@@ -1,0 +1,143 @@
+/*
+ * Moments at which a preloaded library must not be noticed, one per mode. Knows nothing of vramctl.
+ * Has its own malloc. Prints "ok" at the end, or what went wrong.
+ */
+#define _GNU_SOURCE
+#include "cudart.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { BYTES = 4 << 20 };
+
+static void check(bool fine, const char *what)
+{
+	if (!fine) {
+		printf("wrong: %s\n", what);
+		fflush(stdout);
+		_exit(1);
+	}
+}
+
+/* Hands over to the test and waits until it hands back. */
+static void turn(const char *line)
+{
+	char answer[64];
+	printf("%s\n", line);
+	fflush(stdout);
+	check(fgets(answer, sizeof answer, stdin) != NULL, "the test went away");
+}
+
+/* Whether this thread has been interrupted in malloc, so that memory can be neither taken nor freed. */
+static _Thread_local bool in_malloc;
+
+static void only_outside_of_malloc(void)
+{
+	static const char wrong[] = "wrong: memory in the middle of malloc\n";
+	if (in_malloc)
+		_exit(write(1, wrong, sizeof wrong - 1) > 0 ? 3 : 4);
+}
+
+void *__libc_malloc(size_t bytes);
+void *__libc_calloc(size_t count, size_t bytes);
+void *__libc_realloc(void *memory, size_t bytes);
+void *__libc_memalign(size_t alignment, size_t bytes);
+void __libc_free(void *memory);
+
+void *malloc(size_t bytes)
+{
+	only_outside_of_malloc();
+	return __libc_malloc(bytes);
+}
+
+void *calloc(size_t count, size_t bytes)
+{
+	only_outside_of_malloc();
+	return __libc_calloc(count, bytes);
+}
+
+void *realloc(void *memory, size_t bytes)
+{
+	only_outside_of_malloc();
+	return __libc_realloc(memory, bytes);
+}
+
+void *aligned_alloc(size_t alignment, size_t bytes)
+{
+	only_outside_of_malloc();
+	return __libc_memalign(alignment, bytes);
+}
+
+int posix_memalign(void **memory, size_t alignment, size_t bytes)
+{
+	*memory = aligned_alloc(alignment, bytes);
+	return *memory == NULL;
+}
+
+void free(void *memory)
+{
+	only_outside_of_malloc();
+	__libc_free(memory);
+}
+
+static void enter_malloc(void)
+{
+	in_malloc = true;
+}
+
+static void leave_malloc(void)
+{
+	in_malloc = false;
+}
+
+static void *allocate(void *nothing)
+{
+	void *device;
+	check(cudaMalloc(&device, BYTES) == cudaSuccess, "cudaMalloc");
+	check(cudaMemsetAsync(device, 1, BYTES, NULL) == cudaSuccess, "cudaMemset");
+	return nothing;
+}
+
+/* Exits as in a signal handler that has interrupted malloc, in a thread that has not worked on the device, and with requests that have
+ * just failed. */
+static void exit_in_malloc(void)
+{
+	void *none;
+	pthread_t thread;
+	/* Ends before the driver's exit handler, and after the library's: those begin to work now, and with the allocation. */
+	check(cudaMalloc(&none, 4096) == cudaSuccess, "cudaMalloc");
+	atexit(leave_malloc);
+	check(pthread_create(&thread, NULL, allocate, NULL) == 0, "pthread_create");
+	check(pthread_join(thread, NULL) == 0, "pthread_join");
+	turn("ready");
+	for (size_t i = 0; i < 5; i++)
+		check(cudaMalloc(&none, ((size_t)1 << 40) + i) == cudaErrorMemoryAllocation, "more than there is");
+	atexit(enter_malloc);
+	exit(0);
+}
+
+int main(int argc, char **argv)
+{
+	static const struct {
+		const char *name;
+		void (*run)(void);
+	} modes[] = {
+		{"exit-in-malloc", exit_in_malloc},
+	};
+	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
+		if (strcmp(argv[1], modes[i].name) == 0) {
+			modes[i].run();
+			printf("ok\n");
+			return 0;
+		}
+	}
+	fprintf(stderr, "usage: guest MODE; the modes:");
+	for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
+		fprintf(stderr, " %s", modes[i].name);
+	fprintf(stderr, "\n");
+	return 2;
+}
