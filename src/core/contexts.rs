@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use vramctl_driver::{CUdevice, Context, ContextHandle, Current};
+use vramctl_driver::{self as driver, CUdevice, Context, ContextHandle, Current};
 use vramctl_host::PerProcess;
 
 type Contexts = BTreeMap<Context, CUdevice>;
@@ -82,6 +82,13 @@ pub fn enter_any(device: CUdevice) -> Option<Entered> {
         enter(&known())
     })?;
     Some(Entered { _current: current, _alive: alive })
+}
+
+/// Free and total bytes of a device, as the driver says. Neither this nor entering a context disturbs a stream capture, whatever the thread's
+/// mode. `None` if no context of the device is known, or the driver does not say.
+pub fn memory_info(device: CUdevice) -> Option<(u64, u64)> {
+    let _entered = enter_any(device)?;
+    driver::memory_info().ok()
 }
 
 /// Runs a call of the program's that may destroy a context, while no thread has [entered](enter_any) one.

@@ -55,7 +55,7 @@ impl Memory {
         let tags = tags.into_iter().map(finish).collect();
         drop(under_way);
         let ask = |device: DeviceStatus| {
-            let info = contexts::enter_any(device.device).and_then(|_entered| driver::memory_info().ok());
+            let info = contexts::memory_info(device.device);
             let uuid = driver::uuid(device.device);
             let guard_bytes = guard::bytes(&all, device.device);
             DeviceStatus { uuid, guard_bytes, free_bytes: info.map(|(free, _)| free), total_bytes: info.map(|(_, total)| total), ..device }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use vramctl_control::gauge::Gauge;
 use vramctl_driver::nccl::NcclResult;
 use vramctl_driver::nccl::answer::{INVALID_ARGUMENT, INVALID_USAGE};
-use vramctl_driver::{self as driver, CUdevice, RelaxedCapture};
+use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::{PerProcess, exit, worker};
 use vramctl_model::{Bytes, Error, left_to_cuda};
 
@@ -112,7 +112,7 @@ impl Watched {
         let may_be_low = |free: u64| free < below || level.free(device).is_some_and(|free| free < below);
         // Own allocations may have been counted twice, or freed again.
         let enough = told.filter(|free| self.is_low || !may_be_low(*free));
-        let Some(free) = enough.or_else(|| ask(device).map(|(free, _)| free)) else {
+        let Some(free) = enough.or_else(|| contexts::memory_info(device).map(|(free, _)| free)) else {
             // Give up the gauge: another process may be able to ask.
             self.gauge = None;
             return;
@@ -146,19 +146,12 @@ impl Watched {
     }
 }
 
-/// Free and total bytes, as the driver says.
-fn ask(device: CUdevice) -> Option<(u64, u64)> {
-    let _relaxed = RelaxedCapture::enter();
-    let _current = contexts::enter_any(device)?;
-    driver::memory_info().ok()
-}
-
 /// Handles a device with little free memory.
 fn has_fallen(level: &Watermark, device: CUdevice) {
     if exit::is_resting() {
         return;
     }
-    let Some((free, total)) = ask(device) else { return };
+    let Some((free, total)) = contexts::memory_info(device) else { return };
     let uuid = driver::uuid(device);
     let (mut own, mut whose) = (0, Vec::new());
     let mut tags = BTreeMap::<_, u64>::new();
@@ -215,7 +208,7 @@ pub fn nccl_failed(function: &CStr, answer: NcclResult) {
         return;
     }
     let free = |device| {
-        let (free, total) = ask(device)?;
+        let (free, total) = contexts::memory_info(device)?;
         Some(format!("{} of {} on device {device}", Bytes(free), Bytes(total)))
     };
     let free: Vec<_> = contexts::devices().into_iter().filter_map(free).collect();
