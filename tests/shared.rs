@@ -1,4 +1,4 @@
-//! `vramctl pause --shared`: memory that processes of another job have open, between real processes under the preloaded library on a
+//! `--shared`: memory that processes of another job have open, between real processes under the preloaded library on a
 //! simulated machine.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
@@ -548,8 +548,9 @@ fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works()
         let output = scene.machine.ask(arguments);
         let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
         assert!(output.status.code() == Some(code) && text.contains(wanted), "{arguments:?}: {:?}: {text}", output.status);
-        // Options that these commands do not have.
-        assert!(!text.contains("--shared") && !text.contains("--registered"), "{text}");
+        // A move does not have the option, nor would it help a borrower.
+        assert_eq!(text.contains("add --shared"), arguments[..2] == ["suspend", "trainer"], "{text}");
+        assert!(!text.contains("--registered"), "{text}");
     };
     let open = format!("other processes have memory of trainer (pid {}) open (CUDA IPC): default by pid", scene.trainer.pid());
     let together = "all of these processes (--all, or a name that they have in common)";
@@ -570,4 +571,59 @@ fn a_suspend_says_what_to_do_about_memory_that_others_have_open_and_that_works()
         }
         scene.works(7);
     }
+}
+
+/// The engine stays on the GPU, and is held until the trainer is back. It may be suspended, too.
+#[test]
+fn an_owner_is_suspended_while_its_borrowers_are_held() {
+    let mut scene = Scene::new();
+    let [trainer, engine] = [scene.trainer.child.id(), scene.engine.child.id()];
+    let foretold = scene.machine.done(&["suspend", "trainer", "--shared", "--dry-run"]);
+    assert!(foretold.contains(&format!("engine (pid {engine}): would be held, too, until 4.00 MiB")), "{foretold}");
+    assert_eq!(scene.held(), [false; 2]);
+    for engine_too in [false, true] {
+        let said = scene.machine.done(&["suspend", "trainer", "--shared"]);
+        let held = format!("held engine (pid {engine}): 4.00 MiB that it has open of process {trainer} are paused");
+        assert!(said.contains(&held) && said.contains(&format!("suspended trainer (pid {trainer})")), "{said}");
+        assert_eq!(scene.machine.used(), OWN);
+        assert_eq!(scene.held(), [true; 2]);
+        if engine_too {
+            scene.machine.done(&["suspend", "engine"]);
+            assert_eq!(scene.machine.used(), 0);
+            // It has its own memory again, and waits for the trainer's.
+            assert_eq!(scene.machine.ask(&["resume", "--name", "engine"]).status.code(), Some(5));
+            assert_eq!((scene.machine.used(), scene.held()), (OWN, [true; 2]));
+        }
+        scene.machine.done(&["resume", "--name", "trainer"]);
+        scene.works(7);
+    }
+    let told: Value = serde_json::from_str(&scene.machine.done(&["suspend", "trainer", "--shared", "--json"])).unwrap();
+    let of = |pid: u32| told["processes"].as_array().unwrap().iter().find(|process| process["pid"] == pid).unwrap()["report"].clone();
+    assert!(of(trainer)["bytes"].as_u64() > Some(BYTES) && of(trainer)["missing"].is_null(), "{told}");
+    assert_eq!((&of(engine)["bytes"], &of(engine)["missing"][0]["paused_bytes"]), (&json!(0), &json!(BYTES)), "{told}");
+    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.works(7);
+}
+
+#[test]
+fn an_owner_that_cannot_be_suspended_with_its_borrowers_runs_on() {
+    let mut scene = Scene::new();
+    let suspend = |scene: &Scene, faults: &str| {
+        let mut command = scene.machine.command(common::command_line());
+        let output = command.args(["suspend", "trainer", "--shared"]).env("SIMGPU_FAIL", faults).output().unwrap();
+        (output.status.code(), [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat())
+    };
+    // The driver refuses: both stay held until the resume, as after a pause.
+    let (code, text) = suspend(&scene, "cuCheckpointProcessCheckpoint:1:999");
+    assert!(code == Some(1) && text.contains("held engine") && text.contains("All tags are paused"), "{code:?} {text}");
+    assert_eq!((scene.machine.used(), scene.held()), (OWN, [true; 2]));
+    scene.machine.done(&["resume", "--name", "trainer"]);
+    scene.works(7);
+    // The engine does not answer.
+    let pid = scene.engine.child.id() as i32;
+    unsafe { libc::kill(pid, libc::SIGSTOP) };
+    let (code, text) = suspend(&scene, "");
+    unsafe { libc::kill(pid, libc::SIGCONT) };
+    assert!(code == Some(5) && text.contains("has 4.00 MiB of it open and cannot be held: no answer"), "{code:?} {text}");
+    scene.works(7);
 }

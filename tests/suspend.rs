@@ -544,9 +544,12 @@ fn suspend_is_refused_with_mps_and_mig() {
     };
     let before = machine.gpus();
     machine.vramctl("suspend engine --dry-run").expect(0, "a pause would free");
-    on_mig("suspend engine --dry-run").expect(7, "GPU 0 is in MIG mode");
+    let foretold = on_mig("suspend engine --dry-run");
+    foretold.expect(7, "GPU 0 is in MIG mode");
+    assert_eq!(foretold.text.lines().last().unwrap().matches("engine (pid").count(), 1, "{}", foretold.text);
     let refused = on_mig("move engine --to 1");
     refused.expect(7, "GPU 0 is in MIG mode (`nvidia-smi -i 0 -mig 0` ends that");
+    assert_eq!(refused.text.matches("engine (pid").count(), 1, "{}", refused.text);
     assert_eq!((machine.gpus(), machine.status("engine")["processes"][0]["tags"][0]["state"].as_str()), (before, Some("active")));
     let refused = on_mig("suspend engine");
     refused.expect(7, "GPU 0 is in MIG mode");

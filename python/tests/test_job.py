@@ -113,6 +113,11 @@ class Jobs(unittest.TestCase):
             self.job.pause(backup="tape")  # type: ignore[arg-type]
         with Program("trainer"), self.assertRaises(errors.SeveralProcesses):
             vramctl.Job().pause()
+        # Refused by the command, and by its parser.
+        with self.assertRaisesRegex(errors.Invalid, "no GPU 7"):
+            self.job.move(7)
+        with self.assertRaisesRegex(errors.Invalid, "--registered"):
+            self.job.pause(registered="all")
 
 
 #: One shares its memory by CUDA IPC, and one opens what it is given a handle of.
@@ -166,6 +171,18 @@ class Sharing(unittest.TestCase):
         job.resume()
         self.assertEqual(self.engine.ask("check"), "True")
         self.assertEqual(self.held_up(), [])
+
+    def test_it_is_suspended_while_they_are_held(self) -> None:
+        job = vramctl.Job("trainer")
+        with self.assertRaises(errors.Shared):
+            job.suspend()
+        with self.assertRaises(errors.Invalid):
+            job.suspend(registered="keep")
+        report = job.suspend(shared=True)
+        self.assertGreater(report[self.trainer.pid].bytes, 4 * MIB)
+        self.assertEqual((report[self.engine.pid].bytes, report[self.engine.pid].missing), (0, tuple(self.held_up())))
+        job.resume()
+        self.assertEqual(self.engine.ask("check"), "True")
 
     def test_so_is_a_single_process(self) -> None:
         with vramctl.Client("trainer") as client:

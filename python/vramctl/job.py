@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 #: The command line's own errors. The others are those of the protocol.
 _OF_THE_COMMAND: dict[str, type[errors.Error]] = {
     "no_process": errors.NoProcess,
-    "usage": errors.SeveralProcesses,
+    "usage": errors.Invalid,
     "no_memory": errors.DeviceMemory,
     "busy": errors.Busy,
     "unsuspendable": errors.NotRestorable,
@@ -62,7 +62,8 @@ class StepsReport:
     ms: float
     #: Milliseconds by step: pause, aside, lock, checkpoint; of a move, restore, unlock and resume, too.
     stages: Mapping[str, float]
-    #: After a move: memory of other processes that this one has open and that is not back. The process stays held until it is.
+    #: Memory of other processes that this one has open: after a move, that is not back; after a suspend of others with `shared`, that it
+    #: has set aside. The process stays held until it is back.
     missing: tuple[Borrowed, ...] = ()
 
     @classmethod
@@ -147,17 +148,20 @@ class Job:
         backup: Backup = "default",
         force: bool = False,
         registered: str = "refuse",
+        shared: bool = False,
         nccl: bool = False,
         hold: float = 10.0,
     ) -> dict[int, StepsReport]:
         """Takes the job off its GPUs entirely: pauses all tags, then has the driver checkpoint the rest. By process id.
 
-        `resume` brings it back. The arguments are those of `pause`. Raises `errors.NotRestorable` for what the driver could not
+        `resume` brings it back. The arguments are those of `pause`; `registered` cannot be ``keep``. With `shared`, those that have its
+        memory open stay on their GPUs: they are only held, and are in the report with `StepsReport.missing`. Raises `errors.NotRestorable` for what the driver could not
         restore: all tags are paused then, and the rest stays on the GPU. `nccl` is for a job that can only be paused by tag because of
         NCCL: what NCCL has given back is in the exception's message.
         """
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
         options += ["--force"] if force else []
+        options += ["--shared"] if shared else []
         options += ["--nccl"] if nccl else []
         options += [f"--registered={registered}", f"--hold-timeout={_seconds(hold)}"]
         return self._steps("suspend", options)
@@ -305,7 +309,9 @@ def _run(arguments: list[str], folder: str | None = None) -> dict[str, Any]:
         return told
     except (ValueError, AssertionError):
         text = ran.stderr.strip() or f"it ended with {ran.returncode}"
-        raise errors.Internal(f"vramctl {arguments[0]}: {text}") from None
+        # It ends with 2 for options that it does not take, and then prints no JSON.
+        kind = errors.Invalid if ran.returncode == 2 else errors.Internal
+        raise kind(f"vramctl {arguments[0]}: {text}") from None
 
 
 def _processes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -316,5 +322,7 @@ def _processes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
     if failed:
         cause = next((error for error in failed if error["code"] != "aborted"), failed[0])
         kind = _OF_THE_COMMAND.get(cause["code"])
+        if kind is errors.Invalid and cause["message"].startswith("several processes are managed"):
+            kind = errors.SeveralProcesses
         raise kind(cause["message"]) if kind else errors._from_reply(cause)
     return processes

@@ -9,6 +9,7 @@ use crate::failure::{CommandError, Exit};
 use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process, Target};
+use crate::shared::{self, Along};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,8 +26,8 @@ use vramctl_control::protocol::{Refusal, Transition};
 use vramctl_driver::checkpoint::{self, GpuMap, ProcessState};
 use vramctl_driver::{Card, cards, holders_of};
 use vramctl_model::{
-    Borrowed, Bytes, Communicator, CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Shortage, TagState, Verb,
-    code,
+    Borrowed, Bytes, Communicator, CommunicatorState, Error, Failure, GpuUse, Kind, Obstacle, ObstacleKind, Plan, Report, Shortage,
+    TagState, Verb, code,
 };
 
 /// A process of the job.
@@ -72,6 +73,11 @@ impl Serialize for Done {
 }
 
 impl Done {
+    /// A borrower's: `missing` is what it has set aside.
+    fn of_borrower(Report { bytes, missing, ms, .. }: Report) -> Self {
+        Self { tag_bytes: bytes, missing, stages: vec![(Verb::Pause.name(), ms)], ..Self::default() }
+    }
+
     pub fn bytes(&self) -> u64 {
         self.tag_bytes + self.rest_bytes
     }
@@ -119,14 +125,16 @@ pub fn load() -> Result<(), CommandError> {
 pub fn can_be_taken(members: &[Member]) -> Result<(), CommandError> {
     can_be_seen(members)?;
     let cards = cards();
-    members.iter().try_for_each(|member| member.unless_in_the_way(member.mig(&cards)))
+    members.iter().try_for_each(|member| unless_in_the_way(member.mig(&cards)).map_err(|failure| member.named(failure)))
 }
 
 /// Fails if a process's id here is not the one that the driver uses.
 pub fn can_be_seen(members: &[Member]) -> Result<(), CommandError> {
-    let away = |member: &Member| format!("{} is in another container: run vramctl there", member.process);
-    let away = members.iter().find(|member| member.pid == 0).map(away);
-    away.map_or(Ok(()), |why| Err(CommandError::new(Exit::Unsuspendable, why)))
+    members.iter().try_for_each(|member| member.can_be_seen().map_err(|failure| member.named(failure)))
+}
+
+fn unless_in_the_way(obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
+    if obstacles.is_empty() { Ok(()) } else { Err(CommandError::from(&Error::NotRestorable(obstacles))) }
 }
 
 /// Dry run: what a suspend would do to each process, and why it would fail.
@@ -140,8 +148,7 @@ pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Ve
         let partners = pids.iter().copied().filter(|pid| *pid != member.process.pid).collect();
         let mut plan = member.client.plan(Transition { partners, ..wanted.clone() }).map_err(|error| member.failed(error))?;
         plan.obstacles.extend(member.mig(&cards));
-        let seen = can_be_seen(std::slice::from_ref(member));
-        let able = seen.and(loaded.clone()).and_then(|()| member.unless_in_the_way(plan.obstacles.clone()));
+        let able = member.can_be_seen().and(loaded.clone()).and_then(|()| unless_in_the_way(plan.obstacles.clone()));
         let paused = Foretold::new(&member.process, plan, wanted.force);
         Ok(Foretold { failure: able.err().or(paused.failure), ..paused })
     };
@@ -162,10 +169,17 @@ fn first(answers: Vec<Result<(), CommandError>>) -> Result<(), CommandError> {
     answers.into_iter().collect()
 }
 
-/// Holds and pauses all tags of all members, or of none. Then NCCL suspends the chosen communicators.
-pub fn pause(found: &Found, members: &mut [Member], wanted: Transition, chosen: &nccl::ChosenCommunicators) -> Result<(), CommandError> {
+/// Holds and pauses all tags of all members, or of none. Then NCCL suspends the chosen communicators. `along`: the borrowers to take along,
+/// if any are; returns what has come of them.
+pub fn pause(
+    found: &Found,
+    members: &mut [Member],
+    wanted: &Transition,
+    chosen: &nccl::ChosenCommunicators,
+    along: Option<Vec<Along>>,
+) -> Result<Vec<(Process, Report)>, CommandError> {
     // Also members without memory of their own: they may have the others' memory open.
-    transition(found, members, Verb::Pause, wanted, chosen, |member| member.gpus.is_empty().then(Vec::new))
+    transition(found, members, Verb::Pause, wanted, chosen, along, |member| member.gpus.is_empty().then(Vec::new))
 }
 
 /// The communicators that NCCL can suspend.
@@ -183,9 +197,10 @@ pub fn choose_communicators(found: &Found, members: &[Member]) -> Result<nccl::C
 /// Resumes the tags that were active, and the open memory of members without tags.
 pub fn resume(found: &Found, members: &mut [Member]) -> Result<(), CommandError> {
     let is_due = |member: &Member| !member.active.is_empty() || !member.process.has_memory();
-    transition(found, members, Verb::Resume, Transition::default(), &nccl::ChosenCommunicators::default(), |member| {
+    transition(found, members, Verb::Resume, &Transition::default(), &nccl::ChosenCommunicators::default(), None, |member| {
         is_due(member).then(|| member.active.clone())
     })
+    .map(drop)
 }
 
 /// Pauses or resumes as one job. `tags`: the tags of a process; empty means all, `None` leaves the process out.
@@ -193,10 +208,11 @@ fn transition(
     found: &Found,
     members: &mut [Member],
     verb: Verb,
-    wanted: Transition,
+    wanted: &Transition,
     chosen: &nccl::ChosenCommunicators,
+    along: Option<Vec<Along>>,
     tags: impl Fn(&Member) -> Option<Vec<String>>,
-) -> Result<(), CommandError> {
+) -> Result<Vec<(Process, Report)>, CommandError> {
     // The members may be several jobs, as in a swap.
     let jobs: BTreeSet<_> = members.iter().map(|member| member.process.job().map(str::to_owned)).collect();
     let is_whole = jobs.len() == 1 && !jobs.contains(&None);
@@ -205,10 +221,24 @@ fn transition(
         let pid = member.process.pid;
         Rank { pid, tags: tags.clone(), lenient: false, is_borrower: false, communicators: chosen.ids(pid) }
     };
-    let ranks = due.iter().map(rank).collect();
-    let done = found.carry_out(&Job { verb, wanted, ranks, is_whole, ticket: None }, &());
-    let mut failures = Vec::new();
-    for ((_, member), result) in due.iter_mut().zip(done.results) {
+    let borrower = |Along { process, .. }: &Along| Rank {
+        pid: process.pid,
+        tags: Vec::new(),
+        lenient: false,
+        is_borrower: true,
+        communicators: Vec::new(),
+    };
+    let job = |along: &[Along]| {
+        let ranks = due.iter().map(rank).chain(along.iter().map(borrower)).collect();
+        found.carry_out(&Job { verb, wanted: wanted.clone(), ranks, is_whole, ticket: None }, &())
+    };
+    let pids: Vec<_> = due.iter().map(|(_, member)| member.process.pid).collect();
+    let (done, along) = match along {
+        Some(along) => shared::carry_out(found, &pids, wanted, along, job),
+        None => (job(&[]), Vec::new()),
+    };
+    let (mut results, mut failures) = (done.results.into_iter(), Vec::new());
+    for ((_, member), result) in due.iter_mut().zip(results.by_ref()) {
         member.done.stages.push((verb.name(), done.ms));
         match result {
             Ok(report) => {
@@ -218,9 +248,16 @@ fn transition(
             Err(error) => failures.push(member.failed(error)),
         }
     }
+    let mut held = Vec::new();
+    for (Along { process, .. }, result) in along.into_iter().zip(results) {
+        match result {
+            Ok(report) => held.push((process, report)),
+            Err(error) => failures.push(CommandError::from(error).adding(&format!(" ({process})"))),
+        }
+    }
     // Report the original failure rather than one that was only undone because of it.
     let cause = failures.iter().position(|failure| !failure.is(Kind::Aborted)).unwrap_or(0);
-    if failures.is_empty() { Ok(()) } else { Err(failures.swap_remove(cause)) }
+    if failures.is_empty() { Ok(held) } else { Err(failures.swap_remove(cause)) }
 }
 
 /// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise.
@@ -323,12 +360,20 @@ pub fn short(card: &Card, needed: u64) -> CommandError {
     CommandError::from(&Error::DeviceMemory(Shortage { device: card.index as i32, uuid, needed, free: card.free, holders }))
 }
 
-/// Prints the results, as JSON or one line per process from `line`. Returns the exit code.
-pub fn tell(members: &[Member], as_json: bool, quiet: bool, line: impl Fn(&Member) -> String) -> Result<Exit, CommandError> {
+/// Prints the results, as JSON or one line per process from `line`. Returns the exit code. `along`: the borrowers, which only JSON includes.
+pub fn tell(
+    members: &[Member],
+    along: Vec<(Process, Report)>,
+    as_json: bool,
+    quiet: bool,
+    line: impl Fn(&Member) -> String,
+) -> Result<Exit, CommandError> {
     let held = stay_held(members);
     if as_json {
-        let answer = |member: &Member| json!({ "pid": member.process.pid, "name": member.process.name(), "report": member.done });
-        output::json(&members.iter().map(answer).collect::<Vec<_>>())?;
+        let answer = |process: &Process, done: &Done| json!({ "pid": process.pid, "name": process.name(), "report": done });
+        let own = members.iter().map(|member| answer(&member.process, &member.done));
+        let along = along.into_iter().map(|(process, report)| answer(&process, &Done::of_borrower(report)));
+        output::json(&own.chain(along).collect::<Vec<_>>())?;
     } else {
         members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))?;
         for why in &held {
@@ -366,7 +411,17 @@ impl Member {
             );
             return CommandError::Refused(Box::new(Refusal { message, ..(**refusal).clone() }));
         }
-        CommandError::from(error).adding(&format!(" ({})", self.process))
+        self.named(CommandError::from(error))
+    }
+
+    /// With the process that it is about.
+    fn named(&self, failure: CommandError) -> CommandError {
+        failure.adding(&format!(" ({})", self.process))
+    }
+
+    fn can_be_seen(&self) -> Result<(), CommandError> {
+        let away = || CommandError::new(Exit::Unsuspendable, "it is in another container: run vramctl there");
+        if self.pid == 0 { Err(away()) } else { Ok(()) }
     }
 
     /// The obstacles that the process itself does not know: GPUs in MIG mode.
@@ -380,13 +435,6 @@ impl Member {
             bytes: 0,
         };
         cards.iter().filter(|card| card.mig).filter(is_there).map(obstacle).collect()
-    }
-
-    fn unless_in_the_way(&self, obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
-        if obstacles.is_empty() {
-            return Ok(());
-        }
-        Err(self.failed(ClientError::Refused(Refusal::from(&Error::NotRestorable(obstacles)).into())))
     }
 
     fn state(&mut self) -> Result<ProcessState, CommandError> {
@@ -423,7 +471,7 @@ impl Member {
         }
         // The program kept running until now, and may have created new obstacles.
         let obstacles = self.client.status().map_err(|error| self.failed(error))?.memory.obstacles;
-        self.unless_in_the_way(obstacles)
+        unless_in_the_way(obstacles).map_err(|failure| self.named(failure))
     }
 
     fn checkpoint(&mut self) -> Result<(), CommandError> {

@@ -29,7 +29,7 @@ mod transition;
 mod trim;
 mod watch;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use failure::{CommandError, Exit};
 use std::fmt::Write;
 use std::process::ExitCode;
@@ -80,13 +80,21 @@ enum Command {
 
 fn main() -> ExitCode {
     completions::answer_shell();
-    let command = Cli::parse().command;
+    let command = Cli::from_arg_matches(&syntax().get_matches()).unwrap_or_else(|error| error.exit()).command;
     let json = command.wants_json();
     let exit = command.carry_out().unwrap_or_else(|failure| {
         output::fail(&failure, json);
         failure.exit()
     });
     exit.into()
+}
+
+/// The commands and their options. A negative number after an option is its value, so that the option can say what is wrong with it; clap
+/// would take it for another option.
+fn syntax() -> clap::Command {
+    let takes_value = |option: &clap::Arg| !option.is_positional() && option.get_action().takes_values();
+    let option = |option: clap::Arg| if takes_value(&option) { option.allow_negative_numbers(true) } else { option };
+    Cli::command().mut_subcommands(|command| command.mut_args(option))
 }
 
 impl Command {
@@ -164,12 +172,36 @@ Exit codes:",
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     /// Among other things: no duplicate option names, no conflict with an unknown option.
     #[test]
     fn the_options_are_sound() {
-        Cli::command().debug_assert();
+        syntax().debug_assert();
+    }
+
+    /// What clap or an option says of a wrong command line.
+    fn refusal(line: &str) -> String {
+        syntax().try_get_matches_from(line.split(' ')).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_negative_number_is_refused_by_its_option() {
+        for line in ["pause --timeout -1", "suspend --hold-timeout -0.5", "trim --timeout -1", "trace -o a.json --seconds -1e3"] {
+            let text = refusal(&format!("vramctl {line}"));
+            assert!(text.contains("seconds must be 0 or more") && !text.contains("'-- -"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_choice_is_answered_with_the_choices() {
+        for (line, choices) in [
+            ("suspend --registered keep", "[possible values: refuse, take]"),
+            ("pause --registered all", "[possible values: refuse, keep, take]"),
+            ("pause --backup tape", "[possible values: host, disk, discard]"),
+        ] {
+            let text = refusal(&format!("vramctl {line}"));
+            assert!(text.contains(choices), "{text}");
+        }
     }
 
     /// A terminal of 80 columns would break its lines in the middle of a column.

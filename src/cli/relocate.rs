@@ -19,7 +19,8 @@ work continues. A job on several GPUs needs as many others; they are assigned in
 moved, nothing changes, and the message says why. If the command is interrupted, the job stays suspended: `vramctl resume` brings it \
 back where it was.
 
-A job that the driver cannot restore is refused with exit code 7, see `vramctl help suspend`. Programs keep what they have \
+A job that the driver cannot restore is refused with exit code 7, see `vramctl help suspend`. Programs that have memory of each other \
+open (CUDA IPC) move together, with --all or a name that they have in common: what one has open must be on its own GPU. Programs keep what they have \
 stored about the old GPU, such as its bus id; even the driver still reports the old bus id.
 
 Examples:
@@ -77,7 +78,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     check_able(&mut members, &request)?;
     check_room(&members, &cards, &map)?;
 
-    checkpoint::pause(&found, &mut members, request, &crate::nccl::ChosenCommunicators::default())?;
+    checkpoint::pause(&found, &mut members, &request, &crate::nccl::ChosenCommunicators::default(), None)?;
     let moved = checkpoint::take(&mut members, args.hold_timeout).and_then(|()| {
         checkpoint::restore(&mut members, &map, Duration::ZERO).map_err(|failure| {
             // Restore processes that the driver has refused to restore there to their old GPUs.
@@ -102,7 +103,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
         let now: Vec<_> = cards.iter().filter(|card| now.contains(&&card.uuid)).collect();
         format!("moved {} to {}: {} {}", member.process, list(&now), member.bytes(), member.done.took())
     };
-    checkpoint::tell(&members, args.json, args.quiet, line)
+    checkpoint::tell(&members, Vec::new(), args.json, args.quiet, line)
 }
 
 fn usage(why: impl Into<String>) -> CommandError {
@@ -172,8 +173,9 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
 
 /// Fails if one of them could not be paused, checkpointed and restored.
 fn check_able(members: &mut [Member], request: &Transition) -> Result<(), CommandError> {
-    let refusal = checkpoint::foretell(members, request)?.into_iter().find_map(|foretold| foretold.failure);
-    refusal.map_or(Ok(()), |failure| Err(failure.adding(". Nothing has changed")))
+    let foretold = checkpoint::foretell(members, request)?;
+    let refusal = foretold.into_iter().find_map(|foretold| Some((foretold.process, foretold.failure?)));
+    refusal.map_or(Ok(()), |(process, failure)| Err(failure.adding(&format!(" ({process}). Nothing has changed"))))
 }
 
 /// Checks that everything fits once all moving jobs have left.

@@ -1,9 +1,14 @@
-//! `vramctl pause --shared`: finds the borrowers, processes that have the memory to pause open and must be held as well.
+//! `--shared`: finds the borrowers, processes that have the memory to pause open, and takes them along: they are held as well.
 
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Process};
 use std::collections::{BTreeMap, BTreeSet};
-use vramctl_model::Bytes;
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
+use vramctl_control::client::ClientError;
+use vramctl_control::job::JobReport;
+use vramctl_control::protocol::Transition;
+use vramctl_model::{Bytes, Registered, Report};
 
 /// Processes that are paused or resumed as one.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -49,6 +54,66 @@ fn related(groups: &[AsOne<(u32, u64)>], pid: &impl Fn(usize) -> u32) -> Option<
         group.along.iter().find_map(|(pid, _)| place_of.get(pid).filter(|other| **other != at).map(|other| (at, *other)))
     };
     groups.iter().enumerate().find_map(other)
+}
+
+/// What others have open of the memory that a pause of these processes selects. Empty if a process does not answer: then the pause itself
+/// reports why.
+pub fn lent_by(found: &Found, pids: &[u32], wanted: &Transition) -> OpenBy {
+    let mut lent = OpenBy::new();
+    for pid in pids {
+        // Ignore registered memory here.
+        let request = Transition { partners: pids.to_vec(), registered: Registered::Take, ..wanted.clone() };
+        let asked = found.connect(*pid).and_then(|mut client| client.plan(request));
+        if let Err(ClientError::Refused(refusal)) = asked {
+            for open in refusal.lent.iter().flatten() {
+                *lent.entry(open.by.pid).or_default() += open.by.bytes.unwrap_or_default();
+            }
+        }
+    }
+    lent
+}
+
+/// Carries out a pause of these processes with their borrowers, whose results come last. Tries again if the borrowers have changed
+/// meanwhile, and returns those that took part.
+pub fn carry_out(
+    found: &Found,
+    pids: &[u32],
+    wanted: &Transition,
+    mut along: Vec<Along>,
+    job: impl Fn(&[Along]) -> JobReport,
+) -> (JobReport, Vec<Along>) {
+    let (begun, patience) = (Instant::now(), Duration::from_millis(wanted.hold_ms.unwrap_or_default()));
+    let pids_of = |along: &[Along]| along.iter().map(|along| along.process.pid).collect::<BTreeSet<_>>();
+    loop {
+        let mut done = job(&along);
+        if !done.committed && begun.elapsed() < patience {
+            match find(found, lent_by(found, pids, wanted)) {
+                Ok(now) if pids_of(&now) != pids_of(&along) => {
+                    along = now;
+                    continue;
+                }
+                _ => (),
+            }
+        }
+        let own = done.results.len() - along.len();
+        for result in done.results.iter_mut().skip(own).filter(|_| done.committed) {
+            // A process that has ended has nothing open any more.
+            if matches!(result, Err(ClientError::Io { error, .. }) if error.kind() != ErrorKind::TimedOut) {
+                *result = Ok(Report::default());
+            }
+        }
+        return (done, along);
+    }
+}
+
+/// The result of a borrower, as text.
+pub fn text(process: &Process, report: &Report) -> String {
+    let open =
+        report.missing.iter().map(|missing| format!("{} that it has open of process {}", Bytes(missing.paused_bytes), missing.owner));
+    match &open.collect::<Vec<_>>()[..] {
+        [] => format!("nothing to do: {process} has none of it open any more"),
+        aside => format!("held {process}: {} are paused; it goes on by itself when they are resumed", aside.join(", ")),
+    }
 }
 
 /// Finds the borrowers; fails if one cannot set aside its open memory.

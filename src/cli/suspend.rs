@@ -2,19 +2,20 @@
 
 use crate::checkpoint::{self, Done};
 use crate::completions;
-use crate::dry_run;
+use crate::dry_run::{self, Foretold};
 use crate::failure::{CommandError, Exit};
 use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Target, check_whole};
-use crate::target::{TargetArgs, milliseconds, seconds};
+use crate::shared;
+use crate::target::{BackupArgs, TargetArgs, milliseconds, registered, seconds};
 use clap_complete::ArgValueCandidates;
 use std::collections::BTreeMap;
 use std::thread;
 use std::time::Duration;
 use vramctl_control::protocol::Transition;
 use vramctl_driver::checkpoint::GpuMap;
-use vramctl_model::{Backup, Bytes, Registered};
+use vramctl_model::{Bytes, Kind, Registered};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -26,11 +27,15 @@ Processes that the driver cannot restore are only paused by tag, with exit code 
 with memory shared between processes or GPUs, or with unified memory; and any process under a driver older than 570. `vramctl \
 status` lists the obstacles.
 
+Memory that another process has open (CUDA IPC) is not taken unless that process is suspended by the same command (--all, or a name \
+that they have in common). With --shared, it is held instead, as with `vramctl pause`, and stays on its GPU.
+
 If the command is interrupted or fails, run it again, or `vramctl resume`: both continue from the driver's current state.
 
 Examples:
   vramctl suspend engine
   vramctl suspend --dry-run                  show what would prevent it
+  vramctl suspend trainer --shared           even if an engine has it open
   vramctl resume --name engine --timeout 60  wait for others to free the memory")]
 #[allow(clippy::struct_excessive_bools)] // options
 pub struct Args {
@@ -46,15 +51,15 @@ pub struct Args {
     /// How many processes there must be [default: as many as when the job was last paused or resumed]
     #[arg(long, value_name = "N")]
     ranks: Option<usize>,
-    /// Drop the contents: the memory reads as zero after the resume. Same as --backup discard
-    #[arg(long, conflicts_with = "backup")]
-    discard: bool,
-    /// Where to keep the contents, overriding the tags' policies: host, disk or discard
-    #[arg(long, value_name = "POLICY")]
-    backup: Option<Backup>,
+    #[command(flatten)]
+    backup: BackupArgs,
     /// What to do with memory that another process, a network card or NCCL has registered: refuse or take
-    #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
+    #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true, hide_possible_values = true,
+        value_parser = registered([Registered::Refuse, Registered::Take]))]
     registered: Registered,
+    /// Also hold other processes that have the memory open (CUDA IPC); they keep their own, and continue by themselves when it is resumed
+    #[arg(long)]
+    shared: bool,
     /// As with `vramctl pause --nccl`, for a job that can only be paused by tag because of NCCL
     #[arg(long)]
     nccl: bool,
@@ -79,7 +84,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     let mut members = checkpoint::join(&found, &target)?;
     check_whole(members.iter().map(|member| &member.process), !matches!(target, Target::Pid(_)), args.ranks)?;
     let request = Transition {
-        backup: args.discard.then_some(Backup::Discard).or(args.backup),
+        backup: args.backup.policy(),
         registered: args.registered,
         force: args.force,
         hold_ms: Some(milliseconds(args.hold_timeout)),
@@ -87,14 +92,27 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     };
 
     let chosen = if args.nccl { checkpoint::choose_communicators(&found, &members)? } else { nccl::ChosenCommunicators::default() };
+    let pids: Vec<_> = members.iter().map(|member| member.process.pid).collect();
+    let along = if args.shared { Some(shared::find(&found, shared::lent_by(&found, &pids, &request))?) } else { None };
+    let advise = |failure: CommandError| {
+        let might_help = failure.is(Kind::Shared) && !args.shared;
+        failure.adding(if might_help { ". To suspend only this, and hold those that have it open, add --shared" } else { "" })
+    };
     if args.dry_run {
         chosen.tell_what_is_left();
-        let foretold = checkpoint::foretell(&mut members, &request)?;
-        return dry_run::tell(&foretold.into_iter().map(|one| one.with_communicators(&chosen)).collect::<Vec<_>>(), args.json);
+        let along = along.unwrap_or_default();
+        let request = Transition { borrowers: along.iter().map(|along| along.process.pid).collect(), ..request };
+        let foretold = checkpoint::foretell(&mut members, &request).map_err(advise)?;
+        let own = foretold.into_iter().map(|one| one.with_communicators(&chosen));
+        let along = along.iter().map(|along| Foretold::along(&along.process, along.bytes));
+        return dry_run::tell(&own.chain(along).collect::<Vec<_>>(), args.json);
     }
     // Loading the driver takes a while, so do it during the pause.
     let loading = thread::spawn(checkpoint::load);
-    checkpoint::pause(&found, &mut members, request, &chosen)?;
+    let held = checkpoint::pause(&found, &mut members, &request, &chosen, along).map_err(advise)?;
+    if !args.json && !args.quiet {
+        held.iter().try_for_each(|(process, report)| output::say(&shared::text(process, report)))?;
+    }
     chosen.tell_what_is_left();
     members.iter().flat_map(checkpoint::Member::failures_of_nccl).for_each(|why| output::complain("error", &why));
     let loaded = loading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -105,7 +123,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
                 Some(_) if member.done.bytes() == 0 => format!("nothing to do: {} is already suspended", member.process),
                 _ => format!("suspended {}: {} freed {}", member.process, member.bytes(), member.done.took()),
             };
-            checkpoint::tell(&members, args.json, args.quiet, line)
+            checkpoint::tell(&members, held, args.json, args.quiet, line)
         }
         Err(failure) => {
             let left: u64 = members.iter().map(checkpoint::Member::left_alone).sum();

@@ -1,10 +1,11 @@
-//! Arguments that choose processes, GPUs and tags.
+//! Arguments that several commands have.
 
 use crate::completions;
 use crate::processes::Target;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
-use vramctl_model as model;
+use vramctl_model::{self as model, Backup, Registered};
 
 /// The options that choose processes.
 #[derive(clap::Args, Clone)]
@@ -29,6 +30,33 @@ pub struct GpuArgs {
     pub gpu: Vec<String>,
 }
 
+/// The options that choose where contents go.
+#[derive(clap::Args)]
+pub struct BackupArgs {
+    /// Drop the contents: the memory reads as zero after the resume. Same as --backup discard
+    #[arg(long, conflicts_with = "backup")]
+    discard: bool,
+    /// Where to keep the contents, overriding the tags' policies: host, disk or discard
+    #[arg(long, value_name = "POLICY", value_parser = backup(), hide_possible_values = true)]
+    backup: Option<Backup>,
+}
+
+impl BackupArgs {
+    /// `None`: as the tags' policies say.
+    pub fn policy(&self) -> Option<Backup> {
+        self.discard.then_some(Backup::Discard).or(self.backup)
+    }
+}
+
+fn backup() -> impl TypedValueParser<Value = Backup> {
+    PossibleValuesParser::new([Backup::Host, Backup::Disk, Backup::Discard].map(Backup::name)).try_map(|name| name.parse())
+}
+
+/// What to do with registered memory, as an argument: one of these choices.
+pub fn registered<const N: usize>(choices: [Registered; N]) -> impl TypedValueParser<Value = Registered> {
+    PossibleValuesParser::new(choices.map(Registered::name)).try_map(|name| name.parse())
+}
+
 impl From<TargetArgs> for Target {
     fn from(args: TargetArgs) -> Self {
         match args {
@@ -48,7 +76,10 @@ pub fn checked_tag(text: &str) -> Result<String, String> {
 /// A duration as an argument.
 pub fn seconds(text: &str) -> Result<Duration, String> {
     let number: f64 = text.parse().map_err(|_| "not a number of seconds")?;
-    Duration::try_from_secs_f64(number).map_err(|error| error.to_string())
+    if number < 0.0 {
+        return Err("seconds must be 0 or more".into());
+    }
+    Duration::try_from_secs_f64(number).map_err(|_| "not a number of seconds that a clock can count".into())
 }
 
 /// Such a duration as requests have it.
@@ -66,5 +97,6 @@ mod tests {
         for wrong in ["", "x", "-1", "nan", "inf", "1e300"] {
             assert!(seconds(wrong).is_err(), "{wrong}");
         }
+        assert_eq!(seconds("-0"), Ok(Duration::ZERO));
     }
 }

@@ -5,6 +5,7 @@ use crate::failure::CommandError;
 use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process};
+use crate::shared;
 use serde::Serialize;
 use serde_json::Value;
 use std::fmt::Write;
@@ -152,18 +153,7 @@ impl Telling {
     /// Prints the result of a borrower.
     pub fn tell_along(&self, process: &Process, answer: &Answer) -> Result<(), CommandError> {
         match answer {
-            Answer::Report(report) if !self.quiet => {
-                let mut text = String::new();
-                for missing in &report.missing {
-                    let bytes = Bytes(missing.paused_bytes);
-                    let _ =
-                        write!(text, "{}{bytes} that it has open of process {}", if text.is_empty() { "" } else { ", " }, missing.owner);
-                }
-                output::say(&match &text[..] {
-                    "" => format!("nothing to do: {process} has none of it open any more"),
-                    aside => format!("held {process}: {aside} are paused; it goes on by itself when they are resumed"),
-                })
-            }
+            Answer::Report(report) if !self.quiet => output::say(&shared::text(process, report)),
             Answer::Report(_) => Ok(()),
             Answer::Error(failure) => {
                 output::complain("error", &format!("{process}: {failure}"));

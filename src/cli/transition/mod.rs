@@ -17,16 +17,15 @@ use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process, Target, check_whole};
 use crate::progress::Bars;
-use crate::shared::{self, Along, AsOne, OpenBy};
+use crate::shared::{self, Along, AsOne};
 use crate::suspend;
-use crate::target::{GpuArgs, TargetArgs, checked_tag, milliseconds, seconds};
+use crate::target::{BackupArgs, GpuArgs, TargetArgs, checked_tag, milliseconds, registered, seconds};
 use crate::trim;
 use answers::{Answer, JobOutcome, Outcome, Telling};
 use clap_complete::ArgValueCandidates;
 use follow::{Connections, Following};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::ErrorKind;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -36,7 +35,7 @@ use vramctl_control::job::{Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
 use vramctl_driver as driver;
-use vramctl_model::{Backup, Communicator, Error, Kind, Plan, Registered, Report, Trimmed, Verb};
+use vramctl_model::{Communicator, Error, Kind, Plan, Registered, Report, Trimmed, Verb};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -76,15 +75,12 @@ pub struct PauseArgs {
     /// process has a "plan" (docs/protocol.md) in place of its "report"
     #[arg(long, conflicts_with = "quiet")]
     dry_run: bool,
-    /// Drop the contents: the memory reads as zero after the resume. Same as --backup discard
-    #[arg(long, conflicts_with = "backup")]
-    discard: bool,
-    /// Where to keep the contents, overriding the tags' policies: host, disk or discard
-    #[arg(long, value_name = "POLICY")]
-    backup: Option<Backup>,
+    #[command(flatten)]
+    backup: BackupArgs,
     /// What to do with memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause
     /// the rest, and leave out memory that another process has open) or take (pause it too: nobody may use the registration any more)
-    #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true)]
+    #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true, hide_possible_values = true,
+        value_parser = registered([Registered::Refuse, Registered::Keep, Registered::Take]))]
     registered: Registered,
     /// Also hold other processes that have the memory open (CUDA IPC); they continue by themselves when it is resumed
     #[arg(long, conflicts_with = "no_hold")]
@@ -175,7 +171,6 @@ const TRIM_TIMEOUT: Duration = Duration::from_secs(10);
 const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
-    let backup = args.discard.then_some(Backup::Discard).or(args.backup);
     let patience = args.transition.timeout.unwrap_or_default();
     let hold_ms = args.hold.ms(args.transition.timeout);
     let Args { target, json, quiet, .. } = &args.transition;
@@ -183,7 +178,7 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
         if args.trim { trim::before_a_pause(&Target::from(target.clone()), TRIM_TIMEOUT, *json || *quiet)? } else { BTreeMap::new() };
     let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
     asking.trimmed = trimmed;
-    asking.request.backup = backup;
+    asking.request.backup = args.backup.policy();
     asking.request.registered = args.registered;
     asking.request.guard = args.guard;
     asking.request.hold_ms = hold_ms;
@@ -369,7 +364,8 @@ impl Asking {
     /// Finds the processes that have the memory to pause open.
     fn take_along(&mut self) -> Result<(), CommandError> {
         let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
-        let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, |places| self.lent_by(places));
+        let lent = |places: &[usize]| shared::lent_by(&self.found, &self.pids(places), &self.request);
+        let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, lent);
         let found = |AsOne { places, along }: AsOne<_>| Ok(AsOne { places, along: shared::find(&self.found, along)? });
         self.groups = groups.into_iter().map(found).collect::<Result<_, CommandError>>()?;
         self.takes_along = true;
@@ -387,22 +383,6 @@ impl Asking {
         };
         let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, waiting);
         self.groups = groups.into_iter().map(|AsOne { places, .. }| AsOne { places, along: Vec::new() }).collect();
-    }
-
-    /// The memory to pause that others have open. Empty if a process does not answer: then the pause itself reports why.
-    fn lent_by(&self, places: &[usize]) -> OpenBy {
-        let mut lent = OpenBy::new();
-        for pid in self.pids(places) {
-            // Ignore registered memory here.
-            let request = protocol::Transition { partners: self.pids(places), registered: Registered::Take, ..self.request.clone() };
-            let asked = self.found.connect(pid).and_then(|mut client| client.plan(request));
-            if let Err(ClientError::Refused(refusal)) = asked {
-                for open in refusal.lent.iter().flatten() {
-                    *lent.entry(open.by.pid).or_default() += open.by.bytes.unwrap_or_default();
-                }
-            }
-        }
-        lent
     }
 
     /// Dry run: prints what a pause would do, and returns its exit code as far as it can be predicted. Asks no engine.
@@ -504,14 +484,8 @@ impl Asking {
             told.push(JobOutcome::of(&processes, &done));
             let mut answers = done.results.into_iter();
             results.extend(places.iter().copied().zip(answers.by_ref().map(|result| Answer::of(result, self.direction, done.committed))));
-            let of_those = taken_along.into_iter().zip(answers).map(|(Along { process, .. }, result)| match result {
-                // A process that has ended has nothing open any more.
-                Err(ClientError::Io { error, .. }) if done.committed && error.kind() != ErrorKind::TimedOut => {
-                    (process, Answer::Report(Report::default()))
-                }
-                result => (process, Answer::of(result, self.direction, done.committed)),
-            });
-            along.extend(of_those);
+            let of_those = taken_along.into_iter().zip(answers);
+            along.extend(of_those.map(|(Along { process, .. }, result)| (process, Answer::of(result, self.direction, done.committed))));
         }
         let unasked = |task: &Task| {
             let broken = || Answer::Error(CommandError::new(Exit::Failed, "vramctl itself failed here; please report it"));
@@ -553,21 +527,13 @@ impl Asking {
         self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
     }
 
-    /// Retries if the borrowers have changed meanwhile. Returns the borrowers.
-    fn carry_out_group(&self, group: &AsOne<Along>) -> (JobReport, Vec<Along>) {
-        let (begun, mut along) = (Instant::now(), group.along.clone());
-        let patience = Duration::from_millis(self.request.hold_ms.unwrap_or_default());
-        loop {
-            let done = self.carry_out_job(&group.places, &along);
-            if done.committed || !self.takes_along || begun.elapsed() >= patience {
-                return (done, along);
-            }
-            let pids = |along: &[Along]| along.iter().map(|along| along.process.pid).collect::<BTreeSet<_>>();
-            match shared::find(&self.found, self.lent_by(&group.places)) {
-                Ok(now) if pids(&now) != pids(&along) => along = now,
-                _ => return (done, along),
-            }
+    /// Returns the borrowers, too.
+    fn carry_out_group(&self, AsOne { places, along }: &AsOne<Along>) -> (JobReport, Vec<Along>) {
+        let job = |along: &[Along]| self.carry_out_job(places, along);
+        if !self.takes_along {
+            return (job(&[]), Vec::new());
         }
+        shared::carry_out(&self.found, &self.pids(places), &self.request, along.clone(), job)
     }
 
     fn carry_out_job(&self, places: &[usize], along: &[Along]) -> JobReport {
