@@ -3,11 +3,12 @@
 
 mod common;
 
-use common::machine::{Machine, Rank};
-use common::programs;
-use std::io::Read;
+use common::machine::{Machine, Ran, Rank};
+use common::{artifacts, own_folder, programs};
+use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
-use std::process::Stdio;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 impl Rank {
     /// Waits until it has ended well. Returns what it has written to its standard error.
@@ -20,6 +21,25 @@ impl Rank {
         assert!(status.success(), "{status}: {text}{errors}");
         errors
     }
+}
+
+/// Builds a library of `tests/apps`.
+fn library(source: &str) -> PathBuf {
+    let built = own_folder().join(source).with_extension("so");
+    let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+    compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]).arg(&built);
+    compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps").join(source));
+    assert!(compiler.status().unwrap().success());
+    built
+}
+
+/// The end of a thread unwinds its stack. Rust aborts the process if that meets what catches its panics.
+#[test]
+fn threads_are_cancelled_in_the_drivers_functions() {
+    let machine = Machine::new();
+    let mut command = machine.command(programs().join("guest"), &["cancelled"]);
+    let preloaded = format!("{}:{}", artifacts().join("libvramctl.so").display(), library("waits.c").display());
+    Ran::new(&command.env("LD_PRELOAD", preloaded).output().unwrap()).expect(0, "ok", "");
 }
 
 /// An exit in a signal handler that has interrupted `malloc` would hang if an exit handler needed memory. Reports that are held back,
@@ -44,4 +64,18 @@ fn a_program_that_exits_in_malloc_ends_with_its_reports() {
     assert_eq!(said.matches("out of memory: libc10_cuda.so asked for 1024.00 GiB").count(), 3, "{said}");
     assert!(said.contains("2 other requests have failed") && !said.contains("more requests"), "{said}");
     assert!(!socket.exists());
+}
+
+/// The kernel's answer to a file that would get too large ends a program that does not expect it.
+#[test]
+fn a_message_that_finds_no_space_does_no_harm() {
+    let machine = Machine::new();
+    let mut errors = tempfile::tempfile().unwrap();
+    errors.write_all(&[b'\n'; 64]).unwrap();
+    let mut command = machine.command(programs().join("guest"), &["no-space"]);
+    command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
+    // Which gives a warning.
+    let ran = command.env("SIMGPU_NO_VMM", "1").stderr(errors.try_clone().unwrap()).output().unwrap();
+    Ran::new(&ran).expect(0, "ok", "");
+    assert_eq!(errors.metadata().unwrap().len(), 64);
 }

@@ -1,10 +1,11 @@
 //! What a library needs to live in somebody else's process.
 //!
-//! What any preloaded library has to get right: its state does not survive a `fork` ([`PerProcess`]), its threads do not take
+//! What any preloaded library has to get right: nothing unwinds through it into or out of the program ([`guarded`]), its state does not survive a `fork` ([`PerProcess`]), its threads do not take
 //! the program's signals ([`worker`]), none of its work is in the driver while the program exits ([`exit`]), its descriptors
 //! are not confused with the program's ([`Held`]), all output goes through one [`logger`], and it finds other
 //! libraries' functions past its own ([`symbols`]). This crate knows no CUDA.
 
+mod boundary;
 mod descriptor;
 pub mod exit;
 mod fork;
@@ -14,5 +15,6 @@ pub mod stack;
 pub mod symbols;
 pub mod worker;
 
+pub use boundary::guarded;
 pub use descriptor::{Held, above_standard};
 pub use fork::{PerProcess, on_fork_in_child};

@@ -54,26 +54,31 @@ impl Write for Line {
     }
 }
 
-/// Writes a line, best effort: a full pipe must not block the program, and a closed one must not kill it by SIGPIPE. Not
-/// `eprintln!`, which takes a lock that a forked child could find held.
+/// Writes a line, best effort: a full pipe must not block the program. A closed one must not kill it (SIGPIPE), nor a file that has the
+/// largest size which the program is allowed (SIGXFSZ). Not `eprintln!`, which takes a lock that a forked child could find held.
 fn write_to_stderr(line: &[u8]) {
     let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
     // SAFETY: writable plain data, and a line that is readable for its length. The signal mask is this thread's own and is
-    // restored; a SIGPIPE raised by this write is consumed, one that was pending before is not.
+    // restored; a signal raised by this write is consumed, one that was pending before is not.
     unsafe {
         if libc::poll(&raw mut stderr, 1, 0) != 1 || stderr.revents & libc::POLLOUT == 0 {
             return;
         }
-        let (mut pipe, mut before, mut pending) = (mem::zeroed(), mem::zeroed(), mem::zeroed());
-        libc::sigemptyset(&raw mut pipe);
-        libc::sigaddset(&raw mut pipe, libc::SIGPIPE);
-        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const pipe, &raw mut before);
+        let (mut deadly, mut before, mut pending) = (mem::zeroed(), mem::zeroed(), mem::zeroed());
+        libc::sigemptyset(&raw mut deadly);
+        libc::sigaddset(&raw mut deadly, libc::SIGPIPE);
+        libc::sigaddset(&raw mut deadly, libc::SIGXFSZ);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const deadly, &raw mut before);
         libc::sigpending(&raw mut pending);
-        let pending = libc::sigismember(&raw const pending, libc::SIGPIPE) == 1;
         let written = libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len());
-        if written < 0 && !pending {
+        if written < 0 {
+            for signal in [libc::SIGPIPE, libc::SIGXFSZ] {
+                if libc::sigismember(&raw const pending, signal) == 1 {
+                    libc::sigdelset(&raw mut deadly, signal);
+                }
+            }
             let no_time: libc::timespec = mem::zeroed();
-            libc::sigtimedwait(&raw const pipe, ptr::null_mut(), &raw const no_time);
+            libc::sigtimedwait(&raw const deadly, ptr::null_mut(), &raw const no_time);
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
     }

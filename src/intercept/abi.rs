@@ -6,7 +6,6 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
-use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::time::Duration;
 use std::{ptr, slice};
@@ -15,6 +14,7 @@ use vramctl_core::cache::{self, Errand, Segment};
 use vramctl_core::engine;
 use vramctl_core::memory::{Allocation, Memory, region};
 use vramctl_core::watch;
+use vramctl_host::guarded;
 use vramctl_model::{Backup, Error, Kind, Span, TransitionRequest};
 
 /// A result code. Codes never change their meaning; new ones may be added.
@@ -344,7 +344,7 @@ pub unsafe extern "C" fn vramctl_last_error_json(buffer: *mut c_char, capacity: 
     let error = LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.error.clone())).ok().flatten();
     // Not through `answer`, which would replace the last error by this call's own.
     // SAFETY: the caller's promise.
-    let outcome = panic::catch_unwind(|| unsafe { put(&json(error.as_ref().map(Refusal::from).as_ref()), buffer, capacity, needed) });
+    let outcome = guarded(|| unsafe { put(&json(error.as_ref().map(Refusal::from).as_ref()), buffer, capacity, needed) });
     outcome.map_or(VramctlResult::Internal, |outcome| outcome.map_or_else(|error| error.kind().into(), |()| VramctlResult::Ok))
 }
 
@@ -588,11 +588,9 @@ fn json(value: Option<&impl serde::Serialize>) -> String {
     value.and_then(|value| serde_json::to_string(value).ok()).unwrap_or_else(|| "{}".into())
 }
 
-/// Runs the body of a function. Turns errors, and panics, which must not cross into C, into a result code and stores
-/// the error.
+/// Runs the body of a function. Turns errors, and panics, into a result code and stores the error.
 fn answer(body: impl FnOnce() -> Result<(), Error>) -> VramctlResult {
-    let outcome = panic::catch_unwind(AssertUnwindSafe(body));
-    let Err(error) = outcome.unwrap_or_else(|_| Err(Error::Internal("a call panicked".into()))) else {
+    let Err(error) = guarded(body).unwrap_or_else(|| Err(Error::Internal("a call panicked".into()))) else {
         return VramctlResult::Ok;
     };
     let result = error.kind().into();

@@ -13,12 +13,12 @@ use crate::table::{Effect, Flavour, IpcHandle};
 use crate::{alloc, contexts, copies, driver_originals, launch, queries, register, resolve, share, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-use std::panic::{self, AssertUnwindSafe};
 use vramctl_core::contexts::note_current;
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     ContextHandle, StreamHandle,
 };
+use vramctl_host::guarded;
 use vramctl_model::{StatusCode, code};
 
 /// A line of the table.
@@ -187,7 +187,7 @@ macro_rules! guard {
     (Resolves $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
         pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
-            panic::catch_unwind(|| unsafe { handle!($handler $symbol($($argument),*) caller) }).unwrap_or(code::UNKNOWN)
+            guarded(|| unsafe { handle!($handler $symbol($($argument),*) caller) }).unwrap_or(code::UNKNOWN)
         }
     };
     (Allocates $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
@@ -230,10 +230,10 @@ pub(crate) const fn symbol(name: &'static str) -> &'static CStr {
 
 driver_functions!(entries);
 
-/// Runs a handler. A panic must not unwind into the program: the call fails instead.
+/// Runs a handler. If it panics, the call fails.
 #[inline]
 fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnOnce() -> StatusCode) -> StatusCode {
-    let guarded = AssertUnwindSafe(|| {
+    let body = || {
         if copies::another_is_first() {
             return original();
         }
@@ -242,8 +242,8 @@ fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnO
             note_current();
         }
         answer
-    });
-    panic::catch_unwind(guarded).unwrap_or(code::UNKNOWN)
+    };
+    guarded(body).unwrap_or(code::UNKNOWN)
 }
 
 /// Whether such a call shows that the program uses memory in its current context. Queries show nothing new, and after a context is

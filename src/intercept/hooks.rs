@@ -11,8 +11,8 @@ use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle}
 use crate::{copies, handlers, hooked_functions, share};
 use std::arch::naked_asm;
 use std::ffi::{c_int, c_uint, c_void};
-use std::panic::{self, AssertUnwindSafe};
 use vramctl_core::contexts;
+use vramctl_host::guarded;
 use vramctl_model::code;
 
 macro_rules! exports {
@@ -68,10 +68,10 @@ macro_rules! guard {
 
 hooked_functions!(exports);
 
-/// Runs a handler. A panic must not unwind into the program: the call fails instead.
+/// Runs a handler. If it panics, the call fails.
 #[inline]
 fn call(original: impl FnOnce() -> CudaError, handler: impl FnOnce() -> CudaError) -> CudaError {
-    let guarded = AssertUnwindSafe(|| {
+    let body = || {
         if copies::another_is_first() {
             return original();
         }
@@ -80,6 +80,6 @@ fn call(original: impl FnOnce() -> CudaError, handler: impl FnOnce() -> CudaErro
             contexts::note_current();
         }
         answer
-    });
-    panic::catch_unwind(guarded).unwrap_or(code::UNKNOWN)
+    };
+    guarded(body).unwrap_or(code::UNKNOWN)
 }

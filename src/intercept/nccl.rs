@@ -18,7 +18,6 @@ use crate::nccl_functions;
 use std::arch::naked_asm;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_void};
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::{env, mem, ptr, slice};
 use vramctl_core::memory::Memory;
@@ -26,6 +25,7 @@ use vramctl_core::memory::communicators::{self, CommunicatorOrigin, NewCommunica
 use vramctl_core::watch;
 use vramctl_driver::nccl::answer::{IN_PROGRESS, INTERNAL_ERROR, SUCCESS, SYSTEM_ERROR};
 use vramctl_driver::nccl::{Nccl, NcclResult};
+use vramctl_host::guarded;
 use vramctl_host::symbols::{self, Loaded};
 use vramctl_model::Span;
 
@@ -410,7 +410,7 @@ macro_rules! functions {
                     // SAFETY: NCCL's function of this name, and its own arguments.
                     return unsafe { types::$symbol(same)($($argument),*) };
                 }
-                let found = panic::catch_unwind(|| linked_for(caller, names::$symbol)).unwrap_or(ptr::null_mut());
+                let found = guarded(|| linked_for(caller, names::$symbol)).unwrap_or(ptr::null_mut());
                 // SAFETY: as above, with the arguments of the program.
                 unsafe { behind::$symbol(found, $($argument),*) }
             } )*
@@ -439,7 +439,7 @@ macro_rules! functions {
                     // SAFETY: NCCL's function of this name; the arguments are the caller's.
                     unsafe { types::$symbol(found)($($argument),*) }
                 };
-                let guarded = AssertUnwindSafe(|| {
+                let body = || {
                     if copies::another_is_first() {
                         return real();
                     }
@@ -448,8 +448,8 @@ macro_rules! functions {
                         watch::nccl_failed(names::$symbol, answer);
                     }
                     answer
-                });
-                panic::catch_unwind(guarded).unwrap_or(INTERNAL_ERROR)
+                };
+                guarded(body).unwrap_or(INTERNAL_ERROR)
             } )*
         }
 

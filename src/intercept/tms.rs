@@ -11,7 +11,6 @@ use crate::handlers;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
-use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::ptr;
 use vramctl_backup as backup;
@@ -244,7 +243,7 @@ fn said(function: &str, body: impl FnOnce() -> Result<(), Error>) {
     });
 }
 
-/// Returns `otherwise` if `body` panics: a panic must not cross into C.
+/// Returns `otherwise` if `body` panics.
 fn guarded<R>(otherwise: R, body: impl FnOnce() -> R) -> R {
-    panic::catch_unwind(AssertUnwindSafe(body)).unwrap_or(otherwise)
+    vramctl_host::guarded(body).unwrap_or(otherwise)
 }

@@ -5,11 +5,13 @@
 #define _GNU_SOURCE
 #include "cudart.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 enum { BYTES = 4 << 20 };
@@ -120,13 +122,54 @@ static void exit_in_malloc(void)
 	exit(0);
 }
 
+/* Cancels threads in functions of the driver's. Those of a library that is preloaded beside the other wait where a thread can be
+ * cancelled, as the driver's may. */
+typedef int call_t(void *a, size_t b, size_t c, void *d);
+
+static void *calls_until_cancelled(void *call)
+{
+	while (((call_t *)call)(NULL, 0, 0, NULL) == cudaSuccess)
+		pthread_testcancel();
+	return NULL;
+}
+
+static void cancelled(void)
+{
+	static const char *const names[] = {"cuMemAlloc_v2", "cuMemFree_v2", "cuMemsetD8Async", "cuMemGetAddressRange_v2", "ncclCommDestroy"};
+	volatile int *calls = dlsym(RTLD_DEFAULT, "calls_that_wait");
+	check(calls != NULL, "the library beside the other is missing");
+	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+		pthread_t thread;
+		void *call = dlsym(RTLD_DEFAULT, names[i]), *result;
+		int before = *calls;
+		check(pthread_create(&thread, NULL, calls_until_cancelled, call) == 0, "pthread_create");
+		/* Not in the first call, which differs. */
+		while (*calls < before + 3)
+			usleep(1000);
+		check(pthread_cancel(thread) == 0 && pthread_join(thread, &result) == 0, "pthread_cancel");
+		check(result == PTHREAD_CANCELED, "the thread was not cancelled");
+	}
+}
+
+/* Has only so much space for files, and its standard error is one that has used it up. */
+static void no_space(void)
+{
+	struct rlimit limit = {64, 64};
+	void *device;
+	check(cudaMalloc(&device, 4096) == cudaSuccess, "cudaMalloc");
+	check(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit");
+	check(cudaMalloc(&device, BYTES) == cudaSuccess, "cudaMalloc");
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
 		const char *name;
 		void (*run)(void);
 	} modes[] = {
+		{"cancelled", cancelled},
 		{"exit-in-malloc", exit_in_malloc},
+		{"no-space", no_space},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
 		if (strcmp(argv[1], modes[i].name) == 0) {
