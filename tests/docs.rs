@@ -76,3 +76,33 @@ fn functions_that_the_documentation_names_exist() {
         }
     }
 }
+
+/// Each message that the page explains is one that the code has. `…` on the page stands for what differs.
+#[test]
+fn explained_messages_exist() {
+    fn sources(folder: &Path) -> String {
+        let mut text = String::new();
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                text += &sources(&path);
+            } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "py") {
+                text += &fs::read_to_string(path).unwrap();
+            }
+        }
+        text
+    }
+    let text = sources(&root().join("src")) + &sources(&root().join("python/vramctl"));
+    // Long texts go on in the next line, after a backslash in Rust and as another string in Python.
+    let text: String = text.split('\n').map(str::trim).map(|line| line.strip_suffix('\\').unwrap_or(line)).collect();
+    let text = text.replace("\"\"", "").replace("\"f\"", "");
+    let page = fs::read_to_string(root().join("docs/troubleshooting.md")).unwrap();
+    let messages = page.split("\n## Messages\n").nth(1).unwrap().split("\n## ").next().unwrap();
+    let explained: Vec<_> = messages.split("**`").skip(1).map(|rest| rest.split('`').next().unwrap()).collect();
+    assert!(explained.len() > 20, "only {} messages were found: is this test still looking?", explained.len());
+    for message in explained {
+        for part in message.split(['…', ':', ';', ',']).map(str::trim) {
+            assert!(text.contains(part), "{message}: no message has {part:?}");
+        }
+    }
+}

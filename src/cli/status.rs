@@ -91,7 +91,7 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
     if json {
         output::print(&format!("{}\n", serde_json::json!({ "processes": chosen, "gpus": ledgers, "host": host })))?;
     } else if ledgers.is_empty() {
-        return Err(CommandError::new(Exit::Failed, "NVML reports no such GPU: is the NVIDIA driver installed here?"));
+        return Err(CommandError::new(Exit::Failed, "NVML reports no GPU: is the NVIDIA driver installed here?"));
     } else {
         let texts: Vec<_> = ledgers.iter().map(ledger::describe).chain([ledger::describe_host(&host)]).collect();
         output::say(&texts.join("\n\n"))?;

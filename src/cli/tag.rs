@@ -26,7 +26,7 @@ pub struct Args {
     none: bool,
     #[command(flatten)]
     target: TargetArgs,
-    /// Print JSON: {"processes": [{"pid", "name", "tag"}]}
+    /// Print JSON: {"processes": [{"pid", "name", "tag" or "error"}]}
     #[arg(long)]
     pub json: bool,
 }

@@ -28,7 +28,7 @@ Examples:
   vramctl trim --timeout 60
   vramctl pause --trim --name engine  trim, then pause")]
 pub struct Args {
-    /// The processes with this name, or the one with this id
+    /// The processes with this name, or the one with this id [default: all that support it]
     #[arg(value_name = "NAME", conflicts_with = "target", add = ArgValueCandidates::new(completions::names))]
     process: Option<String>,
     #[command(flatten)]

@@ -50,8 +50,8 @@ pub enum Request {
     Resume(Transition),
     /// Which NCCL communicators are there, and how much memory could NCCL give back?
     Communicators,
-    /// Get ready for the driver's checkpoint: from the answer on, the library stays out of the driver. Only `hello`, `status` and
-    /// `awake` are answered then.
+    /// Get ready for the driver's checkpoint: from the answer on, the library stays out of the driver, and answers only requests
+    /// that do not need it.
     Suspend,
     /// The process is running again: the library may use the driver.
     Awake,

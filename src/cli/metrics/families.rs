@@ -41,12 +41,12 @@ metrics! {
 
     GPU = "vramctl_gpu_info", ["gpu", "index", "model"], "A GPU: its UUID, its index in nvidia-smi, and its model. Always 1.";
     GPU_TOTAL = "vramctl_gpu_total_bytes", ["gpu"], "Memory of a GPU.";
-    GPU_USED = "vramctl_gpu_used_bytes", ["gpu"], "Memory in use on a GPU, whoever has it, as NVML tells.";
+    GPU_USED = "vramctl_gpu_used_bytes", ["gpu"], "Memory in use on a GPU, whoever uses it, according to NVML.";
     GPU_FREE = "vramctl_gpu_free_bytes", ["gpu"], "Free memory of a GPU.";
-    GPU_RESERVED = "vramctl_gpu_reserved_bytes", ["gpu"], "What the driver keeps of a GPU from everybody. Absent where it counts as used.";
+    GPU_RESERVED = "vramctl_gpu_reserved_bytes", ["gpu"], "Memory of a GPU that the driver reserves. Absent if it counts as used.";
     LEDGER = "vramctl_ledger_bytes", ["gpu", "name", "pid", "kind", "owner"],
-        "Whose the memory in use on a GPU is; the sum is vramctl_gpu_used_bytes. Kinds: tag, left_alone (by library), page_tables, driver, \
-         process (one without the library), out_of_sight, unexplained. Below 0 where more is known than NVML counts.";
+        "Memory in use on a GPU, by who uses it; the sum is vramctl_gpu_used_bytes. Kinds: tag, left_alone (by library), page_tables, driver, \
+         process (one without the library), out_of_sight, unexplained. Negative if the library counts more than NVML.";
 
     HOST_FREE = "vramctl_host_free_bytes", [], "Host memory that is free: within the tightest limit on any of the processes, else on the machine.";
     HOST_LIMIT = "vramctl_host_limit_bytes", [], "The tightest limit on any of the processes, such as their container's. Absent without one.";
@@ -58,23 +58,23 @@ metrics! {
     SUSPENDED = "vramctl_process_suspended", ["name", "pid"], "Whether a process has left its GPUs entirely.";
     MANAGED = "vramctl_managed_bytes", ["name", "pid", "tag", "state"], "Managed memory by tag, on all GPUs. States: active, paused.";
     MANAGED_GPU = "vramctl_gpu_managed_bytes", ["name", "pid", "gpu", "state"], "Managed memory by GPU. States: active, paused.";
-    LEFT_ALONE = "vramctl_left_alone_bytes", ["name", "pid", "library"], "Memory left to CUDA, by the library that has asked for it.";
+    LEFT_ALONE = "vramctl_left_alone_bytes", ["name", "pid", "library"], "Memory left to CUDA, by the library that asked for it.";
     LATE = "vramctl_late_bytes", ["name", "pid"], "Memory of paused tags that the driver has not taken back yet.";
-    BACKUP = "vramctl_backup_bytes", ["name", "pid", "tag", "place"], "Contents that are kept, of what is paused and what is retained. Places: host, disk.";
+    BACKUP = "vramctl_backup_bytes", ["name", "pid", "tag", "place"], "Saved contents of paused memory, and retained ones of active memory. Places: host, disk.";
     HOST_READY = "vramctl_host_ready_bytes", ["name", "pid"], "Host memory of a process for backups, in use or not.";
     HOST_PINNED = "vramctl_host_pinned_bytes", ["name", "pid"], "Of vramctl_host_ready_bytes, what is pinned.";
     HOST_OTHER = "vramctl_host_other_bytes", ["name", "pid", "kind"], "Other host memory of a process. Kinds: own, shared.";
     RESIDUE = "vramctl_residue_bytes", ["name", "pid", "owner"],
-        "What was left to CUDA when the process was last paused, by library; and as owner driver its context, loaded code and small \
-         allocations, where known.";
-    GROWTH = "vramctl_residue_growth_bytes", ["name", "pid", "owner"], "Who had more at each of the last pauses, and how much per cycle: a leak?";
+        "Memory left to CUDA when the process was last paused, by library; for the owner driver its context, loaded code and small \
+         allocations, if known.";
+    GROWTH = "vramctl_residue_growth_bytes", ["name", "pid", "owner"], "Owners that had more at each of the last pauses, and how much per cycle: a leak?";
 
     OPERATIONS = "vramctl_operations_total", ["name", "pid", "operation"], "Operations that changed anything. Operations: pause, resume.";
     FAILURES = "vramctl_operation_failures_total", ["name", "pid", "operation", "code"],
         "Operations that failed and changed nothing, by the error's code (docs/protocol.md). Each attempt of a job counts.";
-    BYTES = "vramctl_operation_bytes_total", ["name", "pid", "operation"], "GPU memory given back by pauses, or taken again by resumes.";
+    BYTES = "vramctl_operation_bytes_total", ["name", "pid", "operation"], "GPU memory that pauses released, or resumes allocated again.";
     CONTENTS = "vramctl_operation_contents_bytes_total", ["name", "pid", "operation", "fate"],
-        "The same by what became of its contents. Fates: copied, unchanged (in a retained backup already), discarded.";
+        "The same by what happened to its contents. Fates: copied, unchanged (in a retained backup already), discarded.";
     SECONDS = "vramctl_operation_seconds_total", ["name", "pid", "operation"], "Time that operations took.";
     STAGE_SECONDS = "vramctl_operation_stage_seconds_total", ["name", "pid", "operation", "stage"],
         "The same by stage. Stages: wait, save, unmap, release, guard, map, restore, nccl; map and restore overlap.";

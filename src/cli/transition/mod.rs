@@ -154,8 +154,9 @@ pub struct Args {
     /// Wait at most this many seconds for what is in the way; fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
-    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}]}; a resume of a suspended process also has "restored",
-    /// with the times of the driver's part, and a pause with --trim "trimmed"
+    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}], "jobs": [{"job", "pids", "committed", "attempts",
+    /// "ms"}]}; a resume of a suspended process also has "restored", with the times of the driver's part, and a pause with --trim
+    /// "trimmed"
     #[arg(long)]
     pub json: bool,
     /// Print errors and warnings only
