@@ -107,6 +107,9 @@ class Jobs(unittest.TestCase):
         self.assertEqual(unknown.exception.known_tags, ["kv_cache", "weights"])
         with self.assertRaisesRegex(errors.NoProcess, "2 of 3 processes are there"):
             vramctl.Job("engine", ranks=3).pause()
+        for leave in (vramctl.Job("engine", ranks=3).suspend, lambda: vramctl.Job("engine", ranks=3).move(1)):
+            with self.assertRaisesRegex(errors.NoProcess, "2 of 3 processes are there"):
+                leave()
         with self.assertRaises(errors.NoProcess):
             vramctl.Job("nobody").resume()
         with self.assertRaises(errors.Invalid):

@@ -41,7 +41,7 @@ class JobReport:
 
     #: By process id.
     processes: Mapping[int, Report] = field(default_factory=dict)
-    #: How often it was tried: the processes of a held job may have to run on until they stand at the same place.
+    #: How many attempts it took. If the processes of a job stand at different collectives, they run on for a moment and are held again.
     attempts: int = 0
     #: Milliseconds from the request until the last process was done.
     ms: float = 0.0
@@ -76,8 +76,8 @@ class Job:
 
     `ranks`: how many processes there must be; else, as many as when the job was last paused or resumed.
 
-    Either all processes are paused or resumed, or none is: then an exception is raised, with the reason of the one that could not.
-    All functions have an asyncio form, which ends in ``_async``. Thread-safe.
+    Either all processes are paused or resumed, or none is; then the exception says which one failed, and why. Each method has an asyncio
+    form, whose name ends in ``_async``. Thread-safe.
     """
 
     def __init__(self, name: str | None = None, *, ranks: int | None = None) -> None:
@@ -108,19 +108,18 @@ class Job:
     ) -> JobReport:
         """Returns the GPU memory of the tags (None: all) to the driver.
 
-        `hold`: seconds to wait for the processes' calls and work in flight. They need not be idle: they stand still until
-        everything is resumed. None: they must be idle, and `timeout` is how long to wait for work in flight.
+        `hold`: seconds to wait for the processes' calls and work in flight. They need not be idle: they are held until everything is
+        resumed. None: they are not held and must be idle, and `timeout` is how long to wait for work in flight.
 
         `engine`: the URL of the inference engine. If its KV cache is to be discarded, it must be idle, else `errors.Busy` is raised,
         and it resets its prefix cache first.
 
-        `shared`: take along other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`. They are held as
-        well, set aside what they have open, and go on by themselves when it is resumed. They are in the report, with `Report.missing`.
-        Only with `hold`.
+        `shared`: also hold other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`. They set aside what
+        they have open, and continue by themselves when it is resumed. They are in the report, with `Report.missing`. Only with `hold`.
 
         `nccl`: once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
-        communicator must be in the job. Off by default, because a failure inside NCCL cannot be undone: it does not raise,
-        `Report.communicators` says what has come of each. Only with `hold`.
+        communicator must be in the job. Off by default, because a failure inside NCCL cannot be undone. It does not raise an exception:
+        see `Report.communicators`. Only with `hold`.
 
         `backup`, `force`, `registered`, `guard`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
         """
@@ -152,12 +151,12 @@ class Job:
         nccl: bool = False,
         hold: float = 10.0,
     ) -> dict[int, StepsReport]:
-        """Takes the job off its GPUs entirely: pauses all tags, then has the driver checkpoint the rest. By process id.
+        """Takes the job off its GPUs entirely: pauses all tags, then has the driver checkpoint the rest. Returns reports by process id.
 
-        `resume` brings it back. The arguments are those of `pause`; `registered` cannot be ``keep``. With `shared`, those that have its
-        memory open stay on their GPUs: they are only held, and are in the report with `StepsReport.missing`. Raises `errors.NotRestorable` for what the driver could not
-        restore: all tags are paused then, and the rest stays on the GPU. `nccl` is for a job that can only be paused by tag because of
-        NCCL: what NCCL has given back is in the exception's message.
+        `resume` brings it back. The arguments are those of `pause`, but `registered` cannot be ``keep``. With `shared`, processes of other
+        jobs that have its memory open stay on their GPUs: they are only held, and are in the report with `StepsReport.missing`. Raises
+        `errors.NotRestorable` if the driver could not restore it: then all tags are paused, and the rest stays on the GPU. `nccl` is for
+        a job that can only be paused by tag because of NCCL; the exception's message says what NCCL has given back.
         """
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
         options += ["--force"] if force else []
@@ -169,10 +168,10 @@ class Job:
     def move(
         self, to: int | str | Iterable[int | str], *, swap: str | None = None, hold: float = 10.0
     ) -> dict[int, StepsReport]:
-        """Goes on with other GPUs of the same model. By process id.
+        """Moves the job to other GPUs of the same model, where its work continues. Returns reports by process id.
 
-        `to`: index in ``nvidia-smi``, UUID or bus id; one for each GPU of the job. `swap`: the name of the job that is there, which
-        goes to the GPUs of this one. If it cannot be moved, it runs on where it was, and the exception says why.
+        `to`: index in ``nvidia-smi``, UUID or bus id; one for each GPU of the job. `swap`: the name of a job to exchange GPUs with. If
+        the job cannot be moved, it continues where it was, and the exception says why.
         """
         gpus = [to] if isinstance(to, (int, str)) else list(to)
         options = [f"--to={','.join(map(str, gpus))}", f"--hold-timeout={_seconds(hold)}"]
@@ -187,7 +186,7 @@ class Job:
         return await _in_thread(lambda: self.move(to, **options))
 
     def _steps(self, verb: str, options: list[str]) -> dict[int, StepsReport]:
-        told = _run([verb, *self._target, *options, "--json"])
+        told = _run([verb, *self._target, *self._ranks, *options, "--json"])
         reports = {process["pid"]: process["report"] for process in _processes(told)}
         return {pid: StepsReport._from(report) for pid, report in reports.items()}
 
@@ -199,7 +198,7 @@ class Job:
     def paused(
         self, tags: str | Iterable[str] | None = None, *, resume_timeout: float | None = None, **options: Any
     ) -> _Paused:
-        """A context in which the job is paused, also for ``async with``. It is always resumed, whatever happens.
+        """A context in which the job is paused, also for ``async with``. At its end the job is resumed, whatever happens.
 
         `resume_timeout`: as `timeout` of `resume`. The other arguments are those of `pause`.
         """
@@ -226,7 +225,7 @@ class Job:
 
 
 def ledger() -> list[Ledger]:
-    """Whose the memory in use is, for each GPU of this machine: by tag, by library, and of other processes.
+    """Who uses the memory of each GPU of this machine: by tag, by library, and other processes.
 
     Runs the command line, which asks NVML and all managed processes.
     """
@@ -293,7 +292,7 @@ def _seconds(timeout: float | None) -> str:
 
 
 def _run(arguments: list[str], folder: str | None = None) -> dict[str, Any]:
-    from .__main__ import command  # at first use: `python -m vramctl` is about to run that module itself
+    from .__main__ import command  # only here: `python -m vramctl` runs that module itself
 
     ran = subprocess.run(
         [command(), *arguments],
@@ -315,7 +314,7 @@ def _run(arguments: list[str], folder: str | None = None) -> dict[str, Any]:
 
 
 def _processes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The processes of an answer. Raises what one of them could not do: what was only taken back says less."""
+    """The processes of an answer. Raises the error of one that failed; those that were only undone because of it say less."""
     failed = [told["error"]] if told.get("error") else []
     processes: list[dict[str, Any]] = list(told["processes"])
     failed += [{**process["error"], "pid": process["pid"]} for process in processes if process.get("error")]
