@@ -145,9 +145,7 @@ def region(tag: str | None, backup: Backup = "default", *, device: Any = None, p
     are never paused.
 
     `backup`: what a pause does with the contents. ``host`` keeps them in host memory, ``disk`` keeps them in a file,
-    ``discard`` drops them (they read as zero after the resume), ``default`` follows ``VRAMCTL_BACKUP``, else ``host``. With
-    ``discard``, neighbouring allocations share physical memory after a resume. Memory freed from such a group returns to
-    the driver when the last of them is freed, or at the next pause.
+    ``discard`` drops them (they read as zero after the resume), ``default`` follows ``VRAMCTL_BACKUP``, else ``host``.
 
     With torch, tensors made inside come from a `torch.cuda.MemPool` for this tag, policy and `device` (anything torch
     accepts; None is the current device), so tensors with different tags never share memory. A region covers one device.
@@ -291,11 +289,11 @@ def status() -> Status:
 
 
 def trim(*, timeout: float | None = 10.0) -> Trimmed:
-    """Returns the GPU memory that torch holds without using it, before a phase that needs it: collects garbage and empties torch's
-    cache, up to three times, until a round returns less than 1 GiB.
+    """Returns the GPU memory that torch has cached: collects garbage and empties torch's cache, up to three times, until a round
+    returns less than 1 GiB.
 
-    A thread of this package does it, and this call waits for that. Memory of pools that are in use, such as those of regions, is
-    kept; `Cached.fragmented_bytes` is what is stuck in segments that still hold a tensor.
+    A thread of this package does it, and this call waits. Memory cached in other pools, such as those of regions, is kept;
+    `Cached.fragmented_bytes` is stuck in segments that still hold a tensor.
 
     `timeout`: seconds to wait; None means 10. Raises `errors.NotPreloaded`, `errors.Busy` on timeout, and `errors.Invalid` if torch
     has not used CUDA yet.
@@ -332,8 +330,8 @@ def set_memory_margin(bytes: int) -> None:
 
 
 def set_watch(below: int, *, trim: bool = False) -> None:
-    """Watches how much of each device is free, whoever uses the rest: when it falls below this many bytes, the library logs once who
-    uses the memory, and with `trim` does what `trim()` does. 0 ends the watch. ``VRAMCTL_WATCH`` and ``VRAMCTL_WATCH_TRIM`` set this
+    """Watches how much of each device is free, whoever uses the rest. When less than `below` bytes are free, the library logs once who
+    uses the memory and, with `trim`, does what `trim()` does. 0 ends the watch. ``VRAMCTL_WATCH`` and ``VRAMCTL_WATCH_TRIM`` set this
     from the start. Raises `errors.NotPreloaded`.
     """
     if not 0 <= below < 1 << 64:

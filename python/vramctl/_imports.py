@@ -37,19 +37,19 @@ def when_imported(name: str, function: Callable[[Any], object]) -> None:
 
 
 def serve_torch() -> None:
-    """Has the package return torch's cache when somebody asks, from the moment that torch uses CUDA, here or in a forked child."""
+    """Makes `vramctl trim` work from the moment that torch uses CUDA, here or in a forked child."""
     when_imported("torch", _when_torch_uses_cuda)
 
 
 def _when_torch_uses_cuda(torch: Any) -> None:
-    # Not before: importing the package takes longer than a hundredth of importing torch. At once, if torch uses CUDA already.
+    # Not earlier: importing the package takes more than 1% of the time that importing torch takes. At once if torch uses CUDA already.
     when_initialized = getattr(torch.cuda, "_lazy_call", None)
     if when_initialized is not None:
         when_initialized(_serve)
 
 
 def _serve() -> None:
-    # Torch holds a lock that is not reentrant. What is raised here would be an error of the program's first use of CUDA.
+    # Torch holds a lock that is not reentrant. An exception here would make the program's first use of CUDA fail.
     try:
         from vramctl import _trim
 

@@ -375,7 +375,7 @@ def _is_trusted(segment: Mapping[str, Any], pools: Collection[PoolId]) -> bool:
 
 
 def segments() -> list[tuple[int, int, int]]:
-    """Torch's memory, as (address, bytes, bytes in use). Of expandable segments each block by itself: their pages go one by one."""
+    """Torch's memory, as (address, bytes, bytes in use). Expandable segments block by block: their pages are returned one by one."""
     found = []
     for segment in _segments(sys.modules["torch"]):
         blocks = [

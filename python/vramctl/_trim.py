@@ -1,12 +1,12 @@
-"""Returns the memory that torch's allocator holds without using it, when somebody asks: `vramctl trim`, `vramctl.trim()`.
+"""Returns the memory that torch has cached, when somebody asks: `vramctl trim`, `vramctl.trim()`.
 
-A daemon thread of this package waits in the library, without the interpreter lock, and does what it is asked. Not a pending call
-on the main thread: an idle server's main thread sits in a system call and runs none, and idle is when a trim is wanted. And the
-library's own threads run no Python: one that waits for the interpreter lock when the interpreter ends would be ended there.
+A daemon thread of this package waits in the library, without the interpreter lock, and does what it is asked. A pending call on the
+main thread would not do: an idle server's main thread waits in a system call and runs none, and idle is when a trim is wanted. Nor
+would the library's own threads: one that waits for the interpreter lock when the interpreter exits would be killed there.
 
-Other threads may go on meanwhile. Torch's allocator and the garbage collector allow that: both run in whatever thread comes
-along. The library has put this thread's stream captures into the relaxed mode, so that what it frees does not invalidate the
-captures of others. `torch.cuda.synchronize()` would, so it is not called.
+Other threads keep running: torch's allocator and the garbage collector work in any thread. The library has put this thread into the
+relaxed capture mode, so that its frees do not invalidate the captures of others. `torch.cuda.synchronize()` would invalidate them, so
+it is not called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _is_served = False
 
 
 def _start_anew() -> None:
-    """In a forked child: it has no such thread, and the lock may be that of a thread that it has not, either."""
+    """In a forked child: it has no such thread, and a thread that it does not have either may have held the lock."""
     global _lock, _is_served
     _lock, _is_served = threading.Lock(), False
 
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 def ensure() -> None:
-    """Starts the thread if torch uses CUDA and it does not run."""
+    """Starts the thread if torch uses CUDA and the thread is not running."""
     if _torch.is_used():
         serve()
 
@@ -53,7 +53,7 @@ def serve() -> None:
     with _lock:
         if library is None or not library.has("cache_wait") or _is_served:
             return
-        # Whoever asks from now on waits for the thread. Before it starts: later this would answer in its place.
+        # Announces the thread: requests from now on wait for it. Later, this call would answer the thread's first task.
         library.call("cache_answer", None)
         threading.Thread(target=_work, args=(library,), name="vramctl-trim", daemon=True).start()
         _is_served = True

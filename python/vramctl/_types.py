@@ -43,16 +43,16 @@ class Communicator:
     device: int = 0
     #: The version of its NCCL.
     nccl: str = ""
-    #: ``active``; ``suspending``, while NCCL waits for the other ranks; ``suspended``; ``resuming``, likewise; ``broken``: NCCL has failed
-    #: in the middle, and it can never be used again. While one is not ``active``, the program stays held.
+    #: ``active``; ``suspending``, while NCCL waits for the other ranks; ``suspended``; ``resuming``, likewise; ``broken``: NCCL failed in
+    #: the middle, and the communicator is unusable. While one is not ``active``, the program stays held.
     state: str = "active"
-    #: What NCCL can give back or, if it is suspended, has. 0 in a `Status`: NCCL is not asked.
+    #: Memory that NCCL can give back or, if it is suspended, has given back. 0 in a `Status`, for which NCCL is not asked.
     bytes: int = 0
-    #: What NCCL does not give back.
+    #: Memory that NCCL does not give back.
     kept_bytes: int = 0
-    #: What NCCL answered to the last attempt, if that failed.
+    #: NCCL's error from the last attempt, if it failed.
     error: str | None = None
-    #: Why it is never suspended; None if it may be.
+    #: Why it cannot be suspended; None if it can.
     unfit: str | None = None
 
 
@@ -74,16 +74,16 @@ class Report:
     unchanged: int = 0
     #: Bytes that the driver has so far refused to release; the library retries.
     late_bytes: int = 0
-    #: After a resume: memory of other processes that this one has open and that is not back. After a pause of others with `shared`:
-    #: what was set aside of theirs. The process stays held until it is back.
+    #: After a resume: memory of other processes that this one has open and that is not back. After a pause with `shared`, of a process
+    #: that was only held: the memory that it set aside. The process stays held until it is back.
     missing: tuple[Borrowed, ...] = ()
     #: After a pause with a guard: the bytes that have one.
     guarded_bytes: int = 0
-    #: After a pause with a guard: the bytes that could not be given one.
+    #: After a pause with a guard: the bytes for which the guard failed.
     unguarded_bytes: int = 0
-    #: Device memory that guards take until no memory of their device is guarded any more.
+    #: Device memory used by guards, until no memory of their device is guarded any more.
     guard_bytes: int = 0
-    #: After a resume: bytes of the guards that something wrote to. Reads leave no trace.
+    #: After a resume: bytes of the guards that something wrote to. Reads cannot be detected.
     guard_written_bytes: int = 0
     #: The communicators that NCCL was asked to suspend or to resume, as they are now. Unless all are ``active``, the program stays held.
     communicators: tuple[Communicator, ...] = ()
@@ -175,7 +175,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class Cached:
-    """What a program's own allocator, such as torch's, has of a tag on a GPU."""
+    """The memory of a program's own allocator, such as torch's, under one tag on one GPU."""
 
     #: The UUID; None if the memory is not managed.
     gpu: str | None = None
@@ -185,9 +185,9 @@ class Cached:
     live_bytes: int = 0
     #: Free, in whole segments.
     cached_bytes: int = 0
-    #: Free, in segments partly in use: stuck.
+    #: Free, but stuck in segments that are partly in use.
     fragmented_bytes: int = 0
-    #: After a trim: returned.
+    #: After a trim: returned to the driver.
     returned_bytes: int = 0
 
 
@@ -197,7 +197,7 @@ class Trimmed:
 
     #: Returned to the driver.
     returned_bytes: int = 0
-    #: What there is afterwards.
+    #: The allocator's memory afterwards.
     cache: tuple[Cached, ...] = ()
     #: Milliseconds in total.
     ms: float = 0.0
@@ -209,23 +209,23 @@ class Trimmed:
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a process had after a pause, in bytes. Pauses without a resume in between are one cycle."""
+    """The memory of a process after a pause, in bytes. Pauses without a resume in between are one cycle."""
 
-    #: Of each tag, paused or not.
+    #: By tag, paused or not.
     tags: Mapping[str, int] = field(default_factory=dict)
-    #: Left to CUDA, by the file name of the library that has asked for it.
+    #: Left to CUDA, by the file name of the library that asked for it.
     left_alone: Mapping[str, int] = field(default_factory=dict)
-    #: What NVML counts besides, by the UUID of the GPU; `vramctl pause` tells it, so it may be empty.
+    #: The rest of what NVML counts, by the UUID of the GPU. `vramctl pause` sends it, so it may be empty.
     driver: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Someone who has more memory in each cycle: a leak, unless the program is still warming up."""
+    """An owner whose memory grows in each cycle: a leak, unless the program is still warming up."""
 
     #: A tag, a library, or the driver, for people.
     owner: str
-    #: The mean.
+    #: Mean growth.
     bytes_per_cycle: int
     #: Over how many cycles.
     cycles: int
@@ -245,13 +245,13 @@ class Status:
     late_bytes: int = 0
     #: Memory of other processes that it has open, by owner and GPU.
     borrowed: tuple[Borrowed, ...] = ()
-    #: The NCCL communicators that the program was seen to make and has not ended.
+    #: The NCCL communicators that the library has seen the program create, and that are not destroyed yet.
     communicators: tuple[Communicator, ...] = ()
     #: By owner, in alphabetical order.
     left_alone: tuple[LeftAlone, ...] = ()
     #: The last cycles, the oldest first.
     cycles: tuple[Cycle, ...] = ()
-    #: Whose memory grows from cycle to cycle.
+    #: Owners whose memory grows from cycle to cycle.
     growing: tuple[Growth, ...] = ()
 
     @classmethod
@@ -280,15 +280,15 @@ class Share:
 
     #: ``tag``, ``left_alone``, ``page_tables``, ``driver``, ``process``, ``out_of_sight`` or ``unexplained``: docs/out-of-memory.md.
     what: str
-    #: Below 0 where a library knows of more than NVML.
+    #: Negative if the library counts more than NVML.
     bytes: int
     #: The process, and its name.
     pid: int | None = None
     name: str | None = None
-    #: The tag, or the file name of the library that has asked CUDA for it.
+    #: The tag, or the file name of the library that asked CUDA for it.
     of: str | None = None
-    #: Of a tag, if the program's own allocator, such as torch's, has said: in use, free in whole segments, and free in segments partly
-    #: in use.
+    #: For a tag, if the program's own allocator, such as torch's, reports it: bytes in use, free in whole segments, and free in segments
+    #: that are partly in use.
     live_bytes: int | None = None
     cached_bytes: int | None = None
     fragmented_bytes: int | None = None
@@ -306,7 +306,7 @@ class Ledger:
     free_bytes: int
     #: What the shares add up to.
     used_bytes: int
-    #: What the driver keeps besides; None where it counts as used.
+    #: Reserved by the driver, and not part of `used_bytes`; None if it counts as used.
     reserved_bytes: int | None
     shares: tuple[Share, ...]
 
@@ -329,7 +329,7 @@ class Hello:
     name: str
     #: The first 200 characters of its command line.
     program: str = ""
-    #: The inference engine it declared (``vllm``, ``sglang``). Reset the engine's prefix cache before discarding its
+    #: The inference engine that it has declared (``vllm``, ``sglang``). Reset the engine's prefix cache before discarding its
     #: ``kv_cache``.
     engine: str | None = None
 

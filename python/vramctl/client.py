@@ -260,23 +260,24 @@ class Client:
         `registered`: what to do with memory that another process, a network card or NCCL has registered: ``refuse`` (raise
         `errors.Registered`), ``keep`` (pause the rest) or ``take`` (pause it too).
 
-        `hold`: the process need not be idle: its calls that start GPU work wait until everything is resumed. Seconds to wait
-        for calls and work in flight, no more than `timeout`; after that `errors.Busy`, and it runs on. None: it is not held, and
-        must be idle. A process cannot hold itself, because a thread that waits may have the interpreter's lock: `errors.Invalid`.
+        `hold`: hold the process, which then need not be idle: its calls that start GPU work wait until everything is resumed. The value
+        is how many seconds to wait for calls and work in flight, at most `timeout`; after that, `errors.Busy` is raised and the process
+        continues. None: it is not held, and must be idle. A process cannot hold itself (`errors.Invalid`), because a waiting thread may
+        have the interpreter lock.
 
-        `guard`: keep a small block of GPU memory (62 MiB per GPU) mapped under the paused addresses, so that a stray access, mostly
-        without `hold`, does not destroy the CUDA context. Best effort: see `Report.unguarded_bytes`. The report of the resume says
+        `guard`: map a small block of GPU memory (62 MiB per GPU) under the paused addresses, so that a stray access, which is likely
+        only without `hold`, does not destroy the CUDA context. Best effort: see `Report.unguarded_bytes`. The report of the resume says
         if something wrote there (`Report.guard_written_bytes`).
 
-        `shared`: take along other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`: they are held as
-        well, set aside what they have open, and go on by themselves when it is resumed.
+        `shared`: also hold other processes that have the memory open (CUDA IPC), instead of raising `errors.Shared`. They set aside what
+        they have open, and continue by themselves when it is resumed.
 
         `nccl`: once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
         communicator must be in this process; for others, see `Job.pause`. Off by default, because a failure inside NCCL cannot be
-        undone: it does not raise, `Report.communicators` says what has come of each.
+        undone. It does not raise an exception: see `Report.communicators`.
 
-        `shared` and `nccl` run the command line, which must be installed. They need `hold`, and go neither with `progress` nor with a
-        mapping of tags to policies (else `errors.Invalid`).
+        `shared` and `nccl` run the command line, which must be installed. They need `hold`, and do not work with `progress` or with a
+        mapping of tags to policies (`errors.Invalid`).
 
         `timeout`: seconds to wait for the device's work; None waits for `hold`, or indefinitely. It does not limit copying.
 
@@ -343,10 +344,10 @@ class Client:
         return self._transition(request, _FOR_EVER if timeout_ms is None else timeout_ms, progress)
 
     def trim(self, *, timeout: float = 10.0) -> Trimmed:
-        """Has torch in the process return the GPU memory that it holds without using it, by a thread of its own, next to its work.
+        """Has torch in the process return the GPU memory that it has cached. A background thread there does it; the process keeps running.
 
-        `timeout`: seconds to wait. Raises `errors.Busy` after that (what has begun goes on), and `errors.Invalid` if the process is
-        held, or does not use torch.
+        `timeout`: seconds to wait. After that, raises `errors.Busy`; a trim that has begun continues. Raises `errors.Invalid` if the
+        process is held, or does not use torch.
         """
         timeout_ms = _request.milliseconds(timeout)
         return Trimmed._from(self._ask({"request": "trim", "timeout_ms": timeout_ms}, "trimmed", None, None))

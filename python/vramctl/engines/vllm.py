@@ -112,8 +112,8 @@ def _load_model(original: engines.Function, worker: Any, *arguments: Any, **keyw
 
 
 def _shares_graphs(config: Any) -> bool:
-    """Whether workers have each other's CUDA graph memory open (custom all-reduce). Each falls asleep by itself, and one alone
-    cannot pause such memory; from outside, all are paused together."""
+    """Whether workers have each other's CUDA graph memory open (custom all-reduce). In sleep mode each worker pauses alone, which is
+    refused for such memory; from outside, all are paused together."""
     parallel = config.parallel_config
     return (
         getattr(parallel, "tensor_parallel_size", 1) > 1
