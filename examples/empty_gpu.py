@@ -2,7 +2,12 @@
 
     python examples/empty_gpu.py GPU [OTHER ...]
 
-GPU and OTHER: indices in `nvidia-smi`. Each job on GPU moves, in the middle of its work, to the first OTHER of the same model with enough room. A job that fits nowhere is suspended; `vramctl resume` brings it back once the GPU is in service again. A job that can be neither moved nor suspended (NCCL across GPUs, unified memory) is named and left as it is. The exit code is 1 if there is such a job, or if programs without vramctl are on the GPU. With several GPUs per job, move it by hand: `vramctl move JOB --to GPU,GPU`.
+GPU and OTHER: indices in `nvidia-smi`. Each job on GPU moves, in the middle of its work, to the
+first OTHER of the same model with enough room. A job that fits nowhere is suspended; `vramctl
+resume` brings it back once the GPU is in service again. A job that can be neither moved nor
+suspended (NCCL across GPUs, unified memory) is named and left as it is. The exit code is 1 if there
+is such a job, or if programs without vramctl are on the GPU. With several GPUs per job, move it by
+hand: `vramctl move JOB --to GPU,GPU`.
 """
 
 import json
