@@ -26,7 +26,7 @@ impl log::Log for Stderr {
             Level::Trace => "trace",
         };
         let (process, text) = (std::process::id(), record.args());
-        let mut line = Line { bytes: [0; SHORT], length: 0 };
+        let mut line = ShortLine { bytes: [0; SHORT], length: 0 };
         match writeln!(line, "vramctl[{process}]: {level}: {text}") {
             Ok(()) => write_to_stderr(&line.bytes[..line.length]),
             Err(fmt::Error) => write_to_stderr(format!("vramctl[{process}]: {level}: {text}\n").as_bytes()),
@@ -40,12 +40,12 @@ impl log::Log for Stderr {
 const SHORT: usize = 512;
 
 /// A line on the stack. Writing to it fails once it is full.
-struct Line {
+struct ShortLine {
     bytes: [u8; SHORT],
     length: usize,
 }
 
-impl Write for Line {
+impl Write for ShortLine {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         let end = self.length + text.len();
         self.bytes.get_mut(self.length..end).ok_or(fmt::Error)?.copy_from_slice(text.as_bytes());
