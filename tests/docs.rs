@@ -62,6 +62,26 @@ fn every_variable_is_documented() {
     }
 }
 
+/// Every variable and control function of the simulated GPU is on its page.
+#[test]
+fn the_simulated_gpus_controls_are_documented() {
+    let page = fs::read_to_string(root().join("tests/simgpu/README.md")).unwrap();
+    let word = |text: &str| text.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect::<String>();
+    let mut found = Vec::new();
+    for entry in fs::read_dir(root().join("tests/simgpu/src")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_file() {
+            let text = fs::read_to_string(path).unwrap();
+            found.extend(text.split("\"C\" fn ").map(word).filter(|name| name.starts_with("simgpu_")));
+            found.extend(text.match_indices("SIMGPU_").map(|(at, _)| word(&text[at..])));
+        }
+    }
+    assert!(found.len() > 20, "{found:?}");
+    for name in found {
+        assert!(page.contains(&name), "{name} is not documented");
+    }
+}
+
 /// Every exported function of the C ABI is in the header, and each function that the documentation mentions exists.
 #[test]
 fn functions_that_the_documentation_names_exist() {

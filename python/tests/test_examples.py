@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 if str(ROOT / "python") not in sys.path:
     sys.path.insert(0, str(ROOT / "python"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-#: Do not import the package: one shows that a script needs no changes, the others run the command.
+#: These do not import the package: one shows that a script needs no changes, the others run the command.
 WITHOUT_THE_PACKAGE = {"torch_script.py", "two_models.py", "empty_gpu.py"}
 
 

@@ -111,7 +111,7 @@ loop.serve(Memory, version="stand-in 1")
 
 class Sections(unittest.TestCase):
     def test_what_a_section_wrote_before_it_failed_is_shown(self):
-        """The log has it, too, but nobody sees that."""
+        """The log has it, too, but nobody looks there."""
         hangs = "echo stuck in line 7 >&2; echo $((6 * 7)) times; exec sleep 60"
         printed = io.StringIO()
         with tempfile.TemporaryDirectory() as folder:

@@ -538,7 +538,7 @@ class TakingTurns(Script):
         first = self.folder / "out/gpu-engines.json"
         first.rename(self.folder / "first.json")
         done, many = self.measure("many", "--engines", "3", "--switches", "8", "--join", self.folder / "first.json")
-        # How fast it is has no meaning here.
+        # Its speed means nothing here.
         timed = ("times as fast", "within 3 s")
         missed = [one["check"] for one in many["checks"] if not one["ok"] and not any(text in one["check"] for text in timed)]
         self.assertEqual(missed, [], done.stdout + done.stderr)
@@ -557,7 +557,7 @@ class TakingTurns(Script):
             self.assertTrue([line for line in table if line.startswith(f"| {way}")], f"{way}: {table}")
 
     def test_contents_that_are_lost_are_noticed(self):
-        """Weights that a pause drops: the engines answer something else."""
+        """If a pause drops the weights, the engines' answers differ."""
         done, many = self.measure(
             "many", "--engines", "2", "--switches", "4", "--env", "VRAMCTL_BACKUP=weights=discard,kv_cache=discard"
         )

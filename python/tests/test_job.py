@@ -123,7 +123,7 @@ class Jobs(unittest.TestCase):
             self.job.pause(registered="all")
 
 
-#: One shares its memory by CUDA IPC, and one opens what it is given a handle of.
+#: One process shares its memory by CUDA IPC, and the other opens the handle that it gets.
 SHARING = """
 import ctypes, sys
 sys.path.insert(0, {tests!r})
@@ -265,7 +265,7 @@ class Communicators(unittest.TestCase):
             self.assertEqual([(one.state, one.ranks, one.nccl) for one in status.communicators], [("suspended", 2, "2.29.7")])
         self.assertEqual(told(job.resume()), [("active", 10 * MIB, 2 * MIB)] * 2)
         self.assertEqual(self.all_say(["sum 1", "sum 2"]), ["0 3", "0 3"])
-        # Only when it is asked for.
+        # Only on request.
         self.assertEqual([one.communicators for one in job.pause().processes.values()], [(), ()])
         job.resume()
         with self.assertRaisesRegex(errors.NotRestorable, "NCCL has given back 20.00 MiB"):

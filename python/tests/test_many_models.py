@@ -125,7 +125,7 @@ class ManyModels(unittest.TestCase):
             for name in first:
                 tokens, resets = self.ask(name)
                 self.assertEqual(tokens, first[name], f"turn {turn}")
-                # When it had started, and each time that it has left since.
+                # Once when it had started, and each time it has left since.
                 self.assertEqual(resets, turn + 2, "its prefix cache described a KV cache that was dropped")
                 self.wait_until_on_the_gpu(name)
 
@@ -138,7 +138,7 @@ class ManyModels(unittest.TestCase):
             concurrent.futures.wait(short, return_when=concurrent.futures.FIRST_COMPLETED)
             self.assertFalse(long.done(), "it has not been in the middle")
             self.assertEqual(len({tuple(one.result()[0]) for one in short}), 1)
-            # Nothing was reset under it.
+            # Its prefix cache was not reset meanwhile.
             self.assertEqual(long.result(), (alone, resets))
 
     def test_who_is_not_there_is_said(self):

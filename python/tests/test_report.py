@@ -1,4 +1,4 @@
-"""What a Python program tells when it runs out of device memory: the line of Python that asked, whose memory there is, and the command
+"""What a Python program tells when it runs out of device memory: the line of Python that made the request, who uses the memory, and the command
 that would free some."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch's cache is returned when somebody asks, with fake_torch in place of torch."""
+"""Trims: torch's cache is returned on request, with fake_torch in place of torch."""
 
 from __future__ import annotations
 

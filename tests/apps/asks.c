@@ -1,9 +1,9 @@
-/* A library that allocates: whose memory it is, the library preloaded beside it sees from where the call comes. */
+/* A library that allocates. The preloaded library tells by the return address that this one made the call. */
 #include <stddef.h>
 
 int ask(int (*allocate)(void **pointer, size_t bytes), void **pointer, size_t bytes)
 {
-	/* Not the last thing that happens here, so that the call returns here. */
+	/* Not a tail call: it must return to this library. */
 	volatile int code = allocate(pointer, bytes);
 	return code;
 }

@@ -1,4 +1,4 @@
-/* A program that allocates and frees all the time, a burst at a time, and tells what each burst took. */
+/* A program that allocates and frees constantly, in bursts, and prints how long each burst took. */
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>

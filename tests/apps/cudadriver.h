@@ -1,5 +1,5 @@
 /*
- * The part of the CUDA driver API that the programs for it use.
+ * The part of the CUDA driver API that the sample programs use.
  *
  * Written out here, so that they build without a CUDA toolkit. The names, the values and the layouts are NVIDIA's, and
  * the same in CUDA 11.8, 12 and 13. Functions have the names that libcuda exports, with their versions.

@@ -20,7 +20,7 @@ static bool request(const char *line, FILE *out)
 	void *pointer;
 	cudaError_t error;
 
-	/* What no driver can restore from a checkpoint. */
+	/* No driver can restore this from a checkpoint. */
 	if (strcmp(line, "unified") != 0)
 		return false;
 	error = cudaMallocManaged(&pointer, 4096, cudaMemAttachGlobal);

@@ -1,4 +1,4 @@
-/* A competing program: allocates device memory, writes to all of it, checks it and holds it. */
+/* A competing program: allocates device memory, writes all of it, verifies it and keeps it. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <getopt.h>

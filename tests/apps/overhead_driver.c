@@ -1,4 +1,4 @@
-/* Measures calls into the CUDA driver, and the look-up of its functions, beside the driver's own in the same process. */
+/* Measures calls of the CUDA driver and lookups of its functions, compared with the driver's own functions in the same process. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
@@ -29,7 +29,7 @@ static const char help[] =
 #define HANDLES 64
 #define HANDLE_BYTES ((size_t)2 << 20)
 
-/* The functions that are timed: as dlsym answers them, or as they stand in the library. */
+/* The functions to time: as dlsym returns them, or as the library defines them. */
 struct functions {
 	void *(*dlsym)(void *library, const char *name);
 	CUresult (*address)(const char *name, void **found, int version, uint64_t flags, int *status);
@@ -61,7 +61,7 @@ static void need(CUresult error, const char *what)
 		fail(what, error);
 }
 
-/* How many symbols a library has, from its hash table. */
+/* The number of symbols in a library, from its hash table. */
 static size_t symbols_by(const uint32_t *hash, const uint32_t *gnu)
 {
 	if (hash != NULL)
@@ -81,7 +81,7 @@ static size_t symbols_by(const uint32_t *hash, const uint32_t *gnu)
 	return last + 1;
 }
 
-/* A function as it stands in a library, whatever dlsym answers. */
+/* A function as a library defines it, whatever dlsym returns. */
 static void *own(void *library, const char *name)
 {
 	struct link_map *map = NULL;
@@ -154,7 +154,7 @@ static double median(double *values, size_t count)
 	return values[count / 2];
 }
 
-/* Each times some calls with the functions given, and stores ns per call: one figure, or several. */
+/* Each of these times some calls of the given functions, and stores ns per call: one figure, or several. */
 typedef void measurement(const struct functions *f, double *ns);
 
 static void look_up(const struct functions *f, void *library, const char *name, double *ns)
@@ -246,7 +246,7 @@ static void launch(const struct functions *f, double *ns)
 {
 	need(synchronize(), "cuCtxSynchronize");
 	double from = now();
-	/* Fewer than the queue holds: a launch does not wait for an earlier one. */
+	/* Fewer than the queue can hold, so that no launch waits for an earlier one. */
 	for (int i = 0; i < 500; i++)
 		need(f->launch(nothing, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL), "cuLaunchKernel");
 	*ns = (now() - from) / 500;
@@ -273,7 +273,7 @@ static bool load_nothing(void)
 	return load(&module, ptx) == 0 && get(&nothing, module, "nothing") == 0;
 }
 
-/* Runs a measurement with both in turns, and prints a line for each of its names. */
+/* Measures both alternately, and prints a line for each name. */
 static void compare(measurement *measure, const struct functions *both, size_t batches, int count,
                     const char *const *names, const bool *same)
 {
@@ -338,7 +338,7 @@ int main(int argc, char **argv)
 			return 1;
 		}
 
-	/* Not timed, and so not through a name that might be replaced. */
+	/* Not timed, so use the driver's own. */
 	CUresult (*init)(unsigned) = (CUresult(*)(unsigned))own(driver, "cuInit");
 	CUresult (*get)(CUdevice *, int) = (CUresult(*)(CUdevice *, int))own(driver, "cuDeviceGet");
 	CUresult (*retain)(CUcontext *, CUdevice) = (CUresult(*)(CUcontext *, CUdevice))own(driver, "cuDevicePrimaryCtxRetain");
@@ -349,7 +349,7 @@ int main(int argc, char **argv)
 	need(get(&device, ordinal), "cuDeviceGet");
 	need(retain(&context, device), "cuDevicePrimaryCtxRetain");
 	need(set(context), "cuCtxSetCurrent");
-	/* Without a small allocation that stays, the driver would give back its block of them with each one. */
+	/* Keep one small allocation: otherwise each free would give the driver's block of small allocations back. */
 	need(both[1].alloc(&kept, 4096), "cuMemAlloc");
 
 #define SAME(f) (pointers[0][offsetof(struct functions, f) / sizeof(void *)] == pointers[1][offsetof(struct functions, f) / sizeof(void *)])

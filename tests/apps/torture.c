@@ -1,11 +1,11 @@
 /*
- * Programs that are never idle, to be paused at any moment:
+ * Programs that are never idle, to pause at any moment:
  *
  *   torture threads SEED THREADS    threads that at random launch, capture, replay, allocate, free,
  *                                   fork, load modules and queue host functions
  *   torture rank ID RANK RANKS [ROUNDS]
  *                                   a process in collectives with others. The numbers that they
- *                                   add up depend on all rounds before
+ *                                   add up depend on all earlier rounds
  *
  * It needs kernels of the simulated GPU (tests/simgpu/src/waiting.rs). Knows nothing of vramctl but the
  * names of its regions. Commands on stdin: progress, verify, stop, quit, fail FUNCTION NTH, clear.
@@ -24,7 +24,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Of each block of ROOM bytes, BYTES are used. Smaller blocks are not vramctl's. */
+/* Of each block of ROOM bytes, BYTES are used. vramctl does not manage smaller blocks. */
 enum { MOST_THREADS = 16, BLOCKS = 6, BYTES = 96 << 10, ROOM = 1 << 20, INJECTED = 999 };
 
 static const char ptx[] = ".version 7.0\n.target sm_50\n.address_size 64\n"
@@ -47,7 +47,7 @@ static struct {
 } cu;
 
 static atomic_bool stopping;
-/* Whether faults have been injected into the driver: then a call may fail, and is made again. */
+/* Whether faults have been injected into the driver: then calls may fail, and are retried. */
 static atomic_bool faulty;
 
 static void wrong(const char *what, int code)
@@ -110,7 +110,7 @@ struct worker {
 	atomic_ulong rounds;
 	cudaStream_t stream;
 	struct block blocks[BLOCKS];
-	/* The first two are never freed: the graph writes the one and copies it to the other. */
+	/* The first two are never freed: the graph writes one and copies it to the other. */
 	cudaGraphExec_t graph;
 	int graph_value;
 	atomic_ulong called;
@@ -223,7 +223,7 @@ static void use_host_function(struct worker *w)
 {
 	*(volatile unsigned *)w->word = 0;
 	TRY(cudaLaunchHostFunc(w->stream, wait_for_word, w->word));
-	/* Held here, this thread is what the device waits for: such a moment is none to pause at. */
+	/* If this thread is held here, the device waits for it, so the program cannot be paused at such a moment. */
 	if (below(w, 8) == 0)
 		fill(w, &w->blocks[0], (int)below(w, 256));
 	*(volatile unsigned *)w->word = 1;
@@ -309,7 +309,7 @@ static void *work(void *argument)
 	return NULL;
 }
 
-/* A rank: what it has, and where it is. */
+/* This rank: its memory, and how far it has come. */
 static struct {
 	uint64_t communicator;
 	unsigned rank, ranks;
@@ -331,7 +331,7 @@ static void *collect(void *argument)
 	for (bool stop = false; !stop;) {
 		unsigned long round = atomic_load(&rank.rounds) + 1;
 		pair[0] = rank.value;
-		/* The first decides, and all hear of it in the same round. */
+		/* The first rank decides, and all learn of it in the same round. */
 		pair[1] = rank.rank == 0 && (atomic_load(&stopping) || round == rank.last);
 		TRY(cudaMemcpyAsync(rank.numbers, pair, sizeof pair, cudaMemcpyHostToDevice, w->stream));
 		if (below(w, 4) == 0)
@@ -360,7 +360,7 @@ static void answer(char *line)
 			printf("over %llu", (unsigned long long)rank.value);
 		printf("\n");
 	} else if (strncmp(line, "verify", 6) == 0) {
-		/* Beside the work of the others. */
+		/* While the other threads work. */
 		static struct worker own;
 		if (own.stream == NULL)
 			TRY(cudaStreamCreateWithFlags(&own.stream, cudaStreamNonBlocking));

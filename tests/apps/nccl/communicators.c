@@ -1,10 +1,10 @@
-/* Stands in for an NCCL that has communicators across processes: as much as is seen of them from outside.
+/* Stands in for an NCCL with communicators across processes, as far as they can be observed from outside.
  *
- * As in NCCL (src/mem_manager.cc): suspending waits for the device and for all ranks, then copies what must be kept to the host, unmaps
- * and releases; resuming makes new memory at the old addresses, copies back and waits for all ranks. A rank that has ended is a remote
- * error. A collective reads the memory, so it fails on a communicator that is suspended. The driver is found as NCCL finds it.
+ * As in NCCL (src/mem_manager.cc): suspending waits for the device and for all ranks, then copies the memory that must be kept to the
+ * host, unmaps and releases; resuming creates new memory at the old addresses, copies back and waits for all ranks. A rank that has ended
+ * is a remote error. A collective reads the memory, so it fails on a suspended communicator. It finds the driver as NCCL does.
  *
- * -DVERSION=22703 is one that cannot suspend. $SIMGPU_DIR/nccl-fail makes a rank's call fail: "suspend RANK CODE" before anything is done,
+ * With -DVERSION=22703, it cannot suspend. $SIMGPU_DIR/nccl-fail makes a rank's call fail: "suspend RANK CODE" before anything is done,
  * "half RANK CODE" after half of the memory is released, "resume RANK CODE" when the memory is back. */
 #define _GNU_SOURCE
 #include "../cudadriver.h"
@@ -29,7 +29,7 @@ enum { MOST_RANKS = 16, MIB = 1 << 20, SCRATCH = 8 * MIB, OFFLOAD = 2 * MIB, PER
 typedef struct { char bytes[128]; } unique_id;
 typedef struct { size_t size; unsigned magic, version; int blocking, ctas[3]; const char *net; int split_share; } config;
 
-/* What the ranks share, in a file. */
+/* The ranks' shared state, in a file. */
 struct world {
 	_Atomic int arrived, round, pids[MOST_RANKS];
 	_Atomic long values[MOST_RANKS];

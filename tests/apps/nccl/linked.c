@@ -1,4 +1,4 @@
-/* A library or (with -DPROGRAM) a program that is linked with NCCL, or has it in it. */
+/* A library or (with -DPROGRAM) a program that is linked with NCCL, or contains it. */
 #include "uses.h"
 
 extern void *nccl_make(void);
@@ -9,7 +9,7 @@ extern int ncclCommWindowDeregister(void *communicator, void *window);
 extern int ncclCommDestroy(void *communicator);
 extern int ncclCommAbort(void *communicator);
 
-/* Calls, and not the functions' addresses: a call is known by whom it returns to. */
+/* Uses calls instead of the functions' addresses: a caller is identified by the return address. */
 static int add(void *c, void *address, size_t bytes, void **handle) { volatile int code = ncclCommRegister(c, address, bytes, handle); return code; }
 static int take(void *c, void *handle) { volatile int code = ncclCommDeregister(c, handle); return code; }
 static int add_window(void *c, void *address, size_t bytes, void **window, int flags) { volatile int code = ncclCommWindowRegister(c, address, bytes, window, flags); return code; }
@@ -31,14 +31,14 @@ int main(void)
 	void *memory = NULL, *handle = NULL, *communicator = nccl_make();
 	int state = 1;
 	try_linked("linked");
-	/* What the program itself is told. */
+	/* The result that the program itself gets. */
 	int (*found)(void *, void *, size_t, void **) = (int (*)(void *, void *, size_t, void **))dlsym(RTLD_DEFAULT, "ncclCommRegister");
 	cudaMalloc(&memory, 4 << 20);
 	printf("looked up: %d", found(communicator, memory, 4 << 20, &handle));
 	printf(" %d\n", pause_answers());
 	fflush(stdout);
 	pid_t child = fork();
-	/* A child starts empty, and its calls are NCCL's. */
+	/* A child starts empty, and its calls go to NCCL. */
 	if (child == 0)
 		_exit(take(communicator, handle) || add(communicator, memory, 4 << 20, &handle) || destroy(communicator) ? 1 : 0);
 	waitpid(child, &state, 0);

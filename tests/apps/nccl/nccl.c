@@ -1,5 +1,5 @@
-/* Stands in for NCCL: its registrations, as NCCL keeps them (a handle per range that no known one contains, counted). A communicator
- * of another NCCL is an invalid argument. */
+/* Stands in for NCCL and its registrations: as in NCCL, each range that no known one contains gets a handle, and handles are counted. A
+ * communicator of another NCCL is an invalid argument. */
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -16,7 +16,7 @@ struct communicator {
 
 static int own, failure, called, gives_none;
 
-/* What the tests ask it for. */
+/* For the tests. */
 void *nccl_make(void)
 {
 	struct communicator *made = calloc(1, sizeof *made);
@@ -24,7 +24,7 @@ void *nccl_make(void)
 	return made;
 }
 
-/* The next call fails with this. */
+/* The next call fails with this code. */
 void nccl_fail(int answer) { failure = answer; }
 /* Registrations get no handle, as with NCCL_LOCAL_REGISTER=0. */
 void nccl_give_none(int whether) { gives_none = whether; }
@@ -38,7 +38,7 @@ static int check(const struct communicator *communicator)
 	return answer;
 }
 
-/* The second of two of NCCL's own functions is called through its exported name, as a compiler may have it: with a jump. */
+/* One of NCCL's functions calls another through its exported name, with a jump, as a compiler may do. */
 int ncclCommRegister(struct communicator *communicator, void *address, size_t bytes, void **handle)
 {
 	int answer = check(communicator);

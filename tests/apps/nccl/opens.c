@@ -1,5 +1,5 @@
-/* A program that opens libraries: those that use NCCL, or NCCL itself. Arguments: PATH of a library with try_linked, or
- * lookup:PATH. Without any, NCCL is not there. */
+/* A program that opens libraries: ones that use NCCL, or NCCL itself. Arguments: PATH of a library with try_linked, or
+ * lookup:PATH. Without arguments, there is no NCCL. */
 #include "uses.h"
 #include <string.h>
 

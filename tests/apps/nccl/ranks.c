@@ -1,11 +1,11 @@
-/* A rank of a job that uses NCCL. Arguments: RANK RANKS ID [PATH]. Without PATH, NCCL is linked; else it is looked up there, and the linked
- * one is not used. Reads commands:
+/* A rank of a job that uses NCCL. Arguments: RANK RANKS ID [PATH]. With PATH, it looks NCCL up there instead of using the linked one.
+ * Reads commands:
  *   sum              a collective over all ranks, in the order of the managed memory's work
- *   config, many     makes the communicator that is used from now on with another function
- *   split COLOR      and prints whether this rank has got one; color 2 is all ranks, other colors are one rank's
- *   share, late, shrink   splits with splitShare; makes one that does not block; shrinks by the last rank
- *   other PATH       makes one of another NCCL
- *   suspend, resume  of the communicator, by the program itself
+ *   config, many     creates the communicator to use from now on with another function
+ *   split COLOR      splits, and prints whether this rank got a communicator; color 2 is for all ranks, other colors for one
+ *   share, late, shrink   splits with splitShare; creates one that does not block; shrinks by the last rank
+ *   other PATH       creates one of another NCCL
+ *   suspend, resume  the program itself suspends or resumes the communicator
  *   destroy, fork */
 #define _GNU_SOURCE
 #include "../cudart.h"

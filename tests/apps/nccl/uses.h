@@ -1,4 +1,4 @@
-/* A user of NCCL: registers managed memory, and sees by a pause what becomes of it. */
+/* A user of NCCL: registers managed memory, and checks what a pause does with it. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,7 +16,7 @@ struct nccl {
 extern int cudaMalloc(void **pointer, size_t bytes);
 extern int cudaFree(void *pointer);
 
-/* The answer of a pause: 16 if something is registered. */
+/* The result of a pause: 16 if something is registered. */
 static int pause_answers(void)
 {
 	int (*pause)(const char *, long long, int) = (int (*)(const char *, long long, int))dlsym(RTLD_DEFAULT, "vramctl_pause");
@@ -25,7 +25,7 @@ static int pause_answers(void)
 	return answer ? answer : resume(NULL, 10000);
 }
 
-/* Prints what calls and pauses answer. */
+/* Prints the results of calls and pauses. */
 static inline void try_nccl(const char *name, struct nccl nccl)
 {
 	void *memory = NULL, *handle = NULL, *window = NULL, *one = nccl.make(), *other = nccl.make();

@@ -1,5 +1,5 @@
-/* A library that has functions of the driver, each of which calls the one that it finds: in the driver by its name, through
- * cuGetProcAddress (BY_PROC_ADDRESS), or in the driver for which it stands in (STANDS_IN), whose path is in REAL_DRIVER. */
+/* A library with the driver's functions, each of which calls the one that it finds: in the driver by name, through
+ * cuGetProcAddress (BY_PROC_ADDRESS), or in the driver that it stands in for (STANDS_IN), whose path is in REAL_DRIVER. */
 #include "reach.h"
 #include <unistd.h>
 
@@ -29,7 +29,7 @@ static any_fn find(const char *symbol, const char *name)
 	return FUNCTION(any_fn, found);
 }
 
-/* A function that takes whatever the driver's takes. */
+/* A function that takes the same arguments as the driver's. */
 #define FORWARD(symbol, name) \
 	int symbol(word a, word b, word c, word d, word e, word f, word g, word h, word i, word j, word k) \
 	{ \

@@ -1,5 +1,5 @@
-/* Another preloaded library that answers dlsym, in the usual way: it finds the C library's by its version, and calls it. It counts
- * the lookups that pass by, and puts a function of its own in the place of the driver's cuMemFree. */
+/* Another preloaded library that replaces dlsym in the usual way: it finds the C library's by version, and calls it. It counts
+ * the lookups, and replaces the driver's cuMemFree by its own function. */
 #include "reach.h"
 
 static int lookups, frees;

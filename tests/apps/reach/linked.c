@@ -1,5 +1,5 @@
-/* Linked with the driver and with the shared runtime: says whose functions the loader gave it, and those that the runtime
- * tells. */
+/* Linked with the driver and with the shared runtime: prints whose functions the loader gave it, and which ones the runtime
+ * returns. */
 #include "reach.h"
 
 extern int cuInit(unsigned flags);

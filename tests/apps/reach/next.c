@@ -1,5 +1,5 @@
-/* Looks for the function behind its own, as LLVM's OpenMP and many preloaded libraries do: what RTLD_NEXT means depends on who
- * asks. Built as two libraries and a program that is linked with both. */
+/* Looks up the next definition of its own function, as LLVM's OpenMP and many preloaded libraries do. The meaning of RTLD_NEXT
+ * depends on the caller. Built as two libraries and a program that is linked with both. */
 #include "reach.h"
 
 #if defined(FIRST)
@@ -9,7 +9,7 @@ int numbered(void)
 	return behind == NULL || behind == numbered ? -1 : 10 + behind();
 }
 
-/* A name of the table, with nothing of that name behind this library. */
+/* A name of the table that no library after this one defines. */
 int cuMulticastBindMem(void)
 {
 	return dlsym(RTLD_NEXT, "cuMulticastBindMem") == NULL ? 1 : 2;

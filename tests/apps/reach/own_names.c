@@ -1,4 +1,4 @@
-/* A library with functions of its own under CUDA's names. */
+/* A library with its own functions under CUDA's names. */
 int cudnnCreate(void **handle)
 {
 	*handle = 0;

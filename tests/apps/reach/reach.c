@@ -1,5 +1,5 @@
-/* Reaches the driver the way that the first argument names, and says whose the functions are that it got. Needs no library
- * but the C library's. See tests/reach.rs. */
+/* Reaches the driver in the way that the first argument names, and prints whose functions it got. Needs only the C library.
+ * See tests/reach.rs. */
 #include "reach.h"
 #include <pthread.h>
 #include <sys/wait.h>
@@ -32,7 +32,7 @@ static int by_dlsym(char **names)
 	return 0;
 }
 
-/* cuGetProcAddress in both versions, for these version and flags. */
+/* Both versions of cuGetProcAddress, with this version and these flags. */
 static int by_proc_address(char **arguments)
 {
 	void *driver = open_driver();
@@ -50,7 +50,7 @@ static int by_proc_address(char **arguments)
 		if (second != NULL)
 			dladdr(second, &info);
 		printf("%s %d %s, %d %s status %d\n", *names, code1, owner(first), code2, owner(second), status);
-		/* Without a status, the answer is the same. */
+		/* Without a status, the result is the same. */
 		void *third = NULL;
 		if (v2(*names, &third, version, flags, NULL) != code2 || third != second)
 			return 2;
@@ -61,7 +61,7 @@ static int by_proc_address(char **arguments)
 	return 0;
 }
 
-/* Memory that is too small to be managed, and some that is not, written and freed: through dlsym and through cuGetProcAddress. */
+/* Allocates, writes and frees memory, managed and too small to be managed, through dlsym and through cuGetProcAddress. */
 static int by_both(void)
 {
 	static const char *const symbols[] = {"cuMemAlloc_v2", "cuMemsetD8_v2", "cuMemFree_v2"};
@@ -123,7 +123,7 @@ static void say_error(const char *what, void *found)
 	printf("%s: %s, %s\n", what, owner(found), error ? error : "no error");
 }
 
-/* The errors of lookups that fail, and what becomes of an error that is waiting. */
+/* The errors of lookups that fail, and what happens to a pending error. */
 static int errors(void)
 {
 	void *driver = open_driver(), *libc = dlopen("libc.so.6", RTLD_NOW);
@@ -143,7 +143,7 @@ static int errors(void)
 	return 0;
 }
 
-/* Arguments without sense. What comes back must not depend on who is in between. */
+/* Meaningless arguments. The results must be the same with and without the library. */
 static int garbage(void)
 {
 	static const char *const parts[] = {"cu", "cuda", "Mem", "Alloc", "Free", "Get", "ProcAddress", "_v2", "_ptsz", "Async", "", "x", "\xff", "Map", "C"};
@@ -192,7 +192,7 @@ static void *look_up(void *driver)
 	return driver;
 }
 
-/* Many threads at once, the first lookups included, and a forked child meanwhile. */
+/* Many threads at once, from the first lookups on, and a child forked meanwhile. */
 static int threads(void)
 {
 	pthread_t all[8];

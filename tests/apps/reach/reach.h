@@ -1,4 +1,4 @@
-/* What the programs of this folder share: whose a function is, and the driver's prototypes. */
+/* Shared by the programs in this folder: who defines a function, and the driver's prototypes. */
 #ifndef REACH_H
 #define REACH_H
 #ifndef _GNU_SOURCE
@@ -46,7 +46,7 @@ static inline int start(void *driver)
 	       FUNCTION(set_current_fn, dlsym(driver, "cuCtxSetCurrent"))(context);
 }
 
-/* Allocates and frees through these functions. Returns the first code that is not 0. */
+/* Allocates and frees through these functions. Returns the first code other than 0. */
 static inline int use(void *allocate, void *release)
 {
 	uint64_t address = 0;

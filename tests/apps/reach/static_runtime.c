@@ -1,4 +1,4 @@
-/* Stands in for a program with a static runtime: its own cudaMalloc, which no preloaded library answers for, gets everything from
+/* Stands in for a program with a static runtime: its own cudaMalloc, which no preloaded library can replace, gets everything from
  * the driver by name, version and flags. */
 #include "reach.h"
 
@@ -18,7 +18,7 @@ int cudaMalloc(void **pointer, size_t bytes)
 		if (driver == NULL || start(driver))
 			return 35;
 		get = FUNCTION(get_v2_fn, dlsym(driver, "cuGetProcAddress_v2"));
-		/* As the real one does: from then on it uses what this name tells. */
+		/* As the real one does: from then on it uses the function that this returned. */
 		get = FUNCTION(get_v2_fn, driver_function("cuGetProcAddress"));
 	}
 	uint64_t address = 0;

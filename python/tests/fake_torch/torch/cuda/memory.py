@@ -40,7 +40,7 @@ def runtime() -> Cuda:
 
 
 def when_initialized(function: Any) -> None:
-    # As torch's: what is called may not ask for another call, and what it raises is the program's.
+    # As in torch: the function must not register another, and its exceptions reach the program.
     assert _initializing.acquire(timeout=10), "torch would wait for itself for ever"
     try:
         if initialized():
