@@ -91,7 +91,7 @@ const LEFT_OUT: &[(&str, &[&str])] = &[
         ],
     ),
     ("events, not memory", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
-    ("the multicast object has no memory until some is bound", &["cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastUnbind"]),
+    ("the multicast object has no memory until some is bound", &["cuMulticastCreate", "cuMulticastAddDevice"]),
 ];
 
 #[test]

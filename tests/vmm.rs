@@ -7,12 +7,17 @@ mod common;
 use common::{DEVICE_BYTES, DEVICES, Gpu, MIB, Stream, malloc_tagged, pattern, pause, read, resume, state, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::ffi::CString;
+use std::path::Path;
+use std::process::Command;
 use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_intercept::entries;
-use vramctl_model::{Backup, ObstacleKind, Registered, TagState, TransitionRequest};
+use vramctl_model::{Backup, Error, ObstacleKind, Registered, TagState, TransitionRequest};
 
 const PAGE: usize = 2 * MIB;
 
@@ -337,7 +342,7 @@ fn registered_memory_is_replaced_only_when_told_so() {
 
     let used = gpu.used(0);
     let refused = pause(&[]).unwrap_err();
-    let vramctl_model::Error::Registered(list) = &refused else { panic!("{refused}") };
+    let Error::Registered(list) = &refused else { panic!("{refused}") };
     let seen: Vec<_> = list.iter().map(|one| (&*one.tag, &*one.registrant, one.bytes)).collect();
     let expected =
         [("buffers", "cuPointerSetAttribute(SYNC_MEMOPS)", PAGE as u64), ("shared", "cuMemExportToShareableHandle", PAGE as u64)];
@@ -361,10 +366,94 @@ fn registered_memory_is_replaced_only_when_told_so() {
     pause(&[]).unwrap();
     resume(&[]).unwrap();
     assert_eq!(unsafe { entries::cuPointerSetAttribute((&raw const on).cast(), 6, card) }, 0);
-    assert!(matches!(pause(&[]), Err(vramctl_model::Error::Registered(_))), "registered anew");
+    assert!(matches!(pause(&[]), Err(Error::Registered(_))), "registered anew");
     unsafe { libc::close(shared) };
     assert_eq!((common::free(card), common::free(mine), unmap(place.0, PAGE), release(handle)), (0, 0, 0, 0));
     assert_eq!(pages_in_use(&gpu), 0);
+}
+
+/// The driver's functions for multicast objects, which the simulated one lacks. Returns what they answer.
+fn multicast() -> &'static AtomicI32 {
+    static ANSWER: OnceLock<usize> = OnceLock::new();
+    let answer = ANSWER.get_or_init(|| {
+        let built = common::own_folder().join("libmulticast.so");
+        let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+        compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"]).arg(&built);
+        compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/apps/multicast.c"));
+        assert!(compiler.status().unwrap().success());
+        let path = CString::new(built.to_str().unwrap()).unwrap();
+        let answer = unsafe { libc::dlsym(libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL), c"multicast_answer".as_ptr()) };
+        assert!(!answer.is_null());
+        answer as usize
+    });
+    unsafe { &*ptr::with_exposed_provenance(*answer) }
+}
+
+/// Bound memory is registered until exactly that part of the object has been unbound from it.
+#[test]
+fn memory_is_registered_while_it_is_bound_to_a_multicast_object() {
+    const OBJECT: u64 = 0x5000;
+    let _gpu = Gpu::take();
+    let answer = multicast();
+    let (plain, handle) = (malloc_tagged("bound", None, PAGE).unwrap(), create("bound", None, PAGE).unwrap());
+    let bind_plain = || unsafe { entries::cuMulticastBindAddr_v2(OBJECT, 0, PAGE, plain, PAGE, 0) };
+    let bind_handle = |at| unsafe { entries::cuMulticastBindMem(OBJECT, at, handle, 0, PAGE, 0) };
+    let unbind = |at, bytes| unsafe { entries::cuMulticastUnbind(OBJECT, 0, at, bytes) };
+    let is_registered = || match pause(&[]) {
+        Ok(_) => resume(&[]).map(|_| false).unwrap(),
+        Err(Error::Registered(_)) => true,
+        Err(error) => panic!("{error}"),
+    };
+    assert!(!is_registered());
+    assert_eq!((bind_plain(), bind_handle(0)), (0, 0));
+    assert!(is_registered());
+    assert_eq!(unbind(0, PAGE), 0);
+    assert!(is_registered(), "the other one is still bound");
+    answer.store(999, Ordering::SeqCst);
+    assert_eq!(unbind(PAGE, PAGE), 999);
+    assert!(is_registered(), "it could not be unbound");
+    answer.store(0, Ordering::SeqCst);
+    assert_eq!(unbind(PAGE, PAGE), 0);
+    assert!(!is_registered());
+
+    // In two places.
+    assert_eq!((bind_handle(0), bind_handle(2 * PAGE), unbind(2 * PAGE, PAGE)), (0, 0, 0));
+    assert!(is_registered());
+    // Whatever else refers to it stays.
+    let on = 1_u32;
+    assert_eq!(unsafe { entries::cuPointerSetAttribute((&raw const on).cast(), 6, plain) }, 0);
+    assert_eq!(unbind(0, PAGE), 0);
+    assert!(is_registered());
+
+    // The pages that a pause takes are bound, not those that come.
+    assert_eq!(bind_handle(0), 0);
+    Memory::get().pause(&TransitionRequest { registered: Registered::Take, ..common::request(&[]) }, &mut ()).unwrap();
+    resume(&[]).unwrap();
+    assert!(!is_registered());
+    assert_eq!(unbind(0, PAGE), 0);
+
+    // Another object has the number of one that the program has released, with memory bound to it.
+    assert_eq!(bind_handle(0), 0);
+    assert_ne!(release(OBJECT), 0, "the simulated driver does not know it");
+    assert_eq!((bind_plain(), unbind(PAGE, PAGE), unbind(0, PAGE)), (0, 0, 0));
+    assert!(is_registered());
+    assert_eq!((common::free(plain), release(handle)), (0, 0));
+}
+
+/// A program may also say that it does not need what network cards do.
+#[test]
+fn an_attribute_that_is_unset_registers_nothing() {
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("buffers", None, PAGE).unwrap();
+    let set = |value: u32| unsafe { entries::cuPointerSetAttribute((&raw const value).cast(), 6, address) };
+    assert_eq!(set(0), 0);
+    pause(&[]).and_then(|_| resume(&[])).unwrap();
+    assert_eq!(set(1), 0);
+    assert!(matches!(pause(&[]), Err(Error::Registered(_))));
+    // The network card may have it still.
+    assert_eq!(set(0), 0);
+    assert!(matches!(pause(&[]), Err(Error::Registered(_))));
+    assert_eq!(common::free(address), 0);
 }
 
 /// Memory of `cuMemCreate` outlives the context in which it was made; memory of `cuMemAlloc` does not.

@@ -3,22 +3,29 @@
 use crate::driver_originals;
 use crate::vmm::noting_multicast;
 use std::ffi::{c_uint, c_ulonglong, c_void};
-use vramctl_core::memory::{Memory, sightings};
+use vramctl_core::memory::{Binding, Memory, RegisteredUntil, sightings};
 use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
-use vramctl_model::{ObstacleKind, StatusCode};
+use vramctl_model::{ObstacleKind, Span, StatusCode};
 
-/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by programs before they give a network card access to the memory.
+/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by programs before they give a network card access to the memory. Whether the card still has it
+/// when a program unsets the attribute, CUDA does not say, so that is no end.
 const SYNC_MEMOPS: c_uint = 6;
 
 pub unsafe fn pointer_set_attribute(value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
     // SAFETY: here and below, the real function gets the arguments unchanged.
     let real = || unsafe { driver_originals::cuPointerSetAttribute(value, attribute, pointer) };
-    if attribute == SYNC_MEMOPS { register(pointer, "cuPointerSetAttribute(SYNC_MEMOPS)", real) } else { real() }
+    // SAFETY: for this attribute, the program promises that a non-null pointer points to an `unsigned int`.
+    if attribute == SYNC_MEMOPS && !value.is_null() && unsafe { value.cast::<c_uint>().read_unaligned() } != 0 {
+        let span = Span { address: pointer, bytes: 1 };
+        register(span, "cuPointerSetAttribute(SYNC_MEMOPS)", RegisteredUntil::ItsEnd, real)
+    } else {
+        real()
+    }
 }
 
 pub unsafe fn handle_for_range(shared: *mut c_void, pointer: CUdeviceptr, bytes: usize, kind: c_uint, flags: c_ulonglong) -> StatusCode {
     // SAFETY: as above.
-    register(pointer, "cuMemGetHandleForAddressRange", || unsafe {
+    register(Span { address: pointer, bytes }, "cuMemGetHandleForAddressRange", RegisteredUntil::ItsEnd, || unsafe {
         driver_originals::cuMemGetHandleForAddressRange(shared, pointer, bytes, kind, flags)
     })
 }
@@ -32,7 +39,8 @@ pub unsafe fn bind_multicast_address(
 ) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr(multicast, offset, pointer, bytes, flags) };
-    noting_multicast(multicast, || register(pointer, "cuMulticastBindAddr", real))
+    let until = RegisteredUntil::Unbound(Binding { multicast, offset, bytes, device: None });
+    noting_multicast(multicast, || register(Span { address: pointer, bytes }, "cuMulticastBindAddr", until, real))
 }
 
 pub unsafe fn bind_multicast_address_v2(
@@ -45,12 +53,13 @@ pub unsafe fn bind_multicast_address_v2(
 ) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMulticastBindAddr_v2(multicast, device, offset, pointer, bytes, flags) };
-    noting_multicast(multicast, || register(pointer, "cuMulticastBindAddr", real))
+    let until = RegisteredUntil::Unbound(Binding { multicast, offset, bytes, device: Some(device) });
+    noting_multicast(multicast, || register(Span { address: pointer, bytes }, "cuMulticastBindAddr", until, real))
 }
 
-fn register(pointer: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {
+fn register(span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
     sightings::making(ObstacleKind::Registered, || match Memory::existing() {
-        Some(memory) => memory.register(pointer, registrant, real),
+        Some(memory) => memory.register(span, call, until, real),
         None => real(),
     })
 }

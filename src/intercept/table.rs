@@ -175,6 +175,7 @@ macro_rules! driver_functions {
         Maps cuMulticastBindMem_v2 "cuMulticastBindMem" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, handle: CUmemGenericAllocationHandle, offset: usize, bytes: usize, flags: c_ulonglong) => vmm::bind_multicast_v2;
         Maps cuMulticastBindAddr "cuMulticastBindAddr" 12010 Plain (multicast: CUmemGenericAllocationHandle, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address;
         Maps cuMulticastBindAddr_v2 "cuMulticastBindAddr" 13010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, multicast_offset: usize, pointer: CUdeviceptr, bytes: usize, flags: c_ulonglong) => register::bind_multicast_address_v2;
+        Maps cuMulticastUnbind "cuMulticastUnbind" 12010 Plain (multicast: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, bytes: usize) => vmm::unbind_multicast;
 
         Shares cuMemExportToShareableHandle "cuMemExportToShareableHandle" 10020 Plain (shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong) => vmm::export;
         Shares cuMemImportFromShareableHandle "cuMemImportFromShareableHandle" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint) => share::import;

@@ -5,7 +5,7 @@ use crate::alloc::{leave, managed, placement};
 use crate::driver_originals;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
-use vramctl_core::memory::{Memory, is_ours, left, sightings};
+use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, left, sightings};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
@@ -53,7 +53,11 @@ fn context_on(device: CUdevice) -> Option<Current> {
 pub unsafe fn release(handle: Handle) -> StatusCode {
     // SAFETY: as above.
     let real = || unsafe { driver_originals::cuMemRelease(handle) };
-    existing(|memory| memory.release_handle(handle)).unwrap_or_else(|| left::release(handle, real))
+    existing(|memory| {
+        memory.releasing_multicast(handle);
+        memory.release_handle(handle)
+    })
+    .unwrap_or_else(|| left::release(handle, real))
 }
 
 pub unsafe fn map(address: CUdeviceptr, bytes: usize, offset: usize, handle: Handle, flags: c_ulonglong) -> StatusCode {
@@ -154,7 +158,7 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
         unsafe { driver_originals::cuMemExportToShareableHandle(shared, handle, kind, flags) }
     };
     sightings::making(ObstacleKind::Shared, || {
-        existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", real)).unwrap_or_else(|| {
+        existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd, real)).unwrap_or_else(|| {
             let answer = real(handle);
             if answer == code::SUCCESS {
                 sightings::note(ObstacleKind::Shared, handle);
@@ -187,8 +191,9 @@ pub unsafe fn bind_multicast(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem(multicast, multicast_offset, handle, offset, bytes, flags) }
     };
+    let until = RegisteredUntil::Unbound(Binding { multicast, offset: multicast_offset, bytes, device: None });
     noting_multicast(multicast, || {
-        existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle))
+        existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", until, real)).unwrap_or_else(|| real(handle))
     })
 }
 
@@ -205,9 +210,19 @@ pub unsafe fn bind_multicast_v2(
         // SAFETY: as in `export`.
         unsafe { driver_originals::cuMulticastBindMem_v2(multicast, device, multicast_offset, handle, offset, bytes, flags) }
     };
+    let until = RegisteredUntil::Unbound(Binding { multicast, offset: multicast_offset, bytes, device: Some(device) });
     noting_multicast(multicast, || {
-        existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", real)).unwrap_or_else(|| real(handle))
+        existing(|memory| memory.share_handle(handle, "cuMulticastBindMem", until, real)).unwrap_or_else(|| real(handle))
     })
+}
+
+pub unsafe fn unbind_multicast(multicast: Handle, device: CUdevice, offset: usize, bytes: usize) -> StatusCode {
+    // SAFETY: as in `create`.
+    let real = || unsafe { driver_originals::cuMulticastUnbind(multicast, device, offset, bytes) };
+    match Memory::existing() {
+        Some(memory) => memory.unbinding(Binding { multicast, offset, bytes, device: Some(device) }, real),
+        None => real(),
+    }
 }
 
 pub unsafe fn map_array(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {
@@ -243,7 +258,8 @@ unsafe fn with_real_handles(list: *mut CUarrayMapInfo, count: c_uint, real: impl
             unsafe { place.write_unaligned(own) };
             code::SUCCESS
         };
-        let answer = existing(|memory| memory.share_handle(handle, "cuMemMapArrayAsync", put)).unwrap_or(code::INVALID_VALUE);
+        let answer = existing(|memory| memory.share_handle(handle, "cuMemMapArrayAsync", RegisteredUntil::ItsEnd, put))
+            .unwrap_or(code::INVALID_VALUE);
         if answer != code::SUCCESS {
             restore(&before);
             return answer;

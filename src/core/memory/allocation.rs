@@ -4,7 +4,7 @@
 //! from the library and maps it wherever and as often as it likes (`handles`).
 
 use super::lending::Lending;
-use super::registered::RegistrantMark;
+use super::registered::{Registrant, RegistrantMark};
 use super::{Origin, Placement};
 use crate::events::{self, Change, Who};
 use std::collections::BTreeSet;
@@ -56,7 +56,7 @@ pub struct Contents {
     /// The registrant of the physical memory for as long as that exists; it cannot be replaced unnoticed.
     known_to: Option<&'static str>,
     /// Registrants that last as long as their mark exists.
-    marks: Vec<Weak<&'static str>>,
+    marks: Vec<Weak<Registrant>>,
     /// Which other processes have it open.
     pub lending: Lending,
     /// A context of the device, for copies.
@@ -87,7 +87,7 @@ impl Mapping {
 impl Contents {
     /// The registrant of the physical memory, if any; then the memory cannot be replaced.
     pub fn registrant(&self) -> Option<&'static str> {
-        self.marks.iter().find_map(Weak::upgrade).map(|mark| *mark).or(self.known_to)
+        self.marks.iter().find_map(Weak::upgrade).map(|registrant| registrant.call).or(self.known_to)
     }
 
     /// Which other processes have the memory open, except those that give it up for the request.
@@ -258,8 +258,9 @@ impl Allocation {
             let mut contents = self.contents();
             if memory.is_none() {
                 contents.pauses += 1;
-                // The registration was of these pages. (NCCL also remembers the addresses, so its marks stay.)
+                // The registration was of these pages.
                 contents.known_to = None;
+                contents.marks.retain(|mark| mark.upgrade().is_some_and(|registrant| registrant.knows_addresses));
             }
             (std::mem::replace(&mut contents.memory, memory), std::mem::replace(&mut contents.saved, saved))
         };

@@ -8,6 +8,7 @@
 //! Each function returns `None` if the memory is not managed; then the caller uses the real function. `real` calls that function.
 
 use super::allocation::Mapping;
+use super::registered::RegisteredUntil;
 use super::{Allocation, Memory, Placement};
 use crate::contexts;
 use std::sync::Arc;
@@ -210,7 +211,13 @@ impl Memory {
 
     /// Passes the driver's handle to a call that shares it: with another process, a multicast object, a sparse array. From then on the
     /// memory cannot be replaced. For paused memory, the answer is an invalid value.
-    pub fn share_handle(&self, handle: u64, registrant: &'static str, real: impl FnOnce(u64) -> StatusCode) -> Option<StatusCode> {
+    pub fn share_handle(
+        &self,
+        handle: u64,
+        call: &'static str,
+        until: RegisteredUntil,
+        real: impl FnOnce(u64) -> StatusCode,
+    ) -> Option<StatusCode> {
         if !is_ours(handle) {
             return None;
         }
@@ -223,21 +230,9 @@ impl Memory {
         let Some(driver_handle) = contents.memory.as_ref().and_then(Physical::handle) else { return Some(code::INVALID_VALUE) };
         let answer = real(driver_handle);
         if answer == code::SUCCESS {
-            contents.registered_by(registrant);
+            self.is_registered(&allocation, &mut contents, call, until);
         }
         Some(answer)
-    }
-
-    /// Runs a call that registers the memory at an address by its physical pages, and records that. No pause comes in between.
-    pub fn register(&self, address: CUdeviceptr, registrant: &'static str, real: impl FnOnce() -> StatusCode) -> StatusCode {
-        let _shared = self.share();
-        let answer = real();
-        if answer == code::SUCCESS
-            && let Some(allocation) = self.find(address)
-        {
-            allocation.contents().registered_by(registrant);
-        }
-        answer
     }
 
     /// Releases memory that the program neither owns nor has mapped.

@@ -25,6 +25,7 @@ pub use allocation::Allocation;
 pub use handles::is_ours;
 pub use origin::Origin;
 pub use region::Placement;
+pub use registered::{Binding, RegisteredUntil};
 
 use crate::{contexts, drain};
 use address_index::AddressIndex;
@@ -51,6 +52,8 @@ pub struct Memory {
     mapped: AddressIndex,
     /// Memory that NCCL has registered.
     registrations: registered::Registrations,
+    /// Memory that is bound to multicast objects.
+    bindings: registered::Bindings,
     /// Memory freed in stream order and not released yet.
     freed: Unreleased,
     pub(crate) transition: RwLock<()>,
@@ -71,6 +74,7 @@ static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     plain: AddressIndex::default(),
     mapped: AddressIndex::default(),
     registrations: registered::Registrations::default(),
+    bindings: registered::Bindings::default(),
     freed: Unreleased::default(),
     transition: RwLock::default(),
     under_way: Mutex::default(),

@@ -1,16 +1,54 @@
-//! Memory that NCCL has registered. It stays registered until it has been deregistered as often, or the communicator is destroyed.
+//! Memory that somebody refers to by its physical pages, and until when. Of most calls that make it so, the end cannot be seen, so it
+//! lasts as long as the physical memory.
 //!
-//! NCCL registers late (at the first collective). For a range that it knows already, it returns the same handle, and keeps everything
+//! What NCCL has registered stays registered until it has been deregistered as often, or the communicator is destroyed. NCCL registers late (at the first collective). For a range that it knows already, it returns the same handle, and keeps everything
 //! registered until the last deregistration. The marks here follow that.
 
+use super::allocation::Contents;
 use super::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramctl_model::Span;
+use vramctl_driver::CUdevice;
+use vramctl_model::{Span, StatusCode, code};
 
-/// A registrant. Allocations hold weak references to it: they are registered as long as it exists.
-pub(super) type RegistrantMark = Arc<&'static str>;
+/// Who has registered memory.
+#[derive(Debug)]
+pub(super) struct Registrant {
+    /// The call.
+    pub call: &'static str,
+    /// Whether it remembers the addresses, too: then the memory at them is registered whatever its pages.
+    pub knows_addresses: bool,
+}
+
+/// Allocations hold weak references to it: they are registered as long as it exists.
+pub(super) type RegistrantMark = Arc<Registrant>;
+
+/// Until when memory stays registered.
+#[derive(Debug, Clone, Copy)]
+pub enum RegisteredUntil {
+    /// The end of its physical pages.
+    ItsEnd,
+    /// It is unbound from a multicast object.
+    Unbound(Binding),
+}
+
+/// A part of a multicast object to which memory was bound. To unbind it, the program must name the same part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Binding {
+    /// The object's handle.
+    pub multicast: u64,
+    /// Where it begins in the object.
+    pub offset: usize,
+    /// Its length.
+    pub bytes: usize,
+    /// The device that has the memory; `None`: whichever has it.
+    pub device: Option<CUdevice>,
+}
+
+/// The bindings of managed memory, all with a device.
+pub(super) type Bindings = Mutex<BTreeMap<Binding, RegistrantMark>>;
 
 /// By communicator and NCCL's handle.
 pub(super) type Registrations = Mutex<BTreeMap<(usize, usize), NcclRegistration>>;
@@ -28,7 +66,7 @@ impl Memory {
     /// Runs `real`, which registers a range and returns the handle if it succeeded. The memory counts as registered from before the call
     /// on. No lock is held during the call, which may allocate and wait for other processes.
     pub fn registering(&self, span: Span, registrant: &'static str, communicator: usize, real: impl FnOnce() -> Option<usize>) {
-        let mark = RegistrantMark::new(registrant);
+        let mark = RegistrantMark::new(Registrant { call: registrant, knows_addresses: true });
         let covered = {
             // Not in the middle of a pause.
             let _shared = self.share();
@@ -84,6 +122,59 @@ impl Memory {
         if !real() {
             self.registrations().extend(taken);
         }
+    }
+
+    fn bindings(&self) -> MutexGuard<'_, BTreeMap<Binding, RegistrantMark>> {
+        self.bindings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs a call that registers the memory in a range by its physical pages, and records that. No pause comes in between.
+    pub fn register(&self, span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
+        let _shared = self.share();
+        let answer = real();
+        if answer == code::SUCCESS {
+            for allocation in self.touched_by(span) {
+                self.is_registered(&allocation, &mut allocation.contents(), call, until);
+            }
+        }
+        answer
+    }
+
+    /// Records that memory is registered.
+    pub(super) fn is_registered(&self, allocation: &Allocation, contents: &mut Contents, call: &'static str, until: RegisteredUntil) {
+        match until {
+            RegisteredUntil::ItsEnd => contents.registered_by(call),
+            RegisteredUntil::Unbound(binding) => {
+                let binding = Binding { device: binding.device.or(Some(allocation.device)), ..binding };
+                let mut bindings = self.bindings();
+                contents.mark(bindings.entry(binding).or_insert_with(|| Arc::new(Registrant { call, knows_addresses: false })));
+            }
+        }
+    }
+
+    /// Runs `cuMulticastUnbind`. The memory counts as registered until after the call.
+    pub fn unbinding(&self, binding: Binding, real: impl FnOnce() -> StatusCode) -> StatusCode {
+        // Remove it before the call: another thread may bind memory there as soon as it is free.
+        let taken = self.bindings().remove(&binding);
+        let answer = real();
+        if answer != code::SUCCESS
+            && let Some(mark) = taken
+        {
+            self.bindings().entry(binding).or_insert(mark);
+        }
+        answer
+    }
+
+    /// Before a handle of the driver's is released. If it is of a multicast object, nobody can unbind what is bound to it by that handle any
+    /// more, but another object may get it.
+    pub fn releasing_multicast(&self, multicast: u64) {
+        self.bindings().retain(|binding, mark| {
+            let is_other = binding.multicast != multicast;
+            if !is_other {
+                mem::forget(Arc::clone(mark));
+            }
+            is_other
+        });
     }
 
     /// What a range touches.
