@@ -695,7 +695,10 @@ fn several_processes_need_a_target() {
         pause.expect(2, "", &fake.pid().to_string());
     }
     place.vramctl("pause --name nobody").expect(3, "", "trainer");
-    place.vramctl("pause --pid 1").expect(3, "", "process 1 is not managed");
+    let sockets = format!("VRAMCTL_DIR (looked in {})", place.sockets.display());
+    let unmanaged = place.vramctl("pause --pid 1");
+    unmanaged.expect(3, "", "process 1 is not managed");
+    unmanaged.expect(3, "", &sockets);
     place.vramctl("pause --pid 4294967295").expect(3, "", "there is no process 4294967295");
     place.vramctl("pause --pid 1 --all").expect(2, "", "cannot be used with");
 
@@ -843,11 +846,11 @@ fn ps_says_which_tags_are_paused() {
 fn a_process_name_in_place_of_a_tag_is_recognised() {
     let place = Place::new();
     let engine = Fake::new(&place, "engine", &["weights"]);
-    place.vramctl("pause engine").expect(6, "", "the tags are weights; engine is a process: vramctl pause --name engine");
+    place.vramctl("pause engine").expect(6, "", "the tags are weights; engine is a process: `vramctl pause --name=engine`");
     let resume = place.vramctl(&format!("resume {}", engine.pid()));
-    resume.expect(6, "", &format!("{0} is a process: vramctl resume --pid {0}", engine.pid()));
+    resume.expect(6, "", &format!("{0} is a process: `vramctl resume --pid={0}`", engine.pid()));
     let _trainer = Fake::new(&place, "trainer", &["weights"]);
-    place.vramctl("pause engine").expect(2, "", "engine is a process: vramctl pause --name engine");
+    place.vramctl("pause engine").expect(2, "", "engine is a process: `vramctl pause --name=engine`");
     let pause = place.vramctl("pause weights");
     assert!(!pause.err.contains("is a process"), "{pause:?}");
     assert!(engine.asked().is_empty());
@@ -1055,6 +1058,32 @@ fn an_unsafe_directory_is_refused() {
     symlink(&place.sockets, &link).unwrap();
     let ps = Ran::new(&place.command(command_line(), &["ps"]).env("VRAMCTL_DIR", &link).output().unwrap());
     ps.expect(1, "", "/link: a symbolic link; set VRAMCTL_DIR to the directory itself");
+    let file = place.folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    for arguments in [&["ps"][..], &["top", "--once"]] {
+        let ran = Ran::new(&place.command(command_line(), arguments).env("VRAMCTL_DIR", &file).output().unwrap());
+        ran.expect(1, "", "/file: not a directory; set VRAMCTL_DIR to one");
+        assert_eq!(ran.err.matches("/file").count(), 1, "{ran:?}");
+    }
+}
+
+/// Names come from other programs: one must not pass for a message of the command, nor do harm where it is copied into a shell.
+#[test]
+fn a_name_may_be_anything() {
+    let place = Place::new();
+    let strange = "it's a\nerror: all is lost";
+    let (odd, even) = (Fake::new(&place, strange, &["x"]), Fake::new(&place, "a b", &["x"]));
+    let place_of = |line: &str| line.starts_with("error: all is lost");
+    for arguments in ["ps", "status", "pause --all", "pause --name nobody", "resume"] {
+        let ran = place.vramctl(arguments);
+        assert!(!format!("{}\n{}", ran.out, ran.err).lines().any(place_of), "{arguments}: {ran:?}");
+    }
+    let pause = |word: &str| Ran::new(&place.command(command_line(), &["pause", word]).output().unwrap());
+    pause("a b").expect(2, "", "a b is a process: `vramctl pause --name='a b'`");
+    pause(strange).expect(2, "", "");
+    let exact = Ran::new(&place.command(command_line(), &["pause", "--name", strange]).output().unwrap());
+    exact.expect(0, &format!("it's a error: all is lost (pid {})", odd.pid()), "");
+    assert_eq!((odd.asked().len(), even.asked().len()), (2, 1));
 }
 
 #[test]

@@ -424,7 +424,7 @@ fn an_impossible_move_is_refused_before_anything_changes() {
     for (command, code, why) in [
         ("move engine --to 0", 2, "already"),
         ("move engine --to 7", 2, "no GPU 7"),
-        ("move engine --to 0,1", 2, "2 are named"),
+        ("move engine --to 0,1", 2, "the job is on GPU 0, but --to names GPU 0, GPU 1"),
         ("move engine --to 1 --swap engine", 2, "itself"),
         ("move nobody --to 1", 3, "nobody"),
         ("move engine --to 0 --swap other", 2, "is on GPU 1"),
@@ -503,6 +503,14 @@ fn several_processes_are_suspended_as_one() {
     }
     machine.vramctl("suspend pair").expect(0, "suspended pair");
     assert_eq!(machine.gpus()[0], (0, 0));
+    // A dry run says of each process what a pause would do.
+    let other = machine.start("other");
+    let foretold = machine.vramctl("pause --all --dry-run");
+    foretold.expect(5, &format!("other (pid {}): a pause would free", other.child.id()));
+    for engine in &engines {
+        foretold.expect(5, &format!("error: pair (pid {}): the process is suspended", engine.child.id()));
+    }
+    drop(other);
     // One comes back, the other does not: the next resume goes on.
     machine.vramctl_failing("cuCheckpointProcessRestore:2:999", "resume --name pair").expect(1, "cuCheckpointProcessRestore");
     assert_eq!(machine.gpus()[0].1, 1);

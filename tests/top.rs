@@ -371,7 +371,7 @@ fn without_a_terminal_it_prints_one_frame() {
     machine.vramctl("top").expect(2, "", "vramctl top --once");
     machine.vramctl("top --interval 0").expect(2, "", "from 0.1 to 20 seconds");
     machine.vramctl("top --once").expect(0, "no process is managed", "");
-    let _engine = machine.start_with("engine", |_| ());
+    let engine = machine.start_with("engine", |_| ());
     machine.vramctl("pause").expect(0, "", "");
     let picture = machine.vramctl("top --once").expect(0, "engine (pid", "").out;
     assert!(line_with(&picture, &["engine (pid", "held, paused"]).is_some() && line_with(&picture, &["GPU 0"]).is_some(), "{picture}");
@@ -387,4 +387,6 @@ fn without_a_terminal_it_prints_one_frame() {
     let coloured = run("");
     assert!(coloured.contains("\x1b[0;1m") && coloured.contains("ON DISK"), "{coloured}");
     assert!(!run("NO_COLOR").contains('\x1b'));
+    unsafe { libc::kill(engine.child.id() as i32, libc::SIGSTOP) };
+    machine.vramctl("top --once").expect(0, "engine (pid", "");
 }

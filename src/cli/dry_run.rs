@@ -10,7 +10,8 @@ use vramctl_model::{Backup, Bytes, Error, HostRoom, Plan, TagPlan};
 /// What would be done to one process.
 pub struct Foretold<'a> {
     pub process: &'a Process,
-    pub plan: Plan,
+    /// `None` for a borrower, or if the process refuses to say.
+    pub plan: Option<Plan>,
     pub failure: Option<CommandError>,
     /// For a borrower: the bytes that it would set aside.
     pub aside_bytes: Option<u64>,
@@ -23,30 +24,37 @@ impl<'a> Foretold<'a> {
         let HostRoom { needed_bytes: needed, available_bytes: available } = plan.host;
         let short = (needed > available).then_some(Error::HostMemory { needed, available, capped: false });
         let failure = refused.or(short).map(|error| CommandError::from(&error));
-        Self { process, plan, failure, aside_bytes: None }
+        Self { process, plan: Some(plan), failure, aside_bytes: None }
     }
 
     /// A borrower, which pauses nothing of its own and would set aside open memory of others.
     pub fn along(process: &'a Process, bytes: u64) -> Self {
-        Self { process, plan: Plan::default(), failure: None, aside_bytes: Some(bytes) }
+        Self { process, plan: None, failure: None, aside_bytes: Some(bytes) }
+    }
+
+    /// A process that would refuse.
+    pub fn refused(process: &'a Process, failure: CommandError) -> Self {
+        Self { process, plan: None, failure: Some(failure), aside_bytes: None }
     }
 
     /// Adds the memory that NCCL would give back.
     pub fn with_communicators(mut self, chosen: &nccl::ChosenCommunicators) -> Self {
-        self.plan.communicators = chosen.of(self.process.pid).to_vec();
+        if let Some(plan) = &mut self.plan {
+            plan.communicators = chosen.of(self.process.pid).to_vec();
+        }
         self
     }
 
-    fn text(&self) -> String {
-        let nccl = nccl::foretold(&self.plan.communicators).map_or_else(String::new, |text| format!("\n{text}"));
-        self.tags_text() + &nccl
+    /// Nothing for a process that would refuse.
+    fn text(&self) -> Option<String> {
+        let aside = |bytes| format!("{}: would be held, too, until {} that it has open are resumed", self.process, Bytes(bytes));
+        let Some(plan) = &self.plan else { return self.aside_bytes.map(aside) };
+        let nccl = nccl::foretold(&plan.communicators).map_or_else(String::new, |text| format!("\n{text}"));
+        Some(self.tags_text(plan) + &nccl)
     }
 
-    fn tags_text(&self) -> String {
-        let Self { process, plan, .. } = self;
-        if let Some(bytes) = self.aside_bytes {
-            return format!("{process}: would be held, too, until {} that it has open are resumed", Bytes(bytes));
-        }
+    fn tags_text(&self, plan: &Plan) -> String {
+        let process = self.process;
         if plan.tags.is_empty() {
             return format!("{process}: nothing to pause");
         }
@@ -70,9 +78,11 @@ pub fn tell(all: &[Foretold], as_json: bool) -> Result<Exit, CommandError> {
     if as_json {
         let answer = |Foretold { process, plan, failure, aside_bytes }: &Foretold| {
             let mut answer = json!({ "pid": process.pid, "name": process.name() });
-            match aside_bytes {
-                Some(bytes) => answer["aside_bytes"] = json!(bytes),
-                None => answer["plan"] = json!(plan),
+            if let Some(bytes) = aside_bytes {
+                answer["aside_bytes"] = json!(bytes);
+            }
+            if let Some(plan) = plan {
+                answer["plan"] = json!(plan);
             }
             if let Some(failure) = failure {
                 answer["error"] = json!(failure);
@@ -82,7 +92,7 @@ pub fn tell(all: &[Foretold], as_json: bool) -> Result<Exit, CommandError> {
         output::json(&all.iter().map(answer).collect::<Vec<_>>())?;
     } else {
         for one in all {
-            output::say(&one.text())?;
+            one.text().map_or(Ok(()), |text| output::say(&text))?;
             if let Some(failure) = &one.failure {
                 output::complain("error", &format!("{}: {failure}", one.process));
             }

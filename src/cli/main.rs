@@ -192,6 +192,15 @@ mod tests {
         }
     }
 
+    /// It would be a prefix of every UUID.
+    #[test]
+    fn an_empty_gpu_is_refused() {
+        for line in ["pause --all --gpu=", "ps --gpu -1", "move engine --to=", "move engine --to 0,"] {
+            let text = refusal(&format!("vramctl {line}"));
+            assert!(text.contains("not a GPU: give its index"), "{text}");
+        }
+    }
+
     #[test]
     fn a_wrong_choice_is_answered_with_the_choices() {
         for (line, choices) in [

@@ -44,12 +44,23 @@ pub fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect()
 }
 
+/// A name or command line of another program in one line, which cannot pass for a message of ours.
+pub fn one_line(text: &str) -> String {
+    plain(&text.replace('\n', " "))
+}
+
+/// A word as a shell takes it, for commands that the user may copy.
+pub fn quoted(word: &str) -> String {
+    let is_safe = |c: char| c.is_alphanumeric() || "-_./:@%+".contains(c);
+    if !word.is_empty() && word.chars().all(is_safe) { word.to_owned() } else { format!("'{}'", word.replace('\'', "'\\''")) }
+}
+
 /// A table without lines, as `ps` prints it.
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_header(header);
     for row in rows {
-        table.add_row(row.iter().map(|cell| plain(cell)));
+        table.add_row(row.iter().map(|cell| one_line(cell)));
     }
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
@@ -64,6 +75,14 @@ mod tests {
     #[test]
     fn names_of_other_programs_do_not_control_the_terminal() {
         assert_eq!(plain("a\u{1b}[31mb\rc\nd"), "a\u{fffd}[31mb\u{fffd}c\nd");
+        assert_eq!(one_line("a\nerror: b\r"), "a error: b\u{fffd}");
+    }
+
+    #[test]
+    fn a_word_may_be_copied_into_a_shell() {
+        for (word, copied) in [("a/b-1", "a/b-1"), ("kü", "kü"), ("a b", "'a b'"), ("", "''"), ("it's", r"'it'\''s'"), ("$x", "'$x'")] {
+            assert_eq!(quoted(word), copied);
+        }
     }
 
     #[test]

@@ -152,7 +152,7 @@ impl Process {
 impl fmt::Display for Process {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.name() {
-            Some(name) => write!(out, "{name} (pid {})", self.pid),
+            Some(name) => write!(out, "{} (pid {})", output::one_line(name), self.pid),
             None => write!(out, "process {}", self.pid),
         }
     }
@@ -254,7 +254,7 @@ impl Found {
                 Target::Name(name) if self.processes.iter().any(|process| process.name() == Some(&name)) => "--name",
                 _ => return None,
             };
-            Some(format!("; {word} is a process: vramctl {command} {option} {word}"))
+            Some(format!("; {word} is a process: `vramctl {command} {option}={}`", output::quoted(word)))
         })
     }
 
@@ -445,7 +445,11 @@ pub fn check_whole<'a>(
 
 fn not_managed(pid: u32) -> String {
     if Path::new(&format!("/proc/{pid}")).exists() {
-        format!("process {pid} is not managed: it was not started under `vramctl run`, or has not allocated GPU memory yet")
+        format!(
+            "process {pid} is not managed: it was not started under `vramctl run`, has not allocated GPU memory yet, or runs with a \
+             different VRAMCTL_DIR (looked in {})",
+            config::socket_directory().display()
+        )
     } else {
         format!("there is no process {pid}")
     }
@@ -454,9 +458,9 @@ fn not_managed(pid: u32) -> String {
 /// A table of the processes to choose from.
 fn list(processes: &[Process]) -> String {
     let row = |process: &Process| {
-        let bytes = process.tags().iter().map(|tag| tag.bytes).sum();
-        let state = if process.status.is_ok() { process.state() } else { "?".into() };
-        vec![process.pid.to_string(), process.name().unwrap_or("?").to_owned(), state, Bytes(bytes).to_string()]
+        let bytes = || Bytes(process.tags().iter().map(|tag| tag.bytes).sum()).to_string();
+        let (state, bytes) = if process.status.is_ok() { (process.state(), bytes()) } else { ("?".into(), "?".into()) };
+        vec![process.pid.to_string(), process.name().unwrap_or("?").to_owned(), state, bytes]
     };
     output::table(&["PID", "NAME", "STATE", "BYTES"], processes.iter().map(row))
 }

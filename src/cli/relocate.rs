@@ -4,7 +4,7 @@ use crate::checkpoint::{self, Member};
 use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Target, check_whole};
-use crate::target::{TargetArgs, milliseconds, seconds};
+use crate::target::{TargetArgs, checked_gpu, count, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -34,10 +34,10 @@ pub struct Args {
     #[command(flatten)]
     target: TargetArgs,
     /// The GPUs: index in `nvidia-smi`, UUID or a prefix of it, or bus id
-    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, add = ArgValueCandidates::new(completions::gpus))]
+    #[arg(long, value_name = "GPU,…", value_delimiter = ',', required = true, value_parser = checked_gpu, add = ArgValueCandidates::new(completions::gpus))]
     to: Vec<String>,
     /// How many processes there must be [default: as many as when the job was last paused or resumed]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = count)]
     ranks: Option<usize>,
     /// Swap GPUs with the processes of this name
     #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(completions::names))]
@@ -146,7 +146,7 @@ fn named<'a>(gpu: &str, cards: &'a [Card]) -> Result<&'a Card, CommandError> {
 /// The driver requires a one-to-one map of all GPUs. Target GPUs are mapped to the GPUs that the job leaves.
 fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, CommandError> {
     if from.len() != to.len() {
-        return Err(usage(format!("the job is on {} GPUs ({}), and {} are named", from.len(), list(from), to.len())));
+        return Err(usage(format!("the job is on {}, but --to names {}; give one for each of its GPUs", list(from), list(to))));
     }
     let targets: BTreeSet<_> = to.iter().map(|card| &card.uuid).collect();
     if targets.len() < to.len() {

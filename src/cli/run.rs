@@ -2,7 +2,7 @@
 
 use crate::failure::{CommandError, Exit};
 use crate::places::{self, LIBRARY};
-use crate::target::checked_tag;
+use crate::target::{checked_tag, size};
 use clap::ValueEnum;
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -13,7 +13,6 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use vramctl_model::Backup;
-use vramctl_model::parse_bytes;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -93,7 +92,10 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
     let error = command.exec();
     let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
-    Err(CommandError::new(exit, format!("{}: {error}", Path::new(program).display())))
+    let (place, why) = (Path::new(program), error.to_string());
+    let is_sought = exit == Exit::NotFound && place.components().count() == 1;
+    let why = if is_sought { "not found on PATH".into() } else { why };
+    Err(CommandError::new(exit, format!("cannot start {}: {why}", place.display())))
 }
 
 /// The variables to set, or to remove if they have no value. `present` looks up the current ones.
@@ -187,7 +189,7 @@ fn checked_backup(text: &str) -> Result<String, String> {
 }
 
 fn checked_size(text: &str) -> Result<String, String> {
-    parse_bytes(text).map(|_| text.to_owned()).ok_or_else(|| "not a size, for example 1048576, 64K, 1M or 2G".into())
+    size(text).map(|_| text.to_owned())
 }
 
 #[cfg(test)]

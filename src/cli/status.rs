@@ -101,7 +101,8 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
 
 fn describe(status: &ProcessStatus) -> String {
     let (process, memory) = (&status.process, &status.memory);
-    let mut text = format!("{} (pid {}): {}\n", process.name, process.pid, process.program);
+    let [name, program] = [&process.name, &process.program].map(|text| output::one_line(text));
+    let mut text = format!("{name} (pid {}): {program}\n", process.pid);
     if let Some(engine) = &process.engine {
         let _ = writeln!(text, "Inference engine: {engine}.");
     }

@@ -8,7 +8,7 @@ use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Target, check_whole};
 use crate::shared;
-use crate::target::{BackupArgs, TargetArgs, milliseconds, registered, seconds};
+use crate::target::{BackupArgs, TargetArgs, count, milliseconds, registered, seconds};
 use clap_complete::ArgValueCandidates;
 use std::collections::BTreeMap;
 use std::thread;
@@ -49,7 +49,7 @@ pub struct Args {
     #[arg(long, conflicts_with = "quiet")]
     dry_run: bool,
     /// How many processes there must be [default: as many as when the job was last paused or resumed]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = count)]
     ranks: Option<usize>,
     #[command(flatten)]
     backup: BackupArgs,

@@ -5,7 +5,7 @@ use crate::processes::Target;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
-use vramctl_model::{self as model, Backup, Registered};
+use vramctl_model::{self as model, Backup, Registered, parse_bytes};
 
 /// The options that choose processes.
 #[derive(clap::Args, Clone)]
@@ -26,7 +26,7 @@ pub struct TargetArgs {
 #[derive(clap::Args)]
 pub struct GpuArgs {
     /// Only memory on this GPU: its index in `nvidia-smi`, its UUID or a prefix of it; may be repeated
-    #[arg(long, value_name = "GPU", add = ArgValueCandidates::new(completions::gpus))]
+    #[arg(long, value_name = "GPU", value_parser = checked_gpu, add = ArgValueCandidates::new(completions::gpus))]
     pub gpu: Vec<String>,
 }
 
@@ -73,13 +73,29 @@ pub fn checked_tag(text: &str) -> Result<String, String> {
     model::checked_tag(text).map(|tag| tag.to_string()).map_err(|error| error.to_string())
 }
 
+/// A GPU as an argument. An empty one, from a script's empty variable, would be a prefix of every UUID.
+pub fn checked_gpu(text: &str) -> Result<String, String> {
+    let is_name = !text.trim().is_empty() && !text.starts_with('-');
+    is_name.then(|| text.to_owned()).ok_or_else(|| "not a GPU: give its index in `nvidia-smi`, or its UUID or a prefix of it".into())
+}
+
 /// A duration as an argument.
 pub fn seconds(text: &str) -> Result<Duration, String> {
-    let number: f64 = text.parse().map_err(|_| "not a number of seconds")?;
-    if number < 0.0 {
-        return Err("seconds must be 0 or more".into());
+    match text.parse::<f64>() {
+        Ok(number) if number < 0.0 => Err("seconds must be 0 or more".into()),
+        Ok(number) if !number.is_nan() => Duration::try_from_secs_f64(number).map_err(|_| "too many seconds".into()),
+        _ => Err("not a number of seconds".into()),
     }
-    Duration::try_from_secs_f64(number).map_err(|_| "not a number of seconds that a clock can count".into())
+}
+
+/// A number of bytes as an argument.
+pub fn size(text: &str) -> Result<usize, String> {
+    parse_bytes(text).ok_or_else(|| "not a size: give bytes, or a whole number with K, M or G, such as 64K or 5G".into())
+}
+
+/// A number of processes as an argument.
+pub fn count(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| "not a number of processes".into())
 }
 
 /// Such a duration as requests have it.
@@ -90,6 +106,14 @@ pub fn milliseconds(duration: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_gpu_has_a_name() {
+        for wrong in ["", " ", "-1"] {
+            assert!(checked_gpu(wrong).is_err(), "{wrong:?}");
+        }
+        assert_eq!(checked_gpu("GPU-0f5c"), Ok("GPU-0f5c".into()));
+    }
 
     #[test]
     fn seconds_may_have_fractions() {

@@ -4,10 +4,10 @@ use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Target};
-use crate::target::TargetArgs;
+use crate::target::{self, TargetArgs};
 use clap_complete::ArgValueCandidates;
 use serde_json::json;
-use vramctl_model::{Bytes, parse_bytes};
+use vramctl_model::Bytes;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -41,7 +41,10 @@ pub struct Args {
 }
 
 fn size(text: &str) -> Result<u64, String> {
-    parse_bytes(text).filter(|bytes| *bytes > 0).map(|bytes| bytes as u64).ok_or_else(|| "not a size such as 5G".into())
+    match target::size(text)? {
+        0 => Err("less than nothing is never free; to stop watching, use --off".into()),
+        bytes => Ok(bytes as u64),
+    }
 }
 
 pub fn watch(args: &Args) -> Result<Exit, CommandError> {

@@ -53,7 +53,12 @@ impl Directory {
         if open.is_err() && path.is_symlink() {
             return refuse("a symbolic link; set VRAMCTL_DIR to the directory itself".into());
         }
-        let open = open.map_err(|error| naming(path, &error))?;
+        let open = open.map_err(|error| match error.kind() {
+            io::ErrorKind::NotADirectory => {
+                io::Error::new(error.kind(), format!("{}: not a directory; set VRAMCTL_DIR to one", path.display()))
+            }
+            _ => naming(path, &error),
+        })?;
         let metadata = open.metadata()?;
         if metadata.uid() != user() && !anybodys {
             return refuse(format!("owned by user {}, not by you; set VRAMCTL_DIR to a directory of yours", metadata.uid()));
@@ -132,7 +137,11 @@ impl Directory {
         if peer.uid == self.owner || peer.uid == 0 {
             return Ok(stream);
         }
-        let why = format!("{}/{pid}.sock: user {} answers there", self.path.display(), peer.uid);
+        let why = format!(
+            "{}/{pid}.sock: user {} answers there, not you; remove the file, or restart the program as yourself",
+            self.path.display(),
+            peer.uid
+        );
         Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
     }
 
@@ -141,7 +150,8 @@ impl Directory {
         /// A process replaces a closed socket within this time. The new one must not be removed as stale.
         const NEW_SOCKET: Duration = Duration::from_millis(50);
         let (mut pids, mut refused) = (Vec::new(), Vec::new());
-        for entry in fs::read_dir(format!("/proc/self/fd/{}", self.open.as_raw_fd()))? {
+        let entries = fs::read_dir(self.within_process()).map_err(|error| naming(&self.path, &error))?;
+        for entry in entries {
             let name = entry?.file_name();
             let pid = name.to_str().and_then(|name| name.strip_suffix(".sock")).and_then(|pid| pid.parse().ok());
             let Some(pid) = pid else { continue };

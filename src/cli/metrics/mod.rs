@@ -44,7 +44,7 @@ pub fn metrics(args: &Args) -> Result<Exit, CommandError> {
         }
         (None, Some(path)) => replace(path, &page()?)
             .map(|()| Exit::Done)
-            .map_err(|error| CommandError::new(Exit::Failed, format!("{}: {error}", path.display()))),
+            .map_err(|error| CommandError::new(Exit::Failed, format!("cannot write {}: {error}", path.display()))),
         (None, None) => output::print(&page()?).map(|()| Exit::Done),
     }
 }

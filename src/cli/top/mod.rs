@@ -235,8 +235,8 @@ fn cancel(command: &OwnedFd) {
 
 /// Prints one picture.
 fn once(interval: Duration) -> Result<Exit, CommandError> {
-    /// Longer than any process that is not stopped takes to answer.
-    const ANSWERS: Duration = Duration::from_secs(3);
+    /// Longer than it takes to see that a process is stopped.
+    const ANSWERS: Duration = Duration::from_secs(6);
     /// To measure the copy rate.
     const SPEED: Duration = Duration::from_secs(2);
     let (happen, incomings) = channel();

@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
-use vramctl_config::socket_directory;
 use vramctl_control::client::Client;
 use vramctl_control::discovery::Directory;
 use vramctl_driver::{cards, holders_of, keep_nvml};
@@ -109,9 +108,7 @@ fn find<L: Listener>(listener: &L, interval: &Interval) {
                 }
                 News::Found(pids.len())
             }
-            Err(error) => {
-                News::Trouble(format!("the directory of the control sockets cannot be used: {error} ({})", socket_directory().display()))
-            }
+            Err(error) => News::Trouble(format!("the directory of the control sockets cannot be used: {error}")),
         };
         if !listener.tell(news) {
             return;

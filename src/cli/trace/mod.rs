@@ -69,7 +69,7 @@ pub fn trace(args: Args) -> Result<Exit, CommandError> {
     let found = Found::look(&target)?;
     let chosen = found.choose(&target)?;
     // Check this before the recording, which may take long.
-    let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("{}: {error}", args.output.display()));
+    let failed = |error: io::Error| CommandError::new(Exit::Failed, format!("cannot write {}: {error}", args.output.display()));
     let mut file = OpenOptions::new().append(true).create(true).open(&args.output).map_err(failed)?;
     let until = match args.seconds {
         Some(time) => Until::After(time),

@@ -19,7 +19,7 @@ use crate::processes::{Found, Process, Target, check_whole};
 use crate::progress::Bars;
 use crate::shared::{self, Along, AsOne};
 use crate::suspend;
-use crate::target::{BackupArgs, GpuArgs, TargetArgs, checked_tag, milliseconds, registered, seconds};
+use crate::target::{BackupArgs, GpuArgs, TargetArgs, checked_tag, count, milliseconds, registered, seconds};
 use crate::trim;
 use answers::{Answer, JobOutcome, Outcome, Telling};
 use clap_complete::ArgValueCandidates;
@@ -149,7 +149,7 @@ pub struct Args {
     #[command(flatten)]
     gpu: GpuArgs,
     /// How many processes there must be. Without it, as many as the job had when it was last paused or resumed
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = count)]
     pub ranks: Option<usize>,
     /// Wait at most this many seconds for what is in the way; fractions are allowed
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
@@ -390,13 +390,15 @@ impl Asking {
     fn foretell(&self, asks_engine: bool) -> Result<Exit, CommandError> {
         let foretell = |task| {
             let Task { process, .. }: &Task = task;
-            let old = || CommandError::new(Exit::Failed, format!("{process}: its library is too old for --dry-run; restart the program"));
-            let plan = self.ask_plan(task)?.ok_or_else(old)?;
-            Ok(Foretold::new(process, plan, self.request.force || asks_engine).with_communicators(&self.communicators))
+            let old = || CommandError::new(Exit::Failed, "its library is too old for --dry-run; restart the program");
+            match self.ask_plan(task).and_then(|plan| plan.ok_or_else(old)) {
+                Ok(plan) => Foretold::new(process, plan, self.request.force || asks_engine).with_communicators(&self.communicators),
+                Err(failure) => Foretold::refused(process, failure),
+            }
         };
         let meant = self.tasks.iter().filter(|task| !task.meant.is_empty());
-        let along = self.groups.iter().flat_map(|group| &group.along).map(|along| Ok(Foretold::along(&along.process, along.bytes)));
-        dry_run::tell(&meant.map(foretell).chain(along).collect::<Result<Vec<_>, CommandError>>()?, self.json)
+        let along = self.groups.iter().flat_map(|group| &group.along).map(|along| Foretold::along(&along.process, along.bytes));
+        dry_run::tell(&meant.map(foretell).chain(along).collect::<Vec<_>>(), self.json)
     }
 
     /// Sends the requests and prints the results.
