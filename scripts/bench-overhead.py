@@ -19,7 +19,7 @@ TRACE_LIMIT = 0.01  # of the time without the ring
 HELD = 256
 
 
-# What tests/apps/overhead_driver.c measures, and what more each may take, in ns.
+# What tests/apps/overhead_driver.c measures, and how much more each may take, in ns.
 DRIVER_CALLS = {
     "dlsym_cuda": ("dlsym of cuMemAlloc", None),
     "dlsym_other": ("dlsym of getpid", None),
@@ -207,7 +207,7 @@ def trace_rows(program, rounds, variants):
 
 
 def import_rows(rounds, variants):
-    """How long it takes to import torch, where there is one."""
+    """How long it takes to import torch, if it is installed."""
     if importlib.util.find_spec("torch") is None:
         print("bench-overhead: not measured: importing torch, which is not installed", file=sys.stderr)
         return []
@@ -216,7 +216,7 @@ def import_rows(rounds, variants):
         run_ms(command, env)  # its files come from the disk the first time
     figures = in_turns(rounds, lambda env: run_ms(command, env), variants)
     rows = []
-    # The time that passes scatters by more than the limit, so it is only shown.
+    # Elapsed time varies by more than the limit, so it is only shown.
     for number, what in enumerate(("import torch", "import torch, processor time")):
         times = {name: [run[number] for run in runs] for name, runs in figures.items()}
         base, again, *others = times
@@ -307,7 +307,7 @@ def main():
         for name in others
     ]
 
-    # Torch brings its own libraries, so it gets the path from before ours was put on it.
+    # Torch has its own libraries, so it gets the original path, without ours.
     bare = {"LD_LIBRARY_PATH": options.library_path}
     rows += import_rows(
         min(options.rounds, 5),

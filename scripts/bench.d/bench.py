@@ -522,7 +522,7 @@ class Bench:
         self.finish(child)
 
     def each_call(self, chosen):
-        """What the program pays for its own handles: without the library, with it and not managed, and managed, in turns."""
+        """The cost of the program's own handles: without the library, with it but not managed, and managed, alternating."""
         alone, with_library = self.start("alone", with_library=False), self.start("each")
         kinds = {"alone": (alone, "-"), "left": (with_library, "-"), "managed": (with_library, "each")}
         found = self.data["each"].setdefault(chosen.name, {kind: {} for kind in kinds})

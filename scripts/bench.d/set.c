@@ -147,7 +147,7 @@ static char *address_of(size_t piece)
 	return allocation->address + (piece - allocation->first) * PIECE;
 }
 
-/* As `cudaMalloc`, but by a handle of its own. The addresses follow each other. */
+/* As `cudaMalloc`, but with its own handle. The addresses are adjacent. */
 static cudaError_t map_new(void **address, size_t bytes, size_t total)
 {
 	static pointer next;
@@ -432,7 +432,7 @@ static void calls(long rest_ms, const char *path)
 	       times.slow_taking, times.slow_giving);
 }
 
-/* What a program pays that manages its memory itself. */
+/* The cost for a program that manages its memory itself. */
 static void each(const char *tag, const char *path)
 {
 	size_t listed, total;

@@ -1,6 +1,6 @@
-"""A guard under paused memory, on a real device: work that uses the memory keeps its context, and the resume tells of it.
+"""A guard under paused memory, on a real device: work that uses the memory keeps its context, and the resume reports it.
 
-Run under `vramctl run` with VRAMCTL_GUARD=1; needs no PyTorch. A line `ok: …`, `FAILED: …` or `note: …` for each check.
+Run under `vramctl run` with VRAMCTL_GUARD=1; needs no PyTorch. Prints a line `ok: …`, `FAILED: …` or `note: …` for each check.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-#: An illegal address, and a launch that failed for it.
+#: An illegal address, and a launch that failed because of one.
 LOST = {"700", "719"}
 DISCARD, HOST = 1, 2
 MIB = 1 << 20

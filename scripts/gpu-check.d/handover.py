@@ -1,11 +1,11 @@
-"""Hands weights from a trainer to an engine by CUDA IPC, bucket by bucket, both processes managed, and pauses the engine in between.
+"""A trainer sends weights to an engine by CUDA IPC, bucket by bucket, and the engine is paused in between. Both processes are managed.
 
 usage: handover.py VRAMCTL [GIB]    prints a line `ok: …` or `FAILED: …` for each check
        handover.py --trainer GIB, handover.py --engine GIB: the two programs, which handover.py starts under `vramctl run`
 
 The trainer copies parameters into a bucket of 512 MiB, shares it with torch's own tensor sharing, and waits until the engine has
-copied it out, as frameworks that update weights in buckets do. Last, the engine keeps the bucket open, and the trainer is paused with
-it (--shared): the engine waits, and finds the bucket where it was when the trainer is resumed.
+copied it out, as frameworks do that update weights in buckets. In the end the engine keeps the bucket open, and the trainer is paused
+with `--shared`: the engine waits, and finds the bucket where it was when the trainer is resumed.
 """
 
 import base64
@@ -141,7 +141,7 @@ def main():
     try:
         device_gbs = json.loads(sender.stdout.readline())["device_gbs"]
         addresses = json.loads(receiver.stdout.readline())["addresses"]
-        # The parent passes each handle on, as frameworks do by their own messages. The first round also opens the bucket.
+        # The parent forwards each handle, as frameworks do in their own messages. The first round also opens the bucket.
         for number in range(3):
             ask(sender, fill=number)
             began = time.perf_counter()

@@ -1,4 +1,5 @@
-"""A PyTorch training loop (data from worker processes; eager, and compiled) is paused at random moments, from outside: its losses are those of an undisturbed run, bit for bit.
+"""A PyTorch training loop (data from worker processes; eager, and compiled) is paused from outside at random moments: its losses are
+those of an undisturbed run, bit for bit.
 
 usage: hold.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check
        hold.py --program            the training loop, which hold.py starts under `vramctl run`
@@ -46,7 +47,7 @@ def program():
             adam.zero_grad(set_to_none=step % 2 == 0)
             loss.backward()
             adam.step()
-            # Half of the steps run behind each other, and half wait for the device.
+            # Half of the steps are only queued, and half wait for the device.
             seen.append(loss.item() if step % 2 else loss.detach())
         return [float(loss) for loss in seen]
 
@@ -73,7 +74,7 @@ def used_mib():
 
 
 def rounds(vramctl, check, ask, child, how, times):
-    """A run of the loop that is paused at random moments. Returns whether the program can go on."""
+    """A run of the loop that is paused at random moments. Returns whether the program can continue."""
     ask(how)
     undisturbed = json.loads(child.stdout.readline())
     ask(how)

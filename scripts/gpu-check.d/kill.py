@@ -1,5 +1,5 @@
-"""Three processes of a job work on one GPU. One of them is killed or stopped, or the command that pauses or resumes them is killed, at
-each step of the protocol: the others end up all active or all paused, the message says which, all of them can be resumed, and their
+"""Three processes of a job work on one GPU. At each step of the protocol, one of them is killed or stopped, or the command that pauses
+or resumes them is killed. The others end up all active or all paused, the message says which, all of them can be resumed, and their
 memory is unharmed.
 
 usage: kill.py VRAMCTL            prints a line `ok: …` or `FAILED: …` for each step
@@ -21,7 +21,7 @@ import time
 SIMULATED = bool(os.environ.get("SIMGPU_DIR"))
 MIB = 16 if SIMULATED else 512
 PART = 8 << 20
-#: Jobs at a time: most of the time they wait for a process that is stopped.
+#: Jobs at a time. Most of the time they wait for a stopped process.
 JOBS = 4 if SIMULATED else 6
 EVENTS = ("rank killed", "rank stopped", "command killed")
 STEPS = {"pause": ("hold", "drain", "prepare", "renew", "commit", "abort"), "resume": ("prepare", "renew", "commit", "abort")}
@@ -29,7 +29,7 @@ DONE = {"pause": "paused", "resume": "active"}
 
 
 def program(mib):
-    """Writes memory of its own all the time, and says whether the rest is as it was."""
+    """Constantly writes some of its memory, and reports whether the rest is unchanged."""
     cuda = ctypes.CDLL("libcuda.so.1")
     context, memory, scratch = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
 
@@ -144,9 +144,9 @@ class Between:
                     self.event()
             self.passed.set()
         if (place, request, answered) == (0, "prepare", True) and self.moment[0] == "renew":
-            # All others wait for this one: their leases are renewed.
+            # Renew the leases of the others, which wait for this one.
             self.passed.wait(20)
-        # One that cannot, so that the others are asked to abort.
+        # One that cannot prepare, so that the others are asked to abort.
         return (place, request, answered) != (2, "prepare", True) or self.moment[0] != "abort"
 
 
@@ -179,7 +179,7 @@ def state(pid):
 
 
 def settled(pids):
-    """The state of all of them, once nobody is in the middle."""
+    """The state of all of them, once no transition is in progress."""
     limit = time.monotonic() + 15
     while True:
         states = [state(pid) for pid in pids]
@@ -216,7 +216,7 @@ class Job:
         return "" if command.returncode == 0 else f"vramctl {verb}: {out}{err}"
 
     def happens(self, verb, request, answered, event):
-        """What is wrong, or nothing; the state that the others end up in; what the message says."""
+        """What is wrong, if anything; the state that the others end up in; what the message says."""
         faults = [self.run("pause") if verb == "resume" else ""]
         pids, command, started = [rank.pid for rank in self.ranks], None, threading.Event()
 
@@ -226,7 +226,7 @@ class Job:
                 command.kill()
             else:
                 os.kill(pids[1], signal.SIGKILL if event == "rank killed" else signal.SIGSTOP)
-                # A process that is stopped runs on until all of its threads have noticed.
+                # A stopped process keeps running until all of its threads have noticed.
                 os.waitid(os.P_PID, pids[1], os.WEXITED | os.WSTOPPED | os.WNOWAIT)
 
         between = Between(pids, request, answered, now)
@@ -277,7 +277,7 @@ class Job:
 
 def main():
     with tempfile.TemporaryDirectory(prefix="vramctl-kill.") as sockets:
-        # In a place of their own, since the steps are taken here and not by the command.
+        # In a socket directory of their own, because the steps are taken here and not by the command.
         os.environ["VRAMCTL_DIR"] = sockets
         try_all(sys.argv[1])
 

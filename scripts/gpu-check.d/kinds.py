@@ -1,6 +1,6 @@
 """The section `programs` of scripts/gpu-check: one program for each way to reach GPU memory, paused from the shell.
 
-The programs are in the folder programs/. What one of them needs and this machine lacks is named, and counts as a failure.
+The programs are in the folder programs/. If a program needs something that this machine lacks, that is named, and counts as a failure.
 """
 
 import concurrent.futures
@@ -39,11 +39,11 @@ class Kind(typing.NamedTuple):
     program: str
     arguments: tuple = ()
     env: dict = {}
-    # Commands and Python packages.
+    # The commands and Python packages that it needs.
     needs: tuple = ()
     # How long all of its cycles may take.
     seconds: int = 60
-    # One of those that must all be reached.
+    # Whether it must be reached.
     counted: bool = True
 
 
@@ -99,7 +99,7 @@ def chosen(names):
 
 
 class Machine:
-    """What is installed here."""
+    """The tools and packages that are installed here."""
 
     def __init__(self, real):
         self.real = real
@@ -123,7 +123,7 @@ class Machine:
             yield pathlib.Path(folder)
 
     def missing(self, kind):
-        """What a kind needs and is not here, with how to get it."""
+        """What a kind needs and this machine lacks, with how to get it."""
         here = {"nvcc": self.nvcc, "cc": self.cc, "libcuda.so.1": self.libcuda}
         needs = list(kind.needs)
         if kind.program == "driver" and self.real:
@@ -143,7 +143,7 @@ class Builder:
         self.check, self.machine = check, machine
         self.out = pathlib.Path(check.options.work) / "programs"
         self.out.mkdir(exist_ok=True)
-        # The runtime that programs find when they start. Python packages have it only under its full name.
+        # The runtime that programs find when they start. In Python packages it has only its full name.
         runtimes = sorted(pathlib.Path(check.options.libcudart).glob("libcudart.so*"))
         if runtimes and not (self.out / "libcudart.so").exists():
             (self.out / "libcudart.so").symlink_to(runtimes[-1].resolve())
@@ -170,7 +170,7 @@ class Builder:
 
     @staticmethod
     def build(command):
-        """The compiler's complaint, or nothing."""
+        """The compiler's error, if any."""
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_SECONDS
@@ -213,7 +213,7 @@ class Builder:
 
 
 class Run:
-    """One program, its cycles, and what was found."""
+    """One program, its cycles, and the results."""
 
     def __init__(self, check, name, kind, builder):
         self.check, self.name, self.kind, self.builder = check, name, kind, builder
@@ -235,7 +235,7 @@ class Run:
         }
 
     def ask(self, program):
-        """Whether all contents are right; a problem is recorded."""
+        """Whether all contents are correct. Records a problem."""
         answer = program.ask_json("check", 60)
         wrong = [key for key, value in answer.items() if value is False or (key.endswith("differing") and value != 0)]
         return not wrong, json.dumps(answer)
@@ -255,7 +255,7 @@ class Run:
         self.row[f"{what}_ms"].append(taken * 1000)
 
     def tags(self, state):
-        """The bytes that status shows, all of which must be in a state."""
+        """The bytes that status shows, all of which must be in this state."""
         tags = self.check.states(self.name)
         wrong = [tag for tag, told in tags.items() if told["state"] != state]
         if wrong or not tags:
@@ -333,7 +333,7 @@ def summary(row):
 
 
 def run_one(check, name, kind, machine, builder):
-    """Runs one kind within its own time, and returns its row. Nothing that goes wrong in it reaches the next."""
+    """Runs one kind within its own time limit, and returns its row. Its failures do not affect the next one."""
     run, section = Run(check, name, kind, builder), check.deadline
     try:
         lacking = machine.missing(kind)
@@ -359,12 +359,12 @@ def run_one(check, name, kind, machine, builder):
 
 
 def section(check):
-    """Runs the chosen kinds. Rows appear in check.programs as they are done, for a report in case of an early end."""
+    """Runs the chosen kinds. Adds each row to check.programs when it is done, so that a report is possible after an early end."""
     kinds = chosen(check.options.kinds)
     machine = Machine(check.options.smi == "nvidia-smi")
     builder = Builder(check, machine)
     try:
-        # Compile all before the first runs, so that none is measured beside a compiler.
+        # Compile all of them before the first one runs, so that no measurement competes with a compiler.
         runnable = [kind for kind in kinds.values() if not machine.missing(kind)]
         for target in [target for kind in runnable for target in builder.targets(kind)]:
             builder.start(target)
@@ -381,7 +381,7 @@ def section(check):
 
 
 def totals(rows):
-    """How many kinds were reached, such as `11 of 11`; those that are not counted apart."""
+    """How many kinds were reached, such as `11 of 11`, and those that need not be, separately."""
 
     def count(counted):
         of = [row["state"] == "ok" for row in rows if row["counted"] is counted]

@@ -1,5 +1,5 @@
-"""Where the memory went: `vramctl status --ledger` next to what nvidia-smi says is in use. A PyTorch program with a captured graph,
-active and paused, next to a trainer with the library and a program without it; on two GPUs, the ranks of two.py, for NCCL.
+"""Compares `vramctl status --ledger` with nvidia-smi: a PyTorch program with a captured graph, active and paused, next to a trainer
+with the library and a program without it; on two GPUs, the ranks of two.py, for NCCL.
 
 usage: ledger.py VRAMCTL          prints a line `ok: …` or `FAILED: …` for each check, and the ledgers
        ledger.py --program GIB    PyTorch, with that much and a captured graph, until its input ends
@@ -18,7 +18,7 @@ import time
 from suspend import check, used_mib
 
 MIB, GIB = 1 << 20, 1 << 30
-#: How far the ledger may be from nvidia-smi, and how much may be unexplained.
+#: How much the ledger may differ from nvidia-smi, and how much may be unexplained.
 LIMIT = 64
 MANAGED, OTHER = 16, 8
 #: MiB that the program with a leak keeps in each cycle.
@@ -54,7 +54,7 @@ def leak():
 
 
 def settled():
-    """What is in use on each GPU, once that no longer changes: what others have released may take a moment to show."""
+    """Memory in use on each GPU, once it no longer changes: a release may take a moment to show."""
     before = used_mib()
     for _ in range(20):
         time.sleep(0.2)
@@ -107,7 +107,7 @@ def share_of(gpu, what, of="", pid=None):
 
 @contextlib.contextmanager
 def started(command, **options):
-    """A program that has said that it is ready."""
+    """Starts a program, and waits until it is ready."""
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
     try:
         check("the program has started", json.loads(child.stdout.readline() or "{}").get("ready", False))
@@ -150,7 +150,7 @@ def one_gpu(vramctl):
 
 
 def named(vramctl):
-    """A program that leaks is named after three cycles, once."""
+    """After three cycles, a leaking program is named, once."""
     command = [vramctl, "run", "--name", "leak", "--", sys.executable, os.path.abspath(__file__), "--leak"]
     with tempfile.TemporaryFile("w+") as log, started(command, stderr=log) as child:
         growing = []

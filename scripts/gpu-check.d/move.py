@@ -1,5 +1,5 @@
-"""Two GPUs: a PyTorch program moves from one to the other and back in the middle of its work; two jobs exchange places; and whatever
-cannot be moved is refused and runs on.
+"""On two GPUs, moves a PyTorch program from one to the other and back in the middle of its work, and swaps two jobs. A job that cannot
+be moved is refused, and continues.
 
 usage: move.py VRAMCTL [TIMES]         prints a line `ok: …` or `FAILED: …` for each check
        move.py --owner, move.py --importer: two programs that share a tensor
@@ -74,7 +74,7 @@ def there_and_back(vramctl, name, child, times):
 
 
 def refused(what, vramctl, arguments, code, words):
-    """A command that must change nothing: the caller checks that the program runs on."""
+    """A command that must change nothing. The caller checks that the program continues."""
     got, text, _ = run(vramctl, *arguments)
     check(f"refused: {what}", got == code and all(word in text for word in words), f"exit code {got}: {text[:400]}")
 

@@ -1,7 +1,7 @@
-"""Two GPUs: `vramctl pause --nccl` has NCCL give back its communicators' memory, and a resume takes it again: eager and captured
-all-reduces are right afterwards. Needs NCCL 2.29.7 or later; with an older one, checks that the pause goes on without it and says so.
+"""On two GPUs, `vramctl pause --nccl` has NCCL give back its communicators' memory, and a resume takes it again: eager and captured
+all-reduces are correct afterwards. Needs NCCL 2.29.7 or later; with an older one, checks that the pause leaves NCCL out and says so.
 
-usage: nccl.py VRAMCTL [DIR]   DIR has a libnccl.so.2 that is to be used in place of PyTorch's (or $GPU_CHECK_NCCL_DIR)
+usage: nccl.py VRAMCTL [DIR]   DIR has a libnccl.so.2 to use in place of PyTorch's (or $GPU_CHECK_NCCL_DIR)
 
 The ranks are those of two.py.
 """
@@ -26,7 +26,7 @@ def main():
     folder = sys.argv[2] if len(sys.argv) > 2 else os.environ.get("GPU_CHECK_NCCL_DIR")
     environment = dict(os.environ)
     if folder:
-        # PyTorch's own is found by its RPATH, before LD_LIBRARY_PATH. One that is loaded already has the name.
+        # PyTorch finds its own by RPATH, which comes before LD_LIBRARY_PATH, unless a library with this name is loaded already.
         library = pathlib.Path(folder, "libnccl.so.2").resolve(strict=True)
         environment["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
 
@@ -85,7 +85,7 @@ def main():
             rest, told = used_mib(), [one.get("bytes", 0) for one in communicators() if one["state"] == "suspended"]
             freed = [before - after for before, after in zip(without, rest)]
             check(f"cycle {cycle}: paused with --nccl", code == 0 and len(told) >= 2, f"in use {rest} MiB; {text}")
-            # nvidia-smi against what NCCL says, over both GPUs.
+            # nvidia-smi's figure against NCCL's, over both GPUs.
             fits = abs(sum(freed) - sum(told) / MIB) < 0.1 * sum(told) / MIB + 64
             check(f"cycle {cycle}: NCCL's memory is gone", min(freed) > 0 and fits, f"{freed} MiB less; NCCL: {sum(told) / MIB:.0f} MiB")
             tell(10 * cycle + 2)

@@ -1,12 +1,12 @@
 """The rule about registered memory, on two GPUs: NCCL registers managed memory with the program's communicator, and a pause that
-would give it other pages is refused. And what would happen otherwise, in processes of their own.
+would give it other pages is refused. Also shows, in separate processes, what would happen otherwise.
 
-usage: registration.py VRAMCTL               prints a line `ok: …` or `FAILED: …` for each check, and `note: …` for what is no check
+usage: registration.py VRAMCTL               prints a line `ok: …` or `FAILED: …` for each check, and `note: …` for the rest
        registration.py --rank N RANKS PORT   the program, which registration.py starts under `vramctl run`
 
-Each rank has three buffers: `plain`, of PyTorch's cudaMalloc, and `virtual` and `gathered`, which it has made with cuMemCreate so that
-other processes can open them. The first two are summed up in place, where NCCL's ring copies through buffers of its own. The ranks
-gather into the third, which the other rank then writes directly.
+Each rank has three buffers: `plain`, from PyTorch's cudaMalloc, and `virtual` and `gathered`, which it creates with cuMemCreate so that
+other processes can open them. The first two are summed in place, for which NCCL's ring copies through its own buffers. The ranks gather
+into the third, which the other rank writes directly.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ MIB = 1 << 20
 BUFFER = 64 * MIB
 BALLAST = 2048 * MIB
 KINDS = ("plain", "virtual", "gathered")
-# A collective that has not ended by then hangs.
+# After this many seconds, a collective counts as hung.
 PATIENCE_S = 10
 
 
@@ -35,14 +35,14 @@ def answer(**fields):
 
 
 class OfAddress:
-    """Memory of the program's own, for `torch.as_tensor`."""
+    """The program's own memory, for `torch.as_tensor`."""
 
     def __init__(self, address, count):
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "<f4", "version": 2}
 
 
 def virtual_memory(device, size):
-    """The address of memory of `cuMemCreate` that another process can open by a file descriptor."""
+    """The address of new memory of `cuMemCreate`, which another process can open by a file descriptor."""
     cuda = ctypes.CDLL("libcuda.so.1")
     handle, address = ctypes.c_ulonglong(), ctypes.c_ulonglong()
     # CUmemAllocationProp: pinned, shared by descriptor, on this device. CUmemAccessDesc: this device, reads and writes.
@@ -61,7 +61,7 @@ def virtual_memory(device, size):
 
 
 class Nccl:
-    """The NCCL that PyTorch has loaded, and a communicator: PyTorch's, or one of our own where PyTorch does not tell its."""
+    """The NCCL that PyTorch has loaded, and a communicator: PyTorch's, or our own if PyTorch does not expose its."""
 
     def __init__(self, torch, distributed, number, ranks):
         with open("/proc/self/maps", encoding="utf-8") as maps:
@@ -153,7 +153,7 @@ def rank(number, ranks, port):
         return graph, result
 
     def step(base, kind, graph):
-        """Whether the collective's result is right."""
+        """Whether the collective's result is correct."""
         source.fill_(float(base + number))
         if graph:
             graphs[kind][0].replay()
@@ -182,7 +182,7 @@ def rank(number, ranks, port):
                 nccl.deregister(handle)
             answer(done=True)
         elif request["do"] == "pool":
-            # PyTorch registers the pool's memory itself. It is managed: the pool has no allocator of NCCL's.
+            # PyTorch registers the pool's memory itself. The memory is managed, because the pool does not use NCCL's allocator.
             backend, pool = distributed.group.WORLD._get_backend(device), torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(pool):
                 pooled = torch.ones(BUFFER // 4, device=device)
@@ -210,7 +210,7 @@ class Ranks:
             self.children.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
 
     def hear(self, patience=60.0):
-        """What each says; `None` for one that says nothing in time."""
+        """The answer of each; `None` if it does not answer in time."""
         end, heard = time.monotonic() + patience, []
         for child in self.children:
             ready, _, _ = select.select([child.stdout], [], [], max(0.0, end - time.monotonic()))
@@ -231,7 +231,7 @@ class Ranks:
         return all((one or {}).get(field) for one in heard), heard
 
     def works(self, base):
-        """Whether all collectives are right."""
+        """Whether all collectives gave correct results."""
         heard = [self.ask(do="step", base=base, kind=kind, graph=graph) for kind in KINDS for graph in (False, True)]
         return all((one or {}).get("right") for each in heard for one in each), heard
 
@@ -250,7 +250,7 @@ class Ranks:
 
 
 def refused_for_nccl(ranks):
-    """Whether a pause is refused because of NCCL, and what it says."""
+    """Whether a pause is refused because of NCCL, and its message."""
     code, text = ranks.command("pause")
     return code != 0 and re.search(r"[\d.]+ [KMG]iB of default \(NCCL: ncclComm", text) is not None, text
 
@@ -273,7 +273,7 @@ def rule(ranks, name):
     check(f"{name}: deregistered", *ranks.all("done", do="deregister"))
     refused, text = refused_for_nccl(ranks)
     check(f"{name}: then NCCL is not in the way", not refused, text)
-    # Refused if NCCL has exported the virtual memory: that cannot be taken back.
+    # Still refused if NCCL has exported the virtual memory, which cannot be undone.
     ranks.command("resume")
     check(f"{name}: a pool that PyTorch registers", *ranks.all("done", do="pool"))
     refused, text = refused_for_nccl(ranks)
@@ -281,7 +281,7 @@ def rule(ranks, name):
 
 
 def without_the_rule(ranks):
-    """What a pause does that is told to take registered memory. No check: it shows what the rule is for."""
+    """What happens if a pause takes registered memory. Not a check: it shows the reason for the rule."""
     ranks.ask(do="register")
     ranks.works(1)
     code, text = ranks.command("pause", "--registered", "take")
@@ -300,7 +300,7 @@ def without_the_rule(ranks):
 def main():
     vramctl, count = sys.argv[1], len(used_mib())
     check("there are two GPUs", count > 1, f"{count}")
-    # All at once: most of the time goes into their start.
+    # All at once, because most of the time is spent starting them.
     jobs = {"registration-one": 1, **({"registration-two": 2, "registration-taken": 2} if count > 1 else {})}
     started = {name: Ranks(vramctl, name, ranks) for name, ranks in jobs.items()}
     try:

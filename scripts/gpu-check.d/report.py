@@ -1,6 +1,6 @@
-"""Each phase of examples/rl_step.py runs out of memory, as it happens in practice, and the report names the culprit: what asked, for
-which tag, in which line of Python; what is in use; and what would free some. Another program, without the library, has most of the GPU,
-so that what is left is soon filled.
+"""Each phase of examples/rl_step.py runs out of memory, as it happens in practice, and the report names the cause: who made the
+request, for which tag, in which line of Python; what is in use; and what could be freed. Another program, without the library, has most
+of the GPU, so that the rest is soon full.
 
 usage: report.py VRAMCTL PACKAGE    prints a line `ok: …` or `FAILED: …` for each check, and the pages. PACKAGE: python/vramctl
 """
@@ -17,9 +17,9 @@ import suspend
 from suspend import check, used_mib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-#: GiB that are left to the example.
+#: GiB left for the example.
 ROOM = 32
-#: What asks for memory: torch's allocator, or a pool of torch's that this project feeds.
+#: What requests memory: torch's allocator, or one of torch's pools that this project feeds.
 TORCH = ("libc10_cuda", "a pool of torch's")
 #: Phase → who refuses, for which tag, and what must be in a stack: of Python, or native where the thread runs no Python.
 CULPRITS = {
@@ -34,7 +34,7 @@ CULPRITS = {
 
 @contextlib.contextmanager
 def ballast():
-    """Another program takes all of the first GPU but ROOM."""
+    """Another program takes all of the first GPU except ROOM."""
     total = int(
         subprocess.run(
             ["nvidia-smi", "--id=0", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
@@ -57,7 +57,7 @@ def ballast():
 
 
 def run_out(vramctl, package, phase, folder):
-    """The reports of the example whose phase runs out of memory, and its stderr."""
+    """Runs the example so that this phase runs out of memory. Returns its reports and its stderr."""
     example = [sys.executable, str(ROOT / "examples" / "rl_step.py"), "--steps", "1", "--oom", phase]
     environment = {**os.environ, "VRAMCTL_REPORT_DIR": str(folder), "VRAMCTL_PYTHON": str(package)}
     done = subprocess.run(
@@ -84,7 +84,7 @@ def judge(phase, reports, log):
     check(f"{phase}: for the tag", request.get("tag") == tag, json.dumps(request))
     if refused_by == "driver":
         check(
-            # Out of a pool of its own, torch asks only once.
+            # For a pool of its own, torch tries only once.
             f"{phase}: torch asked, and tried again",
             request["library"].startswith(TORCH) and request["attempts"] >= (1 if tag == "trainer" else 2),
             json.dumps(request),

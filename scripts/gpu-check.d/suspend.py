@@ -1,10 +1,10 @@
-"""A PyTorch program with a captured graph leaves the GPU in the middle of its work, again and again, and comes back. Next to it: the
-driver's checkpoint alone, of the same program.
+"""A PyTorch program with a captured graph leaves the GPU in the middle of its work and comes back, again and again. For comparison, the
+driver's checkpoint alone, with the same program.
 
 usage: suspend.py VRAMCTL [TIMES]      prints a line `ok: …` or `FAILED: …` for each check, and a table
        suspend.py --program GIB        the program, which suspend.py starts under `vramctl run`
-       suspend.py --driver PID [STEP…] the driver's checkpoint of a process, and back, or only these of its steps
-       suspend.py --fill GIB [GPU]     takes and writes that much, says so, and holds it until its input ends
+       suspend.py --driver PID [STEP…] the driver's checkpoint of a process, and back, or only these steps
+       suspend.py --fill GIB [GPU]     allocates and writes this much, prints a line, and holds it until its input ends
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def program(gib):
 
 
 def driver(pid, steps):
-    """These of the four calls, with their milliseconds."""
+    """Makes these of the four calls, and prints how many milliseconds each took."""
     cuda = ctypes.CDLL("libcuda.so.1")
     times = {"cuInit": 0.0}
 
@@ -82,7 +82,7 @@ def driver(pid, steps):
 
 
 def fill(gib, gpu):
-    """Takes memory and writes it, without PyTorch, which takes long to start."""
+    """Allocates and writes memory, without PyTorch, which is slow to start."""
     cuda = ctypes.CDLL("libcuda.so.1")
     context, address = ctypes.c_void_p(), ctypes.c_uint64()
     for code in (
@@ -120,7 +120,7 @@ def start(command, **environment):
 
 @contextlib.contextmanager
 def started(command, **environment):
-    """A program that has said that it is ready."""
+    """Starts a program, and waits until it is ready."""
     child = start(command, **environment)
     try:
         child.stdout.readline()
@@ -148,7 +148,7 @@ def run(*command):
 
 
 def stages(text):
-    """Of the first process of a JSON answer."""
+    """The report of the first process in a JSON answer."""
     report = json.loads(text)["processes"][0]
     return report.get("report", {}).get("stages", {})
 

@@ -1,4 +1,4 @@
-"""Two GPUs: peer copies; NCCL on managed tensors, eager and in captured graphs, before and after pauses; and a distributed training
+"""On two GPUs: peer copies; NCCL on managed tensors, eager and in captured graphs, before and after pauses; and a distributed training
 loop that is paused as a job at random moments, in the middle of its collectives.
 
 usage: two.py VRAMCTL               prints a line `ok: …` or `FAILED: …` for each check, and a table

@@ -1,6 +1,6 @@
 """What a pause and a free wait for, on a real device: a stream that waits for a value, in the primary context and in another.
 
-Run under `vramctl run`; needs no PyTorch. A line `ok: …` or `FAILED: …` for each check.
+Run under `vramctl run`; needs no PyTorch. Prints a line `ok: …` or `FAILED: …` for each check.
 """
 
 import ctypes
@@ -85,7 +85,7 @@ value.value = 1
 check("another context: and is done when that has ended", pause(-1) == 0)
 check("another context: nothing was taken from under the work", cuda.cuStreamSynchronize(stream) == 0)
 must(hooked.vramctl_resume(None, ctypes.c_int64(0)))
-# What is allocated in it goes with it, though nobody says so.
+# Its memory goes with it, without a call that frees it.
 must(hooked.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(BYTES)))
 must(cuda.cuCtxDestroy_v2(other))
 check("a context that the program destroys is noticed", pause(-1) == 0)

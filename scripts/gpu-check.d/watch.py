@@ -1,5 +1,5 @@
-"""What the watch costs: training steps with collectives, plain, with `vramctl watch`, and with what Relax does before each collective
-(`--enable-cuda-memory-check`), in turns in one run. And that watch and trim do on a real GPU what they say. On two GPUs if there are.
+"""What the watch costs: training steps with collectives, plain, with `vramctl watch`, and with Relax's check before each collective
+(`--enable-cuda-memory-check`), alternating in one run. Also checks that watch and trim work on a real GPU. Uses two GPUs if there are.
 
 Relax wraps the functions of torch.distributed (relax/utils/reloadable_process_group.py, `_wrap_low_level_call`): before each it asks
 torch.cuda.mem_get_info(), memory_allocated() and memory_reserved(), and below 5 GB free it synchronizes, collects garbage and empties
@@ -26,7 +26,7 @@ from two import end, free_port
 SIZES = [("large layers", 4096, 4096, 32), ("small layers", 1024, 512, 64)]
 ROUNDS = 9
 SECONDS = 0.5
-#: The most that the watch may cost.
+#: The limit for the cost of the watch.
 LIMIT = 0.005
 GIB = 1 << 30
 
@@ -84,7 +84,7 @@ def rank(number, world, port):
             before_each = as_relax_does if request["mode"] == "relax" else lambda: None
             answer(ms=ms_per_step(request["what"], before_each, request["steps"]))
         elif "cache" in request:
-            # Free, and a little that keeps a segment.
+            # Freed memory, and a small tensor that keeps its segment.
             kept, gone = torch.empty(2 << 20, dtype=torch.uint8, device="cuda"), torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
             del gone
             answer(reserved=torch.cuda.memory_reserved(), kept=kept.numel())
@@ -105,14 +105,14 @@ def rank(number, world, port):
 
 
 def measure(vramctl, ask):
-    """The cost of the watch and of Relax's way, as a part of a step, by size."""
+    """The cost of the watch and of Relax's check, as a fraction of a step, by size."""
     costs, rows = {}, []
     for what, *_ in SIZES:
         one = ask(mode="plain", what=what, steps=20)["ms"]
         steps = max(10, int(SECONDS * 1e3 / one))
         ms = {"plain": [], "watch": [], "relax": []}
         for number in range(ROUNDS):
-            # In turns, and not always in the same order: the GPU's clock drifts.
+            # Alternating, in varying order, because the GPU's clock drifts.
             order = list(ms)
             for mode in order[number % 3 :] + order[: number % 3]:
                 command(vramctl, "watch", "--name", "watch", *(["--below", "5G"] if mode == "watch" else ["--off"]))

@@ -20,7 +20,7 @@ import report  # noqa: E402
 from check import Check, Child, Deadline, Failed, dig, end_once, no_end  # noqa: E402
 
 NAME = "gpu-engines"
-#: What another process uses while an engine is suspended: nearly all of an H200.
+#: GiB that another process uses while an engine is suspended: nearly all of an H200.
 SUSPENDED_GIB = 130
 
 
@@ -72,11 +72,11 @@ class Engines(Check):
         return settings
 
     def env_of(self, part):
-        """The environment of a part's engines: what the user has given wins."""
+        """The environment of a part's engines. The user's own settings take precedence."""
         return {**self.env, **self.settings(part), **given(self.options)}
 
     def started(self, part):
-        """How a part's engine is started, for people."""
+        """The command that starts a part's engine, for people."""
         mine = given(self.options)
         settings = {**mine, **self.settings(part), **mine}
         words = [
@@ -262,7 +262,7 @@ class Engines(Check):
         return {"cycles": cycles, "tags": tags, "kv": kv, "ledger": told, "started": self.started("outside")}
 
     def ledger(self, when):
-        """Whose the memory of each GPU is, next to what nvidia-smi says is in use."""
+        """Compares the ledger of each GPU with nvidia-smi."""
         used = ledger.settled()
         code, answer, text, _ = self.vramctl("status", "--ledger")
         gpus = answer.get("gpus", []) if code == 0 and isinstance(answer, dict) else []
@@ -292,7 +292,7 @@ class Engines(Check):
 
     def hold_in_flight(self, program, other, burst, chance):
         """Pauses the engine at random moments while it works on a burst of requests."""
-        # Warm up, so that the first answer does not come from kernels that are still being autotuned; the second is compared with.
+        # Warm up: the first answer may come from kernels that are still being autotuned. The second one is the reference.
         requests = int(burst.split()[1])
         program.ask_json(burst.replace("burst", "warm"), 240)
         program.ask_json(burst, 240)
@@ -328,7 +328,7 @@ class Engines(Check):
         return {"runs": runs, "pauses": pauses, "alone_s": alone["s"], "same": not failed}
 
     def start_burst(self, part):
-        """Starts the engine; how long some requests take undisturbed, and the command for them."""
+        """Starts the engine. Returns how long some requests take undisturbed, and the command for them."""
         program, burst = self.start_program(managed=True, part=part), "burst 4 400"
         program.ask_json(burst.replace("burst", "warm"), 240)
         program.ask_json(burst, 240)
@@ -375,7 +375,7 @@ class Engines(Check):
         """The driver's checkpoint of the engine without the library, twice."""
         program = self.start_program(managed=False, part="driver")
         first = program.ask_json("generate", 120)
-        # Others of its processes have CUDA open and no context.
+        # Its other processes use CUDA, but have no context.
         listed = set(map(int, self.smi("--query-compute-apps=pid", "--format=csv,noheader").split()))
         pids = [pid for pid in descendants(program.process.pid) if pid in listed]
         self.expect("one process of the engine uses the GPU", len(pids) == 1, pids)
@@ -412,7 +412,7 @@ class Engines(Check):
         return {"moves": moves, "started": self.started("move")}
 
     def held_pause(self):
-        # Several ranks have torch's symmetric memory, whose pages the others know.
+        # With several ranks, each has torch's symmetric memory, which is registered with the others.
         keep = ["--registered", "keep"] if self.options.gpus > 1 else []
         return ["pause", "--hold", "--force", *keep, "--name", NAME]
 

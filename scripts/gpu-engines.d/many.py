@@ -1,4 +1,4 @@
-"""Many engines on one GPU, by examples/many_models.py, and what else could share it: the parts `many` and `alternatives`."""
+"""Many engines on one GPU, with examples/many_models.py, and other ways to share it: the parts `many` and `alternatives`."""
 
 import asyncio
 import json
@@ -18,22 +18,22 @@ import vramctl.__main__  # noqa: E402
 
 #: What an engine has besides its KV cache: the weights of an 8B model in bf16, activations, its context.
 BESIDES_KV_GIB = 18
-#: How many start at the same time, if the GPU has room: they also share the processors.
+#: How many start at the same time if the GPU has room. They also share the processors.
 STARTING = 3
-#: What counts as nothing, in MiB: an idle GPU shows 4.
+#: Up to this many MiB in use, a GPU counts as empty: an idle one shows 4.
 NOTHING = 64
-#: Turns after each time that the GPU was empty.
+#: Turns after each time the GPU was empty.
 GROUP = 5
 
 
 def kv_gib(run):
-    """What a share of the GPU leaves for a KV cache."""
+    """The KV cache that fits into a share of the GPU."""
     total = int(run.gpu("memory.total")) / 1024
     return max(int(total * run.options.fraction) - BESIDES_KV_GIB, 1)
 
 
 class Engine(many_models.Model):
-    """program.py under the library, without HTTP: so it is told itself to reset its prefix cache."""
+    """program.py under the library. It has no HTTP server, so it resets its prefix cache on a command."""
 
     def __init__(self, name, program):
         super().__init__(name)
@@ -53,7 +53,7 @@ class Engine(many_models.Model):
 
 
 class Paused(many_models.Gpu):
-    """Leaves the contexts on the GPU."""
+    """A GPU on which the contexts stay."""
 
     async def _leave(self, old, coming):
         pass
@@ -64,7 +64,7 @@ class Paused(many_models.Gpu):
 
 def many(run):
     options = run.options
-    # The jobs are asked from here.
+    # For the jobs that this process controls.
     os.environ["VRAMCTL_DIR"] = run.env["VRAMCTL_DIR"]
     vramctl.__main__.command = lambda: str(run.bin / "vramctl")
     found = {"kv_gib": kv_gib(run), "engines": options.engines, "starts": [], "turns": [], "paused": [], "left_mib": []}
@@ -140,7 +140,7 @@ async def turns(run, engines, found):
     chance, gpu = random.Random(run.options.engines), many_models.Gpu(run.say)
     for number in range(run.options.switches + run.options.switches // (GROUP - 1)):
         if number % GROUP == 0:
-            # Now and then nobody has the GPU.
+            # Now and then, leave the GPU empty.
             if gpu.active is not None:
                 await gpu.active.pause()
                 await gpu.active.job.suspend_async()
@@ -158,7 +158,7 @@ async def turns(run, engines, found):
 
 
 async def paused_only(run, engines, found):
-    """Engines that are paused and not suspended: how fast, and what they keep."""
+    """Engines that are paused instead of suspended: how fast that is, and what stays on the GPU."""
     gpu, seen = Paused(run.say), set()
     for engine in engines * 2:
         one = await turn(run, gpu, engine)
@@ -246,7 +246,7 @@ def alternatives(run):
         end_s, left = ended()
         program, second_start = started("--sleep")
         same = samples[0] == samples[1]
-        # Starts differ by what else the processors do: take the faster one.
+        # The time of a start depends on what else the processors do, so take the faster one.
         fastest = min(first_start, second_start)
         found["ways"].append({**cold, "left_mib": left, "leave_s": [end_s], "first_s": [fastest], "same": same})
         run.say(f"  cold start: {first_start:.1f} and {second_start:.1f} s")
@@ -264,7 +264,7 @@ def alternatives(run):
 
 
 def driver(run, pid, *steps):
-    """Seconds that these steps of the driver's checkpoint take."""
+    """The seconds that these steps of the driver's checkpoint took."""
     code, text, _ = run.command(*run.checkpoint(), pid, *steps, env=run.plain_env)
     times = json.loads(text.strip().splitlines()[-1]) if code == 0 else {"failed": text}
     if "failed" in times:

@@ -65,7 +65,7 @@ class Vllm:
     def wake(self, level):
         self.engine.wake_up(tags=["weights"])
         if level == 2:
-            # Nothing was kept of them.
+            # None of these contents were kept.
             self.engine.collective_rpc("reload_weights")
         self.engine.wake_up(tags=["kv_cache"])
 
@@ -154,7 +154,7 @@ def main():
                 differ = [number for number in range(count) if outputs[number] != want[number]]
                 answer(s=took, complete=all(len(one[0]) == tokens for one in outputs), differ=differ, sample=outputs[-1][0][:6])
             elif request == "token":
-                # What a cached prefix leads to may differ by a rounding.
+                # After a cached prefix, results may differ by rounding.
                 engine.forget()
                 began = time.perf_counter()
                 ((tokens, _),) = engine.run(PROMPTS[:1], 1)

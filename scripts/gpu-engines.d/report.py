@@ -1,6 +1,6 @@
 """Parses the output of the engines' scripts, checks figures against limits, and writes the tables.
 
-    report.py gpu-engines.json…      the tables of several runs, as one, and what `many` is to hold against `alternatives`
+    report.py gpu-engines.json…      the tables of several runs as one, and the checks of `many` against `alternatives`
 """
 
 import json
@@ -135,7 +135,7 @@ def median_of(times):
 
 
 def ways(parts, engine):
-    """All that was measured, ours first: what it frees, and how long it takes."""
+    """All methods that were measured, ours first: what each frees, and how long it takes."""
     rows = []
     ours, others = parts.get(f"{engine}/many"), parts.get(f"{engine}/alternatives")
     if ours and ours["turns"]:
@@ -155,7 +155,7 @@ def ways(parts, engine):
 
 
 def own_way(way, used, left, switches, alone):
-    """One of ours: a switch has been measured as one thing."""
+    """One of our methods. A switch was measured as a whole."""
     if not switches:
         return None
     return {
@@ -169,9 +169,9 @@ def own_way(way, used, left, switches, alone):
     }
 
 
-#: The limit for the first token of a suspended engine, in seconds, with another one in the way.
+#: The limit in seconds for the first token of a suspended engine while another one is active.
 FIRST_TOKEN = 3.0
-#: How many times as fast it is to be as what frees as much.
+#: How many times as fast as any other method that frees as much it must be.
 TIMES_AS_FAST = 3.0
 
 
@@ -187,7 +187,7 @@ def check_many(parts, engine):
     checks.append(limited(name, round(max(best["switch_s"]), 2), FIRST_TOKEN, "s"))
     took = statistics.median(best["switch_s"])
     for other in rows:
-        # What stays on the GPU of one engine, stays there of each.
+        # What one engine leaves on the GPU, each of them leaves.
         if other["way"].startswith("vramctl") or other["left_mib"] > best["left_mib"] + 64:
             continue
         times = statistics.median(other["switch_s"]) / took
@@ -308,7 +308,7 @@ def markdown(parts):
     rows = []
     for name, measured in parts.items():
         for load in measured.get("loads", []) if name.endswith("/hold") else []:
-            # Runs from before they were recorded can be joined.
+            # Runs from before these were recorded can be joined, too.
             pauses = [one for one in load["pauses"] if "attempts" in one]
             if pauses:
                 tried, freed = [one["attempts"] for one in pauses], [one["freed_ms"] for one in pauses]

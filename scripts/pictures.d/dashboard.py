@@ -1,5 +1,5 @@
-"""The Grafana dashboard. Not a screenshot: the panels are drawn here, in the dashboard's layout, from what a real Prometheus answered to
-the dashboard's queries (scripts/check-metrics)."""
+"""The Grafana dashboard. Not a screenshot: draws the panels in the dashboard's layout, from a real Prometheus' answers to the
+dashboard's queries (scripts/check-metrics)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Of Grafana's grid: 24 columns.
+# Grafana's grid has 24 columns.
 COLUMN, ROW, GAP = 50, 34, 8
 COLOURS = ["#73bf69", "#5794f2", "#f2cc0c", "#b877d9", "#ff9830", "#8ab8ff", "#f2495c", "#96d98d", "#ca95e5", "#ffcb7d", "#56a64b", "#3274d9"]
 TEXT, DIM, GROUND, PANEL = "#ccccdc", "#7b7f8a", "#111217", "#181b1f"
@@ -22,7 +22,7 @@ TEXT, DIM, GROUND, PANEL = "#ccccdc", "#7b7f8a", "#111217", "#181b1f"
 
 def make(place: Any) -> None:
     saved = place.folder / "dashboard.json"
-    # On a machine of its own, also if there is a real GPU here: it fills it.
+    # On a simulated machine even if there is a real GPU, because it fills the GPU.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SIMGPU_", "VRAMCTL_"))}
     subprocess.run([sys.executable, ROOT / "scripts/check-metrics", "--seconds", "40", "--save", saved], env=environment, check=True)
     answers = json.loads(saved.read_text())
@@ -57,7 +57,7 @@ def draw_panel(panel: Any, series: list[Any], begun: float, ended: float) -> lis
     width, height = place["w"] * COLUMN - GAP, place["h"] * ROW - GAP
     out = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{PANEL}" stroke="#25282e"/>', text(x + 10, y + 18, panel["title"], TEXT, 'font-weight="600" font-size="13"')]
     values = {one["label"]: {round(at, 1): number for at, number in one["values"] if math.isfinite(number)} for one in series}
-    # Who is always nothing is left out, for lack of room.
+    # Leave out series that are always zero, to save room.
     values = {label: points for label, points in values.items() if any(points.values())} or values
     if panel["type"] == "stat":
         latest = [points[max(points)] for points in values.values() if points]
@@ -97,7 +97,7 @@ def draw_panel(panel: Any, series: list[Any], begun: float, ended: float) -> lis
                 if amount > 0:
                     out.append(f'<rect x="{place_x(at):.1f}" y="{place_y(amount):.1f}" width="{slot:.1f}" height="{bottom - place_y(amount):.1f}" fill="{colour}" fill-opacity="0.7"/>')
         else:
-            # Where there is no number, the line ends.
+            # A missing value ends the line.
             for run in runs(points, times):
                 line = " ".join(f"{place_x(at):.1f},{place_y(points[at]):.1f}" for at in run)
                 out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
@@ -135,7 +135,7 @@ def legend_lines(labels: list[str], width: float) -> list[list[str]]:
 
 
 def nice(most: float, unit: str) -> float:
-    """A round number that is not less."""
+    """A round number that is not smaller."""
     base = 1024.0 if unit in ("bytes", "Bps") else 10.0
     scale = base ** math.floor(math.log(most, base)) if most > 0 else 1
     steps = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if base == 1024 else (1, 2, 4, 6, 8, 10)

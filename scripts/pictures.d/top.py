@@ -1,4 +1,4 @@
-"""A frame of `vramctl top`: an engine of two processes on the way out, a trainer that has the GPU."""
+"""A frame of `vramctl top`: an engine of two processes that is being paused, and a trainer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def svg(frame: str) -> str:
             if part.startswith("\x1b["):
                 style = part[2:-1]
                 continue
-            # Each run of words has its place, whatever the font.
+            # Each run of words has its own position, whatever the font.
             for words in re.finditer(r"\S+(?: \S+)*", part):
                 x, length = MARGIN + CELL * (at + words.start()), CELL * len(words[0])
                 codes = style.split(";")

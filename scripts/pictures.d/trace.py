@@ -17,7 +17,7 @@ COUNT = """([r, g, b]) => {
 
 
 def take_turns(place):
-    """An engine and a trainer, whose memory a pause does not copy for long."""
+    """An engine and a trainer, whose pauses copy little."""
     place.build("churn")
     options = {"SIMGPU_LINK": "2G"}
     program = ["--no-python", "--", place.apps / "engine_regions", "--weights-mib", 384, "--kv-mib", 384]
@@ -42,7 +42,7 @@ def make(place):
     trainer = take_turns(place)
     said = place.vramctl("trace", "-o", place.folder / "page.html")
     assert "2 processes" in said, said
-    # Both are of the same events.
+    # Both show the same events.
     place.vramctl("trace", "-o", place.folder / "trace.json")
     trace = json.loads((place.folder / "trace.json").read_text())["traceEvents"]
     place.vramctl("set-tag", "--name", "trainer", NASTY)
@@ -73,12 +73,12 @@ def look(page, trace):
     assert all(name in text for name in ("engine: weights", "engine: kv_cache", "trainer: optimizer")), text
     slices = [event for event in trace if event["ph"] == "X" and event["cat"] == "transition"]
     assert page.locator("#events tr").count() == 1 + len(slices), text
-    # What it shows adds up, and ends with what the trace ends with.
+    # The chart adds up, and ends with the same values as the trace.
     bytes_ = page.evaluate("data.gpus[0].bytes.map((line) => line.at(-1))")
     last = page.evaluate("charts[0].data.slice(1).map((line) => line.at(-1))")
     counters = {(event["pid"], event["name"]): event["args"]["bytes"] for event in trace if event["ph"] == "C"}
     assert sum(bytes_) == sum(counters.values()) == max(last), (bytes_, last, counters)
-    # Each owner's colour is to be seen, and goes with the owner.
+    # Each owner's colour is visible, and disappears with the owner.
     colours = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in page.evaluate("colours")]
     for number in range(len(bytes_)):
         assert page.evaluate(COUNT, colours[number]) > 200, f"{number} is not drawn"
@@ -90,12 +90,12 @@ def look(page, trace):
     others = page.evaluate("charts[0].data.slice(2).map((line) => line.at(-1))")
     assert max(others) == sum(bytes_[1:]), (others, bytes_)
     switch.click()
-    # Over a pause, it says whose.
+    # Over a pause, the tooltip names the process.
     box = page.locator(".u-over").bounding_box()
     middle = page.evaluate("charts[0].valToPos((data.slices[0].from + data.slices[0].to) / 2, 'x')")
     page.mouse.move(box["x"] + middle, box["y"] + 40)
     page.wait_for_function("document.querySelector('.now').textContent.includes('engine: pause of')")
-    # Closer, and back.
+    # Zoom in and out.
     page.mouse.move(box["x"] + 100, box["y"] + 50)
     page.mouse.down()
     page.mouse.move(box["x"] + 400, box["y"] + 60)

@@ -27,7 +27,7 @@ class Memory:
             self.fill(GRID, THREADS, (block, *self.scalars(number, block, seed)))
 
     def compare(self, seed):
-        """How many words differ, and the sum of all."""
+        """The number of words that differ, and the sum of all words."""
         result = cupy.zeros(2, dtype=cupy.uint64)
         for number, block in enumerate(self.blocks):
             self.kernel(GRID, THREADS, (block, *self.scalars(number, block, seed), result))

@@ -24,7 +24,7 @@
 #define SHARED (64 * MIB)
 #define MAX_BLOCKS 64
 #define MAX_HANDLES 4096
-/* What is compared on the host at once. */
+/* How much is compared on the host at once. */
 #define PIECE (4 * MIB)
 
 struct block {
@@ -45,10 +45,10 @@ static bool is_virtual;
 
 static struct block blocks[MAX_BLOCKS];
 static int block_count;
-/* Zero for one that is already released. */
+/* Zero for a handle that is already released. */
 static CUmemGenericAllocationHandle handles[MAX_HANDLES];
 static int handle_count;
-/* The reservations, which --virtual maps all of. */
+/* The reservations; with --virtual, all of each is mapped. */
 static struct block ranges[8];
 static int range_count;
 /* The second and third mapping of one handle; the first is among the blocks. */
@@ -100,7 +100,7 @@ static void launch(CUfunction kernel, struct block block, word pattern)
 	need(cuLaunchKernel(kernel, 1024, 1, 1, 256, 1, 1, 0, NULL, arguments, NULL), "starting a kernel");
 }
 
-/* Calls work with every piece of a block in a buffer of the host. */
+/* Calls work for every piece of a block, copied to a host buffer. */
 static void on_host(struct block block, void (*work)(CUdeviceptr at, word *piece, size_t words, word first, void *data),
                     void *data)
 {
@@ -164,7 +164,7 @@ static void add_block(CUdeviceptr at, size_t bytes)
 	blocks[block_count++] = (struct block){at, bytes};
 }
 
-/* Large and small ones, as programs have them, and one with a pitch. */
+/* Large and small blocks, as in real programs, and one with a pitch. */
 static void allocate(size_t total)
 {
 	static const size_t wanted[] = {3072 * MIB, 1024 * MIB, 512 * MIB + 4096, 96 * MIB + 8, 20 * MIB, 3 * MIB + 512};
@@ -210,7 +210,7 @@ static CUresult open_range(CUdeviceptr at, size_t bytes, int flags)
 	return cuMemSetAccess(at, bytes, &access, 1);
 }
 
-/* One block of many handles behind each other, opened in one call. */
+/* One block of many adjacent handles, opened in one call. */
 static void map_many(size_t total, size_t each, bool release_some)
 {
 	CUdeviceptr at = reserve(total);
@@ -220,7 +220,7 @@ static void map_many(size_t total, size_t each, bool release_some)
 			fail("too many handles");
 		CUmemGenericAllocationHandle handle = create(bytes);
 		need(cuMemMap(at + offset, bytes, 0, handle, 0), "cuMemMap");
-		/* From then on the mapping alone holds the memory. */
+		/* From now on only the mapping keeps the memory. */
 		if (release_some && handle_count % 2 == 0) {
 			need(cuMemRelease(handle), "cuMemRelease");
 			handle = 0;
@@ -247,7 +247,7 @@ static void map_own(size_t total, size_t small)
 	need(cuMemMap(third, SHARED, 0, handle, 0), "the third cuMemMap of a handle");
 	need(open_range(first, SHARED, CU_MEM_ACCESS_FLAGS_PROT_READWRITE), "cuMemSetAccess");
 	need(open_range(second, SHARED, CU_MEM_ACCESS_FLAGS_PROT_READWRITE), "cuMemSetAccess");
-	/* Not every driver has it. */
+	/* Not all drivers have it. */
 	read_only = open_range(third, SHARED, CU_MEM_ACCESS_FLAGS_PROT_READ) == 0;
 	if (!read_only)
 		need(open_range(third, SHARED, CU_MEM_ACCESS_FLAGS_PROT_READWRITE), "cuMemSetAccess");
@@ -269,7 +269,7 @@ static struct result read_all(void)
 		total.differing += one.differing;
 		total.sum += one.sum;
 	}
-	/* All mappings of a handle show the same. */
+	/* All mappings of a handle show the same contents. */
 	for (int i = 0; shared_block >= 0 && i < 2; i++) {
 		struct block other = {i == 0 ? second : third, SHARED};
 		total.differing += read_block(other, pattern_of(shared_block)).differing;
@@ -281,7 +281,7 @@ static void write_all(void)
 {
 	for (int i = 0; i < block_count; i++) {
 		struct block block = blocks[i];
-		/* Through each of its writable mappings in turns. */
+		/* Through each of its writable mappings in turn. */
 		if (i == shared_block && seed % 2 == 0)
 			block.at = second;
 		write_block(block, pattern_of(i));
@@ -289,7 +289,7 @@ static void write_all(void)
 	written = read_all();
 }
 
-/* New memory, as a program takes it meanwhile: how many words of it differ. */
+/* Allocates memory between checks, as programs do. Returns how many of its words differ. */
 static word use_new(void)
 {
 	struct block block = {0, 32 * MIB};
@@ -370,7 +370,7 @@ int main(int argc, char **argv)
 	}
 	need(cuInit(0), "cuInit");
 	need(cuDeviceGet(&device, 0), "cuDeviceGet");
-	/* A context of its own, or that of the runtime. */
+	/* Its own context, or the runtime's. */
 	if (is_virtual) {
 		need(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
 		need(cuCtxSetCurrent(context), "cuCtxSetCurrent");

@@ -24,7 +24,7 @@ def fill(words, seed):
 
 @jax.jit
 def compare(block, seed):
-    """How many words differ, and the sum of all."""
+    """The number of words that differ, and the sum of all words."""
     differing = jnp.sum(block != pattern(block.shape[0], seed), dtype=jnp.uint32)
     return differing, jnp.sum(block, dtype=jnp.uint32)
 

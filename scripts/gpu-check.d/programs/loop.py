@@ -58,7 +58,7 @@ class Program:
 
 def serve(make, **facts):
     """Makes the memory of `--mib` MiB, and answers until stdin ends."""
-    # What libraries print must not come between the answers.
+    # Keep the output of libraries out of the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

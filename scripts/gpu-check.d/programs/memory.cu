@@ -49,7 +49,7 @@ static void release(void *at)
 	need(asynchronous ? cudaFreeAsync(at, 0) : cudaFree(at), "freeing");
 }
 
-/* Memory, its pattern, and where comparing it leaves its result. */
+/* Memory, its pattern, and the place for the result of a comparison. */
 struct Block {
 	word *at, words, *result;
 
@@ -82,7 +82,7 @@ struct Block {
 	}
 };
 
-/* Large and small ones, as programs have them. */
+/* Large and small blocks, as in real programs. */
 static std::vector<size_t> sizes(size_t total)
 {
 	const size_t wanted[] = {3072 * MIB, 1024 * MIB, 512 * MIB + 4096, 96 * MIB + 8, 20 * MIB, 3 * MIB + 512};

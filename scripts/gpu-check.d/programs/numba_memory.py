@@ -14,7 +14,7 @@ from numba import cuda  # noqa: E402 the names must be there first
 GRID, THREADS = 1024, 256
 
 
-# In integers of 64 bits with a sign, and without overflow: with an unsigned one beside it, Numba computes in floating point.
+# Uses signed 64-bit integers, without overflow: if an unsigned one is mixed in, Numba computes in floating point.
 @cuda.jit
 def fill(at, seed):
     for i in range(cuda.grid(1), at.size, cuda.gridsize(1)):
@@ -48,7 +48,7 @@ class Memory:
             fill[GRID, THREADS](block, seed * 1009 + number)
 
     def compare(self, seed):
-        """How many words differ, and the sum of all."""
+        """The number of words that differ, and the sum of all words."""
         differing = total = 0
         for number, block in enumerate(self.blocks):
             compare[GRID, THREADS](block, seed * 1009 + number, *self.parts)

@@ -29,7 +29,7 @@ class Memory:
         return torch_program.checksums(self.tensors)
 
     def extra(self):
-        """Every bit of what the graph makes of two inputs and the tensors."""
+        """Every bit of the graph's results for two inputs and the tensors."""
         return self.graph and [self.graph.replay(number) for number in (1, 2)]
 
 

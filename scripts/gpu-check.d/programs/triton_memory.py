@@ -46,7 +46,7 @@ class Memory:
             fill[self.grid(block)](block, block.numel(), seed * 1009 + number, BLOCK=SIZE)
 
     def compare(self, seed):
-        """How many words differ, and the sum of all."""
+        """The number of words that differ, and the sum of all words."""
         differing = total = 0
         for number, block in enumerate(self.blocks):
             parts = torch.zeros((2, *self.grid(block)), dtype=torch.int64, device="cuda")
