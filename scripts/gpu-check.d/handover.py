@@ -5,7 +5,7 @@ usage: handover.py VRAMCTL [GIB]    prints a line `ok: …` or `FAILED: …` for
 
 The trainer copies parameters into a bucket of 512 MiB, shares it with torch's own tensor sharing, and waits until the engine has
 copied it out, as frameworks do that update weights in buckets. In the end the engine keeps the bucket open, and the trainer is paused
-with `--shared`: the engine waits, and finds the bucket where it was when the trainer is resumed.
+and suspended with `--shared`: the engine waits, and finds the bucket where it was when the trainer is resumed.
 """
 
 import base64
@@ -95,10 +95,10 @@ def paused_together(sender, receiver, ask, command, check):
     before = ask(receiver, kept=True)
     refused, text = command("pause", "--name", "trainer")
     check("the trainer is not paused while the engine keeps its bucket", not refused and "shared" in text, text if refused else "")
-    for number in range(3):
-        paused, text = command("pause", "--name", "trainer", "--shared")
+    for number, verb in enumerate(("pause", "pause", "suspend")):
+        paused, text = command(verb, "--name", "trainer", "--shared")
         missing = [one for process in json.loads(text)["processes"] for one in process["report"].get("missing", [])] if paused else []
-        check("with --shared it is, and the engine sets the bucket aside", len(missing) == 1, text if not missing else "")
+        check(f"{verb} --shared takes it, and the engine sets the bucket aside", len(missing) == 1, text if not missing else "")
         receiver.stdin.write(json.dumps({"kept": True}) + "\n")
         receiver.stdin.flush()
         waits = not select.select([receiver.stdout], [], [], 1)[0]
