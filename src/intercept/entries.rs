@@ -96,7 +96,7 @@ macro_rules! entry {
         #[allow(non_snake_case)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
-            naked_asm!(pass_caller!($($argument)*), jump!(), to = sym guarded::$symbol)
+            naked_asm!(".cfi_startproc", pass_caller!($($argument)*), jump!(), ".cfi_endproc", to = sym guarded::$symbol)
         }
     };
     ($effect:ident $symbol:ident ($($argument:ident: $type:ty),*)) => {
@@ -141,9 +141,9 @@ macro_rules! pass_caller {
     ($a:ident $b:ident $c:ident $d:ident $e:ident) => {
         "mov r9, [rsp]"
     };
-    // All registers are in use, so it goes onto the stack, and the call returns here.
+    // All registers are in use, so it goes onto the stack, and the call returns here: backtraces pass through.
     ($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) => {
-        "push qword ptr [rsp]\n call {to}\n add rsp, 8\n ret"
+        "push qword ptr [rsp]\n .cfi_adjust_cfa_offset 8\n call {to}\n add rsp, 8\n .cfi_adjust_cfa_offset -8\n ret"
     };
 }
 #[cfg(target_arch = "x86_64")]
@@ -255,13 +255,28 @@ fn shows_the_context(effect: Effect) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::cell::RefCell;
+    use std::cell::Cell;
     use std::hint::black_box;
     use std::ptr;
 
+    /// A call as its handler sees it.
+    struct Seen {
+        arguments: Vec<usize>,
+        caller: *const c_void,
+        backtrace: Vec<*mut c_void>,
+    }
+
     thread_local! {
-        /// The arguments of the last call, and who called.
-        static SEEN: RefCell<(Vec<usize>, *const c_void)> = const { RefCell::new((Vec::new(), ptr::null())) };
+        /// The last call.
+        static SEEN: Cell<Option<Seen>> = const { Cell::new(None) };
+    }
+
+    fn backtrace() -> Vec<*mut c_void> {
+        let mut frames = vec![ptr::null_mut(); 64];
+        // SAFETY: writable for as many.
+        let count = unsafe { libc::backtrace(frames.as_mut_ptr(), 64) };
+        frames.truncate(count as usize);
+        frames
     }
 
     /// Functions with each argument list of the table; their handlers record what they get.
@@ -271,7 +286,7 @@ mod tests {
             mod guarded {
                 use super::*;
                 $( pub unsafe extern "C" fn $symbol($($argument: usize,)* caller: *const c_void) -> StatusCode {
-                    SEEN.set((vec![$($argument),*], caller));
+                    SEEN.set(Some(Seen { arguments: vec![$($argument),*], caller, backtrace: backtrace() }));
                     7
                 } )*
             }
@@ -284,14 +299,18 @@ mod tests {
         three(a, b, c);
         four(a, b, c, d);
         five(a, b, c, d, e);
+        six(a, b, c, d, e, f);
     }
 
     #[inline(never)]
     fn calls(call: impl FnOnce() -> StatusCode, count: usize) {
         // Not a tail call, so that the return address is in this function.
         assert_eq!(black_box(call)(), 7);
-        let (arguments, caller) = SEEN.take();
+        let Seen { arguments, caller, backtrace: inside } = SEEN.take().unwrap();
         assert_eq!(arguments, (1..=count).collect::<Vec<_>>());
+        // Without this function's own frame, which was in another place then, and what it has called here.
+        let here = backtrace();
+        assert!(inside.contains(&caller.cast_mut()) && inside.ends_with(&here[2..]), "{inside:?} {here:?}");
         // SAFETY: plain data, and writable.
         let near = unsafe {
             let mut info: libc::Dl_info = std::mem::zeroed();
@@ -310,6 +329,7 @@ mod tests {
             calls(|| three(1, 2, 3), 3);
             calls(|| four(1, 2, 3, 4), 4);
             calls(|| five(1, 2, 3, 4, 5), 5);
+            calls(|| six(1, 2, 3, 4, 5, 6), 6);
         }
     }
 
@@ -319,14 +339,14 @@ mod tests {
         let site = || {
             // SAFETY: as above.
             unsafe { assert_eq!(black_box(two as unsafe extern "C" fn(usize, usize) -> StatusCode)(1, 2), 7) };
-            SEEN.take().1
+            SEEN.take().unwrap().caller
         };
         let mut sites: Vec<_> = (0..3).map(|_| site()).collect();
         sites.dedup();
         assert_eq!(sites.len(), 1);
         // SAFETY: as above.
         unsafe { assert_eq!(black_box(two as unsafe extern "C" fn(usize, usize) -> StatusCode)(1, 2), 7) };
-        assert_ne!(SEEN.take().1, sites[0]);
+        assert_ne!(SEEN.take().unwrap().caller, sites[0]);
     }
 
     #[test]

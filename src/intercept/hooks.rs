@@ -40,7 +40,7 @@ macro_rules! hook {
         #[allow(non_snake_case)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
-            naked_asm!(pass_caller!($($argument)*), jump!(), to = sym guarded::$name)
+            naked_asm!(".cfi_startproc", pass_caller!($($argument)*), jump!(), ".cfi_endproc", to = sym guarded::$name)
         }
     };
     ($effect:ident $(#[$doc:meta])* $name:ident ($($argument:ident: $type:ty),*) $handler:path) => {

@@ -397,7 +397,7 @@ macro_rules! functions {
             #[allow(non_snake_case, clippy::too_many_arguments)]
             #[unsafe(naked)]
             pub unsafe extern "C" fn $symbol($($argument: $type),*) -> NcclResult {
-                naked_asm!(pass_caller!($($argument)*), jump!(), to = sym linked::$symbol)
+                naked_asm!(".cfi_startproc", pass_caller!($($argument)*), jump!(), ".cfi_endproc", to = sym linked::$symbol)
             }
         )*
 
