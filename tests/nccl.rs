@@ -91,6 +91,17 @@ fn registrations_of_a_library_with_nccl_linked_into_it() {
     assert_eq!(both, noticed("libneeds.so") + &noticed("libhas.so"));
 }
 
+/// A call that is the last thing in a function is a jump: it returns to the library that has called that function. Which NCCL it means
+/// shows in the communicator.
+#[test]
+fn registrations_by_jumps_with_several_nccls() {
+    let (needs, has) = (format!("jump:{}", path("libneeds.so")), format!("jump:{}", path("libhas.so")));
+    for both in [[&needs, &has], [&has, &needs]] {
+        let names = both.map(|library| noticed(library.rsplit('/').next().unwrap()));
+        assert_eq!(said(&[&library()], "opens", &both.map(String::as_str)), names.concat());
+    }
+}
+
 /// As vLLM does.
 #[test]
 fn registrations_of_a_program_that_looks_nccl_up() {

@@ -57,7 +57,8 @@ impl Nccl {
         Loaded::around(function).map(Self)
     }
 
-    fn symbol(self, name: &CStr) -> Option<*mut c_void> {
+    /// Its function of this name.
+    pub fn symbol(self, name: &CStr) -> Option<*mut c_void> {
         self.0.symbol(name)
     }
 

@@ -5,8 +5,9 @@
 //! A process may contain several NCCLs, each with its own communicators: a separate library, the one bundled with torch, or one linked into
 //! torch. So a call must reach exactly the one that it would have reached without this library.
 //!
-//! - A linked call reaches the exported function first. Its original is then searched in the linker's order: after this library, then in
-//!   the libraries that the calling library was loaded with.
+//! - A linked call reaches the exported function first. Its original is in the NCCL that has made the communicator. If that is not known, or
+//!   the call makes the communicator, it is searched in the linker's order: after this library, then in the libraries that the calling
+//!   library was loaded with. A call by a jump seems to come from the library before.
 //! - NCCL's functions may call each other by their exported names. Such a call is recognised because its thread is already inside an NCCL
 //!   function, and stays in the same NCCL. The return address does not help: the call may be a jump.
 //! - A lookup (`dlsym`) returns a different function, which calls the one that was found. There is one of these for each NCCL, up to a
@@ -360,6 +361,32 @@ pub(crate) fn linked_for(caller: *const c_void, name: &CStr) -> *mut c_void {
     around.into_iter().find(|found| !found.is_null() && !copies::contain(*found)).unwrap_or(next)
 }
 
+/// The first argument of NCCL's functions.
+trait OfCommunicator {
+    /// The function of this name in the NCCL that has made the communicator, if it exists already and is known.
+    fn in_its_nccl(self, name: &CStr) -> Option<*mut c_void>;
+}
+
+/// A communicator.
+impl OfCommunicator for usize {
+    fn in_its_nccl(self, name: &CStr) -> Option<*mut c_void> {
+        communicators::made_by(self)?.symbol(name)
+    }
+}
+
+/// A place for one.
+impl OfCommunicator for *mut usize {
+    fn in_its_nccl(self, _: &CStr) -> Option<*mut c_void> {
+        None
+    }
+}
+
+macro_rules! first {
+    ($first:ident $($rest:ident)*) => {
+        $first
+    };
+}
+
 /// The file of the library around an address, or null.
 fn library_of(address: *const c_void) -> *const std::ffi::c_char {
     // SAFETY: `info` is plain data and writable; the name it gets belongs to a loaded library.
@@ -410,7 +437,8 @@ macro_rules! functions {
                     // SAFETY: NCCL's function of this name, and its own arguments.
                     return unsafe { types::$symbol(same)($($argument),*) };
                 }
-                let found = guarded(|| linked_for(caller, names::$symbol)).unwrap_or(ptr::null_mut());
+                let of_its_own = || first!($($argument)*).in_its_nccl(names::$symbol).unwrap_or_else(|| linked_for(caller, names::$symbol));
+                let found = guarded(of_its_own).unwrap_or(ptr::null_mut());
                 // SAFETY: as above, with the arguments of the program.
                 unsafe { behind::$symbol(found, $($argument),*) }
             } )*

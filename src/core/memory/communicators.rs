@@ -129,6 +129,11 @@ pub fn made(made: &NewCommunicator) {
     all.insert(handle, Known { nccl, id: id.unwrap_or_default(), children: 0, sharing, told });
 }
 
+/// The NCCL that has made a communicator, if it is known.
+pub fn made_by(handle: usize) -> Option<Nccl> {
+    TABLE.existing().and_then(|table| Some(known(table).get(&handle)?.nccl))
+}
+
 /// What communicators made from this one share with it by default.
 pub fn sharing(handle: usize) -> Sharing {
     TABLE.existing().and_then(|table| Some(known(table).get(&handle)?.sharing)).unwrap_or_default()

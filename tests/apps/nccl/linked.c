@@ -2,6 +2,10 @@
 #include "uses.h"
 
 extern void *nccl_make(void);
+struct unique {
+	char bytes[128];
+};
+extern int ncclCommInitRank(void **communicator, int ranks, struct unique id, int rank);
 extern int ncclCommRegister(void *communicator, void *address, size_t bytes, void **handle);
 extern int ncclCommDeregister(void *communicator, void *handle);
 extern int ncclCommWindowRegister(void *communicator, void *address, size_t bytes, void **window, int flags);
@@ -20,6 +24,26 @@ static int end(void *c) { volatile int code = ncclCommAbort(c); return code; }
 void try_linked(const char *name)
 {
 	try_nccl(name, (struct nccl){nccl_make, add, take, add_window, take_window, destroy, end});
+}
+
+/* The same by jumps: the calls return to whoever has called these functions. */
+static int jump_to_add(void *c, void *address, size_t bytes, void **handle) { return ncclCommRegister(c, address, bytes, handle); }
+static int jump_to_take(void *c, void *handle) { return ncclCommDeregister(c, handle); }
+static int jump_to_add_window(void *c, void *address, size_t bytes, void **window, int flags) { return ncclCommWindowRegister(c, address, bytes, window, flags); }
+static int jump_to_take_window(void *c, void *window) { return ncclCommWindowDeregister(c, window); }
+static int jump_to_destroy(void *c) { return ncclCommDestroy(c); }
+static int jump_to_end(void *c) { return ncclCommAbort(c); }
+
+static void *make(void)
+{
+	void *communicator = NULL;
+	volatile int code = ncclCommInitRank(&communicator, 1, (struct unique){{0}}, 0);
+	return code ? NULL : communicator;
+}
+
+struct nccl by_jumps(void)
+{
+	return (struct nccl){make, jump_to_add, jump_to_take, jump_to_add_window, jump_to_take_window, jump_to_destroy, jump_to_end};
 }
 
 #ifdef PROGRAM

@@ -24,6 +24,18 @@ void *nccl_make(void)
 	return made;
 }
 
+struct unique {
+	char bytes[128];
+};
+
+int ncclCommInitRank(struct communicator **made, int ranks, struct unique id, int rank)
+{
+	(void)id;
+	called++;
+	*made = nccl_make();
+	return ranks == 1 && rank == 0 ? 0 : 4;
+}
+
 /* The next call fails with this code. */
 void nccl_fail(int answer) { failure = answer; }
 /* Registrations get no handle, as with NCCL_LOCAL_REGISTER=0. */

@@ -1,5 +1,5 @@
-/* A program that opens libraries: ones that use NCCL, or NCCL itself. Arguments: PATH of a library with try_linked, or
- * lookup:PATH. Without arguments, there is no NCCL. */
+/* A program that opens libraries: ones that use NCCL, or NCCL itself. Arguments: PATH of a library with try_linked, jump:PATH of one
+ * with by_jumps, or lookup:PATH. Without arguments, there is no NCCL. */
 #include "uses.h"
 #include <string.h>
 
@@ -15,11 +15,16 @@ int main(int count, char **paths)
 		printf("%s\n", found ? "found" : "not found");
 	}
 	for (int at = 1; at < count; at++) {
-		const char *path = strncmp(paths[at], "lookup:", 7) ? paths[at] : paths[at] + 7;
+		int jumps = !strncmp(paths[at], "jump:", 5);
+		const char *path = jumps ? paths[at] + 5 : strncmp(paths[at], "lookup:", 7) ? paths[at] : paths[at] + 7;
 		const char *name = strrchr(path, '/') + 1;
 		if (!(library = dlopen(path, RTLD_NOW | RTLD_LOCAL))) {
 			printf("%s\n", dlerror());
 			return 1;
+		}
+		if (jumps) {
+			try_nccl(name, ((struct nccl (*)(void))dlsym(library, "by_jumps"))());
+			continue;
 		}
 		if (path == paths[at]) {
 			((void (*)(const char *))dlsym(library, "try_linked"))(name);
