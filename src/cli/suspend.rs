@@ -24,7 +24,7 @@ code. Afterwards they use no GPU memory, and nvidia-smi does not list them. `vra
 continues.
 
 Processes that the driver cannot restore are only paused by tag, with exit code 7: those with NCCL or NVSHMEM communicators, \
-with memory shared between processes or GPUs, or with unified memory; and any process under a driver older than 570. `vramctl \
+peer access between GPUs, unified memory, or unmanaged memory that processes share; and any process under a driver older than 570. `vramctl \
 status` lists the obstacles.
 
 Memory that another process has open (CUDA IPC) is not taken unless that process is suspended by the same command (--all, or a name \
