@@ -1065,6 +1065,15 @@ fn an_unsafe_directory_is_refused() {
         ran.expect(1, "", "/file: not a directory; set VRAMCTL_DIR to one");
         assert_eq!(ran.err.matches("/file").count(), 1, "{ran:?}");
     }
+    // Only root can become another user.
+    if unsafe { libc::geteuid() } == 0 {
+        fs::set_permissions(place.folder.path(), Permissions::from_mode(0o711)).unwrap();
+        // Where the other user can execute it.
+        let copy = place.folder.path().join("vramctl");
+        fs::copy(command_line(), &copy).unwrap();
+        let ran = Ran::new(&place.command(&copy, &["ps"]).uid(65534).output().unwrap());
+        ran.expect(1, "", "owned by user 0, not by you; set VRAMCTL_DIR to a directory of yours");
+    }
 }
 
 /// Names come from other programs: one must not pass for a message of the command, nor do harm where it is copied into a shell.
@@ -1291,7 +1300,13 @@ fn run_is_replaced_by_the_command() {
 #[test]
 fn a_command_that_cannot_start_ends_as_in_a_shell() {
     let place = Place::new();
-    run(&place, &["--", "no-such-command-here"], &[]).expect(127, "", "no-such-command-here");
+    let missing = |command: &str| run(&place, &["--", command], &[]);
+    missing("no-such-command-here").expect(
+        127,
+        "",
+        "cannot start no-such-command-here: No such file or directory (os error 2); is it on PATH?",
+    );
+    assert!(!missing("/no/such/command").err.contains("PATH"));
     let file = place.folder.path().join("file");
     fs::write(&file, "").unwrap();
     run(&place, &["--", file.to_str().unwrap()], &[]).expect(126, "", "denied");

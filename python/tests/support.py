@@ -7,8 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,14 @@ def freed(bytes: int) -> int:
     units of 2 MiB.
     """
     return bytes - bytes // 512 - 2 * MIB
+
+
+def eventually(what: str, is_so: Callable[[], bool]) -> None:
+    """Waits until it is so. Only a hang takes longer than the limit, however busy the machine is."""
+    end = time.monotonic() + 100
+    while not is_so():
+        assert time.monotonic() < end, f"not within 100 s: {what}"
+        time.sleep(0.02)
 
 
 def pattern(seed: int, size: int) -> bytes:

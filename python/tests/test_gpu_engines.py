@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import types
 import unittest
 
@@ -396,9 +395,9 @@ class Running(Script):
             with subprocess.Popen(
                 command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
             ) as run:
-                eventually(pid.exists)
+                support.eventually("it writes its pid", pid.exists)
                 os.killpg(run.pid, number)
-            eventually(lambda: not alive(int(pid.read_text())))
+            support.eventually("it has ended", lambda: not alive(int(pid.read_text())))
 
     def test_discarding_tells_the_engine_first(self):
         done = self.gpu_engines(
@@ -571,13 +570,6 @@ def alive(pid):
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def eventually(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.02)
 
 
 PRETENDED_TORCH = """\

@@ -119,8 +119,15 @@ class Jobs(unittest.TestCase):
         # Refused by the command, and by its parser.
         with self.assertRaisesRegex(errors.Invalid, "no GPU 7"):
             self.job.move(7)
-        with self.assertRaisesRegex(errors.Invalid, "--registered"):
+        with self.assertRaises(errors.Invalid) as invalid:
             self.job.pause(registered="all")
+        text = "vramctl pause: invalid value 'all' for '--registered <HOW>'\n  [possible values: refuse, keep, take]"
+        self.assertEqual(str(invalid.exception), text)
+        # The command line has one policy for all tags: a mapping would be taken for its keys.
+        for wrong in (self.job.pause, lambda tags: self.job.paused(tags).__enter__()):
+            with self.assertRaisesRegex(errors.Invalid, "one policy"):
+                wrong({"weights": "discard"})
+        self.assertEqual(self.states(), {"active"})
 
 
 #: One process shares its memory by CUDA IPC, and the other opens the handle that it gets.

@@ -112,10 +112,7 @@ class ManyModels(unittest.TestCase):
         return sorted(process.name for process in vramctl.processes() if process.pid in pids)
 
     def wait_until_on_the_gpu(self, *names):
-        end = time.monotonic() + 60
-        while self.on_the_gpu() != sorted(names):
-            self.assertLess(time.monotonic(), end, self.on_the_gpu())
-            time.sleep(0.05)
+        support.eventually(f"{names} on the GPU", lambda: self.on_the_gpu() == sorted(names))
 
     def test_engines_take_turns(self):
         self.assertEqual(self.on_the_gpu(), [], "both are suspended")

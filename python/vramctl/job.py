@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -123,6 +124,8 @@ class Job:
 
         `backup`, `force`, `registered`, `guard`: as in `Client.pause`. Raises as that does, and `errors.NoProcess` if a process is missing.
         """
+        if isinstance(tags, Mapping):
+            raise errors.Invalid("a job has one policy for all tags: pass backup, and pause the others by themselves")
         options = [] if _request.checked(backup) == "default" else [f"--backup={backup}"]
         options += ["--force"] if force else []
         options += [] if engine is None else [f"--engine={engine}"]
@@ -240,7 +243,7 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
         self, job: Job, tags: str | Iterable[str] | None, resume_timeout: float | None, options: Mapping[str, Any]
     ) -> None:
         # A generator of tags is needed twice.
-        self._tags = tags if tags is None or isinstance(tags, str) else list(tags)
+        self._tags = tags if tags is None or isinstance(tags, (str, Mapping)) else list(tags)
         self._job, self._timeout, self._options = job, resume_timeout, options
 
     def __enter__(self) -> JobReport:
@@ -307,7 +310,8 @@ def _run(arguments: list[str], folder: str | None = None) -> dict[str, Any]:
         assert isinstance(told, dict)
         return told
     except (ValueError, AssertionError):
-        text = ran.stderr.strip() or f"it ended with {ran.returncode}"
+        # Without the usage, which is the command line's own.
+        text = re.sub(r"^error: |\n\n(?s:.*)", "", ran.stderr.strip()) or f"it ended with {ran.returncode}"
         # It ends with 2 for options that it does not take, and then prints no JSON.
         kind = errors.Invalid if ran.returncode == 2 else errors.Internal
         raise kind(f"vramctl {arguments[0]}: {text}") from None

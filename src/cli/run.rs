@@ -92,10 +92,10 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     command.env("VRAMCTL_JOB", format!("run-{:08x}", RandomState::new().build_hasher().finish() as u32));
     let error = command.exec();
     let exit = if error.kind() == ErrorKind::NotFound { Exit::NotFound } else { Exit::NotExecutable };
-    let (place, why) = (Path::new(program), error.to_string());
-    let is_sought = exit == Exit::NotFound && place.components().count() == 1;
-    let why = if is_sought { "not found on PATH".into() } else { why };
-    Err(CommandError::new(exit, format!("cannot start {}: {why}", place.display())))
+    let program = Path::new(program);
+    let is_sought = exit == Exit::NotFound && program.components().count() == 1;
+    let hint = if is_sought { "; is it on PATH?" } else { "" };
+    Err(CommandError::new(exit, format!("cannot start {}: {error}{hint}", program.display())))
 }
 
 /// The variables to set, or to remove if they have no value. `present` looks up the current ones.

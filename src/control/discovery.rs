@@ -49,19 +49,18 @@ impl Directory {
     fn check(path: &Path, anybodys: bool) -> io::Result<Self> {
         let open = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path);
         let refuse = |why: String| Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{}: {why}", path.display())));
-        // For a symbolic link the kernel reports "not a directory", which confuses users.
-        if open.is_err() && path.is_symlink() {
-            return refuse("a symbolic link; set VRAMCTL_DIR to the directory itself".into());
-        }
-        let open = open.map_err(|error| match error.kind() {
-            io::ErrorKind::NotADirectory => {
-                io::Error::new(error.kind(), format!("{}: not a directory; set VRAMCTL_DIR to one", path.display()))
-            }
-            _ => naming(path, &error),
-        })?;
+        let owned_by = |owner| refuse(format!("owned by user {owner}, not by you; set VRAMCTL_DIR to a directory of yours"));
+        let open = match open.map_err(|error| (path.symlink_metadata(), error)) {
+            Ok(open) => open,
+            // The kernel reports "not a directory", which confuses users.
+            Err((Ok(there), _)) if there.is_symlink() => return refuse("a symbolic link; set VRAMCTL_DIR to the directory itself".into()),
+            Err((Ok(there), _)) if !there.is_dir() => return refuse("not a directory; set VRAMCTL_DIR to one".into()),
+            Err((Ok(there), _)) if there.uid() != user() => return owned_by(there.uid()),
+            Err((_, error)) => return Err(naming(path, &error)),
+        };
         let metadata = open.metadata()?;
         if metadata.uid() != user() && !anybodys {
-            return refuse(format!("owned by user {}, not by you; set VRAMCTL_DIR to a directory of yours", metadata.uid()));
+            return owned_by(metadata.uid());
         }
         if metadata.mode() & 0o077 != 0 {
             return refuse(format!(
