@@ -1066,6 +1066,7 @@ fn an_unsafe_directory_is_refused() {
         assert_eq!(ran.err.matches("/file").count(), 1, "{ran:?}");
     }
     // Only root can become another user.
+    // SAFETY: cannot fail.
     if unsafe { libc::geteuid() } == 0 {
         fs::set_permissions(place.folder.path(), Permissions::from_mode(0o711)).unwrap();
         // Where the other user can execute it.
