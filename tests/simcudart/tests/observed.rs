@@ -7,7 +7,7 @@
 #[macro_use]
 #[path = "../../simgpu/tests/common/mod.rs"]
 mod common;
-use common::{Gpu, MIB2, isolated, library};
+use common::{Gpu, LONG_MS, MIB2, isolated, library};
 use std::ffi::{CString, c_int, c_void};
 
 /// Calls the runtime's function of this name.
@@ -145,9 +145,10 @@ fn a_reset_does_not_clear_a_sticky_error() {
         let gpu = Gpu::load();
         assert_eq!(free(0), 0);
         let (plain, mapped, kept) = (malloc(64).1, gpu.map_new(MIB2), gpu.map_new(MIB2));
-        unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
+        gpu.slow_down(LONG_MS);
         assert_eq!(call!(cudaMemset(mapped => u64, 1 => c_int, 64 => usize)), 0);
         ok!(gpu.cuMemUnmap(mapped, MIB2));
+        gpu.slow_down(0);
         assert_eq!(call!(cudaDeviceSynchronize()), 700);
         assert_eq!((malloc(64), free(plain), last_error()), ((700, 0), 700, 700));
         assert_eq!(call!(cudaDeviceReset()), 0);

@@ -27,7 +27,7 @@ pub unsafe extern "C" fn simgpu_fail(function: *const c_char, nth_from_now: u64,
     c_int::from(!faults::inject(unsafe { text(function) }, nth_from_now, code, count))
 }
 
-/// Makes every call of a function take this much longer. If the process ends during such a call it is aborted, as a real
+/// Makes every call of a function take this much longer, including those being delayed now. If the process ends during such a call it is aborted, as a real
 /// driver might crash then. Returns 0, or 1 if there is no such function.
 ///
 /// # Safety
@@ -92,7 +92,8 @@ pub extern "C" fn simgpu_used(ordinal: c_int) -> u64 {
 }
 
 /// Number of live objects of a kind in this process: `reservations`, `handles`, `mappings`, `plain` (allocations),
-/// `registered` (host ranges), `streams`, `events`, `contexts`, `graphs`, `modules`. All ones for an unknown kind.
+/// `registered` (host ranges), `streams`, `events`, `contexts`, `graphs`, `modules`, `delayed` (operations that have begun and are being
+/// delayed). All ones for an unknown kind.
 ///
 /// # Safety
 /// `kind` must be NUL-terminated.
@@ -113,6 +114,7 @@ pub unsafe extern "C" fn simgpu_live(kind: *const c_char) -> u64 {
             "contexts" => Some(state.contexts.live()),
             "graphs" => Some(state.graphs.live()),
             "modules" => Some(state.modules.live()),
+            "delayed" => Some(copy::delayed()),
             _ => None,
         }
     } else {
@@ -121,7 +123,7 @@ pub unsafe extern "C" fn simgpu_live(kind: *const c_char) -> u64 {
     counted.map_or(u64::MAX, |count| count as u64)
 }
 
-/// Sets the minimum duration of every stream operation.
+/// Sets the minimum duration of every stream operation, including those being delayed now.
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpu_set_op_delay_ms(milliseconds: u64) {
     copy::set_delay(milliseconds);

@@ -6,12 +6,13 @@ use crate::abi::{Address, Handle, HostFunction};
 use crate::codes::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, LAUNCH_FAILED, Outcome};
 use crate::context::{self, Context};
 use crate::driver::{State, state};
+use crate::faults;
 use crate::host::{Direction, transfer};
 use crate::kernel;
 use crate::stream;
 use crate::vmm::{self, Piece, READ, READ_WRITE};
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -116,16 +117,27 @@ impl Until {
 /// -1 if only the environment sets the delay.
 static DELAY: AtomicU64 = AtomicU64::new(u64::MAX);
 
-/// Sets the minimum duration of every operation.
+/// Number of operations being delayed now.
+static DELAYED: AtomicUsize = AtomicUsize::new(0);
+
+/// Sets the minimum duration of every operation, including those being delayed now.
 pub fn set_delay(milliseconds: u64) {
     DELAY.store(milliseconds, Ordering::Relaxed);
 }
 
-fn delay() -> Duration {
-    Duration::from_millis(match DELAY.load(Ordering::Relaxed) {
+/// Number of operations that have begun and are being delayed.
+pub fn delayed() -> usize {
+    DELAYED.load(Ordering::SeqCst)
+}
+
+/// Sleeps in the middle of an operation.
+pub fn delay() {
+    DELAYED.fetch_add(1, Ordering::SeqCst);
+    faults::sleep_for(|| match DELAY.load(Ordering::Relaxed) {
         u64::MAX => crate::settings::get().delay_ms,
         milliseconds => milliseconds,
-    })
+    });
+    DELAYED.fetch_sub(1, Ordering::SeqCst);
 }
 
 /// Simulates the link's speed: called when a copy between host and device begins, returns when it ends. Copies in one direction share the
@@ -250,17 +262,14 @@ pub fn execute(context: &Context, work: Work) {
 /// replaced in flight is a fault on a real device, or worse, silent corruption.
 fn execute_one(context: &Context, work: &Work) -> Outcome {
     if let Work::Kernel(launch) = work {
-        return launch.run(context, delay());
+        return launch.run(context);
     }
     if let Work::Wait { address, width, until } = *work {
         return wait_for(context, address, width, until);
     }
     let touched = work.touched();
     let at_first = touched.mappings(context)?;
-    let delay = delay();
-    if !delay.is_zero() {
-        std::thread::sleep(delay);
-    }
+    delay();
     let (read, written) = touched.sides(context)?;
     match (work, read, written) {
         (Work::Copy { bytes, .. }, Some(from), Some(to)) => copy(&from, &to, *bytes)?,

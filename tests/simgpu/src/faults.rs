@@ -5,6 +5,7 @@ use crate::codes::Code;
 use crate::exports::{self, FUNCTIONS};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
+use std::time::{Duration, Instant};
 
 /// The codes of faults that end the process, as `kill -9` does: instead of the call, and once it is carried out.
 pub const KILLED_BEFORE: Code = Code::MAX - 1;
@@ -67,7 +68,7 @@ thread_local! {
     static DELAYED_HERE: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// Adds a delay to each call of a function. `false` if there is no such function.
+/// Adds a delay to each call of a function, including those being delayed now. `false` if there is no such function.
 pub fn slow_down(name: &str, milliseconds: u64) -> bool {
     let Some(function) = exports::index_of(name) else { return false };
     DELAYS[function].store(milliseconds, Ordering::Relaxed);
@@ -77,9 +78,17 @@ pub fn slow_down(name: &str, milliseconds: u64) -> bool {
 /// Sleeps for the function's delay.
 pub fn delay(function: usize) {
     wait_if_held();
-    let milliseconds = DELAYS[function].load(Ordering::Relaxed);
-    if milliseconds > 0 {
-        delayed(|| std::thread::sleep(std::time::Duration::from_millis(milliseconds)));
+    let milliseconds = || DELAYS[function].load(Ordering::Relaxed);
+    if milliseconds() > 0 {
+        delayed(|| sleep_for(milliseconds));
+    }
+}
+
+/// Sleeps until this much time has passed since the beginning. It may change meanwhile, so a test can begin a delay and end it.
+pub fn sleep_for(milliseconds: impl Fn() -> u64) {
+    let begun = Instant::now();
+    while let Some(left) = Duration::from_millis(milliseconds()).checked_sub(begun.elapsed()) {
+        std::thread::sleep(left.min(Duration::from_millis(1)));
     }
 }
 
@@ -113,9 +122,9 @@ fn wait_if_held() {
         HOLDING.store(true, Ordering::SeqCst);
         delayed(|| {
             while is_holding() {
-                std::thread::sleep(std::time::Duration::from_millis(1));
+                std::thread::sleep(Duration::from_millis(1));
             }
-            std::thread::sleep(std::time::Duration::from_millis(10));
+            std::thread::sleep(Duration::from_millis(10));
         });
     }
 }

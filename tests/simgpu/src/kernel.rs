@@ -15,7 +15,6 @@ use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
 use std::slice;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// A known kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -196,10 +195,10 @@ pub enum Launch {
 
 impl Launch {
     /// Runs the kernel. As for copies, the memory must stay mapped from start to end.
-    pub fn run(&self, context: &Context, delay: Duration) -> Outcome {
+    pub fn run(&self, context: &Context) -> Outcome {
         match self {
-            Self::Digest(launch) => launch.run(context, delay),
-            Self::Copy(launch) => launch.run(context, delay),
+            Self::Digest(launch) => launch.run(context),
+            Self::Copy(launch) => launch.run(context),
             Self::Collective(launch) => launch.run(context),
             Self::Persistent(launch) => launch.run(context),
         }
@@ -240,15 +239,13 @@ impl Copy {
         state.space.touch(self.to, self.bytes, context.device, READ_WRITE)
     }
 
-    fn run(&self, context: &Context, delay: Duration) -> Outcome {
+    fn run(&self, context: &Context) -> Outcome {
         if self.bytes == 0 {
             return Ok(());
         }
         let mappings = |pieces: &[Piece]| pieces.iter().map(|piece| piece.mapping).collect::<Vec<_>>();
         let at_first = mappings(&self.find(context)?);
-        if !delay.is_zero() {
-            std::thread::sleep(delay);
-        }
+        copy::delay();
         let pieces = self.find(context)?;
         let mut from = self.from;
         let end = copy::take_link(host::Direction::FromHost, self.bytes);
@@ -314,11 +311,9 @@ impl Digests {
         Ok(Found { addresses, contents, digests: touch(self.results, 16 * self.count, 16, READ_WRITE)? })
     }
 
-    fn run(&self, context: &Context, delay: Duration) -> Outcome {
+    fn run(&self, context: &Context) -> Outcome {
         let at_first = self.find(context)?.mappings();
-        if !delay.is_zero() {
-            std::thread::sleep(delay);
-        }
+        copy::delay();
         let found = self.find(context)?;
         let digests: Vec<u8> = found
             .contents

@@ -213,8 +213,18 @@ fn calls_check_the_state_of_each_process() {
         fails!(1, gpu.cuCheckpointProcessGetState(-1, &mut 0));
         // A call that does not end in time keeps the lock away.
         let mut slow = Other::start();
-        slow.tell("wait");
-        while gpu.lock_shortly(slow.pid()) {}
+        let is_kept_away = |slow: &mut Other| {
+            slow.tell("wait");
+            while !slow.has_answered() {
+                if !gpu.lock_shortly(slow.pid()) {
+                    return true;
+                }
+            }
+            // It was over before anybody tried.
+            slow.answer();
+            false
+        };
+        while !is_kept_away(&mut slow) {}
         assert_eq!(gpu.state(slow.pid()), RUNNING);
         slow.answer();
         drop(other);

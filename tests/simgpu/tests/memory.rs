@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Access, Gpu, MIB2, isolated, prop};
+use common::{Access, Gpu, LONG_MS, MIB2, isolated, prop};
 use std::ffi::c_void;
 
 #[test]
@@ -178,12 +178,13 @@ fn memory_taken_from_under_running_work_is_a_fault() {
         let gpu = Gpu::start();
         let stream = gpu.stream(1);
         let pointer = gpu.map_new(MIB2);
-        unsafe { (gpu.simgpu_set_op_delay_ms)(60) };
+        gpu.slow_down(LONG_MS);
         ok!(gpu.cuMemsetD8Async(pointer, 1, MIB2, stream));
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        gpu.until_delayed(1);
         ok!(gpu.cuMemUnmap(pointer, MIB2));
         // Mapping other memory at the same addresses does not hide the fault.
         gpu.put_new(pointer, MIB2);
+        gpu.slow_down(0);
         fails!(700, gpu.cuStreamSynchronize(stream));
     });
 }

@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Access, Gpu, MIB2, command, isolated, prop};
+use common::{Access, Gate, Gpu, LONG_MS, MIB2, command, isolated, prop};
 
 const BLOCKING: u32 = 0;
 const NON_BLOCKING: u32 = 1;
@@ -289,33 +289,18 @@ fn frees_wait_for_their_context_and_leave_captures_valid() {
         };
         for (busy, target, waits) in [(busy, target, true), (foreign, foreign_target, false)] {
             for call in things() {
-                unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
+                gpu.slow_down(if waits { 150 } else { LONG_MS });
                 let other = if waits { context } else { second };
                 ok!(gpu.cuCtxSetCurrent(other));
                 ok!(gpu.cuMemsetD8Async(target, 1, 64, busy));
                 ok!(gpu.cuCtxSetCurrent(context));
                 assert_eq!(during_capture(gpu, stream, GLOBAL, || elsewhere(gpu, context, RELAXED, &*call.1)), (0, true), "{}", call.0);
                 fails!(if waits { 0 } else { 600 }, gpu.cuStreamQuery(busy));
-                unsafe { (gpu.simgpu_set_op_delay_ms)(0) };
+                gpu.slow_down(0);
                 ok!(gpu.cuStreamSynchronize(busy));
             }
         }
     });
-}
-
-/// A word of host memory that streams wait for.
-struct Gate(u64);
-
-impl Gate {
-    fn new(gpu: Gpu) -> Self {
-        let mut word = 0;
-        ok!(gpu.cuMemHostAlloc(&raw mut word, 64, 0));
-        Self(word)
-    }
-
-    fn set(&self, value: u32) {
-        unsafe { std::sync::atomic::AtomicU32::from_ptr(self.0 as *mut u32) }.store(value, std::sync::atomic::Ordering::Release);
-    }
 }
 
 /// Freeing memory waits for a stream that waits for a value. Allocating does not, and neither waits for another context on
@@ -325,7 +310,7 @@ fn frees_wait_for_a_stream_that_waits_for_a_value() {
     isolated("frees_wait_for_a_stream_that_waits_for_a_value", &[], || {
         let gpu = Gpu::start();
         let context = gpu.use_device(0);
-        let (gate, busy) = (Gate::new(gpu), gpu.stream(NON_BLOCKING));
+        let (gate, busy) = (Gate::new(&gpu), gpu.stream(NON_BLOCKING));
         let page = vec![0u8; 8192];
         let page = (page.as_ptr() as u64).next_multiple_of(4096);
         let mut second = 0;
@@ -375,7 +360,7 @@ fn frees_wait_for_a_stream_that_waits_for_a_value() {
 fn a_stream_waits_for_the_given_values() {
     isolated("a_stream_waits_for_the_given_values", &[], || {
         let gpu = Gpu::start();
-        let (gate, stream) = (Gate::new(gpu), gpu.stream(NON_BLOCKING));
+        let (gate, stream) = (Gate::new(&gpu), gpu.stream(NON_BLOCKING));
         for (condition, value, not_yet, then) in
             [(0, 5, 4, 5), (0, 5, u32::MAX, 6), (1, 5, 6, 5), (2, 0b110, 0b1001, 0b100), (3, !0b11, !0b100, !0b10)]
         {
@@ -462,9 +447,10 @@ fn frees_report() {
     let page = vec![0u8; 8192];
     ok!(gpu.cuMemHostAlloc(&raw mut pinned, 64, 0));
     ok!(gpu.cuMemHostRegister_v2(page.as_ptr() as u64, 4096, 0));
-    unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
+    gpu.slow_down(LONG_MS);
     ok!(gpu.cuMemsetD8Async(mapped, 1, 64, stream));
     ok!(gpu.cuMemUnmap(mapped, MIB2));
+    gpu.slow_down(150);
     match which.to_str().unwrap() {
         "0" => fails!(700, gpu.cuMemFree_v2(plain)),
         "1" => fails!(700, gpu.cuMemFreeHost(pinned)),
@@ -477,12 +463,12 @@ fn frees_report() {
 fn break_context(gpu: Gpu) {
     let stream = gpu.stream(NON_BLOCKING);
     let mapped = gpu.map_new(MIB2);
-    unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
+    gpu.slow_down(LONG_MS);
     ok!(gpu.cuMemsetD8Async(mapped, 1, 64, stream));
     ok!(gpu.cuMemUnmap(mapped, MIB2));
     ok!(gpu.cuMemAddressFree(mapped, MIB2));
+    gpu.slow_down(0);
     fails!(700, gpu.cuStreamSynchronize(stream));
-    unsafe { (gpu.simgpu_set_op_delay_ms)(0) };
 }
 
 #[test]
@@ -691,10 +677,11 @@ fn faults_at_execution() {
         _ => ok!(gpu.cuMemsetD8Async(mapped, 1, 64, stream)),
     };
     if work == "stream" {
-        unsafe { (gpu.simgpu_set_op_delay_ms)(150) };
+        gpu.slow_down(LONG_MS);
         ok!(gpu.cuMemsetD8Async(plain, 1, 64, stream));
         submit();
         ok!(gpu.cuMemUnmap(mapped, MIB2));
+        gpu.slow_down(0);
     } else {
         let (mut graph, mut executable) = (0, 0);
         ok!(gpu.cuStreamBeginCapture_v2(stream, RELAXED));

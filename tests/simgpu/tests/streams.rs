@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod common;
-use common::{Gpu, MIB2, isolated};
+use common::{Gate, Gpu, LONG_MS, MIB2, isolated};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -19,17 +19,24 @@ fn work_is_asynchronous_and_in_order() {
         let (stream, pointer) = (gpu.stream(NON_BLOCKING), gpu.alloc(4096));
         let mut pinned = 0;
         ok!(gpu.cuMemHostAlloc(&raw mut pinned, 4096, 0));
+        let queue = || {
+            for value in 1..=3 {
+                ok!(gpu.cuMemsetD8Async(pointer, value, 4096, stream));
+            }
+            ok!(gpu.cuMemcpyDtoHAsync_v2(pinned, pointer, 4096, stream));
+        };
         let start = Instant::now();
-        for value in 1..=3 {
-            ok!(gpu.cuMemsetD8Async(pointer, value, 4096, stream));
-        }
-        ok!(gpu.cuMemcpyDtoHAsync_v2(pinned, pointer, 4096, stream));
-        assert!(start.elapsed() < Duration::from_millis(25));
-        fails!(600, gpu.cuStreamQuery(stream));
+        queue();
         ok!(gpu.cuStreamSynchronize(stream));
         assert!(start.elapsed() >= Duration::from_millis(120));
         ok!(gpu.cuStreamQuery(stream));
         assert_eq!(unsafe { *(pinned as *const u8) }, 3);
+        gpu.slow_down(LONG_MS);
+        queue();
+        fails!(600, gpu.cuStreamQuery(stream));
+        gpu.slow_down(0);
+        ok!(gpu.cuStreamSynchronize(stream));
+        ok!(gpu.cuStreamQuery(stream));
     });
 }
 
@@ -76,15 +83,14 @@ fn the_legacy_stream_waits_for_blocking_streams() {
     isolated("the_legacy_stream_waits_for_blocking_streams", &[("SIMGPU_OP_DELAY_MS", "40")], || {
         let gpu = Gpu::start();
         let pointer = gpu.alloc(4096);
-        let (blocking, other) = (gpu.stream(0), gpu.stream(NON_BLOCKING));
+        let (blocking, other, gate) = (gpu.stream(0), gpu.stream(NON_BLOCKING), Gate::new(&gpu));
         ok!(gpu.cuMemsetD8Async(pointer, 5, 4096, blocking));
         assert_eq!(gpu.download(pointer, 1), [5]);
         ok!(gpu.cuStreamQuery(blocking));
-        for _ in 0..4 {
-            ok!(gpu.cuMemsetD8Async(pointer, 6, 4096, other));
-        }
+        ok!(gpu.cuStreamWaitValue32_v2(other, gate.0, 1, 0));
         let _ = gpu.download(pointer, 1);
         fails!(600, gpu.cuStreamQuery(other));
+        gate.set(1);
         ok!(gpu.cuCtxSynchronize());
         ok!(gpu.cuStreamQuery(other));
         // And a blocking stream waits for the legacy stream.
@@ -97,7 +103,7 @@ fn the_legacy_stream_waits_for_blocking_streams() {
 
 #[test]
 fn events_order_streams() {
-    isolated("events_order_streams", &[("SIMGPU_OP_DELAY_MS", "30")], || {
+    isolated("events_order_streams", &[], || {
         let gpu = Gpu::start();
         let pointer = gpu.alloc(4096);
         let (first, second) = (gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING));
@@ -105,6 +111,8 @@ fn events_order_streams() {
         ok!(gpu.cuEventCreate(&raw mut start, 0));
         ok!(gpu.cuEventCreate(&raw mut end, 0));
         ok!(gpu.cuEventQuery(end));
+        gpu.slow_down(LONG_MS);
+        let queued = Instant::now();
         ok!(gpu.cuEventRecord(start, first));
         ok!(gpu.cuMemsetD8Async(pointer, 1, 4096, first));
         ok!(gpu.cuEventRecord(end, first));
@@ -114,11 +122,12 @@ fn events_order_streams() {
         // A destroyed stream still completes its work.
         ok!(gpu.cuStreamDestroy_v2(second));
         fails!(400, gpu.cuStreamSynchronize(second));
+        gpu.slow_down(30);
         ok!(gpu.cuCtxSynchronize());
         assert_eq!(gpu.download(pointer, 1), [2]);
-        let mut milliseconds = 0.0;
+        let (mut milliseconds, longest) = (0.0, queued.elapsed().as_secs_f32() * 1e3 + 1.0);
         ok!(gpu.cuEventElapsedTime(&raw mut milliseconds, start, end));
-        assert!((30.0..500.0).contains(&milliseconds), "{milliseconds}");
+        assert!((30.0..=longest).contains(&milliseconds), "{milliseconds}");
         ok!(gpu.cuEventDestroy_v2(start));
         ok!(gpu.cuEventDestroy_v2(end));
         assert_eq!((gpu.live("events"), gpu.live("streams")), (0, 1));
@@ -146,14 +155,16 @@ fn host_functions_may_not_call_cuda() {
 
 #[test]
 fn freeing_in_a_stream_is_in_order() {
-    isolated("freeing_in_a_stream_is_in_order", &[("SIMGPU_OP_DELAY_MS", "20")], || {
+    isolated("freeing_in_a_stream_is_in_order", &[], || {
         let gpu = Gpu::start();
+        gpu.slow_down(LONG_MS);
         let stream = gpu.stream(NON_BLOCKING);
         let mut pointer = 0;
         ok!(gpu.cuMemAllocAsync(&raw mut pointer, 4096, stream));
         ok!(gpu.cuMemsetD8Async(pointer, 1, 4096, stream));
         ok!(gpu.cuMemFreeAsync(pointer, stream));
         assert_eq!(gpu.used(), 4096);
+        gpu.slow_down(0);
         ok!(gpu.cuStreamSynchronize(stream));
         assert_eq!(gpu.used(), 0);
     });

@@ -117,7 +117,7 @@ fn a_persistent_kernel_ends_when_its_word_is_set() {
         ok!(gpu.cuMemUnmap(pointer, MIB2));
         let begun = Instant::now();
         while unsafe { (gpu.cuStreamQuery)(stream) } == 600 {
-            assert!(begun.elapsed() < Duration::from_secs(20));
+            assert!(begun.elapsed() < Duration::from_secs(100));
             sleep(Duration::from_millis(1));
         }
         fails!(700, gpu.cuStreamQuery(stream));

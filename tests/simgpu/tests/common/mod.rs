@@ -291,7 +291,22 @@ macro_rules! fails {
     };
 }
 
+/// Long enough for every test: a delay of operations that the test ends itself.
+pub const LONG_MS: u64 = 600_000;
+
 impl Gpu {
+    /// Sets how long operations take, including those that have begun.
+    pub fn slow_down(&self, milliseconds: u64) {
+        unsafe { (self.simgpu_set_op_delay_ms)(milliseconds) };
+    }
+
+    /// Waits until this many operations have begun and are being delayed.
+    pub fn until_delayed(&self, operations: u64) {
+        while self.live("delayed") != operations {
+            std::thread::yield_now();
+        }
+    }
+
     /// Loads the library and makes device 0's primary context current.
     pub fn start() -> Self {
         let gpu = Self::load();
@@ -386,5 +401,20 @@ impl Gpu {
         let mut stream = 0;
         ok!(gpu.cuStreamCreate(&raw mut stream, flags));
         stream
+    }
+}
+
+/// A word of host memory that streams wait for.
+pub struct Gate(pub u64);
+
+impl Gate {
+    pub fn new(gpu: &Gpu) -> Self {
+        let mut word = 0;
+        ok!(gpu.cuMemHostAlloc(&raw mut word, 64, 0));
+        Self(word)
+    }
+
+    pub fn set(&self, value: u32) {
+        unsafe { std::sync::atomic::AtomicU32::from_ptr(self.0 as *mut u32) }.store(value, std::sync::atomic::Ordering::Release);
     }
 }
