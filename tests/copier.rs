@@ -79,15 +79,15 @@ fn with_active_memory_only_the_engines_copy() {
     let program = Program::start(&[LARGE; 4]);
     let active = common::malloc_tagged("active", Some(Backup::Discard), LARGE).unwrap();
     common::set_device(1);
-    let elsewhere = Program::start(&[LARGE; 4]);
+    // Small pieces, which are left to the engines. With these bytes, nearly all would be paused.
+    let elsewhere = Program::start(&[MIB; 48]);
     common::set_device(0);
     pause(&["weights"]).unwrap();
-    let [launches, copies] = resume_and_count(&gpu);
-    assert!((1..4).contains(&launches), "{launches} by the kernel, {copies} by the engines: the other device's alone");
+    assert_eq!(resume_and_count(&gpu)[0], 0, "nothing by the kernel");
     pause(&["weights"]).unwrap();
     assert_eq!(free(active), 0);
-    let [more, copies] = resume_and_count(&gpu);
-    assert!(more > launches, "{more} by the kernel, {copies} by the engines");
+    let [launches, copies] = resume_and_count(&gpu);
+    assert!(launches > 0, "{launches} by the kernel, {copies} by the engines");
     program.check("device 0");
     common::set_device(1);
     elsewhere.check("device 1");

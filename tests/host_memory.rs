@@ -3,8 +3,8 @@
 
 mod common;
 
-use common::{Gpu, MIB, free, malloc_tagged, pattern, pause, read, resume, set_device, write};
-use std::time::{Duration, Instant};
+use common::{Gpu, MIB, eventually, free, malloc_tagged, pattern, pause, read, resume, set_device, write};
+use std::time::Duration;
 use vramctl_backup::{HOST_PIECE, set_host_keep};
 use vramctl_core::memory::Memory;
 use vramctl_model::{Backup, Error, HostStatus};
@@ -19,15 +19,6 @@ fn host() -> HostStatus {
 
 fn is_ready(bytes: usize) -> bool {
     host().ready_bytes == bytes as u64
-}
-
-/// Waits for another thread to make a condition true.
-fn expect(what: &str, is_so: impl Fn() -> bool) {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < Duration::from_secs(20), "{what}: {:?}", host());
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 fn no_thread_is_left() -> bool {
@@ -50,7 +41,7 @@ impl Drop for Kept {
     fn drop(&mut self) {
         set_host_keep(None, Some(0));
         if !std::thread::panicking() {
-            expect("given back at the end", || is_ready(0) && no_thread_is_left());
+            eventually("given back at the end", || is_ready(0) && no_thread_is_left());
         }
         set_host_keep(None, None);
     }
@@ -93,7 +84,7 @@ fn kept_host_memory_is_released_in_time_and_the_worker_ends() {
     set_host_keep(Some(Duration::from_millis(30)), Some(u64::MAX));
     pause(&[]).unwrap();
     resume(&[]).unwrap();
-    expect("given back in time", || is_ready(0) && no_thread_is_left());
+    eventually("given back in time", || is_ready(0) && no_thread_is_left());
     set_host_keep(Some(Duration::ZERO), Some(u64::MAX));
     pause(&[]).unwrap();
     resume(&[]).unwrap();
@@ -110,7 +101,7 @@ fn kept_host_memory_is_released_when_memory_is_short() {
     resume(&[]).unwrap();
     assert!(!is_ready(0));
     set_host_keep(LONG, Some(0));
-    expect("given back because memory is short", || is_ready(0));
+    eventually("given back because memory is short", || is_ready(0));
     assert_eq!(free(address), 0);
 }
 
@@ -192,7 +183,7 @@ const NEEDS: i64 = 1;
 
 /// The control thread creates the directory.
 fn expect_directory() {
-    expect("the sockets' directory", || vramctl_config::socket_directory().is_dir());
+    eventually("the sockets' directory", || vramctl_config::socket_directory().is_dir());
 }
 
 #[test]
@@ -203,10 +194,10 @@ fn kept_host_memory_goes_to_another_process_that_needs_it() {
     let _kept = Kept::for_long();
     pause(&[]).unwrap();
     resume(&[]).unwrap();
-    expect("it says that it keeps some", || Lock::is_taken(KEEPS));
+    eventually("it says that it keeps some", || Lock::is_taken(KEEPS));
     assert!(!is_ready(0));
     let _needs = Lock::take(NEEDS);
-    expect("given to another", || is_ready(0) && !Lock::is_taken(KEEPS));
+    eventually("given to another", || is_ready(0) && !Lock::is_taken(KEEPS));
     assert_eq!(free(address), 0);
 }
 
@@ -219,7 +210,7 @@ fn a_pause_gets_host_memory_that_another_process_keeps() {
     assert!(matches!(pause(&[]), Err(Error::HostMemory { capped: false, .. })), "nobody has any");
     let keeps = Lock::take(KEEPS);
     let other = std::thread::spawn(move || {
-        expect("it asks for it", || Lock::is_taken(NEEDS));
+        eventually("it asks for it", || Lock::is_taken(NEEDS));
         set_host_keep(None, Some(u64::MAX));
         drop(keeps);
     });

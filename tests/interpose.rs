@@ -4,8 +4,8 @@
 mod common;
 
 use common::{
-    Gate, Gpu, MIB, OwnContext, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request, reset_unseen, resume,
-    set_device, state, use_again, write,
+    Gate, Gpu, LONG_MS, MIB, OwnContext, Stream, free, last_error, malloc, malloc_tagged, pattern, pause, read, request, reset_unseen,
+    resume, set_device, state, use_again, write,
 };
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
@@ -362,26 +362,57 @@ fn memory_can_be_freed_and_allocated_while_paused() {
     assert_eq!(gpu.footprint(), before);
 }
 
+/// Waits until a pause or a free waits for the device. `reset_counts` comes before it.
+fn until_it_waits(gpu: &Gpu) {
+    common::eventually("it waits for the device", || gpu.calls("cuMemFree_v2") > 0);
+}
+
+/// Does `work`, which must not wait for a stream, and then opens the gate that the stream waits for. Whether it has not waited.
+fn without_waiting(gate: &Gate, work: impl FnOnce()) -> bool {
+    std::thread::scope(|scope| {
+        // A call that waits fails the test instead of hanging it.
+        let (done, is_done) = std::sync::mpsc::channel();
+        let late = scope.spawn(move || {
+            let in_time = is_done.recv_timeout(Duration::from_secs(100)).is_ok();
+            gate.open();
+            in_time
+        });
+        work();
+        let _ = done.send(());
+        late.join().unwrap()
+    })
+}
+
 /// Memory must not be unmapped under queued work, and what that work writes is part of the contents.
 #[test]
 fn a_pause_waits_for_the_devices_work() {
     let gpu = Gpu::take();
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
     let stream = Stream::create();
-    gpu.set_op_delay_ms(150);
+    gpu.set_op_delay_ms(LONG_MS);
     assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
     let hurried = Memory::get().pause(&TransitionRequest { timeout: Some(Duration::from_millis(20)), ..request(&["t"]) }, &mut ());
     assert!(matches!(hurried, Err(Error::Busy(_))), "{hurried:?}");
     assert_eq!(state("t"), Some(TagState::Active));
-    pause(&["t"]).unwrap();
-    gpu.set_op_delay_ms(0);
+    gpu.reset_counts();
+    std::thread::scope(|scope| {
+        scope.spawn(|| pause(&["t"]).unwrap());
+        until_it_waits(&gpu);
+        gpu.set_op_delay_ms(0);
+    });
     resume(&["t"]).unwrap();
     assert!(read(address, 2 * MIB).unwrap().iter().all(|byte| *byte == 0x5A));
     // A free waits too.
-    gpu.set_op_delay_ms(100);
+    gpu.set_op_delay_ms(LONG_MS);
     assert_eq!(stream.fill(address, 0x11, 2 * MIB), 0);
-    assert_eq!(free(address), 0);
-    gpu.set_op_delay_ms(0);
+    gpu.reset_counts();
+    std::thread::scope(|scope| {
+        let freeing = scope.spawn(|| free(address));
+        until_it_waits(&gpu);
+        assert!(!freeing.is_finished());
+        gpu.set_op_delay_ms(0);
+        assert_eq!(freeing.join().unwrap(), 0);
+    });
     assert_eq!(common::synchronize(), 0, "nothing was taken from under the work");
 }
 
@@ -533,7 +564,7 @@ fn a_waiting_pause_is_given_up_when_its_client_is_gone() {
     let gpu = Gpu::take();
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
     let stream = Stream::create();
-    gpu.set_op_delay_ms(1500);
+    gpu.set_op_delay_ms(LONG_MS);
     assert_eq!(stream.fill(address, 0x5A, 2 * MIB), 0);
     for timeout in [None, Some(Duration::from_secs(60))] {
         let answer = Memory::get().pause(&TransitionRequest { timeout, ..request(&["t"]) }, &mut Leaves);
@@ -561,17 +592,18 @@ fn a_resume_without_memory_says_what_is_short_and_can_wait() {
         other => panic!("{other:?}"),
     }
     assert_eq!(state("t"), Some(TagState::Paused));
-    let started = Instant::now();
+    gpu.reset_counts();
     let patient = std::thread::spawn(|| {
-        Memory::get().resume(&TransitionRequest { timeout: Some(Duration::from_secs(30)), ..request(&["t"]) }, &mut ())
+        Memory::get().resume(&TransitionRequest { timeout: Some(Duration::from_secs(100)), ..request(&["t"]) }, &mut ())
     });
+    common::eventually("it looks again", || gpu.calls("cuMemGetInfo_v2") > 1);
     std::thread::sleep(Duration::from_millis(100));
     // During the wait, the program can allocate and free.
     let other = malloc_tagged("other", None, 2 * MIB).unwrap();
     assert_eq!(free(other), 0);
     gpu.occupy(0, 0);
     let report = patient.join().unwrap().unwrap();
-    assert!(started.elapsed() < Duration::from_secs(20) && report.ms >= 100.0, "{report:?}");
+    assert!(report.ms >= 100.0, "{report:?}");
     assert!(read(address, 64 * MIB).unwrap() == contents);
 }
 
@@ -723,26 +755,20 @@ fn leftover_memory_is_available_to_an_allocation() {
 fn a_waiting_pause_does_not_block_the_program() {
     let gpu = Gpu::take();
     let address = malloc_tagged("t", None, 2 * MIB).unwrap();
-    let stream = Stream::create();
-    gpu.set_op_delay_ms(60);
-    for _ in 0..10 {
-        assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
-    }
-    let pausing = std::thread::spawn(|| pause(&["t"]).unwrap());
-    let mut slowest = Duration::ZERO;
-    while !pausing.is_finished() {
-        let started = Instant::now();
-        let other = malloc_tagged("other", None, 2 * MIB).unwrap();
-        slowest = slowest.max(started.elapsed());
-        // Keeps the device busy, as an active program does.
-        if started.elapsed() < Duration::from_millis(300) {
-            stream.synchronize();
-        }
-        assert_eq!(free(other), 0);
-    }
-    gpu.set_op_delay_ms(0);
-    pausing.join().unwrap();
-    assert!(slowest < Duration::from_secs(2), "an allocation took {slowest:?}");
+    let (gate, stream) = (Gate::new(), Stream::create());
+    stream.wait_for(&gate);
+    assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
+    gpu.reset_counts();
+    std::thread::scope(|scope| {
+        let pausing = scope.spawn(|| pause(&["t"]).unwrap());
+        until_it_waits(&gpu);
+        let mut others = Vec::new();
+        let is_free = without_waiting(&gate, || others.extend((0..3).map(|_| malloc_tagged("other", None, 2 * MIB).unwrap())));
+        assert!(is_free, "an allocation waited for the pause");
+        // Like the real one, this waits for the device's work.
+        assert!(others.into_iter().all(|other| free(other) == 0));
+        pausing.join().unwrap();
+    });
 }
 
 fn free_async(address: u64, stream: &Stream) -> u32 {
@@ -760,24 +786,14 @@ fn a_free_in_the_order_of_a_stream_does_not_wait_for_it() {
         let stream = ManuallyDrop::new(if on_default_stream { Stream(ptr::null_mut()) } else { Stream::create() });
         stream.wait_in_a_function_for(&gate);
         assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
-        let opened = std::thread::scope(|scope| {
-            // Lets a call that waits fail the test instead of hanging it.
-            let (freed, was_freed) = std::sync::mpsc::channel();
-            let gate = &gate;
-            let late = scope.spawn(move || {
-                let in_time = was_freed.recv_timeout(Duration::from_secs(5)).is_ok();
-                gate.open();
-                in_time
-            });
+        let is_free = without_waiting(&gate, || {
             assert_eq!(free_async(address, &stream), 0);
             assert!(Memory::get().find(address).is_none() && Memory::get().status().tags.is_empty());
             assert!(gpu.used(0) > before.used()[0], "the stream still needs it");
             assert_eq!((free_async(address, &stream), free(address)), (1, 1), "it is free");
             last_error();
-            freed.send(()).unwrap();
-            late.join().unwrap()
         });
-        assert!(opened, "the call waited for the stream");
+        assert!(is_free, "the call waited for the stream");
         assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
         if !on_default_stream {
             drop(ManuallyDrop::into_inner(stream));
@@ -874,18 +890,18 @@ fn memory_freed_while_a_pause_waits_is_free_at_once() {
 
 #[test]
 fn with_nothing_to_do_nothing_waits() {
-    let gpu = Gpu::take();
+    let _gpu = Gpu::take();
     let paused = malloc_tagged("paused", None, 2 * MIB).unwrap();
     pause(&["paused"]).unwrap();
     let busy = malloc_tagged("busy", None, 2 * MIB).unwrap();
-    let stream = Stream::create();
-    gpu.set_op_delay_ms(1500);
+    let (gate, stream) = (Gate::new(), Stream::create());
+    stream.wait_for(&gate);
     assert_eq!(stream.fill(busy, 1, 2 * MIB), 0);
-    let started = Instant::now();
-    assert_eq!(pause(&["paused"]).unwrap().unchanged, 1);
-    assert!(matches!(pause(&["nonsense"]), Err(Error::UnknownTag { .. })));
-    assert!(started.elapsed() < Duration::from_secs(1));
-    gpu.set_op_delay_ms(0);
+    let is_free = without_waiting(&gate, || {
+        assert_eq!(pause(&["paused"]).unwrap().unchanged, 1);
+        assert!(matches!(pause(&["nonsense"]), Err(Error::UnknownTag { .. })));
+    });
+    assert!(is_free, "it waited for the device");
     assert_eq!((free(paused), free(busy)), (0, 0));
 }
 
@@ -1154,18 +1170,21 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
     let gpu = Gpu::take();
     let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
     let (one, other) = (Stream::create(), Stream::create());
-    gpu.set_op_delay_ms(1000);
+    let (first, second) = (Gate::new(), Gate::new());
+    one.wait_for(&first);
     assert_eq!(one.fill(address, 1, MIB), 0);
     gpu.reset_counts();
     let pausing = std::thread::spawn(|| pause(&["t"]).map(drop));
-    while gpu.calls("cuMemFree_v2") == 0 {
-        std::thread::yield_now();
-    }
+    until_it_waits(&gpu);
     // By then the driver has decided what to wait for.
     std::thread::sleep(Duration::from_millis(100));
+    other.wait_for(&second);
     assert_eq!(other.fill(address, 2, MIB), 0);
+    first.open();
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(!pausing.is_finished());
+    second.open();
     pausing.join().unwrap().unwrap();
-    gpu.set_op_delay_ms(0);
     assert_eq!((one.synchronize(), other.synchronize()), (0, 0), "the memory was taken away under running work");
     resume(&[]).unwrap();
     assert_eq!(free(address), 0);
@@ -1176,17 +1195,16 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
 fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
     let gpu = Gpu::take();
     let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
-    let (one, other, gate) = (Stream::create(), Stream::create(), Gate::new());
-    gpu.set_op_delay_ms(500);
+    let (one, other) = (Stream::create(), Stream::create());
+    let (first, gate) = (Gate::new(), Gate::new());
+    one.wait_for(&first);
     assert_eq!(one.fill(address, 1, MIB), 0);
     gpu.reset_counts();
     let pausing = std::thread::spawn(|| pause(&["t"]).map(drop));
-    while gpu.calls("cuMemFree_v2") == 0 {
-        std::thread::yield_now();
-    }
+    until_it_waits(&gpu);
     std::thread::sleep(Duration::from_millis(100));
-    gpu.set_op_delay_ms(0);
     other.wait_for(&gate);
+    first.open();
     // The first stream is idle, and the wait under the lock is over, too.
     std::thread::sleep(Duration::from_secs(1));
     assert!(!pausing.is_finished());
@@ -1478,11 +1496,16 @@ fn the_kernel_of_the_digests_is_loaded_once_and_not_by_the_program() {
     };
     assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);
     let before = gpu.live("modules");
-    gpu.slow_down("cuModuleLoadData", 500);
+    gpu.slow_down("cuModuleLoadData", LONG_MS);
     let address = malloc_tagged(common::RETAINED_TAG, None, 2 * MIB).unwrap();
     assert_eq!(gpu.live("modules"), before, "the allocation has waited for it");
-    assert_eq!((cycle(), cycle()), (0, 2 << 20));
-    gpu.slow_down("cuModuleLoadData", 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            gpu.slow_down("cuModuleLoadData", 0);
+        });
+        assert_eq!((cycle(), cycle()), (0, 2 << 20));
+    });
     assert_eq!((gpu.live("modules"), free(address)), (before + 1, 0));
 
     assert_eq!(unsafe { interpose::cudaDeviceReset() }, 0);

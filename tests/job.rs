@@ -4,12 +4,13 @@
 
 mod common;
 
+use common::eventually;
 use common::machine::{Machine, Ran, Rank, Wire, pass_on};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Stdio;
@@ -66,8 +67,24 @@ struct Coordinator {
     decision: (Decision, OwnedFd),
 }
 
+/// Asks a process for the next step. `None` if its lease has ended meanwhile.
+fn step(wire: &mut Wire, request: &Value, file: Option<BorrowedFd<'_>>, wanted: &str) -> Option<()> {
+    wire.send(request, file);
+    let answer = wire.answer();
+    if answer["code"] == "aborted" {
+        return None;
+    }
+    assert_eq!(answer["reply"], wanted, "{answer}");
+    Some(())
+}
+
 impl Coordinator {
-    fn of(machine: &Machine, ranks: &[Rank], verb: &str, until: Until, lease_ms: u64) -> Self {
+    fn of(machine: &Machine, ranks: &[Rank], verb: &str, until: Until) -> Self {
+        Self::within(machine, ranks, verb, until, 30_000).expect("a lease that is long enough")
+    }
+
+    /// `None` if this machine is too slow for the lease.
+    fn within(machine: &Machine, ranks: &[Rank], verb: &str, until: Until, lease_ms: u64) -> Option<Self> {
         let mut wires: Vec<_> = ranks.iter().map(|rank| machine.connect(rank)).collect();
         let decision = Decision::create().unwrap();
         let one_or_all = |one: Until, all: Until| {
@@ -81,23 +98,23 @@ impl Coordinator {
         };
         if verb == "pause" {
             for wire in &mut wires[..one_or_all(Until::HeldOne, Until::HeldAll)] {
-                wire.step(&json!({"request": "hold", "lease_ms": lease_ms}), None, "held");
+                step(wire, &json!({"request": "hold", "lease_ms": lease_ms}), None, "held")?;
             }
             for wire in &mut wires[..one_or_all(Until::Drained, Until::Drained)] {
-                wire.step(&json!({"request": "drain", "limit_ms": 10_000}), None, "drained");
+                step(wire, &json!({"request": "drain", "limit_ms": 10_000}), None, "drained")?;
             }
         }
         for wire in &mut wires[..one_or_all(Until::PreparedOne, Until::PreparedAll)] {
             let prepare = json!({"request": "prepare", "of": verb, "lease_ms": lease_ms, "timeout_ms": 10_000});
-            wire.step(&prepare, Some(decision.1.as_fd()), "prepared");
+            step(wire, &prepare, Some(decision.1.as_fd()), "prepared")?;
         }
-        if until >= Until::Decided {
-            assert!(decision.0.commit());
+        if until >= Until::Decided && !decision.0.commit() {
+            return None;
         }
         if until == Until::ToldOne {
-            wires[0].step(&json!({"request": "commit"}), None, "done");
+            step(&mut wires[0], &json!({"request": "commit"}), None, "done")?;
         }
-        Self { wires, decision }
+        Some(Self { wires, decision })
     }
 }
 
@@ -107,11 +124,11 @@ fn whenever_its_coordinator_dies_a_job_is_in_one_state() {
     let machine = Machine::new();
     let mut ranks: [Rank; 3] = machine.job("engine");
     for until in Until::ALL {
-        drop(Coordinator::of(&machine, &ranks, "pause", until, 30_000));
+        drop(Coordinator::of(&machine, &ranks, "pause", until));
         let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
         assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
         machine.vramctl("pause --hold").expect(0, "", "");
-        drop(Coordinator::of(&machine, &ranks, "resume", until, 30_000));
+        drop(Coordinator::of(&machine, &ranks, "resume", until));
         let wanted = if until >= Until::Decided { "active" } else { "paused, held" };
         assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
         machine.vramctl("resume").expect(0, "", "");
@@ -125,7 +142,14 @@ fn whenever_its_coordinator_is_stopped_a_job_is_in_one_state() {
     let machine = Machine::new();
     let mut ranks: [Rank; 3] = machine.job("engine");
     for until in [Until::HeldAll, Until::PreparedOne, Until::PreparedAll, Until::Decided, Until::ToldOne] {
-        let mut stopped = Coordinator::of(&machine, &ranks, "pause", until, 1000);
+        let mut lease_ms = 500;
+        let mut stopped = loop {
+            lease_ms *= 2;
+            if let Some(stopped) = Coordinator::within(&machine, &ranks, "pause", until, lease_ms) {
+                break stopped;
+            }
+            assert_eq!(machine.settled(&ranks.each_ref()), "active");
+        };
         let wanted = if until >= Until::Decided { "paused, held" } else { "active" };
         assert_eq!(machine.settled(&ranks.each_ref()), wanted, "{until:?}");
         let told = stopped.wires[1].answer();
@@ -153,7 +177,7 @@ fn whenever_a_rank_dies_the_others_are_in_one_state() {
         let doomed = machine.start_with("engine", |_| ());
         let [first, second] = survivors;
         let mut ranks = [first, doomed, second];
-        let mut coordinator = Coordinator::of(&machine, &ranks, "pause", until, 30_000);
+        let mut coordinator = Coordinator::of(&machine, &ranks, "pause", until);
         ranks[1].signal(libc::SIGKILL);
         ranks[1].child.wait().unwrap();
         if until < Until::Decided {
@@ -227,7 +251,7 @@ fn a_stopped_rank_ends_in_the_same_state_as_the_others() {
     let machine = Machine::new();
     let mut ranks: [Rank; 3] = machine.job("engine");
     for until in Until::ALL {
-        let coordinator = Coordinator::of(&machine, &ranks, "pause", until, 30_000);
+        let coordinator = Coordinator::of(&machine, &ranks, "pause", until);
         ranks[1].signal(libc::SIGSTOP);
         drop(coordinator);
         let others = machine.settled(&[&ranks[0], &ranks[2]]);
@@ -357,7 +381,7 @@ fn happens(verb: &str, moment: Moment, event: Event) {
     let mut command = machine.command(common::command_line(), &[verb, "--name", "engine"]);
     command.env("VRAMCTL_DIR", between.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut coordinator = command.spawn().unwrap();
-    between.reached.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|error| panic!("{case}: {error}"));
+    between.reached.recv_timeout(Duration::from_secs(100)).unwrap_or_else(|error| panic!("{case}: {error}"));
     match event {
         Event::RankKilled => {
             ranks[1].signal(libc::SIGKILL);
@@ -474,25 +498,22 @@ fn the_command_retries_and_may_be_killed_at_any_time() {
     let mut ranks: [Rank; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    let start = || machine.command(common::command_line(), &["pause", "--hold", "--json"]).stdout(Stdio::piped()).spawn().unwrap();
+    let start = || {
+        let arguments = ["pause", "--hold", "--hold-timeout", "60", "--json"];
+        machine.command(common::command_line(), &arguments).stdout(Stdio::piped()).spawn().unwrap()
+    };
     let is_held = |rank: &Rank| machine.state(rank).ends_with("held");
     for _ in 0..5 {
         let mut command = start();
-        while !is_held(&ranks[0]) {
-            thread::yield_now();
-        }
+        eventually("it is held", || is_held(&ranks[0]));
         command.kill().unwrap();
         command.wait().unwrap();
         assert_eq!(machine.settled(&[&ranks[0]]), "active");
     }
     let command = start();
-    while !is_held(&ranks[0]) {
-        thread::yield_now();
-    }
+    eventually("it is held", || is_held(&ranks[0]));
     // Between two attempts it runs.
-    while is_held(&ranks[0]) {
-        thread::yield_now();
-    }
+    eventually("it runs", || !is_held(&ranks[0]));
     other.send(&json!({"request": "abort"}), None);
     let told = Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "").json();
     assert!(told["jobs"][0]["attempts"].as_u64().unwrap() > 1, "{told}");
@@ -508,9 +529,17 @@ fn the_command_waits_for_another_coordinator() {
     let mut ranks: [Rank; 2] = machine.job("engine");
     let mut other = machine.connect(&ranks[1]);
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
-    other.send(&json!({"request": "renew"}), None);
-    let command = machine.command(common::command_line(), &["pause", "--hold", "--json"]).stdout(Stdio::piped()).spawn().unwrap();
-    thread::sleep(Duration::from_secs(2));
+    let arguments = ["pause", "--hold", "--hold-timeout", "100", "--json"];
+    let command = machine.command(common::command_line(), &arguments).stdout(Stdio::piped()).spawn().unwrap();
+    // The attempts as the first process sees them, or some of them.
+    let (mut seen, mut was_held) = (0, false);
+    eventually("many attempts", || {
+        other.send(&json!({"request": "renew"}), None);
+        let is_held = machine.state(&ranks[0]).ends_with("held");
+        seen += u32::from(is_held && !was_held);
+        was_held = is_held;
+        seen > 16
+    });
     other.send(&json!({"request": "abort"}), None);
     let told = Ran::new(&command.wait_with_output().unwrap()).expect(0, "", "").json();
     // More attempts than a process accepts connections: each attempt closes its own.
@@ -528,9 +557,7 @@ fn a_rank_that_stops_in_the_middle_is_named() {
     other.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
     let arguments = ["pause", "--hold", "--hold-timeout", "60"];
     let command = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
-    while !machine.state(&ranks[0]).ends_with("held") {
-        thread::yield_now();
-    }
+    eventually("it is held", || machine.state(&ranks[0]).ends_with("held"));
     ranks[1].signal(libc::SIGSTOP);
     let said = format!("engine (pid {}): no answer within", ranks[1].pid());
     Ran { out: String::new(), ..Ran::new(&command.wait_with_output().unwrap()) }.expect(5, "", &said);
@@ -578,11 +605,7 @@ fn only_a_shortage_that_lasts_is_reported() {
     machine.vramctl("pause").expect(0, "", "");
     let _hog = machine.start_with("hog", |command| _ = command.args(["--weights-mib", "92"]));
     machine.vramctl("resume --name engine --timeout 0.3").expect(4, "", "too little memory");
-    let begun = Instant::now();
-    while count() < 1 {
-        assert!(begun.elapsed() < Duration::from_secs(20), "no report");
-        thread::sleep(Duration::from_millis(10));
-    }
+    eventually("a report", || count() > 0);
 }
 
 /// Two jobs want the memory of one GPU: the first in the queue gets it, and the other is told its place.
@@ -609,7 +632,7 @@ fn memory_goes_to_the_first_job_in_the_queue() {
         if ran.code == Some(5) {
             break ran;
         }
-        assert!(begun.elapsed() < Duration::from_secs(20), "{}", ran.err);
+        assert!(begun.elapsed() < Duration::from_secs(100), "{}", ran.err);
     };
     refused.expect(5, "", "goes to job first first; this is number 2 in the queue");
     // One that has all of its memory waits for nobody.
@@ -639,7 +662,8 @@ fn a_rank_that_gives_up_because_of_another_names_it() {
         .collect();
     let arguments = ["resume", "--name", "engine", "--timeout", "60"];
     let waiting = machine.command(common::command_line(), &arguments).stderr(Stdio::piped()).spawn().unwrap();
-    thread::sleep(Duration::from_millis(500));
+    let is_resuming = |rank: &Rank| machine.connect(rank).ask(&json!({"request": "prepare", "of": "resume"}))["code"] == "leased";
+    eventually("both wait", || ranks.iter().all(is_resuming));
     ranks[1].signal(libc::SIGKILL);
     ranks[1].child.wait().unwrap();
     let taken_back = format!("engine (pid {}): undone: process {} failed", ranks[0].pid(), ranks[1].pid());

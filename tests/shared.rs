@@ -6,6 +6,7 @@ mod common;
 
 use common::machine::Wire;
 use common::sharing::{MIB, Machine, Program};
+use common::{LONG_MS, eventually};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
@@ -29,15 +30,11 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
-        Self::with(|_| ())
-    }
-
-    fn with(change: impl FnOnce(&mut std::process::Command)) -> Self {
         let machine = Machine::new();
         let mut trainer = machine.start("trainer");
         let weights = trainer.number(&format!("malloc({BYTES})"));
         assert_eq!(trainer.ask(&format!("fill({weights}, 7, {BYTES})")), "0");
-        let mut engine = machine.start_with("engine", change);
+        let mut engine = machine.start("engine");
         let handle = trainer.ask(&format!("get({weights})"));
         let opened = engine.number(&format!("open_('{handle}')"));
         let own = engine.number(&format!("malloc({OWN})"));
@@ -292,14 +289,13 @@ fn registered_memory_can_be_left_out_of_a_shared_pause() {
 /// One that ends while all wait for its work: the pause goes on without it.
 #[test]
 fn a_borrower_that_ends_meanwhile_does_not_prevent_the_pause() {
-    let mut scene = Scene::with(|command| _ = command.env("SIMGPU_OP_DELAY_MS", "3000"));
+    let mut scene = Scene::new();
     let own = scene.at[2];
+    scene.engine.ask(&format!("ctypes.CDLL('libcuda.so.1').simgpu_set_op_delay_ms(ctypes.c_uint64({LONG_MS}))"));
     assert_eq!(scene.engine.ask(&format!("cuda.cudaMemsetAsync(ctypes.c_void_p({own}), 1, ctypes.c_size_t(10), None)")), "0");
     let mut command = scene.machine.command(common::command_line());
     let pausing = command.args(["pause", "--name", "trainer", "--shared"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    while !scene.machine.is_held(&scene.engine) {
-        thread::sleep(Duration::from_millis(1));
-    }
+    eventually("it is held", || scene.machine.is_held(&scene.engine));
     scene.engine.kill();
     let output = pausing.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -388,16 +384,6 @@ impl Coordinator {
                 0,
             );
         }
-    }
-}
-
-/// Waits until it is so.
-#[track_caller]
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_so() {
-        assert!(begun.elapsed() < Duration::from_secs(30), "not {what}");
-        thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -490,9 +476,9 @@ fn open_memory_moves_with_the_processes() {
 #[test]
 fn a_slow_mapping_delays_nobody() {
     let mut scene = Scene::new();
-    let slow = |milliseconds| format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemMap', {milliseconds})");
+    let slow = |milliseconds| format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemMap', ctypes.c_uint64({milliseconds}))");
     scene.machine.done(&["pause", "--name", "trainer", "--shared"]);
-    assert_eq!(scene.engine.ask(&slow(3000)), "0");
+    assert_eq!(scene.engine.ask(&slow(LONG_MS)), "0");
     scene.machine.done(&["resume", "--name", "trainer"]);
     // Until it has the trainer's memory, and is mapping it.
     eventually("mapping", || scene.engine.ask("ctypes.CDLL('libcuda.so.1').simgpu_calls(b'cuMemImportFromShareableHandle')") != "1");

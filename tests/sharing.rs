@@ -4,6 +4,7 @@
 mod common;
 
 use common::sharing::{MIB, Machine, PIECE, PROGRAM, Program};
+use common::{LONG_MS, eventually};
 use proptest::prelude::*;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
@@ -322,14 +323,17 @@ fn memory_being_opened_during_a_pause_is_paused() {
     let (mut owner, mut other, pointer, handle) = machine.sharing();
     assert_eq!(owner.ask(&format!("fill({pointer}, 7, 100)")), "0");
     other.number(&format!("malloc({})", 4 * MIB));
-    let slow = |milliseconds| format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemImportFromShareableHandle', {milliseconds})");
-    assert_eq!(other.ask(&slow(1500)), "0");
+    let slow = |milliseconds| {
+        format!("ctypes.CDLL('libcuda.so.1').simgpu_slow_down(b'cuMemImportFromShareableHandle', ctypes.c_uint64({milliseconds}))")
+    };
+    assert_eq!(other.ask(&slow(LONG_MS)), "0");
     other.ask(&format!("globals().update(end=start(lambda: open_('{handle}')))"));
-    thread::sleep(Duration::from_millis(400));
+    let calls = "ctypes.CDLL('libcuda.so.1').simgpu_calls(b'cuMemImportFromShareableHandle')";
+    eventually("it has it", || other.ask(calls) != "0");
     machine.both("pause", &owner, &other);
+    assert_eq!(other.ask(&slow(0)), "0");
     assert_eq!(other.ask("end()"), "error 401");
     assert_eq!(machine.used(), 0, "the owner's memory from before the pause");
-    assert_eq!(other.ask(&slow(0)), "0");
     machine.both("resume", &owner, &other);
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(owner.ask(&format!("fill({pointer}, 8, 100)")), "0");
@@ -947,7 +951,7 @@ impl Two {
         for who in 0..2 {
             let begun = Instant::now();
             while self.machine.is_held(&self.programs[who]) != self.is_held(who) {
-                prop_assert!(begun.elapsed() < Duration::from_secs(20), "held: {}, not {}", !self.is_held(who), self.is_held(who));
+                prop_assert!(begun.elapsed() < Duration::from_secs(100), "held: {}, not {}", !self.is_held(who), self.is_held(who));
                 thread::sleep(Duration::from_millis(2));
             }
             // While it waits for one piece, it has another back.
@@ -958,7 +962,7 @@ impl Two {
                 borrowed.iter().map(|borrowed| borrowed["paused_bytes"].as_u64().unwrap()).sum::<u64>()
             };
             while !self.has_paused(who) && set_aside(self) != aside {
-                prop_assert!(begun.elapsed() < Duration::from_secs(20), "{} set aside, not {}", set_aside(self), aside);
+                prop_assert!(begun.elapsed() < Duration::from_secs(100), "{} set aside, not {}", set_aside(self), aside);
                 thread::sleep(Duration::from_millis(2));
             }
             if self.is_held(who) {

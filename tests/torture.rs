@@ -27,8 +27,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-/// Longer than anything may take.
-const NEVER: Duration = Duration::from_secs(50);
+/// Longer than anything may take, on any machine.
+const NEVER: Duration = Duration::from_secs(200);
 
 struct Random(u64);
 
@@ -69,7 +69,7 @@ impl Watchdog {
     fn of(ranks: &[Rank]) -> Self {
         let pids: Vec<_> = ranks.iter().map(|rank| rank.pid().cast_signed()).collect();
         let (over, wait) = channel::<()>();
-        let limit = NEVER * rounds(1) as u32;
+        let limit = 5 * NEVER * rounds(1) as u32;
         thread::spawn(move || {
             if wait.recv_timeout(limit).is_err_and(|why| why == std::sync::mpsc::RecvTimeoutError::Timeout) {
                 println!("nothing should wait for so long");
@@ -148,16 +148,18 @@ fn a_busy_program(random: &mut Random, with_faults: bool) {
     while paused < wanted {
         tried += 1;
         assert!(tried < 20 * wanted, "{paused} of {tried} pauses succeeded");
+        // Rather too short, but on a slow machine not always.
+        let limit = 100 + random.below(400) + 20 * (tried - paused);
         random.sleep(15);
         let tags: &[&str] = [&[][..], &["even"], &["odd", "default"]][random.below(3) as usize];
         let mut faults = with_faults.then(|| Random(random.0.rotate_left(32) | 1));
         let is_done = match random.below(if with_faults { 8 } else { 4 }) {
-            0 => run(&machine, &format!("pause --name busy --hold-timeout 0.3 {}", tags.join(" "))).code == Some(0),
+            0 => run(&machine, &format!("pause --name busy --hold-timeout {} {}", limit as f64 / 1e3, tags.join(" "))).code == Some(0),
             1 | 2 => {
-                let wanted = json!({"request": "pause", "tags": tags, "lenient": true, "hold_ms": 100 + random.below(400)});
+                let wanted = json!({"request": "pause", "tags": tags, "lenient": true, "hold_ms": limit});
                 machine.connect(&program).ask(&wanted)["reply"] == "done"
             }
-            _ => in_steps(&machine, &mut program, tags, random, &mut faults),
+            _ => in_steps(&machine, &mut program, tags, limit, random, &mut faults),
         };
         paused += u64::from(is_done);
         random.sleep(10);
@@ -193,12 +195,12 @@ fn fail(program: &mut Rank, random: &mut Random) {
 }
 
 /// A pause step by step, by a coordinator that may give up or die at any of them. Whether it was done.
-fn in_steps(machine: &Machine, program: &mut Rank, tags: &[&str], random: &mut Random, faults: &mut Option<Random>) -> bool {
+fn in_steps(machine: &Machine, program: &mut Rank, tags: &[&str], limit: u64, random: &mut Random, faults: &mut Option<Random>) -> bool {
     let mut wire = machine.connect(program);
     let steps = [
         json!({"request": "hold"}),
-        json!({"request": "drain", "limit_ms": 300}),
-        json!({"request": "prepare", "of": "pause", "tags": tags, "lenient": true, "timeout_ms": 300}),
+        json!({"request": "drain", "limit_ms": limit}),
+        json!({"request": "prepare", "of": "pause", "tags": tags, "lenient": true, "timeout_ms": limit}),
         json!({"request": "commit"}),
     ];
     for step in &steps {
@@ -278,7 +280,7 @@ fn a_job_in_collectives_is_paused_as_one_at_any_moment() {
             let ran = end_of(command);
             let is_done = ran.code == Some(0);
             assert_eq!(machine.settled(&ranks.each_ref()), if is_done { "paused, held" } else { "active" }, "{}{}", ran.out, ran.err);
-            attempts += ran.json()["jobs"][0]["attempts"].as_u64().unwrap();
+            attempts += ran.json()["jobs"][0]["attempts"].as_u64().unwrap_or(0);
             paused += u64::from(is_done);
         }
         random.sleep(10);

@@ -180,9 +180,7 @@ except vramctl.errors.Invalid as error:
         with Program("awake") as awake, Program("asleep") as asleep:
             os.kill(asleep.pid, signal.SIGSTOP)
             try:
-                start = time.monotonic()
-                found = {process.pid: process for process in vramctl.processes(patience=1.5)}
-                self.assertLess(time.monotonic() - start, 4.5)
+                found = {process.pid: process for process in vramctl.processes(patience=3)}
                 self.assertEqual((found[awake.pid].name, found[awake.pid].error), ("awake", None))
                 self.assertIsInstance(found[asleep.pid].error, TimeoutError)
                 with vramctl.Client(asleep.pid, patience=0.3) as client, self.assertRaises(errors.Busy):

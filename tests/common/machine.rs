@@ -70,7 +70,7 @@ impl Machine {
 
     pub fn connect(&self, rank: &Rank) -> Wire {
         let stream = UnixStream::connect(self.folder.path().join(format!("sockets/{}.sock", rank.pid()))).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(100))).unwrap();
         Wire(BufReader::new(stream))
     }
 
@@ -81,7 +81,7 @@ impl Machine {
             // Because of frequent polling it may have too many connections: then it refuses, or has already disconnected.
             match self.connect(rank).try_ask(&json!({"request": "status"})) {
                 Ok(told) if told["code"] != "busy" => break told,
-                _ => assert!(begun.elapsed() < Duration::from_secs(20), "no status"),
+                _ => assert!(begun.elapsed() < Duration::from_secs(100), "no status"),
             }
             thread::sleep(Duration::from_millis(5));
         };
@@ -99,7 +99,7 @@ impl Machine {
             if states.iter().all(|state| *state == states[0] && ["active", "paused", "paused, held"].contains(&state.as_str())) {
                 return states[0].clone();
             }
-            assert!(begun.elapsed() < Duration::from_secs(15), "split: {states:?}");
+            assert!(begun.elapsed() < Duration::from_secs(100), "split: {states:?}");
             thread::sleep(Duration::from_millis(10));
         }
     }

@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 use vramctl_config::CopyBy;
 use vramctl_core::memory::Memory;
 use vramctl_intercept::hooks as interpose;
@@ -40,6 +41,19 @@ pub const RETAINED_TAG: &str = "retained-by-environment";
 pub const LOG_LEVEL: &str = "TESTS_LOG_LEVEL";
 /// `VRAMCTL_HOST_CAP` in the test process.
 pub const HOST_CAP: u64 = 192 << 20;
+
+/// A delay that the test ends itself, after whatever time the machine takes.
+pub const LONG_MS: u64 = 600_000;
+
+/// Waits until it is so. Only a hang takes longer than the limit, however busy the machine is.
+#[track_caller]
+pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(100), "not within 100 s: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
 
 /// Set for a test that starts itself many times: everything is built already.
 pub const BUILT: &str = "TESTS_ARE_BUILT";
@@ -313,7 +327,7 @@ impl Gpu {
         unsafe { (simulated().simgpu_fail)(name.as_ptr(), nth, code, times) };
     }
 
-    /// Makes every call of a function take this much longer. A process that ends during one is aborted.
+    /// Makes every call of a function take this much longer, including those being delayed now. A process that ends during one is aborted.
     pub fn slow_down(&self, function: &str, milliseconds: u64) {
         let name = CString::new(function).unwrap();
         assert_eq!(unsafe { (simulated().simgpu_slow_down)(name.as_ptr(), milliseconds) }, 0, "{function}");
@@ -344,6 +358,7 @@ impl Gpu {
         unsafe { (simulated().simgpu_used)(device) }
     }
 
+    /// How long the device's work takes, including what it is doing now.
     pub fn set_op_delay_ms(&self, ms: u64) {
         unsafe { (simulated().simgpu_set_op_delay_ms)(ms) };
     }

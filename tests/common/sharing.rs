@@ -7,8 +7,6 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
 
 /// What each process runs: it evaluates one expression per line.
 pub const PROGRAM: &str = r#"
@@ -228,7 +226,7 @@ impl Machine {
     pub fn request(&self, process: &Program, verb: &str, partners: &[&Program]) -> Value {
         let mut socket = self.connect(process);
         let partners: Vec<_> = partners.iter().map(|partner| partner.child.id()).collect();
-        let hold = if verb == "pause" { 5000 } else { 0 };
+        let hold = if verb == "pause" { 60_000 } else { 0 };
         let mut request = serde_json::json!({ "version": 1, "request": verb, "partners": partners });
         if hold > 0 {
             request["hold_ms"] = hold.into();
@@ -258,10 +256,6 @@ impl Machine {
     /// Waits until a process continues by itself.
     #[track_caller]
     pub fn goes_on(&self, process: &Program) {
-        let begun = Instant::now();
-        while self.is_held(process) {
-            assert!(begun.elapsed() < Duration::from_secs(30), "it stays held");
-            thread::sleep(Duration::from_millis(5));
-        }
+        super::eventually("it goes on", || !self.is_held(process));
     }
 }

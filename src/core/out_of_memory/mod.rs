@@ -23,7 +23,7 @@ use scene::Scene;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -31,8 +31,17 @@ use vramctl_config as config;
 use vramctl_host::{PerProcess, exit, stack, worker};
 use vramctl_model::Bytes;
 
-/// How long after a failure the same request counts as the same episode.
-const SAME: Duration = Duration::from_secs(1);
+/// How long after a failure the same request counts as the same episode, in milliseconds.
+static SAME_MS: AtomicU64 = AtomicU64::new(1000);
+
+fn same() -> Duration {
+    Duration::from_millis(SAME_MS.load(Ordering::Relaxed))
+}
+
+/// Sets how long after a failure the same request counts as the same episode. For tests, which may run on a slow machine.
+pub fn set_same(time: Duration) {
+    SAME_MS.store(time.as_millis() as u64, Ordering::Relaxed);
+}
 
 /// The longest that a failed call waits for its page to be written.
 const PATIENCE: Duration = Duration::from_millis(250);
@@ -131,7 +140,7 @@ pub fn settle() {
     while let Some(reports) = REPORTS.existing().filter(|reports| reports.open.load(Ordering::Relaxed) > 0) {
         let open = reports.books().open.clone();
         for episode in open {
-            episode.course().last_failed -= SAME;
+            episode.course().last_failed -= same();
             episode.changed.notify_all();
         }
         thread::sleep(Duration::from_millis(5));
@@ -259,7 +268,7 @@ impl Episode {
     fn wait(&self, until: impl Fn() -> bool) -> MutexGuard<'_, Course> {
         let mut course = self.course();
         loop {
-            let left = SAME.saturating_sub(course.last_failed.elapsed());
+            let left = same().saturating_sub(course.last_failed.elapsed());
             if until() || left.is_zero() || exit::is_ending() {
                 return course;
             }
