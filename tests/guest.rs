@@ -79,3 +79,17 @@ fn a_message_that_finds_no_space_does_no_harm() {
     Ran::new(&ran).expect(0, "ok", "");
     assert_eq!(errors.metadata().unwrap().len(), 64);
 }
+
+/// A child that is made past the fork handlers has its parent's state, and exit handlers.
+#[test]
+fn a_child_that_no_fork_handler_has_seen_ends_without_a_trace() {
+    let machine = Machine::new();
+    let mut program = machine.start("parent", "guest", |command| {
+        command.arg("stray-child").stderr(Stdio::piped());
+    });
+    assert_eq!(program.ask("fork"), "still ready");
+    machine.vramctl("pause").expect(0, "", "");
+    machine.vramctl("resume").expect(0, "", "");
+    program.tell("end");
+    program.ends();
+}

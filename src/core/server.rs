@@ -77,7 +77,7 @@ fn serve(mut listener: io::Result<Held>) {
 static BOUND: PerProcess<Mutex<Option<Bound>>> = PerProcess::new(remove_at_exit);
 
 fn remove_at_exit() -> Mutex<Option<Bound>> {
-    extern "C" fn remove() {
+    fn remove() {
         // The exit waits for no lock. The one who has it replaces the socket right now.
         if let Some(Ok(bound)) = BOUND.existing().map(Mutex::try_lock)
             && let Some(bound) = &*bound
@@ -85,8 +85,7 @@ fn remove_at_exit() -> Mutex<Option<Bound>> {
             bound.remove();
         }
     }
-    // SAFETY: the function lives in this library, which is never unloaded.
-    unsafe { libc::atexit(remove) };
+    exit::at_exit(remove);
     Mutex::default()
 }
 

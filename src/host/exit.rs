@@ -10,11 +10,12 @@
 //!
 //! Nothing here takes a lock: a program may exit in a signal handler, no matter what code that has interrupted.
 
-use crate::PerProcess;
+use crate::{PerProcess, fork};
 use std::cell::Cell;
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{mem, panic, ptr, thread};
 
 /// On whose behalf a thread works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -184,13 +185,33 @@ fn begin(counter: impl FnOnce(&'static Work) -> &'static AtomicUsize) -> Option<
 pub(crate) fn expect_workers() {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if !REGISTERED.swap(true, Ordering::Relaxed) {
-        // SAFETY: the function lives as long as the process: the library is never unloaded. If `atexit` runs out of memory, the
-        // handler does not run.
-        unsafe { libc::atexit(close_driver) };
+        at_exit(close_driver);
     }
 }
 
-extern "C" fn close_driver() {
+/// Runs `handler` at the program's exit, unless there is no memory for that now. Not in a child that has, or even shares, its parent's state
+/// because it was made past the fork handlers.
+///
+/// The program may exit in a signal handler, which may have interrupted `malloc` or the owner of a lock. So a handler needs no memory, and
+/// waits for everything only so long.
+pub fn at_exit(handler: fn()) {
+    unsafe extern "C" {
+        /// The C library's `atexit` with an argument.
+        fn __cxa_atexit(handler: extern "C" fn(*mut c_void), argument: *mut c_void, library: *mut c_void) -> libc::c_int;
+    }
+    extern "C" fn run(handler: *mut c_void) {
+        if !fork::is_stray() {
+            // SAFETY: the argument is a function of this type.
+            let handler = unsafe { mem::transmute::<*mut c_void, fn()>(handler) };
+            let _ = panic::catch_unwind(handler);
+        }
+    }
+    fork::count_forks();
+    // SAFETY: both functions live as long as the process: the library is never unloaded.
+    unsafe { __cxa_atexit(run, handler as *mut c_void, ptr::null_mut()) };
+}
+
+fn close_driver() {
     // A forked child starts without work, whatever its parent was doing.
     if let Some(work) = WORK.existing() {
         end(work);
@@ -335,7 +356,7 @@ mod tests {
 
     #[test]
     fn a_thread_of_the_program_is_its_own_again_after_our_work() {
-        let _ = std::panic::catch_unwind(|| as_worker(|| panic!("a defect of ours")));
+        let _ = panic::catch_unwind(|| as_worker(|| panic!("a defect of ours")));
         assert_eq!(ROLE.get(), Role::Program);
         as_worker(|| while_waiting(|| assert_eq!(ROLE.get(), Role::Waiter)));
         assert_eq!(ROLE.get(), Role::Program);

@@ -8,7 +8,7 @@
 //! of one, the child would wait for a thread that it does not have.
 
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
 
 /// Number of forks between this process and the one that first used the library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
@@ -71,11 +71,12 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
 
 /// Starts counting forks. Called at the first use of a global and not earlier, so that a program without CUDA gets no fork
 /// handler.
-fn count_forks() {
+pub(crate) fn count_forks() {
     static COUNTING: AtomicBool = AtomicBool::new(false);
     // Two threads may both register, and a fork then counts twice, which is harmless. Making one wait for the other is not: a
     // child forked meanwhile would wait forever.
     if !COUNTING.load(Ordering::Acquire) {
+        note_process();
         on_fork_in_child(next_generation);
         COUNTING.store(true, Ordering::Release);
     }
@@ -83,6 +84,21 @@ fn count_forks() {
 
 extern "C" fn next_generation() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
+    note_process();
+}
+
+/// The process that has this generation.
+static PROCESS: AtomicI32 = AtomicI32::new(0);
+
+fn note_process() {
+    // SAFETY: cannot fail and touches no memory.
+    PROCESS.store(unsafe { libc::getpid() }, Ordering::Relaxed);
+}
+
+/// Whether this is a child that was made past the fork handlers (`vfork`, or the system call): it has, or even shares, its parent's state.
+pub(crate) fn is_stray() -> bool {
+    // SAFETY: as above.
+    PROCESS.load(Ordering::Relaxed) != unsafe { libc::getpid() }
 }
 
 /// This process's generation. Each forked child has a new one.

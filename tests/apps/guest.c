@@ -7,11 +7,14 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 enum { BYTES = 4 << 20 };
@@ -151,6 +154,19 @@ static void cancelled(void)
 	}
 }
 
+/* Makes a child by the system call, as sandboxes do: no fork handler runs. Its exit must not be taken for its parent's. */
+static void stray_child(void)
+{
+	int status = -1;
+	allocate(NULL);
+	turn("ready");
+	pid_t child = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+	if (child == 0)
+		exit(0);
+	check(waitpid(child, &status, 0) == child && status == 0, "the child did not end well");
+	turn("still ready");
+}
+
 /* Has only so much space for files, and its standard error is one that has used it up. */
 static void no_space(void)
 {
@@ -170,6 +186,7 @@ int main(int argc, char **argv)
 		{"cancelled", cancelled},
 		{"exit-in-malloc", exit_in_malloc},
 		{"no-space", no_space},
+		{"stray-child", stray_child},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
 		if (strcmp(argv[1], modes[i].name) == 0) {

@@ -25,7 +25,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_host::PerProcess;
+use vramctl_host::{PerProcess, exit};
 
 /// A gated function. Its address is the mark of a thread that is inside it.
 #[derive(Debug)]
@@ -101,12 +101,8 @@ pub fn close(deadline: Instant) -> Option<Closed<'static>> {
 /// end before somebody resumed it. Registered as late as this, so that it runs before those of the program.
 fn let_the_end_pass() {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
-    extern "C" fn pass() {
-        threads::stay_inside();
-    }
     if !REGISTERED.swap(true, Ordering::Relaxed) {
-        // SAFETY: the function lives in this library, which is never unloaded.
-        unsafe { libc::atexit(pass) };
+        exit::at_exit(threads::stay_inside);
     }
 }
 

@@ -295,15 +295,11 @@ fn tell(scene: Scene, attempts: u32) {
 /// exit handler, after which nothing is logged.
 fn tell_at_exit() {
     static REGISTERED: PerProcess<Once> = PerProcess::new(Once::new);
-    REGISTERED.get().call_once(|| {
-        // SAFETY: the function lives in this library, which is never unloaded.
-        unsafe { libc::atexit(tell_what_is_held_back) };
-    });
+    REGISTERED.get().call_once(|| exit::at_exit(tell_what_is_held_back));
 }
 
-/// The program may exit in a signal handler, which may have interrupted `malloc` or the owner of a lock. So this needs no memory, and waits
-/// for everything only so long: the workers write.
-extern "C" fn tell_what_is_held_back() {
+/// The workers write, see [`exit::at_exit`].
+fn tell_what_is_held_back() {
     fn wait_until(deadline: Instant, mut is_so: impl FnMut() -> bool) {
         while !is_so() && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(1));
@@ -343,7 +339,7 @@ mod tests {
         REPORTS.get().begin(Episode::new(Scene::now(asked)));
         let episode = Arc::clone(&REPORTS.get().books().open[0]);
         let course = episode.course();
-        let exit = thread::spawn(|| tell_what_is_held_back());
+        let exit = thread::spawn(tell_what_is_held_back);
         thread::sleep(Duration::from_millis(30));
         drop(course);
         exit.join().unwrap();
