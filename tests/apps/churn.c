@@ -8,11 +8,11 @@
 #include "cudart.h"
 
 static const char help[] =
-	"Allocates and frees device memory, half and half, in bursts. Of 32 blocks of 2 to 8 MiB, one is\n"
-	"freed and another allocated in its place, and so on.\n\n"
+	"Allocates and frees device memory in bursts: has 32 blocks of 2 to 8 MiB, and repeatedly frees one\n"
+	"and allocates another in its place.\n\n"
 	"usage: churn\n\n"
-	"On stdin, the number of allocations and frees of the next burst; on stdout, `ready` and then for\n"
-	"each burst the processor time and the time that it took, in nanoseconds. Ends with stdin.\n";
+	"Reads the number of allocations and frees of the next burst from stdin. Prints `ready`, and for\n"
+	"each burst its processor time and its duration, in nanoseconds. Ends with stdin.\n";
 
 enum { BLOCKS = 32 };
 

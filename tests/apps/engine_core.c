@@ -406,7 +406,7 @@ static void print_error(const struct engine *e, FILE *out, cudaError_t error)
 }
 
 static const char requests_help[] =
-	"  generate N   answers token N: a hash of what the graph put out\n"
+	"  generate N   answers token N: a hash of the output of the graph\n"
 	"  verify       checks every byte of weights and KV cache\n"
 	"  refill       fills the KV cache anew, as at the start\n"
 	"  addresses    the device pointers\n"

@@ -17,12 +17,12 @@
 static const char help[] =
 	"Takes device memory, fills it with a pattern, verifies every byte, and holds it.\n\n"
 	"usage: hog --mib N [options]\n\n"
-	"  --mib N       how much, in one allocation of each 16 GiB\n"
-	"  --seconds S   hold it for so long; without it: until stdin ends\n"
+	"  --mib N       how much, in allocations of at most 16 GiB\n"
+	"  --seconds S   how long to hold it; without this, until stdin ends\n"
 	"  --device N    the GPU (0)\n"
-	"  --seed N      of the pattern (7)\n\n"
-	"On stdout: `holding BYTES`, then `verified BYTES` once more at the end. Exit code 0:\n"
-	"all of it was there; 3: no such memory is free; 1: anything else.\n";
+	"  --seed N      seed of the pattern (7)\n\n"
+	"Prints `holding BYTES` and, after another check at the end, `verified BYTES`. Exit code:\n"
+	"0 if all of it was correct, 3 if the GPU has too little free memory, 1 otherwise.\n";
 
 #define PIECE ((size_t)16 << 30)
 #define MAX_PIECES 256

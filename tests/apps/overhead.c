@@ -14,14 +14,14 @@
 static const char help[] =
 	"Times pairs of cudaMalloc and cudaFree.\n\n"
 	"usage: overhead [options]\n\n"
-	"  --bytes N        of each allocation (4096)\n"
-	"  --batch N        pairs that are timed together (250)\n"
-	"  --batches N      how often (200)\n"
-	"  --hold N         allocations of 2 MiB that live meanwhile (0)\n"
+	"  --bytes N        size of each allocation (4096)\n"
+	"  --batch N        number of pairs that are timed together (250)\n"
+	"  --batches N      number of batches (200)\n"
+	"  --hold N         number of allocations of 2 MiB that exist meanwhile (0)\n"
 	"  --device N       the GPU (0)\n\n"
 	"Prints `ns_per_pair MEDIAN MINIMUM` over the batches, then `ns_extra MEDIAN`: how much\n"
-	"longer a pair takes than one of the runtime's own functions, which take turns with\n"
-	"those that the program was linked to. With nothing preloaded they are the same.\n";
+	"longer a pair takes than with the runtime's own functions, measured alternately. With\n"
+	"nothing preloaded, both are the same functions.\n";
 
 typedef cudaError_t (*malloc_function)(void **pointer, size_t bytes);
 typedef cudaError_t (*free_function)(void *pointer);
