@@ -93,3 +93,13 @@ fn a_child_that_no_fork_handler_has_seen_ends_without_a_trace() {
     program.tell("end");
     program.ends();
 }
+
+/// Only what the program itself writes may stop it there.
+#[test]
+fn a_message_does_not_stop_a_program_in_the_background() {
+    let machine = Machine::new();
+    let mut command = machine.command(programs().join("guest"), &["in-the-background"]);
+    command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
+    // Which gives a warning.
+    Ran::new(&command.env("SIMGPU_NO_VMM", "1").output().unwrap()).expect(0, "ok", "");
+}

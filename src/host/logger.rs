@@ -55,7 +55,7 @@ impl Write for ShortLine {
 }
 
 /// Writes a line, best effort: a full pipe must not block the program. A closed one must not kill it (SIGPIPE), nor a file that has the
-/// largest size which the program is allowed (SIGXFSZ). Not `eprintln!`, which takes a lock that a forked child could find held.
+/// largest size which the program is allowed (SIGXFSZ), and a terminal must not stop it in the background (SIGTTOU). Not `eprintln!`, which takes a lock that a forked child could find held.
 fn write_to_stderr(line: &[u8]) {
     let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
     // SAFETY: writable plain data, and a line that is readable for its length. The signal mask is this thread's own and is
@@ -64,21 +64,23 @@ fn write_to_stderr(line: &[u8]) {
         if libc::poll(&raw mut stderr, 1, 0) != 1 || stderr.revents & libc::POLLOUT == 0 {
             return;
         }
-        let (mut deadly, mut before, mut pending) = (mem::zeroed(), mem::zeroed(), mem::zeroed());
-        libc::sigemptyset(&raw mut deadly);
-        libc::sigaddset(&raw mut deadly, libc::SIGPIPE);
-        libc::sigaddset(&raw mut deadly, libc::SIGXFSZ);
-        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const deadly, &raw mut before);
+        let (mut kept_off, mut before, mut pending) = (mem::zeroed(), mem::zeroed(), mem::zeroed());
+        libc::sigemptyset(&raw mut kept_off);
+        libc::sigaddset(&raw mut kept_off, libc::SIGPIPE);
+        libc::sigaddset(&raw mut kept_off, libc::SIGXFSZ);
+        // Blocked, it is not raised.
+        libc::sigaddset(&raw mut kept_off, libc::SIGTTOU);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const kept_off, &raw mut before);
         libc::sigpending(&raw mut pending);
         let written = libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len());
         if written < 0 {
-            for signal in [libc::SIGPIPE, libc::SIGXFSZ] {
+            for signal in [libc::SIGPIPE, libc::SIGXFSZ, libc::SIGTTOU] {
                 if libc::sigismember(&raw const pending, signal) == 1 {
-                    libc::sigdelset(&raw mut deadly, signal);
+                    libc::sigdelset(&raw mut kept_off, signal);
                 }
             }
             let no_time: libc::timespec = mem::zeroed();
-            libc::sigtimedwait(&raw const deadly, ptr::null_mut(), &raw const no_time);
+            libc::sigtimedwait(&raw const kept_off, ptr::null_mut(), &raw const no_time);
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
     }

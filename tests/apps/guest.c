@@ -6,6 +6,7 @@
 #include "cudart.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -15,6 +16,7 @@
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
+#include <termios.h>
 #include <unistd.h>
 
 enum { BYTES = 4 << 20 };
@@ -177,6 +179,33 @@ static void no_space(void)
 	check(cudaMalloc(&device, BYTES) == cudaSuccess, "cudaMalloc");
 }
 
+/* Runs in the background of a terminal that stops those who write to it from there (stty tostop). */
+static void in_the_background(void)
+{
+	int terminal = posix_openpt(O_RDWR | O_NOCTTY), status = -1;
+	check(terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0, "posix_openpt");
+	pid_t leader = fork();
+	if (leader == 0) {
+		struct termios settings;
+		setsid();
+		/* The first terminal that a leader of a session opens becomes the session's. */
+		check(dup2(open(ptsname(terminal), O_RDWR), 2) == 2 && tcgetattr(2, &settings) == 0, "the terminal");
+		settings.c_lflag |= TOSTOP;
+		check(tcsetattr(2, TCSANOW, &settings) == 0, "tcsetattr");
+		pid_t background = fork();
+		if (background == 0) {
+			setpgid(0, 0);
+			allocate(NULL);
+			_exit(0);
+		}
+		check(waitpid(background, &status, WUNTRACED) == background, "waitpid");
+		if (WIFSTOPPED(status))
+			kill(background, SIGKILL);
+		_exit(WIFEXITED(status) && WEXITSTATUS(status) == 0 ? 0 : 1);
+	}
+	check(waitpid(leader, &status, 0) == leader && status == 0, "a message has stopped the program");
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
@@ -185,6 +214,7 @@ int main(int argc, char **argv)
 	} modes[] = {
 		{"cancelled", cancelled},
 		{"exit-in-malloc", exit_in_malloc},
+		{"in-the-background", in_the_background},
 		{"no-space", no_space},
 		{"stray-child", stray_child},
 	};
