@@ -10,7 +10,7 @@ use std::{fs, iter, panic, ptr};
 
 const PAGE: usize = ALIGNMENT;
 
-/// The tests count the whole process's threads, so only one runs at a time.
+/// The tests count the whole process's threads and change its limits, so only one runs at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -122,7 +122,7 @@ fn threads() -> usize {
 fn assert_idle() {
     let start = Instant::now();
     while threads() > 0 {
-        assert!(start.elapsed() < Duration::from_secs(2), "{} left", threads());
+        assert!(start.elapsed() < Duration::from_secs(100), "{} left", threads());
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -460,6 +460,7 @@ fn an_unusable_directory_is_named() {
 /// Somebody looks into this directory, and files of others are in it.
 #[test]
 fn a_named_file_that_could_not_be_made_leaves_no_name_and_takes_none_away() {
+    let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
     let names = || fs::read_dir(directory.path()).unwrap().flatten().map(|entry| entry.file_name()).collect::<Vec<_>>();
     assert!(Spill::create_named(directory.path(), 1, 1 << 50).is_err());
@@ -476,6 +477,7 @@ fn a_named_file_that_could_not_be_made_leaves_no_name_and_takes_none_away() {
 
 #[test]
 fn a_full_disk_is_known_at_once_with_what_is_needed_and_available() {
+    let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
     let error = Spill::create(directory.path(), 1 << 50).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::StorageFull);
@@ -492,6 +494,7 @@ fn a_full_disk_is_known_at_once_with_what_is_needed_and_available() {
 #[test]
 fn the_limit_of_file_sizes_is_an_error_and_no_signal() {
     const LIMIT: u64 = 1 << 40;
+    let _alone = alone();
     let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the structures are readable and writable. No other test uses a file as large as the limit.
     unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut before) };
