@@ -421,6 +421,7 @@ class Pretended(unittest.TestCase):
                 lambda: client.pause({}),
                 lambda: client.pause({"weights": "host"}, backup="discard"),
                 lambda: client.pause(timeout=-1),
+                lambda: client.pause(registered="all"),
                 lambda: client.resume(timeout=float("nan")),
             ):
                 with self.assertRaises(errors.Invalid):

@@ -22,6 +22,13 @@ def checked(backup: str) -> str:
     return backup
 
 
+def registered(how: str) -> str:
+    """Returns unchanged what to do with registered memory, if that is one of the choices."""
+    if how not in ("refuse", "keep", "take"):
+        raise errors.Invalid(f"registered={how!r} is not one of 'refuse', 'keep', 'take'")
+    return how
+
+
 def names(tags: str | Iterable[str] | None) -> list[str | None]:
     """The tags without duplicates; None means all."""
     chosen: list[str | None] = [tags] if tags is None or isinstance(tags, str) else list(dict.fromkeys(tags))

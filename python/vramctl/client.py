@@ -314,7 +314,7 @@ class Client:
             request["backup"] = others
         if force:
             request["force"] = True
-        if registered != "refuse":
+        if _request.registered(registered) != "refuse":
             request["registered"] = registered
         if guard:
             request["guard"] = True

@@ -88,8 +88,6 @@ const LEASE: Duration = Duration::from_secs(5);
 const RENEW_EVERY: Duration = Duration::from_secs(1);
 /// How long to wait while another client uses a process.
 const TURN_WITHIN: Duration = Duration::from_secs(10);
-/// Longer than anyone waits, yet small enough to add to an `Instant`.
-const LONGEST_WAIT: Duration = Duration::from_secs(1 << 32);
 /// How long the first attempt waits for the work of several processes to drain. Aligned ranks drain sooner, others never.
 const FIRST_DRAIN: Duration = Duration::from_millis(100);
 const LONGEST_DRAIN: Duration = Duration::from_secs(2);
@@ -154,7 +152,7 @@ impl Job {
         let patience = self.wanted.timeout_ms.map(Duration::from_millis);
         // Continue without the queue if the directory is not writable.
         let Ok(place) = InQueue::take(directory, ticket.clone()) else { return Ok(None) };
-        let deadline = begun + patience.unwrap_or(TURN_WITHIN).min(LONGEST_WAIT);
+        let deadline = begun + patience.unwrap_or(TURN_WITHIN);
         place.wait(deadline, patience.is_some(), &mut |before| follower.queued(before)).map_err(|before| {
             let first: Vec<_> = before.iter().map(|ticket| ticket.who.clone()).collect();
             let why = format!(

@@ -164,8 +164,6 @@ pub struct Args {
     pub quiet: bool,
 }
 
-/// Longer than anyone waits, yet small enough to add to an `Instant`.
-const LONGEST_WAIT: Duration = Duration::from_secs(1 << 32);
 /// How long a program's allocator may take to return its cache before a pause.
 const TRIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the program's GPU work in flight may take once it is held.
@@ -328,7 +326,7 @@ impl Asking {
     /// refused.
     fn wait_for_borrowers(&self, patience: Duration) {
         const LOOK_AGAIN: Duration = Duration::from_millis(100);
-        let deadline = Instant::now() + patience.min(LONGEST_WAIT);
+        let deadline = Instant::now() + patience;
         for task in self.due() {
             let mut is_told = self.json || self.quiet;
             while let Err(CommandError::Refused(refusal)) = self.ask_plan(task) {
