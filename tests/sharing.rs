@@ -949,11 +949,11 @@ impl Two {
     /// Each process is held or not, as it should be, and finds the contents that either wrote last.
     fn check(&mut self) -> Result<(), TestCaseError> {
         for who in 0..2 {
-            let begun = Instant::now();
-            while self.machine.is_held(&self.programs[who]) != self.is_held(who) {
-                prop_assert!(begun.elapsed() < Duration::from_secs(100), "held: {}, not {}", !self.is_held(who), self.is_held(who));
-                thread::sleep(Duration::from_millis(2));
-            }
+            let expect = |what: &str, is_so: &dyn Fn() -> bool| {
+                common::patiently(|| if is_so() { Ok(()) } else { Err(()) })
+                    .map_err(|()| TestCaseError::fail(format!("not in time: {what}")))
+            };
+            expect(&format!("held: {}", self.is_held(who)), &|| self.machine.is_held(&self.programs[who]) == self.is_held(who))?;
             // While it waits for one piece, it has another back.
             let aside = self.pieces.iter().filter(|piece| piece.other() == who && piece.aside).count() as u64 * Self::BYTES;
             let set_aside = |two: &Self| {
@@ -961,10 +961,7 @@ impl Two {
                 let borrowed = status["borrowed"].as_array().cloned().unwrap_or_default();
                 borrowed.iter().map(|borrowed| borrowed["paused_bytes"].as_u64().unwrap()).sum::<u64>()
             };
-            while !self.has_paused(who) && set_aside(self) != aside {
-                prop_assert!(begun.elapsed() < Duration::from_secs(100), "{} set aside, not {}", set_aside(self), aside);
-                thread::sleep(Duration::from_millis(2));
-            }
+            expect(&format!("{aside} set aside"), &|| self.has_paused(who) || set_aside(self) == aside)?;
             if self.is_held(who) {
                 continue;
             }

@@ -647,16 +647,6 @@ impl Drop for Awake {
     }
 }
 
-/// Waits until the condition holds, for a time that only a hang exceeds.
-fn eventually(is_so: impl Fn() -> bool) -> bool {
-    (0..20_000).any(|_| {
-        is_so() || {
-            thread::sleep(Duration::from_millis(5));
-            false
-        }
-    })
-}
-
 fn obstacles() -> Vec<ObstacleKind> {
     let status = Memory::get().status();
     status.obstacles.into_iter().map(|obstacle| obstacle.kind).collect()
@@ -811,7 +801,7 @@ fn a_transition_of_a_suspended_process_is_refused() {
     let in_time = |work: fn() -> Result<Report, Error>| {
         thread::scope(|scope| {
             let answer = scope.spawn(work);
-            let answered = eventually(|| answer.is_finished());
+            let answered = common::patiently(|| if answer.is_finished() { Ok(()) } else { Err(()) }).is_ok();
             Memory::get().awake();
             let answer = answer.join().unwrap();
             Memory::get().suspend().unwrap();

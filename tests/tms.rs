@@ -421,7 +421,7 @@ plain, asked_of_the_second = malloc(), malloc(others[0])
 assert tags(first) == {'default': 8 << 20}, 'what is left to CUDA is managed'
 assert all(not tags(other) for other in others), 'the second copy manages memory, too'
 sockets = lambda: os.listdir(os.environ['VRAMCTL_DIR']) if os.path.exists(os.environ['VRAMCTL_DIR']) else []
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 100
 while not sockets() and time.monotonic() < deadline:
     time.sleep(0.01)
 time.sleep(0.2)

@@ -11,7 +11,6 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
 
 /// A terminal in which a command runs.
 struct Terminal {
@@ -70,15 +69,11 @@ impl Terminal {
     /// Waits until the screen satisfies a condition.
     #[track_caller]
     fn expect(&self, what: &str, is_so: impl Fn(&str) -> bool) -> String {
-        let begun = Instant::now();
-        loop {
+        let shown = common::patiently(|| {
             let screen = self.screen();
-            if is_so(&screen) {
-                return screen;
-            }
-            assert!(begun.elapsed() < Duration::from_secs(100), "not on the screen: {what}\n{screen}");
-            thread::sleep(Duration::from_millis(20));
-        }
+            if is_so(&screen) { Ok(screen) } else { Err(screen) }
+        });
+        shown.unwrap_or_else(|screen| panic!("not on the screen: {what}\n{screen}"))
     }
 
     /// Waits until there is a line with all of these words.
@@ -106,14 +101,8 @@ impl Terminal {
     /// Waits for the end, and checks that the terminal is restored.
     #[track_caller]
     fn ended(&mut self) -> ExitStatus {
-        let begun = Instant::now();
-        let status = loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                break status;
-            }
-            assert!(begun.elapsed() < Duration::from_secs(100), "it goes on:\n{}", self.screen());
-            thread::sleep(Duration::from_millis(10));
-        };
+        let status =
+            common::patiently(|| self.child.try_wait().unwrap().ok_or(())).unwrap_or_else(|()| panic!("it goes on:\n{}", self.screen()));
         self.expect("what was there before", |screen| screen.starts_with("what was there before"));
         let parser = self.screen.lock().unwrap();
         assert!(!parser.screen().alternate_screen() && !parser.screen().hide_cursor());

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "fake_torch"))
 import torch  # noqa: E402
 
 import vramctl  # noqa: E402
-from support import HOLDER, MIB, VRAMCTL, Program, run  # noqa: E402
+from support import HOLDER, MIB, VRAMCTL, Program, eventually, run  # noqa: E402
 from vramctl import errors  # noqa: E402
 
 GIB = 1 << 30
@@ -240,11 +239,7 @@ print(vramctl.trim().returned_bytes)
         program = self.start()
         self.assertEqual(program.ask("segments"), "2")
         self.command("watch", "trainer", "--below", "2G", "--trim")
-        for _ in range(2000):
-            if program.ask("segments") == "1":
-                break
-            time.sleep(0.05)
-        self.assertEqual(program.ask("segments"), "1")
+        eventually("trimmed", lambda: program.ask("segments") == "1")
 
     def test_a_forked_child_has_no_thread_of_it(self) -> None:
         self.assertEqual(self.start().ask("child"), "0")

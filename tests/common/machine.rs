@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vramctl_control::descriptors;
 
 /// A simulated machine, with a job on it.
@@ -76,15 +76,12 @@ impl Machine {
 
     /// The state of a process over all its tags.
     pub fn state(&self, rank: &Rank) -> String {
-        let begun = Instant::now();
-        let told = loop {
-            // Because of frequent polling it may have too many connections: then it refuses, or has already disconnected.
-            match self.connect(rank).try_ask(&json!({"request": "status"})) {
-                Ok(told) if told["code"] != "busy" => break told,
-                _ => assert!(begun.elapsed() < Duration::from_secs(100), "no status"),
-            }
-            thread::sleep(Duration::from_millis(5));
-        };
+        // Because of frequent polling it may have too many connections: then it refuses, or has already disconnected.
+        let told = super::patiently(|| match self.connect(rank).try_ask(&json!({"request": "status"})) {
+            Ok(told) if told["code"] != "busy" => Ok(told),
+            refused => Err(refused),
+        })
+        .expect("a status");
         let states: Vec<_> = told["tags"].as_array().unwrap().iter().map(|tag| tag["state"].as_str().unwrap().to_owned()).collect();
         assert!(states.iter().all(|state| *state == states[0]), "{told}");
         format!("{}{}", states[0], if told["held"] == true { ", held" } else { "" })
@@ -93,15 +90,12 @@ impl Machine {
     /// Waits until all survivors are in the same state, with no transition in progress. Returns the state.
     #[track_caller]
     pub fn settled(&self, ranks: &[&Rank]) -> String {
-        let begun = Instant::now();
-        loop {
+        let settled = super::patiently(|| {
             let states: Vec<_> = ranks.iter().map(|rank| self.state(rank)).collect();
-            if states.iter().all(|state| *state == states[0] && ["active", "paused", "paused, held"].contains(&state.as_str())) {
-                return states[0].clone();
-            }
-            assert!(begun.elapsed() < Duration::from_secs(100), "split: {states:?}");
-            thread::sleep(Duration::from_millis(10));
-        }
+            let is_settled = |state: &String| *state == states[0] && ["active", "paused", "paused, held"].contains(&state.as_str());
+            if states.iter().all(is_settled) { Ok(states[0].clone()) } else { Err(states) }
+        });
+        settled.unwrap_or_else(|states| panic!("split: {states:?}"))
     }
 }
 

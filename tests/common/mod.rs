@@ -45,14 +45,23 @@ pub const HOST_CAP: u64 = 192 << 20;
 /// A delay that the test ends itself, after whatever time the machine takes.
 pub const LONG_MS: u64 = 600_000;
 
-/// Waits until it is so. Only a hang takes longer than the limit, however busy the machine is.
-#[track_caller]
-pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+/// Tries until it succeeds; the last failure if it never does. Only a hang takes longer than the limit, however busy the machine is.
+pub fn patiently<T, E>(mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     let begun = Instant::now();
-    while !is_so() {
-        assert!(begun.elapsed() < Duration::from_secs(100), "not within 100 s: {what}");
+    loop {
+        let done = attempt();
+        if done.is_ok() || begun.elapsed() >= Duration::from_secs(100) {
+            return done;
+        }
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// Waits until it is so.
+#[track_caller]
+pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let done = patiently(|| if is_so() { Ok(()) } else { Err(()) });
+    assert!(done.is_ok(), "not in time: {what}");
 }
 
 /// Set for a test that starts itself many times: everything is built already.
