@@ -8,7 +8,7 @@
 //! front of one.
 
 use crate::driver_functions;
-use crate::real::Symbol;
+use crate::entry::{DriverFunction, jump, pass_caller, symbol};
 use crate::table::{Effect, Flavour, IpcHandle};
 use crate::{alloc, contexts, copies, driver_originals, launch, queries, register, resolve, share, vmm};
 use std::arch::naked_asm;
@@ -20,30 +20,6 @@ use vramctl_driver::{
 };
 use vramctl_host::guarded;
 use vramctl_model::{StatusCode, code};
-
-/// A line of the table.
-#[derive(Debug)]
-pub struct DriverFunction {
-    /// What it does.
-    pub effect: Effect,
-    /// Its symbol.
-    pub symbol: &'static CStr,
-    /// Its name for `cuGetProcAddress`.
-    pub name: &'static str,
-    /// The CUDA version that introduced it.
-    pub version: c_int,
-    /// Its flavour.
-    pub flavour: Flavour,
-    /// The number of its arguments.
-    pub arguments: usize,
-    /// The function that the program gets instead.
-    pub entry: *const c_void,
-    /// What the entry calls.
-    pub original: &'static Symbol,
-}
-
-// SAFETY: a function's address is the same for all threads.
-unsafe impl Sync for DriverFunction {}
 
 /// Every hooked driver function: those of the table and the gated ones.
 pub fn all() -> impl Iterator<Item = &'static DriverFunction> {
@@ -112,76 +88,6 @@ macro_rules! entry {
     };
 }
 
-/// Appends the return address to the arguments, in the register after the last argument's.
-#[cfg(target_arch = "x86_64")]
-macro_rules! pass_caller {
-    // `cudaMalloc3D`: the extent is on the stack.
-    (pitched extent) => {
-        "mov rsi, [rsp]"
-    };
-    // `ncclCommInitRank…`: the unique id is on the stack.
-    (communicator ranks unique rank) => {
-        "mov rcx, [rsp]"
-    };
-    (communicator ranks unique rank config) => {
-        "mov r8, [rsp]"
-    };
-    ($a:ident) => {
-        "mov rsi, [rsp]"
-    };
-    ($a:ident $b:ident) => {
-        "mov rdx, [rsp]"
-    };
-    ($a:ident $b:ident $c:ident) => {
-        "mov rcx, [rsp]"
-    };
-    ($a:ident $b:ident $c:ident $d:ident) => {
-        "mov r8, [rsp]"
-    };
-    ($a:ident $b:ident $c:ident $d:ident $e:ident) => {
-        "mov r9, [rsp]"
-    };
-    // All registers are in use, so it goes onto the stack, and the call returns here: backtraces pass through.
-    ($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) => {
-        "push qword ptr [rsp]\n .cfi_adjust_cfa_offset 8\n call {to}\n add rsp, 8\n .cfi_adjust_cfa_offset -8\n ret"
-    };
-}
-#[cfg(target_arch = "x86_64")]
-macro_rules! jump {
-    () => {
-        "jmp {to}"
-    };
-}
-#[cfg(target_arch = "aarch64")]
-macro_rules! pass_caller {
-    ($a:ident) => {
-        "mov x1, x30"
-    };
-    ($a:ident $b:ident) => {
-        "mov x2, x30"
-    };
-    ($a:ident $b:ident $c:ident) => {
-        "mov x3, x30"
-    };
-    ($a:ident $b:ident $c:ident $d:ident) => {
-        "mov x4, x30"
-    };
-    ($a:ident $b:ident $c:ident $d:ident $e:ident) => {
-        "mov x5, x30"
-    };
-    ($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) => {
-        "mov x6, x30"
-    };
-}
-#[cfg(target_arch = "aarch64")]
-macro_rules! jump {
-    () => {
-        "b {to}"
-    };
-}
-
-pub(crate) use {jump, pass_caller};
-
 /// The Rust function behind an entry.
 macro_rules! guard {
     (Resolves $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
@@ -219,13 +125,6 @@ macro_rules! handle {
 
 macro_rules! count {
     ($($argument:ident: $type:ty),*) => { [$(stringify!($argument)),*].len() };
-}
-
-pub(crate) const fn symbol(name: &'static str) -> &'static CStr {
-    match CStr::from_bytes_with_nul(name.as_bytes()) {
-        Ok(name) => name,
-        Err(_) => panic!("no NUL in a symbol"),
-    }
 }
 
 driver_functions!(entries);

@@ -5,7 +5,7 @@
 //!
 //! If several copies of the library are loaded, all but the first only forward (`copies`).
 
-use crate::entries::{jump, pass_caller};
+use crate::entry::{jump, pass_caller};
 use crate::real::originals;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
 use crate::{copies, handlers, hooked_functions, share};

@@ -1,7 +1,7 @@
 //! Functions that start device work or change device memory, generated from the table `gated_functions!`. They wait at the gate, and are
 //! otherwise unchanged.
 
-use crate::entries::{DriverFunction, symbol};
+use crate::entry::{DriverFunction, symbol};
 use crate::gated_functions;
 use crate::real::Symbol;
 use crate::table::{Effect, Flavour};

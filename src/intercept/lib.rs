@@ -10,6 +10,7 @@ mod copies;
 mod decided;
 mod driver_originals;
 pub mod entries;
+mod entry;
 mod exclude;
 mod handlers;
 pub mod hooks;

@@ -14,7 +14,7 @@
 //!   limit; beyond it, the found function itself is returned.
 
 use crate::copies;
-use crate::entries::{jump, pass_caller, symbol};
+use crate::entry::{jump, pass_caller, symbol};
 use crate::nccl_functions;
 use std::arch::naked_asm;
 use std::cell::Cell;

@@ -9,7 +9,8 @@
 //! The meaning of `RTLD_NEXT` and `RTLD_DEFAULT` depends on the caller. So [`dlsym`] does not call the real one but jumps to it, which
 //! leaves the program's return address in place.
 
-use crate::entries::{self, DriverFunction};
+use crate::entries;
+use crate::entry::DriverFunction;
 use crate::nccl::NcclFunction;
 use crate::real::DRIVER;
 use crate::table::Flavour;
