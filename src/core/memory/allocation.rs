@@ -4,7 +4,7 @@
 //! from the library and maps it wherever and as often as it likes (`handles`).
 
 use super::lending::Lending;
-use super::registered::{Registrant, RegistrantMark};
+use super::registrant::{Registrant, RegistrantMark};
 use super::{Origin, Placement};
 use crate::events::{self, Change, Who};
 use std::collections::BTreeSet;

@@ -17,6 +17,7 @@ pub mod obstacles;
 mod origin;
 pub mod region;
 mod registered;
+mod registrant;
 pub mod share;
 pub mod sightings;
 mod under_way;

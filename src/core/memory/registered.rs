@@ -1,10 +1,12 @@
 //! Memory that somebody refers to by its physical pages, and until when. Of most calls that make it so, the end cannot be seen, so it
 //! lasts as long as the physical memory.
 //!
-//! What NCCL has registered stays registered until it has been deregistered as often, or the communicator is destroyed. NCCL registers late (at the first collective). For a range that it knows already, it returns the same handle, and keeps everything
-//! registered until the last deregistration. The marks here follow that.
+//! What NCCL has registered stays registered until it has been deregistered as often, or the communicator is destroyed. NCCL registers late
+//! (at the first collective). For a range that it knows already, it returns the same handle, and keeps everything registered until the last
+//! deregistration. The marks here follow that.
 
 use super::allocation::Contents;
+use super::registrant::{Registrant, RegistrantMark};
 use super::{Allocation, Memory};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -12,18 +14,6 @@ use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_driver::CUdevice;
 use vramctl_model::{Span, StatusCode, code};
-
-/// Who has registered memory.
-#[derive(Debug)]
-pub(super) struct Registrant {
-    /// The call.
-    pub call: &'static str,
-    /// Whether it remembers the addresses, too: then the memory at them is registered whatever its pages.
-    pub knows_addresses: bool,
-}
-
-/// Allocations hold weak references to it: they are registered as long as it exists.
-pub(super) type RegistrantMark = Arc<Registrant>;
 
 /// Until when memory stays registered.
 #[derive(Debug, Clone, Copy)]
@@ -171,6 +161,7 @@ impl Memory {
         self.bindings().retain(|binding, mark| {
             let is_other = binding.multicast != multicast;
             if !is_other {
+                // It then lasts as long as the pages.
                 mem::forget(Arc::clone(mark));
             }
             is_other
