@@ -103,3 +103,14 @@ fn a_message_does_not_stop_a_program_in_the_background() {
     // Which gives a warning.
     Ran::new(&command.env("SIMGPU_NO_VMM", "1").output().unwrap()).expect(0, "ok", "");
 }
+
+/// Neither a defect nor a reason to lose anything.
+#[test]
+fn a_program_that_must_not_start_threads_is_told_so_by_a_pause() {
+    let machine = Machine::new();
+    let mut command = machine.command(programs().join("guest"), &["no-threads"]);
+    command.env("LD_PRELOAD", artifacts().join("libvramctl.so")).env("VRAMCTL_TAG", "default");
+    let warned = "no control socket: could not start a thread: Resource temporarily unavailable";
+    let ran = Ran::new(&command.output().unwrap()).expect(0, "pause: 4 vramctl could not start a thread in the process: ", warned);
+    assert!(ran.out.ends_with("ok\n"), "{}", ran.out);
+}

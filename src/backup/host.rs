@@ -233,8 +233,7 @@ fn hash(wanted: &[Wanted], tell: &mut dyn FnMut(Vec<(CUdeviceptr, Vec<Digest>)>)
                     give.send((group, digests)).ok().and(go_on)
                 });
             };
-            worker::spawn_scoped(scope, "vramctl-hash", work)
-                .map_err(|error| Error::Internal(format!("could not start a thread: {error}")))?;
+            worker::spawn_scoped(scope, "vramctl-hash", work).map_err(|error| Error::NoThread(error.to_string()))?;
             for (group, digests) in groups {
                 match digests {
                     Ok(digests) => {

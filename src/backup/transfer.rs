@@ -123,7 +123,7 @@ fn transfer(
             let worker = Copier { direction, idle, jobs: &next, stop: &stop, report: report.clone(), staging: None };
             match worker::spawn_scoped(scope, "vramctl-copy", move || worker.run()) {
                 Ok(worker) => workers.push(worker),
-                Err(error) if workers.is_empty() => return Err(Error::Internal(format!("could not start a thread: {error}"))),
+                Err(error) if workers.is_empty() => return Err(Error::NoThread(error.to_string())),
                 // Fewer will do.
                 Err(_) => break,
             }

@@ -33,7 +33,7 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut d
     let waiter = WAITER.get();
     let mut state = waiter.until(deadline, wanted, |turn| matches!(turn, Turn::Free)).ok_or(Error::Busy(limit))?;
     if !state.has_thread {
-        worker::spawn("vramctl-wait", || waiter.serve()).map_err(|error| Error::Internal(format!("could not start a thread: {error}")))?;
+        worker::spawn("vramctl-wait", || waiter.serve()).map_err(|error| Error::NoThread(error.to_string()))?;
         state.has_thread = true;
     }
     state.turn = Turn::Asked(contexts);

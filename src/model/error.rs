@@ -23,6 +23,8 @@ pub enum Error {
         /// Whether the limit is `VRAMCTL_HOST_CAP`.
         capped: bool,
     },
+    /// A thread could not be started; the text says why.
+    NoThread(String),
     /// A backup file could not be created, written or read; the text says which and why.
     Disk(String),
     /// Tags that no allocation has.
@@ -176,7 +178,7 @@ impl Error {
             Self::Driver(_) => Kind::Driver,
             Self::Work(_) => Kind::Work,
             Self::DeviceMemory(_) => Kind::DeviceMemory,
-            Self::HostMemory { .. } => Kind::HostMemory,
+            Self::HostMemory { .. } | Self::NoThread(_) => Kind::HostMemory,
             Self::Disk(_) => Kind::Disk,
             Self::UnknownTag { .. } => Kind::UnknownTag,
             Self::Capturing => Kind::Capturing,
@@ -217,6 +219,7 @@ impl Error {
             | Self::NotRestorable(_)
             | Self::Aborted(_)
             | Self::Leased
+            | Self::NoThread(_)
             | Self::Disk(_)
             | Self::Internal(_) => code::UNKNOWN,
         }
@@ -294,6 +297,11 @@ impl fmt::Display for Error {
             Self::Aborted(why) => write!(out, "undone: {why}; nothing has changed"),
             Self::Leased => write!(out, "another client is pausing or resuming this process right now; try again"),
             Self::Ending => write!(out, "the program is exiting, which frees its memory"),
+            Self::NoThread(why) => write!(
+                out,
+                "vramctl could not start a thread in the process: {why}. It may be at a limit: `ulimit -u` of its user, or the number of \
+                 processes of its container (pids.max)"
+            ),
             Self::Internal(what) => write!(out, "internal error: {what}; please report it"),
         }
     }

@@ -6,13 +6,18 @@
 #include "cudart.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -169,6 +174,28 @@ static void stray_child(void)
 	turn("still ready");
 }
 
+/* Must not start threads, as in a sandbox or at a limit of its user. */
+static void no_threads(void)
+{
+	struct sock_filter refuse[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 1, 0),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone3, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAGAIN),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	struct sock_fprog filter = {sizeof refuse / sizeof *refuse, refuse};
+	int (*pause)(const char *, long, int) = (int (*)(const char *, long, int))dlsym(RTLD_DEFAULT, "vramctl_pause");
+	const char *(*error)(void) = (const char *(*)(void))dlsym(RTLD_DEFAULT, "vramctl_last_error");
+	void *none;
+	check(cudaMalloc(&none, 4096) == cudaSuccess, "cudaMalloc");
+	check(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0, "seccomp");
+	check(cudaMalloc(&none, BYTES) == cudaSuccess, "cudaMalloc");
+	printf("pause: %d", pause(NULL, 5000, 0));
+	printf(" %s\n", error());
+	check(cudaDeviceSynchronize() == cudaSuccess, "the memory is gone");
+}
+
 /* Has only so much space for files, and its standard error is one that has used it up. */
 static void no_space(void)
 {
@@ -216,6 +243,7 @@ int main(int argc, char **argv)
 		{"exit-in-malloc", exit_in_malloc},
 		{"in-the-background", in_the_background},
 		{"no-space", no_space},
+		{"no-threads", no_threads},
 		{"stray-child", stray_child},
 	};
 	for (size_t i = 0; argc == 2 && i < sizeof modes / sizeof *modes; i++) {
