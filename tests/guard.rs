@@ -121,6 +121,9 @@ fn a_resume_uses_the_guards_memory_and_a_failed_one_restores_the_guard() {
     gpu.occupy(0, others);
     assert!(Memory::get().resume(&request(&[]), &mut Unwilling).is_err());
     assert_eq!((write(address, &[7; 8]), guard_bytes()), (0, BLOCK));
+    gpu.fail("cuMemUnmap", 1, 999, 1);
+    assert!(resume(&[]).is_err());
+    assert_eq!((write(address, &[7; 8]), guard_bytes()), (0, BLOCK));
     // Including writes that an earlier attempt has found.
     assert_eq!(resume(&[]).unwrap().guard_written_bytes, 16);
     assert!(read(address, contents.len()).unwrap() == contents);
@@ -247,8 +250,9 @@ fn a_programs_own_mappings_are_guarded_and_can_change() {
     // New mappings have no guard.
     map(places[2], handle);
     let unmap = |base| unsafe { entries::cuMemUnmap(base, BYTES) };
-    assert_eq!((unmap(places[0]), unmap(places[2])), (0, 0));
+    assert_eq!((unmap(places[0]), unmap(places[1]), unmap(places[2])), (0, 0, 0));
     map(places[0], handle);
+    map(places[1], handle);
     assert_eq!(resume(&[]).unwrap().guard_written_bytes, 16);
     for base in &places[..2] {
         assert!(read(*base, BYTES).unwrap() == contents);

@@ -21,7 +21,7 @@ use vramctl_intercept::entries;
 use vramctl_intercept::hooks as interpose;
 use vramctl_intercept::table::{CudaExtent, CudaPitchedPtr};
 use vramctl_model::Error;
-use vramctl_model::{Backup, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
+use vramctl_model::{Backup, Kind, Observer, Progress, Report, Span, Stage, TagState, TransitionRequest};
 
 const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
@@ -834,6 +834,23 @@ fn a_free_takes_its_place_in_its_stream() {
     assert_eq!(free(second), 0);
 }
 
+/// The release of one does not keep another from being released.
+#[test]
+fn memory_freed_in_two_streams_is_released_as_each_gets_there() {
+    let gpu = Gpu::take();
+    let used = gpu.used(0);
+    let frees = [(); 2].map(|()| {
+        let (address, gate, stream) = (malloc_tagged("t", None, 2 * MIB).unwrap(), Gate::new(), Stream::create());
+        stream.wait_for(&gate);
+        assert_eq!(free_async(address, &stream), 0);
+        (gate, stream)
+    });
+    for ((gate, stream), left) in frees.iter().zip([2 << 20, 0]) {
+        gate.open();
+        assert_eq!((stream.synchronize(), free(0), gpu.used(0) - used), (0, 0, left));
+    }
+}
+
 /// A pause, a reset and the end of a context all release freed memory, and a pause does not save it.
 #[test]
 fn freed_memory_is_not_paused_and_ends_with_its_context() {
@@ -1195,25 +1212,44 @@ fn work_that_is_started_during_the_first_wait_is_waited_for() {
 fn work_that_outlasts_the_wait_under_the_lock_is_waited_for_without_it() {
     let gpu = Gpu::take();
     let address = malloc_tagged("t", Some(Backup::Discard), 4 * MIB).unwrap();
-    let (one, other) = (Stream::create(), Stream::create());
-    let (first, gate) = (Gate::new(), Gate::new());
-    one.wait_for(&first);
-    assert_eq!(one.fill(address, 1, MIB), 0);
-    gpu.reset_counts();
-    let pausing = std::thread::spawn(|| pause(&["t"]).map(drop));
-    until_it_waits(&gpu);
-    std::thread::sleep(Duration::from_millis(100));
-    other.wait_for(&gate);
-    first.open();
-    // The first stream is idle, and the wait under the lock is over, too.
-    std::thread::sleep(Duration::from_secs(1));
-    assert!(!pausing.is_finished());
-    let allocated = malloc_tagged("u", Some(Backup::Discard), 2 * MIB).expect("nobody holds the lock");
+    for timeout in [None, Some(Duration::from_secs(60))] {
+        let (one, other) = (Stream::create(), Stream::create());
+        let (first, gate) = (Gate::new(), Gate::new());
+        one.wait_for(&first);
+        assert_eq!(one.fill(address, 1, MIB), 0);
+        gpu.reset_counts();
+        let pausing = std::thread::spawn(move || Memory::get().pause(&TransitionRequest { timeout, ..request(&["t"]) }, &mut ()).map(drop));
+        until_it_waits(&gpu);
+        std::thread::sleep(Duration::from_millis(100));
+        other.wait_for(&gate);
+        first.open();
+        // The first stream is idle, and the wait under the lock is over, too.
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(!pausing.is_finished());
+        let allocated = malloc_tagged("u", Some(Backup::Discard), 2 * MIB).expect("nobody holds the lock");
+        gate.open();
+        pausing.join().unwrap().unwrap();
+        assert_eq!(state("t"), Some(TagState::Paused));
+        resume(&[]).unwrap();
+        assert_eq!(free(allocated), 0);
+    }
+    assert_eq!(free(address), 0);
+}
+
+/// Discarded contents need no copy, which would fail as well.
+#[test]
+fn a_context_that_cannot_be_waited_for_keeps_its_memory() {
+    let gpu = Gpu::take();
+    let address = malloc_tagged("t", Some(Backup::Discard), 2 * MIB).unwrap();
+    let (gate, stream) = (Gate::new(), Stream::create());
+    stream.wait_for(&gate);
+    assert_eq!(stream.fill(address, 1, 2 * MIB), 0);
+    gpu.fail("cuCtxPushCurrent_v2", 1, 999, u64::MAX);
+    let paused = pause(&["t"]).map(drop).map_err(|error| error.kind());
+    gpu.clear_faults();
+    assert_eq!((paused, state("t")), (Err(Kind::Driver), Some(TagState::Active)));
     gate.open();
-    pausing.join().unwrap().unwrap();
-    assert_eq!(state("t"), Some(TagState::Paused));
-    resume(&[]).unwrap();
-    assert_eq!((free(address), free(allocated)), (0, 0));
+    assert_eq!((stream.synchronize(), free(address)), (0, 0));
 }
 
 /// The kept parts of adjacent allocations are contiguous in host memory: a misplaced part would overwrite another's.
@@ -1725,7 +1761,7 @@ fn a_pause_that_cannot_be_undone_says_what_stays_paused() {
     gpu.fail("cuMemMap", 1, 999, u64::MAX);
     let error = pause(&["t"]).unwrap_err().to_string();
     gpu.clear_faults();
-    assert!(error.contains("2 allocations could not be mapped again and stay paused"), "{error}");
+    assert!(error.contains(", and 2 allocations could not be mapped again and stay paused"), "{error}");
     resume(&[]).unwrap();
     for address in all {
         assert_eq!(free(address), 0);

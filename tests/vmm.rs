@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{DEVICE_BYTES, DEVICES, Gpu, MIB, Stream, malloc_tagged, pattern, pause, read, resume, state, write};
+use common::{DEVICE_BYTES, DEVICES, Gate, Gpu, MIB, Stream, malloc_tagged, pattern, pause, read, resume, state, write};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -17,7 +17,7 @@ use std::time::Duration;
 use vramctl_core::gate;
 use vramctl_core::memory::{Memory, is_ours, region};
 use vramctl_intercept::entries;
-use vramctl_model::{Backup, Error, ObstacleKind, Registered, TagState, TransitionRequest};
+use vramctl_model::{Backup, Error, Kind, ObstacleKind, Registered, TagState, TransitionRequest};
 
 const PAGE: usize = 2 * MIB;
 
@@ -143,7 +143,7 @@ fn changes_while_paused_take_effect_at_the_resume() {
     pause(&["own"]).unwrap();
 
     assert_eq!((map(at(4), PAGE, kept), open(at(4), PAGE)), (0, 0));
-    assert_eq!(unmap(at(0), PAGE), 0);
+    assert_eq!((unmap(at(0), PAGE / 2), unmap(at(0), PAGE)), (1, 0), "only a part, all of it");
     assert_eq!((release(gone), unmap(at(1), PAGE)), (0, 0));
     assert_eq!(map(at(4), PAGE, kept), 1, "taken");
     assert_eq!(unsafe { entries::cuMemMap(at(5), PAGE / 2, 0, kept, 0) }, 801, "a part of a handle");
@@ -158,13 +158,15 @@ fn changes_while_paused_take_effect_at_the_resume() {
         handle
     };
     assert_eq!((map(at(5), PAGE, foreign), open(at(4), 2 * PAGE), access(at(5), 0)), (0, 0, Ok(3)), "what is not managed gets its access");
-    assert_eq!((unmap(at(5), PAGE), release(foreign)), (0, 0));
+    assert_eq!((unmap(at(4), 2 * PAGE), release(foreign), pages_in_use(&gpu)), (0, 0, 1), "and is unmapped together with a hole");
+    assert_eq!((map(at(4), PAGE, kept), open(at(4), PAGE)), (0, 0));
     assert_eq!(map(at(6), PAGE, kept), 1, "taken by memory that is there");
 
     resume(&["own"]).unwrap();
     assert_eq!(read(at(4), PAGE), Ok(bytes));
     assert_ne!(read(at(0), PAGE).unwrap_or_default(), pattern(2, PAGE), "unmapped while paused");
-    assert_eq!((release(kept), release(fresh), unmap(place.0, place.1)), (0, 0, 0));
+    assert_eq!((release(kept), map(at(0), PAGE, kept)), (0, 1), "it is mapped, but the handle is no longer the program's");
+    assert_eq!((release(fresh), unmap(place.0, place.1)), (0, 0));
     assert_eq!(pages_in_use(&gpu), 0);
 }
 
@@ -258,6 +260,25 @@ fn access_of_other_devices_is_restored() {
     resume(&["own"]).unwrap();
     assert_eq!((access(place.0, 0), access(place.0, 1)), (Ok(3), Ok(3)));
     assert_eq!((unmap(place.0, PAGE), release(handle)), (0, 0));
+}
+
+/// Work of another device that may use the memory is waited for, too.
+#[test]
+fn a_pause_waits_for_the_work_of_devices_with_access() {
+    let _gpu = Gpu::take();
+    let place = Reserved::new(PAGE);
+    let handle = create_on(1, "own", None, PAGE).unwrap();
+    assert_eq!((map(place.0, PAGE, handle), allow(place.0, PAGE, 1, 3), allow(place.0, PAGE, 0, 3)), (0, 0, 0));
+    let (stream, blocked) = (Stream::create(), Gate::new());
+    stream.wait_for(&blocked);
+    assert_eq!(stream.fill(place.0, 9, PAGE), 0);
+    let soon = TransitionRequest { timeout: Some(Duration::ZERO), ..common::request(&["own"]) };
+    assert_eq!(Memory::get().pause(&soon, &mut ()).unwrap_err().kind(), Kind::Busy);
+    blocked.open();
+    pause(&["own"]).unwrap();
+    assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+    resume(&["own"]).unwrap();
+    assert_eq!((read(place.0, PAGE), unmap(place.0, PAGE), release(handle)), (Ok(vec![9; PAGE]), 0, 0));
 }
 
 type Call<'a> = &'a dyn Fn(*mut u64) -> u32;

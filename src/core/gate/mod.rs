@@ -272,7 +272,12 @@ mod tests {
         let passed = Arc::new(AtomicBool::new(false));
         let waiting_thread = {
             let passed = Arc::clone(&passed);
-            thread::spawn(move || pass(&CALL, || passed.store(true, Ordering::SeqCst)))
+            thread::spawn(move || {
+                // As if it had made calls before.
+                threads::mark();
+                call(|| passed.store(true, Ordering::SeqCst));
+                inside()
+            })
         };
         while waiting() == 0 {
             thread::yield_now();
@@ -283,7 +288,7 @@ mod tests {
         let_go(|| true);
         assert!(is_held(), "there is a reason");
         let_go(|| false);
-        waiting_thread.join().unwrap();
+        assert_eq!(waiting_thread.join().unwrap(), BTreeMap::new(), "nobody waits for a thread that has waited itself");
         assert!(passed.load(Ordering::SeqCst) && !is_held());
     }
 
