@@ -221,6 +221,31 @@ fn garbage_between_the_steps_undoes_everything() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
+/// A client that needs longer for a step says that it is alive. There is no answer to that.
+#[test]
+fn a_lease_can_be_renewed_between_the_steps() {
+    let machine = Machine::new();
+    let [mut rank] = machine.job("engine");
+    let mut wire = machine.connect(&rank);
+    let steps = [
+        (json!({"request": "hold", "lease_ms": 30_000}), "held"),
+        (json!({"request": "drain", "limit_ms": 10_000}), "drained"),
+        (json!({"request": "prepare", "of": "pause", "timeout_ms": 10_000}), "prepared"),
+        (json!({"request": "commit"}), "done"),
+    ];
+    for (request, wanted) in &steps {
+        wire.step(request, None, wanted);
+        if *wanted != "done" {
+            wire.send(&json!({"request": "renew"}), None);
+            // So that the process finds nothing else to read for now.
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+    assert_eq!(machine.settled(&[&rank]), "paused, held");
+    machine.vramctl("resume").expect(0, "", "");
+    rank.verify();
+}
+
 /// The file's owner could truncate it, and accessing the mapping would then kill the program.
 #[test]
 fn a_decision_file_that_could_do_harm_is_refused() {
