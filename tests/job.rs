@@ -246,6 +246,20 @@ fn a_lease_can_be_renewed_between_the_steps() {
     rank.verify();
 }
 
+/// A client may say commit after another rank has aborted: the decision counts.
+#[test]
+fn a_commit_after_another_rank_has_aborted_changes_nothing() {
+    let machine = Machine::new();
+    let [rank] = machine.job("engine");
+    let (decision, file) = Decision::create().unwrap();
+    let mut wire = machine.connect(&rank);
+    wire.step(&json!({"request": "prepare", "of": "pause", "timeout_ms": 10_000}), Some(file.as_fd()), "prepared");
+    assert!(decision.abort());
+    wire.send(&json!({"request": "commit"}), None);
+    assert_eq!(wire.answer()["code"], "aborted");
+    assert_eq!(machine.settled(&[&rank]), "active");
+}
+
 /// The file's owner could truncate it, and accessing the mapping would then kill the program.
 #[test]
 fn a_decision_file_that_could_do_harm_is_refused() {
