@@ -374,7 +374,7 @@ fn every_call_may_fail_at_each_use() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 120, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: common::cases(120), failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Undoing may fail too. An allocation may then stay paused against its will, with its contents intact.
     #[test]

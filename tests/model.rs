@@ -192,7 +192,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: common::cases(48), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn random_sequences_behave_like_the_model(steps in prop::collection::vec(step(), 1..60)) {

@@ -709,7 +709,7 @@ struct Model {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: common::cases(64), failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Random programs see the same answers and contents whether or not they are paused in between.
     #[test]

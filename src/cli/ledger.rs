@@ -75,6 +75,8 @@ pub enum What {
     Tag,
     /// Left to CUDA, by the library that has asked for it.
     LeftAlone,
+    /// The guard under paused memory.
+    Guard,
     /// Page tables for the library's pinned host memory. An estimate; NVML attributes them to no process.
     PageTables,
     /// The rest of a process with the library.
@@ -105,6 +107,7 @@ impl What {
         match self {
             Self::Tag => "tag",
             Self::LeftAlone => "left_alone",
+            Self::Guard => "guard",
             Self::PageTables => "page_tables",
             Self::Driver => "driver",
             Self::Process => "process",
@@ -133,6 +136,7 @@ impl Share {
         match self.what {
             What::Tag => of.to_owned(),
             What::LeftAlone => left_to_cuda(of),
+            What::Guard => "guard under paused memory".into(),
             What::PageTables => "page tables of pinned host memory (estimate)".into(),
             What::Driver if self.bytes < 0 => "counted above, and not by NVML".into(),
             What::Driver => {
@@ -218,9 +222,9 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
     if status.memory.suspended.is_some() {
         return Vec::new();
     }
-    let share = |what, of: &str, bytes| {
+    let share = |what, of: Option<&str>, bytes| {
         let process = &status.process;
-        let (pid, name, of) = (Some(process.pid), Some(process.name.clone()), Some(of.to_owned()));
+        let (pid, name, of) = (Some(process.pid), Some(process.name.clone()), of.map(str::to_owned));
         Share { pid, name, what, of, bytes: signed(bytes), least_bytes: None, cache: None }
     };
     let cache_of = |tag: &str| {
@@ -229,10 +233,12 @@ fn known_by_library(status: &ProcessStatus, uuid: &str) -> Vec<Share> {
             .map(|part| Cache { live_bytes: part.live_bytes, cached_bytes: part.cached_bytes, fragmented_bytes: part.fragmented_bytes })
             .next()
     };
-    let devices = status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
-    let tags = devices.flat_map(|device| &device.tags).map(|(tag, bytes)| Share { cache: cache_of(tag), ..share(What::Tag, tag, *bytes) });
-    let left = status.memory.left_alone.iter().filter_map(|left| Some(share(What::LeftAlone, &left.owner, *left.gpus.get(uuid)?)));
-    let mut shares: Vec<_> = tags.chain(left).collect();
+    let devices = || status.memory.devices.iter().filter(|device| device.uuid.as_deref() == Some(uuid));
+    let of_tag = |(tag, bytes): (&String, &u64)| Share { cache: cache_of(tag), ..share(What::Tag, Some(tag), *bytes) };
+    let tags = devices().flat_map(|device| &device.tags).map(of_tag);
+    let left = status.memory.left_alone.iter().filter_map(|left| Some(share(What::LeftAlone, Some(&left.owner), *left.gpus.get(uuid)?)));
+    let guards = devices().map(|device| share(What::Guard, None, device.guard_bytes));
+    let mut shares: Vec<_> = tags.chain(left).chain(guards).collect();
     shares.sort_by_key(|share| -share.bytes);
     shares
 }
@@ -437,6 +443,17 @@ mod tests {
             line(" unexplained", 3),
         ];
         assert_eq!(rows(&account(&card(1804 * MIB), &holders, &[engine])), wanted);
+    }
+
+    #[test]
+    fn a_guard_is_told_apart_from_the_drivers_memory() {
+        let mut engine = engine(1);
+        engine.status.as_mut().unwrap().memory.devices[0].guard_bytes = 62 * MIB;
+        let shares = rows(&account(&card(1500 * MIB), &[holder(1, 1500 * MIB, Some("python"))], &[engine]));
+        assert_eq!(
+            shares[2..4],
+            [line("engine guard under paused memory", 62), line("engine context, loaded code, small allocations", 374)]
+        );
     }
 
     /// NVML may lag behind, or count memory that two processes share for one of them.

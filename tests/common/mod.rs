@@ -45,6 +45,11 @@ pub const HOST_CAP: u64 = 192 << 20;
 /// A delay that the test ends itself, after whatever time the machine takes.
 pub const LONG_MS: u64 = 600_000;
 
+/// How many cases a random test has: `PROPTEST_CASES`, or else this many.
+pub fn cases(otherwise: u32) -> u32 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(otherwise)
+}
+
 /// Tries until it succeeds; the last failure if it never does. Only a hang takes longer than the limit, however busy the machine is.
 pub fn patiently<T, E>(mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     let begun = Instant::now();

@@ -141,8 +141,13 @@ fn cached_pages(spill: &Spill) -> usize {
     pages.iter().filter(|page| **page & 1 == 1).count()
 }
 
+/// How many cases a random test has: `PROPTEST_CASES`, or else this many.
+fn cases(otherwise: u32) -> u32 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(otherwise)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
 
     /// Data written in any ranges, through any staging memory and with a kernel that delivers short, reads back in any other
     /// ranges.

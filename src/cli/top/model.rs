@@ -267,7 +267,7 @@ impl Model {
                 let part = match share.what {
                     What::Tag => Slice::Letter(self.letters.get(&(name, share.of.unwrap_or_default())).copied().unwrap_or('*')),
                     What::LeftAlone => Slice::LeftAlone,
-                    What::Driver | What::PageTables => Slice::Driver,
+                    What::Driver | What::Guard | What::PageTables => Slice::Driver,
                     What::Process | What::OutOfSight => Slice::Others,
                     _ => Slice::Unexplained,
                 };
