@@ -6,7 +6,7 @@ mod common;
 use common::sharing::{MIB, Machine, PIECE, PROGRAM, Program};
 use common::{LONG_MS, eventually};
 use proptest::prelude::*;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -310,6 +310,15 @@ fn a_job_that_is_not_held_keeps_what_its_processes_have_open() {
         let output = machine.ask(&[&["pause", "--no-hold", "--name", "job"], dry_run].concat());
         assert_eq!(output.status.code(), Some(5), "{output:?}");
     }
+    // Nor does any other client get it.
+    let (owners, others) = ([owner.child.id()], [other.child.id()]);
+    for part in ["partners", "borrowers"] {
+        let answer = machine.answer(&owner, &json!({"version": 1, "request": "pause", part: others}));
+        assert_eq!(answer["code"], "shared", "{answer}");
+    }
+    let answer = machine.answer(&other, &json!({"version": 1, "request": "pause", "partners": owners}));
+    assert_eq!(answer["reply"], "done", "{answer}");
+    assert_eq!(other.ask(&format!("read({theirs}, 100)")), "[8]", "only its own is paused");
     machine.done(&["resume", "--name", "job"]);
     machine.done(&["pause", "--name", "job"]);
     machine.done(&["resume", "--name", "job"]);

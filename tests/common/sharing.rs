@@ -224,13 +224,18 @@ impl Machine {
 
     /// What a client sends for one process of several.
     pub fn request(&self, process: &Program, verb: &str, partners: &[&Program]) -> Value {
-        let mut socket = self.connect(process);
         let partners: Vec<_> = partners.iter().map(|partner| partner.child.id()).collect();
         let hold = if verb == "pause" { 60_000 } else { 0 };
         let mut request = serde_json::json!({ "version": 1, "request": verb, "partners": partners });
         if hold > 0 {
             request["hold_ms"] = hold.into();
         }
+        self.answer(process, &request)
+    }
+
+    /// The answer to one request.
+    pub fn answer(&self, process: &Program, request: &Value) -> Value {
+        let mut socket = self.connect(process);
         writeln!(socket, "{request}").unwrap();
         let mut line = String::new();
         BufReader::new(socket).read_line(&mut line).unwrap();
