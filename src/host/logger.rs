@@ -55,7 +55,8 @@ impl Write for ShortLine {
 }
 
 /// Writes a line, best effort: a full pipe must not block the program. A closed one must not kill it (SIGPIPE), nor a file that has the
-/// largest size which the program is allowed (SIGXFSZ), and a terminal must not stop it in the background (SIGTTOU). Not `eprintln!`, which takes a lock that a forked child could find held.
+/// largest size which the program is allowed (SIGXFSZ), and a terminal must not stop it in the background (SIGTTOU). Not `eprintln!`, which
+/// takes a lock that a forked child could find held.
 fn write_to_stderr(line: &[u8]) {
     let mut stderr = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
     // SAFETY: writable plain data, and a line that is readable for its length. The signal mask is this thread's own and is

@@ -3,6 +3,7 @@
  * Has its own malloc. Prints "ok" at the end, or what went wrong.
  */
 #define _GNU_SOURCE
+#include "check.h"
 #include "cudart.h"
 
 #include <dlfcn.h>
@@ -25,15 +26,6 @@
 #include <unistd.h>
 
 enum { BYTES = 4 << 20 };
-
-static void check(bool fine, const char *what)
-{
-	if (!fine) {
-		printf("wrong: %s\n", what);
-		fflush(stdout);
-		_exit(1);
-	}
-}
 
 /* Hands over to the test and waits until it hands back. */
 static void turn(const char *line)

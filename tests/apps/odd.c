@@ -4,6 +4,7 @@
  * Prints "ok" at the end, or what went wrong.
  */
 #define _GNU_SOURCE
+#include "check.h"
 #include "cudart.h"
 
 #include <fcntl.h>
@@ -23,15 +24,6 @@
 #include <unistd.h>
 
 enum { BYTES = 4 << 20 };
-
-static void check(bool fine, const char *what)
-{
-	if (!fine) {
-		printf("wrong: %s\n", what);
-		fflush(stdout);
-		_exit(1);
-	}
-}
 
 static void fill(unsigned char *host, unsigned seed)
 {
