@@ -736,7 +736,7 @@ class Check:
                 lambda: self.script("report.py", 110, pathlib.Path(self.options.root) / "python" / "vramctl"),
                 120,
             ),
-            "watch": (lambda: self.script("watch.py", 90), 100),
+            "watch": (lambda: self.script("watch.py", 90, pathlib.Path(self.options.root) / "python" / "vramctl"), 100),
             "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),

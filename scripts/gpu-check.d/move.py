@@ -80,7 +80,7 @@ def refused(what, vramctl, arguments, code, words):
 
 
 def wrong_maps(vramctl, child):
-    for gpus, why in (("7", "no GPU 7"), ("0", "already"), ("0,1", "2 are named"), ("1,1", "2 are named")):
+    for gpus, why in (("7", "no GPU 7"), ("0", "already"), ("0,1", "--to names GPU 0, GPU 1"), ("1,1", "--to names GPU 1, GPU 1")):
         refused(f"--to {gpus}", vramctl, ("move", "moved", "--to", gpus), USAGE, [why])
     check("it runs on", ask(child, "check")["same"])
 

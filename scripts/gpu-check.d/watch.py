@@ -5,7 +5,7 @@ Relax wraps the functions of torch.distributed (relax/utils/reloadable_process_g
 torch.cuda.mem_get_info(), memory_allocated() and memory_reserved(), and below 5 GB free it synchronizes, collects garbage and empties
 the cache. https://github.com/redai-infra/Relax, docs/en/guide/oom-troubleshooting.md: "approximately 20%".
 
-usage: watch.py VRAMCTL                prints a line `ok: …` or `FAILED: …` for each check, and a table
+usage: watch.py VRAMCTL PACKAGE        prints a line `ok: …` or `FAILED: …` for each check, and a table. PACKAGE: python/vramctl
        watch.py --rank N WORLD PORT    the program, which watch.py starts under `vramctl run`
 """
 
@@ -143,7 +143,7 @@ def wait_for(happened, seconds=10):
 
 
 def main():
-    vramctl = sys.argv[1]
+    vramctl, package = sys.argv[1:3]
     world = min(2, len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()))
     port = free_port()
     with tempfile.NamedTemporaryFile("a") as log:
@@ -155,6 +155,7 @@ def main():
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                env={**os.environ, "VRAMCTL_PYTHON": package},
             )
             for number in range(world)
         ]

@@ -282,7 +282,7 @@ mod tests {
         while waiting() == 0 {
             thread::yield_now();
         }
-        // A second hold, given up, leaves the first in berth.
+        // A second hold, given up, leaves the first in place.
         drop(close_soon());
         assert!(is_held() && !passed.load(Ordering::SeqCst));
         let_go(|| true);
