@@ -5,6 +5,7 @@
 
 mod address_index;
 mod allocation;
+pub mod aside;
 pub mod borrow;
 pub mod communicators;
 mod freed;
@@ -12,6 +13,7 @@ pub mod guard;
 mod handles;
 mod keyed;
 pub mod left;
+mod lender;
 mod lending;
 pub mod obstacles;
 mod origin;

@@ -119,7 +119,7 @@ impl Memory {
 }
 
 /// Refuses to pause memory that other processes have open: they would keep using physical memory that no longer belongs to the allocation.
-/// Partners and borrowers set it aside ([`borrow::set_aside`](super::borrow::set_aside)).
+/// Partners and borrowers set it aside ([`aside::set_aside`](super::aside::set_aside)).
 pub(crate) fn refuse_if_lent(victims: &[Arc<Allocation>], request: &TransitionRequest) -> Result<(), Error> {
     let mut bytes = BTreeMap::<(Arc<str>, u32), u64>::new();
     for allocation in victims {

@@ -1,7 +1,7 @@
 //! A held program: its new calls wait at the gate, so that it need not be idle to be paused.
 
 use super::{unless_ending, with_communicators};
-use crate::memory::{Allocation, Memory, borrow, check_awake, communicators};
+use crate::memory::{Allocation, Memory, aside, check_awake, communicators};
 use crate::{drain, events, gate};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -139,14 +139,13 @@ struct PausedBefore {
 impl PausedBefore {
     fn of(memory: &Memory) -> Self {
         let allocations = memory.snapshot().into_iter().filter(|allocation| allocation.is_paused()).collect();
-        Self { allocations, is_set_aside: borrow::any_set_aside() }
+        Self { allocations, is_set_aside: aside::any() }
     }
 
     /// Whether anything else is paused now.
     fn are_more_now(&self, memory: &Memory) -> bool {
         let known: BTreeSet<_> = self.allocations.iter().map(Arc::as_ptr).collect();
         let is_new = |allocation: &Arc<Allocation>| !known.contains(&Arc::as_ptr(allocation)) && allocation.is_paused();
-        borrow::any_set_aside() && !self.is_set_aside
-            || memory.snapshot().iter().any(|allocation| is_new(allocation) && memory.has(allocation))
+        aside::any() && !self.is_set_aside || memory.snapshot().iter().any(|allocation| is_new(allocation) && memory.has(allocation))
     }
 }

@@ -19,7 +19,7 @@ mod resume;
 
 pub use hold::Holding;
 
-use crate::memory::{Allocation, Memory, borrow, communicators};
+use crate::memory::{Allocation, Memory, aside, communicators};
 use crate::{events, gate};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ impl Memory {
 
     /// Whether anything is paused, including open memory of other processes and NCCL's memory.
     fn any_paused(&self) -> bool {
-        borrow::any_set_aside() || communicators::any_away() || self.has_paused()
+        aside::any() || communicators::any_away() || self.has_paused()
     }
 
     /// Lets a held program continue once nothing is paused. Called wherever the last paused memory may have been resumed or freed. If only
@@ -48,7 +48,7 @@ impl Memory {
     pub fn let_go(&self) {
         gate::let_go(|| self.any_paused());
         if gate::is_held() {
-            borrow::keep_asking();
+            aside::keep_asking();
         }
     }
 }

@@ -4,7 +4,7 @@ use super::choose::{Chosen, is_meant, refuse_if_still_lent};
 use super::contents::{policy_for, wanted_of};
 use super::{Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending};
 use crate::memory::share::refuse_if_lent;
-use crate::memory::{Allocation, Memory, borrow, check_awake, communicators, guard};
+use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
 use crate::totals::tallied;
 use crate::{drain, events, residue};
 use std::collections::BTreeMap;
@@ -129,7 +129,7 @@ impl Memory {
         )?;
         clock.time(Stage::Unmap, || unmap(&victims)).map_err(|failure| self.map_back(&victims, failure.into()))?;
         observer.consent().map_err(|refused| self.map_back(&victims, refused))?;
-        borrow::set_aside(request);
+        aside::set_aside(request);
 
         let bytes: u64 = victims.iter().map(|allocation| allocation.bytes() as u64).sum();
         let kept_bytes = kept.items.iter().map(|(_, saved)| saved.kept_bytes()).sum();
@@ -147,7 +147,7 @@ impl Memory {
             discarded_bytes: bytes - kept_bytes,
             unchanged: already.len() as u64,
             late_bytes: driver::leftover_bytes(),
-            missing: if request.is_borrower { borrow::missing(request) } else { Vec::new() },
+            missing: if request.is_borrower { aside::missing(request) } else { Vec::new() },
             guarded_bytes,
             unguarded_bytes: if wants_guard { bytes - guarded_bytes } else { 0 },
             guard_bytes: guard::all_bytes(&all),

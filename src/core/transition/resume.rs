@@ -3,7 +3,7 @@
 use super::choose::Chosen;
 use super::pause::WAIT_LOCKED;
 use super::{Clock, bytes_of_devices, cleaning, milliseconds, tags_text, unless_ending, with_communicators};
-use crate::memory::{Allocation, Memory, borrow, check_awake, communicators, guard};
+use crate::memory::{Allocation, Memory, aside, check_awake, communicators, guard};
 use crate::out_of_memory::{self, Asked, Cause};
 use crate::totals::tallied;
 use crate::{drain, events, gate, residue};
@@ -32,8 +32,8 @@ impl Memory {
                 // With memory of its own paused, the program stays held anyway.
                 if !self.has_paused() {
                     // Without the lock: the owner may be waiting for memory of this process.
-                    borrow::bring_back(&mut || !exit::is_ending() && observer.is_gone() != Some(true));
-                    report.missing = borrow::missing(request);
+                    aside::bring_back(&mut || !exit::is_ending() && observer.is_gone() != Some(true));
+                    report.missing = aside::missing(request);
                     report = with_communicators(report, communicators::resume);
                 }
                 Ok(report)

@@ -1,0 +1,202 @@
+//! Memory of other processes across a pause: it is set aside with its owner's pause, and brought back once the owner has resumed it.
+//!
+//! One worker per owner asks for it, without the transition lock, since the owner may be asking this process at the same time.
+
+use super::borrow::{BORROWED, Behind, Borrowings, LeaseState, Meant, Opened, Rounds, WhatIsLent, borrowed, listed, lock};
+use super::lender::{Refused, patiently};
+use super::lending::Token;
+use super::{Memory, sightings};
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::AsFd;
+use std::sync::{Arc, Condvar, PoisonError};
+use std::time::{Duration, Instant};
+use vramctl_driver::{self as driver, Access, Physical, RelaxedCapture};
+use vramctl_host::{PerProcess, exit, worker};
+use vramctl_model::{self as model, ObstacleKind, TransitionRequest, code};
+
+/// The first and the longest delay before an owner whose memory is still paused is asked again.
+const LOOK_AGAIN: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
+/// How long a resume waits for all owners' answers. Memory that is not back by then comes later.
+const RETURNS_WITHIN: Duration = Duration::from_secs(5);
+/// How often that wait checks whether anybody still waits for the resume.
+const NOTICES_WITHIN: Duration = Duration::from_millis(50);
+
+/// [`Borrowings::asked`] has changed.
+static ASKED: PerProcess<Condvar> = PerProcess::new(Condvar::new);
+
+/// Gives up the memory that the request's partners pause, and keeps the addresses. No work uses it any more.
+pub(crate) fn set_aside(request: &TransitionRequest) {
+    let Some(existing) = BORROWED.existing() else { return };
+    let meant = Meant::by(request);
+    let memories: Vec<_> = {
+        let mut borrowed = lock(existing);
+        borrowed.pauses += 1;
+        let due = || Behind::Paused { is_due: request.is_borrower };
+        let there = borrowed.open.values_mut().filter(|opened| !matches!(opened.behind, Behind::Gone) && opened.is_paused_by(&meant));
+        there.map(|opened| std::mem::replace(&mut opened.behind, due())).collect()
+    };
+    // Unmaps and releases them.
+    drop(memories);
+}
+
+/// Whether anything is set aside.
+pub(crate) fn any() -> bool {
+    BORROWED.existing().is_some_and(|existing| lock(existing).open.values().any(Opened::is_paused))
+}
+
+/// Memory that the request selects and that is set aside.
+pub(crate) fn missing(request: &TransitionRequest) -> Vec<model::Borrowed> {
+    let meant = Meant::by(request);
+    listed(|opened| opened.is_paused() && opened.is_meant(&meant))
+}
+
+/// Opens memory again that was set aside, if its owners have resumed it. Waits a limited time for their answers, and only while `wanted`
+/// says so.
+pub(crate) fn bring_back(wanted: &mut dyn FnMut() -> bool) {
+    let Some(existing) = BORROWED.existing() else { return };
+    let deadline = Instant::now() + RETURNS_WITHIN;
+    let mut borrowed = lock(existing);
+    borrowed.open.values_mut().filter(|opened| opened.is_paused()).for_each(|opened| opened.behind = Behind::Paused { is_due: true });
+    let rounds = borrowed.ask(|rounds| rounds.wanted += 1);
+    ASKED.get().notify_all();
+    while rounds.iter().any(|(owner, round)| borrowed.asked.get(owner).is_some_and(|now| now.done < round.wanted)) {
+        if Instant::now() >= deadline || !wanted() {
+            break;
+        }
+        borrowed = ASKED.get().wait_timeout(borrowed, NOTICES_WITHIN).unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+/// Starts asking for memory that is set aside, so that it comes back once its owners have resumed it, unless the program stays held anyway.
+pub(crate) fn keep_asking() {
+    if let Some(existing) = BORROWED.existing() {
+        let mut borrowed = lock(existing);
+        if is_worth_asking() {
+            borrowed.ask(|_| ());
+        }
+    }
+}
+
+/// Whether the program can continue once nothing is set aside any more.
+fn is_worth_asking() -> bool {
+    !exit::is_ending() && !Memory::get().has_paused()
+}
+
+impl Borrowings {
+    /// Memory that is set aside, with its owner.
+    fn aside(&self) -> impl Iterator<Item = (Token, u32)> {
+        self.open.iter().filter(|(_, opened)| opened.is_paused()).map(|(token, opened)| (*token, opened.lease.lender.pid))
+    }
+
+    /// Has a worker ask each owner of memory that is set aside. Returns the owners and their rounds.
+    fn ask(&mut self, more: impl Fn(&mut Rounds)) -> BTreeMap<u32, Rounds> {
+        let owners: BTreeSet<_> = self.aside().map(|(_, owner)| owner).collect();
+        let mut asked = BTreeMap::new();
+        for owner in owners {
+            let known = self.asked.get(&owner).copied();
+            let mut rounds = known.unwrap_or_default();
+            more(&mut rounds);
+            if known.is_none()
+                && let Err(error) = worker::spawn("vramctl-borrow", move || ask_owner(owner))
+            {
+                log::warn!("memory of process {owner} that this process has open stays paused: could not start a thread: {error}");
+                continue;
+            }
+            self.asked.insert(owner, rounds);
+            asked.insert(owner, rounds);
+        }
+        asked
+    }
+}
+
+/// Asks an owner repeatedly for its memory that is set aside, until none is.
+fn ask_owner(owner: u32) {
+    let mut pause = LOOK_AGAIN.0;
+    let mut borrowed = borrowed();
+    while let Some(&Rounds { wanted, .. }) = borrowed.asked.get(&owner) {
+        let aside: Vec<_> = borrowed.aside().filter(|(_, its)| *its == owner).map(|(token, _)| token).collect();
+        if aside.is_empty() || !is_worth_asking() {
+            break;
+        }
+        drop(borrowed);
+        // While the process is suspended, it cannot open anything.
+        if !exit::is_resting() {
+            for token in &aside {
+                bring_one_back(token, owner);
+            }
+            Memory::get().let_go();
+        }
+        borrowed = self::borrowed();
+        let Some(rounds) = borrowed.asked.get_mut(&owner) else { break };
+        rounds.done = wanted;
+        ASKED.get().notify_all();
+        let is_rest = |borrowed: &mut Borrowings| borrowed.asked.get(&owner).is_some_and(|rounds| rounds.wanted == wanted);
+        borrowed = ASKED.get().wait_timeout_while(borrowed, pause, is_rest).unwrap_or_else(PoisonError::into_inner).0;
+        pause = (2 * pause).min(LOOK_AGAIN.1);
+    }
+    borrowed.asked.remove(&owner);
+    ASKED.get().notify_all();
+}
+
+fn bring_one_back(token: &Token, owner: u32) {
+    let _relaxed = RelaxedCapture::enter();
+    match patiently(|| try_bring_back(token, owner)) {
+        Ok(()) => (),
+        Err(code::INVALID_HANDLE) => {
+            log::error!("process {owner} has ended or freed memory, while it was paused, that this process has open; it is lost");
+            if let Some(opened) = borrowed().open.get_mut(token) {
+                opened.behind = Behind::Gone;
+            }
+        }
+        Err(code) => log::debug!("memory of process {owner} that this process has open is not back (code {code})"),
+    }
+}
+
+fn try_bring_back(token: &Token, owner: u32) -> Result<(), Refused> {
+    let lease = borrowed().lease(owner).map_err(|error| Refused::because(owner, &error))?;
+    let mut state = lock(&lease.state);
+    if *state == LeaseState::Retired {
+        return Err(Refused::ForNow);
+    }
+    let pauses = borrowed().pauses;
+    let WhatIsLent { pieces, pauses: of_piece, .. } = lease.ask(&mut state, token)?;
+    // Noted as an obstacle until it is recorded as open: a suspend sees one or the other.
+    sightings::making(ObstacleKind::Shared, || {
+        let mut memory = Physical::import(pieces.iter().map(|(file, bytes)| (file.as_fd(), *bytes)))?;
+        // Without the lock, which the program's calls need: during a suspend, this thread may block for long. The addresses stay reserved
+        // even if the program closes the memory meanwhile.
+        let found = borrowed().open.get(token).filter(|opened| opened.is_paused()).map(|opened| {
+            let is_new = opened.pauses != of_piece || matches!(opened.behind, Behind::Paused { is_due: true });
+            (opened.place.clone(), opened.devices.clone(), is_new)
+        });
+        if let Some((place, devices, true)) = &found {
+            memory.map(place)?;
+            driver::open([(place.span(), devices.iter().map(|device| Access::of_device(*device)).collect())])?;
+        }
+        let mut borrowed = borrowed();
+        if borrowed.pauses != pauses {
+            return Err(Refused::ForNow);
+        }
+        let now = borrowed.open.get_mut(token).filter(|opened| opened.is_paused());
+        let both = now.zip(found.as_ref()).filter(|(opened, (place, ..))| opened.place.span() == place.span());
+        let Some((opened, (_, devices, is_new))) = both else {
+            // Closed meanwhile.
+            drop(borrowed);
+            drop(memory);
+            lease.tell_closed(&mut state, token);
+            return Ok(());
+        };
+        if opened.devices != *devices {
+            // Opened for another device meanwhile.
+            return Err(Refused::ForNow);
+        }
+        if *is_new {
+            (opened.behind, opened.pauses) = (Behind::Memory(memory), of_piece);
+        }
+        let before = std::mem::replace(&mut opened.lease, Arc::clone(&lease));
+        drop(borrowed);
+        // Another connection, which may have nothing left.
+        drop(before);
+        Ok(())
+    })
+}

@@ -1,0 +1,169 @@
+//! The owner of memory that this process borrows, as a server: requests over its control socket, and what its refusals mean.
+
+use super::lending::Token;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+use std::{io, thread};
+use vramctl_control::descriptors;
+use vramctl_control::discovery::Directory;
+use vramctl_control::protocol::{self, Message, Reply, Request, VERSION};
+use vramctl_host::Held;
+use vramctl_model::{Failure, StatusCode, code};
+
+/// How long an owner may take to answer: it first finishes a pause or resume.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How long a close waits for the owner's confirmation. An owner that is stopped reads the request when it continues.
+const NOTED_WITHIN: Duration = Duration::from_millis(500);
+/// The first and the longest delay before a busy owner is asked again.
+const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(100));
+/// A connection to an owner.
+#[derive(Debug)]
+pub(super) struct Lender {
+    pub(super) pid: u32,
+    connection: Held,
+}
+
+impl Lender {
+    pub(super) fn connect(pid: u32) -> io::Result<Self> {
+        let directory = Directory::open()?.ok_or(io::ErrorKind::NotFound)?;
+        let stream = directory.connect(pid)?;
+        Ok(Self { pid, connection: Held::new(stream)? })
+    }
+
+    /// Asks for the memory behind a handle.
+    pub(super) fn open(&self, token: &Token) -> io::Result<(Reply, Vec<OwnedFd>)> {
+        self.exchange(Request::Open { token: token.text() }, PATIENCE)
+    }
+
+    /// Tells it that memory is closed, and waits until it knows.
+    pub(super) fn close(&self, token: &Token) -> io::Result<()> {
+        self.exchange(Request::Close { token: token.text() }, NOTED_WITHIN).map(drop)
+    }
+
+    /// Tells it that memory is closed, over a connection on which another answer may be outstanding.
+    pub(super) fn close_unconfirmed(&self, token: &Token) {
+        let said = self.connection.as_type::<UnixStream>().and_then(|stream| {
+            stream.set_write_timeout(Some(NOTED_WITHIN))?;
+            send(&stream, &line_of(Request::Close { token: token.text() }))
+        });
+        if let Err(error) = said {
+            log::debug!("process {}: {error}", self.pid);
+        }
+    }
+
+    /// Sends a request and receives the answer, with the descriptors that come with it. `TimedOut` if there is none in time.
+    fn exchange(&self, request: Request, within: Duration) -> io::Result<(Reply, Vec<OwnedFd>)> {
+        let stream = self.connection.as_type::<UnixStream>()?;
+        stream.set_read_timeout(Some(within))?;
+        stream.set_write_timeout(Some(within))?;
+        let in_time = |error: io::Error| if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error };
+        match send(&stream, &line_of(request)) {
+            // An owner that is busy says so without reading the request, and disconnects.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => receive(&stream).map_err(|_| error),
+            Err(error) => Err(in_time(error)),
+            Ok(()) => receive(&stream).map_err(in_time),
+        }
+    }
+}
+
+fn line_of(request: Request) -> Vec<u8> {
+    protocol::line(&Message { version: VERSION, request })
+}
+
+fn send(stream: &UnixStream, line: &[u8]) -> io::Result<()> {
+    let mut sent = 0;
+    while sent < line.len() {
+        sent += retry(|| descriptors::send(stream, &line[sent..], &[]))?;
+    }
+    Ok(())
+}
+
+fn receive(stream: &UnixStream) -> io::Result<(Reply, Vec<OwnedFd>)> {
+    let (mut answer, mut files) = (Vec::new(), Vec::new());
+    while answer.last() != Some(&b'\n') {
+        let mut part = [0; 4096];
+        match retry(|| descriptors::receive(stream, &mut part, &mut files))? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => answer.extend_from_slice(&part[..count]),
+        }
+    }
+    Ok((serde_json::from_slice(&answer)?, files))
+}
+
+fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+            answer => return answer,
+        }
+    }
+}
+
+/// Why memory could not be opened.
+pub(super) enum Refused {
+    /// The program gets this code.
+    Finally(StatusCode),
+    /// The owner has too many connections, or has disconnected; another process may be listening.
+    ForNow,
+}
+
+impl From<Failure> for Refused {
+    fn from(failure: Failure) -> Self {
+        Self::Finally(failure.code)
+    }
+}
+
+impl Refused {
+    /// What a failure to reach an owner means.
+    pub(super) fn because(owner: u32, error: &io::Error) -> Self {
+        use io::ErrorKind as Why;
+        log::debug!("process {owner} does not share its memory: {error}");
+        match error.kind() {
+            // `WouldBlock` comes from `connect`: the queue is full.
+            Why::WouldBlock | Why::UnexpectedEof | Why::BrokenPipe | Why::ConnectionReset | Why::NotConnected => Self::ForNow,
+            // There is no such process any more, or another one has its id.
+            Why::NotFound | Why::ConnectionRefused | Why::PermissionDenied => Self::Finally(code::INVALID_HANDLE),
+            // It does not answer in time, or this process is short of descriptors; that does not mean the memory is lost.
+            _ => Self::Finally(code::OPERATING_SYSTEM),
+        }
+    }
+}
+
+/// Retries what an owner has refused for now.
+pub(super) fn patiently<R>(mut attempt: impl FnMut() -> Result<R, Refused>) -> Result<R, StatusCode> {
+    let deadline = Instant::now() + PATIENCE;
+    let mut pause = ASK_AGAIN.0;
+    loop {
+        match attempt() {
+            Err(Refused::Finally(code)) => return Err(code),
+            Err(Refused::ForNow) if Instant::now() >= deadline => return Err(code::OPERATING_SYSTEM),
+            Err(Refused::ForNow) => {
+                thread::sleep(pause);
+                pause = (2 * pause).min(ASK_AGAIN.1);
+            }
+            Ok(done) => return Ok(done),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Memory that is set aside and whose handle is stale is given up for good.
+    #[test]
+    fn only_a_missing_owner_makes_a_handle_stale() {
+        let code = |error: io::Error| match Refused::because(1, &error) {
+            Refused::Finally(code) => Some(code),
+            Refused::ForNow => None,
+        };
+        for number in [libc::ENOENT, libc::ECONNREFUSED] {
+            assert_eq!(code(io::Error::from_raw_os_error(number)), Some(code::INVALID_HANDLE));
+        }
+        for number in [libc::EMFILE, libc::ENFILE, libc::ENOMEM] {
+            assert_eq!(code(io::Error::from_raw_os_error(number)), Some(code::OPERATING_SYSTEM));
+        }
+        assert_eq!(code(io::ErrorKind::UnexpectedEof.into()), None);
+    }
+}
