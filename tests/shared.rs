@@ -96,6 +96,10 @@ fn borrowers_are_held_and_continue_by_themselves() {
         scene.machine.done(&["resume", "--name", "trainer"]);
         scene.machine.goes_on(&scene.engine);
         assert_eq!(scene.engine.ask("end()"), "0");
+        // Nothing is left to ask for.
+        let tasks = format!("/proc/{}/task", scene.engine.pid());
+        let names = || fs::read_dir(&tasks).unwrap().filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+        eventually("its worker ends", || names().all(|name| name.trim() != "vramctl-borrow"));
         assert_eq!(scene.trainer.ask(&format!("read({weights}, {BYTES}), fill({weights}, 7, {BYTES})")), format!("([{round}], 0)"));
         scene.works(7);
     }
@@ -284,6 +288,23 @@ fn registered_memory_can_be_left_out_of_a_shared_pause() {
     scene.machine.done(&["resume", "--name", "trainer"]);
     assert_eq!(scene.trainer.ask(&format!("free({more})")), "0");
     scene.works(7);
+}
+
+/// Even if it has no memory of its own there.
+#[test]
+fn the_work_of_a_borrower_is_waited_for() {
+    let machine = Machine::new();
+    let (mut trainer, mut engine) = (machine.start("trainer"), machine.start("engine"));
+    let weights = trainer.number(&format!("malloc({BYTES})"));
+    let handle = trainer.ask(&format!("get({weights})"));
+    let opened = engine.number(&format!("open_('{handle}')"));
+    // The first allocation starts the socket.
+    assert_eq!(engine.ask(&format!("free(malloc({OWN}))")), "0");
+    engine.ask(&format!("ctypes.CDLL('libcuda.so.1').simgpu_set_op_delay_ms(ctypes.c_uint64({LONG_MS}))"));
+    assert_eq!(engine.ask(&format!("cuda.cudaMemsetAsync(ctypes.c_void_p({opened}), 1, ctypes.c_size_t(10), None)")), "0");
+    let mut wire = machine.wire(&engine);
+    wire.step(&json!({"request": "hold", "lease_ms": 30_000}), None, "held");
+    wire.step(&json!({"request": "drain", "limit_ms": 200}), None, "error");
 }
 
 /// One that ends while all wait for its work: the pause goes on without it.

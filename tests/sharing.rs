@@ -539,6 +539,9 @@ fn wrong_handles_get_the_drivers_error_codes() {
         wrong[at] = if wrong[at] == b'0' { b'1' } else { b'0' };
         let wrong = String::from_utf8(wrong).unwrap();
         assert_eq!(other.ask(&format!("open_('{wrong}')")), format!("error {code}"), "{at}");
+        if at == 32 {
+            assert_eq!(owner.ask(&format!("open_('{wrong}')")), "error 400", "of an earlier process with the same pid");
+        }
     }
     assert_eq!(other.ask("open_('00' * 64), open_('ff' * 64)"), "('error 1', 'error 1')");
     for wrong in ["0", "0x1234"] {
@@ -650,6 +653,84 @@ fn without_descriptors_nothing_is_opened_and_nothing_stays_open() {
     let theirs = other.number(&format!("open_('{handle}')"));
     assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
     assert_eq!(other.ask(&format!("close({theirs})")), "0");
+}
+
+/// It is not asked again until it is resumed, which may take long.
+#[test]
+fn memory_of_a_suspended_owner_cannot_be_opened() {
+    let machine = Machine::new();
+    let (owner, mut other, _, handle) = machine.sharing();
+    machine.done(&["suspend", "owner"]);
+    assert_eq!(other.ask(&format!("open_('{handle}')")), "error 999");
+    machine.done(&["resume", "--name", "owner"]);
+    let theirs = other.number(&format!("open_('{handle}')"));
+    assert_eq!(other.ask(&format!("close({theirs})")), "0");
+    owner.end();
+}
+
+/// An owner accepts only so many connections.
+#[test]
+fn the_last_close_ends_the_connection() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let handles = [(); 2].map(|()| {
+        let pointer = owner.number(&format!("malloc({})", 2 * MIB));
+        owner.ask(&format!("get({pointer})"))
+    });
+    let sockets = "sum(1 for one in os.scandir('/proc/self/fd') if os.path.islink(one) and os.readlink(one).startswith('socket:'))";
+    let first = other.number(&format!("open_('{}')", handles[0]));
+    let with_connection = other.number(sockets);
+    let second = other.number(&format!("open_('{}')", handles[1]));
+    assert_eq!(other.number(sockets), with_connection, "one for both");
+    assert_eq!(other.ask(&format!("close({second})")), "0");
+    assert_eq!(other.number(sockets), with_connection, "still in use");
+    let second = other.number(&format!("open_('{}')", handles[1]));
+    assert_eq!(other.number(sockets), with_connection, "the same one");
+    assert_eq!(other.ask(&format!("close({second})")), "0");
+    assert_eq!(other.ask(&format!("close({first})")), "0");
+    assert_eq!(other.number(sockets), with_connection - 1);
+}
+
+/// A stopped owner confirms no close, but reads all of them when it continues.
+#[test]
+fn an_owner_that_was_stopped_learns_of_every_close() {
+    let machine = Machine::new();
+    let (mut owner, mut other) = (machine.start("owner"), machine.start("other"));
+    let opened = [(); 3].map(|()| {
+        let pointer = owner.number(&format!("malloc({})", 2 * MIB));
+        let handle = owner.ask(&format!("get({pointer})"));
+        other.number(&format!("open_('{handle}')"))
+    });
+    let pid = owner.pid();
+    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGSTOP)")), "None");
+    assert_eq!(other.ask(&format!("close({}), close({})", opened[0], opened[1])), "(0, 0)");
+    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");
+    // The third is still open over the same connection.
+    eventually("both are closed", || {
+        machine.done(&["pause", "--name", "owner", "--registered", "keep"]);
+        machine.used() == 2 * MIB
+    });
+    machine.done(&["resume", "--name", "owner"]);
+    assert_eq!(other.ask(&format!("read({}, 10)", opened[2])), "[0]");
+}
+
+/// As a program's timer does.
+#[test]
+fn a_signal_does_not_end_an_opening() {
+    let machine = Machine::new();
+    let (owner, mut other, _, handle) = machine.sharing();
+    let pid = owner.pid();
+    other.ask("signal.signal(signal.SIGUSR1, lambda *_: None)");
+    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGSTOP)")), "None");
+    let id = other.ask(&format!("(waiting := start(lambda: open_('{handle}'))) and threading.enumerate()[-1].native_id"));
+    let call = format!("/proc/{}/task/{id}/syscall", other.pid());
+    // Not every system shows it.
+    let is_receiving = || std::fs::read_to_string(&call).map_or(true, |call| call.starts_with(&format!("{} ", libc::SYS_recvmsg)));
+    eventually("it waits for the answer", is_receiving);
+    assert_eq!(other.ask("signal.pthread_kill(threading.enumerate()[-1].ident, signal.SIGUSR1)"), "None");
+    assert_eq!(other.ask(&format!("os.kill({pid}, signal.SIGCONT)")), "None");
+    let theirs = other.number("waiting()");
+    assert_eq!(other.ask(&format!("read({theirs}, 10)")), "[0]");
 }
 
 /// As one that is paused for long does not.

@@ -84,8 +84,10 @@ mod tests {
         let (one, other) = (gauge(), gauge());
         assert_eq!(other.told(LONG), None, "nobody has told anything");
         assert!(one.is_ours() && one.is_ours() && !other.is_ours());
-        one.tell(5 << 30).unwrap();
-        assert_eq!(other.told(LONG), Some(5 << 30));
+        for free in [0, u64::MAX, 5 << 30] {
+            one.tell(free).unwrap();
+            assert_eq!(other.told(LONG), Some(free));
+        }
         assert_eq!(other.told(Duration::ZERO), None, "too old");
         drop(one);
         assert!(other.is_ours() && !gauge().is_ours());
@@ -94,5 +96,27 @@ mod tests {
             fs::write(&file, garbage).unwrap();
             assert_eq!(other.told(LONG), None, "{garbage:?}");
         }
+    }
+    /// The directory may be one that others can write to.
+    #[test]
+    fn a_link_is_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let elsewhere = folder.path().join("elsewhere");
+        fs::write(&elsewhere, "contents").unwrap();
+        std::os::unix::fs::symlink(&elsewhere, folder.path().join("free-GPU-1")).unwrap();
+        assert!(Gauge::within(&directory, "GPU-1").is_err());
+        assert_eq!(fs::read(&elsewhere).unwrap(), b"contents");
+    }
+    #[test]
+    fn the_clock_counts_nanoseconds_since_the_start_of_the_machine() {
+        let seconds = || {
+            let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+            // SAFETY: writable.
+            unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+            Duration::from_secs(now.tv_sec as u64)
+        };
+        let (earliest, now, latest) = (seconds(), Duration::from_nanos(now()), seconds() + Duration::from_secs(1));
+        assert!(earliest <= now && now <= latest, "{earliest:?} {now:?} {latest:?}");
     }
 }
