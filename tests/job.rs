@@ -691,6 +691,17 @@ fn memory_goes_to_the_first_job_in_the_queue() {
     second.verify();
 }
 
+/// One command's jobs come one after the other, which is no news if there is room for all.
+#[test]
+fn jobs_with_room_for_all_are_resumed_without_a_word_about_the_queue() {
+    let machine = Machine::new();
+    let mut jobs = ["first", "second", "third"].map(|name| machine.start_with(name, |_| ()));
+    machine.vramctl("pause --all").expect(0, "", "");
+    let ran = machine.vramctl("resume --all").expect(0, "of third", "");
+    assert_eq!(ran.err, "");
+    jobs.iter_mut().for_each(Rank::verify);
+}
+
 /// Processes that wait for memory give up when another one dies, and say so.
 #[test]
 fn a_rank_that_gives_up_because_of_another_names_it() {

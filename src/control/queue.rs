@@ -24,6 +24,9 @@ pub struct Claim {
     pub who: String,
     /// The GPUs, by UUID.
     pub gpus: Vec<String>,
+    /// The command that resumes it, as a random number: one command may resume several jobs.
+    #[serde(default)]
+    pub command: u64,
     /// Whether it waits for memory that others hold, which may take long.
     #[serde(default)]
     pub waits: bool,
@@ -64,7 +67,8 @@ impl InQueue {
     }
 
     /// Waits for its turn, at most until `deadline`; behind a ticket that itself waits for memory, only if `patient`. `told` is called with
-    /// the tickets ahead; on an error, the caller gets them.
+    /// the tickets ahead; on an error, the caller gets them. A job of the same command that is only being resumed counts for neither: that
+    /// is progress of the command.
     pub fn wait(&self, deadline: Instant, patient: bool, told: &mut dyn FnMut(&[Claim])) -> Result<(), Vec<Claim>> {
         let mut known = 0;
         loop {
@@ -73,12 +77,15 @@ impl InQueue {
             if before.is_empty() {
                 return Ok(());
             }
-            if Instant::now() >= deadline || (!patient && before.iter().any(|ticket| ticket.waits)) {
-                return Err(before);
-            }
-            if before.len() != known {
-                known = before.len();
-                told(&before);
+            let is_progress = |ahead: &Claim| ahead.command == self.ticket.command && !ahead.waits;
+            if !before.iter().all(is_progress) {
+                if Instant::now() >= deadline || (!patient && before.iter().any(|ticket| ticket.waits)) {
+                    return Err(before);
+                }
+                if before.len() != known {
+                    known = before.len();
+                    told(&before);
+                }
             }
             thread::sleep(LOOK_EVERY);
         }
@@ -147,8 +154,8 @@ fn lock(file: &File, how: libc::c_int) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn ticket(who: &str, gpus: &[&str]) -> Claim {
-        Claim { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), waits: false }
+    fn ticket(command: u64, who: &str, gpus: &[&str]) -> Claim {
+        Claim { who: who.into(), gpus: gpus.iter().map(ToString::to_string).collect(), command, waits: false }
     }
 
     #[test]
@@ -156,10 +163,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         let now = Instant::now();
-        let mut first = InQueue::take(&directory, ticket("first", &["a", "b"])).unwrap();
-        let second = InQueue::take(&directory, ticket("second", &["b"])).unwrap();
-        let third = InQueue::take(&directory, ticket("third", &["b", "c"])).unwrap();
-        let other = InQueue::take(&directory, ticket("other", &["d"])).unwrap();
+        let mut first = InQueue::take(&directory, ticket(1, "first", &["a", "b"])).unwrap();
+        let second = InQueue::take(&directory, ticket(2, "second", &["b"])).unwrap();
+        let third = InQueue::take(&directory, ticket(3, "third", &["b", "c"])).unwrap();
+        let other = InQueue::take(&directory, ticket(4, "other", &["d"])).unwrap();
         let names = |result: Result<(), Vec<Claim>>| result.map_err(|before| before.into_iter().map(|one| one.who).collect::<Vec<_>>());
         assert_eq!(names(first.wait(now, false, &mut |_| ())), Ok(()));
         assert_eq!(names(other.wait(now, false, &mut |_| ())), Ok(()));
@@ -174,13 +181,37 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
+    /// Its command shows the progress of all its jobs, and each has its turn however long the others take.
+    #[test]
+    fn a_job_of_the_same_command_is_progress_until_it_waits_for_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Directory::at(folder.path()).unwrap();
+        let now = Instant::now();
+        let first = InQueue::take(&directory, ticket(1, "first", &["a"])).unwrap();
+        let second = InQueue::take(&directory, ticket(1, "second", &["a"])).unwrap();
+        let other = InQueue::take(&directory, ticket(2, "other", &["a"])).unwrap();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| second.wait(now, false, &mut |before| panic!("behind {before:?}")));
+            // It would have given up by then.
+            thread::sleep(LOOK_EVERY * 3);
+            assert!(other.wait(now, true, &mut |_| ()).is_err());
+            drop(first);
+            assert_eq!(waiting.join().unwrap(), Ok(()));
+        });
+        let mut third = InQueue::take(&directory, ticket(2, "third", &["a"])).unwrap();
+        third.waits_for_memory();
+        let fourth = InQueue::take(&directory, ticket(2, "fourth", &["a"])).unwrap();
+        drop((second, other));
+        assert!(fourth.wait(now, true, &mut |_| ()).is_err());
+    }
+
     /// The system lets go of its lock.
     #[test]
     fn a_dead_owner_leaves_the_queue() {
         let folder = tempfile::tempdir().unwrap();
         let directory = Directory::at(folder.path()).unwrap();
         fs::write(folder.path().join("7.ticket"), r#"{"who":"dead","gpus":["a"]}"#).unwrap();
-        let place = InQueue::take(&directory, ticket("next", &["a"])).unwrap();
+        let place = InQueue::take(&directory, ticket(1, "next", &["a"])).unwrap();
         assert_eq!(place.number, 8);
         assert_eq!(place.wait(Instant::now(), false, &mut |_| ()), Ok(()));
     }

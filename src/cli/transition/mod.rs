@@ -26,6 +26,7 @@ use clap_complete::ArgValueCandidates;
 use follow::{Connections, Following};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -229,6 +230,8 @@ struct Asking {
     restored: BTreeMap<u32, Done>,
     /// What the programs' own allocators returned before.
     trimmed: BTreeMap<u32, Trimmed>,
+    /// This command in the queue for memory: a random number.
+    in_queue: u64,
     json: bool,
     quiet: bool,
     bars: Bars,
@@ -274,6 +277,7 @@ impl Asking {
             is_whole,
             restored,
             trimmed: BTreeMap::new(),
+            in_queue: RandomState::new().build_hasher().finish(),
             json: args.json,
             quiet: args.quiet,
             bars,
@@ -551,7 +555,7 @@ impl Asking {
         let lacking = places.iter().map(|place| &self.tasks[*place]).filter(lacks).map(|task| &task.process);
         let gpus: BTreeSet<_> = lacking.flat_map(Process::gpus).filter(|gpu| self.wants(gpu)).map(str::to_owned).collect();
         let who = processes().next().map(Process::job_or_itself).unwrap_or_default();
-        let ticket = Some(Claim { who, gpus: gpus.into_iter().collect(), waits: false });
+        let ticket = Some(Claim { who, gpus: gpus.into_iter().collect(), command: self.in_queue, waits: false });
         // Jobs that share memory do not remember each other's processes.
         let jobs: BTreeSet<_> = processes().map(Process::job).collect();
         let job = Job { verb: self.direction, wanted: self.request.clone(), ranks, is_whole: self.is_whole && jobs.len() == 1, ticket };
