@@ -515,7 +515,7 @@ class Check:
         self.say(f"  {sum(line.startswith('ok: ') for line in lines)} checks held ({taken:.1f} s)")
 
     def saver(self):
-        package = pathlib.Path(self.options.root) / "python" / "vramctl"
+        package = self.package()
         name = "torch_memory_saver_hook_mode_preload{}.abi3.so"
         links = [package / "dropin" / name.format(suffix) for suffix in ("", "_cu12", "_cu13")]
         for link in links:
@@ -718,6 +718,10 @@ class Check:
 
     # ---- all of it ----
 
+    def package(self):
+        """The Python package's folder."""
+        return pathlib.Path(self.options.root) / "python" / "vramctl"
+
     def run(self):
         # Seconds that each may take, whatever happens.
         sections = {
@@ -732,11 +736,8 @@ class Check:
             "kill": (lambda: self.script("kill.py", 110), 120),
             "suspend": (lambda: self.script("suspend.py", 150), 160),
             "ledger": (lambda: self.script("ledger.py", 150), 160),
-            "report": (
-                lambda: self.script("report.py", 110, pathlib.Path(self.options.root) / "python" / "vramctl"),
-                120,
-            ),
-            "watch": (lambda: self.script("watch.py", 90, pathlib.Path(self.options.root) / "python" / "vramctl"), 100),
+            "report": (lambda: self.script("report.py", 110, self.package()), 120),
+            "watch": (lambda: self.script("watch.py", 90, self.package()), 100),
             "move": (lambda: self.script("move.py", 230), 240),
             "sharing": (lambda: self.script("handover.py", 110), 120),
             "two": (lambda: self.script("two.py", 150), 160),

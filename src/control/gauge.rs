@@ -97,6 +97,7 @@ mod tests {
             assert_eq!(other.told(LONG), None, "{garbage:?}");
         }
     }
+
     /// The directory may be one that others can write to.
     #[test]
     fn a_link_is_not_followed() {
@@ -108,6 +109,7 @@ mod tests {
         assert!(Gauge::within(&directory, "GPU-1").is_err());
         assert_eq!(fs::read(&elsewhere).unwrap(), b"contents");
     }
+
     #[test]
     fn the_clock_counts_nanoseconds_since_the_start_of_the_machine() {
         let seconds = || {
