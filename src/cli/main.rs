@@ -90,10 +90,15 @@ fn main() -> ExitCode {
 }
 
 /// The commands and their options. A negative number after an option is its value, so that the option can say what is wrong with it; clap
-/// would take it for another option.
+/// would take it for another option. A negative size such as `-5G` is no number to clap, so all that follows such an option is its value.
 fn syntax() -> clap::Command {
     let takes_value = |option: &clap::Arg| !option.is_positional() && option.get_action().takes_values();
-    let option = |option: clap::Arg| if takes_value(&option) { option.allow_negative_numbers(true) } else { option };
+    let takes_size = |option: &clap::Arg| option.get_value_names().is_some_and(|names| names == ["SIZE"]);
+    let option = |option: clap::Arg| match &option {
+        size if takes_size(size) => option.allow_hyphen_values(true),
+        other if takes_value(other) => option.allow_negative_numbers(true),
+        _ => option,
+    };
     Cli::command().mut_subcommands(|command| command.mut_args(option))
 }
 
@@ -189,6 +194,15 @@ mod tests {
         for line in ["pause --timeout -1", "suspend --hold-timeout -0.5", "trim --timeout -1", "trace -o a.json --seconds -1e3"] {
             let text = refusal(&format!("vramctl {line}"));
             assert!(text.contains("seconds must be 0 or more") && !text.contains("'-- -"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_negative_size_is_refused_by_its_option() {
+        for line in ["watch engine --below -5G", "watch engine --below -5", "run --min-bytes -1.5M -- true", "watch engine --below --trim"]
+        {
+            let text = refusal(&format!("vramctl {line}"));
+            assert!(text.contains("not a size: give bytes") && !text.contains("'-- -"), "{text}");
         }
     }
 
