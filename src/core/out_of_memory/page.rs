@@ -366,6 +366,32 @@ fn quoted(word: &str) -> String {
     }
 }
 
+impl ReportPage {
+    fn write_in_use(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // An empty rest only makes the rows add up in the file.
+        let mut rows = self.in_use.iter().filter(|row| row.what != "rest" || row.bytes > 0).peekable();
+        match (rows.peek(), &self.device) {
+            (Some(_), _) => writeln!(out, "  In use on the device:")?,
+            (None, Some(_)) => writeln!(out, "  Nothing is in use on the device")?,
+            (None, None) => writeln!(out, "  What is in use on the device is unknown: the driver does not tell this thread")?,
+        }
+        for Row { what, of, tags, pid, bytes } in rows {
+            let bytes = Bytes(*bytes).to_string();
+            match *what {
+                "tag" => writeln!(out, "    {bytes:>11}  tag {of}")?,
+                "left_alone" => writeln!(out, "    {bytes:>11}  {}", left_to_cuda(of))?,
+                "process" => {
+                    let tags: Vec<_> = tags.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
+                    let tags = if tags.is_empty() { String::new() } else { format!(": {}", tags.join(", ")) };
+                    writeln!(out, "    {bytes:>11}  process {} ({of}){tags}", pid.unwrap_or_default())?;
+                }
+                _ => writeln!(out, "    {bytes:>11}  all else: contexts, loaded code, small allocations, processes without the library")?,
+            }
+        }
+        Ok(())
+    }
+}
+
 impl fmt::Display for ReportPage {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         /// The file has all of them.
@@ -397,22 +423,7 @@ impl fmt::Display for ReportPage {
                 writeln!(out, "    … and {} more", stack.len() - FRAMES)?;
             }
         }
-        writeln!(out, "  In use on the device:")?;
-        for Row { what, of, tags, pid, bytes } in &self.in_use {
-            let bytes = Bytes(*bytes).to_string();
-            match *what {
-                "tag" => writeln!(out, "    {bytes:>11}  tag {of}")?,
-                "left_alone" => writeln!(out, "    {bytes:>11}  {}", left_to_cuda(of))?,
-                "process" => {
-                    let tags: Vec<_> = tags.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
-                    let tags = if tags.is_empty() { String::new() } else { format!(": {}", tags.join(", ")) };
-                    writeln!(out, "    {bytes:>11}  process {} ({of}){tags}", pid.unwrap_or_default())?;
-                }
-                // It only makes the rows add up in the file.
-                _ if bytes == "0 B" => (),
-                _ => writeln!(out, "    {bytes:>11}  all else: contexts, loaded code, small allocations, processes without the library")?,
-            }
-        }
+        self.write_in_use(out)?;
         if !self.paused.is_empty() {
             let paused: Vec<_> = self.paused.iter().map(|(tag, bytes)| format!("{tag} {}", Bytes(*bytes))).collect();
             writeln!(out, "  Paused, so not in use: {}", paused.join(", "))?;
@@ -439,7 +450,10 @@ impl fmt::Display for ReportPage {
             writeln!(out, "  Backups take {} of host memory", Bytes(self.host.used_bytes))?;
         }
         if self.could_be_freed.is_empty() {
-            return writeln!(out, "  Nothing can be paused to make room: no other program with the library has memory here");
+            // Only if the device is known have the other programs there been asked.
+            let is_known = self.device.as_ref().is_some_and(|device| device.uuid.is_some());
+            let nothing = "Nothing can be paused to make room: no other program with the library has memory here";
+            return if is_known { writeln!(out, "  {nothing}") } else { Ok(()) };
         }
         writeln!(out, "  Could be freed:")?;
         for Way { bytes, command, is_enough, note } in &self.could_be_freed {
@@ -454,6 +468,7 @@ impl fmt::Display for ReportPage {
 mod tests {
     use super::*;
     use crate::memory::Origin;
+    use crate::out_of_memory::scene::Asked;
 
     fn frames(list: &[&str]) -> Vec<String> {
         list.iter().map(|frame| (*frame).to_owned()).collect()
@@ -494,6 +509,41 @@ mod tests {
         assert_eq!(told, [(800, 40, tag.clone()), (190, 2, tag.clone()), (150, 1, tag), (70, 1, None)]);
         let many: Vec<_> = (1..100).map(|mib| block(mib, None, None)).collect();
         assert_eq!(largest(&many).len(), LARGEST);
+    }
+
+    /// The page of a request on a device with nothing of this process, of which so much is known.
+    fn page_on(room: Option<DeviceRoom>) -> String {
+        let cause = Cause::Refused(Some("cuMemCreate"));
+        let scene = Scene {
+            asked: Asked { bytes: 1 << 30, device: None, tag: None, library: "libffi.so.8", caller: 0, cause },
+            when: UNIX_EPOCH,
+            thread: 1,
+            thread_name: "main".into(),
+            stack: Stack::here(1, 0),
+            room,
+            margin: 0,
+            tags: BTreeMap::new(),
+            left: BTreeMap::new(),
+            blocks: Vec::new(),
+            freed_since: None,
+        };
+        ReportPage::of(scene, 1, 0).to_string()
+    }
+
+    /// A heading alone would look as if the list had been lost.
+    #[test]
+    fn no_heading_stands_alone() {
+        let room = |free| Some(DeviceRoom { device: 0, uuid: None, free, total: 100 << 20 });
+        for (room, what_is_told) in [
+            (None, "What is in use on the device is unknown"),
+            (room(100 << 20), "Nothing is in use on the device"),
+            (room(60 << 20), "In use on the device:\n      40.00 MiB  all else"),
+        ] {
+            let page = page_on(room);
+            assert!(page.contains(what_is_told), "{page}");
+            let headings = page.lines().zip(page.lines().skip(1).chain([""])).filter(|(line, _)| line.ends_with(':'));
+            headings.for_each(|(heading, below)| assert!(below.starts_with("    "), "{heading}\n{page}"));
+        }
     }
 
     #[test]
