@@ -1,14 +1,14 @@
 //! `vramctl pause` and `vramctl resume`.
 //!
 //! [`Asking`] finds the processes and sends the requests, job by job. [`task`] plans the request for each process, [`follow`] follows the
-//! progress, and [`answers`] prints the results.
+//! progress, and [`answers`] prints the results. [`options`] has the options.
 
 mod answers;
 mod follow;
+mod options;
 mod task;
 
 use crate::checkpoint::Done;
-use crate::completions;
 use crate::dry_run::{self, Foretold};
 use crate::engine;
 use crate::failure::{CommandError, Exit};
@@ -19,11 +19,12 @@ use crate::processes::{Found, Process, Target, check_whole};
 use crate::progress::Bars;
 use crate::shared::{self, Along, AsOne};
 use crate::suspend;
-use crate::target::{BackupArgs, GpuArgs, TargetArgs, checked_tag, count, milliseconds, registered, seconds};
+use crate::target::milliseconds;
 use crate::trim;
 use answers::{Answer, JobOutcome, Outcome, Telling};
-use clap_complete::ArgValueCandidates;
 use follow::{Connections, Following};
+use options::Args;
+pub use options::{PauseArgs, ResumeArgs};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -36,139 +37,10 @@ use vramctl_control::job::{Job, JobReport, Rank};
 use vramctl_control::protocol::{self, Refusal};
 use vramctl_control::queue::Claim;
 use vramctl_driver as driver;
-use vramctl_model::{Communicator, Error, Kind, Plan, Registered, Report, Trimmed, Verb};
-
-#[derive(clap::Args)]
-#[command(after_help = "\
-Without tags, pauses all of them. A pause may come at any moment. The program is held until everything is resumed: its calls that \
-start GPU work wait; all other code keeps running. A pause first waits for GPU work in flight, at most --hold-timeout seconds. It \
-keeps contents in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails \
-changes nothing in any process of the job, and the program continues. ^C undoes a pause that is not complete.
-
-Memory that another process has open (CUDA IPC) is not paused, and the message names the process. With --timeout, the pause waits \
-that long until it is closed; the program keeps running meanwhile. With --shared, the processes that have it open are held as well \
-and give it up, all or nothing. Their own memory stays. When the memory is resumed, they get it back at the same addresses and \
-continue by themselves.
-
-With --no-hold, the program keeps running while it is paused. It must not use its paused memory: GPU work that does fails, and \
-destroys its CUDA context. With --guard as well, such work hits a small block of memory instead, and the resume reports writes to it.
-
-An inference engine must have no requests if its KV cache is discarded, or with --no-hold. With --engine, the command asks it first and \
-refuses to pause while it has any (with --timeout, if they have not finished by then), and has it reset its prefix cache before \
-the KV cache is discarded. If it requires an API key, set VRAMCTL_ENGINE_KEY.
-
-Examples:
-  vramctl pause                           all tags of the only managed process
-  vramctl pause kv_cache --discard --all  drop this tag's contents, everywhere
-  vramctl pause weights --backup disk     keep the contents in a file
-  vramctl pause --name engine --timeout 2.5
-  vramctl pause cache --no-hold           the program keeps using the rest
-  vramctl pause --gpu 0 --all             all memory on this GPU, and no other
-  vramctl pause --trim                    first return what torch has cached
-  vramctl pause --name trainer --shared   even if an engine has it open
-  vramctl pause --dry-run                 show what it would do
-  vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
-#[allow(clippy::struct_excessive_bools)] // options
-pub struct PauseArgs {
-    #[command(flatten)]
-    pub transition: Args,
-    /// Only show what would be paused, where the contents would go, and how much host memory they need; with --json each
-    /// process has a "plan" (docs/protocol.md) in place of its "report"
-    #[arg(long, conflicts_with = "quiet")]
-    dry_run: bool,
-    #[command(flatten)]
-    backup: BackupArgs,
-    /// What to do with memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause
-    /// the rest, and leave out memory that another process has open) or take (pause it too: nobody may use the registration any more)
-    #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true, hide_possible_values = true,
-        value_parser = registered([Registered::Refuse, Registered::Keep, Registered::Take]))]
-    registered: Registered,
-    /// Also hold other processes that have the memory open (CUDA IPC); they continue by themselves when it is resumed
-    #[arg(long, conflicts_with = "no_hold")]
-    shared: bool,
-    /// Map a small block of GPU memory under the paused addresses (62 MiB per GPU), so that GPU work that wrongly uses them reads
-    /// and writes garbage instead of destroying the program's context
-    #[arg(long)]
-    guard: bool,
-    /// First have torch return what it has cached, as `vramctl trim` does, for at most 10 seconds
-    #[arg(long, conflicts_with = "dry_run")]
-    trim: bool,
-    /// Once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
-    /// communicator must be in the job. Off by default, because a failure inside NCCL cannot be undone
-    #[arg(long, conflicts_with = "no_hold")]
-    nccl: bool,
-    #[command(flatten)]
-    hold: HoldArgs,
-    #[command(flatten)]
-    engine: engine::EngineArgs,
-}
-
-#[derive(clap::Args)]
-struct HoldArgs {
-    /// Do not hold the program while it is paused. It must be idle, or not use the paused memory
-    #[arg(long)]
-    no_hold: bool,
-    /// The default; overrides an earlier --no-hold
-    #[arg(long, hide = true, overrides_with = "no_hold")]
-    hold: bool,
-    /// How many seconds to wait for GPU work in flight; after that, nothing is paused and the program continues [default: --timeout, or 10]
-    #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "no_hold")]
-    hold_timeout: Option<Duration>,
-}
-
-impl HoldArgs {
-    /// How long to wait for work in flight, in milliseconds; `None` if the program is not to be held.
-    fn ms(&self, timeout: Option<Duration>) -> Option<u64> {
-        let limit = self.hold_timeout.or(timeout).unwrap_or(HOLD_TIMEOUT);
-        (!self.no_hold).then(|| milliseconds(limit))
-    }
-}
-
-#[derive(clap::Args)]
-#[command(after_help = "\
-Without tags, resumes all of them. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
-much is missing and who holds it. With --timeout, the resume waits that long for others to free memory. \
-If several jobs wait for memory, they queue, and the first to ask gets it first.
-
-Examples:
-  vramctl resume                all tags of the only managed process
-  vramctl resume weights --name engine
-  vramctl resume --gpu 0 --all  all memory on this GPU, and on no other
-  vramctl resume --name engine --timeout 30")]
-pub struct ResumeArgs {
-    #[command(flatten)]
-    pub transition: Args,
-}
-
-#[derive(clap::Args)]
-pub struct Args {
-    /// Tags [default: all]
-    #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
-    pub tags: Vec<String>,
-    #[command(flatten)]
-    pub target: TargetArgs,
-    #[command(flatten)]
-    gpu: GpuArgs,
-    /// How many processes there must be. Without it, as many as the job had when it was last paused or resumed
-    #[arg(long, value_name = "N", value_parser = count)]
-    pub ranks: Option<usize>,
-    /// Wait at most this many seconds for what is in the way; fractions are allowed
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
-    pub timeout: Option<Duration>,
-    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}], "jobs": [{"job", "pids", "committed", "attempts",
-    /// "ms"}]}; a resume of a suspended process also has "restored", with the times of the driver's part, and a pause with --trim
-    /// "trimmed"
-    #[arg(long)]
-    pub json: bool,
-    /// Print errors and warnings only
-    #[arg(long, short, conflicts_with = "json")]
-    pub quiet: bool,
-}
+use vramctl_model::{Communicator, Error, Kind, Plan, Report, Trimmed, Verb};
 
 /// How long a program's allocator may take to return its cache before a pause.
 const TRIM_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the program's GPU work in flight may take once it is held.
-const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     let patience = args.transition.timeout.unwrap_or_default();
@@ -285,9 +157,48 @@ impl Asking {
         })
     }
 
-    /// The tasks with something to do.
-    fn due(&self) -> impl Iterator<Item = &Task> {
-        self.tasks.iter().filter(|task| !task.due.is_empty())
+    /// The indices of the tasks that send requests, by job.
+    fn jobs(&self) -> Vec<AsOne<Along>> {
+        let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
+        for (place, task) in self.tasks.iter().enumerate().filter(|(_, task)| task.process.prepares()) {
+            jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
+        }
+        let is_asked = |place: &usize| {
+            let task = &self.tasks[*place];
+            !task.meant.is_empty() || (self.direction == Verb::Resume && task.process.is_held())
+        };
+        // A process with none of the tags may have memory of the others open: it is held and resumed with them.
+        let all_take_part = self.request.tags.is_empty() || self.direction == Verb::Resume || self.request.hold_ms.is_some();
+        let part = |mut places: Vec<usize>| {
+            let any = places.iter().any(is_asked);
+            places.retain(|place| any && (all_take_part || is_asked(place)));
+            places
+        };
+        jobs.into_values().map(part).filter(|places| !places.is_empty()).map(|places| AsOne { places, along: Vec::new() }).collect()
+    }
+
+    /// Finds the processes that have the memory to pause open.
+    fn take_along(&mut self) -> Result<(), CommandError> {
+        let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
+        let lent = |places: &[usize]| shared::lent_by(&self.found, &self.pids(places), &self.request);
+        let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, lent);
+        let found = |AsOne { places, along }: AsOne<_>| Ok(AsOne { places, along: shared::find(&self.found, along)? });
+        self.groups = groups.into_iter().map(found).collect::<Result<_, CommandError>>()?;
+        self.takes_along = true;
+        Ok(())
+    }
+
+    /// Merges jobs whose processes wait for memory of each other into one group; otherwise one job would wait for the other to be finished.
+    fn join_those_that_wait(&mut self) {
+        let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
+        let waiting = |places: &[usize]| {
+            let owners = self.pids(places);
+            let waits =
+                |process: &Process| !owners.contains(&process.pid) && process.waits_for().iter().any(|owner| owners.contains(owner));
+            self.tasks.iter().filter(|task| waits(&task.process)).map(|task| (task.process.pid, 0)).collect()
+        };
+        let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, waiting);
+        self.groups = groups.into_iter().map(|AsOne { places, .. }| AsOne { places, along: Vec::new() }).collect();
     }
 
     /// Which communicators NCCL can suspend.
@@ -299,6 +210,41 @@ impl Asking {
         }
         self.communicators.tell_what_is_left();
         Ok(())
+    }
+
+    /// Dry run: prints what a pause would do, and returns its exit code as far as it can be predicted. Asks no engine.
+    fn foretell(&self, asks_engine: bool) -> Result<Exit, CommandError> {
+        let foretell = |task| {
+            let Task { process, .. }: &Task = task;
+            let old = || CommandError::new(Exit::Failed, "its library is too old for --dry-run; restart the program");
+            match self.ask_plan(task).and_then(|plan| plan.ok_or_else(old)) {
+                Ok(plan) => Foretold::new(process, plan, self.request.force || asks_engine).with_communicators(&self.communicators),
+                Err(failure) => Foretold::refused(process, failure),
+            }
+        };
+        let meant = self.tasks.iter().filter(|task| !task.meant.is_empty());
+        let along = self.groups.iter().flat_map(|group| &group.along).map(|along| Foretold::along(&along.process, along.bytes));
+        dry_run::tell(&meant.map(foretell).chain(along).collect::<Vec<_>>(), self.json)
+    }
+
+    /// Waits until no other process has the memory to pause open; the program keeps running meanwhile. If that takes too long, the pause is
+    /// refused.
+    fn wait_for_borrowers(&self, patience: Duration) {
+        const LOOK_AGAIN: Duration = Duration::from_millis(100);
+        let deadline = Instant::now() + patience;
+        for task in self.due() {
+            let mut is_told = self.json || self.quiet;
+            while let Err(CommandError::Refused(refusal)) = self.ask_plan(task) {
+                if refusal.code != Kind::Shared || Instant::now() >= deadline {
+                    break;
+                }
+                if !std::mem::replace(&mut is_told, true) {
+                    let lent: Vec<_> = refusal.lent.iter().flatten().map(ToString::to_string).collect();
+                    output::complain("note", &format!("{}: waiting until this is closed: {}", task.process, lent.join(", ")));
+                }
+                thread::sleep(LOOK_AGAIN);
+            }
+        }
     }
 
     /// Asks the inference engines for permission before anything changes. Returns whether a KV cache that a prefix cache
@@ -326,26 +272,6 @@ impl Asking {
         Ok(!losing.is_empty())
     }
 
-    /// Waits until no other process has the memory to pause open; the program keeps running meanwhile. If that takes too long, the pause is
-    /// refused.
-    fn wait_for_borrowers(&self, patience: Duration) {
-        const LOOK_AGAIN: Duration = Duration::from_millis(100);
-        let deadline = Instant::now() + patience;
-        for task in self.due() {
-            let mut is_told = self.json || self.quiet;
-            while let Err(CommandError::Refused(refusal)) = self.ask_plan(task) {
-                if refusal.code != Kind::Shared || Instant::now() >= deadline {
-                    break;
-                }
-                if !std::mem::replace(&mut is_told, true) {
-                    let lent: Vec<_> = refusal.lent.iter().flatten().map(ToString::to_string).collect();
-                    output::complain("note", &format!("{}: waiting until this is closed: {}", task.process, lent.join(", ")));
-                }
-                thread::sleep(LOOK_AGAIN);
-            }
-        }
-    }
-
     /// What a pause of the process would do. `None` if its library is too old to say.
     fn ask_plan(&self, task: &Task) -> Result<Option<Plan>, CommandError> {
         let of_task = |group: &&AsOne<_>| group.places.iter().any(|place| self.tasks[*place].process.pid == task.process.pid);
@@ -358,49 +284,6 @@ impl Asking {
             Err(ClientError::Refused(refusal)) if refusal.code == Kind::Invalid => Ok(None),
             answer => Ok(Some(answer?)),
         }
-    }
-
-    fn pids(&self, places: &[usize]) -> Vec<u32> {
-        places.iter().map(|place| self.tasks[*place].process.pid).collect()
-    }
-
-    /// Finds the processes that have the memory to pause open.
-    fn take_along(&mut self) -> Result<(), CommandError> {
-        let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
-        let lent = |places: &[usize]| shared::lent_by(&self.found, &self.pids(places), &self.request);
-        let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, lent);
-        let found = |AsOne { places, along }: AsOne<_>| Ok(AsOne { places, along: shared::find(&self.found, along)? });
-        self.groups = groups.into_iter().map(found).collect::<Result<_, CommandError>>()?;
-        self.takes_along = true;
-        Ok(())
-    }
-
-    /// Merges jobs whose processes wait for memory of each other into one group; otherwise one job would wait for the other to be finished.
-    fn join_those_that_wait(&mut self) {
-        let jobs = std::mem::take(&mut self.groups).into_iter().map(|job| job.places).collect();
-        let waiting = |places: &[usize]| {
-            let owners = self.pids(places);
-            let waits =
-                |process: &Process| !owners.contains(&process.pid) && process.waits_for().iter().any(|owner| owners.contains(owner));
-            self.tasks.iter().filter(|task| waits(&task.process)).map(|task| (task.process.pid, 0)).collect()
-        };
-        let groups = shared::groups(jobs, |place| self.tasks[place].process.pid, waiting);
-        self.groups = groups.into_iter().map(|AsOne { places, .. }| AsOne { places, along: Vec::new() }).collect();
-    }
-
-    /// Dry run: prints what a pause would do, and returns its exit code as far as it can be predicted. Asks no engine.
-    fn foretell(&self, asks_engine: bool) -> Result<Exit, CommandError> {
-        let foretell = |task| {
-            let Task { process, .. }: &Task = task;
-            let old = || CommandError::new(Exit::Failed, "its library is too old for --dry-run; restart the program");
-            match self.ask_plan(task).and_then(|plan| plan.ok_or_else(old)) {
-                Ok(plan) => Foretold::new(process, plan, self.request.force || asks_engine).with_communicators(&self.communicators),
-                Err(failure) => Foretold::refused(process, failure),
-            }
-        };
-        let meant = self.tasks.iter().filter(|task| !task.meant.is_empty());
-        let along = self.groups.iter().flat_map(|group| &group.along).map(|along| Foretold::along(&along.process, along.bytes));
-        dry_run::tell(&meant.map(foretell).chain(along).collect::<Vec<_>>(), self.json)
     }
 
     /// Sends the requests and prints the results.
@@ -454,26 +337,6 @@ impl Asking {
         Ok(cause.map_or(otherwise, |failure| failure.exit()))
     }
 
-    /// Sends the paused processes NVML's figures for them, because they must not call NVML themselves.
-    fn tell_what_nvml_counts(&self, outcomes: &[Outcome]) {
-        let is_paused = |outcome: &Outcome| outcome.result.report().is_some_and(|report| report.allocations > 0);
-        let paused = self.tasks.iter().zip(outcomes).filter(|(_, outcome)| is_paused(outcome)).map(|(task, _)| &task.process);
-        let mut holders = BTreeMap::new();
-        for process in paused {
-            let own = |uuid: &str| {
-                let holders = holders.entry(uuid.to_owned()).or_insert_with(|| driver::holders_of(uuid));
-                let bytes = holders.iter().find(|holder| holder.pid == process.pid)?.bytes?;
-                Some((uuid.to_owned(), bytes))
-            };
-            let gpus: BTreeMap<_, _> = process.gpus().filter_map(own).collect();
-            if gpus.is_empty() {
-                continue;
-            }
-            // Errors do not matter: the process has ended, or its library is too old.
-            let _ = self.found.connect(process.pid).and_then(|mut client| client.counted(gpus));
-        }
-    }
-
     /// Runs all groups in parallel. Returns the results for the tasks, and for the borrowers.
     fn carry_out(&self) -> (Vec<Outcome>, Vec<(Process, Answer)>, Vec<JobOutcome>) {
         let done: Vec<_> = thread::scope(|scope| {
@@ -505,31 +368,6 @@ impl Asking {
             result: results.remove(&place).unwrap_or_else(|| unasked(task)),
         };
         (self.tasks.iter().enumerate().map(outcome).collect(), along, told)
-    }
-
-    /// The indices of the tasks that send requests, by job.
-    fn jobs(&self) -> Vec<AsOne<Along>> {
-        let mut jobs: BTreeMap<Result<&str, u32>, Vec<usize>> = BTreeMap::new();
-        for (place, task) in self.tasks.iter().enumerate().filter(|(_, task)| task.process.prepares()) {
-            jobs.entry(task.process.job().ok_or(task.process.pid)).or_default().push(place);
-        }
-        let is_asked = |place: &usize| {
-            let task = &self.tasks[*place];
-            !task.meant.is_empty() || (self.direction == Verb::Resume && task.process.is_held())
-        };
-        // A process with none of the tags may have memory of the others open: it is held and resumed with them.
-        let all_take_part = self.request.tags.is_empty() || self.direction == Verb::Resume || self.request.hold_ms.is_some();
-        let part = |mut places: Vec<usize>| {
-            let any = places.iter().any(is_asked);
-            places.retain(|place| any && (all_take_part || is_asked(place)));
-            places
-        };
-        jobs.into_values().map(part).filter(|places| !places.is_empty()).map(|places| AsOne { places, along: Vec::new() }).collect()
-    }
-
-    /// Whether memory on this GPU is selected.
-    fn wants(&self, gpu: &str) -> bool {
-        self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
     }
 
     /// Returns the borrowers, too.
@@ -565,6 +403,31 @@ impl Asking {
         done
     }
 
+    /// Whether memory on this GPU is selected.
+    fn wants(&self, gpu: &str) -> bool {
+        self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
+    }
+
+    /// Sends the paused processes NVML's figures for them, because they must not call NVML themselves.
+    fn tell_what_nvml_counts(&self, outcomes: &[Outcome]) {
+        let is_paused = |outcome: &Outcome| outcome.result.report().is_some_and(|report| report.allocations > 0);
+        let paused = self.tasks.iter().zip(outcomes).filter(|(_, outcome)| is_paused(outcome)).map(|(task, _)| &task.process);
+        let mut holders = BTreeMap::new();
+        for process in paused {
+            let own = |uuid: &str| {
+                let holders = holders.entry(uuid.to_owned()).or_insert_with(|| driver::holders_of(uuid));
+                let bytes = holders.iter().find(|holder| holder.pid == process.pid)?.bytes?;
+                Some((uuid.to_owned(), bytes))
+            };
+            let gpus: BTreeMap<_, _> = process.gpus().filter_map(own).collect();
+            if gpus.is_empty() {
+                continue;
+            }
+            // Errors do not matter: the process has ended, or its library is too old.
+            let _ = self.found.connect(process.pid).and_then(|mut client| client.counted(gpus));
+        }
+    }
+
     /// Closes the connections, which cancels requests that are only waiting, and prints the outcome.
     fn give_up(&self) {
         /// Processes check for a vanished client twice as often.
@@ -587,5 +450,14 @@ impl Asking {
             }
             thread::sleep(NOTICED_WITHIN / 10);
         }
+    }
+
+    /// The tasks with something to do.
+    fn due(&self) -> impl Iterator<Item = &Task> {
+        self.tasks.iter().filter(|task| !task.due.is_empty())
+    }
+
+    fn pids(&self, places: &[usize]) -> Vec<u32> {
+        places.iter().map(|place| self.tasks[*place].process.pid).collect()
     }
 }

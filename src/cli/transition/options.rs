@@ -1,0 +1,138 @@
+//! The options of `vramctl pause` and `vramctl resume`.
+
+use crate::completions;
+use crate::engine;
+use crate::target::{BackupArgs, GpuArgs, TargetArgs, checked_tag, count, milliseconds, registered, seconds};
+use clap_complete::ArgValueCandidates;
+use std::time::Duration;
+use vramctl_model::Registered;
+
+/// How long the program's GPU work in flight may take once it is held.
+const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Without tags, pauses all of them. A pause may come at any moment. The program is held until everything is resumed: its calls that \
+start GPU work wait; all other code keeps running. A pause first waits for GPU work in flight, at most --hold-timeout seconds. It \
+keeps contents in host memory, unless the tag's policy, --backup or --discard says otherwise. All or nothing: a pause that fails \
+changes nothing in any process of the job, and the program continues. ^C undoes a pause that is not complete.
+
+Memory that another process has open (CUDA IPC) is not paused, and the message names the process. With --timeout, the pause waits \
+that long until it is closed; the program keeps running meanwhile. With --shared, the processes that have it open are held as well \
+and give it up, all or nothing. Their own memory stays. When the memory is resumed, they get it back at the same addresses and \
+continue by themselves.
+
+With --no-hold, the program keeps running while it is paused. It must not use its paused memory: GPU work that does fails, and \
+destroys its CUDA context. With --guard as well, such work hits a small block of memory instead, and the resume reports writes to it.
+
+An inference engine must have no requests if its KV cache is discarded, or with --no-hold. With --engine, the command asks it first and \
+refuses to pause while it has any (with --timeout, if they have not finished by then), and has it reset its prefix cache before \
+the KV cache is discarded. If it requires an API key, set VRAMCTL_ENGINE_KEY.
+
+Examples:
+  vramctl pause                           all tags of the only managed process
+  vramctl pause kv_cache --discard --all  drop this tag's contents, everywhere
+  vramctl pause weights --backup disk     keep the contents in a file
+  vramctl pause --name engine --timeout 2.5
+  vramctl pause cache --no-hold           the program keeps using the rest
+  vramctl pause --gpu 0 --all             all memory on this GPU, and no other
+  vramctl pause --trim                    first return what torch has cached
+  vramctl pause --name trainer --shared   even if an engine has it open
+  vramctl pause --dry-run                 show what it would do
+  vramctl pause kv_cache --discard --engine http://127.0.0.1:8000")]
+#[allow(clippy::struct_excessive_bools)] // options
+pub struct PauseArgs {
+    #[command(flatten)]
+    pub transition: Args,
+    /// Only show what would be paused, where the contents would go, and how much host memory they need; with --json each
+    /// process has a "plan" (docs/protocol.md) in place of its "report"
+    #[arg(long, conflicts_with = "quiet")]
+    pub dry_run: bool,
+    #[command(flatten)]
+    pub backup: BackupArgs,
+    /// What to do with memory that another process, a network card or NCCL has registered: refuse (pause nothing), keep (pause
+    /// the rest, and leave out memory that another process has open) or take (pause it too: nobody may use the registration any more)
+    #[arg(long, value_name = "HOW", default_value = "refuse", hide_default_value = true, hide_possible_values = true,
+        value_parser = registered([Registered::Refuse, Registered::Keep, Registered::Take]))]
+    pub registered: Registered,
+    /// Also hold other processes that have the memory open (CUDA IPC); they continue by themselves when it is resumed
+    #[arg(long, conflicts_with = "no_hold")]
+    pub shared: bool,
+    /// Map a small block of GPU memory under the paused addresses (62 MiB per GPU), so that GPU work that wrongly uses them reads
+    /// and writes garbage instead of destroying the program's context
+    #[arg(long)]
+    pub guard: bool,
+    /// First have torch return what it has cached, as `vramctl trim` does, for at most 10 seconds
+    #[arg(long, conflicts_with = "dry_run")]
+    pub trim: bool,
+    /// Once all else is paused, have NCCL (2.29.7 or later) give back the memory of its communicators, too. All ranks of a
+    /// communicator must be in the job. Off by default, because a failure inside NCCL cannot be undone
+    #[arg(long, conflicts_with = "no_hold")]
+    pub nccl: bool,
+    #[command(flatten)]
+    pub hold: HoldArgs,
+    #[command(flatten)]
+    pub engine: engine::EngineArgs,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "\
+Without tags, resumes all of them. All or nothing: if GPU memory is short, everything stays paused, and the message says how \
+much is missing and who holds it. With --timeout, the resume waits that long for others to free memory. \
+If several jobs wait for memory, they queue, and the first to ask gets it first.
+
+Examples:
+  vramctl resume                all tags of the only managed process
+  vramctl resume weights --name engine
+  vramctl resume --gpu 0 --all  all memory on this GPU, and on no other
+  vramctl resume --name engine --timeout 30")]
+pub struct ResumeArgs {
+    #[command(flatten)]
+    pub transition: Args,
+}
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Tags [default: all]
+    #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
+    pub tags: Vec<String>,
+    #[command(flatten)]
+    pub target: TargetArgs,
+    #[command(flatten)]
+    pub gpu: GpuArgs,
+    /// How many processes there must be. Without it, as many as the job had when it was last paused or resumed
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub ranks: Option<usize>,
+    /// Wait at most this many seconds for what is in the way; fractions are allowed
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub timeout: Option<Duration>,
+    /// Print JSON: {"processes": [{"pid", "name", "tags", "report" or "error"}], "jobs": [{"job", "pids", "committed", "attempts",
+    /// "ms"}]}; a resume of a suspended process also has "restored", with the times of the driver's part, and a pause with --trim
+    /// "trimmed"
+    #[arg(long)]
+    pub json: bool,
+    /// Print errors and warnings only
+    #[arg(long, short, conflicts_with = "json")]
+    pub quiet: bool,
+}
+
+#[derive(clap::Args)]
+pub struct HoldArgs {
+    /// Do not hold the program while it is paused. It must be idle, or not use the paused memory
+    #[arg(long)]
+    no_hold: bool,
+    /// The default; overrides an earlier --no-hold
+    #[arg(long, hide = true, overrides_with = "no_hold")]
+    hold: bool,
+    /// How many seconds to wait for GPU work in flight; after that, nothing is paused and the program continues [default: --timeout, or 10]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "no_hold")]
+    hold_timeout: Option<Duration>,
+}
+
+impl HoldArgs {
+    /// How long to wait for work in flight, in milliseconds; `None` if the program is not to be held.
+    pub fn ms(&self, timeout: Option<Duration>) -> Option<u64> {
+        let limit = self.hold_timeout.or(timeout).unwrap_or(HOLD_TIMEOUT);
+        (!self.no_hold).then(|| milliseconds(limit))
+    }
+}
