@@ -124,8 +124,6 @@ struct MemoryInfo2 {
     used: u64,
 }
 
-type AskMemory2 = unsafe extern "C" fn(*mut c_void, *mut MemoryInfo2) -> c_uint;
-type AskMigMode = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_uint) -> c_uint;
 type AskProcesses = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut ProcessInfo) -> c_uint;
 
 struct Nvml {
@@ -139,11 +137,11 @@ struct Nvml {
     by_uuid: unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_uint,
     processes: AskProcesses,
     /// Absent before driver 510.
-    memory2: Option<AskMemory2>,
+    memory2: Option<unsafe extern "C" fn(*mut c_void, *mut MemoryInfo2) -> c_uint>,
     /// Lists graphics processes, which are not among `processes`.
     drawing: Option<AskProcesses>,
     /// Absent before driver 450.
-    mig_mode: Option<AskMigMode>,
+    mig_mode: Option<unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_uint) -> c_uint>,
 }
 
 impl Nvml {
@@ -153,36 +151,22 @@ impl Nvml {
         if library.is_null() {
             return None;
         }
-        // SAFETY: the types match nvml.h, and each symbol is checked for null.
+        // SAFETY: an open library; the types of the fields, and of `init`, are those of nvml.h.
         unsafe {
-            let symbol = |name: &CStr| ptr::NonNull::new(symbols::dlsym(library, name)).map(ptr::NonNull::as_ptr);
-            let init = mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlInit_v2")?);
+            let init: unsafe extern "C" fn() -> c_uint = function(library, c"nvmlInit_v2")?;
             let nvml = Self {
-                count: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_uint) -> c_uint>(symbol(c"nvmlDeviceGetCount_v2")?),
-                name: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint>(symbol(
-                    c"nvmlDeviceGetName",
-                )?),
-                bus: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut PciInfo) -> c_uint>(symbol(
-                    c"nvmlDeviceGetPciInfo_v3",
-                )?),
-                memory: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut MemoryInfo) -> c_uint>(symbol(
-                    c"nvmlDeviceGetMemoryInfo",
-                )?),
-                shutdown: mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_uint>(symbol(c"nvmlShutdown")?),
-                by_index: mem::transmute::<*mut c_void, unsafe extern "C" fn(c_uint, *mut *mut c_void) -> c_uint>(symbol(
-                    c"nvmlDeviceGetHandleByIndex_v2",
-                )?),
-                uuid: mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, *mut c_char, c_uint) -> c_uint>(symbol(
-                    c"nvmlDeviceGetUUID",
-                )?),
-                by_uuid: mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_uint>(symbol(
-                    c"nvmlDeviceGetHandleByUUID",
-                )?),
-                processes: mem::transmute::<*mut c_void, AskProcesses>(symbol(c"nvmlDeviceGetComputeRunningProcesses_v3")?),
-                memory2: symbol(c"nvmlDeviceGetMemoryInfo_v2").map(|found| mem::transmute::<*mut c_void, AskMemory2>(found)),
-                drawing: symbol(c"nvmlDeviceGetGraphicsRunningProcesses_v3")
-                    .map(|found| mem::transmute::<*mut c_void, AskProcesses>(found)),
-                mig_mode: symbol(c"nvmlDeviceGetMigMode").map(|found| mem::transmute::<*mut c_void, AskMigMode>(found)),
+                count: function(library, c"nvmlDeviceGetCount_v2")?,
+                name: function(library, c"nvmlDeviceGetName")?,
+                bus: function(library, c"nvmlDeviceGetPciInfo_v3")?,
+                memory: function(library, c"nvmlDeviceGetMemoryInfo")?,
+                shutdown: function(library, c"nvmlShutdown")?,
+                by_index: function(library, c"nvmlDeviceGetHandleByIndex_v2")?,
+                uuid: function(library, c"nvmlDeviceGetUUID")?,
+                by_uuid: function(library, c"nvmlDeviceGetHandleByUUID")?,
+                processes: function(library, c"nvmlDeviceGetComputeRunningProcesses_v3")?,
+                memory2: function(library, c"nvmlDeviceGetMemoryInfo_v2"),
+                drawing: function(library, c"nvmlDeviceGetGraphicsRunningProcesses_v3"),
+                mig_mode: function(library, c"nvmlDeviceGetMigMode"),
             };
             (init() == SUCCESS).then_some(nvml)
         }
@@ -278,6 +262,18 @@ impl Nvml {
         }
         holders
     }
+}
+
+/// A function of an open library. `None` if the library does not have it.
+///
+/// # Safety
+/// `F` must be the type of this function, and `library` must stay open while it is called.
+unsafe fn function<F: Copy>(library: *mut c_void, name: &CStr) -> Option<F> {
+    const { assert!(mem::size_of::<F>() == mem::size_of::<*mut c_void>(), "a function") };
+    // SAFETY: an open library.
+    let found = unsafe { symbols::dlsym(library, name) };
+    // SAFETY: it is not null, has the size of a pointer, and the caller promises the type.
+    (!found.is_null()).then(|| unsafe { mem::transmute_copy(&found) })
 }
 
 impl Drop for Nvml {
