@@ -1,8 +1,9 @@
 //! The contexts seen in this process. Work in any context of a device may use that device's memory, whichever context it was
 //! allocated in.
 //!
-//! A context is seen when something is allocated in it, when it is current at a hooked call, and when it is the primary
-//! context of a device passed to [`of_devices`].
+//! A context is seen when it is created, when something is allocated in it, and when it is the primary context of a device passed to
+//! [`of_devices`]. Green contexts belong to a primary context, and waiting for that one waits for them (`cuCtxSynchronize` in the driver
+//! API's reference).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -36,7 +37,7 @@ pub fn knows(context: Context) -> bool {
     read().contains_key(&context)
 }
 
-/// Records this thread's current context. Runs at every hooked call, so it must be cheap: whether a known handle now belongs
+/// Records this thread's current context. Runs at every allocation, so it must be cheap: whether a known handle now belongs
 /// to a new context is checked only when it matters.
 #[inline]
 pub fn note_current() {
@@ -55,6 +56,11 @@ pub fn of_devices(devices: &BTreeSet<CUdevice>) -> BTreeSet<Context> {
     let primaries: Vec<_> = devices.iter().filter_map(|device| Some((Current::primary_of(*device).ok()??, *device))).collect();
     write().extend(primaries);
     read().iter().filter(|(_, device)| devices.contains(device)).map(|(context, _)| *context).collect()
+}
+
+/// The devices of these contexts.
+pub fn devices_of(contexts: &BTreeSet<Context>) -> BTreeSet<CUdevice> {
+    read().iter().filter(|(context, _)| contexts.contains(context)).map(|(_, device)| *device).collect()
 }
 
 /// The devices of known contexts.
@@ -106,7 +112,7 @@ pub fn forget_gone() -> Vec<Context> {
     gone
 }
 
-/// Records the context that a handle now refers to: hooked calls may have mistaken it for the handle's previous context.
+/// Records the context that a handle now refers to: [`note_current`] may have mistaken it for the handle's previous context.
 fn note_heir(handle: ContextHandle) {
     if let Ok(context) = handle.context()
         && !read().contains_key(&context)

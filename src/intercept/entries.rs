@@ -137,18 +137,12 @@ fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnO
             return original();
         }
         let answer = handler();
-        if answer == code::SUCCESS && shows_the_context(effect) {
+        if answer == code::SUCCESS && effect.shows_the_context() {
             note_current();
         }
         answer
     };
     guarded(body).unwrap_or(code::UNKNOWN)
-}
-
-/// Whether such a call shows that the program uses memory in its current context. Queries show nothing new, and after a context is
-/// destroyed, the driver may still report it as current.
-fn shows_the_context(effect: Effect) -> bool {
-    matches!(effect, Effect::Allocates | Effect::Frees | Effect::Maps | Effect::Shares)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 
 use crate::entry::{jump, pass_caller};
 use crate::real::originals;
-use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, IpcHandle};
+use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, Effect, IpcHandle};
 use crate::{copies, handlers, hooked_functions, share};
 use std::arch::naked_asm;
 use std::ffi::{c_int, c_uint, c_void};
@@ -51,7 +51,7 @@ macro_rules! hook {
         #[allow(non_snake_case)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
             // SAFETY: the arguments are passed on unchanged.
-            unsafe { call(|| originals::$name($($argument),*), || $handler($($argument),*)) }
+            unsafe { call(Effect::$effect, || originals::$name($($argument),*), || $handler($($argument),*)) }
         }
     };
 }
@@ -60,7 +60,7 @@ macro_rules! guard {
     (Allocates $name:ident ($($argument:ident: $type:ty),*) $handler:path) => {
         pub unsafe extern "C" fn $name($($argument: $type,)* caller: *const c_void) -> CudaError {
             // SAFETY: the arguments are passed on unchanged.
-            unsafe { call(|| originals::$name($($argument),*), || $handler($($argument,)* caller)) }
+            unsafe { call(Effect::Allocates, || originals::$name($($argument),*), || $handler($($argument,)* caller)) }
         }
     };
     ($effect:ident $name:ident $arguments:tt $handler:path) => {};
@@ -70,13 +70,13 @@ hooked_functions!(exports);
 
 /// Runs a handler. If it panics, the call fails.
 #[inline]
-fn call(original: impl FnOnce() -> CudaError, handler: impl FnOnce() -> CudaError) -> CudaError {
+fn call(effect: Effect, original: impl FnOnce() -> CudaError, handler: impl FnOnce() -> CudaError) -> CudaError {
     let body = || {
         if copies::another_is_first() {
             return original();
         }
         let answer = handler();
-        if answer == code::SUCCESS {
+        if answer == code::SUCCESS && effect.shows_the_context() {
             contexts::note_current();
         }
         answer

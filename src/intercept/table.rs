@@ -119,6 +119,8 @@ pub enum Effect {
     Shares,
     /// Queries it.
     Queries,
+    /// Creates a context.
+    Begins,
     /// Destroys a context, and with it the memory in it.
     Ends,
     /// Looks up functions, including these.
@@ -131,6 +133,14 @@ pub enum Effect {
     Signals,
     /// Loads code onto the device.
     Loads,
+}
+
+impl Effect {
+    /// Whether the current context may be one that the library has not seen. Others are seen when they are created, or are the primary
+    /// context of a device.
+    pub fn shows_the_context(self) -> bool {
+        matches!(self, Self::Allocates | Self::Begins)
+    }
 }
 
 /// The meaning of the null stream to a driver function.
@@ -196,6 +206,10 @@ macro_rules! driver_functions {
         Queries cuMemRetainAllocationHandle "cuMemRetainAllocationHandle" 11000 Plain (handle: *mut CUmemGenericAllocationHandle, pointer: *mut c_void) => vmm::retain_handle;
         Queries cuMemGetAllocationPropertiesFromHandle "cuMemGetAllocationPropertiesFromHandle" 10020 Plain (properties: *mut CUmemAllocationProp, handle: CUmemGenericAllocationHandle) => vmm::properties_of;
 
+        Begins cuCtxCreate "cuCtxCreate" 2000 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
+        Begins cuCtxCreate_v2 "cuCtxCreate" 3020 Plain (context: *mut ContextHandle, flags: c_uint, device: CUdevice) => forward;
+        Begins cuCtxCreate_v3 "cuCtxCreate" 11040 Plain (context: *mut ContextHandle, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) => forward;
+        Begins cuCtxCreate_v4 "cuCtxCreate" 12050 Plain (context: *mut ContextHandle, parameters: *mut c_void, flags: c_uint, device: CUdevice) => forward;
         Ends cuCtxDestroy_v2 "cuCtxDestroy" 4000 Plain (context: ContextHandle) => contexts::destroy;
         Ends cuDevicePrimaryCtxReset_v2 "cuDevicePrimaryCtxReset" 11000 Plain (device: CUdevice) => contexts::reset_primary;
         Ends cuDevicePrimaryCtxRelease_v2 "cuDevicePrimaryCtxRelease" 11000 Plain (device: CUdevice) => contexts::release_primary;

@@ -25,7 +25,7 @@ use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use vramctl_config::CopyBy;
 use vramctl_core::memory::Memory;
-use vramctl_intercept::hooks as interpose;
+use vramctl_intercept::{entries, hooks as interpose};
 use vramctl_model::{Report, TagState, TransitionRequest};
 
 pub const MIB: usize = 1 << 20;
@@ -181,7 +181,6 @@ struct Simulated {
     cu_launch_host_func: unsafe extern "C" fn(*mut c_void, extern "C" fn(*mut c_void), *mut c_void) -> u32,
     cu_mem_host_alloc: unsafe extern "C" fn(*mut *mut c_void, usize, u32) -> u32,
     cu_mem_free_host: unsafe extern "C" fn(*mut c_void) -> u32,
-    cu_ctx_create: unsafe extern "C" fn(*mut *mut c_void, u32, c_int) -> u32,
     cu_ctx_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
     cuda_memcpy: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int) -> u32,
     cuda_memcpy_async: unsafe extern "C" fn(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> u32,
@@ -236,7 +235,6 @@ impl Simulated {
             cu_launch_host_func: find!(driver, "cuLaunchHostFunc"),
             cu_mem_host_alloc: find!(driver, "cuMemHostAlloc"),
             cu_mem_free_host: find!(driver, "cuMemFreeHost"),
-            cu_ctx_create: find!(driver, "cuCtxCreate_v2"),
             cu_ctx_destroy: find!(driver, "cuCtxDestroy_v2"),
             cuda_memcpy: find!(runtime, "cudaMemcpy"),
             cuda_memcpy_async: find!(runtime, "cudaMemcpyAsync"),
@@ -461,7 +459,7 @@ pub fn set_device(device: i32) {
 
 /// Creates a context and makes it current.
 pub fn create_context(context: &mut *mut c_void, device: i32) -> u32 {
-    unsafe { (simulated().cu_ctx_create)(context, 0, device) }
+    unsafe { entries::cuCtxCreate_v2((&raw mut *context).cast(), 0, device) }
 }
 
 /// A context besides the device's primary one, current on the thread that created it until dropped there.
@@ -470,7 +468,7 @@ pub struct OwnContext(*mut c_void);
 impl OwnContext {
     pub fn create(device: i32) -> Self {
         let mut context = std::ptr::null_mut();
-        assert_eq!(unsafe { (simulated().cu_ctx_create)(&raw mut context, 0, device) }, 0);
+        assert_eq!(create_context(&mut context, device), 0);
         Self(context)
     }
 }

@@ -269,9 +269,8 @@ impl Memory {
         let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
         devices.extend(peers.keys().filter(|(_, other)| owners.contains(other)).map(|(device, _)| *device));
         drop(peers);
-        let mut contexts = contexts::of_devices(&devices);
-        contexts.extend(borrow::contexts());
-        contexts
+        devices.extend(contexts::devices_of(&borrow::contexts()));
+        contexts::of_devices(&devices)
     }
 
     /// Drops the allocations that resetting the device's primary context destroys.
