@@ -307,6 +307,57 @@ fn the_doctor_approves_a_good_machine_and_names_what_is_missing() {
     assert_eq!(machine.used(), 0);
 }
 
+/// As in a container without the driver capability `utility`, and with an NVML that fails.
+#[test]
+fn without_nvml_each_command_says_why_and_shows_the_rest() {
+    const CAPABILITY: &str = "NVIDIA_DRIVER_CAPABILITIES=compute,utility";
+    let machine = Machine::new("512M");
+    let mut engine = machine.start("engine", "engine", &["--weights-mib", "64", "--kv-mib", "32"]);
+    engine.expect("ready");
+    let libraries = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(artifacts().join("libsimgpu.so"), libraries.path().join("libcuda.so.1")).unwrap();
+    let ask = |line: &str, variable: &str, value: &std::ffi::OsStr| {
+        let output = machine.vramctl(&line.split(' ').collect::<Vec<_>>()).env(variable, value).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).split_whitespace().collect::<Vec<_>>().join(" ");
+        (output.status.code(), text(&output.stdout), text(&output.stderr))
+    };
+    let missing = |line: &str| ask(line, "LD_LIBRARY_PATH", libraries.path().as_os_str());
+
+    // What they do without NVML.
+    for (line, code, rest) in [
+        ("status --ledger", Some(1), "default"),
+        ("status --ledger", Some(1), "Host memory:"),
+        ("metrics", Some(0), "vramctl_host_free_bytes"),
+        ("suspend engine --dry-run", Some(0), "default"),
+    ] {
+        let (ended, out, err) = missing(line);
+        assert!(ended == code && out.contains(rest), "{line}: {ended:?} {out} {err}");
+        assert_eq!(err.matches(CAPABILITY).count(), 1, "{line}: {err}");
+    }
+    for line in ["top --once", "doctor"] {
+        let (ended, out, err) = missing(line);
+        assert!(ended.is_some() && out.contains("NVML cannot be loaded") && out.contains(CAPABILITY), "{line}: {out} {err}");
+    }
+    // What cannot be done without it.
+    for line in ["ps --gpu 0", "pause --gpu 0 --dry-run", "move engine --to 0"] {
+        let (ended, out, err) = missing(line);
+        assert!(ended == Some(1) && err.contains("libnvidia-ml.so.1") && err.contains(CAPABILITY), "{line}: {ended:?} {out} {err}");
+    }
+    let (ended, out, _) = missing("status --ledger --json");
+    let answer: Value = serde_json::from_str(&out).unwrap();
+    assert!(answer["error"]["message"].as_str().unwrap().contains(CAPABILITY), "{answer}");
+    assert_eq!((ended, answer["processes"][0]["name"].as_str(), answer["gpus"].as_array().unwrap().len()), (Some(1), Some("engine"), 0));
+    assert!(answer["host"]["free_bytes"].is_u64(), "{answer}");
+
+    for call in ["nvmlInit_v2", "nvmlDeviceGetCount_v2"] {
+        let (ended, out, err) = ask("status --ledger", "SIMGPU_FAIL", format!("{call}:1:9:*").as_ref());
+        let why = format!("NVML fails: {call} answers 9 (");
+        assert!(ended == Some(1) && out.contains("default") && err.contains(&why), "{call}: {ended:?} {out} {err}");
+    }
+    let (ended, _, err) = ask("status --ledger --gpu GPU-none", "SIMGPU_FAIL", "".as_ref());
+    assert!(ended == Some(1) && err.contains("NVML does not report GPU-none here"), "{err}");
+}
+
 /// The process, the command line and NVML identify a GPU by the same UUID.
 #[test]
 fn gpus_are_chosen_by_index_and_by_uuid() {
@@ -325,7 +376,8 @@ fn gpus_are_chosen_by_index_and_by_uuid() {
     }
     let (code, text) = ask(&["pause", "--gpu", "1"]);
     assert!(code == Some(3) && text.contains("no managed process has memory on GPU-"), "{text}");
-    assert_eq!(ask(&["pause", "--gpu", "9"]).0, Some(2));
+    let (code, text) = ask(&["pause", "--gpu", "9"]);
+    assert!(code == Some(2) && text.contains("NVML reports no GPU 9; give its UUID (`nvidia-smi -L`)"), "{code:?} {text}");
     for request in ["pause", "resume"] {
         let (code, text) = ask(&[request, "--gpu", "0"]);
         assert!(code == Some(0) && text.contains("engine"), "{text}");

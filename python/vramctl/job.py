@@ -230,7 +230,7 @@ class Job:
 def ledger() -> list[Ledger]:
     """Who uses the memory of each GPU of this machine: by tag, by library, and other processes.
 
-    Runs the command line, which asks NVML and all managed processes.
+    Runs the command line, which asks NVML and all managed processes. Raises an error if NVML reports no GPU.
     """
     told = _run(["status", "--all", "--ledger", "--json"])
     if told.get("error"):

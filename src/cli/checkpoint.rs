@@ -17,6 +17,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::Once;
 use std::time::{Duration, Instant};
 use std::{io, thread};
 use vramctl_config::socket_directory;
@@ -124,7 +125,7 @@ pub fn load() -> Result<(), CommandError> {
 /// Fails if the driver cannot reach the processes from here, or if they use a GPU whose checkpoints cannot be restored.
 pub fn can_be_taken(members: &[Member]) -> Result<(), CommandError> {
     can_be_seen(members)?;
-    let cards = cards();
+    let cards = cards_to_check();
     members.iter().try_for_each(|member| unless_in_the_way(member.mig(&cards)).map_err(|failure| member.named(failure)))
 }
 
@@ -133,13 +134,23 @@ pub fn can_be_seen(members: &[Member]) -> Result<(), CommandError> {
     members.iter().try_for_each(|member| member.can_be_seen().map_err(|failure| member.named(failure)))
 }
 
+/// The GPUs. None if NVML reports none; then what they are asked for goes unchecked.
+fn cards_to_check() -> Vec<Card> {
+    static TOLD: Once = Once::new();
+    cards().unwrap_or_else(|none| {
+        let unchecked = "whether the GPUs have room, or are in MIG mode, which cannot be restored, is not checked";
+        TOLD.call_once(|| output::complain("warning", &format!("{unchecked}: {none}")));
+        Vec::new()
+    })
+}
+
 fn unless_in_the_way(obstacles: Vec<Obstacle>) -> Result<(), CommandError> {
     if obstacles.is_empty() { Ok(()) } else { Err(CommandError::from(&Error::NotRestorable(obstacles))) }
 }
 
 /// Dry run: what a suspend would do to each process, and why it would fail.
 pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Vec<Foretold<'a>>, CommandError> {
-    let (loaded, cards, pids) = (load(), cards(), members.iter().map(|member| member.process.pid).collect::<Vec<_>>());
+    let (loaded, cards, pids) = (load(), cards_to_check(), members.iter().map(|member| member.process.pid).collect::<Vec<_>>());
     let foretell = |member: &'a mut Member| {
         // A suspended process has nothing to pause, and no obstacles.
         if !member.gpus.is_empty() {
@@ -317,7 +328,7 @@ pub fn wait_for_room(needs: impl Fn() -> BTreeMap<String, u64>, timeout: Duratio
     let deadline = Instant::now() + timeout;
     loop {
         let (turn, needs) = (take_turn(timeout.max(TURN_WITHIN))?, needs());
-        let cards = if needs.is_empty() { Vec::new() } else { cards() };
+        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check() };
         let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
         let Some(card) = cards.iter().find(is_short) else { return Ok(turn) };
         if Instant::now() >= deadline {

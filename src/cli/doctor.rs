@@ -77,6 +77,7 @@ impl Finding {
 pub fn doctor(args: &Args) -> Result<Exit, CommandError> {
     let mut findings = vec![library(), python_package()];
     findings.extend(gpus());
+    findings.push(nvml());
     findings.extend([host_memory(), limits(), sockets()]);
     findings.extend(engines());
     if args.json {
@@ -178,6 +179,15 @@ fn gpus() -> Vec<Finding> {
         Finding::new("GPU", verdict, message).with(json!(gpu))
     }));
     findings
+}
+
+/// NVML says what other programs hold. All else works without it.
+fn nvml() -> Finding {
+    let finding = |verdict, message| Finding::new("NVML", verdict, message);
+    match driver::cards() {
+        Ok(cards) => finding(Verdict::Ok, format!("GPUs of this machine: {}", cards.len())),
+        Err(none) => finding(Verdict::Warning, none.to_string()),
+    }
 }
 
 fn host_memory() -> Finding {

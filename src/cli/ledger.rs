@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
 use vramctl_control::protocol::ProcessStatus;
-use vramctl_driver::{Card, cards, holders_of};
+use vramctl_driver::{Card, NoCards, cards, holders_of};
 use vramctl_host::limits;
 use vramctl_model::{Bytes, Holder, left_to_cuda};
 
@@ -157,14 +157,14 @@ impl Share {
 }
 
 /// The ledgers of these GPUs, by UUID, or of all. `processes`: all processes with the library, not only the selected ones.
-pub fn take(processes: &[Process], gpus: &[String]) -> Vec<Ledger> {
+pub fn take(processes: &[Process], gpus: &[String]) -> Result<Vec<Ledger>, NoCards> {
     let wanted = |card: &Card| gpus.is_empty() || gpus.contains(&card.uuid);
     let ledger = |card: Card| {
         let shares = account(&card, &holders_of(&card.uuid), processes);
         let Card { index, uuid, name, free, used, reserved, total, .. } = card;
         Ledger { index, uuid, name, total_bytes: total, free_bytes: free, used_bytes: used, reserved_bytes: reserved, shares }
     };
-    cards().into_iter().filter(wanted).map(ledger).collect()
+    Ok(cards()?.into_iter().filter(wanted).map(ledger).collect())
 }
 
 /// Splits the memory in use on a GPU.

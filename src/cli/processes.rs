@@ -411,8 +411,10 @@ fn choose(processes: &[Process], target: &Target) -> Result<Vec<Process>, Comman
 fn uuid_of(gpu: &str, known: &BTreeSet<String>) -> Result<String, CommandError> {
     let usage = |text: String| Err(CommandError::new(Exit::Usage, text));
     if let Ok(index) = gpu.parse() {
+        let unknown =
+            |none| CommandError::new(Exit::Failed, format!("GPU {index}: {none}. Or give its UUID, which `vramctl status` shows"));
         let text = format!("NVML reports no GPU {index}; give its UUID (`nvidia-smi -L`)");
-        return uuid_of_index(index).ok_or_else(|| CommandError::new(Exit::Usage, text));
+        return uuid_of_index(index).map_err(unknown)?.ok_or_else(|| CommandError::new(Exit::Usage, text));
     }
     let short = |uuid: &str| uuid.to_ascii_lowercase().trim_start_matches("gpu-").to_owned();
     let meant: Vec<_> = known.iter().filter(|uuid| short(uuid).starts_with(&short(gpu))).collect();

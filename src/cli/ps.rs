@@ -63,7 +63,7 @@ impl Jobs {
 
 /// The GPUs' indices in `nvidia-smi`, by UUID. None without NVML.
 fn indices() -> BTreeMap<String, u32> {
-    (0..).map_while(|index| Some((uuid_of_index(index)?, index))).collect()
+    (0..).map_while(|index| Some((uuid_of_index(index).ok()??, index))).collect()
 }
 
 fn row(process: &Process, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<String> {

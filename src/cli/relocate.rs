@@ -59,7 +59,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     let found = Found::look(&Target::All)?;
     let mut members = checkpoint::join(&found, &target)?;
     check_whole(members.iter().map(|member| &member.process), !matches!(target, Target::Pid(_)), args.ranks)?;
-    let cards = cards();
+    let cards = cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
     let from = places(&members, &cards)?;
     let to = args.to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
     if let Some(other) = args.swap {

@@ -38,7 +38,7 @@ pub struct Args {
     #[arg(long)]
     ledger: bool,
     /// Print JSON: {"processes": […]}, each with the fields of a `status` reply (docs/protocol.md); with --ledger {"processes": […],
-    /// "gpus": […], "host": …}
+    /// "gpus": […], "host": …}, and "error" if the GPUs are not known
     #[arg(long)]
     pub json: bool,
 }
@@ -87,16 +87,31 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
     if gpus.is_empty() && *target != Target::All {
         gpus = chosen.iter().flat_map(Process::gpus).map(str::to_owned).collect();
     }
-    let (ledgers, host) = (ledger::take(&found.processes, &gpus), ledger::host(&chosen));
+    let host = ledger::host(&chosen);
+    let (ledgers, failure) = match ledger::take(&found.processes, &gpus) {
+        Ok(ledgers) if ledgers.is_empty() => {
+            (ledgers, Some(format!("NVML does not report {} here; `nvidia-smi -L` lists what it does", gpus.join(", "))))
+        }
+        Ok(ledgers) => (ledgers, None),
+        Err(none) => (Vec::new(), Some(none.to_string())),
+    };
+    let failure = failure.map(|why| CommandError::new(Exit::Failed, why));
     if json {
-        output::print(&format!("{}\n", serde_json::json!({ "processes": chosen, "gpus": ledgers, "host": host })))?;
-    } else if ledgers.is_empty() {
-        return Err(CommandError::new(Exit::Failed, "NVML reports no GPU: is the NVIDIA driver installed here?"));
+        let mut answer = serde_json::json!({ "processes": chosen, "gpus": ledgers, "host": host });
+        if let Some(failure) = &failure {
+            answer["error"] = serde_json::json!(failure);
+        }
+        output::print(&format!("{answer}\n"))?;
     } else {
-        let texts: Vec<_> = ledgers.iter().map(ledger::describe).chain([ledger::describe_host(&host)]).collect();
+        // Without ledgers, what the processes themselves know.
+        let known = chosen.iter().filter(|_| failure.is_some()).filter_map(|process| process.status.as_ref().ok()).map(describe);
+        let texts: Vec<_> = ledgers.iter().map(ledger::describe).chain(known).chain([ledger::describe_host(&host)]).collect();
         output::say(&texts.join("\n\n"))?;
+        if let Some(failure) = &failure {
+            output::complain("error", &failure.to_string());
+        }
     }
-    Ok(Exit::Done)
+    Ok(failure.map_or(Exit::Done, |failure| failure.exit()))
 }
 
 fn describe(status: &ProcessStatus) -> String {

@@ -7,6 +7,7 @@ mod context;
 mod copy;
 mod kernel;
 pub mod nccl;
+mod no_cards;
 mod nvml;
 mod survey;
 mod table;
@@ -19,6 +20,7 @@ pub use cudarc::driver::sys::{
 };
 use cudarc::driver::sys::{CUcontext, CUevent, CUpointer_attribute, CUstream};
 pub use kernel::{Parts, Resident};
+pub use no_cards::NoCards;
 pub use nvml::{Card, cards, holders, holders_of, keep_nvml, uses, uuid, uuid_of_index};
 pub use survey::{Gpu, Survey, survey};
 pub use table::Driver;

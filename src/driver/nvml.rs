@@ -1,6 +1,6 @@
 //! Other processes that hold a device's memory, as reported by NVML (queried only when memory is short), and device UUIDs.
 
-use super::{CUdevice, Driver, devices};
+use super::{CUdevice, Driver, NoCards, devices};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
 use std::{fs, mem, process, ptr};
 use vramctl_host::symbols;
@@ -8,7 +8,7 @@ use vramctl_model::{GpuUse, Holder};
 
 /// The other processes that hold memory of `device`, largest first. Empty if NVML is missing or does not report them.
 pub fn holders(device: CUdevice) -> Vec<Holder> {
-    let mut holders = Nvml::load().map_or_else(Vec::new, |nvml| nvml.processes(device));
+    let mut holders = Nvml::load().map_or_else(|_| Vec::new(), |nvml| nvml.processes(device));
     holders.retain(|holder| holder.pid != process::id());
     holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
     holders
@@ -37,18 +37,23 @@ pub struct Card {
     pub mig: bool,
 }
 
-/// The GPUs of this machine, or container. Empty if NVML is missing.
-pub fn cards() -> Vec<Card> {
-    let Some(nvml) = Nvml::load() else { return Vec::new() };
+/// The GPUs of this machine, or container: at least one.
+pub fn cards() -> Result<Vec<Card>, NoCards> {
+    let nvml = Nvml::load()?;
     let mut count = 0;
     // SAFETY: NVML is initialised; `count` is writable.
-    let answered = unsafe { (nvml.count)(&raw mut count) } == SUCCESS;
-    (0..if answered { count } else { 0 }).filter_map(|index| nvml.card(index)).collect()
+    nvml.done("nvmlDeviceGetCount_v2", unsafe { (nvml.count)(&raw mut count) })?;
+    let cards: Vec<_> = (0..count).filter_map(|index| nvml.card(index)).collect();
+    match (cards.is_empty(), count) {
+        (false, _) => Ok(cards),
+        (true, 0) => Err(NoCards::None),
+        (true, _) => Err(NoCards::Fails(format!("it counts {count} GPUs, and describes none of them"))),
+    }
 }
 
 /// The processes that hold memory of the GPU with this UUID, largest first.
 pub fn holders_of(uuid: &str) -> Vec<Holder> {
-    let mut holders = Nvml::load().map_or_else(Vec::new, |nvml| nvml.processes_on(uuid));
+    let mut holders = Nvml::load().map_or_else(|_| Vec::new(), |nvml| nvml.processes_on(uuid));
     holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
     holders
 }
@@ -63,7 +68,7 @@ pub fn keep_nvml() {
 pub fn uses() -> Vec<GpuUse> {
     /// Used if NVML cannot identify this process, as in some containers. Apart from paused memory, programs use 0.8 to 0.9 GiB.
     const USUAL: u64 = 1 << 30;
-    let nvml = Nvml::load();
+    let nvml = Nvml::load().ok();
     let has_context = |device| {
         let (mut flags, mut active) = (0, 0);
         // SAFETY: both are writable.
@@ -140,21 +145,24 @@ struct Nvml {
     memory2: Option<unsafe extern "C" fn(*mut c_void, *mut MemoryInfo2) -> c_uint>,
     /// Lists graphics processes, which are not among `processes`.
     drawing: Option<AskProcesses>,
+    error_text: Option<unsafe extern "C" fn(c_uint) -> *const c_char>,
     /// Absent before driver 450.
     mig_mode: Option<unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_uint) -> c_uint>,
 }
 
 impl Nvml {
-    fn load() -> Option<Self> {
+    fn load() -> Result<Self, NoCards> {
         // SAFETY: a NUL-terminated name; the library stays open, so its functions stay valid.
         let library = unsafe { libc::dlopen(c"libnvidia-ml.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) };
         if library.is_null() {
-            return None;
+            // SAFETY: after a failure it is a text, valid until the next call.
+            return Err(NoCards::NoLibrary(unsafe { CStr::from_ptr(libc::dlerror()) }.to_string_lossy().into_owned()));
         }
         // SAFETY: an open library; the types of the fields, and of `init`, are those of nvml.h.
         unsafe {
             let init: unsafe extern "C" fn() -> c_uint = function(library, c"nvmlInit_v2")?;
-            let nvml = Self {
+            // Dropping it shuts NVML down, so not before it is initialised.
+            let nvml = mem::ManuallyDrop::new(Self {
                 count: function(library, c"nvmlDeviceGetCount_v2")?,
                 name: function(library, c"nvmlDeviceGetName")?,
                 bus: function(library, c"nvmlDeviceGetPciInfo_v3")?,
@@ -164,12 +172,22 @@ impl Nvml {
                 uuid: function(library, c"nvmlDeviceGetUUID")?,
                 by_uuid: function(library, c"nvmlDeviceGetHandleByUUID")?,
                 processes: function(library, c"nvmlDeviceGetComputeRunningProcesses_v3")?,
-                memory2: function(library, c"nvmlDeviceGetMemoryInfo_v2"),
-                drawing: function(library, c"nvmlDeviceGetGraphicsRunningProcesses_v3"),
-                mig_mode: function(library, c"nvmlDeviceGetMigMode"),
-            };
-            (init() == SUCCESS).then_some(nvml)
+                memory2: function(library, c"nvmlDeviceGetMemoryInfo_v2").ok(),
+                drawing: function(library, c"nvmlDeviceGetGraphicsRunningProcesses_v3").ok(),
+                error_text: function(library, c"nvmlErrorString").ok(),
+                mig_mode: function(library, c"nvmlDeviceGetMigMode").ok(),
+            });
+            nvml.done("nvmlInit_v2", init())?;
+            Ok(mem::ManuallyDrop::into_inner(nvml))
         }
+    }
+
+    /// The answer of a call.
+    fn done(&self, call: &str, code: c_uint) -> Result<(), NoCards> {
+        // SAFETY: a static text, for any code, also before NVML is initialised.
+        let text = |ask: unsafe extern "C" fn(c_uint) -> *const c_char| unsafe { CStr::from_ptr(ask(code)) }.to_string_lossy().into_owned();
+        let text = || self.error_text.map_or_else(String::new, |ask| format!(" ({})", text(ask)));
+        if code == SUCCESS { Ok(()) } else { Err(NoCards::Fails(format!("{call} answers {code}{}", text()))) }
     }
 
     fn uuid_of_index(&self, index: u32) -> Option<String> {
@@ -264,16 +282,19 @@ impl Nvml {
     }
 }
 
-/// A function of an open library. `None` if the library does not have it.
+/// A function of an open library. Fails if the library does not have it.
 ///
 /// # Safety
 /// `F` must be the type of this function, and `library` must stay open while it is called.
-unsafe fn function<F: Copy>(library: *mut c_void, name: &CStr) -> Option<F> {
+unsafe fn function<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F, NoCards> {
     const { assert!(mem::size_of::<F>() == mem::size_of::<*mut c_void>(), "a function") };
     // SAFETY: an open library.
     let found = unsafe { symbols::dlsym(library, name) };
+    if found.is_null() {
+        return Err(NoCards::NoLibrary(format!("libnvidia-ml.so.1 has no {}", name.to_string_lossy())));
+    }
     // SAFETY: it is not null, has the size of a pointer, and the caller promises the type.
-    (!found.is_null()).then(|| unsafe { mem::transmute_copy(&found) })
+    Ok(unsafe { mem::transmute_copy(&found) })
 }
 
 impl Drop for Nvml {
@@ -293,7 +314,7 @@ pub fn uuid(device: CUdevice) -> Option<String> {
     Some(format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
 }
 
-/// The UUID of the GPU with this index in `nvidia-smi`; `None` if NVML is missing or has no such GPU.
-pub fn uuid_of_index(index: u32) -> Option<String> {
-    Nvml::load()?.uuid_of_index(index)
+/// The UUID of the GPU with this index in `nvidia-smi`; `None` if there is no such GPU.
+pub fn uuid_of_index(index: u32) -> Result<Option<String>, NoCards> {
+    Ok(Nvml::load()?.uuid_of_index(index))
 }

@@ -85,12 +85,12 @@ metrics! {
 const MOST_OWNERS: usize = 32;
 const REST: &str = "(rest)";
 
-/// The page about these processes, including the figures of NVML and the kernel.
-pub fn page(processes: &[Process], begun: Instant) -> String {
-    let (ledgers, host) = (ledger::take(processes, &[]), ledger::host(processes));
+/// The page about these GPUs and processes, including the figures of the kernel.
+pub fn page(ledgers: &[Ledger], processes: &[Process], begun: Instant) -> String {
+    let host = ledger::host(processes);
     let mut page = Exposition::default();
     page.put(&BUILD, &[env!("CARGO_PKG_VERSION")], 1);
-    for ledger in &ledgers {
+    for ledger in ledgers {
         page.gpu(ledger);
     }
     page.put(&HOST_FREE, &[], host.free_bytes);

@@ -4,6 +4,7 @@ mod families;
 mod serve;
 
 use crate::failure::{CommandError, Exit};
+use crate::ledger;
 use crate::output;
 use crate::processes::{Found, Target};
 use std::fs::{self, OpenOptions, Permissions};
@@ -11,6 +12,7 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 use std::time::Instant;
 use std::{io, process};
 use vramctl_driver::keep_nvml;
@@ -52,7 +54,12 @@ pub fn metrics(args: &Args) -> Result<Exit, CommandError> {
 fn page() -> Result<String, CommandError> {
     let begun = Instant::now();
     let processes = Found::look(&Target::All)?.processes;
-    Ok(families::page(&processes, begun))
+    let ledgers = ledger::take(&processes, &[]).unwrap_or_else(|none| {
+        static TOLD: Once = Once::new();
+        TOLD.call_once(|| output::complain("warning", &format!("the metrics of the GPUs are missing: {none}")));
+        Vec::new()
+    });
+    Ok(families::page(&ledgers, &processes, begun))
 }
 
 /// Replaces a file atomically. The collector may be another user who can write to the folder, so a file that already exists under the

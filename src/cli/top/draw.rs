@@ -85,7 +85,7 @@ fn above<'a>(model: &Model, width: u16, now: Instant, most: usize) -> Vec<Line<'
         lines.push(Line::raw(format!("and {gpus}, not shown for lack of room")));
     }
     match (bars.is_empty(), model.gpus_silent(now)) {
-        (true, _) => lines.push(Line::raw("NVML reports no GPU: there are no bars")),
+        (true, _) => lines.extend(wrapped(&output::plain(&model.no_bars()), usize::from(width)).into_iter().map(Line::raw)),
         (false, Some(age)) => lines.push(Line::raw(format!("NVML has not answered for {} s: the bars are from then", age.as_secs()))),
         (false, None) => lines.push(legend()),
     }
@@ -387,7 +387,7 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use std::time::Duration;
-    use vramctl_driver::Card;
+    use vramctl_driver::{Card, NoCards};
     use vramctl_host::limits::Room;
     use vramctl_model::{DeviceStatus, Holder, LeftAlone, Stage, TagState, Totals};
 
@@ -425,7 +425,7 @@ mod tests {
         let memory = &mut trainer.status.as_mut().unwrap().memory;
         (memory.held, memory.tags[0].host_bytes, memory.host.ready_bytes) = (true, GIB, 2 * GIB);
         model.put(sample(trainer), now);
-        model.put_gpus(Gpus { cards: vec![card(0)], available: 60 * GIB }, now);
+        model.put_gpus(Gpus { cards: Ok(vec![card(0)]), available: 60 * GIB }, now);
         model
     }
 
@@ -564,9 +564,14 @@ Link   out none yet, in none yet
         let mut model = Model::new(Duration::from_secs(1));
         let drawn = picture(&model, now, 80, 16);
         assert!(
-            drawn.contains("no process is managed: start one with `vramctl run -- COMMAND`") && drawn.contains("NVML reports no GPU"),
+            drawn.contains("no process is managed: start one with `vramctl run -- COMMAND`") && drawn.contains("NVML has not answered yet"),
             "{drawn}"
         );
+        model.put_gpus(Gpus { cards: Err(NoCards::NoLibrary("no libnvidia-ml.so.1".into())), available: 60 * GIB }, now);
+        let drawn = picture(&model, now, 80, 16);
+        let words = drawn.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains("NVML cannot be loaded: no libnvidia-ml.so.1."), "{drawn}");
+        assert!(words.contains("NVIDIA_DRIVER_CAPABILITIES=compute,utility") && words.contains("60.00 GiB free"), "{drawn}");
         model.trouble = Some("the directory is another user's".into());
         assert!(picture(&model, now, 80, 16).contains("the directory is another user's"));
     }
@@ -575,7 +580,7 @@ Link   out none yet, in none yet
     fn no_size_is_too_small_or_too_large() {
         let now = Instant::now();
         let mut model = busy(now);
-        model.put_gpus(Gpus { cards: (0..8).map(card).collect(), available: 0 }, now);
+        model.put_gpus(Gpus { cards: Ok((0..8).map(card).collect()), available: 0 }, now);
         for overlay in
             [Overlay::Nothing, Overlay::Help, Overlay::Question { words: vec!["pause".into(), "x".repeat(300)], what: "ü".repeat(500) }]
         {
@@ -597,7 +602,7 @@ Link   out none yet, in none yet
     #[test]
     fn where_there_is_room_for_all_of_it_every_gpu_is_shown() {
         let (now, mut model) = (Instant::now(), Model::new(Duration::from_secs(1)));
-        model.put_gpus(Gpus { cards: (0..2).map(card).collect(), available: 0 }, now);
+        model.put_gpus(Gpus { cards: Ok((0..2).map(card).collect()), available: 0 }, now);
         for pid in 1..=4 {
             let mut buffer = Buffer::empty(Rect::new(0, 0, 80, height(&model, 80, now)));
             draw(&mut buffer, &model, now, false);

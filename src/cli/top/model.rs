@@ -4,7 +4,7 @@ use crate::ledger::{self, What};
 use crate::processes::Process;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
-use vramctl_driver::Card;
+use vramctl_driver::{Card, NoCards};
 use vramctl_host::limits::Room;
 use vramctl_model::{Holder, Progress, Stage, TagState, Verb};
 
@@ -35,9 +35,9 @@ pub struct Model {
 }
 
 /// This machine, as NVML and the kernel report it.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Gpus {
-    pub cards: Vec<(Card, Vec<Holder>)>,
+    pub cards: Result<Vec<(Card, Vec<Holder>)>, NoCards>,
     /// Host memory available.
     pub available: u64,
 }
@@ -278,7 +278,13 @@ impl Model {
             parts.push((Slice::Free, card.total.saturating_sub(shown)));
             GpuBar { index: card.index, model: card.name.clone(), used: card.used, total: card.total, parts }
         };
-        gpus.cards.iter().map(bar).collect()
+        gpus.cards.iter().flatten().map(bar).collect()
+    }
+
+    /// Why there are no bars.
+    pub fn no_bars(&self) -> String {
+        let failure = self.gpus.as_ref().and_then(|(_, gpus)| gpus.cards.as_ref().err());
+        failure.map_or_else(|| "NVML has not answered yet: there are no bars".into(), ToString::to_string)
     }
 
     pub fn host(&self) -> HostMemory {

@@ -150,7 +150,7 @@ fn owner_name(owner: &MemoryOwner) -> String {
 
 impl Recording {
     fn of(followed: &[Followed]) -> Self {
-        let indices: BTreeMap<_, _> = (0..).map_while(|index| Some((uuid_of_index(index)?, index))).collect();
+        let indices: BTreeMap<_, _> = (0..).map_while(|index| Some((uuid_of_index(index).ok()??, index))).collect();
         let gpu = |owner: &MemoryOwner| match (&owner.gpu, owner.device) {
             (Some(uuid), _) => {
                 let short = uuid.get(..12).unwrap_or(uuid);
