@@ -5,11 +5,19 @@
 set -u
 
 usage() {
+	only_pause='' unsupported='process names' held=''
+	if [ "$1" = pause ]; then
+		only_pause=' [--discard] [--force] [--no-hold | --hold-timeout SECONDS]'
+		unsupported="$unsupported, jobs of several processes, asking an inference engine first, and --backup other than --discard"
+		held="
+The program is held until everything is resumed: its calls that start GPU work wait. --hold-timeout: how long to wait for work in
+flight [default: --timeout, or 10]. With --no-hold, the program must be idle, or not use the paused memory."
+	fi
 	cat <<HELP
-usage: $1.sh [TAG…] [--pid PID | --all]$([ "$1" = resume ] || printf ' [--discard] [--force]') [--timeout SECONDS]
+usage: $1.sh [TAG…] [--pid PID | --all]$only_pause [--timeout SECONDS]
 
-Like \`vramctl $1\`, but needs only a shell and one of socat, nc (with -U) or python3.
-Not supported: process names$([ "$1" = resume ] || printf ', asking an inference engine first, and --backup other than --discard').
+Like \`vramctl $1\`, but one process after another, and needs only a shell and one of socat, nc (with -U) or python3.
+Not supported: $unsupported.$held
 Without tags: all tags. Without --pid or --all: the only managed process.
 With --all and one tag, skips processes without it; with several tags, every process must have them all.
 Prints each process's answer, one line of JSON. Waits without limit: a stopped process answers when it continues.
@@ -35,6 +43,10 @@ control() {
 	find_directory
 	choose_transport
 	choose_processes
+	if [ "$request" = pause ]; then
+		refuse_jobs
+		[ -z "$hold" ] || options="$options,\"hold_ms\":$hold"
+	fi
 
 	message="{\"version\":1,\"request\":\"$request\",\"tags\":[$tags]$options}"
 	result=0 did=''
@@ -59,9 +71,10 @@ control() {
 newline='
 '
 
-# Sets tags, options (both JSON), count (of tags), target (a pid, `all` or nothing).
+# Sets tags, options (both JSON), count (of tags), target (a pid, `all` or nothing), hold (how many milliseconds to wait for work in
+# flight; nothing if the program is not to be held).
 read_arguments() {
-	tags='' options='' count=0 target=''
+	tags='' options='' count=0 target='' hold='' no_hold='' timeout=''
 	while [ $# -gt 0 ]; do
 		case $1 in
 		-h | --help) usage "$request"; exit 0 ;;
@@ -72,7 +85,16 @@ read_arguments() {
 			shift
 			;;
 		--timeout)
-			options="$options,\"timeout_ms\":$(milliseconds "${2:-}")" || die 2 "--timeout needs a number of seconds, for example 30 or 2.5"
+			timeout=$(milliseconds "${2:-}") || die 2 "--timeout needs a number of seconds, for example 30 or 2.5"
+			shift
+			;;
+		--no-hold)
+			[ "$request" = pause ] || die 2 "--no-hold is for a pause"
+			no_hold=yes
+			;;
+		--hold-timeout)
+			[ "$request" = pause ] || die 2 "--hold-timeout is for a pause"
+			hold=$(milliseconds "${2:-}") || die 2 "--hold-timeout needs a number of seconds, for example 30 or 2.5"
 			shift
 			;;
 		--force)
@@ -90,6 +112,9 @@ read_arguments() {
 		shift
 	done
 	for tag in "$@"; do add_tag "$tag"; done
+	[ -z "$timeout" ] || options="$options,\"timeout_ms\":$timeout"
+	[ -z "$no_hold" ] || [ -z "$hold" ] || die 2 "--no-hold and --hold-timeout exclude each other"
+	[ -n "$no_hold" ] || hold=${hold:-${timeout:-10000}}
 }
 
 choose_target() {
@@ -172,6 +197,27 @@ choose_processes() {
 		pids=$target
 		;;
 	esac
+}
+
+# Refuses to pause several processes of one job. This script asks one after another, so an error would leave half of the job paused, and
+# the work of a process that waits in a collective for a held one would not finish.
+refuse_jobs() {
+	case ${pids# } in *' '*) ;; *) return ;; esac
+	jobs=$newline
+	for pid in $pids; do
+		answer=$(cd "$directory" && exchange "./$pid.sock" '{"version":1,"request":"hello"}')
+		# JSON escapes quotes inside strings, so the patterns match only fields.
+		case $answer in *'"job":"'*) ;; *) continue ;; esac
+		job=${answer#*'"job":"'}
+		job=${job%%'","'*}
+		case $jobs in
+		*"$newline$job$newline"*)
+			die 2 "nothing was paused: process $pid and others are one job, which this script cannot pause as a whole." \
+				"Use \`vramctl pause\`, or choose a single process with --pid:$pids"
+			;;
+		esac
+		jobs=$jobs$job$newline
+	done
 }
 
 # Whether the socket of process $1 is stale: a killed process leaves it behind. Connects instead of checking /proc, which does

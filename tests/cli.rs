@@ -123,6 +123,7 @@ struct State {
     transitions: usize,
     /// The UUID of its GPU.
     gpu: String,
+    job: Option<String>,
 }
 
 impl Fake {
@@ -146,6 +147,7 @@ impl Fake {
             drain_ms: None,
             transitions: 0,
             gpu: GPU.into(),
+            job: None,
         };
         let fake = Self { child, socket, state: Arc::new(Mutex::new(state)) };
         let (state, react) = (Arc::clone(&fake.state), Arc::new(react));
@@ -166,6 +168,12 @@ impl Fake {
     /// Makes it report this GPU.
     fn on_gpu(self, uuid: &str) -> Self {
         self.state.lock().unwrap().gpu = uuid.into();
+        self
+    }
+
+    /// Makes it report this job.
+    fn of_job(self, name: &str) -> Self {
+        self.state.lock().unwrap().job = Some(name.into());
         self
     }
 
@@ -251,6 +259,8 @@ impl State {
                 // The remaining time depends on this machine's speed, so round it to tens of seconds.
                 let hold_ms = self.drain_ms.take().map(|limit| limit.max(1).next_multiple_of(10_000));
                 let timeout_ms = wanted.timeout_ms.filter(|_| hold_ms.is_none());
+                // A request without steps says it itself.
+                let hold_ms = hold_ms.or(wanted.hold_ms);
                 self.asked.push(Request::Pause(Transition { hold_ms, timeout_ms, ..wanted.clone() }));
                 match self.plan(wanted).prefix_cache {
                     Some(engine) if !wanted.force => Reply::Error(Refusal::from(&Error::PrefixCache(engine))),
@@ -317,7 +327,7 @@ impl State {
             name: self.name.clone(),
             program,
             engine: self.engine.clone(),
-            job: None,
+            job: self.job.clone(),
             ranks: Vec::new(),
             prepares: true,
             trims: false,
@@ -1459,13 +1469,19 @@ fn scripts_pause_and_resume_through_every_transport() {
         pause.expect(0, "\"reply\":\"done\"", "");
         assert_eq!(serde_json::from_str::<Value>(&pause.out).unwrap()["discarded_bytes"], json!(GIB));
         let tags = vec!["it's \"odd\" \\ ü".to_owned()];
-        let wanted = Transition { tags, backup: Some(Backup::Discard), timeout_ms: Some(2500), ..Transition::default() };
+        let held = Transition { hold_ms: Some(10_000), ..Transition::default() };
+        let wanted = Transition { tags, backup: Some(Backup::Discard), hold_ms: Some(2500), timeout_ms: Some(2500), ..held.clone() };
         assert_eq!(engine.asked(), [Request::Pause(wanted)]);
 
         run("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");
         assert_eq!(engine.asked()[1], Request::Resume(Transition::default()));
         run("pause.sh", &["kv_cache", "--force"]).expect(0, "\"reply\":\"done\"", "");
-        assert_eq!(engine.asked()[2], Request::Pause(Transition { tags: vec!["kv_cache".into()], force: true, ..Transition::default() }));
+        assert_eq!(engine.asked()[2], Request::Pause(Transition { tags: vec!["kv_cache".into()], force: true, ..held }));
+        run("pause.sh", &["--no-hold"]).expect(0, "\"reply\":\"done\"", "");
+        assert_eq!(engine.asked()[3], Request::Pause(Transition::default()));
+        run("pause.sh", &["--hold-timeout", "0.5", "--timeout", "3"]).expect(0, "\"reply\":\"done\"", "");
+        let limits = Transition { hold_ms: Some(500), timeout_ms: Some(3000), ..Transition::default() };
+        assert_eq!(engine.asked()[4], Request::Pause(limits));
         run("pause.sh", &["lost", "--pid", &engine.pid().to_string()]).expect(6, "\"known_tags\":[\"kv_cache\"", "");
         drop(engine);
     }
@@ -1509,13 +1525,17 @@ fn scripts_refuse_as_the_command_line_does() {
     let path = std::env::var_os("PATH").unwrap();
     let run = |name: &str, arguments: &[&str]| run_script(&place, Path::new(&path), name, arguments);
     run("pause.sh", &[]).expect(3, "", "no process is managed");
-    run("pause.sh", &["--help"]).expect(0, "Not supported: process names, asking an inference engine first", "");
+    run("pause.sh", &["--help"]).expect(0, "Not supported: process names, jobs of several processes", "");
     run("resume.sh", &["--help"]).expect(0, "Not supported: process names.\n", "");
     run("pause.sh", &["--explode"]).expect(2, "", "--explode");
     run("pause.sh", &["--timeout", "soon"]).expect(2, "", "number of seconds");
     run("pause.sh", &["--pid", "x"]).expect(2, "", "process id");
     run("resume.sh", &["--discard"]).expect(2, "", "for a pause");
     run("resume.sh", &["--force"]).expect(2, "", "for a pause");
+    run("resume.sh", &["--no-hold"]).expect(2, "", "for a pause");
+    run("resume.sh", &["--hold-timeout", "1"]).expect(2, "", "for a pause");
+    run("pause.sh", &["--hold-timeout", "soon"]).expect(2, "", "number of seconds");
+    run("pause.sh", &["--no-hold", "--hold-timeout", "1"]).expect(2, "", "exclude each other");
 
     let engine = Fake::new(&place, "engine", &["weights"]);
     let trainer = Fake::reacting(&place, "trainer", &["optimizer"], |request| match request {
@@ -1538,6 +1558,30 @@ fn scripts_refuse_as_the_command_line_does() {
     symlink(&place.sockets, &link).unwrap();
     let ran = Ran::new(&place.command(script("pause.sh"), &["--all"]).env("VRAMCTL_DIR", &link).output().unwrap());
     ran.expect(1, "", "symbolic link");
+}
+
+/// One after another, an error would leave half of a job paused.
+#[test]
+fn a_script_does_not_pause_half_a_job() {
+    let place = Place::new();
+    for (transport, path) in transports(&place) {
+        eprintln!("{transport}");
+        let run = |name: &str, arguments: &[&str]| run_script(&place, &path, name, arguments);
+        let strange = "it's a \"job\" \\ * ü";
+        let ranks = [strange, "other", strange].map(|job| Fake::new(&place, "engine", &["weights"]).of_job(job));
+        let alone = Fake::new(&place, "alone", &["weights"]);
+        for options in [&["--all"][..], &["weights", "--all"], &["--all", "--no-hold"]] {
+            run("pause.sh", options).expect(2, "", "`vramctl pause`");
+        }
+        assert!(ranks.iter().all(|rank| rank.asked().is_empty()) && alone.asked().is_empty());
+        // What was paused by other means may come back in any order.
+        run("resume.sh", &["--all"]).expect(0, "\"reply\":\"done\"", "");
+        run("pause.sh", &["--pid", &ranks[0].pid().to_string()]).expect(0, "\"reply\":\"done\"", "");
+        // Each is a whole job.
+        let [_first, _other, second] = ranks;
+        drop(second);
+        run("pause.sh", &["--all"]).expect(0, "\"reply\":\"done\"", "");
+    }
 }
 
 #[test]
@@ -1781,7 +1825,7 @@ fn the_documented_client_runs() {
     let Some(python) = installed("python3") else { return eprintln!("skipped: no python3 here") };
     let ran = Ran::new(&place.command(&python, &["-c", client, &engine.pid().to_string()]).output().unwrap());
     ran.expect(0, "'reply': 'done'", "");
-    assert!(matches!(engine.asked()[..], [Request::Pause(_)]));
+    assert!(matches!(engine.asked()[..], [Request::Pause(Transition { hold_ms: Some(10_000), .. })]));
 
     let base = place.folder.path();
     fs::rename(&place.sockets, base.join("vramctl")).unwrap();

@@ -43,6 +43,31 @@ fn a_job_is_paused_and_resumed_as_one() {
     ranks.iter_mut().for_each(Rank::verify);
 }
 
+/// In containers without the binary.
+#[test]
+fn the_scripts_hold_a_process_and_refuse_half_a_job() {
+    let machine = Machine::new();
+    let script = |name: &str, arguments: &[&str]| {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts").join(name);
+        Ran::new(&machine.command(path, arguments).output().unwrap())
+    };
+    let [first] = machine.job("engine");
+    script("pause.sh", &[]).expect(0, "\"reply\":\"done\"", "");
+    assert_eq!(machine.state(&first), "paused, held");
+    script("resume.sh", &[]).expect(0, "\"reply\":\"done\"", "");
+    script("pause.sh", &["--no-hold"]).expect(0, "", "");
+    assert_eq!(machine.state(&first), "paused");
+    script("resume.sh", &[]).expect(0, "", "");
+    let [second] = machine.job("engine");
+    script("pause.sh", &["--all"]).expect(2, "", "one job");
+    assert_eq!(machine.settled(&[&first, &second]), "active");
+    machine.vramctl("pause").expect(0, "", "");
+    script("resume.sh", &["--all"]).expect(0, "", "");
+    let mut ranks = [first, second];
+    assert_eq!(machine.settled(&ranks.each_ref()), "active");
+    ranks.iter_mut().for_each(Rank::verify);
+}
+
 /// How far a coordinator gets before it dies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Until {
