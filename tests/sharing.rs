@@ -66,6 +66,22 @@ fn both_processes_see_the_same_bytes_and_a_pause_waits_until_it_is_closed() {
     other.end();
 }
 
+/// A process without the library only gets an error that does not say why.
+#[test]
+fn who_shares_memory_logs_once_that_others_need_the_library() {
+    let machine = Machine::new();
+    let path = machine.0.path().join("log");
+    let log = std::fs::File::create(&path).unwrap();
+    let mut owner = machine.start_with("owner", |command| _ = command.env("VRAMCTL_LOG", "info").stderr(log));
+    let said = || std::fs::read_to_string(&path).unwrap().matches("only if it has this library preloaded, too").count();
+    let pointer = owner.number(&format!("malloc({})", 4 * MIB));
+    assert_eq!(said(), 0);
+    for _ in 0..2 {
+        assert_eq!(owner.ask(&format!("get({pointer})")).len(), 128);
+        assert_eq!(said(), 1);
+    }
+}
+
 #[test]
 fn only_open_memory_is_not_paused() {
     let machine = Machine::new();

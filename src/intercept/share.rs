@@ -27,6 +27,11 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
         Some(Ok(made)) => {
             // SAFETY: not null, and writable by the caller's promise.
             unsafe { handle.cast::<[u8; HANDLE_BYTES]>().write_unaligned(made.bytes()) };
+            log_once!(
+                log::Level::Info,
+                "this process shares managed memory by CUDA IPC. A process can open it only if it has this library preloaded, too, and the \
+                 same VRAMCTL_DIR; otherwise cudaIpcOpenMemHandle fails there with error 1 (invalid argument)"
+            );
             code::SUCCESS
         }
         Some(Err(error)) => error,
