@@ -1401,6 +1401,23 @@ fn a_pip_installation_is_found() {
     }
 }
 
+/// Python's `vramctl.Job` waits for the command, and gives its own id.
+#[test]
+fn who_waits_for_the_command_is_not_held() {
+    let place = Place::new();
+    let (own, other) = (Fake::new(&place, "own", &["weights"]), Fake::new(&place, "other", &["weights"]));
+    let waiting = format!("--waiting {}", own.pid());
+    for arguments in ["pause own", "pause --all", "suspend own"] {
+        let arguments = arguments.replace(" own", " --name own");
+        place.vramctl(&format!("{arguments} {waiting}")).expect(1, "", "a program cannot hold itself");
+        let told = place.vramctl(&format!("{arguments} {waiting} --json")).json();
+        assert_eq!(told["error"]["code"], "invalid", "{told}");
+    }
+    assert!(own.asked().is_empty() && other.asked().is_empty());
+    place.vramctl(&format!("pause --name other {waiting}")).expect(0, "paused", "");
+    place.vramctl(&format!("pause --name own --no-hold {waiting}")).expect(0, "paused", "");
+}
+
 // ---- scripts ----
 
 fn script(name: &str) -> PathBuf {

@@ -13,7 +13,7 @@ import unittest
 from pathlib import Path
 
 import vramctl
-from support import MIB, ROOT, Program
+from support import HOLDER, MIB, ROOT, Program
 from vramctl import errors
 
 
@@ -71,6 +71,33 @@ class Jobs(unittest.TestCase):
             self.assertEqual((report.bytes, self.states()), (16 * MIB, {"paused", "active"}))
             raise KeyError
         self.assertEqual(self.states(), {"active"})
+
+    def test_a_program_cannot_hold_its_own_job(self) -> None:
+        source = HOLDER.replace(
+            'print("ready", flush=True)',
+            """import os
+job, client = vramctl.Job("own"), vramctl.Client(os.getpid())
+held = [job.pause, job.suspend, lambda: job.move(1), lambda: client.pause(shared=True), job.paused().__enter__]
+for hold in held:
+    try:
+        hold()
+    except vramctl.errors.Invalid as error:
+        assert "cannot hold itself" in str(error), error
+    else:
+        job.resume()
+        sys.exit("it holds itself")
+assert job.pause(hold=None).bytes == 12 * MIB
+assert job.resume().bytes == 12 * MIB
+vramctl.Job("engine").pause()  # others
+print("ready", flush=True)""",
+        )
+        with Program("own", source) as own:
+            self.assertEqual(self.states(), {"paused"})
+            self.job.resume()
+            # Of this process, it waits only for the answer.
+            self.assertEqual(vramctl.Job("own").pause().bytes, 12 * MIB)
+            vramctl.Job("own").resume()
+            self.assertEqual(own.ask("check"), "weights ok, cache zero")
 
     def test_asyncio_has_the_same(self) -> None:
         async def work() -> None:

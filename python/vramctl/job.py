@@ -79,6 +79,8 @@ class Job:
 
     Either all processes are paused or resumed, or none is; then the exception says which one failed, and why. Each method has an asyncio
     form, whose name ends in ``_async``. Thread-safe.
+
+    A program cannot hold its own job (`errors.Invalid`), because a thread that is held may have the interpreter lock.
     """
 
     def __init__(self, name: str | None = None, *, ranks: int | None = None) -> None:
@@ -133,7 +135,7 @@ class Job:
         options += ["--guard"] if guard else []
         options += ["--shared"] if shared else []
         options += ["--nccl"] if nccl else []
-        options += ["--no-hold"] if hold is None else [f"--hold-timeout={_seconds(hold)}"]
+        options += ["--no-hold"] if hold is None else _hold(hold)
         options += [] if timeout is None else [f"--timeout={_seconds(timeout)}"]
         return self._transition("pause", tags, options)
 
@@ -165,7 +167,7 @@ class Job:
         options += ["--force"] if force else []
         options += ["--shared"] if shared else []
         options += ["--nccl"] if nccl else []
-        options += [f"--registered={registered}", f"--hold-timeout={_seconds(hold)}"]
+        options += [f"--registered={registered}", *_hold(hold)]
         return self._steps("suspend", options)
 
     def move(
@@ -177,7 +179,7 @@ class Job:
         the job cannot be moved, it continues where it was, and the exception says why.
         """
         gpus = [to] if isinstance(to, (int, str)) else list(to)
-        options = [f"--to={','.join(map(str, gpus))}", f"--hold-timeout={_seconds(hold)}"]
+        options = [f"--to={','.join(map(str, gpus))}", *_hold(hold)]
         return self._steps("move", options + ([] if swap is None else [f"--swap={swap}"]))
 
     async def suspend_async(self, **options: Any) -> dict[int, StepsReport]:
@@ -287,6 +289,11 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
 
 async def _in_thread(work: Callable[[], _T]) -> _T:
     return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def _hold(seconds: float) -> list[str]:
+    # This program waits for the command: if it were held itself, it might wait for ever.
+    return [f"--hold-timeout={_seconds(seconds)}", f"--waiting={os.getpid()}"]
 
 
 def _seconds(timeout: float | None) -> str:

@@ -4,7 +4,7 @@ use crate::checkpoint::{self, Member};
 use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Target, check_whole};
-use crate::target::{TargetArgs, checked_gpu, count, milliseconds, seconds};
+use crate::target::{TargetArgs, WaitingArgs, checked_gpu, count, milliseconds, seconds};
 use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -45,6 +45,8 @@ pub struct Args {
     /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     hold_timeout: Duration,
+    #[command(flatten)]
+    waiting: WaitingArgs,
     /// Print JSON: {"processes": [{"pid", "name", "report"}]}
     #[arg(long)]
     pub json: bool,
@@ -73,6 +75,7 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
         }
         members.extend(others);
     }
+    args.waiting.check_not_held(members.iter().map(|member| member.process.pid))?;
     let map = permutation(&cards, &from, &to)?;
     let request = Transition { hold_ms: Some(milliseconds(args.hold_timeout)), ..Transition::default() };
     check_able(&mut members, &request)?;

@@ -8,7 +8,7 @@ use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Target, check_whole};
 use crate::shared;
-use crate::target::{BackupArgs, TargetArgs, count, milliseconds, registered, seconds};
+use crate::target::{BackupArgs, TargetArgs, WaitingArgs, count, milliseconds, registered, seconds};
 use clap_complete::ArgValueCandidates;
 use std::collections::BTreeMap;
 use std::thread;
@@ -69,6 +69,8 @@ pub struct Args {
     /// How many seconds to wait for GPU work in flight; after that, nothing has changed and the program continues
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     hold_timeout: Duration,
+    #[command(flatten)]
+    waiting: WaitingArgs,
     /// Print JSON: {"processes": [{"pid", "name", "report" or "error"}]}
     #[arg(long)]
     pub json: bool,
@@ -94,6 +96,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     let chosen = if args.nccl { checkpoint::choose_communicators(&found, &members)? } else { nccl::ChosenCommunicators::default() };
     let pids: Vec<_> = members.iter().map(|member| member.process.pid).collect();
     let along = if args.shared { Some(shared::find(&found, shared::lent_by(&found, &pids, &request))?) } else { None };
+    args.waiting.check_not_held(pids.into_iter().chain(along.iter().flatten().map(|along| along.process.pid)))?;
     let advise = |failure: CommandError| {
         let might_help = failure.is(Kind::Shared) && !args.shared;
         failure.adding(if might_help { ". To suspend only this, and hold those that have it open, add --shared" } else { "" })

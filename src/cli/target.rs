@@ -1,11 +1,12 @@
 //! Arguments that several commands have.
 
 use crate::completions;
+use crate::failure::CommandError;
 use crate::processes::Target;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
-use vramctl_model::{self as model, Backup, Registered, parse_bytes};
+use vramctl_model::{self as model, Backup, Error, Registered, parse_bytes};
 
 /// The options that choose processes.
 #[derive(clap::Args, Clone)]
@@ -28,6 +29,22 @@ pub struct GpuArgs {
     /// Only memory on this GPU: its index in `nvidia-smi`, its UUID or a prefix of it; may be repeated
     #[arg(long, value_name = "GPU", value_parser = checked_gpu, add = ArgValueCandidates::new(completions::gpus))]
     pub gpu: Vec<String>,
+}
+
+/// The option of a program that waits for this command.
+#[derive(clap::Args)]
+pub struct WaitingArgs {
+    /// A process that waits for this command, as Python's `vramctl.Job` does: it is refused if it would be held
+    #[arg(long, value_name = "PID", hide = true)]
+    waiting: Option<u32>,
+}
+
+impl WaitingArgs {
+    /// Fails if the process that waits is one of those to be held. The processes themselves see only the command, not who has started it.
+    pub fn check_not_held(&self, mut held: impl Iterator<Item = u32>) -> Result<(), CommandError> {
+        let holds_itself = self.waiting.is_some_and(|pid| held.any(|held| held == pid));
+        if holds_itself { Err(CommandError::from(&Error::holds_itself())) } else { Ok(()) }
+    }
 }
 
 /// The options that choose where contents go.

@@ -179,9 +179,6 @@ fn answer(line: &[u8], connection: &Connection, lines: &mut Lines<'_>, files: &m
     done.unwrap_or_else(|error| Reply::Error(Refusal::from(&error)))
 }
 
-const HOLDS_ITSELF: &str = "a program cannot hold itself: a thread that waits at the gate may have a lock that the asking thread needs \
-                            to go on, such as Python's interpreter lock. Pause it from another process, or without hold while it is idle";
-
 /// Whether the program is held afterwards.
 fn holds(request: &Request) -> bool {
     match request {
@@ -203,7 +200,7 @@ fn carry_out(request: Request, connection: &Connection, lines: &mut Lines<'_>, f
         return Err(Error::Suspended);
     }
     if holds(&request) && connection.borrower.pid == std::process::id() {
-        return Err(Error::Invalid(HOLDS_ITSELF.into()));
+        return Err(Error::holds_itself());
     }
     match request {
         Request::Hello => Ok(Reply::Hello(hello())),

@@ -172,6 +172,13 @@ impl Kind {
 }
 
 impl Error {
+    /// A program asks to be held.
+    pub fn holds_itself() -> Self {
+        let why = "a program cannot hold itself: a thread that waits at the gate may have a lock that the asking thread needs to go on, such \
+                   as Python's interpreter lock. Pause it from another process, or without hold while it is idle";
+        Self::Invalid(why.into())
+    }
+
     /// The kind, for C and the protocol.
     pub fn kind(&self) -> Kind {
         match self {

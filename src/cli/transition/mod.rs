@@ -59,6 +59,9 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     if args.shared {
         asking.take_along()?;
     }
+    if hold_ms.is_some() {
+        args.waiting.check_not_held(asking.held())?;
+    }
     if args.nccl {
         asking.choose_communicators()?;
     }
@@ -455,6 +458,15 @@ impl Asking {
     /// The tasks with something to do.
     fn due(&self) -> impl Iterator<Item = &Task> {
         self.tasks.iter().filter(|task| !task.due.is_empty())
+    }
+
+    /// The processes that a pause with hold holds.
+    fn held(&self) -> impl Iterator<Item = u32> {
+        let all_of = |AsOne { places, along }: &AsOne<Along>| {
+            let borrowers = along.iter().map(|along| along.process.pid);
+            self.pids(places).into_iter().chain(borrowers).collect::<Vec<_>>()
+        };
+        self.groups.iter().flat_map(all_of)
     }
 
     fn pids(&self, places: &[usize]) -> Vec<u32> {

@@ -2,7 +2,7 @@
 
 use crate::completions;
 use crate::engine;
-use crate::target::{BackupArgs, GpuArgs, TargetArgs, checked_tag, count, milliseconds, registered, seconds};
+use crate::target::{BackupArgs, GpuArgs, TargetArgs, WaitingArgs, checked_tag, count, milliseconds, registered, seconds};
 use clap_complete::ArgValueCandidates;
 use std::time::Duration;
 use vramctl_model::Registered;
@@ -71,6 +71,8 @@ pub struct PauseArgs {
     pub nccl: bool,
     #[command(flatten)]
     pub hold: HoldArgs,
+    #[command(flatten)]
+    pub waiting: WaitingArgs,
     #[command(flatten)]
     pub engine: engine::EngineArgs,
 }
