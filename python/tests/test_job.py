@@ -5,16 +5,75 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import os
+import pickle
 import shutil
+import socketserver
 import subprocess
 import tempfile
+import threading
 import unittest
+import unittest.mock
 from pathlib import Path
+from typing import Any
 
 import vramctl
-from support import HOLDER, MIB, ROOT, Program
+from support import HOLDER, MIB, ROOT, VRAMCTL, Program
 from vramctl import errors
+
+
+class Dying:
+    """A rank that takes part in every step of a pause, and dies at the commit: it speaks the protocol, for a sleeping child."""
+
+    def __init__(self, name: str, like: Program) -> None:
+        self.child = subprocess.Popen(["sleep", "600"])
+        self.path = Path(os.environ["VRAMCTL_DIR"], f"{self.child.pid}.sock")
+        with vramctl.Client(like.pid) as client:
+            status = {**client._question("status", "status"), "pid": self.child.pid, "name": name, "job": name}
+        answers = {"hello": {**status, "reply": "hello"}, "status": status}
+        answers.update({"hold": {"reply": "held"}, "drain": {"reply": "drained"}, "prepare": {"reply": "prepared"}})
+        dying = self
+
+        class Conversation(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                for line in self.rfile:
+                    request = json.loads(line)["request"]
+                    if request == "commit":
+                        return dying.die()
+                    if request != "renew":
+                        unknown = {"reply": "error", "code": "invalid", "message": request}
+                        self.wfile.write(json.dumps(answers.get(request, unknown)).encode() + b"\n")
+
+        self.server = socketserver.ThreadingUnixStreamServer(str(self.path), Conversation)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def die(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.child.kill()
+        self.child.wait()
+
+    def __enter__(self) -> Dying:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.die()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def enter(paused: Any) -> None:
+    with paused:
+        raise AssertionError("it is paused")
+
+
+def enter_async(paused: Any) -> None:
+    async def work() -> None:
+        async with paused:
+            raise AssertionError("it is paused")
+
+    asyncio.run(work())
 
 
 class Jobs(unittest.TestCase):
@@ -71,6 +130,61 @@ class Jobs(unittest.TestCase):
             self.assertEqual((report.bytes, self.states()), (16 * MIB, {"paused", "active"}))
             raise KeyError
         self.assertEqual(self.states(), {"active"})
+
+    def all_run(self) -> None:
+        self.assertEqual(self.states(), {"active"})
+        # A held one would not answer.
+        self.assertEqual({rank.ask("check") for rank in self.ranks}, {"weights ok, cache zero"})
+
+    def test_those_that_are_left_are_resumed_if_one_dies_at_the_commit(self) -> None:
+        with Dying("engine", self.ranks[0]) as dying, self.assertRaises(errors.Error) as died:
+            self.job.pause()
+        self.assertIs(died.exception.committed, True)
+        self.assertIn("ended before it answered", str(died.exception))
+        self.assertIs(pickle.loads(pickle.dumps(died.exception)).committed, True)
+        self.assertEqual(self.states(), {"paused"})
+        self.job.resume()
+        for way in (enter, enter_async):
+            with self.subTest(way), Dying("engine", self.ranks[0]) as dying:
+                with self.assertRaises(errors.Error) as died:
+                    way(vramctl.Job("engine", ranks=3).paused())
+                self.assertIs(died.exception.committed, True)
+                self.assertIn("ended before it answered", str(died.exception))
+                self.assertIsNotNone(dying.child.returncode)
+                self.all_run()
+
+    def test_those_that_are_left_are_resumed_if_one_dies_meanwhile(self) -> None:
+        with vramctl.Job("engine", ranks=2).paused():
+            self.ranks[0].child.kill()
+            self.ranks[0].child.wait()
+        del self.ranks[0]
+        self.all_run()
+
+    def test_it_is_resumed_if_the_command_is_killed_after_the_commit(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            command = Path(folder, "vramctl")
+            command.write_text(
+                f'#!/bin/sh\n"{VRAMCTL}" "$@" >"$0.said" || exit\n[ "$1" != pause ] || kill -KILL $$\ncat "$0.said"\n'
+            )
+            command.chmod(0o700)
+            for way in (enter, enter_async):
+                with self.subTest(way), unittest.mock.patch("vramctl.__main__.command", return_value=str(command)):
+                    with self.assertRaisesRegex(errors.Internal, "signal 9") as killed:
+                        way(self.job.paused())
+                    self.assertIsNone(killed.exception.committed)
+                    self.all_run()
+
+    def test_a_pause_that_was_undone_is_not_resumed(self) -> None:
+        self.job.pause("weights")
+        with Program("engine", VRAMCTL_HOST_CAP="1M"):
+            for way in (enter, enter_async):
+                with self.subTest(way), self.assertRaises(errors.HostMemory) as short:
+                    way(self.job.paused())
+                self.assertIs(short.exception.committed, False)
+                # As before.
+                for rank in self.ranks:
+                    tags = vramctl.Client(rank.pid).status().tags
+                    self.assertEqual({tag.tag: tag.state for tag in tags}, {"weights": "paused", "kv_cache": "active"})
 
     def test_a_program_cannot_hold_its_own_job(self) -> None:
         source = HOLDER.replace(

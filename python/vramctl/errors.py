@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Error(RuntimeError):
-    """Base class of this package's exceptions. A pause or resume that raises one has changed nothing."""
+    """Base class of this package's exceptions. A pause or resume that raises one has changed nothing, unless `committed` says otherwise."""
 
     #: The error's name in the protocol, such as ``device_memory``.
     code: str = "internal"
@@ -53,13 +53,16 @@ class Error(RuntimeError):
         self.message = message
         #: The numbers in the message, sizes in bytes. The keys depend on the class.
         self.numbers: dict[str, Any] = dict(numbers or {})
+        #: Of a `Job`: whether it was paused or resumed all the same. True: one of its processes has not answered after the decision,
+        #: because it has ended or is stopped; all others are done. None: unknown, because the answer is missing.
+        self.committed: bool | None = False
 
     def __str__(self) -> str:
         return self.message  # OSError would format its arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes pickle their exceptions; keep the numbers.
-        return (type(self), (self.message, self.numbers), {"code": self.code})
+        return (type(self), (self.message, self.numbers), {"code": self.code, "committed": self.committed})
 
 
 class Invalid(Error, ValueError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import re
@@ -77,8 +78,9 @@ class Job:
 
     `ranks`: how many processes there must be; else, as many as when the job was last paused or resumed.
 
-    Either all processes are paused or resumed, or none is; then the exception says which one failed, and why. Each method has an asyncio
-    form, whose name ends in ``_async``. Thread-safe.
+    Either all processes are paused or resumed, or none is; then the exception says which one failed, and why. If a process ends, or is
+    stopped, once this is decided, there is an exception, too, whose `committed` is True: then the others are paused or resumed. Each method
+    has an asyncio form, whose name ends in ``_async``. Thread-safe.
 
     A program cannot hold its own job (`errors.Invalid`), because a thread that is held may have the interpreter lock.
     """
@@ -203,7 +205,8 @@ class Job:
     def paused(
         self, tags: str | Iterable[str] | None = None, *, resume_timeout: float | None = None, **options: Any
     ) -> _Paused:
-        """A context in which the job is paused, also for ``async with``. At its end the job is resumed, whatever happens.
+        """A context in which the job is paused, also for ``async with``. At its end the job is resumed, whatever happens; also if a process
+        has ended meanwhile, or the pause raises an exception with `committed`.
 
         `resume_timeout`: as `timeout` of `resume`. The other arguments are those of `pause`.
         """
@@ -251,22 +254,23 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
     def __enter__(self) -> JobReport:
         try:
             return self._job.pause(self._tags, **self._options)
-        except errors.Error:
-            raise
-        except BaseException:  # ^C, perhaps just after the pause was done
-            self._resume()
+        except BaseException as error:
+            # The pause may be done nevertheless: a process has died at its end, the command was killed, or ^C has come just after it.
+            if not isinstance(error, errors.Error) or error.committed is not False:
+                with contextlib.suppress(errors.NoProcess):  # nobody is left
+                    self._resume()
             raise
 
     def __exit__(self, *_: object) -> None:
         self._resume()
 
     async def __aenter__(self) -> JobReport:
-        pausing = asyncio.ensure_future(self._job.pause_async(self._tags, **self._options))
+        entering = asyncio.ensure_future(_in_thread(self.__enter__))
         try:
-            return await asyncio.shield(pausing)
+            return await asyncio.shield(entering)
         except asyncio.CancelledError:
             with contextlib.suppress(errors.Error):
-                await pausing
+                await entering
                 await self._resume_whatever_comes()
             raise
 
@@ -284,7 +288,10 @@ class _Paused(contextlib.AbstractContextManager[JobReport]):
             raise
 
     def _resume(self) -> None:
-        self._job.resume(self._tags, timeout=self._timeout)
+        # Those that are left, if one has ended meanwhile.
+        left = copy.copy(self._job)
+        left._ranks = []
+        left.resume(self._tags, timeout=self._timeout)
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:
@@ -319,9 +326,13 @@ def _run(arguments: list[str], folder: str | None = None) -> dict[str, Any]:
     except (ValueError, AssertionError):
         # Without the usage, which is the command line's own.
         text = re.sub(r"^error: |\n\n(?s:.*)", "", ran.stderr.strip()) or f"it ended with {ran.returncode}"
+        if ran.returncode < 0:
+            text = f"ended by signal {-ran.returncode}; `vramctl status` shows what has become of it"
         # It ends with 2 for options that it does not take, and then prints no JSON.
         kind = errors.Invalid if ran.returncode == 2 else errors.Internal
-        raise kind(f"vramctl {arguments[0]}: {text}") from None
+        error = kind(f"vramctl {arguments[0]}: {text}")
+        error.committed = False if ran.returncode == 2 else None
+        raise error from None
 
 
 def _processes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -334,5 +345,7 @@ def _processes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
         kind = _OF_THE_COMMAND.get(cause["code"])
         if kind is errors.Invalid and cause["message"].startswith("several processes are managed"):
             kind = errors.SeveralProcesses
-        raise kind(cause["message"]) if kind else errors._from_reply(cause)
+        error = kind(cause["message"]) if kind else errors._from_reply(cause)
+        error.committed = any(job["committed"] for job in told.get("jobs", ()))
+        raise error
     return processes
