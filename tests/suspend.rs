@@ -655,7 +655,7 @@ fn obstacles() -> Vec<ObstacleKind> {
 /// Each obstacle is reported as long as it exists, and prevents a suspend.
 #[test]
 fn obstacles_to_a_restore_are_known_in_advance() {
-    let _gpu = Gpu::take();
+    let gpu = Gpu::take();
     let _awake = Awake;
     let managed = common::malloc_tagged("managed", None, 2 << 20).unwrap();
     assert_eq!(obstacles(), []);
@@ -669,6 +669,10 @@ fn obstacles_to_a_restore_are_known_in_advance() {
     let (mut unified, mut handle) = (0, [0_u8; 64]);
     unsafe {
         assert_eq!(entries::cuMemAllocManaged(&raw mut unified, 4096, 1), 0);
+        refused(ObstacleKind::Unified);
+        // A free that fails ends nothing.
+        gpu.fail("cuMemFree_v2", 1, 1, 1);
+        assert_eq!(entries::cuMemFree_v2(unified), 1);
         refused(ObstacleKind::Unified);
         assert_eq!(entries::cuMemFree_v2(unified), 0);
 

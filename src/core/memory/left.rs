@@ -102,13 +102,12 @@ pub fn note(address: CUdeviceptr, bytes: usize, origin: Origin) {
 /// Lets the real function free the memory at an address.
 #[inline]
 pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    sightings::forget(address);
-    let taken = LEFT.existing().and_then(|left| left.blocks.remove(&address));
+    let block = LEFT.existing().and_then(|left| left.blocks.remove(&address));
+    let obstacle = sightings::ending(address);
     let answer = real();
-    if answer != code::SUCCESS
-        && let Some((_, block)) = taken
-    {
-        LEFT.get().blocks.insert(address, block);
+    if answer != code::SUCCESS {
+        block.into_iter().for_each(|(_, block)| _ = LEFT.get().blocks.insert(address, block));
+        obstacle.into_iter().for_each(sightings::Ending::failed);
     }
     answer
 }

@@ -23,17 +23,26 @@ struct Calls {
     ended: AtomicUsize,
 }
 
+/// Such a call in progress, until dropped.
+struct InProgress(&'static Calls);
+
+impl InProgress {
+    fn begin(kind: ObstacleKind) -> Self {
+        let calls = &CALLS.get()[kind as usize];
+        calls.begun.fetch_add(1, Ordering::SeqCst);
+        Self(calls)
+    }
+}
+
+impl Drop for InProgress {
+    fn drop(&mut self) {
+        self.0.ended.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
 /// Makes a call that may create an obstacle, and records it.
 pub fn making<R>(kind: ObstacleKind, call: impl FnOnce() -> R) -> R {
-    struct Ended(&'static AtomicUsize);
-    impl Drop for Ended {
-        fn drop(&mut self) {
-            self.0.fetch_add(1, Ordering::SeqCst);
-        }
-    }
-    let Calls { begun, ended } = &CALLS.get()[kind as usize];
-    begun.fetch_add(1, Ordering::SeqCst);
-    let _ended = Ended(ended);
+    let _in_progress = InProgress::begin(kind);
     call()
 }
 
@@ -61,10 +70,34 @@ pub fn note(kind: ObstacleKind, key: u64) {
 }
 
 /// Removes the obstacle at the address.
-#[inline]
 pub fn forget(address: u64) {
     if let Some(seen) = SEEN.existing() {
         lock(seen).remove(&address);
+    }
+}
+
+/// A call in progress that ends an obstacle, unless it fails.
+pub struct Ending {
+    key: u64,
+    kind: ObstacleKind,
+    _in_progress: InProgress,
+}
+
+/// Removes the obstacle at the address, if there is one, for a call that ends it: before the call, because afterwards another thread may get
+/// the address.
+#[inline]
+pub fn ending(address: u64) -> Option<Ending> {
+    let seen = SEEN.existing()?;
+    let kind = *lock(seen).get(&address)?;
+    let ending = Ending { key: address, kind, _in_progress: InProgress::begin(kind) };
+    lock(seen).remove(&address);
+    Some(ending)
+}
+
+impl Ending {
+    /// The call has failed: the obstacle is still there.
+    pub fn failed(self) {
+        note(self.kind, self.key);
     }
 }
 
