@@ -113,7 +113,7 @@ fn memory_left_to_cuda_ends_with_its_context() {
 /// Through the runtime or the driver, and whatever it is linked to.
 #[test]
 fn an_excluded_librarys_memory_is_left_to_cuda() {
-    type Allocate = unsafe extern "C" fn(*mut *mut c_void, usize) -> u32;
+    type Allocate = unsafe extern "C-unwind" fn(*mut *mut c_void, usize) -> u32;
     type Ask = unsafe extern "C" fn(Allocate, *mut *mut c_void, usize) -> u32;
     let _gpu = Gpu::take();
     let ask = |name: &str| {

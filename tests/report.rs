@@ -70,7 +70,7 @@ fn files() -> BTreeSet<PathBuf> {
     entries.filter(|path| path.extension().is_some_and(|kind| kind == "json")).collect()
 }
 
-type Allocate = unsafe extern "C" fn(*mut *mut c_void, usize) -> u32;
+type Allocate = unsafe extern "C-unwind" fn(*mut *mut c_void, usize) -> u32;
 
 /// A library that allocates.
 struct Library {

@@ -213,6 +213,18 @@ fn asker(caller: *const c_void) -> &'static str {
     if caller.is_null() { "a pool of torch's" } else { exclude::library_at(caller).name() }
 }
 
+/// Whether nothing but the real function matters to a request: because of its size, and nothing else waits for one.
+#[inline]
+pub fn is_of_no_concern(bytes: usize) -> bool {
+    is_small(bytes) && !out_of_memory::is_open() && Memory::existing().is_none_or(|memory| !memory.has_freed())
+}
+
+/// Whether nothing is known of memory at this address, and nothing else waits for a free.
+#[inline]
+pub fn is_unknown(address: CUdeviceptr) -> bool {
+    Memory::existing().is_none_or(|memory| !memory.has_freed() && !memory.knows(address)) && !left::knows(address)
+}
+
 /// Whether a request is left to CUDA, and not counted, because of its size.
 #[inline]
 fn is_small(bytes: usize) -> bool {

@@ -15,7 +15,7 @@ use vramctl_driver::{
 use vramctl_model::{StatusCode, code};
 
 macro_rules! originals {
-    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident ($($argument:ident: $type:ty),*) => $($handler:ident)::+;)*) => {
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident ($($argument:ident: $type:ty),*) => $($handler:ident)::+ $(, unless $passes:tt)?;)*) => {
         /// Where they are.
         #[allow(non_upper_case_globals)]
         pub mod symbols {
@@ -28,7 +28,7 @@ macro_rules! originals {
         pub unsafe fn $symbol($($argument: $type),*) -> StatusCode {
             let Some(address) = symbols::$symbol.address() else { return code::NOT_FOUND };
             // SAFETY: the type matches the driver's function; the arguments are the caller's.
-            unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> StatusCode>(address.as_ptr())($($argument),*) }
+            unsafe { mem::transmute::<*mut c_void, unsafe extern "C-unwind" fn($($type),*) -> StatusCode>(address.as_ptr())($($argument),*) }
         }
         )*
     };

@@ -7,13 +7,13 @@
 //! because the answer may depend on the caller. A Rust function cannot see its return address, so these entries are a few instructions in
 //! front of one.
 
+use crate::call::{call, passes};
 use crate::driver_functions;
 use crate::entry::{DriverFunction, jump, pass_caller, symbol};
 use crate::table::{Effect, Flavour, IpcHandle};
-use crate::{alloc, contexts, copies, driver_originals, launch, queries, register, resolve, share, vmm};
+use crate::{alloc, contexts, driver_originals, launch, queries, register, resolve, share, vmm};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
-use vramctl_core::contexts::note_current;
 use vramctl_driver::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     ContextHandle, StreamHandle,
@@ -32,14 +32,14 @@ pub fn of_symbol(symbol: &CStr) -> Option<&'static DriverFunction> {
 }
 
 macro_rules! entries {
-    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt => $($handler:ident)::+;)*) => {
+    ($($effect:ident $symbol:ident $name:literal $version:literal $flavour:ident $arguments:tt => $($handler:ident)::+ $(, unless $passes:tt)?;)*) => {
         $( entry! { $effect $symbol $arguments } )*
 
         /// The Rust functions behind the entries.
         #[allow(non_snake_case, clippy::too_many_arguments, clippy::wildcard_imports)]
         mod guarded {
             use super::*;
-            $( guard! { $effect $symbol $arguments ($($handler)::+) } )*
+            $( guard! { $effect $symbol $arguments ($($handler)::+) $($passes)? } )*
         }
 
         /// The table.
@@ -71,7 +71,7 @@ macro_rules! entry {
         /// As the driver's.
         #[allow(non_snake_case)]
         #[unsafe(naked)]
-        pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
             naked_asm!(".cfi_startproc", pass_caller!($($argument)*), jump!(), ".cfi_endproc", to = sym guarded::$symbol)
         }
     };
@@ -81,7 +81,7 @@ macro_rules! entry {
         /// # Safety
         /// As the driver's.
         #[allow(non_snake_case, clippy::too_many_arguments)]
-        pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
             unsafe { guarded::$symbol($($argument),*) }
         }
@@ -91,23 +91,27 @@ macro_rules! entry {
 /// The Rust function behind an entry.
 macro_rules! guard {
     (Resolves $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
-        pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
             guarded(|| unsafe { handle!($handler $symbol($($argument),*) caller) }).unwrap_or(code::UNKNOWN)
         }
     };
-    (Allocates $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
-        pub unsafe extern "C" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
+    (Allocates $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt $($passes:tt)?) => {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type,)* caller: *const c_void) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
             unsafe {
-                call(Effect::Allocates, || driver_originals::$symbol($($argument),*), || handle!($handler $symbol($($argument),*) caller))
+                let original = || driver_originals::$symbol($($argument),*);
+                call(Effect::Allocates, passes!($($passes)?), original, || handle!($handler $symbol($($argument),*) caller))
             }
         }
     };
-    ($effect:ident $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt) => {
-        pub unsafe extern "C" fn $symbol($($argument: $type),*) -> StatusCode {
+    ($effect:ident $symbol:ident ($($argument:ident: $type:ty),*) $handler:tt $($passes:tt)?) => {
+        pub unsafe extern "C-unwind" fn $symbol($($argument: $type),*) -> StatusCode {
             // SAFETY: the arguments are passed on unchanged.
-            unsafe { call(Effect::$effect, || driver_originals::$symbol($($argument),*), || handle!($handler $symbol($($argument),*))) }
+            unsafe {
+                let original = || driver_originals::$symbol($($argument),*);
+                call(Effect::$effect, passes!($($passes)?), original, || handle!($handler $symbol($($argument),*)))
+            }
         }
     };
 }
@@ -128,22 +132,6 @@ macro_rules! count {
 }
 
 driver_functions!(entries);
-
-/// Runs a handler. If it panics, the call fails.
-#[inline]
-fn call(effect: Effect, original: impl FnOnce() -> StatusCode, handler: impl FnOnce() -> StatusCode) -> StatusCode {
-    let body = || {
-        if copies::another_is_first() {
-            return original();
-        }
-        let answer = handler();
-        if answer == code::SUCCESS && effect.shows_the_context() {
-            note_current();
-        }
-        answer
-    };
-    guarded(body).unwrap_or(code::UNKNOWN)
-}
 
 #[cfg(test)]
 mod tests {
@@ -231,14 +219,14 @@ mod tests {
     fn a_call_site_is_known_by_its_address() {
         let site = || {
             // SAFETY: as above.
-            unsafe { assert_eq!(black_box(two as unsafe extern "C" fn(usize, usize) -> StatusCode)(1, 2), 7) };
+            unsafe { assert_eq!(black_box(two as unsafe extern "C-unwind" fn(usize, usize) -> StatusCode)(1, 2), 7) };
             SEEN.take().unwrap().caller
         };
         let mut sites: Vec<_> = (0..3).map(|_| site()).collect();
         sites.dedup();
         assert_eq!(sites.len(), 1);
         // SAFETY: as above.
-        unsafe { assert_eq!(black_box(two as unsafe extern "C" fn(usize, usize) -> StatusCode)(1, 2), 7) };
+        unsafe { assert_eq!(black_box(two as unsafe extern "C-unwind" fn(usize, usize) -> StatusCode)(1, 2), 7) };
         assert_ne!(SEEN.take().unwrap().caller, sites[0]);
     }
 

@@ -5,25 +5,23 @@
 //!
 //! If several copies of the library are loaded, all but the first only forward (`copies`).
 
+use crate::call::{call, passes};
 use crate::entry::{jump, pass_caller};
 use crate::real::originals;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, Effect, IpcHandle};
-use crate::{copies, handlers, hooked_functions, share};
+use crate::{alloc, handlers, hooked_functions, share};
 use std::arch::naked_asm;
 use std::ffi::{c_int, c_uint, c_void};
-use vramctl_core::contexts;
-use vramctl_host::guarded;
-use vramctl_model::code;
 
 macro_rules! exports {
-    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => {
-        $( hook! { $effect $(#[$doc])* $name ($($argument: $type),*) $handler } )*
+    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path $(, unless $passes:tt)?;)*) => {
+        $( hook! { $effect $(#[$doc])* $name ($($argument: $type),*) $handler $(, $passes)? } )*
 
         /// The Rust functions behind those that allocate.
         #[allow(non_snake_case, clippy::wildcard_imports)]
         mod guarded {
             use super::*;
-            $( guard! { $effect $name ($($argument: $type),*) $handler } )*
+            $( guard! { $effect $name ($($argument: $type),*) $handler $(, $passes)? } )*
         }
 
         /// The names of the hooked functions.
@@ -32,54 +30,38 @@ macro_rules! exports {
 }
 
 macro_rules! hook {
-    (Allocates $(#[$doc:meta])* $name:ident ($($argument:ident: $type:ty),*) $handler:path) => {
+    (Allocates $(#[$doc:meta])* $name:ident ($($argument:ident: $type:ty),*) $handler:path $(, $passes:tt)?) => {
         $(#[$doc])*
         ///
         /// # Safety
         /// As the CUDA runtime's function of this name.
         #[allow(non_snake_case)]
         #[unsafe(naked)]
-        pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
+        pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> CudaError {
             naked_asm!(".cfi_startproc", pass_caller!($($argument)*), jump!(), ".cfi_endproc", to = sym guarded::$name)
         }
     };
-    ($effect:ident $(#[$doc:meta])* $name:ident ($($argument:ident: $type:ty),*) $handler:path) => {
+    ($effect:ident $(#[$doc:meta])* $name:ident ($($argument:ident: $type:ty),*) $handler:path $(, $passes:tt)?) => {
         $(#[$doc])*
         ///
         /// # Safety
         /// As the CUDA runtime's function of this name.
         #[allow(non_snake_case)]
-        pub unsafe extern "C" fn $name($($argument: $type),*) -> CudaError {
+        pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> CudaError {
             // SAFETY: the arguments are passed on unchanged.
-            unsafe { call(Effect::$effect, || originals::$name($($argument),*), || $handler($($argument),*)) }
+            unsafe { call(Effect::$effect, passes!($($passes)?), || originals::$name($($argument),*), || $handler($($argument),*)) }
         }
     };
 }
 
 macro_rules! guard {
-    (Allocates $name:ident ($($argument:ident: $type:ty),*) $handler:path) => {
-        pub unsafe extern "C" fn $name($($argument: $type,)* caller: *const c_void) -> CudaError {
+    (Allocates $name:ident ($($argument:ident: $type:ty),*) $handler:path $(, $passes:tt)?) => {
+        pub unsafe extern "C-unwind" fn $name($($argument: $type,)* caller: *const c_void) -> CudaError {
             // SAFETY: the arguments are passed on unchanged.
-            unsafe { call(Effect::Allocates, || originals::$name($($argument),*), || $handler($($argument,)* caller)) }
+            unsafe { call(Effect::Allocates, passes!($($passes)?), || originals::$name($($argument),*), || $handler($($argument,)* caller)) }
         }
     };
-    ($effect:ident $name:ident $arguments:tt $handler:path) => {};
+    ($effect:ident $name:ident $arguments:tt $handler:path $(, $passes:tt)?) => {};
 }
 
 hooked_functions!(exports);
-
-/// Runs a handler. If it panics, the call fails.
-#[inline]
-fn call(effect: Effect, original: impl FnOnce() -> CudaError, handler: impl FnOnce() -> CudaError) -> CudaError {
-    let body = || {
-        if copies::another_is_first() {
-            return original();
-        }
-        let answer = handler();
-        if answer == code::SUCCESS && effect.shows_the_context() {
-            contexts::note_current();
-        }
-        answer
-    };
-    guarded(body).unwrap_or(code::UNKNOWN)
-}

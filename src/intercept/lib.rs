@@ -5,6 +5,7 @@
 
 pub mod abi;
 mod alloc;
+mod call;
 mod contexts;
 mod copies;
 mod decided;

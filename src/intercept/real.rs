@@ -12,7 +12,7 @@ use vramctl_host::symbols;
 use vramctl_model::code;
 
 macro_rules! originals {
-    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path;)*) => {
+    ($($(#[$doc:meta])* $effect:ident fn $name:ident($($argument:ident: $type:ty),* $(,)?) => $handler:path $(, unless $passes:tt)?;)*) => {
         /// The runtime's own functions. A missing one returns [`code::SHARED_OBJECT_SYMBOL_NOT_FOUND`].
         #[allow(non_snake_case, clippy::wildcard_imports)]
         pub mod originals {
@@ -23,7 +23,7 @@ macro_rules! originals {
                     static SYMBOL: Symbol = Symbol::of_runtime(concat!(stringify!($name), "\0"));
                     let Some(address) = SYMBOL.address() else { return code::SHARED_OBJECT_SYMBOL_NOT_FOUND };
                     // SAFETY: the type matches the runtime's function; the arguments are the caller's.
-                    unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> CudaError>(address.as_ptr())($($argument),*) }
+                    unsafe { mem::transmute::<*mut c_void, unsafe extern "C-unwind" fn($($type),*) -> CudaError>(address.as_ptr())($($argument),*) }
                 }
             )*
         }

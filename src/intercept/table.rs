@@ -45,12 +45,13 @@ pub struct IpcHandle {
 }
 
 /// The table: what each hooked function does, its arguments and its handler, which takes them and, if the function allocates, the
-/// address to which the call returns. Expands to `$with! { … }`.
+/// address to which the call returns. Its handler is not called if the condition after `unless` is true, which must not panic. Expands to
+/// `$with! { … }`.
 #[macro_export]
 macro_rules! hooked_functions {
     ($with:ident) => { $with! {
         /// `cudaMalloc`.
-        Allocates fn cudaMalloc(pointer: *mut *mut c_void, bytes: usize) => handlers::malloc;
+        Allocates fn cudaMalloc(pointer: *mut *mut c_void, bytes: usize) => handlers::malloc, unless (alloc::is_of_no_concern(bytes));
         /// `cudaMallocPitch`.
         Allocates fn cudaMallocPitch(pointer: *mut *mut c_void, pitch: *mut usize, width: usize, height: usize) => handlers::malloc_pitch;
         /// `cudaMalloc3D`.
@@ -66,7 +67,7 @@ macro_rules! hooked_functions {
         /// `cudaMallocFromPoolAsync` in programs built for per-thread default streams.
         Allocates fn cudaMallocFromPoolAsync_ptsz(pointer: *mut *mut c_void, bytes: usize, pool: *mut c_void, stream: CudaStream) => handlers::malloc_from_pool_async_ptsz;
         /// `cudaFree`.
-        Frees fn cudaFree(pointer: *mut c_void) => handlers::free;
+        Frees fn cudaFree(pointer: *mut c_void) => handlers::free, unless (alloc::is_unknown(pointer as u64));
         /// `cudaFreeAsync`.
         Frees fn cudaFreeAsync(pointer: *mut c_void, stream: CudaStream) => handlers::free_async;
         /// `cudaFreeAsync` in programs built for per-thread default streams.
@@ -153,14 +154,15 @@ pub enum Flavour {
 }
 
 /// The table of driver functions. Each line: what the function does, its exported symbol, the name and CUDA version under which
-/// `cuGetProcAddress` knows it, its flavour, its arguments, and its handler or `forward`. Expands to `$with! { … }`.
+/// `cuGetProcAddress` knows it, its flavour, its arguments, and its handler or `forward`, perhaps with a condition, as above. Expands to
+/// `$with! { … }`.
 ///
 /// The versions are those of `cudaTypedefs.h`, where each function has a type `PFN_NAME_vVERSION`. A handler takes the function's arguments
 /// and, if it allocates or looks up functions, the return address.
 #[macro_export]
 macro_rules! driver_functions {
     ($with:ident) => { $with! {
-        Allocates cuMemAlloc_v2 "cuMemAlloc" 3020 Plain (pointer: *mut CUdeviceptr, bytes: usize) => alloc::mem_alloc;
+        Allocates cuMemAlloc_v2 "cuMemAlloc" 3020 Plain (pointer: *mut CUdeviceptr, bytes: usize) => alloc::mem_alloc, unless (alloc::is_of_no_concern(bytes));
         Allocates cuMemAllocPitch_v2 "cuMemAllocPitch" 3020 Plain (pointer: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint) => alloc::mem_alloc_pitch;
         Allocates cuMemAllocAsync "cuMemAllocAsync" 11020 Plain (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) => alloc::mem_alloc_async;
         Allocates cuMemAllocAsync_ptsz "cuMemAllocAsync" 11020 PerThread (pointer: *mut CUdeviceptr, bytes: usize, stream: StreamHandle) => alloc::mem_alloc_async_ptsz;
@@ -169,7 +171,7 @@ macro_rules! driver_functions {
         Allocates cuMemCreate "cuMemCreate" 10020 Plain (handle: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: c_ulonglong) => vmm::create;
         Allocates cuMemAllocManaged "cuMemAllocManaged" 6000 Plain (pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint) => alloc::mem_alloc_managed;
 
-        Frees cuMemFree_v2 "cuMemFree" 3020 Plain (pointer: CUdeviceptr) => alloc::mem_free;
+        Frees cuMemFree_v2 "cuMemFree" 3020 Plain (pointer: CUdeviceptr) => alloc::mem_free, unless (alloc::is_unknown(pointer));
         Frees cuMemFreeAsync "cuMemFreeAsync" 11020 Plain (pointer: CUdeviceptr, stream: StreamHandle) => alloc::mem_free_async;
         Frees cuMemFreeAsync_ptsz "cuMemFreeAsync" 11020 PerThread (pointer: CUdeviceptr, stream: StreamHandle) => alloc::mem_free_async_ptsz;
         Frees cuMemRelease "cuMemRelease" 10020 Plain (handle: CUmemGenericAllocationHandle) => vmm::release;

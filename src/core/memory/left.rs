@@ -99,6 +99,12 @@ pub fn note(address: CUdeviceptr, bytes: usize, origin: Origin) {
     LEFT.get().blocks.insert(address, given);
 }
 
+/// Whether memory or an obstacle is recorded at an address.
+#[inline]
+pub fn knows(address: CUdeviceptr) -> bool {
+    LEFT.existing().is_some_and(|left| left.blocks.contains_key(&address)) || sightings::knows(address)
+}
+
 /// Lets the real function free the memory at an address.
 #[inline]
 pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
@@ -106,8 +112,12 @@ pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCo
     let obstacle = sightings::ending(address);
     let answer = real();
     if answer != code::SUCCESS {
-        block.into_iter().for_each(|(_, block)| _ = LEFT.get().blocks.insert(address, block));
-        obstacle.into_iter().for_each(sightings::Ending::failed);
+        if let Some((_, block)) = block {
+            LEFT.get().blocks.insert(address, block);
+        }
+        if let Some(obstacle) = obstacle {
+            obstacle.failed();
+        }
     }
     answer
 }

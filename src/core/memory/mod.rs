@@ -383,6 +383,12 @@ impl Memory {
         self.allocations.get(&address).is_some_and(|entry| entry.wanted().is_none())
     }
 
+    /// Whether an allocation begins at an address, even one that is ending.
+    #[inline]
+    pub fn knows(&self, address: CUdeviceptr) -> bool {
+        self.allocations.contains_key(&address)
+    }
+
     /// The allocation that contains `address`.
     pub fn find(&self, address: CUdeviceptr) -> Option<Arc<Allocation>> {
         let exact = self.allocations.get(&address).map(|entry| Arc::clone(&entry));

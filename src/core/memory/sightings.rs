@@ -76,8 +76,14 @@ pub fn forget(address: u64) {
     }
 }
 
+/// Whether there is an obstacle at the address.
+#[inline]
+pub fn knows(address: u64) -> bool {
+    SEEN.existing().is_some_and(|seen| lock(seen).contains_key(&address))
+}
+
 /// A call in progress that ends an obstacle, unless it fails.
-pub struct Ending {
+pub struct Removal {
     key: u64,
     kind: ObstacleKind,
     _in_progress: InProgress,
@@ -86,15 +92,15 @@ pub struct Ending {
 /// Removes the obstacle at the address, if there is one, for a call that ends it: before the call, because afterwards another thread may get
 /// the address.
 #[inline]
-pub fn ending(address: u64) -> Option<Ending> {
+pub fn ending(address: u64) -> Option<Removal> {
     let seen = SEEN.existing()?;
     let kind = *lock(seen).get(&address)?;
-    let ending = Ending { key: address, kind, _in_progress: InProgress::begin(kind) };
+    let removal = Removal { key: address, kind, _in_progress: InProgress::begin(kind) };
     lock(seen).remove(&address);
-    Some(ending)
+    Some(removal)
 }
 
-impl Ending {
+impl Removal {
     /// The call has failed: the obstacle is still there.
     pub fn failed(self) {
         note(self.kind, self.key);

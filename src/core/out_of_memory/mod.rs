@@ -121,9 +121,15 @@ fn take_up(asked: Asked) {
 /// A request of the calling thread has succeeded.
 #[inline]
 pub fn went_on(bytes: usize) {
-    if REPORTS.existing().is_some_and(|reports| reports.open.load(Ordering::Relaxed) > 0) {
+    if is_open() {
         note_success(bytes as u64);
     }
+}
+
+/// Whether a request has failed whose thread may try again.
+#[inline]
+pub fn is_open() -> bool {
+    REPORTS.existing().is_some_and(|reports| reports.open.load(Ordering::Relaxed) > 0)
 }
 
 #[cold]
