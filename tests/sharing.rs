@@ -176,7 +176,11 @@ fn processes_that_are_paused_together_may_have_memory_of_each_other_open() {
         assert_eq!(two.ask(&format!("fill({a_in_two}, {round}, {bytes})")), "0");
         assert_eq!(one.ask(&format!("fill({b_in_one}, {}, {bytes})", 10 + round)), "0");
         machine.refused(&one.pid(), &two);
+        // To the program it is memory of CUDA IPC, also while it is not there.
+        let queries = format!("[2, 0, True, 0, {bytes}, 0, {bytes}, 0, 0, 0, {bytes}, 1]");
+        assert_eq!(two.ask(&format!("queries({a_in_two})")), queries);
         machine.both("pause", &one, &two);
+        assert_eq!(two.ask(&format!("queries({a_in_two})")), queries);
         assert_eq!(machine.used(), 0, "neither holds on to the other's");
         assert_eq!(two.ask(&format!("close({a_in_two})")), "0");
         assert_eq!(two.ask(&format!("open_('{handle_a}')")), "error 401");

@@ -1,5 +1,5 @@
-//! Answers pointer queries about managed memory as for CUDA's own memory, even while it is paused. A held program can still make queries,
-//! and libraries decide by the answers how to share or register memory.
+//! Answers pointer queries about managed memory, and about memory opened from other processes, as for CUDA's own memory, even while it is
+//! paused. A held program can still make queries, and libraries decide by the answers how to share or register memory.
 //!
 //! There is one exception: managed memory is reported as not capable of CUDA IPC, although [`share`](crate::share) makes it work for
 //! callers that do not ask. Otherwise NCCL (`ipcRegisterBuffer`) would open buffers of captured collectives in the other ranks, and a rank
@@ -12,8 +12,9 @@ use crate::driver_originals;
 use std::ffi::{c_uint, c_void};
 use std::slice;
 use std::sync::Arc;
+use vramctl_core::memory::borrow::{self, OpenMemory};
 use vramctl_core::memory::{Allocation, Memory};
-use vramctl_driver::{CUdeviceptr, Properties};
+use vramctl_driver::{CUdevice, CUdeviceptr, Properties};
 use vramctl_model::{Span, StatusCode, code};
 
 /// `CUpointer_attribute`.
@@ -59,34 +60,78 @@ fn shows_virtual_memory(attribute: u32) -> bool {
     matches!(attribute, CONTEXT | ALLOWED_HANDLE_TYPES | RANGE_START | RANGE_SIZE | MAPPING_BASE | MAPPING_SIZE)
 }
 
-/// Our value of an attribute, if the driver's would differ because the memory is virtual memory to it, or paused.
-fn told(allocation: &Allocation, attribute: u32, pointer: CUdeviceptr) -> Option<Value> {
-    use Value::{Narrow, Wide};
-    let is_plain = allocation.wanted().is_none();
-    let is_told = allocation.is_paused() || (is_plain && shows_virtual_memory(attribute));
-    if !is_told {
-        return None;
+/// Memory that looks different to the driver than to the program.
+enum Pointed {
+    Managed(Arc<Allocation>),
+    /// Memory of another process. To the program it is CUDA IPC's.
+    Opened(OpenMemory),
+}
+
+impl Pointed {
+    fn at(pointer: CUdeviceptr) -> Option<Self> {
+        let managed = Memory::existing().and_then(|memory| memory.find(pointer)).map(Self::Managed);
+        managed.or_else(|| borrow::at(pointer).map(Self::Opened))
     }
-    let place = || allocation.place_of(pointer);
-    match attribute {
-        // Virtual memory belongs to no context.
-        attribute::CONTEXT => Some(Wide(if is_plain { allocation.context().handle().address() } else { 0 })),
-        attribute::MEMORY_TYPE => Some(Narrow(2)), // CU_MEMORYTYPE_DEVICE
-        attribute::DEVICE_POINTER => place().filter(|(_, is_open)| *is_open).map(|_| Wide(pointer)),
-        attribute::IS_MANAGED | attribute::IS_LEGACY_IPC_CAPABLE => Some(Narrow(0)),
-        attribute::DEVICE_ORDINAL => Some(Narrow(allocation.device.cast_unsigned())),
-        attribute::MAPPED => Some(Narrow(1)),
-        attribute::ALLOWED_HANDLE_TYPES => Some(Wide(allocation.wanted().map_or(0, Properties::handle_types).into())),
-        attribute::RANGE_START | attribute::MAPPING_BASE if is_plain => Some(Wide(allocation.key())),
-        attribute::RANGE_SIZE | attribute::MAPPING_SIZE if is_plain => Some(Wide(allocation.requested as u64)),
-        attribute::MAPPING_BASE => place().map(|(span, _)| Wide(span.address)),
-        attribute::MAPPING_SIZE => place().map(|(span, _)| Wide(span.bytes as u64)),
-        _ => None,
+
+    /// What the program asked `cuMemCreate` for, if it is its own virtual memory.
+    fn wanted(&self) -> Option<&Properties> {
+        if let Self::Managed(allocation) = self { allocation.wanted() } else { None }
+    }
+
+    fn is_paused(&self) -> bool {
+        match self {
+            Self::Managed(allocation) => allocation.is_paused(),
+            Self::Opened(seen) => seen.is_paused,
+        }
+    }
+
+    /// 0 for virtual memory, which belongs to no context.
+    fn context(&self) -> u64 {
+        match self {
+            Self::Managed(allocation) if allocation.wanted().is_none() => allocation.context().handle().address(),
+            Self::Managed(_) => 0,
+            Self::Opened(seen) => seen.context.map_or(0, |context| context.handle().address()),
+        }
+    }
+
+    fn device(&self) -> CUdevice {
+        match self {
+            Self::Managed(allocation) => allocation.device,
+            Self::Opened(seen) => seen.device,
+        }
+    }
+
+    /// The address range around a pointer, and whether any device has access.
+    fn place_of(&self, pointer: CUdeviceptr) -> Option<(Span, bool)> {
+        match self {
+            Self::Managed(allocation) => allocation.place_of(pointer),
+            Self::Opened(seen) => Some((seen.span, true)),
+        }
     }
 }
 
-fn managed(pointer: CUdeviceptr) -> Option<Arc<Allocation>> {
-    Memory::existing()?.find(pointer)
+/// Our value of an attribute, if the driver's would differ because the memory is virtual memory to it, or paused.
+fn told(known: &Pointed, attribute: u32, pointer: CUdeviceptr) -> Option<Value> {
+    use Value::{Narrow, Wide};
+    let is_plain = known.wanted().is_none();
+    let is_told = known.is_paused() || (is_plain && shows_virtual_memory(attribute));
+    if !is_told {
+        return None;
+    }
+    let place = || known.place_of(pointer);
+    match attribute {
+        attribute::CONTEXT => Some(Wide(known.context())),
+        attribute::MEMORY_TYPE => Some(Narrow(2)), // CU_MEMORYTYPE_DEVICE
+        attribute::DEVICE_POINTER => place().filter(|(_, is_open)| *is_open).map(|_| Wide(pointer)),
+        attribute::IS_MANAGED | attribute::IS_LEGACY_IPC_CAPABLE => Some(Narrow(0)),
+        attribute::DEVICE_ORDINAL => Some(Narrow(known.device().cast_unsigned())),
+        attribute::MAPPED => Some(Narrow(1)),
+        attribute::ALLOWED_HANDLE_TYPES => Some(Wide(known.wanted().map_or(0, Properties::handle_types).into())),
+        attribute::RANGE_START | attribute::RANGE_SIZE if !is_plain => None,
+        attribute::RANGE_START | attribute::MAPPING_BASE => place().map(|(span, _)| Wide(span.address)),
+        attribute::RANGE_SIZE | attribute::MAPPING_SIZE => place().map(|(span, _)| Wide(span.bytes as u64)),
+        _ => None,
+    }
 }
 
 pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: CUdeviceptr) -> StatusCode {
@@ -96,7 +141,7 @@ pub unsafe fn pointer_attribute(value: *mut c_void, attribute: c_uint, pointer: 
     let may_be_ours = answer == code::INVALID_VALUE || (answer == code::SUCCESS && shows_virtual_memory(attribute));
     if may_be_ours
         && !value.is_null()
-        && let Some(told) = managed(pointer).and_then(|allocation| told(&allocation, attribute, pointer))
+        && let Some(told) = Pointed::at(pointer).and_then(|known| told(&known, attribute, pointer))
     {
         // SAFETY: not null, and writable by the program's promise.
         unsafe { told.write(value) };
@@ -111,13 +156,13 @@ pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, value
     // The driver succeeds for unknown memory, too.
     if answer == code::SUCCESS
         && count > 0
-        && let Some(allocation) = managed(pointer)
+        && let Some(known) = Pointed::at(pointer)
     {
         // SAFETY: the real function has accepted the arrays.
         let (attributes, values) =
             unsafe { (slice::from_raw_parts(attributes, count as usize), slice::from_raw_parts(values, count as usize)) };
         for (attribute, value) in attributes.iter().zip(values) {
-            if let Some(told) = told(&allocation, *attribute, pointer) {
+            if let Some(told) = told(&known, *attribute, pointer) {
                 // SAFETY: the real function has written there.
                 unsafe { told.write(*value) };
             }
@@ -128,8 +173,8 @@ pub unsafe fn pointer_attributes(count: c_uint, attributes: *const c_uint, value
 
 pub unsafe fn address_range(base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) -> StatusCode {
     // The driver would report only one of the pieces of a large allocation, and nothing for paused memory.
-    let is_told = |allocation: &Arc<Allocation>| allocation.wanted().is_none() || allocation.is_paused();
-    let place = managed(pointer).filter(is_told).and_then(|allocation| allocation.place_of(pointer));
+    let is_told = |known: &Pointed| known.wanted().is_none() || known.is_paused();
+    let place = Pointed::at(pointer).filter(is_told).and_then(|known| known.place_of(pointer));
     let Some((Span { address, bytes: length }, true)) = place else {
         // SAFETY: as above.
         return unsafe { driver_originals::cuMemGetAddressRange_v2(base, bytes, pointer) };

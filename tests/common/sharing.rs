@@ -59,6 +59,19 @@ def read(pointer, size):
     code = cuda.cudaMemcpy(data, ctypes.c_void_p(pointer), ctypes.c_size_t(size), 2)
     return values(bytes(data)) if code == 0 else f"error {code}"
 
+def queries(pointer):
+    """What the driver says of a pointer: type, device, context or not, range, mapping, handle types, address range, and its handle."""
+    def attribute(which, kind=ctypes.c_uint64):
+        value = kind(77)
+        code = cuda.cuPointerGetAttribute(ctypes.byref(value), which, ctypes.c_uint64(pointer))
+        return f"error {code}" if code else value.value
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+    code = cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
+    narrow = [attribute(which, ctypes.c_uint32) for which in (2, 9)]
+    spans = [attribute(11) - pointer, attribute(12), attribute(19) - pointer, attribute(18)]
+    kept = cuda.cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(pointer))
+    return [*narrow, attribute(1) != 0, *spans, attribute(14), code, base.value - pointer, size.value, kept]
+
 def fork(work):
     child = os.fork()
     if child == 0:

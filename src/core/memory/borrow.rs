@@ -19,7 +19,7 @@ use std::{io, process};
 use vramctl_control::protocol::Reply;
 use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::{PerProcess, worker};
-use vramctl_model::{self as model, Failure, Kind, StatusCode, TransitionRequest, code};
+use vramctl_model::{self as model, Failure, Kind, Span, StatusCode, TransitionRequest, code};
 
 /// The open memory, and the connections to its owners.
 #[derive(Default)]
@@ -277,6 +277,31 @@ pub(crate) fn contexts() -> BTreeSet<Context> {
         .existing()
         .map(|existing| lock(existing).open.values().flat_map(|opened| opened.contexts.clone()).collect())
         .unwrap_or_default()
+}
+
+/// Memory that is open, as queries see it.
+pub struct OpenMemory {
+    /// Its addresses.
+    pub span: Span,
+    /// A context in which it was opened.
+    pub context: Option<Context>,
+    /// The device that it is on.
+    pub device: CUdevice,
+    /// Whether it is set aside.
+    pub is_paused: bool,
+}
+
+/// The open memory that contains an address. `None` if there is none, or if the driver does not report its device.
+pub fn at(address: CUdeviceptr) -> Option<OpenMemory> {
+    let borrowed = lock(BORROWED.existing()?);
+    let contains = |span: Span| address.checked_sub(span.address).is_some_and(|offset| offset < span.bytes as u64);
+    let opened = borrowed.open.values().find(|opened| contains(opened.place.span()))?;
+    Some(OpenMemory {
+        span: opened.place.span(),
+        context: opened.contexts.first().copied(),
+        device: opened.device?,
+        is_paused: !matches!(opened.behind, Behind::Memory(_)),
+    })
 }
 
 /// How many allocations of other processes are open here and would not be set aside by this pause.

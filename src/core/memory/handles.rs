@@ -9,7 +9,7 @@
 
 use super::allocation::Mapping;
 use super::registered::RegisteredUntil;
-use super::{Allocation, Memory, Placement};
+use super::{Allocation, Memory, Placement, borrow};
 use crate::contexts;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -194,8 +194,9 @@ impl Memory {
     pub fn retain_handle(&self, address: CUdeviceptr) -> Option<Result<u64, StatusCode>> {
         let _shared = self.share();
         let Some((_, allocation)) = self.mapped.at(address) else {
-            // Memory of `cudaMalloc` has no handle; programs recognise it by this error.
-            return self.find(address).map(|_| Err(code::INVALID_VALUE));
+            // Memory of `cudaMalloc` has no handle, nor has that of CUDA IPC; programs recognise it by this error.
+            let is_known = self.find(address).is_some() || borrow::at(address).is_some();
+            return is_known.then_some(Err(code::INVALID_VALUE));
         };
         allocation.contents().references += 1;
         Some(Ok(allocation.key()))
