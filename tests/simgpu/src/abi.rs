@@ -3,7 +3,7 @@
 //! CUDA requires a pointer argument to be null or to point to what the header says. [`In`] and [`Out`] carry that contract,
 //! so that the code behind them needs no `unsafe` of its own.
 
-use crate::codes::{INVALID_VALUE, Outcome};
+use crate::codes::{Code, INVALID_VALUE, Outcome};
 use std::ffi::{CStr, c_char, c_int, c_void};
 
 /// A device address (`CUdeviceptr`), or a host address given in its place.
@@ -249,8 +249,26 @@ pub struct NvmlProcess {
 /// A host function queued on a stream (`CUhostFn`).
 pub type HostFunction = Option<unsafe extern "C" fn(*mut c_void)>;
 
+/// A callback queued on a stream (`CUstreamCallback`).
+pub type StreamCallback = Option<unsafe extern "C" fn(Handle, Code, *mut c_void)>;
+
+/// `CUDA_GRAPH_INSTANTIATE_PARAMS`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct InstantiateParams {
+    /// `CUgraphInstantiate_flags`.
+    pub flags: u64,
+    /// The stream in which the graph is uploaded, if the flags ask for that.
+    pub upload_stream: Handle,
+    /// The node that cannot be instantiated; never set here.
+    pub error_node: Handle,
+    /// `CUgraphInstantiateResult`.
+    pub result: u32,
+}
+
 const _: () = {
     assert!(size_of::<AllocationProp>() == 32);
+    assert!(size_of::<InstantiateParams>() == 32);
     assert!(size_of::<AccessDesc>() == 12);
     assert!(size_of::<NvmlProcess>() == 24);
     assert!(size_of::<NvmlMemory2>() == 40);

@@ -2,8 +2,8 @@
 //! call is made is an invalid value, and the call has no effect. If it disappears before the operation runs, the context
 //! gets a sticky error.
 
-use crate::abi::{Address, Handle, HostFunction};
-use crate::codes::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, LAUNCH_FAILED, Outcome};
+use crate::abi::{Address, Handle, HostFunction, StreamCallback};
+use crate::codes::{Code, ILLEGAL_ADDRESS, INVALID_VALUE, LAUNCH_FAILED, Outcome, SUCCESS};
 use crate::context::{self, Context};
 use crate::driver::{State, state};
 use crate::faults;
@@ -53,6 +53,15 @@ pub enum Work {
         /// The function.
         function: HostFunction,
         /// Its argument, a pointer owned by the program.
+        data: usize,
+    },
+    /// Calls a stream's callback, even after an error.
+    Callback {
+        /// The function.
+        function: StreamCallback,
+        /// The stream's handle, its first argument.
+        stream: Handle,
+        /// Its last argument, a pointer owned by the program.
         data: usize,
     },
     /// Waits until memory has a value.
@@ -214,7 +223,13 @@ impl Work {
             Self::Copy { to, from, bytes } => (Some((from, bytes)), Some((to, bytes))),
             Self::Upload { to, ref bytes } => (None, Some((to, bytes.len()))),
             Self::Fill { to, width, count, .. } => (None, Some((to, width * count))),
-            Self::Marker | Self::Call { .. } | Self::Wait { .. } | Self::Kernel(_) | Self::Free { .. } | Self::Graph { .. } => (None, None),
+            Self::Marker
+            | Self::Call { .. }
+            | Self::Callback { .. }
+            | Self::Wait { .. }
+            | Self::Kernel(_)
+            | Self::Free { .. }
+            | Self::Graph { .. } => (None, None),
         };
         Touched { read, written }
     }
@@ -238,10 +253,15 @@ impl Touched {
 
 /// Runs an operation. In a context with a sticky error, nothing runs.
 pub fn execute(context: &Context, work: Work) {
-    if context.check().is_err() {
-        // The memory must still be freed.
-        if let Work::Free { address } = work {
-            state().space.release_plain(address);
+    if let Err(code) = context.check() {
+        match work {
+            // The memory must still be freed.
+            Work::Free { address } => {
+                state().space.release_plain(address);
+            }
+            // SAFETY: the program passed this function and argument to cuStreamAddCallback.
+            Work::Callback { function, stream, data } => unsafe { stream::call_back(function, stream, code, data as *mut c_void) },
+            _ => (),
         }
         return;
     }
@@ -280,6 +300,10 @@ fn execute_one(context: &Context, work: &Work) -> Outcome {
         (Work::Call { function, data }, ..) => {
             // SAFETY: the program passed this function and argument to cuLaunchHostFunc.
             unsafe { stream::call_host_function(*function, *data as *mut c_void) };
+        }
+        (Work::Callback { function, stream, data }, ..) => {
+            // SAFETY: the program passed this function and argument to cuStreamAddCallback.
+            unsafe { stream::call_back(*function, *stream, SUCCESS, *data as *mut c_void) };
         }
         (Work::Free { address }, ..) => {
             state().space.release_plain(*address);

@@ -2,8 +2,8 @@
 //! before each call are all generated from it.
 
 use crate::abi::{
-    AccessDesc, Address, AllocationProp, Handle, HostFunction, In, IpcHandle, Location, NvmlMemory, NvmlMemory2, NvmlPci, NvmlProcess, Out,
-    Uuid,
+    AccessDesc, Address, AllocationProp, Handle, HostFunction, In, InstantiateParams, IpcHandle, Location, NvmlMemory, NvmlMemory2,
+    NvmlPci, NvmlProcess, Out, StreamCallback, Uuid,
 };
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
@@ -226,6 +226,8 @@ functions! {
     cuStreamWaitValue64_v2_ptsz(stream: Handle, address: Address, value: u64, flags: u32) Context Safe => stream::wait_value(per_thread(stream), address, value, 8, flags);
     cuLaunchHostFunc(stream: Handle, function: HostFunction, data: *mut c_void) Context Safe => stream::launch_host_function(stream, function, data);
     cuLaunchHostFunc_ptsz(stream: Handle, function: HostFunction, data: *mut c_void) Context Safe => stream::launch_host_function(per_thread(stream), function, data);
+    cuStreamAddCallback(stream: Handle, function: StreamCallback, data: *mut c_void, flags: u32) Context Safe => stream::add_callback(stream, function, data, flags);
+    cuStreamAddCallback_ptsz(stream: Handle, function: StreamCallback, data: *mut c_void, flags: u32) Context Safe => stream::add_callback(per_thread(stream), function, data, flags);
     cuEventCreate(event: Out<Handle>, flags: u32) Context Safe => stream::create_event(event, flags);
     cuEventDestroy_v2(event: Handle) Context Safe => stream::destroy_event(event);
     cuEventRecord(event: Handle, stream: Handle) Context Safe => stream::record_event(event, stream);
@@ -256,6 +258,8 @@ functions! {
     cuGraphGetNodes(graph: Handle, nodes: Out<Handle>, count: Out<usize>) Init Safe => graph::nodes(graph, nodes, count);
     cuGraphInstantiate_v2(executable: Out<Handle>, graph: Handle, _node: *mut c_void, _log: *mut c_char, _room: usize) Context Safe => graph::instantiate(executable, graph);
     cuGraphInstantiateWithFlags(executable: Out<Handle>, graph: Handle, _flags: u64) Context Safe => graph::instantiate(executable, graph);
+    cuGraphInstantiateWithParams(executable: Out<Handle>, graph: Handle, params: Out<InstantiateParams>) Context Safe => graph::instantiate_with(executable, graph, params, |stream| stream);
+    cuGraphInstantiateWithParams_ptsz(executable: Out<Handle>, graph: Handle, params: Out<InstantiateParams>) Context Safe => graph::instantiate_with(executable, graph, params, per_thread);
     cuGraphExecDestroy(executable: Handle) Init Safe => graph::destroy_executable(executable);
     cuGraphLaunch(executable: Handle, stream: Handle) Context Safe => graph::launch(executable, stream);
     cuGraphLaunch_ptsz(executable: Handle, stream: Handle) Context Safe => graph::launch(executable, per_thread(stream));

@@ -1,6 +1,6 @@
 //! Graphs: the nodes collected by a capture, replayed in capture order.
 
-use crate::abi::{Handle, Out};
+use crate::abi::{Handle, InstantiateParams, Out};
 use crate::codes::{INVALID_HANDLE, INVALID_VALUE, Outcome};
 use crate::context;
 use crate::copy::Work;
@@ -64,6 +64,24 @@ pub fn instantiate(executable: Out<Handle>, graph: Handle) -> Outcome {
     let handle = driver::new_handle();
     state.graphs.executables.insert(handle, nodes);
     executable.put(handle)
+}
+
+/// `cuGraphInstantiateWithParams`: the upload, too, is a no-op in a stream that exists. `in_stream` gives the meaning of its handle.
+pub fn instantiate_with(
+    executable: Out<Handle>,
+    graph: Handle,
+    params: Out<InstantiateParams>,
+    in_stream: fn(Handle) -> Handle,
+) -> Outcome {
+    /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
+    const UPLOAD: u64 = 2;
+    /// `CUDA_GRAPH_INSTANTIATE_ERROR`; success is 0.
+    const FAILED: u32 = 1;
+    let given = params.get()?;
+    let found = if given.flags & UPLOAD == 0 { Ok(()) } else { stream::find(&mut state(), in_stream(given.upload_stream)).map(drop) };
+    let done = found.and_then(|()| instantiate(executable, graph));
+    params.put(InstantiateParams { result: if done.is_ok() { 0 } else { FAILED }, ..given })?;
+    done
 }
 
 /// `cuGraphExecDestroy`: launched work still completes.

@@ -4,9 +4,9 @@
 //! a stream, the legacy stream's order with blocking streams, events and synchronisation are all the same mechanism: waiting
 //! for tickets issued earlier, which rules out cycles.
 
-use crate::abi::{Address, Handle, HostFunction, Out};
+use crate::abi::{Address, Handle, HostFunction, Out, StreamCallback};
 use crate::capture::{self, Captures};
-use crate::codes::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, OPERATING_SYSTEM, Outcome};
+use crate::codes::{CAPTURED_EVENT, Code, INVALID_HANDLE, INVALID_VALUE, NOT_READY, OPERATING_SYSTEM, Outcome};
 use crate::context::{self, Context};
 use crate::copy::{self, Until, Work};
 use crate::driver::{self, State, state};
@@ -274,7 +274,7 @@ pub fn thread() -> u64 {
     })
 }
 
-/// Whether the calling thread is inside a host function of `cuLaunchHostFunc`.
+/// Whether the calling thread is inside a host function of `cuLaunchHostFunc` or `cuStreamAddCallback`.
 pub fn in_host_function() -> bool {
     IN_HOST_FUNCTION.get()
 }
@@ -288,6 +288,19 @@ pub unsafe fn call_host_function(function: HostFunction, data: *mut c_void) {
         IN_HOST_FUNCTION.set(true);
         // SAFETY: the caller's promise.
         unsafe { function(data) };
+        IN_HOST_FUNCTION.set(false);
+    }
+}
+
+/// Calls a stream's callback.
+///
+/// # Safety
+/// The program must have passed the function and its argument to `cuStreamAddCallback`.
+pub unsafe fn call_back(function: StreamCallback, stream: Handle, code: Code, data: *mut c_void) {
+    if let Some(function) = function {
+        IN_HOST_FUNCTION.set(true);
+        // SAFETY: the caller's promise.
+        unsafe { function(stream, code, data) };
         IN_HOST_FUNCTION.set(false);
     }
 }
@@ -479,6 +492,18 @@ pub fn launch_host_function(handle: Handle, function: HostFunction, data: *mut c
     let mut state = state();
     let stream = find(&mut state, handle)?;
     submit(&mut state, &stream, Work::Call { function, data: data as usize })?;
+    Ok(())
+}
+
+/// `cuStreamAddCallback`: cannot be captured.
+pub fn add_callback(handle: Handle, function: StreamCallback, data: *mut c_void, flags: u32) -> Outcome {
+    if function.is_none() || flags != 0 {
+        return Err(INVALID_VALUE);
+    }
+    let mut state = state();
+    let stream = find(&mut state, handle)?;
+    state.captures.refuse(stream.handle)?;
+    submit(&mut state, &stream, Work::Callback { function, stream: handle, data: data as usize })?;
     Ok(())
 }
 

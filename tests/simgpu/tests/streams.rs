@@ -7,6 +7,7 @@
 mod common;
 use common::{Gate, Gpu, LONG_MS, MIB2, isolated};
 use std::ffi::c_void;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -153,6 +154,40 @@ fn host_functions_may_not_call_cuda() {
     });
 }
 
+unsafe extern "C" fn notes_its_arguments(stream: u64, code: u32, data: *mut c_void) {
+    unsafe { &*data.cast::<Mutex<Vec<(u64, u32)>>>() }.lock().unwrap().push((stream, code));
+}
+
+/// Callbacks are called in stream order, also after an error, which they are told.
+#[test]
+fn callbacks_are_called_even_after_an_error() {
+    isolated("callbacks_are_called_even_after_an_error", &[], || {
+        let gpu = Gpu::start();
+        let stream = gpu.stream(NON_BLOCKING);
+        let mut seen = Mutex::new(Vec::<(u64, u32)>::new());
+        let data = (&raw mut seen).cast();
+        fails!(1, gpu.cuStreamAddCallback(stream, None, data, 0));
+        fails!(1, gpu.cuStreamAddCallback(stream, Some(notes_its_arguments), data, 1));
+        ok!(gpu.cuStreamAddCallback(stream, Some(notes_its_arguments), data, 0));
+        ok!(gpu.cuStreamSynchronize(stream));
+        assert_eq!(*seen.lock().unwrap(), [(stream, 0)]);
+
+        ok!(gpu.cuStreamBeginCapture_v2(stream, 2));
+        fails!(900, gpu.cuStreamAddCallback(stream, Some(notes_its_arguments), data, 0));
+        let mut graph = 0;
+        fails!(901, gpu.cuStreamEndCapture(stream, &raw mut graph));
+
+        let pointer = gpu.map_new(MIB2);
+        gpu.slow_down(LONG_MS);
+        ok!(gpu.cuMemsetD8Async(pointer, 1, 4096, stream));
+        ok!(gpu.cuStreamAddCallback(stream, Some(notes_its_arguments), data, 0));
+        ok!(gpu.cuMemUnmap(pointer, MIB2));
+        gpu.slow_down(0);
+        fails!(700, gpu.cuStreamSynchronize(stream));
+        assert_eq!(*seen.lock().unwrap(), [(stream, 0), (stream, 700)]);
+    });
+}
+
 #[test]
 fn freeing_in_a_stream_is_in_order() {
     isolated("freeing_in_a_stream_is_in_order", &[], || {
@@ -203,6 +238,14 @@ fn a_graph_replays_what_was_captured() {
 
         let mut executable = 0;
         ok!(gpu.cuGraphInstantiateWithFlags(&raw mut executable, graph, 0));
+        // Instantiated again, it is uploaded with the flag, in a stream that must exist.
+        let (mut uploaded, mut params) = (0, [2, stream, 0, 9]);
+        ok!(gpu.cuGraphInstantiateWithParams(&raw mut uploaded, graph, &raw mut params));
+        assert_eq!(params, [2, stream, 0, 0]);
+        ok!(gpu.cuGraphExecDestroy(uploaded));
+        params[1] = 77;
+        fails!(400, gpu.cuGraphInstantiateWithParams(&raw mut uploaded, graph, &raw mut params));
+        assert_eq!(params[3], 1);
         ok!(gpu.cuGraphDestroy(graph));
         let word = pinned as *mut u8;
         for value in [3u8, 4] {

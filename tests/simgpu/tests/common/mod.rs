@@ -235,6 +235,7 @@ library! {
     cuModuleGetFunction(*mut u64, u64, *const c_char) -> u32;
     cuLaunchKernel(u64, u32, u32, u32, u32, u32, u32, u32, u64, *const *const c_void, usize) -> u32;
     cuLaunchHostFunc(u64, unsafe extern "C" fn(*mut c_void), *mut c_void) -> u32;
+    cuStreamAddCallback(u64, Option<unsafe extern "C" fn(u64, u32, *mut c_void)>, *mut c_void, u32) -> u32;
     cuEventCreate(*mut u64, u32) -> u32;
     cuEventDestroy_v2(u64) -> u32;
     cuEventRecord(u64, u64) -> u32;
@@ -246,6 +247,7 @@ library! {
     cuStreamIsCapturing(u64, *mut u32) -> u32;
     cuThreadExchangeStreamCaptureMode(*mut u32) -> u32;
     cuGraphInstantiateWithFlags(*mut u64, u64, u64) -> u32;
+    cuGraphInstantiateWithParams(*mut u64, u64, *mut [u64; 4]) -> u32;
     cuGraphGetNodes(u64, *mut u64, *mut usize) -> u32;
     cuGraphLaunch(u64, u64) -> u32;
     cuGraphDestroy(u64) -> u32;
