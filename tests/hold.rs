@@ -3,13 +3,15 @@
 
 mod common;
 
-use common::{Gate, Gpu, MIB, Stream, malloc_tagged, pattern, read, request, resume, state, write};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use common::{EmptyGraph, Gate, Gpu, MIB, Stream, malloc_tagged, pattern, read, request, resume, state, write};
+use std::ffi::{CStr, c_void};
+use std::mem::transmute;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramctl_core::gate;
 use vramctl_core::memory::Memory;
-use vramctl_intercept::{hooks, launch};
+use vramctl_intercept::{entries, hooks, launch};
 use vramctl_model::{Error, Kind, Observer, Report, TagState, TransitionRequest};
 
 fn pause_held(tags: &[&str], limit: Duration) -> Result<Report, Error> {
@@ -130,6 +132,66 @@ fn stream_ordered_allocations_wait_while_held() {
         let (code, pointer) = allocated.join().unwrap();
         assert_eq!((code, common::free(pointer), common::free(address)), (0, 0, 0));
     });
+}
+
+/// Calls a function of up to four arguments as the program does: through its entry, which it must have.
+fn call_entry(symbol: &CStr, arguments: [usize; 4]) -> u32 {
+    let function = entries::of_symbol(symbol).unwrap_or_else(|| panic!("{symbol:?} has no entry"));
+    let [a, b, c, d] = arguments;
+    unsafe { transmute::<*const c_void, unsafe extern "C" fn(usize, usize, usize, usize) -> u32>(function.entry)(a, b, c, d) }
+}
+
+/// What loads code lazily, uploads a graph, or queues work on the host is work, whatever its name suggests.
+#[test]
+fn calls_that_load_or_start_work_in_passing_wait_while_held() {
+    extern "C" fn count(_stream: *mut c_void, _code: u32, counter: &AtomicUsize) {
+        counter.fetch_add(1, Ordering::SeqCst);
+    }
+    let _gpu = Gpu::take();
+    let address = malloc_tagged("one", None, 2 * MIB).unwrap();
+    let (stream, graph, called) = (Stream::create(), EmptyGraph::create(), AtomicUsize::new(0));
+    let (mut module, mut function, mut executable, mut executable_per_thread) = (0_usize, 0_usize, 0_usize, 0_usize);
+    let code = c".version 7.0\n.target sm_70\n.entry nothing() { ret; }";
+    assert_eq!(unsafe { launch::cuModuleLoadData((&raw mut module) as usize, code.as_ptr() as usize) }, 0);
+    // `CUDA_GRAPH_INSTANTIATE_PARAMS`, with the flag for an upload.
+    let mut params = [[2_usize, stream.0 as usize, 0, 9]; 2];
+    let [plain, per_thread] = &mut params;
+    let queue = [stream.0 as usize, count as *const () as usize, (&raw const called) as usize, 0];
+    let calls: [(&CStr, [usize; 4]); 7] = [
+        (c"cuModuleGetFunction", [(&raw mut function) as usize, module, c"nothing".as_ptr() as usize, 0]),
+        (c"cuGraphInstantiateWithParams", [(&raw mut executable) as usize, graph.0 as usize, plain.as_mut_ptr() as usize, 0]),
+        (
+            c"cuGraphInstantiateWithParams_ptsz",
+            [(&raw mut executable_per_thread) as usize, graph.0 as usize, per_thread.as_mut_ptr() as usize, 0],
+        ),
+        (c"cuStreamAddCallback", queue),
+        (c"cuStreamAddCallback_ptsz", queue),
+        // The simulated driver lacks these.
+        (c"cuMemMapArrayAsync", [0; 4]),
+        (c"cuMemMapArrayAsync_ptsz", [0; 4]),
+    ];
+    pause_held(&[], LONG).unwrap();
+    thread::scope(|scope| {
+        let started: Vec<_> = calls
+            .iter()
+            .map(|(symbol, arguments)| {
+                scope.spawn(move || {
+                    common::set_device(0);
+                    call_entry(symbol, *arguments)
+                })
+            })
+            .collect();
+        common::eventually("all wait, or one does not", || {
+            Memory::get().status().waiting_threads == calls.len() || started.iter().any(thread::ScopedJoinHandle::is_finished)
+        });
+        let passed: Vec<_> = calls.iter().zip(&started).filter(|(_, call)| call.is_finished()).map(|((symbol, _), _)| symbol).collect();
+        resume(&[]).unwrap();
+        let answers: Vec<_> = started.into_iter().map(|call| call.join().unwrap()).collect();
+        assert!(passed.is_empty(), "{passed:?} did not wait");
+        assert_eq!(answers, [0, 0, 0, 0, 0, 500, 500]);
+    });
+    assert_eq!((stream.synchronize(), called.load(Ordering::SeqCst)), (0, 2));
+    assert_eq!(common::free(address), 0);
 }
 
 /// Work that does not end: the program continues, nothing has changed, and the message says what is in the way.

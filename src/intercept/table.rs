@@ -225,10 +225,23 @@ macro_rules! driver_functions {
 /// ([`vramctl_core::gate`]) while the program is held. Each line: what the function does, its exported symbol, name and version for
 /// `cuGetProcAddress`, flavour, and a letter for each argument. All arguments are as wide as a register or narrower, and none is in
 /// floating point, so that they can be passed on without knowing what they mean. Expands to `$with! { … }`.
+///
+/// Those that load include some that look like queries: with lazy loading, the default since CUDA 12.2, code and global variables
+/// reach the device when a function or variable is first asked for in a context. What has no context (`cuLibraryGetKernel`) cannot load.
+///
+/// The runtime has locks of its own, and may hold one when it makes such a call: it loads a kernel at its first launch. If a thread then
+/// waits at the gate, another thread's `cudaFree` or `cudaEventQuery` may wait for that lock until the program is resumed, although it
+/// is not gated. That delays the program, but not a pause or a resume, which wait for neither thread: they call the driver directly, not
+/// through the runtime. (Only NCCL does, which is called for `--nccl` after the commit, and it has a runtime of its own.) The same holds
+/// for `cuModuleLoadData` and `cuLibraryLoadData`, which the runtime calls from the same places. A thread that waits at the gate holds
+/// no lock of the driver's. One that is inside, loading, may wait for the device's work; if that does not end in time, the gate opens
+/// again.
 #[macro_export]
 macro_rules! gated_functions {
     ($with:ident) => {
         $with! {
+            Launches cuGraphInstantiateWithParams "cuGraphInstantiateWithParams" 12000 Plain (a b c);
+            Launches cuGraphInstantiateWithParams_ptsz "cuGraphInstantiateWithParams" 12000 PerThread (a b c);
             Launches cuGraphLaunch "cuGraphLaunch" 10000 Plain (a b);
             Launches cuGraphLaunch_ptsz "cuGraphLaunch" 10000 PerThread (a b);
             Launches cuGraphUpload "cuGraphUpload" 11010 Plain (a b);
@@ -247,6 +260,8 @@ macro_rules! gated_functions {
             Launches cuLaunchKernel_ptsz "cuLaunchKernel" 7000 PerThread (a b c d e f g h i j k);
             Launches cuLaunchKernelEx "cuLaunchKernelEx" 11060 Plain (a b c d);
             Launches cuLaunchKernelEx_ptsz "cuLaunchKernelEx" 11060 PerThread (a b c d);
+            Launches cuStreamAddCallback "cuStreamAddCallback" 5000 Plain (a b c d);
+            Launches cuStreamAddCallback_ptsz "cuStreamAddCallback" 7000 PerThread (a b c d);
 
             Copies cuFabricCpyBatchAsync_ptsz "cuFabricCpyBatchAsync" 13050 PerThread (a b c d);
             Copies cuFabricCpyBatchAsync "cuFabricCpyBatchAsync" 13050 Plain (a b c d);
@@ -398,8 +413,16 @@ macro_rules! gated_functions {
             Signals cuWaitExternalSemaphoresAsync "cuWaitExternalSemaphoresAsync" 10000 Plain (a b c d);
             Signals cuWaitExternalSemaphoresAsync_ptsz "cuWaitExternalSemaphoresAsync" 10000 PerThread (a b c d);
 
+            Loads cuFuncLoad "cuFuncLoad" 12040 Plain (a);
+            Loads cuKernelGetFunction "cuKernelGetFunction" 12000 Plain (a b);
+            Loads cuLibraryGetGlobal "cuLibraryGetGlobal" 12000 Plain (a b c d);
+            Loads cuLibraryGetManaged "cuLibraryGetManaged" 12000 Plain (a b c d);
+            Loads cuLibraryGetModule "cuLibraryGetModule" 12000 Plain (a b);
             Loads cuLibraryLoadData "cuLibraryLoadData" 12000 Plain (a b c d e f g h);
             Loads cuLibraryLoadFromFile "cuLibraryLoadFromFile" 12000 Plain (a b c d e f g h);
+            Loads cuModuleGetFunction "cuModuleGetFunction" 2000 Plain (a b c);
+            Loads cuModuleGetGlobal "cuModuleGetGlobal" 2000 Plain (a b c d);
+            Loads cuModuleGetGlobal_v2 "cuModuleGetGlobal" 3020 Plain (a b c d);
             Loads cuModuleLoad "cuModuleLoad" 2000 Plain (a b);
             Loads cuModuleLoadData "cuModuleLoadData" 2000 Plain (a b);
             Loads cuModuleLoadDataEx "cuModuleLoadDataEx" 2010 Plain (a b c d e);

@@ -5,6 +5,7 @@ use crate::alloc::{leave, managed, placement};
 use crate::driver_originals;
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
+use vramctl_core::gate::{self, Gated};
 use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, left, sightings};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
@@ -227,12 +228,18 @@ pub unsafe fn unbind_multicast(multicast: Handle, device: CUdevice, offset: usiz
 
 pub unsafe fn map_array(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {
     // SAFETY: the program's promise; the real function gets the list, with the driver's handles in it.
-    unsafe { with_real_handles(list, count, || driver_originals::cuMemMapArrayAsync(list, count, stream)) }
+    in_stream_order(|| unsafe { with_real_handles(list, count, || driver_originals::cuMemMapArrayAsync(list, count, stream)) })
 }
 
 pub unsafe fn map_array_ptsz(list: *mut CUarrayMapInfo, count: c_uint, stream: StreamHandle) -> StatusCode {
     // SAFETY: as in `map_array`.
-    unsafe { with_real_handles(list, count, || driver_originals::cuMemMapArrayAsync_ptsz(list, count, stream)) }
+    in_stream_order(|| unsafe { with_real_handles(list, count, || driver_originals::cuMemMapArrayAsync_ptsz(list, count, stream)) })
+}
+
+/// Makes a call that is work of its stream, like a launch: it waits while the program is held.
+fn in_stream_order(make: impl FnOnce() -> StatusCode) -> StatusCode {
+    static GATED: Gated = Gated("cuMemMapArrayAsync");
+    gate::pass(&GATED, make)
 }
 
 /// Puts the driver's handles into a list of the program's for the duration of a call.

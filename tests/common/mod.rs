@@ -179,6 +179,8 @@ struct Simulated {
     cu_device_primary_ctx_reset: unsafe extern "C" fn(c_int) -> u32,
     cu_stream_wait_value: unsafe extern "C" fn(*mut c_void, *const AtomicU32, u32, u32) -> u32,
     cu_launch_host_func: unsafe extern "C" fn(*mut c_void, extern "C" fn(*mut c_void), *mut c_void) -> u32,
+    cu_graph_create: unsafe extern "C" fn(*mut *mut c_void, u32) -> u32,
+    cu_graph_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
     cu_mem_host_alloc: unsafe extern "C" fn(*mut *mut c_void, usize, u32) -> u32,
     cu_mem_free_host: unsafe extern "C" fn(*mut c_void) -> u32,
     cu_ctx_destroy: unsafe extern "C" fn(*mut c_void) -> u32,
@@ -233,6 +235,8 @@ impl Simulated {
             cu_device_primary_ctx_reset: find!(driver, "cuDevicePrimaryCtxReset_v2"),
             cu_stream_wait_value: find!(driver, "cuStreamWaitValue32_v2"),
             cu_launch_host_func: find!(driver, "cuLaunchHostFunc"),
+            cu_graph_create: find!(driver, "cuGraphCreate"),
+            cu_graph_destroy: find!(driver, "cuGraphDestroy"),
             cu_mem_host_alloc: find!(driver, "cuMemHostAlloc"),
             cu_mem_free_host: find!(driver, "cuMemFreeHost"),
             cu_ctx_destroy: find!(driver, "cuCtxDestroy_v2"),
@@ -627,6 +631,23 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         unsafe { (simulated().cuda_stream_destroy)(self.0) };
+    }
+}
+
+/// A graph without nodes that is not instantiated.
+pub struct EmptyGraph(pub *mut c_void);
+
+impl EmptyGraph {
+    pub fn create() -> Self {
+        let mut graph = std::ptr::null_mut();
+        assert_eq!(unsafe { (simulated().cu_graph_create)(&raw mut graph, 0) }, 0);
+        Self(graph)
+    }
+}
+
+impl Drop for EmptyGraph {
+    fn drop(&mut self) {
+        unsafe { (simulated().cu_graph_destroy)(self.0) };
     }
 }
 
