@@ -204,7 +204,10 @@ fn work_that_does_not_end_is_not_paused() {
     assert_eq!(stream.fill(address, 7, MIB), 0);
     let error = pause_held(&["busy"], SHORT).unwrap_err();
     assert_eq!((error.kind(), state("busy")), (Kind::Busy, Some(TagState::Active)));
-    assert!(error.to_string().contains("collective"), "{error}");
+    let uuid = vramctl_driver::uuid(0).unwrap();
+    let why = format!("the work on device 0 ({uuid}) has not ended: a kernel runs on, or waits for another process, as in a collective;");
+    assert!(error.to_string().contains(&why), "{error}");
+    assert!(!error.to_string().contains("host function"), "no thread is held at the gate: {error}");
     assert!(!gate::is_held());
     assert_eq!(unsafe { launch::cuMemsetD8Async(address as usize, 8, 16, stream.0 as usize) }, 0, "it runs on");
     blocked.open();
@@ -215,6 +218,33 @@ fn work_that_does_not_end_is_not_paused() {
     assert_eq!(common::free(address), 0);
 }
 
+/// Two devices, one of them busy, and a thread that its work may wait for.
+#[test]
+fn the_message_names_the_device_whose_work_does_not_end() {
+    let _gpu = Gpu::take();
+    let idle = malloc_tagged("idle", None, 2 * MIB).unwrap();
+    common::set_device(1);
+    let (busy, stream, blocked) = (malloc_tagged("busy", None, 2 * MIB).unwrap(), Stream::create(), Gate::new());
+    stream.wait_in_a_function_for(&blocked);
+    let (uuid, holding) = (vramctl_driver::uuid(1).unwrap(), Memory::get().hold().unwrap());
+    thread::scope(|scope| {
+        let waits = scope.spawn(move || {
+            common::set_device(1);
+            unsafe { launch::cuMemsetD8_v2(busy as usize, 1, 16) }
+        });
+        common::eventually("it waits", || Memory::get().status().waiting_threads == 1);
+        let error = holding.drain(SHORT, &mut ()).unwrap_err().to_string();
+        drop(holding);
+        blocked.open();
+        assert_eq!(waits.join().unwrap(), 0);
+        assert!(error.contains(&format!("the work on device 1 ({uuid}) has not ended: ")), "{error}");
+        assert!(error.contains("or a host function waits for the thread that is held at the gate;"), "{error}");
+    });
+    assert_eq!((stream.synchronize(), common::free(busy)), (0, 0));
+    common::set_device(0);
+    assert_eq!(common::free(idle), 0);
+}
+
 /// A thread does not return from the driver, because it waits for another thread that is held at the gate.
 #[test]
 fn a_call_that_does_not_end_is_named() {
@@ -222,7 +252,9 @@ fn a_call_that_does_not_end_is_named() {
     let (paused, held) = beside_a_call_that_does_not_end(|_| (pause_held(&["busy"], SHORT), gate::is_held()));
     let error = paused.unwrap_err();
     assert_eq!(error.kind(), Kind::Busy, "{error}");
-    assert!(error.to_string().contains("1 in cuMemcpyDtoHAsync"), "{error}");
+    let text = error.to_string();
+    let thread = text.split_once("1 in cuMemcpyDtoHAsync_v2 (").and_then(|(_, rest)| rest.split_once(" a-thread)")).map(|(id, _)| id);
+    assert!(thread.is_some_and(|id| id.parse::<u32>().is_ok_and(|id| id != std::process::id())), "{text}");
     assert!(!held);
 }
 
@@ -253,12 +285,13 @@ fn beside_a_call_that_does_not_end<R>(work: impl FnOnce(&Gate) -> R) -> R {
     let (to, from, stream_handle) = (host.as_mut_ptr() as usize, address as usize, stream.0 as usize);
     let before = common::calls(CALL);
     let done = thread::scope(|scope| {
-        let copy = scope.spawn(move || unsafe {
+        let copying = move || unsafe {
             common::set_device(0);
             // In stream order behind the function, and pageable: the call returns when it is done.
             let queued = launch::cuMemcpyDtoHAsync_v2(to, from, 16, stream_handle);
             (queued, launch::cuMemcpyDtoH_v2(to, from, 16))
-        });
+        };
+        let copy = thread::Builder::new().name("a-thread".into()).spawn_scoped(scope, copying).unwrap();
         while common::calls(CALL) == before {
             thread::yield_now();
         }

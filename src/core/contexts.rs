@@ -37,6 +37,11 @@ pub fn knows(context: Context) -> bool {
     read().contains_key(&context)
 }
 
+/// The device of a known context.
+pub fn device_of(context: Context) -> Option<CUdevice> {
+    read().get(&context).copied()
+}
+
 /// Records this thread's current context. Runs at every allocation, so it must be cheap: whether a known handle now belongs
 /// to a new context is checked only when it matters.
 #[inline]

@@ -24,7 +24,6 @@ pub fn wait(contexts: BTreeSet<Context>) -> Result<(), Failure> {
 /// The driver's own wait has no timeout, so a worker thread does the waiting, for one caller at a time. If it outlives its
 /// caller's limit, the next caller waits for it to finish first. The thread starts on first use and sleeps between waits.
 pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut dyn FnMut() -> bool) -> Result<(), Error> {
-    static WAITER: PerProcess<Waiter> = PerProcess::new(Waiter::default);
     if contexts.is_empty() {
         return Ok(());
     }
@@ -53,6 +52,11 @@ pub fn wait_at_most(contexts: BTreeSet<Context>, limit: Duration, wanted: &mut d
     if let Turn::Answered(answer) = turn { Ok(answer?) } else { Ok(()) }
 }
 
+/// The context whose work was not finished when a caller of [`wait_at_most`] gave up; `None` once it is.
+pub fn unfinished() -> Option<Context> {
+    WAITER.existing()?.lock().at
+}
+
 /// Enough time to find that a device is idle.
 const SHORTEST: Duration = Duration::from_millis(50);
 /// Longer than anyone waits, yet small enough to add to an `Instant`.
@@ -60,6 +64,8 @@ const LONGEST: Duration = Duration::from_secs(1 << 32);
 
 /// How often to ask whether the wait is still wanted.
 const ASK_EVERY: Duration = Duration::from_millis(100);
+
+static WAITER: PerProcess<Waiter> = PerProcess::new(Waiter::default);
 
 /// The worker thread and the callers that use it.
 #[derive(Default)]
@@ -72,6 +78,8 @@ struct Waiter {
 struct Desk {
     has_thread: bool,
     turn: Turn,
+    /// The context that the worker is waiting for.
+    at: Option<Context>,
 }
 
 /// State of the one wait that can be in progress.
@@ -108,6 +116,13 @@ impl Waiter {
         }
     }
 
+    /// Whether the worker still has to wait for this context. Once nobody wants the answer, the program may be about to destroy it.
+    fn goes_on_to(&self, context: Context) -> bool {
+        let mut state = self.lock();
+        state.at = Some(context);
+        !matches!(state.turn, Turn::Unwanted)
+    }
+
     fn serve(&self) {
         let mut state = self.lock();
         loop {
@@ -115,10 +130,12 @@ impl Waiter {
             state = self.changed.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
             let Turn::Asked(contexts) = mem::replace(&mut state.turn, Turn::Waiting) else { continue };
             drop(state);
-            // Stop once nobody wants the answer: the program may be about to destroy the remaining contexts.
-            let wanted = || !matches!(self.lock().turn, Turn::Unwanted);
-            let answer = contexts.into_iter().take_while(|_| wanted()).try_for_each(|context| wait(BTreeSet::from([context])));
+            let answer = contexts
+                .into_iter()
+                .take_while(|context| self.goes_on_to(*context))
+                .try_for_each(|context| wait(BTreeSet::from([context])));
             state = self.lock();
+            state.at = None;
             state.turn = if matches!(state.turn, Turn::Unwanted) { Turn::Free } else { Turn::Answered(answer) };
             self.changed.notify_all();
         }

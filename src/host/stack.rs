@@ -8,7 +8,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::{mem, ptr};
+use std::{fs, mem, ptr};
 
 /// A call stack, innermost call first.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -41,6 +41,11 @@ impl Stack {
 pub fn thread_id() -> u32 {
     // SAFETY: touches no memory. (The function `gettid` would need glibc 2.30.)
     unsafe { libc::syscall(libc::SYS_gettid) as u32 }
+}
+
+/// The name of a thread of this process; `None` if it has ended.
+pub fn name_of_thread(id: u32) -> Option<String> {
+    fs::read_to_string(format!("/proc/self/task/{id}/comm")).ok().map(|name| name.trim_end().to_owned())
 }
 
 /// The calling thread's name.
@@ -232,6 +237,7 @@ mod tests {
         let told = std::thread::Builder::new().name("a-thread".into()).spawn(|| (thread_id(), thread_name())).unwrap().join().unwrap();
         assert_eq!(told.1, "a-thread");
         assert_ne!(told.0, thread_id());
+        assert_eq!((name_of_thread(thread_id()), name_of_thread(0)), (Some(thread_name()), None));
     }
 
     #[test]

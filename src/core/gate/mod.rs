@@ -25,7 +25,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use vramctl_host::{PerProcess, exit};
+use vramctl_host::{PerProcess, exit, stack};
 
 /// A gated function. Its address is the mark of a thread that is inside it.
 #[derive(Debug)]
@@ -79,14 +79,24 @@ fn number(gated: &'static Gated) -> usize {
 
 static CLOSER: PerProcess<Closer> = PerProcess::new(Closer::new);
 
-/// Calls that have not returned from the driver in time, with the number of threads in each.
+/// Calls that have not returned from the driver in time, with the ids of the threads in each.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stuck(BTreeMap<&'static str, usize>);
+pub struct Stuck(BTreeMap<&'static str, Vec<u32>>);
 
 impl fmt::Display for Stuck {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let inside: Vec<_> = self.0.iter().map(|(name, threads)| format!("{threads} in {name}")).collect();
-        write!(out, "threads have not come out of the driver: {}", inside.join(", "))
+        /// How many threads of a call to list.
+        const SHOWN: usize = 4;
+        let shown = |thread: &u32| match stack::name_of_thread(*thread) {
+            Some(name) => format!("{thread} {name}"),
+            None => thread.to_string(),
+        };
+        let inside = self.0.iter().map(|(call, threads)| {
+            let mut who: Vec<_> = threads.iter().take(SHOWN).map(shown).collect();
+            who.extend((threads.len() > SHOWN).then(|| "…".to_owned()));
+            format!("{} in {call} ({})", threads.len(), who.join(", "))
+        });
+        write!(out, "threads have not come out of the driver: {}", inside.collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -106,15 +116,16 @@ fn let_the_end_pass() {
     }
 }
 
-/// The functions that threads are inside.
-fn inside() -> BTreeMap<&'static str, usize> {
-    let mut names = BTreeMap::new();
-    for call in threads::marks().filter_map(latch::ThreadMark::call) {
+/// The functions that threads are inside, with the ids of the threads.
+fn inside() -> BTreeMap<&'static str, Vec<u32>> {
+    let mut calls = BTreeMap::<_, Vec<_>>::new();
+    for (mark, thread) in threads::marks() {
+        let Some(call) = mark.call() else { continue };
         // SAFETY: null, or a static.
         let gated = unsafe { ptr::with_exposed_provenance::<Gated>(call).as_ref() };
-        *names.entry(gated.map_or("a call within a call", |gated| gated.0)).or_default() += 1;
+        calls.entry(gated.map_or("a call within a call", |gated| gated.0)).or_default().push(thread);
     }
-    names
+    calls
 }
 
 impl Closed<'_> {
@@ -234,7 +245,7 @@ mod tests {
         call(|| ());
         call(|| {
             call(|| assert_eq!(inside().len(), 1));
-            assert_eq!(inside(), BTreeMap::from([("call", 1)]));
+            assert_eq!(inside(), BTreeMap::from([("call", vec![stack::thread_id()])]));
         });
         assert!(inside().is_empty());
     }
@@ -245,19 +256,21 @@ mod tests {
         let release = Arc::new(AtomicBool::new(false));
         let inside = {
             let release = Arc::clone(&release);
-            thread::spawn(move || {
+            let work = move || {
                 pass(&CALL, || {
                     while !release.load(Ordering::Relaxed) {
                         thread::yield_now();
                     }
                 });
-            })
+            };
+            thread::Builder::new().name("a-thread".into()).spawn(work).unwrap()
         };
         while super::inside().is_empty() {
             thread::yield_now();
         }
+        let id = super::inside()["call"][0];
         let stuck = close(soon()).unwrap().wait_until_empty(Instant::now() + Duration::from_millis(20), &mut || true).unwrap_err();
-        assert_eq!(stuck.to_string(), "threads have not come out of the driver: 1 in call");
+        assert_eq!(stuck.to_string(), format!("threads have not come out of the driver: 1 in call ({id} a-thread)"));
         assert!(!is_held());
         release.store(true, Ordering::Relaxed);
         inside.join().unwrap();

@@ -16,6 +16,8 @@ use vramctl_host::stack;
 #[repr(align(128))]
 struct Berth {
     mark: ThreadMark,
+    /// The thread's id, for messages.
+    thread: AtomicU32,
     /// Whether a thread uses it.
     taken: AtomicBool,
     next: *const Berth,
@@ -117,6 +119,7 @@ fn take() -> Option<&'static ThreadMark> {
         berth.taken.store(false, Ordering::Release);
         return None;
     }
+    berth.thread.store(stack::thread_id(), Ordering::Relaxed);
     set_own(berth);
     if ENDING.load(Ordering::Relaxed) == stack::thread_id() {
         berth.mark.stay_inside(number(&THE_END));
@@ -156,7 +159,7 @@ impl Berth {
 /// A new berth, taken.
 fn add() -> &'static Berth {
     let mark = ThreadMark { inside: AtomicUsize::new(NOTHING), nested: AtomicUsize::new(0) };
-    let berth = Box::into_raw(Box::new(Berth { mark, taken: AtomicBool::new(true), next: ptr::null() }));
+    let berth = Box::into_raw(Box::new(Berth { mark, thread: AtomicU32::new(0), taken: AtomicBool::new(true), next: ptr::null() }));
     let publish = |before: *mut Berth| {
         // SAFETY: nobody else knows it yet.
         unsafe { (*berth).next = before };
@@ -173,16 +176,22 @@ fn berths() -> impl Iterator<Item = &'static Berth> {
     iter::successors(berth(BERTHS.load(Ordering::Acquire)), move |before| berth(before.next))
 }
 
-/// The marks of all threads.
-pub fn marks() -> impl Iterator<Item = &'static ThreadMark> {
-    berths().map(|berth| &berth.mark)
+/// The marks of all threads, with the threads' ids.
+pub fn marks() -> impl Iterator<Item = (&'static ThreadMark, u32)> {
+    berths().map(|berth| (&berth.mark, berth.thread.load(Ordering::Relaxed)))
 }
 
 /// A forked child has one thread, and nobody in it has closed the gate.
 pub fn start_clean_in_children() {
     extern "C" fn start_clean() {
         let own = own();
-        berths().filter(|berth| !ptr::eq(*berth, own)).for_each(Berth::give_back);
+        for berth in berths() {
+            if ptr::eq(berth, own) {
+                berth.thread.store(stack::thread_id(), Ordering::Relaxed);
+            } else {
+                berth.give_back();
+            }
+        }
         sync::forget_waiting();
         LATCH.open();
     }

@@ -2,12 +2,13 @@
 
 use super::{unless_ending, with_communicators};
 use crate::memory::{Allocation, Memory, aside, check_awake, communicators};
-use crate::{drain, events, gate};
+use crate::{contexts, drain, events, gate};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
+use vramctl_driver::{self as driver, CUdevice};
 use vramctl_host::exit;
 use vramctl_model::{Error, Observer, Report, Stage, TransitionRequest};
 
@@ -28,9 +29,33 @@ impl Drop for Holding<'_> {
     }
 }
 
-/// Why a held program cannot be paused.
-const STILL_WORKING: &str = "the device's work has not ended: a collective that waits for another rank, a kernel that runs on, or a \
-                             host function that waits for a thread at the gate";
+/// Work that has not ended, although every call of the program has returned or waits at the gate: what is known about it, and what it can be.
+struct StillWorking {
+    device: Option<CUdevice>,
+    threads_at_gate: usize,
+}
+
+impl StillWorking {
+    /// After a wait that has failed.
+    fn now() -> Self {
+        Self { device: drain::unfinished().and_then(contexts::device_of), threads_at_gate: gate::waiting() }
+    }
+}
+
+impl fmt::Display for StillWorking {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.device {
+            Some(device) => write!(out, "the work on device {device} ({})", driver::uuid(device).as_deref().unwrap_or("UUID unknown"))?,
+            None => write!(out, "the device's work")?,
+        }
+        write!(out, " has not ended: a kernel runs on, or waits for another process, as in a collective")?;
+        match self.threads_at_gate {
+            0 => Ok(()),
+            1 => write!(out, "; or a host function waits for the thread that is held at the gate"),
+            many => write!(out, "; or a host function waits for one of the {many} threads that are held at the gate"),
+        }
+    }
+}
 
 fn not_held(limit: Duration, why: &dyn fmt::Display) -> Error {
     Error::NotHeld(format!("within {} ms, {why}", limit.as_millis()))
@@ -64,7 +89,7 @@ impl Memory {
             match holding.pause(&TransitionRequest { timeout: Some(left()), ..request.clone() }, observer) {
                 Err(Error::Capturing) if !left().is_zero() => thread::sleep(RUN_ON),
                 Err(Error::Capturing) => return Err(not_held(limit, &"a stream capture has not ended")),
-                Err(Error::Busy(_)) => return Err(not_held(limit, &STILL_WORKING)),
+                Err(Error::Busy(_)) => return Err(not_held(limit, &StillWorking::now())),
                 answer => return answer,
             }
         }
@@ -89,7 +114,7 @@ impl Holding<'_> {
         let drained = unless_ending(|| drain::wait_at_most(contexts, left, &mut || observer.is_gone() != Some(true)));
         events::stage(Stage::Wait, begun.elapsed());
         drained.map_err(|error| match error {
-            Error::Busy(_) => not_held(limit, &STILL_WORKING),
+            Error::Busy(_) => not_held(limit, &StillWorking::now()),
             other => other,
         })
     }
