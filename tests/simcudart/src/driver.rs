@@ -76,6 +76,7 @@ driver! {
     cuMemFreeAsync_ptsz = c"cuMemFreeAsync", 2: (Address, Handle);
     cuMemPoolCreate = c"cuMemPoolCreate", 0: (*mut Handle, *const c_void);
     cuMemPoolDestroy = c"cuMemPoolDestroy", 0: (Handle);
+    cuMemPoolSetAccess = c"cuMemPoolSetAccess", 0: (Handle, *const c_void, usize);
     cuMemHostAlloc = c"cuMemHostAlloc", 0: (*mut Address, usize, u32);
     cuMemFreeHost = c"cuMemFreeHost", 0: (Address);
     cuMemHostRegister = c"cuMemHostRegister", 0: (Address, usize, u32);

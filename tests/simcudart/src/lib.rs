@@ -66,6 +66,7 @@ runtime! {
     cudaFreeAsync_ptsz(pointer: Address, stream: Handle) => { let driver = ready()?; if pointer == 0 { Ok(()) } else { done((driver.cuMemFreeAsync_ptsz)(pointer, stream)) } };
     cudaMemPoolCreate(pool: *mut Handle, props: *const c_void) => done((driver::get()?.cuMemPoolCreate)(pool, props));
     cudaMemPoolDestroy(pool: Handle) => done((driver::get()?.cuMemPoolDestroy)(pool));
+    cudaMemPoolSetAccess(pool: Handle, access: *const c_void, count: usize) => done((driver::get()?.cuMemPoolSetAccess)(pool, access, count));
     cudaMallocPitch(pointer: *mut Address, pitch: *mut usize, width: usize, height: usize) => memory::allocate_pitch(pointer, pitch, width, height);
     cudaMalloc3D(pointer: *mut PitchedPointer, extent: Extent) => memory::allocate_3d(pointer, extent);
     cudaMallocManaged(pointer: *mut Address, bytes: usize, flags: u32) => memory::unless_empty(pointer, bytes, |driver| (driver.cuMemAllocManaged)(pointer, bytes, flags));

@@ -152,6 +152,7 @@ functions! {
     cuMemPoolCreate(pool: Out<Handle>, props: In<PoolProps>) Init Safe => pool::create(pool, props);
     cuMemPoolDestroy(pool: Handle) Init Safe => pool::destroy(pool);
     cuMemPoolTrimTo(pool: Handle, _keep: usize) Init CaptureUnsafe => pool::trim(pool);
+    cuMemPoolSetAccess(pool: Handle, access: In<AccessDesc>, count: usize) Init Safe => pool::set_access(pool, access, count);
     cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) Init Safe => pool::set_attribute(pool, attribute, value);
     cuDeviceGetDefaultMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
     cuDeviceGetMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);

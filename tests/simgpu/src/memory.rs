@@ -6,7 +6,7 @@ use crate::context;
 use crate::copy::Work;
 use crate::driver::{State, state};
 use crate::stream::{self, Ticket};
-use crate::vmm::Purpose;
+use crate::vmm::{OF_ALL, Purpose};
 use std::ffi::c_void;
 
 /// The pitch of `cuMemAllocPitch` is a multiple of this.
@@ -19,8 +19,8 @@ pub fn allocate(pointer: Out<Address>, bytes: usize) -> Outcome {
         return Err(INVALID_VALUE);
     }
     let context = context::current()?;
-    let purpose = Purpose::Plain { context: context.handle, pooled: false };
-    let address = state().space.allocate(bytes, context.device, purpose)?;
+    let purpose = Purpose::Plain { context: context.handle, pool: None };
+    let address = state().space.allocate(bytes, context.device, purpose, OF_ALL)?;
     pointer.put(address)
 }
 
@@ -43,7 +43,7 @@ pub fn allocate_managed(pointer: Out<Address>, bytes: usize, flags: u32) -> Outc
     }
     let context = context::current()?;
     let purpose = Purpose::Managed { context: context.handle };
-    let address = state().space.allocate(bytes, context.device, purpose)?;
+    let address = state().space.allocate(bytes, context.device, purpose, OF_ALL)?;
     pointer.put(address)
 }
 
@@ -64,8 +64,18 @@ pub fn free(address: Address) -> Outcome {
     if state().space.release_plain(address) { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
-/// `cuMemAllocAsync`: allocates at once, which a stream cannot distinguish from stream order.
+/// `cuMemAllocAsync`: from the default pool of the stream's device.
 pub fn allocate_async(pointer: Out<Address>, bytes: usize, stream: Handle) -> Outcome {
+    allocate_in_order(pointer, bytes, None, stream)
+}
+
+/// `cuMemAllocFromPoolAsync`.
+pub fn allocate_from_pool(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) -> Outcome {
+    allocate_in_order(pointer, bytes, Some(pool), stream)
+}
+
+/// Allocates at once, which a stream cannot distinguish from stream order.
+fn allocate_in_order(pointer: Out<Address>, bytes: usize, pool: Option<Handle>, stream: Handle) -> Outcome {
     pointer.required()?;
     if bytes == 0 {
         return Err(INVALID_VALUE);
@@ -74,15 +84,11 @@ pub fn allocate_async(pointer: Out<Address>, bytes: usize, stream: Handle) -> Ou
     let stream = stream::find(&mut state, stream)?;
     // Allocation nodes are not simulated.
     state.captures.refuse(stream.handle)?;
-    let purpose = Purpose::Plain { context: stream.context.handle, pooled: true };
-    let address = state.space.allocate(bytes, stream.context.device, purpose)?;
+    let pool = pool.unwrap_or_else(|| state.pools.default_of(stream.context.device));
+    let (device, access) = (state.pools.device(pool)?, state.pools.access(pool)?);
+    let purpose = Purpose::Plain { context: stream.context.handle, pool: Some(pool) };
+    let address = state.space.allocate(bytes, device, purpose, access)?;
     pointer.put(address)
-}
-
-/// `cuMemAllocFromPoolAsync`.
-pub fn allocate_from_pool(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) -> Outcome {
-    state().pools.device(pool)?;
-    allocate_async(pointer, bytes, stream)
 }
 
 /// `cuMemFreeAsync`: frees in stream order.
@@ -141,7 +147,7 @@ fn look_up(state: &State, which: i32, address: Address) -> Outcome<Option<Value>
     let device = state.space.find(address);
     let host = state.host.find(address);
     let (context, managed, legacy) = match device.map(|range| range.purpose) {
-        Some(Purpose::Plain { context, pooled }) => (context, false, !pooled),
+        Some(Purpose::Plain { context, pool }) => (context, false, pool.is_none()),
         Some(Purpose::Managed { context }) => (context, true, false),
         Some(Purpose::Opened { context }) => (context, false, false),
         Some(Purpose::Virtual) | None => (0, false, false),

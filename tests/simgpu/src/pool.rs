@@ -1,8 +1,10 @@
 //! Memory pools. The simulated pools cache nothing.
 
-use crate::abi::{Handle, In, LOCATION_DEVICE, Location, Out};
+use crate::abi::{AccessDesc, Handle, In, LOCATION_DEVICE, Location, Out};
 use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
 use crate::driver::{self, state};
+use crate::machine::MAX_DEVICES;
+use crate::vmm::{self, READ_WRITE};
 use std::collections::HashMap;
 use std::ffi::c_void;
 
@@ -20,6 +22,8 @@ pub struct PoolProps {
 pub struct Pools {
     created: HashMap<Handle, usize>,
     default: HashMap<usize, Handle>,
+    /// What other devices may do, where that has been set.
+    access: HashMap<Handle, [u32; MAX_DEVICES]>,
 }
 
 impl Pools {
@@ -30,6 +34,18 @@ impl Pools {
             .copied()
             .or_else(|| self.default.iter().find(|&(_, &handle)| handle == pool).map(|(&device, _)| device))
             .ok_or(INVALID_VALUE)
+    }
+
+    /// A device's default pool.
+    pub fn default_of(&mut self, device: usize) -> Handle {
+        *self.default.entry(device).or_insert_with(driver::new_handle)
+    }
+
+    /// What each device may do with a pool's memory: its own always everything.
+    pub fn access(&self, pool: Handle) -> Outcome<[u32; MAX_DEVICES]> {
+        let mut access = self.access.get(&pool).copied().unwrap_or_default();
+        access[self.device(pool)?] = READ_WRITE;
+        Ok(access)
     }
 }
 
@@ -51,18 +67,43 @@ pub fn create(pool: Out<Handle>, props: In<PoolProps>) -> Outcome {
 
 /// `cuMemPoolDestroy`: fails for a default pool.
 pub fn destroy(pool: Handle) -> Outcome {
-    state().pools.created.remove(&pool).map(drop).ok_or(INVALID_VALUE)
+    let mut state = state();
+    state.pools.created.remove(&pool).ok_or(INVALID_VALUE)?;
+    state.pools.access.remove(&pool);
+    Ok(())
 }
 
 /// `cuDeviceGetDefaultMemPool` and `cuDeviceGetMemPool`: the current pool is always the default one.
 pub fn default(pool: Out<Handle>, device: i32) -> Outcome {
     let device = driver::device(device)?;
-    pool.put(*state().pools.default.entry(device).or_insert_with(driver::new_handle))
+    pool.put(state().pools.default_of(device))
 }
 
 /// `cuMemPoolTrimTo`: a no-op.
 pub fn trim(pool: Handle) -> Outcome {
     state().pools.device(pool).map(drop)
+}
+
+/// `cuMemPoolSetAccess`: for all memory of the pool, present and future. Enabled peer access does not matter to it. The pool's own device
+/// cannot lose its access (CUDA's programming guide).
+pub fn set_access(pool: Handle, access: In<AccessDesc>, count: usize) -> Outcome {
+    let mut changes = Vec::new();
+    for access in access.get_all(count)? {
+        if !matches!(access.flags, 0 | READ_WRITE) {
+            return Err(INVALID_VALUE);
+        }
+        changes.push((vmm::access_device(access.location)?, access.flags));
+    }
+    let mut state = state();
+    let owner = state.pools.device(pool)?;
+    if changes.contains(&(owner, 0)) {
+        return Err(INVALID_VALUE);
+    }
+    for (device, flags) in changes {
+        state.pools.access.entry(pool).or_default()[device] = flags;
+        state.space.set_pool_access(pool, device, flags);
+    }
+    Ok(())
 }
 
 /// `cuMemPoolSetAttribute`: accepted without effect.

@@ -89,7 +89,7 @@ pub fn get(handle: Out<IpcHandle>, address: Address) -> Outcome {
     let physical = {
         let state = state();
         let range = state.space.find(address).ok_or(INVALID_VALUE)?;
-        if !matches!(range.purpose, Purpose::Plain { pooled: false, .. }) {
+        if !matches!(range.purpose, Purpose::Plain { pool: None, .. }) {
             return Err(INVALID_VALUE);
         }
         state.space.physical(address).ok_or(INVALID_VALUE)?

@@ -33,6 +33,8 @@ const HANDLE_TYPE_FABRIC: u32 = 8;
 pub const READ: u32 = 1;
 /// As above.
 pub const READ_WRITE: u32 = 3;
+/// Access of all devices.
+pub const OF_ALL: [u32; MAX_DEVICES] = [READ_WRITE; MAX_DEVICES];
 
 /// Host memory that backs simulated device memory.
 #[derive(Debug)]
@@ -231,8 +233,8 @@ pub enum Purpose {
     Plain {
         /// The context that it is freed with.
         context: Handle,
-        /// Whether it came from a memory pool, in which case only the asynchronous calls could allocate it.
-        pooled: bool,
+        /// The memory pool that it came from, in which case only the asynchronous calls could allocate it.
+        pool: Option<Handle>,
     },
     /// An allocation of `cuMemAllocManaged`: the host may also access it.
     Managed {
@@ -385,8 +387,8 @@ impl Space {
         self.reservations.values().filter(|range| matches!(range.purpose, Purpose::Plain { .. } | Purpose::Managed { .. })).count()
     }
 
-    /// Makes a plain allocation: addresses, memory and mapping at once.
-    pub fn allocate(&mut self, bytes: usize, device: usize, purpose: Purpose) -> Outcome<Address> {
+    /// Makes a plain allocation: addresses, memory and mapping at once. `access`: of each device.
+    pub fn allocate(&mut self, bytes: usize, device: usize, purpose: Purpose, access: [u32; MAX_DEVICES]) -> Outcome<Address> {
         let managed = matches!(purpose, Purpose::Managed { .. });
         // The returned address "is suitably aligned for any kind of variable": 512 bytes on devices.
         let rounded = bytes.checked_next_multiple_of(512).ok_or(OUT_OF_MEMORY)?;
@@ -399,8 +401,19 @@ impl Space {
             (reserve_addresses(space, alignment, 0).ok_or(OUT_OF_MEMORY)?, space)
         };
         self.reservations.insert(address, Reservation { bytes: rounded, space, purpose, id: driver::new_handle(), given_up: false });
-        self.add_mapping(address, rounded, physical, READ_WRITE);
+        self.add_mapping(address, rounded, physical, access);
         Ok(address)
+    }
+
+    /// Sets a device's access to the memory of a pool.
+    pub fn set_pool_access(&mut self, pool: Handle, device: usize, flags: u32) {
+        for (address, range) in &self.reservations {
+            if matches!(range.purpose, Purpose::Plain { pool: Some(of), .. } if of == pool)
+                && let Some(mapping) = self.mappings.get_mut(address)
+            {
+                mapping.access[device] = flags;
+            }
+        }
     }
 
     /// Gives addresses to opened memory.
@@ -410,7 +423,7 @@ impl Space {
         let address = reserve_addresses(space, GRANULARITY, 0).ok_or(OUT_OF_MEMORY)?;
         let purpose = Purpose::Opened { context };
         self.reservations.insert(address, Reservation { bytes, space, purpose, id: driver::new_handle(), given_up: false });
-        self.add_mapping(address, bytes, physical, READ_WRITE);
+        self.add_mapping(address, bytes, physical, OF_ALL);
         Ok(address)
     }
 
@@ -478,10 +491,10 @@ impl Space {
         }
     }
 
-    fn add_mapping(&mut self, at: Address, bytes: usize, physical: Arc<Physical>, access: u32) {
+    fn add_mapping(&mut self, at: Address, bytes: usize, physical: Arc<Physical>, access: [u32; MAX_DEVICES]) {
         self.next_mapping += 1;
         let id = self.next_mapping;
-        self.mappings.insert(at, Mapping { id, bytes, physical, access: [access; MAX_DEVICES] });
+        self.mappings.insert(at, Mapping { id, bytes, physical, access });
     }
 
     /// The mappings in a range of reserved addresses, possibly none. The range must not cut any.
@@ -577,7 +590,8 @@ fn checked_prop(prop: In<AllocationProp>) -> Outcome<(AllocationProp, usize)> {
     }
 }
 
-fn access_device(location: Location) -> Outcome<usize> {
+/// The device that a location names.
+pub fn access_device(location: Location) -> Outcome<usize> {
     if location.kind != LOCATION_DEVICE {
         return Err(if location.kind == 0 { INVALID_VALUE } else { NOT_SUPPORTED });
     }
@@ -700,7 +714,7 @@ pub fn map(address: Address, bytes: usize, offset: usize, handle: Handle, flags:
     if taken {
         return Err(INVALID_VALUE);
     }
-    space.add_mapping(address, bytes, physical, 0);
+    space.add_mapping(address, bytes, physical, [0; MAX_DEVICES]);
     Ok(())
 }
 

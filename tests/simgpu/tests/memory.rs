@@ -65,6 +65,36 @@ fn mapping_rules() {
     });
 }
 
+/// The access of a pool is that of all its memory, also of what was allocated before.
+#[test]
+fn a_pool_is_open_to_the_devices_that_were_given_access() {
+    isolated("a_pool_is_open_to_the_devices_that_were_given_access", &[("SIMGPU_DEVICES", "2")], || {
+        let gpu = Gpu::start();
+        let (mut pool, mut earlier, mut later) = (0, 0, 0);
+        ok!(gpu.cuDeviceGetDefaultMemPool(&raw mut pool, 0));
+        ok!(gpu.cuMemAllocAsync(&raw mut earlier, MIB2, 0));
+        let of_device = |device, flags| Access { location: [1, device], flags };
+        gpu.use_device(1);
+        fails!(1, gpu.cuMemsetD8_v2(earlier, 7, MIB2));
+        ok!(gpu.cuMemPoolSetAccess(pool, &of_device(1, 3), 1));
+        ok!(gpu.cuMemsetD8_v2(earlier, 7, MIB2));
+        gpu.use_device(0);
+        ok!(gpu.cuMemAllocAsync(&raw mut later, MIB2, 0));
+        gpu.use_device(1);
+        ok!(gpu.cuMemsetD8_v2(later, 7, MIB2));
+        ok!(gpu.cuMemPoolSetAccess(pool, &of_device(1, 0), 1));
+        fails!(1, gpu.cuMemsetD8_v2(earlier, 7, MIB2));
+        fails!(1, gpu.cuMemsetD8_v2(later, 7, MIB2));
+        for wrong in [of_device(0, 0), of_device(2, 3), of_device(1, 2), Access { location: [0, 1], flags: 3 }] {
+            fails!(1, gpu.cuMemPoolSetAccess(pool, &raw const wrong, 1));
+        }
+        fails!(1, gpu.cuMemPoolSetAccess(4711, &of_device(1, 3), 1));
+        fails!(1, gpu.cuMemPoolSetAccess(pool, std::ptr::null(), 1));
+        gpu.use_device(0);
+        ok!(gpu.cuMemsetD8_v2(earlier, 7, MIB2));
+    });
+}
+
 #[test]
 fn an_address_hint_is_honoured_if_free() {
     isolated("an_address_hint_is_honoured_if_free", &[], || {

@@ -197,6 +197,7 @@ library! {
     cuMemAllocPitch_v2(*mut u64, *mut usize, usize, usize, u32) -> u32;
     cuMemFree_v2(u64) -> u32;
     cuMemPoolTrimTo(u64, usize) -> u32;
+    cuMemPoolSetAccess(u64, *const Access, usize) -> u32;
     cuMemGetAddressRange_v2(*mut u64, *mut usize, u64) -> u32;
     cuPointerGetAttribute(*mut c_void, i32, u64) -> u32;
     cuMemAllocAsync(*mut u64, usize, u64) -> u32;
