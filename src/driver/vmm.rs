@@ -119,6 +119,11 @@ impl Access {
         Self { location: Location::of_device(device), flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u32 }
     }
 
+    /// No access for a device.
+    pub fn none(device: CUdevice) -> Self {
+        Self { flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE as u32, ..Self::of_device(device) }
+    }
+
     /// Whether the device may read and write.
     pub fn is_full_for(self, device: CUdevice) -> bool {
         self == Self::of_device(device)
@@ -398,7 +403,7 @@ fn map_pieces(pieces: &[(CUmemGenericAllocationHandle, usize)], place: &Place) -
     Ok(())
 }
 
-/// Gives access to mapped ranges, in address order, with one call for adjacent ranges with the same access.
+/// Sets access to mapped ranges, in address order, with one call for adjacent ranges with the same access.
 pub fn open(ranges: impl IntoIterator<Item = (Span, Arc<[Access]>)>) -> Result<(), Failure> {
     let mut ranges = ranges.into_iter().peekable();
     while let Some((mut span, access)) = ranges.next() {

@@ -6,9 +6,9 @@ use crate::real::{self, originals};
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
-use vramctl_core::memory::{Memory, sightings};
+use vramctl_core::memory::Memory;
 use vramctl_driver::Current;
-use vramctl_model::{ObstacleKind, code};
+use vramctl_model::code;
 
 pub unsafe fn malloc(pointer: *mut *mut c_void, bytes: usize, caller: *const c_void) -> CudaError {
     // SAFETY: here and below, the program promises that a non-null pointer is writable, and the real function gets the
@@ -130,32 +130,6 @@ pub unsafe fn device_reset() -> CudaError {
     }
     // SAFETY: no arguments.
     unsafe { originals::cudaDeviceReset() }
-}
-
-pub unsafe fn enable_peer_access(peer: c_int, flags: c_uint) -> CudaError {
-    sightings::making(ObstacleKind::Peers, || {
-        // SAFETY: the arguments are passed on unchanged.
-        let answer = unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) };
-        if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
-            return answer;
-        }
-        let opened = real::current_context().map(|current| Memory::get().enable_peer(&current, peer));
-        match opened {
-            Ok(Err(error)) => {
-                log::warn!("cannot enable peer access to managed memory of device {peer}: {error}");
-                error.cuda_code()
-            }
-            _ => answer,
-        }
-    })
-}
-
-pub unsafe fn disable_peer_access(peer: c_int) -> CudaError {
-    if let (Some(memory), Some(device)) = (Memory::existing(), real::current_device()) {
-        memory.disable_peer(device, peer);
-    }
-    // SAFETY: the arguments are passed on unchanged.
-    unsafe { originals::cudaDeviceDisablePeerAccess(peer) }
 }
 
 /// Allocates on a device for torch's pluggable allocator, as the hooked `cudaMalloc` does. Null if out of memory: torch then

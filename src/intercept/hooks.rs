@@ -9,7 +9,7 @@ use crate::call::{call, passes};
 use crate::entry::{jump, pass_caller};
 use crate::real::originals;
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream, Effect, IpcHandle};
-use crate::{alloc, handlers, hooked_functions, share};
+use crate::{alloc, handlers, hooked_functions, peers, share};
 use std::arch::naked_asm;
 use std::ffi::{c_int, c_uint, c_void};
 

@@ -17,6 +17,7 @@ mod handlers;
 pub mod hooks;
 pub mod launch;
 pub mod nccl;
+mod peers;
 mod queries;
 mod real;
 mod register;

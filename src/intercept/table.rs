@@ -75,9 +75,9 @@ macro_rules! hooked_functions {
         /// `cudaDeviceReset`: forgets the managed memory that it destroys.
         Ends fn cudaDeviceReset() => handlers::device_reset;
         /// `cudaDeviceEnablePeerAccess`: also gives the peer access to managed memory.
-        Shares fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => handlers::enable_peer_access;
+        Shares fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => peers::cuda_enable;
         /// `cudaDeviceDisablePeerAccess`.
-        Shares fn cudaDeviceDisablePeerAccess(peer: c_int) => handlers::disable_peer_access;
+        Shares fn cudaDeviceDisablePeerAccess(peer: c_int) => peers::cuda_disable;
         /// `cudaIpcGetMemHandle`: the handle for managed memory is the library's.
         Shares fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => share::cuda_get;
         /// `cudaIpcOpenMemHandle`: gets managed memory from its owner.
@@ -196,8 +196,8 @@ macro_rules! driver_functions {
         Shares cuIpcOpenMemHandle_v2 "cuIpcOpenMemHandle" 11000 Plain (pointer: *mut CUdeviceptr, shared: IpcHandle, flags: c_uint) => share::driver_open;
         Shares cuIpcCloseMemHandle "cuIpcCloseMemHandle" 4010 Plain (pointer: CUdeviceptr) => share::driver_close;
         Shares cuPointerSetAttribute "cuPointerSetAttribute" 6000 Plain (value: *const c_void, attribute: c_uint, pointer: CUdeviceptr) => register::pointer_set_attribute;
-        Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => contexts::enable_peer_access;
-        Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => contexts::disable_peer_access;
+        Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => peers::driver_enable;
+        Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => peers::driver_disable;
 
         Shares cuMemPoolSetAccess "cuMemPoolSetAccess" 11020 Plain (pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) => alloc::pool_set_access;
 

@@ -25,6 +25,7 @@ use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use vramctl_config::CopyBy;
 use vramctl_core::memory::Memory;
+use vramctl_driver::ContextHandle;
 use vramctl_intercept::{entries, hooks as interpose};
 use vramctl_model::{Report, TagState, TransitionRequest};
 
@@ -474,6 +475,15 @@ impl OwnContext {
         let mut context = std::ptr::null_mut();
         assert_eq!(create_context(&mut context, device), 0);
         Self(context)
+    }
+
+    pub fn handle(&self) -> ContextHandle {
+        unsafe { transmute(self.0) }
+    }
+
+    /// Makes it current on this thread.
+    pub fn enter(&self) {
+        assert_eq!(unsafe { (simulated().cu_ctx_set_current)(self.0) }, 0);
     }
 }
 

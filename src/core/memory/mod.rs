@@ -17,6 +17,7 @@ mod lender;
 mod lending;
 pub mod obstacles;
 mod origin;
+mod peers;
 pub mod region;
 mod registered;
 mod registrant;
@@ -34,6 +35,7 @@ use crate::{contexts, drain};
 use address_index::AddressIndex;
 use freed::Unreleased;
 use keyed::Keyed;
+use peers::Peers;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -41,7 +43,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use vramctl_backup as backup;
 use vramctl_config::{Config, DiskDirectory};
-use vramctl_driver::{self as driver, Access, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
+use vramctl_driver::{self as driver, Addresses, CUdevice, CUdeviceptr, Context, Current, Physical, Place, RelaxedCapture};
 use vramctl_host::{PerProcess, exit};
 use vramctl_model::{Error, Failure, Shortage, StatusCode, checked_tag, code};
 
@@ -68,8 +70,8 @@ pub struct Memory {
     margin: AtomicU64,
     /// Bytes written to guards and not reported yet.
     written: AtomicU64,
-    /// Peer access: (device, peer whose memory it may use), with the context that enabled it.
-    peers: RwLock<BTreeMap<(CUdevice, CUdevice), Context>>,
+    /// Access of devices to others' memory.
+    peers: Peers,
 }
 
 static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
@@ -84,7 +86,7 @@ static MEMORY: PerProcess<Memory> = PerProcess::new(|| Memory {
     process_tag: RwLock::new(Config::get().tag.clone()),
     margin: AtomicU64::new(0),
     written: AtomicU64::new(0),
-    peers: RwLock::default(),
+    peers: Peers::default(),
 });
 
 impl Memory {
@@ -197,7 +199,7 @@ impl Memory {
         let addresses = Arc::new(Addresses::reserve(bytes)?);
         let place = Place::of(&addresses);
         memory.map(&place)?;
-        driver::open([(place.span(), self.usual_access(device))])?;
+        driver::open([(place.span(), self.peers.usual_access(device))])?;
         Ok((memory, addresses))
     }
 
@@ -252,9 +254,7 @@ impl Memory {
             return Ok(());
         }
         let mut contexts = BTreeSet::from([allocation.context()]);
-        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
-        contexts.extend(peers.iter().filter(|((_, other), _)| *other == allocation.device).map(|(_, context)| *context));
-        drop(peers);
+        contexts.extend(self.peers.contexts_with_access(allocation.device));
         drain::wait(contexts)
     }
 
@@ -266,9 +266,7 @@ impl Memory {
             devices.extend(allocation.guests());
         }
         devices.extend(&owners);
-        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
-        devices.extend(peers.keys().filter(|(_, other)| owners.contains(other)).map(|(device, _)| *device));
-        drop(peers);
+        devices.extend(self.peers.of_owners(&owners));
         devices.extend(contexts::devices_of(&borrow::contexts()));
         contexts::of_devices(&devices)
     }
@@ -277,8 +275,8 @@ impl Memory {
     pub fn forget_device(&self, device: CUdevice) {
         let Ok(Some(primary)) = Current::primary_of(device) else { return };
         self.wait_for_freed_in(primary);
-        self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|(one, other), _| *one != device && *other != device);
         let _exclusive = self.exclude();
+        self.peers.forget_gone(&[primary]);
         let doomed = self.ending_with(&[primary]);
         // Failed device work is no reason to keep memory that is about to be destroyed.
         let _ = drain::wait(self.contexts_that_use(doomed.iter().map(|allocation| &**allocation)));
@@ -311,7 +309,7 @@ impl Memory {
                 allocation.move_to(*other);
             }
         }
-        self.peers.write().unwrap_or_else(PoisonError::into_inner).retain(|_, context| !gone.contains(context));
+        self.peers.forget_gone(&gone);
         gone.into_iter().for_each(backup::forget_context);
         any
     }
@@ -332,37 +330,12 @@ impl Memory {
         self.let_go();
     }
 
-    /// Gives the current context's device access to `other`'s memory, present and future. `cudaDeviceEnablePeerAccess`
-    /// covers memory from `cudaMalloc`; virtual memory needs access set on each mapping.
-    pub fn enable_peer(&self, current: &Current, other: CUdevice) -> Result<(), Error> {
-        let device = current.device();
-        let _exclusive = self.exclude();
-        let all = self.snapshot();
-        let of_other =
-            all.iter().filter(|allocation| allocation.device == other && allocation.wanted().is_none() && !allocation.is_paused());
-        driver::open(of_other.flat_map(|allocation| allocation.ranges(&[Access::of_device(device)].into())))?;
-        self.peers.write().unwrap_or_else(PoisonError::into_inner).insert((device, other), current.context());
-        Ok(())
-    }
-
-    /// Stops giving `device` access to new mappings of `other`'s memory. Existing access lasts until the memory is paused.
-    pub fn disable_peer(&self, device: CUdevice, other: CUdevice) {
-        self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(&(device, other));
-    }
-
-    /// Who has access to memory of `cudaMalloc`: its device and the peers that were enabled.
-    fn usual_access(&self, owner: CUdevice) -> Arc<[Access]> {
-        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
-        let peers = peers.keys().filter(|(_, other)| *other == owner).map(|(device, _)| *device);
-        std::iter::once(owner).chain(peers).map(Access::of_device).collect()
-    }
-
     /// Gives the devices that the program expects access to mapped memory.
     pub(crate) fn open<'a>(&self, allocations: impl IntoIterator<Item = &'a Allocation>) -> Result<(), Failure> {
         let mut usual = BTreeMap::new();
         let mut ranges = Vec::new();
         for allocation in allocations {
-            let usual = usual.entry(allocation.device).or_insert_with_key(|device| self.usual_access(*device));
+            let usual = usual.entry(allocation.device).or_insert_with_key(|device| self.peers.usual_access(*device));
             ranges.extend(allocation.ranges(usual));
         }
         ranges.sort_unstable_by_key(|(span, _)| span.address);

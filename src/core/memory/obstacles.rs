@@ -6,7 +6,7 @@
 
 use super::{Allocation, Memory, borrow, communicators, left, sightings};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use vramctl_driver as driver;
 use vramctl_model::{Obstacle, ObstacleKind, TransitionRequest};
 
@@ -78,12 +78,10 @@ impl Memory {
         for (kind, what) in sightings::counted() {
             add(kind, what, 0);
         }
-        let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
+        let peers: Vec<_> = self.peers.pairs().into_iter().map(|(device, owner)| format!("{device} to {owner}")).collect();
         if !peers.is_empty() {
-            let pairs: Vec<_> = peers.keys().map(|(device, other)| format!("{device} to {other}")).collect();
-            add(ObstacleKind::Peers, format!("access of GPU {}", pairs.join(", ")), 0);
+            add(ObstacleKind::Peers, format!("access of GPU {}", peers.join(", ")), 0);
         }
-        drop(peers);
         // Also for a process without memory here: it may still have contexts.
         if driver::devices().any(driver::is_behind_mps) {
             add(ObstacleKind::Mps, "a GPU behind MPS".into(), 0);

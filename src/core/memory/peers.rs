@@ -1,0 +1,117 @@
+//! Access of one device to another's memory.
+//!
+//! CUDA opens all plain memory of a context to another one. Managed memory is virtual memory, where access is set for each mapping. So the
+//! library remembers what the program has enabled. It sets access to active memory at once; later memory, and memory that is resumed, gets
+//! it when it is mapped.
+
+use super::{Allocation, Memory};
+use crate::{contexts, drain};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use vramctl_driver::{self as driver, Access, CUdevice, Context, Current};
+use vramctl_model::{Error, Failure};
+
+/// A device, and another whose memory it may use.
+type Pair = (CUdevice, CUdevice);
+
+/// What the program has enabled.
+#[derive(Default)]
+pub(super) struct Peers(RwLock<Enabled>);
+
+/// `cuCtxEnablePeerAccess`: for each pair the contexts of both, because each context enables and disables access for itself. A pair without
+/// contexts has no entry.
+type Enabled = BTreeMap<Pair, BTreeSet<(Context, Context)>>;
+
+impl Peers {
+    fn read(&self) -> RwLockReadGuard<'_, Enabled> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Enabled> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All pairs.
+    pub fn pairs(&self) -> Vec<Pair> {
+        self.read().keys().copied().collect()
+    }
+
+    /// The devices that may use memory of these.
+    pub fn of_owners(&self, owners: &BTreeSet<CUdevice>) -> BTreeSet<CUdevice> {
+        self.read().keys().filter(|(_, owner)| owners.contains(owner)).map(|(device, _)| *device).collect()
+    }
+
+    /// The contexts that may use memory of a device.
+    pub fn contexts_with_access(&self, owner: CUdevice) -> BTreeSet<Context> {
+        let enabled = self.read();
+        let of_owner = enabled.iter().filter(|((_, of), _)| *of == owner);
+        of_owner.flat_map(|(_, contexts)| contexts.iter().map(|(context, _)| *context)).collect()
+    }
+
+    /// Who has access to a device's memory, itself first.
+    pub fn usual_access(&self, owner: CUdevice) -> Arc<[Access]> {
+        let others = self.of_owners(&BTreeSet::from([owner]));
+        std::iter::once(owner).chain(others).map(Access::of_device).collect()
+    }
+
+    /// Forgets what ends with these contexts. Active memory stays open until it is paused: no work is left that may use it.
+    pub fn forget_gone(&self, gone: &[Context]) {
+        self.forget(|(context, other)| gone.contains(context) || gone.contains(other));
+    }
+
+    fn forget(&self, is_over: impl Fn(&(Context, Context)) -> bool) {
+        self.write().retain(|_, contexts| {
+            contexts.retain(|both| !is_over(both));
+            !contexts.is_empty()
+        });
+    }
+}
+
+/// The devices of two contexts, which pauses then know of.
+fn pair_of(current: &Current, other: Context) -> Result<Pair, Failure> {
+    let other = Current::push(other)?;
+    contexts::note(current);
+    contexts::note(&other);
+    Ok((current.device(), other.device()))
+}
+
+impl Memory {
+    /// Gives the current context's device access to memory of another context's device, present and future. On error nothing changes.
+    pub fn enable_peer(&self, current: &Current, other: Context) -> Result<(), Error> {
+        let pair = pair_of(current, other)?;
+        let _exclusive = self.exclude();
+        if !self.peers.read().contains_key(&pair) {
+            self.set_device_access(pair.1, Access::of_device(pair.0), Access::none(pair.0))?;
+        }
+        self.peers.write().entry(pair).or_default().insert((current.context(), other));
+        Ok(())
+    }
+
+    /// Takes it away again, unless another context of the device has it too. On error nothing changes.
+    pub fn disable_peer(&self, current: &Current, other: Context) -> Result<(), Error> {
+        let pair = pair_of(current, other)?;
+        let contexts = (current.context(), other);
+        if !self.peers.read().get(&pair).is_some_and(|enabled| enabled.contains(&contexts)) {
+            return Ok(());
+        }
+        // The context's work may use the memory. Before taking the lock, as in `free`.
+        drain::wait(BTreeSet::from([current.context()]))?;
+        let _exclusive = self.exclude();
+        let is_last = self.peers.read().get(&pair).is_some_and(|enabled| enabled.iter().eq([&contexts]));
+        if is_last {
+            self.set_device_access(pair.1, Access::none(pair.0), Access::of_device(pair.0))?;
+        }
+        self.peers.forget(|one| *one == contexts);
+        Ok(())
+    }
+
+    /// Sets access to a device's active memory of `cudaMalloc`. On error it is `before` again, as far as the driver permits. Under the
+    /// exclusive transition lock.
+    fn set_device_access(&self, owner: CUdevice, access: Access, before: Access) -> Result<(), Failure> {
+        let is_meant = |one: &&Arc<Allocation>| one.device == owner && one.wanted().is_none() && !one.is_paused();
+        let all = self.snapshot();
+        let active: Vec<_> = all.iter().filter(is_meant).collect();
+        let set = |access: Access| driver::open(active.iter().flat_map(|one| one.ranges(&[access].into())));
+        set(access).inspect_err(|_| _ = set(before))
+    }
+}

@@ -1,0 +1,81 @@
+//! Access of one device to another's memory, which the program enables and disables through the runtime or the driver. Managed memory follows.
+
+use crate::driver_originals;
+use crate::real::{self, originals};
+use crate::table::CudaError;
+use std::ffi::{c_int, c_uint};
+use vramctl_core::memory::{Memory, sightings};
+use vramctl_driver::{Context, ContextHandle, Current};
+use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
+
+pub unsafe fn cuda_enable(peer: c_int, flags: c_uint) -> CudaError {
+    // SAFETY: here and below, the real function gets the arguments unchanged.
+    enable(|| unsafe { originals::cudaDeviceEnablePeerAccess(peer, flags) }, || of_runtime(peer))
+}
+
+pub unsafe fn cuda_disable(peer: c_int) -> CudaError {
+    // SAFETY: as above.
+    let real = || unsafe { originals::cudaDeviceDisablePeerAccess(peer) };
+    // SAFETY: the only flags there are.
+    disable(real, || of_runtime(peer), || unsafe { originals::cudaDeviceEnablePeerAccess(peer, 0) })
+}
+
+pub unsafe fn driver_enable(peer: ContextHandle, flags: c_uint) -> StatusCode {
+    // SAFETY: as above.
+    enable(|| unsafe { driver_originals::cuCtxEnablePeerAccess(peer, flags) }, || of_driver(peer))
+}
+
+pub unsafe fn driver_disable(peer: ContextHandle) -> StatusCode {
+    // SAFETY: as above.
+    let real = || unsafe { driver_originals::cuCtxDisablePeerAccess(peer) };
+    // SAFETY: as above.
+    disable(real, || of_driver(peer), || unsafe { driver_originals::cuCtxEnablePeerAccess(peer, 0) })
+}
+
+/// The thread's current context, and the one whose memory it may use.
+type Both = (Current, Context);
+
+const NONE: Failure = Failure { call: "cuCtxGetCurrent", code: code::INVALID_CONTEXT };
+
+fn of_runtime(peer: c_int) -> Result<Both, Error> {
+    let current = real::current_context().map_err(|code| Failure { call: "cudaFree", code })?;
+    Ok((current, Current::primary_of(peer)?.ok_or(NONE)?))
+}
+
+fn of_driver(peer: ContextHandle) -> Result<Both, Error> {
+    Ok((Current::of_thread()?.ok_or(NONE)?, peer.context()?))
+}
+
+fn enable(real: impl FnOnce() -> StatusCode, contexts: impl FnOnce() -> Result<Both, Error>) -> StatusCode {
+    sightings::making(ObstacleKind::Peers, || {
+        let answer = real();
+        if !matches!(answer, code::SUCCESS | code::PEER_ACCESS_ALREADY_ENABLED) {
+            return answer;
+        }
+        match contexts().and_then(|(current, other)| Memory::get().enable_peer(&current, other)) {
+            Ok(()) => answer,
+            Err(error) => {
+                log::warn!("cannot enable peer access to managed memory: {error}");
+                error.cuda_code()
+            }
+        }
+    })
+}
+
+/// `again` enables it.
+fn disable(
+    real: impl FnOnce() -> StatusCode,
+    contexts: impl FnOnce() -> Result<Both, Error>,
+    again: impl FnOnce() -> StatusCode,
+) -> StatusCode {
+    let answer = real();
+    let Some(memory) = Memory::existing().filter(|_| answer == code::SUCCESS) else { return answer };
+    match contexts().and_then(|(current, other)| memory.disable_peer(&current, other)) {
+        Ok(()) => answer,
+        Err(error) => {
+            log::warn!("cannot disable peer access to managed memory, so it stays enabled: {error}");
+            again();
+            error.cuda_code()
+        }
+    }
+}
