@@ -1,12 +1,21 @@
-//! Peer access to managed memory, given and taken as with CUDA's own memory.
+//! Access of one device to another's managed memory: peer access, and access to memory pools. Given and taken as with CUDA's own memory.
 #![allow(missing_docs, clippy::undocumented_unsafe_blocks)]
 
 mod common;
 
-use common::{Gpu, MIB, OwnContext, Stream, free, last_error, malloc_tagged, pattern, pause, read, resume, set_device, write};
+use common::{
+    Gpu, MIB, OwnContext, Stream, artifacts, free, last_error, malloc_tagged, own_folder, pattern, pause, read, resume, set_device,
+    simulated_libraries, write,
+};
+use std::ffi::c_void;
+use std::process::Command;
 use std::ptr;
-use vramctl_driver::{ContextHandle, Current};
+use vramctl_core::memory::{Memory, region};
+use vramctl_driver::{ContextHandle, Current, StreamHandle};
 use vramctl_intercept::{entries, hooks};
+use vramctl_model::ObstacleKind;
+
+const NULL_STREAM: StreamHandle = unsafe { std::mem::transmute::<usize, StreamHandle>(0) };
 
 /// The device whose memory is used, and the one that uses it.
 const OWNER: i32 = 1;
@@ -34,6 +43,18 @@ fn there(tag: &str) -> u64 {
     let address = malloc_tagged(tag, None, 2 * MIB).unwrap();
     set_device(PEER);
     address
+}
+
+/// The same, in stream order from the default pool.
+fn there_from_pool(tag: &str) -> u64 {
+    set_device(OWNER);
+    let mut pointer = ptr::null_mut();
+    region::begin(Some(tag), None).unwrap();
+    assert_eq!(unsafe { hooks::cudaMallocAsync(&raw mut pointer, 2 * MIB, NULL_STREAM) }, 0);
+    region::end().unwrap();
+    set_device(PEER);
+    assert!(Memory::get().manages(pointer as u64));
+    pointer as u64
 }
 
 fn fill(address: u64, contents: &[u8]) {
@@ -215,4 +236,165 @@ fn a_disable_that_fails_changes_nothing() {
     assert_eq!(disable(), 0);
     assert!(!is_open(addresses[0]) && !is_open(addresses[2]));
     release([addresses[0], addresses[2]]);
+}
+
+fn set_pool_access(call: SetPoolAccess, flags: u32) -> u32 {
+    let access = [[1, PEER as u32, flags], [1, OWNER as u32, 3]];
+    let answer = call(vramctl_driver::default_pool(OWNER).unwrap(), access.as_ptr().cast(), access.len());
+    last_error();
+    answer
+}
+
+type SetPoolAccess = fn(*mut c_void, *const c_void, usize) -> u32;
+
+const POOL_CALLS: [SetPoolAccess; 2] = [
+    |pool, access, count| unsafe { hooks::cudaMemPoolSetAccess(pool, access, count) },
+    |pool, access, count| unsafe { entries::cuMemPoolSetAccess(pool, access.cast(), count) },
+];
+
+/// `cudaMemPoolSetAccess` applies to managed memory from the pool: allocated before or after, and after a resume.
+#[test]
+fn the_access_of_a_pool_is_that_of_its_memory() {
+    let _gpu = take();
+    for call in POOL_CALLS {
+        let (plain, earlier, paused) = (there("t"), there_from_pool("t"), there_from_pool("paused"));
+        let contents = pattern(1, 2 * MIB);
+        fill(earlier, &contents);
+        pause(&["paused"]).unwrap();
+        assert_eq!(set_pool_access(call, 3), 0);
+        let later = there_from_pool("t");
+        resume(&[]).unwrap();
+        let all = [earlier, paused, later];
+        let check = |open: bool| {
+            for (index, address) in all.iter().enumerate() {
+                assert_eq!(is_open(*address), open, "{index}");
+            }
+            assert!(!is_open(plain), "it is not from the pool");
+        };
+        check(true);
+        let (stream, here) = (Stream::create(), malloc_tagged("here", None, 2 * MIB).unwrap());
+        assert_eq!((stream.copy(here, earlier, 2 * MIB), stream.synchronize()), (0, 0));
+        assert!(read(here, 2 * MIB).unwrap() == contents);
+        pause_and_resume();
+        check(true);
+        let is_obstacle = || Memory::get().obstacles().iter().any(|obstacle| obstacle.kind == ObstacleKind::Peers);
+        assert!(is_obstacle());
+
+        pause(&["paused"]).unwrap();
+        assert_eq!(set_pool_access(call, 0), 0);
+        resume(&[]).unwrap();
+        check(false);
+        pause_and_resume();
+        check(false);
+        assert!(!is_obstacle());
+        assert_eq!(free(here), 0);
+        release(all.into_iter().chain([plain]));
+    }
+}
+
+/// Enabled peer access is for plain memory, the access of a pool for its own: neither ends with the other.
+#[test]
+fn peer_access_and_that_of_pools_are_independent() {
+    let _gpu = take();
+    let (plain, from_pool) = (there("t"), there_from_pool("t"));
+    let open = || (is_open(plain), is_open(from_pool));
+    assert_eq!(enable(), 0);
+    assert_eq!(open(), (true, false));
+    assert_eq!(set_pool_access(POOL_CALLS[0], 3), 0);
+    assert_eq!(open(), (true, true));
+    assert_eq!(disable(), 0);
+    assert_eq!(open(), (false, true));
+    assert_eq!((enable(), set_pool_access(POOL_CALLS[0], 0)), (0, 0));
+    assert_eq!(open(), (true, false));
+    assert_eq!(disable(), 0);
+    release([plain, from_pool]);
+}
+
+/// Neither a pause nor the call that closes a pool takes memory from under work of the other device.
+#[test]
+fn work_that_uses_a_pool_is_waited_for() {
+    let gpu = take();
+    // A pause that copies nothing takes no time otherwise.
+    let address = there_from_pool(common::DISCARDED_TAG);
+    assert_eq!(set_pool_access(POOL_CALLS[0], 3), 0);
+    let stream = Stream::create();
+    let while_it_works = |then: &dyn Fn()| {
+        gpu.set_op_delay_ms(200);
+        assert_eq!(stream.fill(address, 9, 2 * MIB), 0);
+        then();
+        gpu.set_op_delay_ms(0);
+        assert_eq!(stream.synchronize(), 0, "nothing was taken from under the work");
+    };
+    while_it_works(&|| _ = pause(&[]).unwrap());
+    resume(&[]).unwrap();
+    while_it_works(&|| assert_eq!(set_pool_access(POOL_CALLS[0], 0), 0));
+    assert!(!is_open(address));
+    release([address]);
+}
+
+#[test]
+fn access_of_a_pool_that_cannot_be_set_stays_as_it_was() {
+    let gpu = take();
+    let addresses = [there_from_pool("t"), there_from_pool("t"), there_from_pool("t")];
+    // Then it takes two calls.
+    release([addresses[1]]);
+    let [first, _, last] = addresses;
+    gpu.fail("cuMemPoolSetAccess", 1, 999, 1);
+    assert_eq!(set_pool_access(POOL_CALLS[0], 3), 999);
+    assert!(!is_open(first) && !is_open(last));
+    for (flags, before) in [(3, false), (0, true)] {
+        gpu.fail("cuMemSetAccess", 2, 999, 1);
+        assert_eq!(set_pool_access(POOL_CALLS[0], flags), 999);
+        gpu.clear_faults();
+        assert_eq!((is_open(first), is_open(last)), (before, before));
+        pause_and_resume();
+        assert_eq!((is_open(first), is_open(last)), (before, before));
+        assert_eq!(set_pool_access(POOL_CALLS[0], flags), 0);
+        assert_eq!((is_open(first), is_open(last)), (!before, !before));
+    }
+    release([first, last]);
+}
+
+/// In a program, a call of the runtime passes the library twice: the runtime's function and the driver's. Or once, if the program has looked
+/// the runtime's function up.
+#[test]
+fn calls_of_the_runtime_pass_both_layers() {
+    const PROGRAM: &str = r#"
+import ctypes, sys
+from ctypes import byref, c_size_t, c_uint64, c_void_p
+own = ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
+cuda, driver = own if sys.argv[1] == "looked up" else ctypes.CDLL(None), ctypes.CDLL("libcuda.so.1")
+def is_open(pointer):
+    flags = c_uint64()
+    assert driver.cuMemGetAccess(byref(flags), (ctypes.c_int * 2)(1, 0), pointer) == 0
+    return flags.value == 3
+cuda.cudaSetDevice(1)
+plain, pooled, pool = c_void_p(), c_void_p(), c_void_p()
+assert cuda.cudaMalloc(byref(plain), c_size_t(4 << 20)) == 0
+assert cuda.cudaMallocAsync(byref(pooled), c_size_t(4 << 20), None) == 0
+assert cuda.cudaDeviceGetDefaultMemPool(byref(pool), 1) == 0
+cuda.cudaSetDevice(0)
+assert not is_open(plain) and not is_open(pooled)
+assert cuda.cudaMemPoolSetAccess(pool, (ctypes.c_int * 3)(1, 0, 3), c_size_t(1)) == 0
+assert is_open(pooled)
+assert cuda.cudaMemPoolSetAccess(pool, (ctypes.c_int * 3)(1, 0, 0), c_size_t(1)) == 0
+assert cuda.cudaDeviceEnablePeerAccess(1, 0) == 0
+assert is_open(plain) and not is_open(pooled)
+assert cuda.cudaDeviceDisablePeerAccess(1) == 0
+assert not is_open(plain)
+assert cuda.cudaDeviceDisablePeerAccess(1) == 705
+"#;
+    for way in ["linked", "looked up"] {
+        let output = Command::new("timeout")
+            .args(["60", "python3", "-c", PROGRAM, way])
+            .env("LD_PRELOAD", artifacts().join("libvramctl.so"))
+            .env("LD_LIBRARY_PATH", simulated_libraries())
+            .env("VRAMCTL_TAG", "default")
+            .env("VRAMCTL_DIR", own_folder().join("program"))
+            .env("SIMGPU_DEVICES", "2")
+            .env("SIMGPU_MEMORY", "256M")
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{way}: {output:?}");
+    }
 }

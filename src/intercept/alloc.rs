@@ -6,9 +6,8 @@
 use crate::decided;
 use crate::driver_originals;
 use crate::exclude;
-use std::collections::BTreeSet;
 use std::ffi::{c_uint, c_void};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_core::events::{self, Who};
@@ -17,8 +16,8 @@ use vramctl_core::memory::{Memory, Origin, Placement, left, region, sightings};
 use vramctl_core::out_of_memory::{self, Asked, Cause};
 use vramctl_core::server;
 use vramctl_core::watch;
-use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, CUmemAccessDesc, Current, StreamHandle};
-use vramctl_host::{PerProcess, log_once};
+use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Current, StreamHandle};
+use vramctl_host::log_once;
 use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
 /// The functions through which a request came.
@@ -327,29 +326,14 @@ fn allocate(
         Source::Thread => None,
     };
     if let Some(pool) = pool
-        && (driver::default_pool(current.device()).ok() != Some(pool) || is_opened(pool))
+        && driver::default_pool(current.device()).ok() != Some(pool)
     {
         return None;
     }
+    let from_pool = !matches!(source, Source::Thread);
     let tag = policy.tag.clone();
-    let address = managed(&current, &tag, Memory::get().allocate(policy, bytes, &current), bytes, current.device(), caller)?;
+    let address = managed(&current, &tag, Memory::get().allocate(policy, bytes, &current, from_pool), bytes, current.device(), caller)?;
     Some(address.map(|address| address as *mut c_void))
-}
-
-/// Pools (the driver's handles) to which other devices were given access. Their memory is left to CUDA.
-static OPENED: PerProcess<RwLock<BTreeSet<usize>>> = PerProcess::new(RwLock::default);
-
-fn is_opened(pool: *mut c_void) -> bool {
-    OPENED.existing().is_some_and(|pools| pools.read().unwrap_or_else(PoisonError::into_inner).contains(&(pool as usize)))
-}
-
-pub unsafe fn pool_set_access(pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) -> StatusCode {
-    // SAFETY: the arguments are passed on unchanged.
-    let answer = unsafe { driver_originals::cuMemPoolSetAccess(pool, access, count) };
-    if answer == code::SUCCESS && !access.is_null() {
-        OPENED.get().write().unwrap_or_else(PoisonError::into_inner).insert(pool as usize);
-    }
-    answer
 }
 
 /// Finishes a request for managed memory; `None` if the real function must handle it.

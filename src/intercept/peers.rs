@@ -1,11 +1,13 @@
-//! Access of one device to another's memory, which the program enables and disables through the runtime or the driver. Managed memory follows.
+//! Access of one device to another's memory, plain or from a pool, which the program sets through the runtime or the driver. Managed memory
+//! follows.
 
 use crate::driver_originals;
 use crate::real::{self, originals};
 use crate::table::CudaError;
-use std::ffi::{c_int, c_uint};
+use std::ffi::{c_int, c_uint, c_void};
+use std::slice;
 use vramctl_core::memory::{Memory, sightings};
-use vramctl_driver::{Context, ContextHandle, Current};
+use vramctl_driver::{self as driver, Access, CUmemAccessDesc, Context, ContextHandle, Current};
 use vramctl_model::{Error, Failure, ObstacleKind, StatusCode, code};
 
 pub unsafe fn cuda_enable(peer: c_int, flags: c_uint) -> CudaError {
@@ -30,6 +32,16 @@ pub unsafe fn driver_disable(peer: ContextHandle) -> StatusCode {
     let real = || unsafe { driver_originals::cuCtxDisablePeerAccess(peer) };
     // SAFETY: as above.
     disable(real, || of_driver(peer), || unsafe { driver_originals::cuCtxEnablePeerAccess(peer, 0) })
+}
+
+pub unsafe fn cuda_set_pool_access(pool: *mut c_void, access: *const c_void, count: usize) -> CudaError {
+    // SAFETY: as above. The runtime's descriptors are the driver's.
+    unsafe { set_pool_access(pool, access.cast(), count, || originals::cudaMemPoolSetAccess(pool, access, count)) }
+}
+
+pub unsafe fn driver_set_pool_access(pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) -> StatusCode {
+    // SAFETY: as above.
+    unsafe { set_pool_access(pool, access.cast(), count, || driver_originals::cuMemPoolSetAccess(pool, access, count)) }
 }
 
 /// The thread's current context, and the one whose memory it may use.
@@ -78,4 +90,25 @@ fn disable(
             error.cuda_code()
         }
     }
+}
+
+/// # Safety
+/// If the real function accepts them, there are `count` descriptors.
+unsafe fn set_pool_access(pool: *mut c_void, access: *const Access, count: usize, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    sightings::making(ObstacleKind::Peers, || {
+        let answer = real();
+        if answer != code::SUCCESS || access.is_null() {
+            return answer;
+        }
+        // Memory of other pools is left to CUDA.
+        let Some(owner) = driver::devices().find(|device| driver::default_pool(*device) == Ok(pool)) else { return answer };
+        // SAFETY: as promised.
+        match Memory::get().set_pool_access(owner, unsafe { slice::from_raw_parts(access, count) }) {
+            Ok(()) => answer,
+            Err(error) => {
+                log::warn!("cannot set the access of a memory pool for managed memory: {error}");
+                error.cuda_code()
+            }
+        }
+    })
 }

@@ -78,6 +78,8 @@ macro_rules! hooked_functions {
         Shares fn cudaDeviceEnablePeerAccess(peer: c_int, flags: c_uint) => peers::cuda_enable;
         /// `cudaDeviceDisablePeerAccess`.
         Shares fn cudaDeviceDisablePeerAccess(peer: c_int) => peers::cuda_disable;
+        /// `cudaMemPoolSetAccess`: also gives devices access to managed memory that stands for the pool's.
+        Shares fn cudaMemPoolSetAccess(pool: *mut c_void, access: *const c_void, count: usize) => peers::cuda_set_pool_access;
         /// `cudaIpcGetMemHandle`: the handle for managed memory is the library's.
         Shares fn cudaIpcGetMemHandle(handle: *mut c_void, pointer: *mut c_void) => share::cuda_get;
         /// `cudaIpcOpenMemHandle`: gets managed memory from its owner.
@@ -199,7 +201,7 @@ macro_rules! driver_functions {
         Shares cuCtxEnablePeerAccess "cuCtxEnablePeerAccess" 4000 Plain (peer: ContextHandle, flags: c_uint) => peers::driver_enable;
         Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => peers::driver_disable;
 
-        Shares cuMemPoolSetAccess "cuMemPoolSetAccess" 11020 Plain (pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) => alloc::pool_set_access;
+        Shares cuMemPoolSetAccess "cuMemPoolSetAccess" 11020 Plain (pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) => peers::driver_set_pool_access;
 
         Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) => vmm::get_access;
         Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => queries::address_range;

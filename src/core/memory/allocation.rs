@@ -27,6 +27,8 @@ pub struct Allocation {
     pub requested: usize,
     /// The memory's device.
     pub device: CUdevice,
+    /// Whether it stands for memory from the device's default pool (`cudaMallocAsync`), to which access is given for the whole pool.
+    pub from_pool: bool,
     /// Who asked for it, if known.
     pub origin: OnceLock<Origin>,
     bytes: usize,
@@ -68,7 +70,7 @@ pub struct Contents {
 pub struct Mapping {
     /// The addresses.
     pub place: Place,
-    /// The devices with access; `None`: the device and its peers, as with `cudaMalloc`.
+    /// The devices with access; `None`: those that have it to all such memory of the device (`peers`).
     pub access: Option<Arc<[Access]>>,
 }
 
@@ -114,9 +116,16 @@ impl Contents {
 
 impl Allocation {
     /// An active allocation whose memory is mapped at `at`.
-    pub fn new(policy: Placement, requested: usize, current: &driver::Current, memory: Physical, at: &Arc<Addresses>) -> Self {
+    pub fn new(
+        policy: Placement,
+        requested: usize,
+        current: &driver::Current,
+        memory: Physical,
+        at: &Arc<Addresses>,
+        from_pool: bool,
+    ) -> Self {
         let mappings = vec![Mapping { place: Place::of(at), access: None }];
-        Self::with(policy, requested, current.device(), current, memory, mappings, at.bytes(), at.base(), None)
+        Self { from_pool, ..Self::with(policy, requested, current.device(), current, memory, mappings, at.bytes(), at.base(), None) }
     }
 
     /// Memory of the program's own `cuMemCreate`, active and not mapped yet.
@@ -162,6 +171,7 @@ impl Allocation {
             backend: policy.backend,
             requested,
             device,
+            from_pool: false,
             origin: OnceLock::new(),
             bytes,
             key,
@@ -313,7 +323,7 @@ impl Allocation {
         }
     }
 
-    /// The addresses and the devices with access. `usual`: the device and its peers.
+    /// The addresses and the devices with access. `usual`: those of memory with no access of its own.
     pub fn ranges(&self, usual: &Arc<[Access]>) -> Vec<(Span, Arc<[Access]>)> {
         let access = |mapping: &Mapping| Arc::clone(mapping.access.as_ref().unwrap_or(usual));
         self.contents().mappings.iter().map(|mapping| (mapping.place.span(), access(mapping))).collect()

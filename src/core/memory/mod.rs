@@ -168,9 +168,9 @@ impl Memory {
         Ok(())
     }
 
-    /// Allocates at least `bytes` on the current context's device and records the allocation. Leaves nothing behind on
-    /// error.
-    pub fn allocate(&self, policy: Placement, bytes: usize, current: &Current) -> Result<CUdeviceptr, Error> {
+    /// Allocates at least `bytes` on the current context's device and records the allocation. `from_pool`: in place of memory from
+    /// the device's default pool. Leaves nothing behind on error.
+    pub fn allocate(&self, policy: Placement, bytes: usize, current: &Current, from_pool: bool) -> Result<CUdeviceptr, Error> {
         let device = current.device();
         if !driver::supports_vmm(device) {
             return Err(Error::Unsupported);
@@ -186,20 +186,20 @@ impl Memory {
             return Err(too_large.into());
         }
         self.check_margin(device, size)?;
-        let (memory, addresses) = self.take(device, size)?;
-        let allocation = Allocation::new(policy, bytes, current, memory, &addresses);
+        let (memory, addresses) = self.take(device, size, from_pool)?;
+        let allocation = Allocation::new(policy, bytes, current, memory, &addresses, from_pool);
         let address = allocation.address();
         self.enter(Arc::new(allocation));
         Ok(address)
     }
 
     /// New memory, mapped and accessible.
-    fn take(&self, device: CUdevice, bytes: usize) -> Result<(Physical, Arc<Addresses>), Failure> {
+    fn take(&self, device: CUdevice, bytes: usize, from_pool: bool) -> Result<(Physical, Arc<Addresses>), Failure> {
         let mut memory = self.physical(|| Physical::create(device, bytes))?;
         let addresses = Arc::new(Addresses::reserve(bytes)?);
         let place = Place::of(&addresses);
         memory.map(&place)?;
-        driver::open([(place.span(), self.peers.usual_access(device))])?;
+        driver::open([(place.span(), self.peers.usual_access(device, from_pool))])?;
         Ok((memory, addresses))
     }
 
@@ -335,7 +335,8 @@ impl Memory {
         let mut usual = BTreeMap::new();
         let mut ranges = Vec::new();
         for allocation in allocations {
-            let usual = usual.entry(allocation.device).or_insert_with_key(|device| self.peers.usual_access(*device));
+            let kind = (allocation.device, allocation.from_pool);
+            let usual = usual.entry(kind).or_insert_with(|| self.peers.usual_access(allocation.device, allocation.from_pool));
             ranges.extend(allocation.ranges(usual));
         }
         ranges.sort_unstable_by_key(|(span, _)| span.address);

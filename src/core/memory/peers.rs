@@ -1,8 +1,8 @@
 //! Access of one device to another's memory.
 //!
-//! CUDA opens all plain memory of a context to another one. Managed memory is virtual memory, where access is set for each mapping. So the
-//! library remembers what the program has enabled. It sets access to active memory at once; later memory, and memory that is resumed, gets
-//! it when it is mapped.
+//! CUDA opens all plain memory of a context to another one, and all memory of a pool to a device; neither concerns the other. Managed memory
+//! is virtual memory, where access is set for each mapping. So the library remembers what the program has enabled. It sets access to active
+//! memory at once; later memory, and memory that is resumed, gets it when it is mapped.
 
 use super::{Allocation, Memory};
 use crate::{contexts, drain};
@@ -18,9 +18,24 @@ type Pair = (CUdevice, CUdevice);
 #[derive(Default)]
 pub(super) struct Peers(RwLock<Enabled>);
 
-/// `cuCtxEnablePeerAccess`: for each pair the contexts of both, because each context enables and disables access for itself. A pair without
-/// contexts has no entry.
-type Enabled = BTreeMap<Pair, BTreeSet<(Context, Context)>>;
+#[derive(Default)]
+struct Enabled {
+    /// `cuCtxEnablePeerAccess`: for each pair the contexts of both, because each context enables and disables access for itself. A pair
+    /// without contexts has no entry.
+    contexts: BTreeMap<Pair, BTreeSet<(Context, Context)>>,
+    /// `cuMemPoolSetAccess`: what the device may do with memory from the other's default pool, if anything.
+    pools: BTreeMap<Pair, Access>,
+}
+
+impl Enabled {
+    fn pairs(&self) -> BTreeSet<Pair> {
+        self.contexts.keys().chain(self.pools.keys()).copied().collect()
+    }
+
+    fn of_pool(&self, (device, owner): Pair) -> Access {
+        self.pools.get(&(device, owner)).copied().unwrap_or_else(|| Access::none(device))
+    }
+}
 
 impl Peers {
     fn read(&self) -> RwLockReadGuard<'_, Enabled> {
@@ -32,26 +47,32 @@ impl Peers {
     }
 
     /// All pairs.
-    pub fn pairs(&self) -> Vec<Pair> {
-        self.read().keys().copied().collect()
+    pub fn pairs(&self) -> BTreeSet<Pair> {
+        self.read().pairs()
     }
 
     /// The devices that may use memory of these.
     pub fn of_owners(&self, owners: &BTreeSet<CUdevice>) -> BTreeSet<CUdevice> {
-        self.read().keys().filter(|(_, owner)| owners.contains(owner)).map(|(device, _)| *device).collect()
+        self.pairs().into_iter().filter(|(_, owner)| owners.contains(owner)).map(|(device, _)| device).collect()
     }
 
-    /// The contexts that may use memory of a device.
+    /// The contexts that may use plain memory of a device.
     pub fn contexts_with_access(&self, owner: CUdevice) -> BTreeSet<Context> {
         let enabled = self.read();
-        let of_owner = enabled.iter().filter(|((_, of), _)| *of == owner);
+        let of_owner = enabled.contexts.iter().filter(|((_, of), _)| *of == owner);
         of_owner.flat_map(|(_, contexts)| contexts.iter().map(|(context, _)| *context)).collect()
     }
 
     /// Who has access to a device's memory, itself first.
-    pub fn usual_access(&self, owner: CUdevice) -> Arc<[Access]> {
-        let others = self.of_owners(&BTreeSet::from([owner]));
-        std::iter::once(owner).chain(others).map(Access::of_device).collect()
+    pub fn usual_access(&self, owner: CUdevice, from_pool: bool) -> Arc<[Access]> {
+        let enabled = self.read();
+        let of_owner = |pair: &Pair| pair.1 == owner;
+        let others: Vec<_> = if from_pool {
+            enabled.pools.iter().filter(|(pair, _)| of_owner(pair)).map(|(_, access)| *access).collect()
+        } else {
+            enabled.contexts.keys().filter(|pair| of_owner(pair)).map(|(device, _)| Access::of_device(*device)).collect()
+        };
+        std::iter::once(Access::of_device(owner)).chain(others).collect()
     }
 
     /// Forgets what ends with these contexts. Active memory stays open until it is paused: no work is left that may use it.
@@ -60,7 +81,7 @@ impl Peers {
     }
 
     fn forget(&self, is_over: impl Fn(&(Context, Context)) -> bool) {
-        self.write().retain(|_, contexts| {
+        self.write().contexts.retain(|_, contexts| {
             contexts.retain(|both| !is_over(both));
             !contexts.is_empty()
         });
@@ -76,14 +97,14 @@ fn pair_of(current: &Current, other: Context) -> Result<Pair, Failure> {
 }
 
 impl Memory {
-    /// Gives the current context's device access to memory of another context's device, present and future. On error nothing changes.
+    /// Gives the current context's device access to plain memory of another context's device, present and future. On error nothing changes.
     pub fn enable_peer(&self, current: &Current, other: Context) -> Result<(), Error> {
         let pair = pair_of(current, other)?;
         let _exclusive = self.exclude();
-        if !self.peers.read().contains_key(&pair) {
-            self.set_device_access(pair.1, Access::of_device(pair.0), Access::none(pair.0))?;
+        if !self.peers.read().contexts.contains_key(&pair) {
+            self.set_device_access(pair.1, false, &[Access::of_device(pair.0)], &[Access::none(pair.0)])?;
         }
-        self.peers.write().entry(pair).or_default().insert((current.context(), other));
+        self.peers.write().contexts.entry(pair).or_default().insert((current.context(), other));
         Ok(())
     }
 
@@ -91,27 +112,56 @@ impl Memory {
     pub fn disable_peer(&self, current: &Current, other: Context) -> Result<(), Error> {
         let pair = pair_of(current, other)?;
         let contexts = (current.context(), other);
-        if !self.peers.read().get(&pair).is_some_and(|enabled| enabled.contains(&contexts)) {
+        if !self.peers.read().contexts.get(&pair).is_some_and(|enabled| enabled.contains(&contexts)) {
             return Ok(());
         }
         // The context's work may use the memory. Before taking the lock, as in `free`.
         drain::wait(BTreeSet::from([current.context()]))?;
         let _exclusive = self.exclude();
-        let is_last = self.peers.read().get(&pair).is_some_and(|enabled| enabled.iter().eq([&contexts]));
+        let is_last = self.peers.read().contexts.get(&pair).is_some_and(|enabled| enabled.iter().eq([&contexts]));
         if is_last {
-            self.set_device_access(pair.1, Access::none(pair.0), Access::of_device(pair.0))?;
+            self.set_device_access(pair.1, false, &[Access::none(pair.0)], &[Access::of_device(pair.0)])?;
         }
         self.peers.forget(|one| *one == contexts);
         Ok(())
     }
 
-    /// Sets access to a device's active memory of `cudaMalloc`. On error it is `before` again, as far as the driver permits. Under the
-    /// exclusive transition lock.
-    fn set_device_access(&self, owner: CUdevice, access: Access, before: Access) -> Result<(), Failure> {
-        let is_meant = |one: &&Arc<Allocation>| one.device == owner && one.wanted().is_none() && !one.is_paused();
+    /// Sets what other devices may do with memory from a device's default pool, present and future. On error nothing changes.
+    pub fn set_pool_access(&self, owner: CUdevice, wanted: &[Access]) -> Result<(), Error> {
+        let wanted = wanted.iter().filter_map(|access| Some((access.location.device()?, *access)));
+        let wanted: BTreeMap<_, _> = wanted.filter(|(device, _)| *device != owner).collect();
+        let changes = || -> Vec<(CUdevice, Access, Access)> {
+            let enabled = self.peers.read();
+            let now = wanted.iter().map(|(device, access)| (*device, *access, enabled.of_pool((*device, owner))));
+            now.filter(|(_, access, before)| access != before).collect()
+        };
+        // The work of devices that lose access may use the memory. Before taking the lock, as in `free`.
+        let losing = changes().into_iter().filter(|(_, _, before)| before.is_any()).map(|(device, ..)| device).collect();
+        drain::wait(contexts::of_devices(&losing))?;
+        let _exclusive = self.exclude();
+        let changes = changes();
+        if changes.is_empty() {
+            return Ok(());
+        }
+        let (access, before): (Vec<_>, Vec<_>) = changes.iter().map(|(_, access, before)| (*access, *before)).unzip();
+        self.set_device_access(owner, true, &access, &before)?;
+        let mut enabled = self.peers.write();
+        enabled.pools.extend(changes.into_iter().map(|(device, access, _)| ((device, owner), access)));
+        enabled.pools.retain(|_, access| access.is_any());
+        Ok(())
+    }
+
+    /// Sets access to a device's active memory of `cudaMalloc`, or from its pool. On error it is `before` again, as far as the driver
+    /// permits. Under the exclusive transition lock.
+    fn set_device_access(&self, owner: CUdevice, from_pool: bool, access: &[Access], before: &[Access]) -> Result<(), Failure> {
+        let is_meant =
+            |one: &&Arc<Allocation>| one.device == owner && one.from_pool == from_pool && one.wanted().is_none() && !one.is_paused();
         let all = self.snapshot();
         let active: Vec<_> = all.iter().filter(is_meant).collect();
-        let set = |access: Access| driver::open(active.iter().flat_map(|one| one.ranges(&[access].into())));
+        let set = |access: &[Access]| {
+            let access = access.into();
+            driver::open(active.iter().flat_map(|one| one.ranges(&access)))
+        };
         set(access).inspect_err(|_| _ = set(before))
     }
 }
