@@ -7,7 +7,7 @@ use crate::abi::{
 };
 use crate::codes::{self, Code, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Outcome};
 use crate::copy::{self, Sides};
-use crate::pool::PoolProps;
+use crate::pool::{PointerData, PoolProps};
 use crate::stream::{LEGACY, PER_THREAD, per_thread};
 use crate::{capture, checkpoint, context, device, driver, graph, host, kernel, memory, nvml, pool, sharing, stream, vmm};
 use std::ffi::{c_char, c_int, c_void};
@@ -154,12 +154,18 @@ functions! {
     cuMemPoolTrimTo(pool: Handle, _keep: usize) Init CaptureUnsafe => pool::trim(pool);
     cuMemPoolSetAccess(pool: Handle, access: In<AccessDesc>, count: usize) Init Safe => pool::set_access(pool, access, count);
     cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: *mut c_void) Init Safe => pool::set_attribute(pool, attribute, value);
+    cuMemPoolGetAttribute(pool: Handle, attribute: u32, value: Out<u64>) Init Safe => pool::get_attribute(pool, attribute, value);
+    cuMemPoolExportToShareableHandle(shared: Out<c_int>, pool: Handle, kind: u32, flags: u64) Init Safe => pool::export(shared, pool, kind, flags);
+    cuMemPoolImportFromShareableHandle(pool: Out<Handle>, shared: usize, kind: u32, flags: u64) Init Safe => pool::import(pool, shared, kind, flags);
+    cuMemPoolExportPointer(data: Out<PointerData>, pointer: Address) Init Safe => pool::export_pointer(data, pointer);
+    cuMemPoolImportPointer(pointer: Out<Address>, pool: Handle, data: In<PointerData>) Context Safe => pool::import_pointer(pointer, pool, data);
     cuDeviceGetDefaultMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
     cuDeviceGetMemPool(pool: Out<Handle>, device: i32) Init Safe => pool::default(pool, device);
     cuMemGetAddressRange_v2(base: Out<Address>, bytes: Out<usize>, pointer: Address) Context Safe => memory::address_range(base, bytes, pointer);
     cuPointerGetAttribute(data: *mut c_void, attribute: i32, pointer: Address) Init Safe => memory::pointer_attribute(data, attribute, pointer);
     cuPointerSetAttribute(value: In<u32>, attribute: i32, pointer: Address) Init Safe => memory::set_pointer_attribute(value, attribute, pointer);
     cuPointerGetAttributes(count: u32, attributes: In<i32>, data: In<*mut c_void>, pointer: Address) Init Safe => memory::pointer_attributes(count, attributes, data, pointer);
+    cuMemGetHandleForAddressRange(shared: Out<c_int>, pointer: Address, bytes: usize, kind: u32, flags: u64) Init Safe => sharing::range_handle(shared, pointer, bytes, kind, flags);
     cuIpcGetMemHandle(handle: Out<IpcHandle>, pointer: Address) Context Safe => sharing::get(handle, pointer);
     cuIpcOpenMemHandle_v2(pointer: Out<Address>, handle: IpcHandle, flags: u32) Context Safe => sharing::open(pointer, handle, flags);
     cuIpcCloseMemHandle(pointer: Address) Context Safe => sharing::close(pointer);

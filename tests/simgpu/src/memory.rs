@@ -69,7 +69,7 @@ pub fn allocate_async(pointer: Out<Address>, bytes: usize, stream: Handle) -> Ou
     allocate_in_order(pointer, bytes, None, stream)
 }
 
-/// `cuMemAllocFromPoolAsync`.
+/// `cuMemAllocFromPoolAsync`: not from an imported pool.
 pub fn allocate_from_pool(pointer: Out<Address>, bytes: usize, pool: Handle, stream: Handle) -> Outcome {
     allocate_in_order(pointer, bytes, Some(pool), stream)
 }
@@ -85,6 +85,7 @@ fn allocate_in_order(pointer: Out<Address>, bytes: usize, pool: Option<Handle>, 
     // Allocation nodes are not simulated.
     state.captures.refuse(stream.handle)?;
     let pool = pool.unwrap_or_else(|| state.pools.default_of(stream.context.device));
+    state.pools.check_own(pool)?;
     let (device, access) = (state.pools.device(pool)?, state.pools.access(pool)?);
     let purpose = Purpose::Plain { context: stream.context.handle, pool: Some(pool) };
     let address = state.space.allocate(bytes, device, purpose, access)?;

@@ -1,12 +1,13 @@
 //! Memory pools. The simulated pools cache nothing.
 
-use crate::abi::{AccessDesc, Handle, In, LOCATION_DEVICE, Location, Out};
+use crate::abi::{AccessDesc, Address, Handle, In, IpcHandle, LOCATION_DEVICE, Location, Out};
 use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
 use crate::driver::{self, state};
 use crate::machine::MAX_DEVICES;
-use crate::vmm::{self, READ_WRITE};
+use crate::sharing;
+use crate::vmm::{self, HANDLE_TYPE_FILE, READ_WRITE};
 use std::collections::HashMap;
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 
 /// The beginning of `CUmemPoolProps`, the part that is used.
 #[repr(C)]
@@ -17,21 +18,38 @@ pub struct PoolProps {
     location: Location,
 }
 
+/// `CUmemPoolPtrExportData`.
+pub type PointerData = IpcHandle;
+
+/// A pool that the program has created or imported.
+#[derive(Debug)]
+struct Pool {
+    device: usize,
+    /// Bits of `CUmemAllocationHandleType`.
+    handle_types: u32,
+    imported: bool,
+}
+
 /// This process's pools.
 #[derive(Debug, Default)]
 pub struct Pools {
-    created: HashMap<Handle, usize>,
+    created: HashMap<Handle, Pool>,
     default: HashMap<usize, Handle>,
     /// What other devices may do, where that has been set.
     access: HashMap<Handle, [u32; MAX_DEVICES]>,
 }
 
 impl Pools {
+    /// Fails for what is no pool, or an imported one.
+    pub fn check_own(&self, pool: Handle) -> Outcome {
+        self.device(pool)?;
+        if self.created.get(&pool).is_some_and(|pool| pool.imported) { Err(INVALID_VALUE) } else { Ok(()) }
+    }
     /// A pool's device.
     pub fn device(&self, pool: Handle) -> Outcome<usize> {
         self.created
             .get(&pool)
-            .copied()
+            .map(|pool| pool.device)
             .or_else(|| self.default.iter().find(|&(_, &handle)| handle == pool).map(|(&device, _)| device))
             .ok_or(INVALID_VALUE)
     }
@@ -56,16 +74,16 @@ pub fn create(pool: Out<Handle>, props: In<PoolProps>) -> Outcome {
     if props.kind != 1 || props.location.kind != LOCATION_DEVICE {
         return Err(INVALID_VALUE);
     }
-    if props.handle_types != 0 {
+    if !matches!(props.handle_types, 0 | HANDLE_TYPE_FILE) {
         return Err(NOT_SUPPORTED);
     }
     let device = driver::device(props.location.id)?;
     let handle = driver::new_handle();
-    state().pools.created.insert(handle, device);
+    state().pools.created.insert(handle, Pool { device, handle_types: props.handle_types, imported: false });
     pool.put(handle)
 }
 
-/// `cuMemPoolDestroy`: fails for a default pool.
+/// `cuMemPoolDestroy`: fails for a default pool. Memory from it stays until it is freed.
 pub fn destroy(pool: Handle) -> Outcome {
     let mut state = state();
     state.pools.created.remove(&pool).ok_or(INVALID_VALUE)?;
@@ -110,4 +128,64 @@ pub fn set_access(pool: Handle, access: In<AccessDesc>, count: usize) -> Outcome
 pub fn set_attribute(pool: Handle, _attribute: u32, value: *mut c_void) -> Outcome {
     state().pools.device(pool)?;
     if value.is_null() { Err(INVALID_VALUE) } else { Ok(()) }
+}
+
+/// `cuMemPoolGetAttribute`: only the bytes in use.
+pub fn get_attribute(pool: Handle, attribute: u32, value: Out<u64>) -> Outcome {
+    /// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`.
+    const USED: u32 = 7;
+    let state = state();
+    state.pools.device(pool)?;
+    if attribute != USED {
+        return Err(NOT_SUPPORTED);
+    }
+    value.put(state.space.bytes_of_pool(pool) as u64)
+}
+
+/// `cuMemPoolExportToShareableHandle`: a descriptor. Only of a pool that was created with this type of handle.
+pub fn export(shared: Out<c_int>, pool: Handle, kind: u32, flags: u64) -> Outcome {
+    shared.required()?;
+    let device = {
+        let state = state();
+        let pool = state.pools.created.get(&pool).filter(|pool| !pool.imported).ok_or(INVALID_VALUE)?;
+        if kind != HANDLE_TYPE_FILE || flags != 0 || pool.handle_types & kind == 0 {
+            return Err(INVALID_VALUE);
+        }
+        pool.device
+    };
+    shared.put(sharing::pool_file(device)?)
+}
+
+/// `cuMemPoolImportFromShareableHandle`. Each import gives a new pool.
+pub fn import(pool: Out<Handle>, shared: usize, kind: u32, flags: u64) -> Outcome {
+    pool.required()?;
+    if kind != HANDLE_TYPE_FILE || flags != 0 {
+        return Err(INVALID_VALUE);
+    }
+    let device = sharing::device_of_pool(shared)?;
+    let handle = driver::new_handle();
+    state().pools.created.insert(handle, Pool { device, handle_types: 0, imported: true });
+    pool.put(handle)
+}
+
+/// `cuMemPoolExportPointer`: only memory of a pool that can be exported.
+pub fn export_pointer(data: Out<PointerData>, pointer: Address) -> Outcome {
+    data.required()?;
+    {
+        let state = state();
+        let pool = state.space.find(pointer).and_then(|range| range.purpose.pool()).and_then(|pool| state.pools.created.get(&pool));
+        if pool.is_none_or(|pool| pool.handle_types & HANDLE_TYPE_FILE == 0) {
+            return Err(INVALID_VALUE);
+        }
+    }
+    data.put(sharing::name(pointer)?)
+}
+
+/// `cuMemPoolImportPointer`: at a new address, to be freed like memory of a pool.
+pub fn import_pointer(pointer: Out<Address>, pool: Handle, data: In<PointerData>) -> Outcome {
+    pointer.required()?;
+    if !state().pools.created.get(&pool).is_some_and(|pool| pool.imported) {
+        return Err(INVALID_VALUE);
+    }
+    pointer.put(sharing::import_pooled(data.get()?, pool)?)
 }

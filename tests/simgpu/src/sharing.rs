@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
@@ -72,10 +72,7 @@ pub fn import(handle: Out<Handle>, shared: usize, kind: u32) -> Outcome {
     if kind != HANDLE_TYPE_FILE {
         return Err(INVALID_VALUE);
     }
-    let descriptor = i32::try_from(shared).map_err(|_| UNKNOWN)?;
-    // SAFETY: only duplicated, which fails if it is not open.
-    let copy = unsafe { BorrowedFd::borrow_raw(descriptor) }.try_clone_to_owned();
-    let file = File::from(copy.map_err(|_| UNKNOWN)?);
+    let file = duplicate(shared)?;
     let device = device_of(&file).ok_or(UNKNOWN)?;
     let new = driver::new_handle();
     let physical = Physical::import(new, device, file)?;
@@ -86,14 +83,16 @@ pub fn import(handle: Out<Handle>, shared: usize, kind: u32) -> Outcome {
 /// `cuIpcGetMemHandle`: only for `cuMemAlloc` memory of this process. All addresses of an allocation give the same handle.
 pub fn get(handle: Out<IpcHandle>, address: Address) -> Outcome {
     handle.required()?;
-    let physical = {
-        let state = state();
-        let range = state.space.find(address).ok_or(INVALID_VALUE)?;
-        if !matches!(range.purpose, Purpose::Plain { pool: None, .. }) {
-            return Err(INVALID_VALUE);
-        }
-        state.space.physical(address).ok_or(INVALID_VALUE)?
-    };
+    let range = state().space.find(address).ok_or(INVALID_VALUE)?;
+    if !matches!(range.purpose, Purpose::Plain { pool: None, .. }) {
+        return Err(INVALID_VALUE);
+    }
+    handle.put(name(address)?)
+}
+
+/// Says where other processes find the file that holds the memory at an address.
+pub fn name(address: Address) -> Outcome<IpcHandle> {
+    let physical = state().space.physical(address).ok_or(INVALID_VALUE)?;
     let file = physical.share(&name_of(&physical)?)?;
     let metadata = file.metadata().map_err(|_| OPERATING_SYSTEM)?;
     let mut reserved = [0; 64];
@@ -102,22 +101,86 @@ pub fn get(handle: Out<IpcHandle>, address: Address) -> Outcome {
     reserved[16..24].copy_from_slice(&metadata.ino().to_le_bytes());
     reserved[24..28].copy_from_slice(&std::process::id().to_le_bytes());
     reserved[28..32].copy_from_slice(&file.as_raw_fd().to_le_bytes());
-    handle.put(IpcHandle { reserved })
+    Ok(IpcHandle { reserved })
+}
+
+/// What a handle says: the file's key, and the process and descriptor where it is. Not for a handle of this process.
+fn parse(handle: IpcHandle) -> Outcome<(Key, u32, u32)> {
+    let bytes = handle.reserved;
+    let wide = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
+    if &bytes[..8] != MAGIC {
+        return Err(INVALID_VALUE);
+    }
+    let (pid, descriptor) = (wide(24) as u32, (wide(24) >> 32) as u32);
+    if pid == std::process::id() { Err(INVALID_CONTEXT) } else { Ok(((wide(8), wide(16)), pid, descriptor)) }
+}
+
+/// The memory that a handle names.
+fn opened((key, pid, descriptor): (Key, u32, u32)) -> Outcome<Arc<Physical>> {
+    let file = File::options().read(true).write(true).open(format!("/proc/{pid}/fd/{descriptor}")).map_err(|_| INVALID_HANDLE)?;
+    let metadata = file.metadata().map_err(|_| INVALID_HANDLE)?;
+    if (metadata.dev(), metadata.ino()) != key {
+        return Err(INVALID_HANDLE);
+    }
+    let device = device_of(&file).ok_or(INVALID_HANDLE)?;
+    Physical::import(0, device, file)
+}
+
+/// Memory of another process's pool, at a new address in the current context.
+pub fn import_pooled(data: IpcHandle, pool: Handle) -> Outcome<Address> {
+    let context = context::current()?;
+    let physical = opened(parse(data)?)?;
+    state().space.open(physical, Purpose::Plain { context: context.handle, pool: Some(pool) })
+}
+
+/// The descriptor of a new file that says which device a pool is on.
+pub fn pool_file(device: usize) -> Outcome<c_int> {
+    let file = memory_file(&format!("{}{}", prefix()?, machine()?.place(device))).map_err(|_| OPERATING_SYSTEM)?;
+    Ok(file.into_raw_fd())
+}
+
+/// The device in such a file.
+pub fn device_of_pool(shared: usize) -> Outcome<usize> {
+    device_of(&duplicate(shared)?).ok_or(UNKNOWN)
+}
+
+/// The descriptor stays the caller's.
+fn duplicate(shared: usize) -> Outcome<File> {
+    let descriptor = i32::try_from(shared).map_err(|_| UNKNOWN)?;
+    // SAFETY: only duplicated, which fails if it is not open.
+    unsafe { BorrowedFd::borrow_raw(descriptor) }.try_clone_to_owned().map(File::from).map_err(|_| UNKNOWN)
+}
+
+/// `cuMemGetHandleForAddressRange`: a descriptor for whole pages of memory that any device can access. The simulated one is good for
+/// nothing.
+pub fn range_handle(shared: Out<c_int>, address: Address, bytes: usize, kind: u32, flags: u64) -> Outcome {
+    /// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
+    const DMA_BUF: u32 = 1;
+    const PAGE: u64 = 4096;
+    shared.required()?;
+    if kind != DMA_BUF || flags != 0 || bytes == 0 || !address.is_multiple_of(PAGE) || !(bytes as u64).is_multiple_of(PAGE) {
+        return Err(INVALID_VALUE);
+    }
+    {
+        let state = state();
+        let (mut at, end) = (address, address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?);
+        while at < end {
+            let range = state.space.find(at).filter(|range| range.accessible).ok_or(INVALID_VALUE)?;
+            at = range.base + range.bytes as u64;
+        }
+    }
+    shared.put(memory_file("simgpu-dma-buf").map_err(|_| OPERATING_SYSTEM)?.into_raw_fd())
 }
 
 /// `cuIpcOpenMemHandle`: memory that is open already has the same address again.
 pub fn open(pointer: Out<Address>, handle: IpcHandle, flags: u32) -> Outcome {
     pointer.required()?;
     let context = context::current()?;
-    let bytes = handle.reserved;
-    let wide = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
-    if &bytes[..8] != MAGIC || flags != LAZY {
+    if flags != LAZY {
         return Err(INVALID_VALUE);
     }
-    let (key, pid, descriptor) = ((wide(8), wide(16)), wide(24) as u32, (wide(24) >> 32) as u32);
-    if pid == std::process::id() {
-        return Err(INVALID_CONTEXT);
-    }
+    let named = parse(handle)?;
+    let (key, ..) = named;
     let mut state = state();
     let state = &mut *state;
     // What was open in a context that has been reset is gone.
@@ -126,14 +189,7 @@ pub fn open(pointer: Out<Address>, handle: IpcHandle, flags: u32) -> Outcome {
         *count += 1;
         return pointer.put(*address);
     }
-    let file = File::options().read(true).write(true).open(format!("/proc/{pid}/fd/{descriptor}")).map_err(|_| INVALID_HANDLE)?;
-    let metadata = file.metadata().map_err(|_| INVALID_HANDLE)?;
-    if (metadata.dev(), metadata.ino()) != key {
-        return Err(INVALID_HANDLE);
-    }
-    let device = device_of(&file).ok_or(INVALID_HANDLE)?;
-    let physical: Arc<Physical> = Physical::import(0, device, file)?;
-    let address = state.space.open(physical, context.handle)?;
+    let address = state.space.open(opened(named)?, Purpose::Opened { context: context.handle })?;
     state.opened.insert(address, (key, 1));
     pointer.put(address)
 }

@@ -248,6 +248,13 @@ pub enum Purpose {
     },
 }
 
+impl Purpose {
+    /// The memory pool that it came from.
+    pub fn pool(self) -> Option<Handle> {
+        if let Self::Plain { pool, .. } = self { pool } else { None }
+    }
+}
+
 #[derive(Debug)]
 struct Reservation {
     /// The requested size.
@@ -408,7 +415,7 @@ impl Space {
     /// Sets a device's access to the memory of a pool.
     pub fn set_pool_access(&mut self, pool: Handle, device: usize, flags: u32) {
         for (address, range) in &self.reservations {
-            if matches!(range.purpose, Purpose::Plain { pool: Some(of), .. } if of == pool)
+            if range.purpose.pool() == Some(pool)
                 && let Some(mapping) = self.mappings.get_mut(address)
             {
                 mapping.access[device] = flags;
@@ -416,12 +423,16 @@ impl Space {
         }
     }
 
-    /// Gives addresses to opened memory.
-    pub fn open(&mut self, physical: Arc<Physical>, context: Handle) -> Outcome<Address> {
+    /// How much memory of a pool there is.
+    pub fn bytes_of_pool(&self, pool: Handle) -> usize {
+        self.reservations.values().filter(|range| range.purpose.pool() == Some(pool)).map(|range| range.bytes).sum()
+    }
+
+    /// Gives addresses to another process's memory.
+    pub fn open(&mut self, physical: Arc<Physical>, purpose: Purpose) -> Outcome<Address> {
         let bytes = physical.bytes;
         let space = bytes.next_multiple_of(PAGE);
         let address = reserve_addresses(space, GRANULARITY, 0).ok_or(OUT_OF_MEMORY)?;
-        let purpose = Purpose::Opened { context };
         self.reservations.insert(address, Reservation { bytes, space, purpose, id: driver::new_handle(), given_up: false });
         self.add_mapping(address, bytes, physical, OF_ALL);
         Ok(address)
