@@ -609,7 +609,7 @@ fn an_obstacle_that_appears_in_the_middle_is_found() {
             engine.tell("unified");
             engine.line("unified 0");
         });
-        refused.unwrap().expect(7, "1 allocations of unified memory (cudaMallocManaged), new or in progress");
+        refused.unwrap().expect(7, "1 allocations of unified memory, new or in progress");
         assert_eq!(machine.gpus()[0].1, 1, "{command}: it is there");
         if command.starts_with("suspend") {
             assert_eq!(machine.status("engine")["processes"][0]["tags"][0]["state"], "paused", "as if it had been there before");

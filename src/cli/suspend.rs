@@ -24,8 +24,8 @@ code. Afterwards they use no GPU memory, and nvidia-smi does not list them. `vra
 continues.
 
 Processes that the driver cannot restore are only paused by tag, with exit code 7: those with NCCL or NVSHMEM communicators, \
-peer access between GPUs, unified memory, or unmanaged memory that processes share; and any process under a driver older than 570. `vramctl \
-status` lists the obstacles.
+peer access between GPUs, unified memory, or unmanaged memory that processes share or that is registered with a network card; and any \
+process under a driver older than 570. `vramctl status` lists the obstacles.
 
 Memory that another process has open (CUDA IPC) is not taken unless that process is suspended by the same command (--all, or a name \
 that they have in common). With --shared, it is held instead, as with `vramctl pause`, and stays on its GPU.

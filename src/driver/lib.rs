@@ -31,7 +31,8 @@ pub use vmm::{
 
 use std::ffi::c_void;
 use std::ops::Range;
-use vramctl_model::{Failure, code};
+use std::ptr;
+use vramctl_model::{Failure, Span, code};
 
 /// An allocation's location.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +69,59 @@ pub fn default_pool(device: CUdevice) -> Result<*mut c_void, Failure> {
     // SAFETY: `pool` is writable.
     unsafe { Driver::get()?.cuDeviceGetDefaultMemPool(&raw mut pool, device)? };
     Ok(pool)
+}
+
+/// Whether memory of a pool is in use.
+///
+/// # Safety
+/// `pool` must be a pool of the driver's.
+pub unsafe fn is_pool_in_use(pool: *mut c_void) -> Result<bool, Failure> {
+    /// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`.
+    const USED: u32 = 7;
+    let mut used = 0u64;
+    // SAFETY: the caller's promise; the attribute's value has 64 bits.
+    unsafe { Driver::get()?.cuMemPoolGetAttribute(pool, USED, (&raw mut used).cast())? };
+    Ok(used > 0)
+}
+
+/// Memory as the driver knows it.
+#[derive(Debug, Clone, Copy)]
+pub struct KnownMemory {
+    /// Its device; `None`: it is host memory.
+    pub device: Option<CUdevice>,
+    /// The first address of the allocation or, for virtual memory, of the whole reservation.
+    pub start: CUdeviceptr,
+    /// The mapping.
+    pub mapping: Span,
+}
+
+/// What is at an address; `None`: nothing that the driver knows.
+pub fn memory_at(address: CUdeviceptr) -> Result<Option<KnownMemory>, Failure> {
+    use CUpointer_attribute as Asked;
+    const HOST: u64 = 1; // CU_MEMORYTYPE_HOST
+    let attributes = [
+        Asked::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        Asked::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        Asked::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+        Asked::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
+        Asked::CU_POINTER_ATTRIBUTE_MAPPING_SIZE,
+    ]
+    .map(|attribute| attribute as u32);
+    let mut values = [0u64; 5];
+    let mut places = values.each_mut().map(|value| ptr::from_mut(value).cast());
+    // SAFETY: as many attributes as places, each with room for 64 bits.
+    unsafe { Driver::get()?.cuPointerGetAttributes(5, attributes.as_ptr(), places.as_mut_ptr(), address)? };
+    let [kind, device, start, base, bytes] = values;
+    // The driver reports success for an unknown address, with attributes of 0.
+    if kind == 0 {
+        return Ok(None);
+    }
+    let or_here = |value: u64| if value == 0 { address } else { value };
+    Ok(Some(KnownMemory {
+        device: if kind == HOST { None } else { CUdevice::try_from(device).ok() },
+        start: or_here(start),
+        mapping: Span { address: or_here(base), bytes: bytes as usize },
+    }))
 }
 
 /// Whether a context's device has enough free memory for the library to use a little itself without causing a shortage.

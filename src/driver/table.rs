@@ -67,6 +67,7 @@ driver_functions! {
     cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
     cuDeviceGetMemPool(pool: *mut *mut c_void, device: CUdevice);
     cuDeviceGetDefaultMemPool(pool: *mut *mut c_void, device: CUdevice);
+    cuMemPoolGetAttribute(pool: *mut c_void, attribute: c_uint, value: *mut c_void);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
 

@@ -12,7 +12,8 @@ use vramctl_backup as backup;
 use vramctl_config::Config;
 use vramctl_core::events::{self, Who};
 use vramctl_core::gate::{self, Gated};
-use vramctl_core::memory::{Memory, Origin, Placement, left, region, sightings};
+use vramctl_core::memory::sightings::{self, ObstacleKey};
+use vramctl_core::memory::{Memory, Origin, Placement, left, region};
 use vramctl_core::out_of_memory::{self, Asked, Cause};
 use vramctl_core::server;
 use vramctl_core::watch;
@@ -54,7 +55,7 @@ pub unsafe fn mem_alloc_managed(pointer: *mut CUdeviceptr, bytes: usize, flags: 
         let answer = unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
         if answer == code::SUCCESS && !pointer.is_null() {
             // SAFETY: not null, and written by the real function.
-            sightings::note(ObstacleKind::Unified, unsafe { pointer.read() });
+            sightings::note(ObstacleKind::Unified, "cudaMallocManaged", ObstacleKey::Address(unsafe { pointer.read() }));
         }
         answer
     })
@@ -397,7 +398,12 @@ fn context_of(door: &impl Door, stream: StreamHandle) -> Result<Option<Current>,
 
 /// Frees memory: managed, or by the real function.
 pub fn release(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    release_managed(pointer).unwrap_or_else(|| left::free(pointer, real))
+    release_managed(pointer).unwrap_or_else(|| release_left(pointer, real))
+}
+
+/// Lets the real function free memory; its own calls of the driver's functions are the same free.
+fn release_left(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    if decided::is_decided() { real() } else { left::free(pointer, || decided::pass_by(real)) }
 }
 
 fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
@@ -415,7 +421,7 @@ fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
 
 /// Frees memory in stream order: managed, or by the real function.
 pub fn release_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    release_managed_async(door, pointer, stream).unwrap_or_else(|| left::free(pointer, real))
+    release_managed_async(door, pointer, stream).unwrap_or_else(|| release_left(pointer, real))
 }
 
 fn release_managed_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamHandle) -> Option<StatusCode> {

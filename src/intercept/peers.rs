@@ -2,6 +2,7 @@
 //! follows.
 
 use crate::driver_originals;
+use crate::pools;
 use crate::real::{self, originals};
 use crate::table::CudaError;
 use std::ffi::{c_int, c_uint, c_void};
@@ -100,10 +101,14 @@ unsafe fn set_pool_access(pool: *mut c_void, access: *const Access, count: usize
         if answer != code::SUCCESS || access.is_null() {
             return answer;
         }
-        // Memory of other pools is left to CUDA.
-        let Some(owner) = driver::devices().find(|device| driver::default_pool(*device) == Ok(pool)) else { return answer };
         // SAFETY: as promised.
-        match Memory::get().set_pool_access(owner, unsafe { slice::from_raw_parts(access, count) }) {
+        let access = unsafe { slice::from_raw_parts(access, count) };
+        let Some(owner) = driver::devices().find(|device| driver::default_pool(*device) == Ok(pool)) else {
+            // Memory of other pools is left to CUDA.
+            pools::note_access(pool, access);
+            return answer;
+        };
+        match Memory::get().set_pool_access(owner, access) {
             Ok(()) => answer,
             Err(error) => {
                 log::warn!("cannot set the access of a memory pool for managed memory: {error}");

@@ -1,11 +1,13 @@
 //! Calls that register memory by its physical pages: with a network card, a disk, another device or process.
 
 use crate::driver_originals;
+use crate::unmanaged;
 use crate::vmm::noting_multicast;
 use std::ffi::{c_uint, c_ulonglong, c_void};
-use vramctl_core::memory::{Binding, Memory, RegisteredUntil, sightings};
+use vramctl_core::memory::sightings::{self, ObstacleKey};
+use vramctl_core::memory::{Binding, Memory, RegisteredUntil, left};
 use vramctl_driver::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle};
-use vramctl_model::{ObstacleKind, Span, StatusCode};
+use vramctl_model::{ObstacleKind, Span, StatusCode, code};
 
 /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set by programs before they give a network card access to the memory. Whether the card still has it
 /// when a program unsets the attribute, CUDA does not say, so that is no end.
@@ -58,8 +60,34 @@ pub unsafe fn bind_multicast_address_v2(
 }
 
 fn register(span: Span, call: &'static str, until: RegisteredUntil, real: impl FnOnce() -> StatusCode) -> StatusCode {
-    sightings::making(ObstacleKind::Registered, || match Memory::existing() {
-        Some(memory) => memory.register(span, call, until, real),
-        None => real(),
+    sightings::making(ObstacleKind::Registered, || {
+        let answer = match Memory::existing() {
+            Some(memory) => memory.register(span, call, until, real),
+            None => real(),
+        };
+        // What is bound to a multicast object is an obstacle for that.
+        if answer == code::SUCCESS && matches!(until, RegisteredUntil::ItsEnd) {
+            note_unmanaged(span, call);
+        }
+        answer
     })
+}
+
+/// Records the registered memory that is left to CUDA.
+fn note_unmanaged(span: Span, call: &'static str) {
+    let note = |key| sightings::note(ObstacleKind::Registered, call, key);
+    let found = unmanaged::touched_by(span);
+    if found.is_empty() && unmanaged::end_of_managed(span.address).is_none() {
+        // Registered, so the driver does know it.
+        note(ObstacleKey::Address(span.address));
+    }
+    for (at, known) in found {
+        let start = match known {
+            Ok(known) if known.device.is_none() => continue, // host memory
+            Ok(known) => known.start,
+            Err(_) => at,
+        };
+        // Virtual memory lasts beyond its mappings. If it is not recorded, its end is not seen.
+        note(left::key_of_mapped(at).unwrap_or(ObstacleKey::Address(start)));
+    }
 }

@@ -1,11 +1,14 @@
 //! CUDA IPC: handles of managed memory, and memory of other processes. `real` is the function that the program called.
 
+use crate::decided;
 use crate::driver_originals;
 use crate::real::{self, originals};
 use crate::table::{CudaError, IpcHandle};
+use crate::unmanaged;
 use std::ffi::{c_uint, c_void};
 use vramctl_core::memory::share::{HANDLE_BYTES, Ticket};
-use vramctl_core::memory::{Memory, borrow, sightings};
+use vramctl_core::memory::sightings::{self, ObstacleKey};
+use vramctl_core::memory::{Memory, borrow};
 use vramctl_core::server;
 use vramctl_driver::{CUdeviceptr, CUmemGenericAllocationHandle, Current};
 use vramctl_host::log_once;
@@ -39,7 +42,7 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
             let answer = sightings::making(ObstacleKind::Shared, || {
                 let answer = real();
                 if answer == code::SUCCESS {
-                    sightings::note(ObstacleKind::Shared, pointer);
+                    sightings::note(ObstacleKind::Shared, "cuIpcGetMemHandle", ObstacleKey::Address(unmanaged::start_of(pointer)));
                 }
                 answer
             });
@@ -66,11 +69,15 @@ pub unsafe fn get(handle: *mut c_void, pointer: CUdeviceptr, real: impl FnOnce()
 /// `pointer` must be null or writable.
 pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let Some(handle) = Ticket::parse(&handle.reserved) else {
+        // The runtime's function calls the driver's: one opening.
+        if decided::is_decided() {
+            return real();
+        }
         return sightings::making(ObstacleKind::Shared, || {
-            let answer = real();
+            let answer = decided::pass_by(real);
             if answer == code::SUCCESS && !pointer.is_null() {
                 // SAFETY: not null, and written by the real function.
-                sightings::note(ObstacleKind::Shared, unsafe { pointer.read() });
+                sightings::note_opened("cuIpcOpenMemHandle", ObstacleKey::Address(unsafe { pointer.read() }));
             }
             answer
         });
@@ -94,14 +101,20 @@ pub unsafe fn open(pointer: *mut CUdeviceptr, handle: &IpcHandle, flags: c_uint,
 
 /// `cuIpcCloseMemHandle`.
 pub fn close(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    if decided::is_decided() {
+        return real();
+    }
     if let Some(closed) = borrow::close(pointer) {
         // It may have been the last paused memory.
         Memory::get().let_go();
         return closed.err().unwrap_or(code::SUCCESS);
     }
-    let answer = real();
-    if answer == code::SUCCESS {
-        sightings::forget(pointer);
+    let obstacle = sightings::ending(ObstacleKey::Address(pointer));
+    let answer = decided::pass_by(real);
+    if answer != code::SUCCESS
+        && let Some(obstacle) = obstacle
+    {
+        obstacle.failed();
     }
     answer
 }
@@ -113,7 +126,7 @@ pub unsafe fn import(handle: *mut CUmemGenericAllocationHandle, shared: *mut c_v
         let answer = unsafe { driver_originals::cuMemImportFromShareableHandle(handle, shared, kind) };
         if answer == code::SUCCESS && !handle.is_null() {
             // SAFETY: not null, and written by the real function.
-            sightings::note(ObstacleKind::Shared, unsafe { handle.read() });
+            sightings::note(ObstacleKind::Shared, "cuMemImportFromShareableHandle", ObstacleKey::Handle(unsafe { handle.read() }));
         }
         answer
     })

@@ -202,6 +202,12 @@ macro_rules! driver_functions {
         Shares cuCtxDisablePeerAccess "cuCtxDisablePeerAccess" 4000 Plain (peer: ContextHandle) => peers::driver_disable;
 
         Shares cuMemPoolSetAccess "cuMemPoolSetAccess" 11020 Plain (pool: *mut c_void, access: *const CUmemAccessDesc, count: usize) => peers::driver_set_pool_access;
+        Shares cuMemPoolCreate "cuMemPoolCreate" 11020 Plain (pool: *mut *mut c_void, properties: *const c_void) => pools::create;
+        Shares cuMemPoolDestroy "cuMemPoolDestroy" 11020 Plain (pool: *mut c_void) => pools::destroy;
+        Shares cuMemPoolExportToShareableHandle "cuMemPoolExportToShareableHandle" 11020 Plain (shared: *mut c_void, pool: *mut c_void, kind: c_uint, flags: c_ulonglong) => pools::export;
+        Shares cuMemPoolImportFromShareableHandle "cuMemPoolImportFromShareableHandle" 11020 Plain (pool: *mut *mut c_void, shared: *mut c_void, kind: c_uint, flags: c_ulonglong) => pools::import;
+        Shares cuMemPoolExportPointer "cuMemPoolExportPointer" 11020 Plain (data: *mut c_void, pointer: CUdeviceptr) => pools::export_pointer;
+        Shares cuMemPoolImportPointer "cuMemPoolImportPointer" 11020 Plain (pointer: *mut CUdeviceptr, pool: *mut c_void, data: *mut c_void) => pools::import_pointer;
 
         Queries cuMemGetAccess "cuMemGetAccess" 10020 Plain (flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr) => vmm::get_access;
         Queries cuMemGetAddressRange_v2 "cuMemGetAddressRange" 3020 Plain (base: *mut CUdeviceptr, bytes: *mut usize, pointer: CUdeviceptr) => queries::address_range;

@@ -2,11 +2,12 @@
 //! function.
 
 use crate::alloc::{leave, managed, placement};
-use crate::driver_originals;
+use crate::{driver_originals, unmanaged};
 use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::{ptr, slice};
 use vramctl_core::gate::{self, Gated};
-use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, left, sightings};
+use vramctl_core::memory::sightings::{self, ObstacleKey};
+use vramctl_core::memory::{Binding, Memory, RegisteredUntil, is_ours, left};
 use vramctl_driver::{
     Access, CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation,
     Current, Location, Properties, StreamHandle,
@@ -94,7 +95,39 @@ pub unsafe fn set_access(address: CUdeviceptr, bytes: usize, access: *const CUme
     }
     // SAFETY: the program promises `count` of CUDA's structures, which `Access` has the layout of.
     let listed = unsafe { slice::from_raw_parts(access.cast::<Access>(), count) };
-    existing(|memory| memory.set_access(all, listed, real)).unwrap_or_else(|| real(all))
+    let opened = opened_to_others(all, listed);
+    let noted = || {
+        let answer = existing(|memory| memory.set_access(all, listed, real)).unwrap_or_else(|| real(all));
+        if answer == code::SUCCESS {
+            for (mapping, guest) in &opened {
+                sightings::note_access("cuMemSetAccess", *mapping, *guest);
+            }
+            let closed = listed.iter().filter(|access| !access.is_any()).filter_map(|access| access.location.device());
+            closed.for_each(|device| sightings::note_no_access_in(all, device));
+        }
+        answer
+    };
+    if opened.is_empty() { noted() } else { sightings::making(ObstacleKind::Peers, noted) }
+}
+
+/// The mappings in a range that are not managed, and to which devices get access that are not their own.
+fn opened_to_others(span: Span, listed: &[Access]) -> Vec<(ObstacleKey, CUdevice)> {
+    let guests: Vec<_> = listed.iter().filter(|access| access.is_any()).filter_map(|access| access.location.device()).collect();
+    if guests.is_empty() {
+        return Vec::new();
+    }
+    let mut opened = Vec::new();
+    for (at, known) in unmanaged::touched_by(span) {
+        let (mapping, own) = match known {
+            Ok(known) => match known.device {
+                None => continue, // host memory
+                own => (known.mapping.address, own),
+            },
+            Err(_) => (at, None),
+        };
+        opened.extend(guests.iter().filter(|guest| own != Some(**guest)).map(|guest| (ObstacleKey::Mapping(mapping), *guest)));
+    }
+    opened
 }
 
 /// More than there are locations. The real function rejects such a count.
@@ -162,7 +195,7 @@ pub unsafe fn export(shared: *mut c_void, handle: Handle, kind: c_uint, flags: c
         existing(|memory| memory.share_handle(handle, "cuMemExportToShareableHandle", RegisteredUntil::ItsEnd, real)).unwrap_or_else(|| {
             let answer = real(handle);
             if answer == code::SUCCESS {
-                sightings::note(ObstacleKind::Shared, handle);
+                sightings::note(ObstacleKind::Shared, "cuMemExportToShareableHandle", ObstacleKey::Handle(handle));
             }
             answer
         })
@@ -174,7 +207,7 @@ pub fn noting_multicast(multicast: Handle, call: impl FnOnce() -> StatusCode) ->
     sightings::making(ObstacleKind::Multicast, || {
         let answer = call();
         if answer == code::SUCCESS {
-            sightings::note(ObstacleKind::Multicast, multicast);
+            sightings::note(ObstacleKind::Multicast, "cuMulticastBind", ObstacleKey::Handle(multicast));
         }
         answer
     })

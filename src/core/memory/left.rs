@@ -3,11 +3,13 @@
 //! Who asked for it is its owner: a library, by its file name. Small requests are not counted: they are many, and the driver
 //! packs them together.
 
+use super::Origin;
 use super::keyed::{Keyed, Spread};
-use super::{Origin, sightings};
+use super::sightings::{self, ObstacleKey};
 use crate::events::{self, Change, Who};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasherDefault;
+use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramctl_driver::{self as driver, CUdevice, CUdeviceptr, Context, Current};
 use vramctl_host::PerProcess;
@@ -58,6 +60,11 @@ struct Created {
 }
 
 impl Created {
+    /// What its obstacles are recorded under.
+    fn key(&self) -> ObstacleKey {
+        ObstacleKey::Created(ptr::from_ref(self).addr())
+    }
+
     fn record(&self, change: Change) {
         events::change(change, Who::Library(self.origin.library), Some(self.device), self.bytes);
     }
@@ -65,6 +72,7 @@ impl Created {
 
 impl Drop for Created {
     fn drop(&mut self) {
+        sightings::forget(self.key());
         self.record(Change::Freed);
     }
 }
@@ -78,6 +86,12 @@ impl LeftToCuda {
 impl Handles {
     fn hold(&mut self, handle: u64, piece: Arc<Created>) {
         self.handles.entry(handle).or_insert((piece, 0)).1 += 1;
+    }
+
+    /// What is mapped at an address.
+    fn at(&self, address: CUdeviceptr) -> Option<&Arc<Created>> {
+        let (base, piece) = self.mapped.range(..=address).next_back()?;
+        (address - base < piece.bytes as u64).then_some(piece)
     }
 
     fn let_go(&mut self, handle: u64) -> Option<Arc<Created>> {
@@ -102,14 +116,14 @@ pub fn note(address: CUdeviceptr, bytes: usize, origin: Origin) {
 /// Whether memory or an obstacle is recorded at an address.
 #[inline]
 pub fn knows(address: CUdeviceptr) -> bool {
-    LEFT.existing().is_some_and(|left| left.blocks.contains_key(&address)) || sightings::knows(address)
+    LEFT.existing().is_some_and(|left| left.blocks.contains_key(&address)) || sightings::knows(ObstacleKey::Address(address))
 }
 
 /// Lets the real function free the memory at an address.
 #[inline]
 pub fn free(address: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
     let block = LEFT.existing().and_then(|left| left.blocks.remove(&address));
-    let obstacle = sightings::ending(address);
+    let obstacle = sightings::ending(ObstacleKey::Address(address));
     let answer = real();
     if answer != code::SUCCESS {
         if let Some((_, block)) = block {
@@ -145,11 +159,15 @@ pub fn release(handle: u64, real: impl FnOnce() -> StatusCode) -> StatusCode {
 pub fn note_retained(handle: u64, address: CUdeviceptr) {
     let Some(left) = LEFT.existing() else { return };
     let mut handles = left.handles();
-    let found = handles.mapped.range(..=address).next_back().filter(|(base, piece)| address - **base < piece.bytes as u64);
-    let found = found.map(|(_, piece)| Arc::clone(piece));
+    let found = handles.at(address).map(Arc::clone);
     if let Some(piece) = found {
         handles.hold(handle, piece);
     }
+}
+
+/// What obstacles of the memory that is mapped at an address are recorded under, if it is recorded itself.
+pub fn key_of_mapped(address: CUdeviceptr) -> Option<ObstacleKey> {
+    LEFT.existing()?.handles().at(address).map(|piece| piece.key())
 }
 
 /// Records what `cuMemMap` has mapped.
@@ -172,9 +190,15 @@ pub fn unmap(span: Span, real: impl FnOnce() -> StatusCode) -> StatusCode {
             taken.extend(mapped.remove_entry(&base));
         }
     }
+    let obstacle = sightings::ending_mapped_in(span);
     let answer = real();
-    if answer != code::SUCCESS && !taken.is_empty() {
-        LEFT.get().handles().mapped.extend(taken);
+    if answer != code::SUCCESS {
+        if !taken.is_empty() {
+            LEFT.get().handles().mapped.extend(taken);
+        }
+        if let Some(obstacle) = obstacle {
+            obstacle.failed();
+        }
     }
     answer
 }

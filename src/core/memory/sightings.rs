@@ -1,15 +1,49 @@
 //! Sightings of obstacles ([`super::obstacles`]): the program's calls that make or end one, and whether more have come since.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use vramctl_driver::{CUdevice, CUdeviceptr};
 use vramctl_host::PerProcess;
-use vramctl_model::{Obstacle, ObstacleKind};
+use vramctl_model::{Obstacle, ObstacleKind, Span};
 
-/// Seen at the program's calls and left to CUDA, by address or handle.
-static SEEN: PerProcess<Mutex<BTreeMap<u64, ObstacleKind>>> = PerProcess::new(Mutex::default);
+/// What an obstacle is recorded under: it ends with that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ObstacleKey {
+    /// An allocation, by its first address.
+    Address(CUdeviceptr),
+    /// A mapping of `cuMemMap`, by its first address.
+    Mapping(CUdeviceptr),
+    /// A handle of the driver's.
+    Handle(u64),
+    /// Memory of `cuMemCreate`, by its record in [`left`](super::left).
+    Created(usize),
+    /// A memory pool, by the driver's handle.
+    Pool(usize),
+}
 
-fn lock(seen: &Mutex<BTreeMap<u64, ObstacleKind>>) -> MutexGuard<'_, BTreeMap<u64, ObstacleKind>> {
+/// One reason why something is an obstacle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Reason {
+    kind: ObstacleKind,
+    /// The program's call.
+    call: &'static str,
+    /// Who got access by it.
+    peer: Option<CUdevice>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Sighting {
+    reasons: BTreeSet<Reason>,
+    /// How often it is open, if it belongs to another process: the driver counts the openings, and each is closed once.
+    openings: usize,
+}
+
+/// Sighting at the program's calls and left to CUDA.
+static SEEN: PerProcess<Mutex<BTreeMap<ObstacleKey, Sighting>>> = PerProcess::new(Mutex::default);
+
+fn lock(seen: &Mutex<BTreeMap<ObstacleKey, Sighting>>) -> MutexGuard<'_, BTreeMap<ObstacleKey, Sighting>> {
     seen.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -64,46 +98,102 @@ impl Moment {
     }
 }
 
-/// Records an obstacle by its address or handle.
-pub fn note(kind: ObstacleKind, key: u64) {
-    lock(SEEN.get()).insert(key, kind);
+/// Records that `call` has made something an obstacle.
+pub fn note(kind: ObstacleKind, call: &'static str, key: ObstacleKey) {
+    lock(SEEN.get()).entry(key).or_default().reasons.insert(Reason { kind, call, peer: None });
 }
 
-/// Removes the obstacle at the address.
-pub fn forget(address: u64) {
+/// Records that `call` has opened memory of another process.
+pub fn note_opened(call: &'static str, key: ObstacleKey) {
+    let mut seen = lock(SEEN.get());
+    let seen = seen.entry(key).or_default();
+    seen.reasons.insert(Reason { kind: ObstacleKind::Shared, call, peer: None });
+    seen.openings += 1;
+}
+
+/// Records that `call` has given another device access.
+pub fn note_access(call: &'static str, key: ObstacleKey, peer: CUdevice) {
+    lock(SEEN.get()).entry(key).or_default().reasons.insert(Reason { kind: ObstacleKind::Peers, call, peer: Some(peer) });
+}
+
+/// Records that a device's access to something has been withdrawn.
+pub fn note_no_access(key: ObstacleKey, peer: CUdevice) {
+    withdraw(key..=key, peer);
+}
+
+/// Records that a device's access to the mappings in a range has been withdrawn.
+pub fn note_no_access_in(span: Span, peer: CUdevice) {
+    withdraw(mapped_in(span), peer);
+}
+
+fn withdraw(keys: RangeInclusive<ObstacleKey>, peer: CUdevice) {
+    let Some(seen) = SEEN.existing() else { return };
+    let mut seen = lock(seen);
+    seen.range_mut(keys.clone()).for_each(|(_, one)| one.reasons.retain(|reason| reason.peer != Some(peer)));
+    seen.retain(|key, one| !keys.contains(key) || !one.reasons.is_empty());
+}
+
+/// The mappings that begin in a range.
+fn mapped_in(span: Span) -> RangeInclusive<ObstacleKey> {
+    let last = span.address.saturating_add((span.bytes as u64).saturating_sub(1));
+    ObstacleKey::Mapping(span.address)..=ObstacleKey::Mapping(last)
+}
+
+/// Whether something is an obstacle.
+#[inline]
+pub fn knows(key: ObstacleKey) -> bool {
+    SEEN.existing().is_some_and(|seen| lock(seen).contains_key(&key))
+}
+
+/// Records that something has ended.
+pub fn forget(key: ObstacleKey) {
     if let Some(seen) = SEEN.existing() {
-        lock(seen).remove(&address);
+        lock(seen).remove(&key);
     }
 }
 
-/// Whether there is an obstacle at the address.
-#[inline]
-pub fn knows(address: u64) -> bool {
-    SEEN.existing().is_some_and(|seen| lock(seen).contains_key(&address))
-}
-
-/// A call in progress that ends an obstacle, unless it fails.
+/// A call in progress that ends obstacles, unless it fails.
 pub struct Removal {
-    key: u64,
-    kind: ObstacleKind,
+    taken: Vec<(ObstacleKey, Sighting)>,
     _in_progress: InProgress,
 }
 
-/// Removes the obstacle at the address, if there is one, for a call that ends it: before the call, because afterwards another thread may get
-/// the address.
+/// Removes an obstacle, if there is one, for a call that ends it: before the call, because afterwards another thread may get the address.
+/// Of what is open several times, one opening ends.
 #[inline]
-pub fn ending(address: u64) -> Option<Removal> {
-    let seen = SEEN.existing()?;
-    let kind = *lock(seen).get(&address)?;
-    let removal = Removal { key: address, kind, _in_progress: InProgress::begin(kind) };
-    lock(seen).remove(&address);
-    Some(removal)
+pub fn ending(key: ObstacleKey) -> Option<Removal> {
+    ending_all(key..=key)
+}
+
+/// The same for the mappings in a range.
+pub fn ending_mapped_in(span: Span) -> Option<Removal> {
+    ending_all(mapped_in(span))
+}
+
+fn ending_all(keys: RangeInclusive<ObstacleKey>) -> Option<Removal> {
+    let mut seen = lock(SEEN.existing()?);
+    let kind = seen.range(keys.clone()).find_map(|(_, one)| one.reasons.first()).map(|reason| reason.kind)?;
+    let in_progress = InProgress::begin(kind);
+    let known: Vec<_> = seen.range(keys).map(|(key, _)| *key).collect();
+    let taken = known.into_iter().filter_map(|key| match seen.get_mut(&key) {
+        Some(one) if one.openings > 1 => {
+            one.openings -= 1;
+            Some((key, Sighting { openings: 1, ..one.clone() }))
+        }
+        _ => seen.remove_entry(&key),
+    });
+    Some(Removal { taken: taken.collect(), _in_progress: in_progress })
 }
 
 impl Removal {
-    /// The call has failed: the obstacle is still there.
+    /// The call has failed: the obstacles are still there.
     pub fn failed(self) {
-        note(self.kind, self.key);
+        let mut seen = lock(SEEN.get());
+        for (key, one) in self.taken {
+            let now = seen.entry(key).or_default();
+            now.reasons.extend(one.reasons);
+            now.openings += one.openings;
+        }
     }
 }
 
@@ -112,13 +202,18 @@ pub fn is_communicator(library: &str) -> bool {
     ["libnccl", "libnvshmem"].iter().any(|name| library.starts_with(name))
 }
 
-/// How many of each kind there are now, in words.
+/// How many of each kind there are now, and the calls that made them, in words.
 pub(crate) fn counted() -> Vec<(ObstacleKind, String)> {
     let mut times = BTreeMap::<_, usize>::new();
     if let Some(seen) = SEEN.existing() {
-        lock(seen).values().for_each(|kind| *times.entry(*kind).or_default() += 1);
+        for one in lock(seen).values() {
+            let calls: BTreeSet<_> = one.reasons.iter().map(|reason| (reason.kind, reason.call)).collect();
+            for call in calls {
+                *times.entry(call).or_default() += 1;
+            }
+        }
     }
-    times.into_iter().map(|(kind, times)| (kind, format!("{times} {}", plural(kind)))).collect()
+    times.into_iter().map(|((kind, call), times)| (kind, format!("{times} {} ({call})", plural(kind)))).collect()
 }
 
 fn plural(kind: ObstacleKind) -> &'static str {
@@ -126,10 +221,64 @@ fn plural(kind: ObstacleKind) -> &'static str {
         ObstacleKind::Communicator => "allocations of NCCL or NVSHMEM",
         ObstacleKind::Shared => "pieces of memory shared with other processes",
         ObstacleKind::Registered => "registrations of memory",
-        ObstacleKind::Peers => "GPUs with access to another's memory",
+        ObstacleKind::Peers => "grants of access to another GPU's memory",
         ObstacleKind::Multicast => "multicast objects",
-        ObstacleKind::Unified => "allocations of unified memory (cudaMallocManaged)",
+        ObstacleKind::Unified => "allocations of unified memory",
         ObstacleKind::Mps => "GPUs behind MPS",
         ObstacleKind::Mig => "GPUs in MIG mode",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_opening_ends_once_unless_the_call_fails() {
+        let key = ObstacleKey::Address(0x7000_0000_0000);
+        assert!(ending(key).is_none());
+        (0..3).for_each(|_| note_opened("open", key));
+        ending(key).unwrap().failed();
+        drop(ending(key));
+        drop(ending(key));
+        ending(key).unwrap().failed();
+        assert!(knows(key));
+        drop(ending(key));
+        assert!(!knows(key));
+
+        // What this process shares is not opened, but freed.
+        (0..2).for_each(|_| note(ObstacleKind::Shared, "share", key));
+        drop(ending(key));
+        assert!(!knows(key));
+    }
+
+    #[test]
+    fn a_failed_call_leaves_what_another_thread_has_noted_meanwhile() {
+        let key = ObstacleKey::Address(0x7100_0000_0000);
+        note_opened("open", key);
+        let removal = ending(key).unwrap();
+        note_opened("open", key);
+        removal.failed();
+        drop(ending(key));
+        assert!(knows(key));
+        drop(ending(key));
+        assert!(!knows(key));
+    }
+
+    #[test]
+    fn access_ends_for_each_device_and_with_the_mapping() {
+        let span = Span { address: 0x7200_0000_0000, bytes: 0x40_0000 };
+        let [first, second] = [0, 0x20_0000].map(|offset| ObstacleKey::Mapping(span.address + offset));
+        for (key, peer) in [(first, 1), (first, 2), (second, 1)] {
+            note_access("access", key, peer);
+        }
+        note_no_access_in(span, 1);
+        assert!(knows(first) && !knows(second));
+        note_no_access(first, 2);
+        assert!(!knows(first));
+        note_access("access", second, 1);
+        assert!(ending_mapped_in(Span { bytes: 0x20_0000, ..span }).is_none());
+        drop(ending_mapped_in(span));
+        assert!(!knows(second));
     }
 }

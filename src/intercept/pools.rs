@@ -1,0 +1,128 @@
+//! Memory pools that the program shares with other processes or devices. Their memory is left to CUDA.
+
+use crate::driver_originals;
+use crate::unmanaged;
+use std::collections::BTreeMap;
+use std::ffi::{c_uint, c_ulonglong, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use vramctl_core::memory::sightings::{self, ObstacleKey};
+use vramctl_driver::{self as driver, Access, CUdevice, CUdeviceptr, Location};
+use vramctl_host::PerProcess;
+use vramctl_model::{ObstacleKind, StatusCode, code};
+
+/// A pool of the program's.
+#[derive(Clone, Copy)]
+enum Pool {
+    /// It has memory of this device.
+    On(CUdevice),
+    /// It has host memory.
+    Host,
+    /// It is another process's.
+    Imported,
+}
+
+/// By the driver's handle.
+static POOLS: PerProcess<Mutex<BTreeMap<usize, Pool>>> = PerProcess::new(Mutex::default);
+
+fn pools() -> MutexGuard<'static, BTreeMap<usize, Pool>> {
+    POOLS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The beginning of `CUmemPoolProps`.
+#[repr(C)]
+struct PoolProperties {
+    kind: u32,
+    handle_types: u32,
+    location: Location,
+}
+
+pub unsafe fn create(pool: *mut *mut c_void, properties: *const c_void) -> StatusCode {
+    // SAFETY: here and below, the real function gets the arguments unchanged.
+    let answer = unsafe { driver_originals::cuMemPoolCreate(pool, properties) };
+    if answer == code::SUCCESS {
+        // SAFETY: the real function has read the one, and written the other.
+        let (made, location) = unsafe { (pool.read() as usize, (*properties.cast::<PoolProperties>()).location) };
+        pools().insert(made, location.device().map_or(Pool::Host, Pool::On));
+    }
+    answer
+}
+
+pub unsafe fn destroy(pool: *mut c_void) -> StatusCode {
+    let key = ObstacleKey::Pool(pool as usize);
+    let kept = pools().remove(&(pool as usize));
+    // Imported memory is recorded for itself. Other memory in use outlives its pool, and its end cannot be seen.
+    let ends = || {
+        // SAFETY: the program has shared it, so it is one.
+        matches!(kept, Some(Pool::Imported)) || unsafe { driver::is_pool_in_use(pool) }.is_ok_and(|is_used| !is_used)
+    };
+    let obstacle = if sightings::knows(key) && ends() { sightings::ending(key) } else { None };
+    // SAFETY: as above.
+    let answer = unsafe { driver_originals::cuMemPoolDestroy(pool) };
+    if answer != code::SUCCESS {
+        if let Some(kept) = kept {
+            pools().insert(pool as usize, kept);
+        }
+        if let Some(obstacle) = obstacle {
+            obstacle.failed();
+        }
+    }
+    answer
+}
+
+/// Records what other devices may do with memory of a pool that is no default pool.
+pub fn note_access(pool: *mut c_void, access: &[Access]) {
+    let (key, known) = (ObstacleKey::Pool(pool as usize), pools().get(&(pool as usize)).copied());
+    for (device, access) in access.iter().filter_map(|access| Some((access.location.device()?, access))) {
+        let is_own = match known {
+            Some(Pool::On(own)) => own == device,
+            Some(Pool::Host) => true,
+            Some(Pool::Imported) | None => false,
+        };
+        if !access.is_any() {
+            sightings::note_no_access(key, device);
+        } else if !is_own {
+            sightings::note_access("cuMemPoolSetAccess", key, device);
+        }
+    }
+}
+
+/// Makes a call that shares memory, and records that with `note` if it has succeeded.
+fn sharing(real: impl FnOnce() -> StatusCode, note: impl FnOnce()) -> StatusCode {
+    sightings::making(ObstacleKind::Shared, || {
+        let answer = real();
+        if answer == code::SUCCESS {
+            note();
+        }
+        answer
+    })
+}
+
+pub unsafe fn export(shared: *mut c_void, pool: *mut c_void, kind: c_uint, flags: c_ulonglong) -> StatusCode {
+    // SAFETY: as above.
+    let real = || unsafe { driver_originals::cuMemPoolExportToShareableHandle(shared, pool, kind, flags) };
+    sharing(real, || sightings::note(ObstacleKind::Shared, "cuMemPoolExportToShareableHandle", ObstacleKey::Pool(pool as usize)))
+}
+
+pub unsafe fn import(pool: *mut *mut c_void, shared: *mut c_void, kind: c_uint, flags: c_ulonglong) -> StatusCode {
+    // SAFETY: as above.
+    let real = || unsafe { driver_originals::cuMemPoolImportFromShareableHandle(pool, shared, kind, flags) };
+    sharing(real, || {
+        // SAFETY: written by the real function.
+        let made = unsafe { pool.read() } as usize;
+        pools().insert(made, Pool::Imported);
+        sightings::note(ObstacleKind::Shared, "cuMemPoolImportFromShareableHandle", ObstacleKey::Pool(made));
+    })
+}
+
+pub unsafe fn export_pointer(data: *mut c_void, pointer: CUdeviceptr) -> StatusCode {
+    // SAFETY: as above.
+    let real = || unsafe { driver_originals::cuMemPoolExportPointer(data, pointer) };
+    sharing(real, || sightings::note(ObstacleKind::Shared, "cuMemPoolExportPointer", ObstacleKey::Address(unmanaged::start_of(pointer))))
+}
+
+pub unsafe fn import_pointer(pointer: *mut CUdeviceptr, pool: *mut c_void, data: *mut c_void) -> StatusCode {
+    // SAFETY: as above.
+    let real = || unsafe { driver_originals::cuMemPoolImportPointer(pointer, pool, data) };
+    // SAFETY: written by the real function.
+    sharing(real, || sightings::note_opened("cuMemPoolImportPointer", ObstacleKey::Address(unsafe { pointer.read() })))
+}
