@@ -1,8 +1,10 @@
 //! Obstacles: what the driver checkpoints but cannot restore. A process with an obstacle would be lost, so they must be known before a
 //! suspend.
 //!
-//! Driver 580 refuses to restore processes with NCCL or memory that several processes use; earlier ones, with unified memory. An obstacle
-//! is reported as long as it may exist: too long rather than too short.
+//! Driver 580 refuses to restore processes with NCCL or memory that several processes use (tried on H200s). The rest is refused because
+//! nothing shows that a driver restores it, whatever its version: unified memory, which NVIDIA excludes as of driver 570
+//! (NVIDIA/cuda-checkpoint), was not tried on newer ones, nor were registered memory, access between GPUs, multicast objects and shared
+//! pools. An obstacle is reported as long as it may exist: too long rather than too short.
 
 use super::{Allocation, Memory, borrow, communicators, left, sightings};
 use std::collections::{BTreeMap, BTreeSet};
