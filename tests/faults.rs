@@ -13,52 +13,12 @@ use std::ptr;
 use std::sync::{Mutex, Once};
 use vramctl_config::CopyBy;
 use vramctl_core::memory::{Memory, region};
+use vramctl_driver::Driver;
 use vramctl_intercept::hooks as interpose;
 use vramctl_model::{Backup, Report, TransitionRequest};
 
 /// The driver functions that the library calls. Each path skips those it does not use.
-const CALLS: &[&str] = &[
-    "cuDeviceGetAttribute",
-    "cuMemGetInfo_v2",
-    "cuCtxGetCurrent",
-    "cuCtxGetDevice",
-    "cuCtxGetId",
-    "cuCtxPushCurrent_v2",
-    "cuCtxPopCurrent_v2",
-    "cuCtxSynchronize",
-    "cuEventCreate",
-    "cuEventDestroy_v2",
-    "cuEventElapsedTime",
-    "cuEventQuery",
-    "cuEventRecord",
-    "cuEventSynchronize",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuStreamGetCtx",
-    "cuStreamIsCapturing",
-    "cuStreamSynchronize",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuMemGetAllocationGranularity",
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
-    "cuMemCreate",
-    "cuMemRelease",
-    "cuMemMap",
-    "cuMemUnmap",
-    "cuMemSetAccess",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuMemHostAlloc",
-    "cuMemFreeHost",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuModuleLoadData",
-    "cuModuleGetFunction",
-    "cuLaunchKernel",
-    "cuMemAlloc_v2",
-    "cuMemFree_v2",
-    "cuPointerGetAttributes",
-];
+const CALLS: &[&str] = Driver::NAMES;
 
 /// Codes, and how often they are returned: out of memory, a code unknown to today's drivers, and unknown permanently.
 const ANSWERS: [(u32, u64); 3] = [(2, 1), (4242, 1), (999, u64::MAX)];

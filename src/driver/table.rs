@@ -23,6 +23,9 @@ macro_rules! driver_functions {
 
         #[allow(non_snake_case, clippy::too_many_arguments)]
         impl Driver {
+            /// The names of these functions.
+            pub const NAMES: &[&str] = &[$(stringify!($name)),*];
+
             /// Looks up every symbol with `symbol`, which returns null for a missing one.
             fn from_symbols(symbol: impl Fn(&CStr) -> *mut c_void) -> Self {
                 const fn name(bytes: &'static str) -> &'static CStr {
