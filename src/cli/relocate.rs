@@ -146,7 +146,8 @@ fn named<'a>(gpu: &str, cards: &'a [Card]) -> Result<&'a Card, CommandError> {
     }
 }
 
-/// The driver requires a one-to-one map of all GPUs. Target GPUs are mapped to the GPUs that the job leaves.
+/// The driver requires a one-to-one map of all GPUs, each to one of its own model. A GPU that the job only comes to is mapped back along the
+/// pairs that lead there.
 fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, CommandError> {
     if from.len() != to.len() {
         return Err(usage(format!("the job is on {}, but --to names {}; give one for each of its GPUs", list(from), list(to))));
@@ -166,10 +167,13 @@ fn permutation(cards: &[Card], from: &[&Card], to: &[&Card]) -> Result<GpuMap, C
         return Err(CommandError::new(Exit::Failed, text));
     }
     let mut map: BTreeMap<_, _> = from.iter().zip(to).map(|(from, to)| (&from.uuid, &to.uuid)).collect();
-    let mut left = from.iter().map(|card| &card.uuid).filter(|uuid| !targets.contains(uuid));
+    let origins: BTreeMap<_, _> = map.iter().map(|(from, to)| (*to, *from)).collect();
     for card in cards.iter().filter(|card| from.iter().all(|from| from.uuid != card.uuid)) {
-        let onto = if targets.contains(&card.uuid) { left.next() } else { Some(&card.uuid) };
-        map.insert(&card.uuid, onto.unwrap_or(&card.uuid));
+        let mut onto = &card.uuid;
+        while let Some(origin) = origins.get(onto) {
+            onto = origin;
+        }
+        map.insert(&card.uuid, onto);
     }
     Ok(map.into_iter().map(|(old, new)| (old.clone(), new.clone())).collect())
 }
@@ -234,6 +238,9 @@ mod tests {
         assert_eq!(map(&four, &[0, 1], &[2, 3]), Ok(vec![2, 3, 0, 1]));
         assert_eq!(map(&four, &[0, 1], &[1, 2]), Ok(vec![1, 2, 0, 3]));
         assert_eq!(map(&four, &[0, 1], &[1, 0]), Ok(vec![1, 0, 2, 3]));
+        // Different models are never mapped to each other.
+        let mixed = cards(&["H200", "L4", "L4", "H200"]);
+        assert_eq!(map(&mixed, &[0, 1], &[3, 2]), Ok(vec![3, 2, 1, 0]));
         for (from, to) in [(&[0][..], &[1, 2][..]), (&[0, 1], &[2, 2]), (&[1], &[1])] {
             assert!(map(&four, from, to).is_err(), "{from:?} {to:?}");
         }
