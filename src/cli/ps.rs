@@ -6,7 +6,7 @@ use crate::processes::{Found, Process, Target};
 use crate::target::GpuArgs;
 use std::collections::BTreeMap;
 use vramctl_driver::uuid_of_index;
-use vramctl_model::Bytes;
+use vramctl_model::{Bytes, short_uuid};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -72,9 +72,10 @@ fn row(process: &Process, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<S
         Ok(status) => {
             let memory = &status.memory;
             let tags: Vec<_> = memory.tags.iter().map(|tag| format!("{} {}", tag.tag, Bytes(tag.bytes))).collect();
-            // Enough of the UUID to tell GPUs apart.
-            let short = |uuid: &str| uuid.get(..12).unwrap_or(uuid).to_owned();
-            let named = |uuid: &str| indices.get(uuid).map_or_else(|| short(uuid), |index| format!("{index} {}", short(uuid)));
+            let named = |uuid: &str| {
+                let short = short_uuid(uuid);
+                indices.get(uuid).map_or_else(|| short.to_owned(), |index| format!("{index} {short}"))
+            };
             let gpus: Vec<_> = process.gpus().map(named).collect();
             let bytes = memory.tags.iter().map(|tag| tag.bytes).sum();
             vec![

@@ -1,6 +1,6 @@
 //! The error type, and its CUDA, C and protocol codes.
 
-use crate::{Bytes, Failure, Holder, Lent, Obstacle, Registration, code};
+use crate::{Bytes, Failure, Holder, Lent, Obstacle, Registration, code, short_uuid};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Duration;
@@ -78,9 +78,9 @@ pub enum Error {
 /// How much device memory is missing, and who holds it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shortage {
-    /// The device's ordinal in the process.
+    /// The device's ordinal in the process that lacks it. The command line counts as `nvidia-smi` does.
     pub device: i32,
-    /// Its UUID, the same in every process; absent if the driver does not report it.
+    /// Its UUID, the same everywhere; absent if the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
     /// Bytes needed.
@@ -318,7 +318,11 @@ impl std::error::Error for Error {}
 
 impl fmt::Display for Shortage {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "too little memory on device {}: {} needed, {} free", self.device, Bytes(self.needed), Bytes(self.free))?;
+        match &self.uuid {
+            Some(uuid) => write!(out, "too little memory on {}", short_uuid(uuid))?,
+            None => write!(out, "too little memory on device {}", self.device)?,
+        }
+        write!(out, ": {} needed, {} free", Bytes(self.needed), Bytes(self.free))?;
         // The driver reserves a little of what it reports as free.
         match self.needed.saturating_sub(self.free) {
             0 => write!(out, ", which the driver refused to allocate")?,
@@ -371,7 +375,11 @@ mod tests {
     #[test]
     fn a_shortage_says_what_was_needed_and_who_holds_the_rest() {
         let holders = vec![Holder { pid: 7, bytes: Some(3 << 30), program: Some("trainer".into()) }];
-        let text = Shortage { device: 1, uuid: None, needed: 4 << 30, free: 1 << 30, holders }.to_string();
-        assert_eq!(text, "too little memory on device 1: 4.00 GiB needed, 1.00 GiB free, 3.00 GiB short; held by pid 7 (trainer) 3.00 GiB");
+        let shortage = Shortage { device: 1, uuid: None, needed: 4 << 30, free: 1 << 30, holders };
+        let what = "4.00 GiB needed, 1.00 GiB free, 3.00 GiB short; held by pid 7 (trainer) 3.00 GiB";
+        assert_eq!(shortage.to_string(), format!("too little memory on device 1: {what}"));
+        // An ordinal means another GPU elsewhere.
+        let uuid = Some("GPU-0f5c2b8e-93d4-4a6b-8c1d-2e7f60a1b3c4".into());
+        assert_eq!(Shortage { uuid, ..shortage }.to_string(), format!("too little memory on GPU-0f5c2b8e: {what}"));
     }
 }

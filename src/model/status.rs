@@ -84,6 +84,11 @@ pub fn left_to_cuda(owner: &str) -> String {
     format!("{owner} (left to CUDA)")
 }
 
+/// Enough of a GPU's UUID to tell GPUs apart, and to name one in a command.
+pub fn short_uuid(uuid: &str) -> &str {
+    uuid.get(.."GPU-01234567".len()).unwrap_or(uuid)
+}
+
 /// One tag.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TagStatus {

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use timeline::Timeline;
 use vramctl_driver::uuid_of_index;
-use vramctl_model::{MemoryOwner, left_to_cuda};
+use vramctl_model::{MemoryOwner, left_to_cuda, short_uuid};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -153,7 +153,7 @@ impl Recording {
         let indices: BTreeMap<_, _> = (0..).map_while(|index| Some((uuid_of_index(index).ok()??, index))).collect();
         let gpu = |owner: &MemoryOwner| match (&owner.gpu, owner.device) {
             (Some(uuid), _) => {
-                let short = uuid.get(..12).unwrap_or(uuid);
+                let short = short_uuid(uuid);
                 indices.get(uuid).map_or_else(|| format!("GPU {short}"), |index| format!("GPU {index} ({short})"))
             }
             (None, Some(device)) => format!("device {device}"),

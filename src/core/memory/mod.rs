@@ -224,7 +224,10 @@ impl Memory {
         }
         let needed = (size as u64).saturating_add(margin);
         let (free, _) = driver::memory_info()?;
-        if needed > free { Err(Error::DeviceMemory(Shortage { device, uuid: None, needed, free, holders: Vec::new() })) } else { Ok(()) }
+        if needed <= free {
+            return Ok(());
+        }
+        Err(Error::DeviceMemory(Shortage { device, uuid: driver::uuid(device), needed, free, holders: Vec::new() }))
     }
 
     /// Frees the allocation at `address`, active or paused. `None` if it is not managed. Nothing changes on error.
