@@ -850,19 +850,25 @@ fn ps_says_which_tags_are_paused() {
     assert!(!ps.out.contains("mixed"), "{ps:?}");
 }
 
-/// Users confuse the name of a process with a tag.
+/// One word may be a process, as for other commands, if it is no tag and nothing else chooses the processes.
 #[test]
-fn a_process_name_in_place_of_a_tag_is_recognised() {
+fn a_process_may_be_named_in_place_of_a_tag() {
     let place = Place::new();
-    let engine = Fake::new(&place, "engine", &["weights"]);
-    place.vramctl("pause engine").expect(6, "", "the tags are weights; engine is a process: `vramctl pause --name=engine`");
-    let resume = place.vramctl(&format!("resume {}", engine.pid()));
-    resume.expect(6, "", &format!("{0} is a process: `vramctl resume --pid={0}`", engine.pid()));
-    let _trainer = Fake::new(&place, "trainer", &["weights"]);
-    place.vramctl("pause engine").expect(2, "", "engine is a process: `vramctl pause --name=engine`");
+    let (engine, weights) = (Fake::new(&place, "engine", &["weights", "kv"]), Fake::new(&place, "weights", &["kv"]));
+    place.vramctl("pause weights --all").expect(0, "paused weights of engine", "");
+    assert!(weights.asked().is_empty(), "a tag stays a tag");
+    place.vramctl("pause engine").expect(0, "paused kv of engine", "");
+    place.vramctl(&format!("resume kv {}", engine.pid())).expect(0, "resumed kv of engine", "");
+    assert!(weights.asked().is_empty());
+    let asked = engine.asked().len();
+    place.vramctl("pause engine --all").expect(6, "", "the tags are kv, weights; engine is a process: `vramctl pause --name=engine`");
+    place.vramctl("resume engine nosuch").expect(6, "", "no allocation has the tag nosuch");
+    let two = place.vramctl(&format!("resume engine {}", weights.pid()));
+    two.expect(2, "", "engine is a process: `vramctl resume --name=engine`");
     let pause = place.vramctl("pause weights");
+    pause.expect(2, "", "several processes are managed");
     assert!(!pause.err.contains("is a process"), "{pause:?}");
-    assert!(engine.asked().is_empty());
+    assert_eq!((engine.asked().len(), weights.asked().len()), (asked, 0));
 }
 
 #[test]
@@ -1101,11 +1107,13 @@ fn a_name_may_be_anything() {
         assert!(!format!("{}\n{}", ran.out, ran.err).lines().any(place_of), "{arguments}: {ran:?}");
     }
     let pause = |word: &str| Ran::new(&place.command(command_line(), &["pause", word]).output().unwrap());
-    pause("a b").expect(2, "", "a b is a process: `vramctl pause --name='a b'`");
+    let all = Ran::new(&place.command(command_line(), &["pause", "a b", "--all"]).output().unwrap());
+    all.expect(6, "", "a b is a process: `vramctl pause --name='a b'`");
+    pause("a b").expect(0, "nothing to do: x of a b", "");
     pause(strange).expect(2, "", "");
     let exact = Ran::new(&place.command(command_line(), &["pause", "--name", strange]).output().unwrap());
     exact.expect(0, &format!("it's a error: all is lost (pid {})", odd.pid()), "");
-    assert_eq!((odd.asked().len(), even.asked().len()), (2, 1));
+    assert_eq!((odd.asked().len(), even.asked().len()), (2, 2));
 }
 
 #[test]

@@ -109,6 +109,17 @@ impl Machine {
         engine
     }
 
+    /// Fills a GPU with this much, besides a context.
+    fn hog_on(&self, gpu: u32, mib: u32) -> Engine {
+        let mut command = self.command(programs().join("hog"), &["--seconds", "600"]);
+        command.args(["--device", &gpu.to_string(), "--mib", &mib.to_string()]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut hog = Engine { child, output, answers: 0 };
+        hog.line("");
+        hog
+    }
+
     /// Bytes in use on each GPU, and processes that NVML lists there.
     fn gpus(&self) -> Vec<(u64, usize)> {
         let output = self.command(artifacts().join("simgpu-smi"), &["--json"]).output().unwrap();
@@ -220,6 +231,80 @@ fn a_resume_without_room_changes_nothing_and_waits_if_told() {
     drop(hog);
     assert!(waiting.unwrap().wait().unwrap().success());
     engine.is_well();
+}
+
+/// What is suspended and has no memory on the GPU is not brought back, and memory on other GPUs needs no room.
+#[test]
+fn a_resume_on_one_gpu_leaves_the_others_alone() {
+    let machine = Machine::new();
+    let (mut first, mut second) = (machine.start("first"), machine.start("second"));
+    machine.vramctl("move second --to 1").expect(0, "moved");
+    let before = machine.gpus();
+    machine.vramctl("suspend --all").expect(0, "suspended second");
+    // No room for the first, which is not to come back.
+    let hog = machine.hog_on(0, 200);
+    let resumed = machine.vramctl("resume --gpu 1 --all");
+    resumed.expect(0, "restored second");
+    assert!(!resumed.text.contains("first"), "{}", resumed.text);
+    assert_eq!((machine.gpus()[0].1, machine.gpus()[1]), (1, before[1]));
+    second.is_well();
+    drop(hog);
+    machine.vramctl("resume --gpu 0").expect(0, "restored first");
+    assert_eq!(machine.gpus(), before);
+    first.is_well();
+    drop((first, second));
+
+    // On both GPUs: 48 MiB of its own on each.
+    let program = "
+import ctypes, sys
+cuda = ctypes.CDLL('libcudart.so')
+for device in 0, 1:
+    assert cuda.cudaSetDevice(device) == 0
+    assert cuda.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(48 << 20)) == 0
+print('ready', flush=True)
+sys.stdin.read()
+";
+    let mut command = machine.command(common::command_line(), &["run", "--name", "both", "--", "python3", "-c", program]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let output = BufReader::new(child.stdout.take().unwrap());
+    let mut both = Engine { child, output, answers: 0 };
+    both.line("ready");
+    machine.vramctl("suspend both").expect(0, "suspended both");
+    // Room for its context, but not for its memory.
+    let _hog = machine.hog_on(0, 164);
+    machine.vramctl("resume").expect(4, "needed");
+    machine.vramctl("resume --gpu 1").expect(0, "resumed default of both");
+    machine.vramctl("resume --gpu 0").expect(4, "needed");
+}
+
+/// Arguments are checked before anything comes back, and a word that is no tag may be a process.
+#[test]
+fn a_resume_takes_the_name_that_a_suspend_takes() {
+    let machine = Machine::new();
+    let (mut engine, mut other) = (machine.start("engine"), machine.start("other"));
+    let before = machine.gpus();
+    machine.vramctl("suspend --all").expect(0, "suspended other");
+    for (command, code, why) in [
+        ("resume nosuch --all", 6, "no allocation has the tag nosuch"),
+        ("resume nosuch --name engine", 6, "no allocation has the tag nosuch"),
+        ("resume engine nosuch", 6, "no allocation has the tag nosuch"),
+        ("resume engine --all", 6, "engine is a process: `vramctl resume --name=engine`"),
+        ("resume engine --ranks 2", 3, "1 of 2 processes are there"),
+    ] {
+        machine.vramctl(command).expect(code, why);
+        assert_eq!(machine.gpus(), [(0, 0), (0, 0)], "{command}");
+    }
+    let resumed = machine.vramctl("resume engine");
+    resumed.expect(0, "resumed default of engine");
+    assert!(!resumed.text.contains("other"), "{}", resumed.text);
+    engine.is_well();
+    machine.vramctl(&format!("resume default {}", other.child.id())).expect(0, "resumed default of other");
+    assert_eq!(machine.gpus(), before);
+    other.is_well();
+    machine.vramctl("pause other").expect(0, "paused default of other");
+    engine.is_well();
+    machine.vramctl("resume other").expect(0, "resumed default of other");
+    other.is_well();
 }
 
 /// Calls of the driver that a command makes for one process, in order: a name, and how often until then.

@@ -51,6 +51,11 @@ pub fn tags() -> Vec<CompletionCandidate> {
     owners.into_iter().map(|(tag, of)| CompletionCandidate::new(tag).help(Some(of.join(", ").into()))).collect()
 }
 
+/// All tags, then process names.
+pub fn tags_and_names() -> Vec<CompletionCandidate> {
+    tags().into_iter().chain(names()).collect()
+}
+
 /// Process names.
 pub fn names() -> Vec<CompletionCandidate> {
     let processes = processes();

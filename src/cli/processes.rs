@@ -34,6 +34,16 @@ impl Target {
     pub fn parse(text: String) -> Self {
         text.parse().map_or_else(|_| Self::Name(text), Self::Pid)
     }
+
+    /// A command for these processes, to suggest in a message.
+    pub fn command(&self, command: &str) -> String {
+        match self {
+            Self::Only => format!("vramctl {command}"),
+            Self::Pid(pid) => format!("vramctl {command} --pid={pid}"),
+            Self::Name(name) => format!("vramctl {command} --name={}", output::quoted(name)),
+            Self::All => format!("vramctl {command} --all"),
+        }
+    }
 }
 
 /// A managed process, with its status or the reason why there is none.
@@ -88,6 +98,13 @@ impl Process {
     pub fn gpus(&self) -> impl Iterator<Item = &str> {
         let devices = self.status.as_ref().map_or(&[][..], |status| &status.memory.devices);
         devices.iter().filter_map(|device| device.uuid.as_deref())
+    }
+
+    /// Leaves out its memory on other GPUs than these.
+    pub fn forget_other_gpus(&mut self, gpus: &[String]) {
+        if let Ok(status) = &mut self.status {
+            status.memory.devices.retain(|device| device.uuid.as_ref().is_none_or(|uuid| gpus.contains(uuid)));
+        }
     }
 
     /// Whether it has memory on the GPU, or has memory of others open there.
@@ -245,17 +262,37 @@ impl Found {
         Err(CommandError::new(first.exit(), text))
     }
 
-    /// The command to suggest to a user who gave a process where a tag belongs.
+    /// Tells processes from tags among the words of a command: unless a target is given, one word that is no tag, but the name or id of a
+    /// process, is the target. The rest are tags.
+    pub fn tell_apart(&self, target: Target, mut words: Vec<String>) -> (Target, Vec<String>) {
+        let mut named = words.iter().enumerate().filter_map(|(place, word)| Some((place, self.process_not_tag(word)?)));
+        match (target, named.next(), named.next()) {
+            (Target::Only, Some((place, named)), None) => {
+                words.remove(place);
+                (named, words)
+            }
+            (target, ..) => (target, words),
+        }
+    }
+
+    /// The command to suggest to a user who gave a process where only tags belong.
     pub fn taken_for_tag(&self, command: &str, words: &[String]) -> Option<String> {
-        let is_tag = |word: &String| self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == *word));
-        words.iter().filter(|word| !is_tag(word)).find_map(|word| {
-            let option = match Target::parse(word.clone()) {
-                Target::Pid(pid) if self.listening.contains(&pid) => "--pid",
-                Target::Name(name) if self.processes.iter().any(|process| process.name() == Some(&name)) => "--name",
-                _ => return None,
-            };
-            Some(format!("; {word} is a process: `vramctl {command} {option}={}`", output::quoted(word)))
+        words.iter().find_map(|word| {
+            let named = self.process_not_tag(word)?;
+            Some(format!("; {word} is a process: `{}`", named.command(command)))
         })
+    }
+
+    /// The process or processes that the word means, if it is no tag.
+    fn process_not_tag(&self, word: &str) -> Option<Target> {
+        let is_tag = self.processes.iter().any(|process| process.tags().iter().any(|tag| tag.tag == word));
+        let target = Target::parse(word.to_owned());
+        let is_there = match &target {
+            Target::Pid(pid) => self.listening.contains(pid),
+            Target::Name(name) => self.processes.iter().any(|process| process.name() == Some(name)),
+            Target::Only | Target::All => false,
+        };
+        (is_there && !is_tag).then_some(target)
     }
 
     /// The current status of those of these processes that listen.

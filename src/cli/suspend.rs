@@ -140,24 +140,42 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     }
 }
 
-/// Before a resume: brings suspended processes back to the GPU. Returns what was done, by process.
-pub fn bring_back(target: &Target, all_tags: bool, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Done>, CommandError> {
-    checkpoint::see_all_gpus();
-    let found = Found::look(target)?;
-    // The resume reports processes that do not answer or do not exist.
-    let Ok(chosen) = found.choose(target) else { return Ok(BTreeMap::new()) };
-    if chosen.iter().all(|process| process.suspended().is_none()) {
+/// Before a resume: brings the suspended ones among these processes back to the GPU. Returns what was done, by process. `wanted`: what is to be
+/// resumed then.
+pub fn bring_back(
+    found: &Found,
+    target: &Target,
+    wanted: &Transition,
+    timeout: Duration,
+    quiet: bool,
+) -> Result<BTreeMap<u32, Done>, CommandError> {
+    if found.choose(target)?.iter().all(|process| process.suspended().is_none()) {
         return Ok(BTreeMap::new());
     }
-    let mut members = checkpoint::join(&found, target)?;
+    let mut members = checkpoint::join(found, target)?;
     members.retain(|member| member.process.suspended().is_some());
     checkpoint::can_be_seen(&members)?;
     checkpoint::load()?;
-    drop(checkpoint::wait_for_room(|| checkpoint::needs(&members, &GpuMap::new(), all_tags), timeout)?);
-    checkpoint::restore(&mut members, &GpuMap::new(), timeout).map_err(|failure| {
-        let is_worth_it = members.iter().any(|member| !member.is_lost);
-        failure.adding(if is_worth_it { ". What is not back stays suspended; `vramctl resume` tries again" } else { "" })
-    })?;
+    if !wanted.gpus.is_empty() {
+        // The memory on other GPUs stays paused, so it needs no room.
+        for member in &mut members {
+            member.process.forget_other_gpus(&wanted.gpus);
+        }
+    }
+    let all_tags = wanted.tags.is_empty();
+    checkpoint::wait_for_room(|| checkpoint::needs(&members, &GpuMap::new(), all_tags), timeout)
+        .and_then(|turn| {
+            drop(turn);
+            checkpoint::restore(&mut members, &GpuMap::new(), timeout)
+        })
+        .map_err(|failure| {
+            let is_worth_it = members.iter().any(|member| !member.is_lost);
+            failure.adding(if is_worth_it {
+                ". What is not back stays suspended, and nothing is lost; `vramctl resume` tries again"
+            } else {
+                ""
+            })
+        })?;
     let line = |member: &checkpoint::Member| format!("restored {} {}", member.process, member.done.took());
     members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))?;
     Ok(members.into_iter().map(|member| (member.process.pid, member.done)).collect())

@@ -90,12 +90,13 @@ fn all(found: &Found, processes: &[Process], timeout: Duration) -> Vec<Result<Tr
     })
 }
 
-/// Before a pause: trims the running processes that support it. Those that cannot be trimmed are paused anyway. Returns the results, by
-/// process.
-pub fn before_a_pause(target: &Target, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Trimmed>, CommandError> {
-    let found = Found::look(target)?;
+/// Before a pause of these words: trims the running processes that support it. Those that cannot be trimmed are paused anyway. Returns the
+/// results, by process.
+pub fn before_a_pause(target: Target, words: Vec<String>, timeout: Duration, quiet: bool) -> Result<BTreeMap<u32, Trimmed>, CommandError> {
+    let found = Found::look(&target)?;
+    let (target, _) = found.tell_apart(target, words);
     // The pause reports processes that do not answer or do not exist.
-    let Ok(mut chosen) = found.choose(target) else { return Ok(BTreeMap::new()) };
+    let Ok(mut chosen) = found.choose(&target) else { return Ok(BTreeMap::new()) };
     chosen.retain(|process| trims(process) && !process.is_held() && process.suspended().is_none());
     if chosen.is_empty() {
         output::complain("note", "nothing to trim: no running program has an allocator that can be asked");

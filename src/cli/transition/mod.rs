@@ -8,7 +8,7 @@ mod follow;
 mod options;
 mod task;
 
-use crate::checkpoint::Done;
+use crate::checkpoint::{self, Done};
 use crate::dry_run::{self, Foretold};
 use crate::engine;
 use crate::failure::{CommandError, Exit};
@@ -42,13 +42,16 @@ use vramctl_model::{Communicator, Error, Kind, Plan, Report, Trimmed, Verb};
 /// How long a program's allocator may take to return its cache before a pause.
 const TRIM_TIMEOUT: Duration = Duration::from_secs(10);
 
-pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
+pub fn pause(args: &PauseArgs) -> Result<Exit, CommandError> {
     let patience = args.transition.timeout.unwrap_or_default();
     let hold_ms = args.hold.ms(args.transition.timeout);
-    let Args { target, json, quiet, .. } = &args.transition;
-    let trimmed =
-        if args.trim { trim::before_a_pause(&Target::from(target.clone()), TRIM_TIMEOUT, *json || *quiet)? } else { BTreeMap::new() };
-    let mut asking = Asking::prepare(Verb::Pause, args.transition)?;
+    let Args { target, words, json, quiet, .. } = &args.transition;
+    let trimmed = if args.trim {
+        trim::before_a_pause(Target::from(target.clone()), words.clone(), TRIM_TIMEOUT, *json || *quiet)?
+    } else {
+        BTreeMap::new()
+    };
+    let mut asking = Asking::prepare(Verb::Pause, &args.transition)?;
     asking.trimmed = trimmed;
     asking.request.backup = args.backup.policy();
     asking.request.registered = args.registered;
@@ -75,11 +78,17 @@ pub fn pause(args: PauseArgs) -> Result<Exit, CommandError> {
     asking.run()
 }
 
-pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
-    let Args { target, tags, timeout, json, quiet, .. } = &args.transition;
-    let restored = suspend::bring_back(&Target::from(target.clone()), tags.is_empty(), timeout.unwrap_or_default(), *json || *quiet)?;
-    let mut asking = Asking::prepare(Verb::Resume, args.transition)?;
-    asking.restored = restored;
+pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
+    checkpoint::see_all_gpus();
+    let Args { timeout, json, quiet, .. } = &args.transition;
+    // Before anything is brought back, so that a wrong argument changes nothing.
+    let mut asking = Asking::prepare(Verb::Resume, &args.transition)?;
+    let Asking { found, target, request, .. } = &asking;
+    let restored = suspend::bring_back(found, target, request, timeout.unwrap_or_default(), *json || *quiet)?;
+    if !restored.is_empty() {
+        asking = Asking::prepare(Verb::Resume, &args.transition)?;
+        asking.restored = restored;
+    }
     asking.groups = asking.jobs();
     asking.join_those_that_wait();
     asking.run()
@@ -89,6 +98,7 @@ pub fn resume(args: ResumeArgs) -> Result<Exit, CommandError> {
 #[allow(clippy::struct_excessive_bools)] // options
 struct Asking {
     direction: Verb,
+    target: Target,
     found: Found,
     tasks: Vec<Task>,
     /// The same for each process: it applies to their own memory and to open memory of each other.
@@ -115,13 +125,14 @@ struct Asking {
 
 impl Asking {
     /// Finds the processes and plans their requests. Changes nothing.
-    fn prepare(direction: Verb, args: Args) -> Result<Self, CommandError> {
-        let target = Target::from(args.target);
+    fn prepare(direction: Verb, args: &Args) -> Result<Self, CommandError> {
+        let target = Target::from(args.target.clone());
         let mut found = Found::look(&target)?;
+        let (target, tags) = found.tell_apart(target, args.words.clone());
         let gpus = found.keep_on(&args.gpu.gpu)?;
-        let tasks = found.choose_answering(&target).and_then(|chosen| plan(direction, chosen, &args.tags)).map_err(|failure| {
+        let tasks = found.choose_answering(&target).and_then(|chosen| plan(direction, chosen, &tags)).map_err(|failure| {
             let is_choice = matches!(failure.exit(), Exit::Usage | Exit::UnknownTag);
-            let meant = found.taken_for_tag(direction.name(), &args.tags).filter(|_| is_choice);
+            let meant = found.taken_for_tag(direction.name(), &tags).filter(|_| is_choice);
             failure.adding(&meant.unwrap_or_default())
         })?;
         if let Some(task) = tasks.iter().find(|task| !task.meant.is_empty() && !task.process.prepares()) {
@@ -137,12 +148,12 @@ impl Asking {
         let bars = Bars::on_terminal(!args.quiet && !args.json);
         let timeout_ms = args.timeout.map(milliseconds);
         // It has been checked that each tag is known to one of them.
-        let lenient = !args.tags.is_empty();
-        let request =
-            protocol::Transition { tags: args.tags, lenient, gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
+        let lenient = !tags.is_empty();
+        let request = protocol::Transition { tags, lenient, gpus, timeout_ms, progress: bars.shown(), ..protocol::Transition::default() };
         let restored = BTreeMap::new();
         Ok(Self {
             direction,
+            target,
             found,
             tasks,
             request,

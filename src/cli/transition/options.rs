@@ -33,6 +33,7 @@ Examples:
   vramctl pause                           all tags of the only managed process
   vramctl pause kv_cache --discard --all  drop this tag's contents, everywhere
   vramctl pause weights --backup disk     keep the contents in a file
+  vramctl pause engine                    all tags of the process with this name
   vramctl pause --name engine --timeout 2.5
   vramctl pause cache --no-hold           the program keeps using the rest
   vramctl pause --gpu 0 --all             all memory on this GPU, and no other
@@ -83,8 +84,11 @@ Without tags, resumes all of them. All or nothing: if GPU memory is short, every
 much is missing and who holds it. With --timeout, the resume waits that long for others to free memory. \
 If several jobs wait for memory, they queue, and the first to ask gets it first.
 
+A suspended process is brought back to its GPUs first. With tags or --gpu, the rest of its memory stays paused.
+
 Examples:
   vramctl resume                all tags of the only managed process
+  vramctl resume engine         all tags of the process with this name
   vramctl resume weights --name engine
   vramctl resume --gpu 0 --all  all memory on this GPU, and on no other
   vramctl resume --name engine --timeout 30")]
@@ -95,9 +99,9 @@ pub struct ResumeArgs {
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Tags [default: all]
-    #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags))]
-    pub tags: Vec<String>,
+    /// Tags [default: all]. A word that is no tag, but the name or id of a process, chooses that process, as --name and --pid do
+    #[arg(value_name = "TAG", value_parser = checked_tag, add = ArgValueCandidates::new(completions::tags_and_names))]
+    pub words: Vec<String>,
     #[command(flatten)]
     pub target: TargetArgs,
     #[command(flatten)]
