@@ -481,6 +481,38 @@ fn a_job_moves_to_another_gpu_and_back() {
     }
 }
 
+/// Another program takes the room on the other GPU in the middle of a move.
+#[test]
+fn a_move_whose_room_is_taken_says_where_the_job_is() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    let short = "too little memory on GPU-73696d75: ";
+    let move_meanwhile = |mib| {
+        let mut hog = None;
+        let stop = "cuCheckpointProcessCheckpoint:1:stop-after";
+        let moved = machine.vramctl_meanwhile(stop, "move engine --to 1", || hog = Some(machine.hog_on(1, mib)));
+        (moved.unwrap(), hog)
+    };
+    // Not enough for anything.
+    let (moved, hog) = move_meanwhile(200);
+    moved.expect(4, short);
+    moved.expect(4, ". The job runs where it was");
+    assert!(!moved.text.contains("stays suspended"), "{}", moved.text);
+    assert_eq!(machine.gpus()[0], before[0]);
+    engine.is_well();
+    drop(hog);
+    // Enough for its context, but not for its tags.
+    let (moved, hog) = move_meanwhile(164);
+    moved.expect(4, short);
+    moved.expect(4, ". The job is on GPU 1, paused and held; `vramctl resume --name=engine` continues");
+    assert_eq!((machine.gpus()[0].1, machine.gpus()[1].1), (0, 2));
+    drop(hog);
+    machine.vramctl("resume --name=engine").expect(0, "resumed");
+    assert_eq!(machine.gpus()[1], before[0]);
+    engine.is_well();
+}
+
 /// `examples/empty_gpu.py`: jobs that fit elsewhere move there, the others are suspended.
 #[test]
 fn a_gpu_is_emptied_for_maintenance() {

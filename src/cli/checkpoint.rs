@@ -332,7 +332,7 @@ pub fn wait_for_room(needs: impl Fn() -> BTreeMap<String, u64>, timeout: Duratio
         let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
         let Some(card) = cards.iter().find(is_short) else { return Ok(turn) };
         if Instant::now() >= deadline {
-            return Err(short(card, needs[&card.uuid]).adding(". The job stays suspended; nothing is lost"));
+            return Err(short(card, needs[&card.uuid]));
         }
         drop(turn);
         thread::sleep(LOOK_AGAIN);

@@ -64,8 +64,9 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
     let cards = cards().map_err(|none| CommandError::new(Exit::Failed, format!("{none}. Nothing has changed")))?;
     let from = places(&members, &cards)?;
     let to = args.to.iter().map(|gpu| named(gpu, &cards)).collect::<Result<Vec<_>, _>>()?;
-    if let Some(other) = args.swap {
-        let others = checkpoint::join(&found, &Target::parse(other))?;
+    let swapped = args.swap.map(Target::parse);
+    if let Some(other) = &swapped {
+        let others = checkpoint::join(&found, other)?;
         if others.iter().any(|other| members.iter().any(|member| member.process.pid == other.process.pid)) {
             return Err(usage("a job cannot change places with itself"));
         }
@@ -90,17 +91,22 @@ pub fn relocate(args: Args) -> Result<Exit, CommandError> {
         })
     });
     let resumed = checkpoint::resume(&found, &mut members);
+    let again: Vec<_> = [Some(&target), swapped.as_ref()].into_iter().flatten().map(|target| target.command("resume")).collect();
+    let again = again.join("; ");
     if let Err(failure) = moved {
         let left = match resumed {
             Ok(()) => match &checkpoint::stay_held(&members)[..] {
                 [] => ". The job runs where it was".into(),
                 held => format!(". The job is where it was; {}", held.join("; ")),
             },
-            Err(second) => format!("; and {second}"),
+            Err(second) => format!("; and {second}. `{again}` tries again"),
         };
         return Err(failure.adding(&left));
     }
-    resumed?;
+    resumed.map_err(|failure| {
+        let place = if swapped.is_some() { "The jobs have changed places".into() } else { format!("The job is on {}", list(&to)) };
+        failure.adding(&format!(". {place}, paused and held; `{again}` continues"))
+    })?;
     let line = |member: &Member| {
         let now: Vec<_> = map.iter().filter(|(old, _)| member.process.gpus().any(|gpu| gpu == old)).map(|(_, new)| new).collect();
         let now: Vec<_> = cards.iter().filter(|card| now.contains(&&card.uuid)).collect();
