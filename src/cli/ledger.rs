@@ -102,6 +102,11 @@ pub enum What {
 }
 
 impl What {
+    /// Those of a GPU's memory.
+    #[cfg(test)]
+    pub const OF_A_GPU: [Self; 8] =
+        [Self::Tag, Self::LeftAlone, Self::Guard, Self::PageTables, Self::Driver, Self::Process, Self::OutOfSight, Self::Unexplained];
+
     /// As programs read it.
     pub fn name(self) -> &'static str {
         match self {

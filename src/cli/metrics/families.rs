@@ -45,8 +45,8 @@ metrics! {
     GPU_FREE = "vramctl_gpu_free_bytes", ["gpu"], "Free memory of a GPU.";
     GPU_RESERVED = "vramctl_gpu_reserved_bytes", ["gpu"], "Memory of a GPU that the driver reserves. Absent if it counts as used.";
     LEDGER = "vramctl_ledger_bytes", ["gpu", "name", "pid", "kind", "owner"],
-        "Memory in use on a GPU, by who uses it; the sum is vramctl_gpu_used_bytes. Kinds: tag, left_alone (by library), page_tables, driver, \
-         process (one without the library), out_of_sight, unexplained. Negative if the library counts more than NVML.";
+        "Memory in use on a GPU, by who uses it; the sum is vramctl_gpu_used_bytes. Kinds: tag, left_alone (by library), guard, page_tables, \
+         driver, process (one without the library), out_of_sight, unexplained. Negative if the library counts more than NVML.";
 
     HOST_FREE = "vramctl_host_free_bytes", [], "Host memory that is free: within the tightest limit on any of the processes, else on the machine.";
     HOST_LIMIT = "vramctl_host_limit_bytes", [], "The tightest limit on any of the processes, such as their container's. Absent without one.";
@@ -356,6 +356,14 @@ mod tests {
         let page = page.text();
         assert_eq!(sum(&page, LEDGER.name), (used_bytes as f64, MOST_OWNERS + 1 + 2));
         assert!(!page.contains(GPU_RESERVED.name));
+    }
+
+    #[test]
+    fn the_ledgers_help_lists_its_kinds() {
+        let (_, kinds) = LEDGER.help.split_once("Kinds: ").unwrap();
+        let kinds: Vec<_> =
+            kinds.split_once(". ").unwrap().0.split(", ").map(|kind| kind.split_once(" (").map_or(kind, |(kind, _)| kind)).collect();
+        assert_eq!(kinds, What::OF_A_GPU.map(What::name));
     }
 
     #[test]
