@@ -70,6 +70,21 @@ fn a_leaking_owner_is_named_after_three_cycles() {
     }
 }
 
+/// A suspended process is not on any GPU, so NVML is asked in between.
+#[test]
+fn nvmls_figure_is_sent_during_a_suspend() {
+    let machine = Machine::new();
+    let engine = machine.start_with("engine", |_| ());
+    for number in 0..2 {
+        machine.vramctl("suspend").expect(0, "", "");
+        machine.vramctl("resume").expect(0, "", "");
+        let status = machine.connect(&engine).ask(&json!({"request": "status"}));
+        let cycles = status["cycles"].as_array().unwrap();
+        assert_eq!(cycles.len(), number + 1);
+        assert!(cycles.iter().all(|cycle| cycle["driver"].as_object().is_some_and(|gpus| gpus.len() == 1)), "{status}");
+    }
+}
+
 /// NVML's figure for memory that the library cannot see comes from the command or another client.
 #[test]
 fn nvmls_figure_is_sent_after_a_pause_and_a_leak_in_it_is_named() {

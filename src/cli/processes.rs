@@ -15,7 +15,7 @@ use vramctl_control::client::{Client, ClientError};
 use vramctl_control::discovery::{self, Directory};
 use vramctl_control::job::{Follower, Job, JobReport};
 use vramctl_control::protocol::ProcessStatus;
-use vramctl_driver::uuid_of_index;
+use vramctl_driver::{self as driver, uuid_of_index};
 use vramctl_model::{Borrowed, Bytes, GpuUse, TagState, TagStatus};
 
 /// Which processes to act on.
@@ -330,6 +330,24 @@ impl Found {
         match &self.directory {
             Some(directory) => job.carry_out(directory, follower),
             None => JobReport { results: Vec::new(), committed: false, attempts: 0, ms: 0.0 },
+        }
+    }
+
+    /// Sends processes that have just been paused NVML's figures for them, because they must not call NVML themselves.
+    pub fn tell_what_nvml_counts<'a>(&self, paused: impl Iterator<Item = &'a Process>) {
+        let mut holders = BTreeMap::new();
+        for process in paused {
+            let own = |uuid: &str| {
+                let holders = holders.entry(uuid.to_owned()).or_insert_with(|| driver::holders_of(uuid));
+                let bytes = holders.iter().find(|holder| holder.pid == process.pid)?.bytes?;
+                Some((uuid.to_owned(), bytes))
+            };
+            let gpus: BTreeMap<_, _> = process.gpus().filter_map(own).collect();
+            if gpus.is_empty() {
+                continue;
+            }
+            // Errors do not matter: the process has ended, or its library is too old.
+            let _ = self.connect(process.pid).and_then(|mut client| client.counted(gpus));
         }
     }
 

@@ -113,6 +113,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
     // Loading the driver takes a while, so do it during the pause.
     let loading = thread::spawn(checkpoint::load);
     let held = checkpoint::pause(&found, &mut members, &request, &chosen, along).map_err(advise)?;
+    found.tell_what_nvml_counts(members.iter().filter(|member| member.done.bytes() > 0).map(|member| &member.process));
     if !args.json && !args.quiet {
         held.iter().try_for_each(|(process, report)| output::say(&shared::text(process, report)))?;
     }

@@ -336,7 +336,9 @@ impl Asking {
         }
         if let Some(nvml) = nvml {
             let _ = nvml.join();
-            asking.tell_what_nvml_counts(&outcomes);
+            let is_paused = |outcome: &Outcome| outcome.result.report().is_some_and(|report| report.allocations > 0);
+            let paused = asking.tasks.iter().zip(&outcomes).filter(|(_, outcome)| is_paused(outcome));
+            asking.found.tell_what_nvml_counts(paused.map(|(task, _)| &task.process));
         }
         // Report the original failure rather than one that was only undone because of it.
         let failures: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.result.failure()).collect();
@@ -420,26 +422,6 @@ impl Asking {
     /// Whether memory on this GPU is selected.
     fn wants(&self, gpu: &str) -> bool {
         self.request.gpus.is_empty() || self.request.gpus.iter().any(|wanted| wanted == gpu)
-    }
-
-    /// Sends the paused processes NVML's figures for them, because they must not call NVML themselves.
-    fn tell_what_nvml_counts(&self, outcomes: &[Outcome]) {
-        let is_paused = |outcome: &Outcome| outcome.result.report().is_some_and(|report| report.allocations > 0);
-        let paused = self.tasks.iter().zip(outcomes).filter(|(_, outcome)| is_paused(outcome)).map(|(task, _)| &task.process);
-        let mut holders = BTreeMap::new();
-        for process in paused {
-            let own = |uuid: &str| {
-                let holders = holders.entry(uuid.to_owned()).or_insert_with(|| driver::holders_of(uuid));
-                let bytes = holders.iter().find(|holder| holder.pid == process.pid)?.bytes?;
-                Some((uuid.to_owned(), bytes))
-            };
-            let gpus: BTreeMap<_, _> = process.gpus().filter_map(own).collect();
-            if gpus.is_empty() {
-                continue;
-            }
-            // Errors do not matter: the process has ended, or its library is too old.
-            let _ = self.found.connect(process.pid).and_then(|mut client| client.counted(gpus));
-        }
     }
 
     /// Closes the connections, which cancels requests that are only waiting, and prints the outcome.
