@@ -5,6 +5,7 @@ mod common;
 
 use common::{Gpu, artifacts, programs, simulated_libraries};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -511,6 +512,28 @@ fn a_move_whose_room_is_taken_says_where_the_job_is() {
     machine.vramctl("resume --name=engine").expect(0, "resumed");
     assert_eq!(machine.gpus()[1], before[0]);
     engine.is_well();
+}
+
+/// The past stays where it was, and what follows is on the new GPU.
+#[test]
+fn the_trace_of_a_job_that_has_moved_tells_the_gpu_of_each_time() {
+    let machine = Machine::new();
+    let mut engine = machine.start_with("engine", |command| _ = command.env("VRAMCTL_TRACE", "1M"));
+    let file = machine.0.path().join("trace.json");
+    for gpu in [1, 0, 1] {
+        machine.vramctl(&format!("move engine --to {gpu}")).expect(0, "moved engine");
+        engine.is_well();
+        let devices = machine.status("engine")["processes"][0]["devices"].clone();
+        machine.vramctl(&format!("trace engine -o {}", file.display())).expect(0, "");
+        let trace: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+        let counters = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "C");
+        let now: BTreeMap<_, _> =
+            counters.map(|event| (event["name"].as_str().unwrap(), event["args"]["bytes"].as_u64().unwrap())).collect();
+        let on = |gpu| now.iter().filter(|(name, _)| name.contains(&format!("GPU {gpu} "))).map(|(_, bytes)| bytes).sum::<u64>();
+        assert!(on(gpu) > 0, "{now:?}");
+        assert_eq!((on(gpu), on(1 - gpu)), (devices[0]["active_bytes"].as_u64().unwrap(), 0), "{now:?}");
+        assert!(now.keys().any(|name| name.contains("GPU 0 ")), "where it was at first: {now:?}");
+    }
 }
 
 /// `examples/empty_gpu.py`: jobs that fit elsewhere move there, the others are suspended.

@@ -4,9 +4,9 @@
 //! the driver and stay out, and the status is saved, so that the control socket can answer without the driver. The caller may die at any
 //! step. So the process's state is always read from the driver (`cuCheckpointProcessGetState`), never stored here.
 
-use crate::gate;
 use crate::memory::Memory;
 use crate::memory::sightings::Moment;
+use crate::{events, gate};
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 use vramctl_driver as driver;
@@ -59,6 +59,7 @@ impl Memory {
     pub fn awake(&self) {
         *SUSPENDED.get().write().unwrap_or_else(PoisonError::into_inner) = None;
         exit::wake();
+        events::gpus_may_have_changed();
     }
 
     /// The current status. While the process is suspended, its obstacles are those that have appeared since.

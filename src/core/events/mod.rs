@@ -28,8 +28,8 @@ pub enum Who<'a> {
 }
 
 impl Who<'_> {
-    /// FNV-1a. Two owners with the same 64-bit hash would be shown as one.
-    fn hash(self, device: Option<CUdevice>) -> u64 {
+    /// Two owners with the same 64-bit hash would be shown as one. `gpu`: see [`Recorder::gpu`].
+    fn hash(self, device: Option<CUdevice>, gpu: u64) -> u64 {
         let (name, kind) = match self {
             Who::Tag(tag) => (&**tag, 1),
             Who::Library(name) => (name, 2),
@@ -38,10 +38,13 @@ impl Who<'_> {
             let [a, b, c, d] = device.to_le_bytes();
             [1, a, b, c, d]
         });
-        let add = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-        let hash = name.as_bytes().iter().chain(&device).chain(&[kind]).fold(0xcbf2_9ce4_8422_2325, add);
-        hash.max(1)
+        fnv(name.as_bytes().iter().chain(&device).chain(&gpu.to_le_bytes()).chain(&[kind]))
     }
+}
+
+/// FNV-1a; never 0.
+fn fnv<'a>(bytes: impl Iterator<Item = &'a u8>) -> u64 {
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)).max(1)
 }
 
 #[derive(Debug)]
@@ -50,7 +53,16 @@ enum Name {
     Library(&'static str),
 }
 
-/// Who has memory on a device.
+impl Name {
+    fn who(&self) -> Who<'_> {
+        match self {
+            Self::Tag(tag) => Who::Tag(tag),
+            Self::Library(name) => Who::Library(name),
+        }
+    }
+}
+
+/// Who has memory on a GPU.
 #[derive(Debug, Default)]
 struct Owner {
     /// 0: not taken.
@@ -63,10 +75,15 @@ struct Owner {
 /// The most owners. Owners beyond that share the first entry.
 const OWNERS: usize = 1024;
 
+/// The most devices whose GPU is remembered.
+const DEVICES: usize = 64;
+
 #[derive(Debug)]
 struct Recorder {
     ring: Ring,
     owners: Box<[Owner]>,
+    /// By device: which GPU it is now, as a hash of its UUID. 0: not known yet.
+    gpus: [AtomicU64; DEVICES],
 }
 
 static RECORDER: PerProcess<Option<Recorder>> = PerProcess::new(|| {
@@ -74,7 +91,7 @@ static RECORDER: PerProcess<Option<Recorder>> = PerProcess::new(|| {
     if ring.is_none() {
         log::warn!("no memory for VRAMCTL_TRACE: nothing is recorded");
     }
-    Some(Recorder { ring: ring?, owners: (0..OWNERS).map(|_| Owner::default()).collect() })
+    Some(Recorder::new(ring?))
 });
 
 const UNKNOWN: u8 = 0;
@@ -178,6 +195,14 @@ pub fn trimmed(took: Duration, bytes: u64) {
     }
 }
 
+/// The process may have moved to other GPUs. What it has there then belongs to new owners, so that the past stays that of the old GPU.
+/// Tags are paused during a move; memory that the driver has moved is recorded as freed on one GPU, and allocated on the other.
+pub(crate) fn gpus_may_have_changed() {
+    if let Some(recorder) = recorder() {
+        recorder.ask_for_gpus(driver::uuid);
+    }
+}
+
 /// What this process has recorded, from an event's number on. Needs no driver.
 pub fn since(number: u64, most: Option<usize>) -> Events {
     let mut told = Events { now_ns: now(), unix_ns: nanoseconds(libc::CLOCK_REALTIME), ..Events::default() };
@@ -202,8 +227,53 @@ pub(crate) fn last(within: Duration, most: usize) -> Option<Events> {
 }
 
 impl Recorder {
+    fn new(ring: Ring) -> Self {
+        Self { ring, owners: (0..OWNERS).map(|_| Owner::default()).collect(), gpus: [const { AtomicU64::new(0) }; DEVICES] }
+    }
+
+    /// Which GPU a device is now. The driver is asked only the first time: the process may be suspended later.
+    fn gpu(&self, device: Option<CUdevice>) -> u64 {
+        let known = device.and_then(|device| self.gpus.get(usize::try_from(device).ok()?));
+        let (Some(device), Some(known)) = (device, known) else { return 0 };
+        match known.load(Ordering::Relaxed) {
+            0 => {
+                let gpu = hash_of_gpu(driver::uuid(device).as_deref());
+                // Another thread, or the end of a move, may have been first.
+                known.compare_exchange(0, gpu, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|there| there, |_| gpu)
+            }
+            gpu => gpu,
+        }
+    }
+
+    fn ask_for_gpus(&self, uuid: impl Fn(CUdevice) -> Option<String>) {
+        let mut moved = Vec::new();
+        for (device, known) in (0..).zip(&self.gpus) {
+            let before = known.load(Ordering::Relaxed);
+            if before != 0
+                && let Some(uuid) = uuid(device)
+            {
+                let now = hash_of_gpu(Some(&uuid));
+                known.store(now, Ordering::Relaxed);
+                moved.extend((now != before).then_some((device, before)));
+            }
+        }
+        for (device, before) in moved {
+            for (owner, entry) in self.owners.iter().enumerate() {
+                let Some((name, at, _)) = entry.told.get() else { continue };
+                let (who, bytes) = (name.who(), entry.in_use.load(Ordering::Relaxed));
+                if *at == Some(device) && bytes > 0 && entry.hash.load(Ordering::Relaxed) == who.hash(*at, before) {
+                    self.change_at(Change::Freed, (owner as u16, entry), bytes);
+                    self.change(Change::Allocated, who, *at, bytes);
+                }
+            }
+        }
+    }
+
     fn change(&self, change: Change, who: Who<'_>, device: Option<CUdevice>, bytes: u64) {
-        let (owner, entry) = self.owner(who, device);
+        self.change_at(change, self.owner(who, device), bytes);
+    }
+
+    fn change_at(&self, change: Change, (owner, entry): (u16, &Owner), bytes: u64) {
         let in_use = match change {
             Change::Allocated | Change::Resumed => entry.in_use.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes),
             Change::Freed | Change::Paused => entry.in_use.fetch_sub(bytes, Ordering::Relaxed).wrapping_sub(bytes),
@@ -221,7 +291,7 @@ impl Recorder {
 
     /// The owner's entry, created if there is none yet.
     fn owner(&self, who: Who<'_>, device: Option<CUdevice>) -> (u16, &Owner) {
-        let hash = who.hash(device);
+        let hash = who.hash(device, self.gpu(device));
         let shared = (0, &self.owners[0]);
         for step in 0..OWNERS - 1 {
             let place = 1 + (hash as usize).wrapping_add(step) % (OWNERS - 1);
@@ -264,6 +334,10 @@ impl Recorder {
     fn record(&self, what: &Happening) {
         self.ring.push(written(now(), what));
     }
+}
+
+fn hash_of_gpu(uuid: Option<&str>) -> u64 {
+    fnv(uuid.unwrap_or_default().as_bytes().iter())
 }
 
 /// Encodes a record: its time; its kind with a small number, an owner and a thread; and two large numbers.
@@ -309,10 +383,11 @@ fn read(number: u64, [at_ns, head, bytes, rest]: [u64; WORDS]) -> Option<TraceEv
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
     use std::thread as threads;
 
     fn recorder(bytes: usize) -> Recorder {
-        Recorder { ring: Ring::of_bytes(bytes).unwrap(), owners: (0..OWNERS).map(|_| Owner::default()).collect() }
+        Recorder::new(Ring::of_bytes(bytes).unwrap())
     }
 
     #[test]
@@ -358,6 +433,30 @@ mod tests {
         let told = recorder.told_owners();
         assert_eq!(told.len(), 5);
         assert!(told.iter().all(|owner| owner.in_use == 2 && owner.owner != 0));
+    }
+
+    #[test]
+    fn what_has_moved_belongs_to_owners_on_the_new_gpu_and_back() {
+        let recorder = recorder(64 << 10);
+        let in_use = || recorder.told_owners().into_iter().map(|owner| owner.in_use).collect::<BTreeSet<_>>();
+        recorder.change(Change::Allocated, Who::Library("libx.so"), Some(0), 5);
+        recorder.change(Change::Allocated, Who::Library("libx.so"), Some(1), 7);
+        recorder.change(Change::Allocated, Who::Library("libx.so"), None, 9);
+        // There is no driver here that tells another.
+        let as_at_first = |_| Some(String::new());
+        recorder.ask_for_gpus(as_at_first);
+        recorder.ask_for_gpus(|_| None);
+        assert_eq!((recorder.told_owners().len(), in_use()), (3, [5, 7, 9].into()), "nothing has moved");
+        let moved = |device| Some(if device == 0 { "GPU-1".to_owned() } else { String::new() });
+        recorder.ask_for_gpus(moved);
+        assert_eq!((recorder.told_owners().len(), in_use()), (4, [0, 5, 7, 9].into()));
+        recorder.change(Change::Freed, Who::Library("libx.so"), Some(0), 2);
+        assert_eq!(in_use(), [0, 3, 7, 9].into());
+        for _ in 0..OWNERS {
+            recorder.ask_for_gpus(as_at_first);
+            recorder.ask_for_gpus(moved);
+        }
+        assert_eq!((recorder.told_owners().len(), in_use()), (4, [0, 3, 7, 9].into()), "the same owners again");
     }
 
     #[test]
