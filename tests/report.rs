@@ -187,6 +187,22 @@ fn a_refusal_in_the_runtime_or_the_driver_is_reported_managed_or_not() {
     assert_eq!(free(kept), 0);
 }
 
+#[test]
+fn a_refusal_of_unified_memory_is_reported_once() {
+    let _gpu = take();
+    let doors = [
+        ("libunified_runtime.so", hooks::cudaMallocManaged as *const c_void),
+        ("libunified_driver.so", entries::cuMemAllocManaged as *const c_void),
+    ];
+    for (name, door) in doors {
+        let library = Library::new(name);
+        let door = unsafe { mem::transmute::<*const c_void, Allocate>(door) };
+        assert_eq!(library.ask_at(door, TOO_MUCH), Err(OUT_OF_MEMORY));
+        let report = library.report();
+        assert_eq!((&report["request"]["bytes"], &report["request"]["tag"]), (&TOO_MUCH.into(), &Value::Null));
+    }
+}
+
 fn thread_name() -> String {
     vramctl_host::stack::thread_name()
 }

@@ -49,10 +49,11 @@ pub unsafe fn mem_alloc(pointer: *mut CUdeviceptr, bytes: usize, caller: *const 
 }
 
 /// Unified memory is left to CUDA, see [`malloc_managed`](crate::handlers::malloc_managed).
-pub unsafe fn mem_alloc_managed(pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint, _caller: *const c_void) -> StatusCode {
+pub unsafe fn mem_alloc_managed(pointer: *mut CUdeviceptr, bytes: usize, flags: c_uint, caller: *const c_void) -> StatusCode {
     sightings::making(ObstacleKind::Unified, || {
         // SAFETY: the arguments are passed on unchanged.
-        let answer = unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
+        let real = || unsafe { driver_originals::cuMemAllocManaged(pointer, bytes, flags) };
+        let answer = reported(caller, bytes, None, real);
         if answer == code::SUCCESS && !pointer.is_null() {
             // SAFETY: not null, and written by the real function.
             sightings::note(ObstacleKind::Unified, "cudaMallocManaged", ObstacleKey::Address(unsafe { pointer.read() }));
@@ -173,21 +174,12 @@ pub fn leave(
     if decided::is_decided() {
         return real();
     }
-    let reported = || {
-        let answer = decided::pass_by(real);
-        match answer {
-            code::SUCCESS => out_of_memory::went_on(bytes),
-            code::OUT_OF_MEMORY => report(bytes, caller, device, None, Cause::Refused(None)),
-            _ => (),
-        }
-        answer
-    };
     if is_small(bytes) {
-        return reported();
+        return reported(caller, bytes, device, real);
     }
     let owner = exclude::library_at(caller).name();
     let noted = || {
-        let answer = reported();
+        let answer = reported(caller, bytes, device, real);
         match answer {
             code::SUCCESS => note(Origin::of_request(owner, bytes, caller)),
             code::OUT_OF_MEMORY => events::failed(Who::Library(owner), None, bytes, answer),
@@ -196,6 +188,21 @@ pub fn leave(
         answer
     };
     if sightings::is_communicator(owner) { sightings::making(ObstacleKind::Communicator, noted) } else { noted() }
+}
+
+/// Leaves a request to the real function, and reports if it fails for lack of memory, unless one of our functions on the request's path
+/// does that already.
+pub fn reported(caller: *const c_void, bytes: usize, device: Option<CUdevice>, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    if decided::is_decided() {
+        return real();
+    }
+    let answer = decided::pass_by(real);
+    match answer {
+        code::SUCCESS => out_of_memory::went_on(bytes),
+        code::OUT_OF_MEMORY => report(bytes, caller, device, None, Cause::Refused(None)),
+        _ => (),
+    }
+    answer
 }
 
 /// Reports that a request has failed for lack of memory.

@@ -1,6 +1,6 @@
 //! The handlers of the hooked functions of the CUDA runtime. Invalid arguments are left for the real function to reject.
 
-use crate::alloc::{Door, Source, provide, release, release_async, rows};
+use crate::alloc::{Door, Source, provide, release, release_async, reported, rows};
 use crate::copies;
 use crate::real::{self, originals};
 use crate::table::{CudaError, CudaExtent, CudaPitchedPtr, CudaStream};
@@ -100,9 +100,9 @@ pub unsafe fn malloc_3d(pitched: *mut CudaPitchedPtr, extent: CudaExtent, caller
 }
 
 /// Unified memory is always left to CUDA: it migrates by itself, so its share on the device is unknown.
-pub unsafe fn malloc_managed(pointer: *mut *mut c_void, bytes: usize, flags: c_uint, _caller: *const c_void) -> CudaError {
+pub unsafe fn malloc_managed(pointer: *mut *mut c_void, bytes: usize, flags: c_uint, caller: *const c_void) -> CudaError {
     // SAFETY: the arguments are passed on unchanged.
-    unsafe { originals::cudaMallocManaged(pointer, bytes, flags) }
+    reported(caller, bytes, None, || unsafe { originals::cudaMallocManaged(pointer, bytes, flags) })
 }
 
 pub unsafe fn free(pointer: *mut c_void) -> CudaError {
