@@ -15,9 +15,10 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Once, OnceLock};
+use std::sync::{Mutex, Once, OnceLock};
 use std::time::{Duration, Instant};
 use std::{env, mem, ptr, thread};
+use vramctl_core::cache::{self, Segment};
 use vramctl_core::memory::{Memory, region};
 use vramctl_core::out_of_memory::{self, Asked, Cause};
 use vramctl_core::watch;
@@ -203,6 +204,62 @@ fn a_refusal_of_unified_memory_is_reported_once() {
     }
 }
 
+/// Only trimming returns it: pausing the tag would stop the program's own use of the rest.
+#[test]
+fn what_the_programs_own_allocator_has_cached_can_be_trimmed() {
+    static CACHED: Mutex<Vec<Segment>> = Mutex::new(Vec::new());
+    let _gpu = take();
+    let address = malloc_tagged("default", None, 160 * MIB).unwrap();
+    let segment =
+        |mib: usize, live: usize| Segment { address: address + (mib * MIB) as u64, bytes: 80 << 20, live_bytes: (live * MIB) as u64 };
+    *CACHED.lock().unwrap() = vec![segment(0, 0), segment(80, 70)];
+    // As torch's thread of the package, for as long as the process lives.
+    cache::answer(None);
+    thread::spawn(|| {
+        loop {
+            cache::wait();
+            let _ = cache::report(&CACHED.lock().unwrap());
+            cache::answer(None);
+        }
+    });
+    let command = format!("vramctl trim --pid {}", std::process::id());
+    // On a slow machine, the allocator's thread may be too late.
+    let is_listed = |number: usize| {
+        let library = Library::new(&format!("libnccl_fails{number}.so"));
+        region::begin(None, None).unwrap();
+        assert_eq!(library.ask(150 * MIB), Err(OUT_OF_MEMORY));
+        region::end().unwrap();
+        let report = library.report();
+        let ways = report["could_be_freed"].as_array().unwrap();
+        let way = ways.iter().find(|way| way["command"] == *command);
+        way.is_some_and(|way| (&way["bytes"], &way["is_enough"]) == (&(80 << 20).into(), &true.into()))
+    };
+    assert!((0..10).any(is_listed));
+    CACHED.lock().unwrap().clear();
+    assert_eq!(free(address), 0);
+}
+
+#[test]
+fn the_page_tells_how_far_back_its_events_go() {
+    let _gpu = take();
+    let library = Library::new("libbusy.so");
+    let kept = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    for _ in 0..2100 {
+        assert_eq!(free(malloc_tagged("churn", None, 2 * MIB).unwrap()), 0);
+    }
+    let last = malloc_tagged("busy", None, 2 * MIB).unwrap();
+    assert_eq!(library.ask(TOO_MUCH), Err(OUT_OF_MEMORY));
+    let report = library.report();
+    let covered = report["events_seconds"].as_f64().unwrap();
+    let events = report["events"]["events"].as_array().unwrap();
+    let first = (report["events"]["now_ns"].as_u64().unwrap() - events[0]["at_ns"].as_u64().unwrap()) as f64 / 1e9;
+    assert!((covered - first).abs() < 1e-6 && covered < 60.0, "{covered} s, and the first is {first} s old");
+    let within = if covered < 1.0 { format!("{:.0} ms", covered * 1e3) } else { format!("{covered:.1} s") };
+    let lines = warned_about(&format!("Changes in the last {within}: "));
+    assert!(lines.iter().any(|line| line.contains("tag busy +2.00 MiB")), "{lines:?}");
+    assert_eq!((free(kept), free(last)), (0, 0));
+}
+
 fn thread_name() -> String {
     vramctl_host::stack::thread_name()
 }
@@ -315,6 +372,34 @@ fn a_successful_retry_of_torch_is_one_line_and_no_page() {
     assert!(lines[0].contains("asked for 150.00 MiB (tag default)") && lines[0].contains("a later attempt got it"), "{lines:?}");
     assert_eq!(torch.reports().len(), 0);
     assert_eq!(free(got), 0);
+}
+
+/// Before its second attempt, torch waits for the GPU's work, and frees its cache block by block.
+#[test]
+fn a_retry_of_torch_may_take_long_while_it_frees_memory() {
+    const BLOCKS: usize = 12;
+    let _gpu = take();
+    let is_one_line = |number: usize| {
+        let torch = Library::new(&format!("libc10_cuda_slow{number}.so"));
+        region::begin(Some("default"), None).unwrap();
+        let cached: Vec<_> = (0..BLOCKS).map(|_| torch.ask(16 * MIB).unwrap()).collect();
+        // The frees take longer than a second attempt may take otherwise.
+        out_of_memory::set_same(Duration::from_millis(150));
+        assert_eq!(torch.ask(150 * MIB), Err(OUT_OF_MEMORY));
+        for address in cached {
+            thread::sleep(Duration::from_millis(100));
+            assert_eq!(free(address), 0);
+        }
+        let got = torch.ask(150 * MIB).unwrap();
+        out_of_memory::set_same(Duration::from_secs(600));
+        region::end().unwrap();
+        out_of_memory::settle();
+        assert_eq!(free(got), 0);
+        let lines = warned_about(&torch.name);
+        torch.reports().is_empty() && lines.len() == 1 && lines[0].contains("a later attempt got it")
+    };
+    // On a slow machine, one free may take as long as otherwise the end.
+    assert!((0..5).any(is_one_line));
 }
 
 /// With expandable segments, torch gets some pieces before the next is refused again.

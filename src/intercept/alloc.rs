@@ -405,6 +405,7 @@ fn context_of(door: &impl Door, stream: StreamHandle) -> Result<Option<Current>,
 
 /// Frees memory: managed, or by the real function.
 pub fn release(pointer: CUdeviceptr, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    let _freeing = out_of_memory::freeing();
     release_managed(pointer).unwrap_or_else(|| release_left(pointer, real))
 }
 
@@ -428,6 +429,7 @@ fn release_managed(pointer: CUdeviceptr) -> Option<StatusCode> {
 
 /// Frees memory in stream order: managed, or by the real function.
 pub fn release_async(door: &impl Door, pointer: CUdeviceptr, stream: StreamHandle, real: impl FnOnce() -> StatusCode) -> StatusCode {
+    let _freeing = out_of_memory::freeing();
     release_managed_async(door, pointer, stream).unwrap_or_else(|| release_left(pointer, real))
 }
 

@@ -216,14 +216,23 @@ pub fn since(number: u64, most: Option<usize>) -> Events {
     told
 }
 
-/// The last events, not older than this; `None` if the process does not record any.
-pub(crate) fn last(within: Duration, most: usize) -> Option<Events> {
+/// The last events, not older than this, and the time that they cover; `None` if the process does not record any.
+pub(crate) fn last(within: Duration, most: usize) -> Option<(Events, Duration)> {
     recorder()?;
     let end = since(u64::MAX, Some(1)).next;
     let mut told = since(end.saturating_sub(most.min(MOST) as u64), Some(most));
+    let covered = covered(&told, within);
     let oldest = told.now_ns.saturating_sub(within.as_nanos() as u64);
     told.events.retain(|event| event.at_ns >= oldest);
-    Some(told)
+    Some((told, covered))
+}
+
+/// How far back these events go without a gap, at most so far.
+fn covered(events: &Events, most: Duration) -> Duration {
+    match events.events.first() {
+        Some(first) if first.number > 0 => most.min(Duration::from_nanos(events.now_ns.saturating_sub(first.at_ns))),
+        _ => most,
+    }
 }
 
 impl Recorder {
@@ -413,6 +422,18 @@ mod tests {
         }
         assert_eq!(read(0, [1, 2 | 9 << 8 | 7, 3, 4]), None);
         assert_eq!(read(0, [u64::MAX; WORDS]), None);
+    }
+
+    #[test]
+    fn events_cover_the_time_since_the_first_of_them_unless_there_were_no_others() {
+        const MINUTE: Duration = Duration::from_secs(60);
+        let event = |number, at_ns| TraceEvent { number, at_ns, what: Happening::Failed { owner: 1, bytes: 1, code: 2 } };
+        let cover = |events| covered(&Events { now_ns: 100_000_000_000, events, ..Events::default() }, MINUTE);
+        let second = 1_000_000_000;
+        assert_eq!(cover(vec![event(7, 98 * second), event(8, 99 * second)]), Duration::from_secs(2));
+        assert_eq!(cover(vec![event(7, 20 * second), event(8, 99 * second)]), MINUTE);
+        assert_eq!(cover(vec![event(0, 99 * second)]), MINUTE, "all that there were");
+        assert_eq!(cover(Vec::new()), MINUTE);
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! The report when device memory runs out: a page in the log and, with `VRAMCTL_REPORT_DIR`, a file.
 //!
-//! Until a request fails, this costs each allocation one load. The failed call records what only its thread knows (`scene`); a worker asks
-//! the other processes on the GPU (`others`) and writes the page (`page`) and the file (`files`). The call waits briefly for the worker, so
-//! that the page is written even if the program now ends.
+//! Until a request fails, this costs each allocation and each free one load. The failed call records what only its thread knows (`scene`);
+//! a worker asks the other processes on the GPU (`others`) and writes the page (`page`) and the file (`files`). The call waits briefly for
+//! the worker, so that the page is written even if the program now ends.
 //!
 //! **One page per episode.** If a thread requests the same size again within a second of the last failure, that is the same episode.
 //! torch's allocator always does this: it empties its cache and tries once more. So its first failure is held back. If the second attempt
 //! fails, the page describes the state then; if it succeeds, one line says so. All other failures are reported at once.
+//!
+//! Before torch frees anything, it waits for the GPU's work, which can take seconds; and so can the frees. So its first failure is held back
+//! for five seconds, and as long as its thread goes on freeing memory: for half a minute at most.
 //!
 //! **Rate limit.** Each requesting library gets three episodes at once and then one every ten seconds. The rest is only counted.
 
@@ -43,6 +46,12 @@ pub fn set_same(time: Duration) {
     SAME_MS.store(time.as_millis() as u64, Ordering::Relaxed);
 }
 
+/// How many times as long a failure is held back whose second attempt is certain to come.
+const CERTAIN: u32 = 5;
+
+/// The longest that it is held back because the thread frees memory.
+const LONGEST: Duration = Duration::from_secs(30);
+
 /// The longest that a failed call waits for its page to be written.
 const PATIENCE: Duration = Duration::from_millis(250);
 
@@ -73,6 +82,7 @@ struct Episode {
     library: &'static str,
     bytes: u64,
     is_resume: bool,
+    is_tried_again: bool,
     course: Mutex<Course>,
     changed: Condvar,
     /// The episode is complete.
@@ -85,8 +95,18 @@ struct Course {
     scene: Option<Scene>,
     attempts: u32,
     last_failed: Instant,
+    /// Since then, the thread frees memory, or has done so until then.
+    frees: Frees,
     /// A later attempt has succeeded.
     got_it: bool,
+    /// A test does not wait.
+    is_over: bool,
+}
+
+enum Frees {
+    Nothing,
+    InProgress,
+    Until(Instant),
 }
 
 /// Reports that a request for device memory has failed.
@@ -141,12 +161,38 @@ fn note_success(bytes: u64) {
     }
 }
 
+/// A free by the calling thread, until dropped: its retry may follow.
+pub struct Freeing(Option<Arc<Episode>>);
+
+/// The calling thread frees memory, which may have to wait for the GPU.
+#[inline]
+pub fn freeing() -> Freeing {
+    Freeing(if is_open() { note_free() } else { None })
+}
+
+#[cold]
+fn note_free() -> Option<Arc<Episode>> {
+    let thread = stack::thread_id();
+    let episode = REPORTS.get().try_books()?.open.iter().rfind(|episode| episode.thread == thread).cloned()?;
+    episode.course().frees = Frees::InProgress;
+    Some(episode)
+}
+
+impl Drop for Freeing {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(episode) = self.0.take() {
+            episode.course().frees = Frees::Until(Instant::now());
+        }
+    }
+}
+
 /// Ends the open episodes as if their time were over, and waits until all are reported. For tests.
 pub fn settle() {
     while let Some(reports) = REPORTS.existing().filter(|reports| reports.open.load(Ordering::Relaxed) > 0) {
         let open = reports.books().open.clone();
         for episode in open {
-            episode.course().last_failed -= same();
+            episode.course().is_over = true;
             episode.changed.notify_all();
         }
         thread::sleep(Duration::from_millis(5));
@@ -210,13 +256,35 @@ impl Books {
     }
 }
 
+impl Course {
+    /// How long the episode still goes on if nothing happens.
+    fn left(&self, is_tried_again: bool, same: Duration) -> Duration {
+        if self.is_over {
+            return Duration::ZERO;
+        }
+        let since = self.last_failed.elapsed();
+        let awaits_retry = is_tried_again && self.attempts == 1 && !self.got_it;
+        if !awaits_retry {
+            return same.saturating_sub(since);
+        }
+        let freeing = match self.frees {
+            Frees::Nothing => Duration::ZERO,
+            Frees::InProgress => LONGEST,
+            Frees::Until(then) => same.saturating_sub(then.elapsed()),
+        };
+        (same * CERTAIN).saturating_sub(since).max(freeing.min(LONGEST.saturating_sub(since)))
+    }
+}
+
 impl Episode {
     fn new(scene: Scene) -> Self {
         let Scene { thread, asked: Asked { bytes, library, .. }, .. } = scene;
         let is_resume = scene.asked.cause.is_resume();
-        let is_due = AtomicBool::new(!scene.asked.is_tried_again());
-        let course = Mutex::new(Course { scene: Some(scene), attempts: 1, last_failed: Instant::now(), got_it: false });
-        Self { thread, library, bytes, is_resume, course, changed: Condvar::new(), is_due, is_told: AtomicBool::new(false) }
+        let is_tried_again = scene.asked.is_tried_again();
+        let (is_due, is_told) = (AtomicBool::new(!is_tried_again), AtomicBool::new(false));
+        let (last_failed, frees) = (Instant::now(), Frees::Nothing);
+        let course = Mutex::new(Course { scene: Some(scene), attempts: 1, last_failed, frees, got_it: false, is_over: false });
+        Self { thread, library, bytes, is_resume, is_tried_again, course, changed: Condvar::new(), is_due, is_told }
     }
 
     fn course(&self) -> MutexGuard<'_, Course> {
@@ -232,6 +300,7 @@ impl Episode {
             let mut course = self.course();
             course.attempts += 1;
             course.last_failed = Instant::now();
+            course.frees = Frees::Nothing;
             course.got_it = false;
             let (Some(first), Some(now)) = (&course.scene, scene) else { return };
             course.scene = Some(now.after(first));
@@ -270,11 +339,11 @@ impl Episode {
         }
     }
 
-    /// Waits until that is so, or nothing has failed for a while.
+    /// Waits until that is so, or nothing has happened for a while.
     fn wait(&self, until: impl Fn() -> bool) -> MutexGuard<'_, Course> {
         let mut course = self.course();
         loop {
-            let left = same().saturating_sub(course.last_failed.elapsed());
+            let left = course.left(self.is_tried_again, same());
             if until() || left.is_zero() || exit::is_ending() {
                 return course;
             }
@@ -337,6 +406,22 @@ fn tell_what_is_held_back() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_episode_goes_on_while_its_thread_frees_memory_but_not_for_ever() {
+        const SAME: Duration = Duration::from_secs(1);
+        let left = |failed_before: u64, attempts, frees, got_it, is_tried_again| {
+            let last_failed = Instant::now().checked_sub(Duration::from_secs(failed_before)).unwrap();
+            let course = Course { scene: None, attempts, last_failed, frees, got_it, is_over: false };
+            course.left(is_tried_again, SAME).as_secs_f64().ceil()
+        };
+        let until_now = || Frees::Until(Instant::now());
+        assert_eq!((left(2, 1, Frees::Nothing, false, false), left(2, 1, until_now(), false, false)), (0.0, 0.0));
+        assert_eq!((left(2, 1, Frees::Nothing, false, true), left(6, 1, Frees::Nothing, false, true)), (3.0, 0.0), "the certain retry");
+        assert_eq!((left(6, 1, until_now(), false, true), left(6, 1, Frees::InProgress, false, true)), (1.0, 24.0));
+        assert_eq!((left(31, 1, until_now(), false, true), left(31, 1, Frees::InProgress, false, true)), (0.0, 0.0));
+        assert_eq!((left(2, 2, until_now(), false, true), left(2, 1, until_now(), true, true)), (0.0, 0.0), "it has been tried again");
+    }
 
     /// The worker of a page that waits for a second attempt has the lock whenever it looks whether the time is over.
     #[test]

@@ -2,7 +2,7 @@
 
 use super::others::{self, Neighbour};
 use super::scene::{Cause, DeviceRoom, Placed, Scene};
-use crate::{engine, events};
+use crate::{cache, engine, events, gate};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -51,6 +51,9 @@ pub struct ReportPage {
     /// The events of the last minute, if the process records them (`VRAMCTL_TRACE`); their number is limited.
     #[serde(skip_serializing_if = "Option::is_none")]
     events: Option<Events>,
+    /// The time that they cover.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    events_seconds: Option<f64>,
     /// Failures since the previous page that got no page.
     #[serde(skip_serializing_if = "is_none")]
     untold: u64,
@@ -156,9 +159,12 @@ struct Way {
 impl ReportPage {
     /// Asks the others on the GPU, and looks names up.
     pub fn of(scene: Scene, attempts: u32, untold: u64) -> Self {
-        let neighbours = scene.room.as_ref().and_then(|room| room.uuid.as_deref()).map(others::on_gpu).unwrap_or_default();
+        let gpu = scene.room.as_ref().and_then(|room| room.uuid.as_deref());
+        let own_cached = gpu.map_or(0, |gpu| cached_on(gpu, attempts > 1 && scene.asked.is_tried_again()));
+        let neighbours = gpu.map(others::on_gpu).unwrap_or_default();
         let own = Own::now();
         let request = Failed::of(&scene, attempts);
+        let (events, covered) = events::last(LAST, MOST_EVENTS).unzip();
         Self {
             version: VERSION,
             time: scene.when.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
@@ -171,8 +177,9 @@ impl ReportPage {
             largest: largest(&scene.blocks),
             paused: scene.tags.iter().filter(|(_, share)| share.paused > 0).map(|(tag, share)| (tag.to_string(), share.paused)).collect(),
             host: backup::status(),
-            events: events::last(LAST, MOST_EVENTS),
-            could_be_freed: ways(&scene, &neighbours, &own),
+            events,
+            events_seconds: covered.map(|covered: Duration| covered.as_secs_f64()),
+            could_be_freed: ways(&scene, &neighbours, &own, own_cached),
             device: scene.room.map(|DeviceRoom { device, uuid, free, total }| RoomOn {
                 device,
                 uuid,
@@ -297,7 +304,20 @@ fn place<'a>(python: &'a [String], native: &'a [String]) -> Option<&'a str> {
     python.or(native).map(String::as_str)
 }
 
-fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
+/// What this program's own allocator, such as torch's, could return. If it cannot tell soon, nothing. `has_emptied`: it has just done so.
+fn cached_on(gpu: &str, has_emptied: bool) -> u64 {
+    /// With the others' answers, no longer than the failed call waits. That call may keep the allocator from answering.
+    const WITHIN: Duration = Duration::from_millis(75);
+    // A held program refuses to trim.
+    if has_emptied || gate::is_held() {
+        return 0;
+    }
+    let told = cache::ask(WITHIN).unwrap_or_default();
+    told.iter().filter(|part| part.gpu.as_deref() == Some(gpu)).map(|part| part.cached_bytes).sum()
+}
+
+fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own, own_cached: u64) -> Vec<Way> {
+    const CACHED: &str = "it runs on; its allocator has this cached";
     let margin = if matches!(scene.asked.cause, Cause::Margin) { scene.margin } else { 0 };
     let short = (scene.asked.bytes + margin).saturating_sub(scene.room.as_ref().map_or(0, |room| room.free));
     let way = |bytes, command, note| Way { bytes, command, is_enough: bytes >= short, note };
@@ -310,6 +330,9 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
             way(share.active, command, "the program must not use it meanwhile")
         })
         .collect();
+    if own_cached > 0 {
+        ways.push(way(own_cached, format!("vramctl trim --pid {}", own.pid), CACHED));
+    }
     // `--name` pauses all processes with that name, so a process with this one's name is selected by its pid.
     let mut others = BTreeMap::<String, (u64, u64)>::new();
     for one in neighbours {
@@ -323,7 +346,7 @@ fn ways(scene: &Scene, neighbours: &[Neighbour], own: &Own) -> Vec<Way> {
             ways.push(way(active, format!("vramctl pause {who}"), "it stands still until it is resumed"));
         }
         if cached > 0 {
-            ways.push(way(cached, format!("vramctl trim {who}"), "it runs on; its allocator has this cached"));
+            ways.push(way(cached, format!("vramctl trim {who}"), CACHED));
         }
     }
     ways.sort_by_key(|way| std::cmp::Reverse(way.bytes));
@@ -444,7 +467,12 @@ impl fmt::Display for ReportPage {
         }
         let changes = self.events.as_ref().map(changes).unwrap_or_default();
         if !changes.is_empty() {
-            writeln!(out, "  Changes in the last minute: {}", changes.join(", "))?;
+            let within = match self.events_seconds {
+                Some(seconds) if seconds < 1.0 => format!("{:.0} ms", seconds * 1e3),
+                Some(seconds) if seconds < LAST.as_secs_f64() => format!("{seconds:.1} s"),
+                _ => "minute".to_owned(),
+            };
+            writeln!(out, "  Changes in the last {within}: {}", changes.join(", "))?;
         }
         if self.host.used_bytes > 0 {
             writeln!(out, "  Backups take {} of host memory", Bytes(self.host.used_bytes))?;
