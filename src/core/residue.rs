@@ -93,7 +93,7 @@ fn known() -> (Cycle, BTreeMap<String, u64>) {
 }
 
 /// Adds the driver's share of the process's memory to the last cycle. `gpus`: NVML's figure for the whole process, by UUID, sent by the
-/// client that paused it. NVML is not called here because it has locks that a fork would leave locked in the child.
+/// client that paused it. NVML is not called here because it has locks that a fork by another thread would leave locked in the child.
 pub(crate) fn counted(gpus: BTreeMap<String, u64>) {
     let (now, known) = known();
     let mut residue = residue();

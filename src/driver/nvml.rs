@@ -1,4 +1,5 @@
-//! Other processes that hold a device's memory, as reported by NVML (queried only when memory is short), and device UUIDs.
+//! Other processes that hold a device's memory, as reported by NVML, and device UUIDs. A program's process asks NVML only for a
+//! suspend, and when a resume lacks memory: NVML takes locks that a fork by another thread would leave locked in the child.
 
 use super::{CUdevice, Driver, NoCards, devices};
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
