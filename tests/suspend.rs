@@ -12,9 +12,10 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vramctl_core::memory::Memory;
 use vramctl_core::transition::cleaning;
+use vramctl_host::exit;
 use vramctl_intercept::{entries, hooks};
 use vramctl_model::{Error, Kind, ObstacleKind, Report, TransitionRequest};
 
@@ -787,6 +788,13 @@ impl Drop for Awake {
     }
 }
 
+/// Some paused memory, without which a suspend is refused.
+fn paused() -> u64 {
+    let address = common::malloc_tagged("paused", None, 2 << 20).unwrap();
+    assert_eq!(common::pause(&["paused"]).unwrap().allocations, 1);
+    address
+}
+
 fn obstacles() -> Vec<ObstacleKind> {
     let status = Memory::get().status();
     status.obstacles.into_iter().map(|obstacle| obstacle.kind).collect()
@@ -798,6 +806,7 @@ fn obstacles_to_a_restore_are_known_in_advance() {
     let gpu = Gpu::take();
     let _awake = Awake;
     let managed = common::malloc_tagged("managed", None, 2 << 20).unwrap();
+    let paused = paused();
     assert_eq!(obstacles(), []);
     let refused = |kind: ObstacleKind| {
         assert_eq!(obstacles(), [kind]);
@@ -853,7 +862,7 @@ fn obstacles_to_a_restore_are_known_in_advance() {
             assert_eq!(entries::cuPointerSetAttribute((&raw const on).cast(), 6, managed), 0);
         });
     }
-    assert_eq!(common::free(managed), 0);
+    assert_eq!((common::free(managed), common::free(paused)), (0, 0));
 }
 
 /// If any driver call of the library fails during a suspend request, the process is suspended or continues as before.
@@ -961,12 +970,55 @@ fn a_transition_of_a_suspended_process_is_refused() {
     assert_eq!((common::free(address), common::free(late)), (0, 0));
 }
 
+/// Somebody has resumed the process between the pause and the suspend.
+#[test]
+fn a_process_that_runs_is_not_suspended() {
+    let _gpu = Gpu::take();
+    let _awake = Awake;
+    let (address, paused) = (common::malloc_tagged("tag", None, 2 << 20).unwrap(), paused());
+    assert_eq!(common::resume(&[]).unwrap().allocations, 1);
+    assert_eq!(Memory::get().suspend().unwrap_err().kind(), Kind::Leased);
+    assert!(Memory::get().status().suspended.is_none());
+    common::pause(&[]).unwrap();
+    Memory::get().suspend().unwrap();
+    Memory::get().awake();
+    assert_eq!(common::resume(&[]).unwrap().allocations, 2);
+    assert_eq!((common::free(address), common::free(paused)), (0, 0));
+}
+
+/// While a suspend waits for a call of the library in the driver, others still get their answers.
+#[test]
+fn a_suspend_that_waits_delays_no_answer() {
+    let _gpu = Gpu::take();
+    let _awake = Awake;
+    let paused = paused();
+    let in_driver = exit::as_worker(exit::enter_driver).unwrap();
+    thread::scope(|scope| {
+        let suspended = scope.spawn(|| Memory::get().suspend().map(drop).map_err(|error| error.kind()));
+        common::eventually("it waits", exit::is_resting);
+        let begun = Instant::now();
+        let status = Memory::get().status();
+        let took = begun.elapsed();
+        assert!(!suspended.is_finished() && took < Duration::from_secs(1), "{took:?}");
+        assert_eq!(status.tags.len(), 1);
+        drop(in_driver);
+        assert_eq!(suspended.join().unwrap(), Ok(()));
+    });
+    Memory::get().awake();
+    // It gives up: as before.
+    let in_driver = exit::as_worker(exit::enter_driver).unwrap();
+    assert_eq!(Memory::get().suspend().unwrap_err().kind(), Kind::Busy);
+    drop(in_driver);
+    assert!(Memory::get().status().suspended.is_none());
+    assert_eq!((common::resume(&[]).unwrap().allocations, common::free(paused)), (1, 0));
+}
+
 /// If a call of the library does not return from the driver, the suspend is refused, and the program continues.
 #[test]
 fn a_call_in_the_driver_prevents_a_suspend() {
     let gpu = Gpu::take();
     let _awake = Awake;
-    let address = common::malloc_tagged("tag", None, 8 << 20).unwrap();
+    let (address, paused) = (common::malloc_tagged("tag", None, 8 << 20).unwrap(), paused());
     let blocked = common::Gate::new();
     let stream = common::Stream::create();
     stream.wait_for(&blocked);
@@ -983,6 +1035,6 @@ fn a_call_in_the_driver_prevents_a_suspend() {
     });
     assert_eq!(opened, (true, true));
     Memory::get().awake();
-    assert_eq!(common::free(address), 0);
+    assert_eq!((common::free(address), common::free(paused)), (0, 0));
     drop(gpu);
 }

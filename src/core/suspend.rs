@@ -7,15 +7,22 @@
 use crate::memory::Memory;
 use crate::memory::sightings::Moment;
 use crate::{events, gate};
-use std::sync::{PoisonError, RwLock};
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError, RwLock, TryLockError};
+use std::thread;
+use std::time::{Duration, Instant};
 use vramctl_driver as driver;
 use vramctl_host::{PerProcess, exit};
-use vramctl_model::{DeviceStatus, Error, GpuUse, Status};
+use vramctl_model::{DeviceStatus, Error, GpuUse, Status, TagState};
 
-/// The saved status, while the process is suspended. Taking a status locks it for reading, so that a suspend cannot begin in the middle,
-/// while the driver is being asked.
+/// The saved status, while the process is suspended, or about to be.
 static SUSPENDED: PerProcess<RwLock<Option<Aside>>> = PerProcess::new(RwLock::default);
+
+/// Locked for reading while a status is asked of the driver, so that a suspend does not begin in the middle: the rest of the status would
+/// wait until the process is back. A suspend only tries it, with [`SUSPENDED`] unlocked: every request reads that.
+static ASKING: PerProcess<RwLock<()>> = PerProcess::new(RwLock::default);
+
+/// Locked during a request to suspend.
+static SUSPENDING: PerProcess<Mutex<()>> = PerProcess::new(Mutex::default);
 
 struct Aside {
     status: Status,
@@ -29,6 +36,8 @@ impl Memory {
     pub fn suspend(&self) -> Result<Vec<GpuUse>, Error> {
         /// Longer than any driver call of the library takes, unless it waits for the program's work.
         const CALLS: Duration = Duration::from_secs(5);
+        // A second request waits for the first.
+        let _one = SUSPENDING.get().lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(gpus) = suspended() {
             return Ok(gpus);
         }
@@ -40,24 +49,30 @@ impl Memory {
             if !status.obstacles.is_empty() {
                 return Err(Error::NotRestorable(status.obstacles));
             }
+            // It has been resumed since the pause: the driver would have to save everything.
+            if !status.held && !status.tags.is_empty() && status.tags.iter().all(|tag| tag.state == TagState::Active) {
+                return Err(Error::Leased);
+            }
             // The driver would have to save and restore the guards, and a held program needs none.
             let guarded = self.unguard(&self.snapshot(), CALLS)?;
             let gpus = driver::uses();
-            let mut suspended = SUSPENDED.get().write().unwrap_or_else(PoisonError::into_inner);
-            if !exit::rest(CALLS) {
+            // The free memory changes meanwhile, so do not report it.
+            let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
+            let status = Status { suspended: Some(gpus.clone()), devices, ..status };
+            // First this: from here on, a status needs no driver.
+            set_aside(Some(Aside { status, without_obstacles }));
+            if !nobody_asks(CALLS) || !exit::rest(CALLS) {
+                set_aside(None);
                 self.guard(&guarded);
                 return Err(Error::Busy(CALLS));
             }
-            // The free memory changes meanwhile, so do not report it.
-            let devices = status.devices.into_iter().map(|device| DeviceStatus { free_bytes: None, guard_bytes: 0, ..device }).collect();
-            *suspended = Some(Aside { status: Status { suspended: Some(gpus.clone()), devices, ..status }, without_obstacles });
             Ok(gpus)
         })
     }
 
     /// The process may use its driver again.
     pub fn awake(&self) {
-        *SUSPENDED.get().write().unwrap_or_else(PoisonError::into_inner) = None;
+        set_aside(None);
         exit::wake();
         events::gpus_may_have_changed();
     }
@@ -65,13 +80,31 @@ impl Memory {
     /// The current status. While the process is suspended, its obstacles are those that have appeared since.
     pub fn status(&self) -> Status {
         let suspended = SUSPENDED.get().read().unwrap_or_else(PoisonError::into_inner);
-        match &*suspended {
-            Some(Aside { status, without_obstacles }) => {
-                Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles: without_obstacles.since(), ..status.clone() }
-            }
-            None => self.status_now(),
+        if let Some(Aside { status, without_obstacles }) = &*suspended {
+            let obstacles = without_obstacles.since();
+            return Status { held: gate::is_held(), waiting_threads: gate::waiting(), obstacles, ..status.clone() };
         }
+        let _asking = ASKING.get().read().unwrap_or_else(PoisonError::into_inner);
+        drop(suspended);
+        self.status_now()
     }
+}
+
+fn set_aside(aside: Option<Aside>) {
+    *SUSPENDED.get().write().unwrap_or_else(PoisonError::into_inner) = aside;
+}
+
+/// Waits until no status is being asked of the driver. Another begins only if the process is not suspended.
+fn nobody_asks(limit: Duration) -> bool {
+    const LOOK_AGAIN: Duration = Duration::from_millis(1);
+    let deadline = Instant::now() + limit;
+    while matches!(ASKING.get().try_write(), Err(TryLockError::WouldBlock)) {
+        if Instant::now() >= deadline {
+            return false;
+        }
+        thread::sleep(LOOK_AGAIN);
+    }
+    true
 }
 
 /// The memory that a suspended process needs to be restored; `None` if it is not suspended.
