@@ -81,7 +81,7 @@ impl Machine {
     fn vramctl_meanwhile(&self, stop: &str, arguments: &str, meanwhile: impl FnOnce()) -> Option<Said> {
         let arguments: Vec<_> = arguments.split(' ').collect();
         let mut command = self.command(common::command_line(), &arguments);
-        let child = command.env("SIMGPU_FAIL", stop).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command.env("SIMGPU_FAIL", stop).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut state: libc::siginfo_t = unsafe { std::mem::zeroed() };
         // A process that has ended is left for the `wait` below.
         let what = libc::WSTOPPED | libc::WEXITED | libc::WNOWAIT;
@@ -91,6 +91,7 @@ impl Machine {
             meanwhile();
             unsafe { libc::kill(child.id() as i32, libc::SIGCONT) };
         }
+        common::eventually("the command ends", || child.try_wait().unwrap().is_some());
         let said = Said::of(&child.wait_with_output().unwrap());
         has_stopped.then_some(said)
     }
@@ -120,6 +121,10 @@ impl Machine {
         let mut hog = Engine { child, output, answers: 0 };
         hog.line("");
         hog
+    }
+
+    fn hog(&self, mib: u32) -> Engine {
+        self.hog_on(0, mib)
     }
 
     /// Bytes in use on each GPU, and processes that NVML lists there.
@@ -218,12 +223,7 @@ fn a_resume_without_room_changes_nothing_and_waits_if_told() {
     let machine = Machine::new();
     let mut engine = machine.start("engine");
     machine.vramctl("suspend engine").expect(0, "suspended");
-    let hog = programs().join("hog");
-    let mut hog = machine.command(&hog, &["--mib", "180", "--seconds", "600"]);
-    let mut child = hog.stdout(Stdio::piped()).spawn().unwrap();
-    let mut output = BufReader::new(child.stdout.take().unwrap());
-    output.read_line(&mut String::new()).unwrap();
-    let hog = Engine { child, output, answers: 0 };
+    let hog = machine.hog(180);
     let short = machine.vramctl("resume");
     short.expect(4, "nothing is lost");
     assert!(short.text.contains("needed") && short.text.contains("(hog) "), "{}", short.text);
@@ -323,8 +323,9 @@ const MOVE: Calls = &[
     ("Checkpoint", 1),
     ("GetState", 4),
     ("GetState", 5),
-    ("Restore", 1),
     ("GetState", 6),
+    ("Restore", 1),
+    ("GetState", 7),
     ("Unlock", 1),
 ];
 /// The commands, each with what comes before it.
@@ -392,6 +393,92 @@ fn a_caller_may_be_killed_at_any_step() {
                 machine.vramctl("move engine --to 0").expect(0, "moved");
             }
         }
+    }
+}
+
+/// Two commands for the same process: one waits for the other, so no step of one comes between two steps of the other that need each
+/// other. Whatever each has done, the process answers and comes back.
+#[test]
+fn two_commands_at_once_lose_nothing() {
+    const MEANWHILE: Duration = Duration::from_millis(700);
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    for (command, first, step) in steps() {
+        for other in ["suspend engine", "resume"] {
+            if let Some(first) = first {
+                machine.vramctl(first).expect(0, "suspended");
+            }
+            let mut second = None;
+            let said = machine.vramctl_meanwhile(&format!("{step}:stop-after"), command, || {
+                let arguments: Vec<_> = other.split(' ').collect();
+                let mut child =
+                    machine.command(common::command_line(), &arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+                // It ends, or it waits for the first.
+                let begun = Instant::now();
+                while begun.elapsed() < MEANWHILE && child.try_wait().unwrap().is_none() {
+                    thread::sleep(Duration::from_millis(10));
+                }
+                second = Some(child);
+            });
+            let about = format!("{command} {step}, {other} meanwhile");
+            let said = said.unwrap_or_else(|| panic!("{command} makes no {step}"));
+            assert!(matches!(said.code, Some(0 | 1 | 5)), "{about}: {:?} {}", said.code, said.text);
+            let code = second.unwrap().wait().unwrap().code();
+            assert!(matches!(code, Some(0 | 1 | 5)), "{about}: {code:?}");
+            let status = machine.status("engine");
+            assert!(status["processes"][0].get("error").is_none(), "{about}: {status}");
+            machine.vramctl("resume").expect(0, "engine");
+            let mut gpus = machine.gpus();
+            let has_moved = gpus[1].1 == 1;
+            gpus.rotate_left(has_moved.into());
+            assert_eq!(gpus, before, "{about}");
+            engine.is_well();
+            if has_moved {
+                machine.vramctl("move engine --to 0").expect(0, "moved");
+            }
+        }
+    }
+}
+
+/// A command that has been stopped in the middle keeps others out, and they say who it is.
+#[test]
+fn a_stopped_command_is_named() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    machine.vramctl("suspend engine").expect(0, "suspended");
+    let lock = machine.0.path().join("sockets").join(format!("{}.lock", engine.child.id()));
+    let resumed = machine.vramctl_meanwhile("cuCheckpointProcessRestore:1:stop-after", "resume", || {
+        let refused = machine.vramctl("suspend engine --hold-timeout 0.2");
+        refused.expect(5, "has been suspending or restoring engine");
+        let pid = fs::read_to_string(&lock).unwrap();
+        assert!(refused.text.contains(&format!("(if that is stopped: kill -CONT {pid})")), "{}", refused.text);
+    });
+    resumed.unwrap().expect(0, "restored engine");
+    assert!(!lock.exists());
+    engine.is_well();
+}
+
+/// Somebody else has had the driver checkpoint the process, so its library does not know it, and waits in the driver.
+#[test]
+fn a_process_that_was_checkpointed_without_its_library_comes_back() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    let before = machine.gpus();
+    let pid = engine.child.id();
+    for (calls, hog) in [("Lock", None), ("Lock Checkpoint", None), ("Lock Checkpoint", Some(150))] {
+        let calls: Vec<_> = calls.split(' ').map(|call| format!("assert cuda.cuCheckpointProcess{call}({pid}, None) == 0")).collect();
+        let program = format!("import ctypes\ncuda = ctypes.CDLL('libcuda.so.1')\nassert cuda.cuInit(0) == 0\n{}", calls.join("\n"));
+        assert!(machine.command("python3", &["-c", &program]).status().unwrap().success());
+        machine.vramctl("status engine").expect(5, "no answer");
+        // Too little for whatever it may need.
+        if let Some(hog) = hog.map(|mib| machine.hog(mib)) {
+            machine.vramctl("resume --name engine").expect(4, "needed");
+            drop(hog);
+        }
+        machine.vramctl("resume --name engine").expect(0, "the driver had locked or checkpointed it; it is restored");
+        assert_eq!(machine.gpus(), before);
+        engine.is_well();
     }
 }
 
@@ -620,9 +707,15 @@ fn a_process_lost_by_the_driver_is_reported() {
     machine.vramctl("suspend lost").expect(0, "suspended");
     for command in ["resume", "resume", "suspend lost"] {
         machine.vramctl(command).expect(1, "reports the process as FAILED. It is lost: end it and start it again");
-        machine.vramctl("ps").expect(0, "suspended");
+        machine.vramctl("ps").expect(0, "lost (FAILED)");
+        machine.vramctl("status lost").expect(0, "reports the process as FAILED. It is lost");
     }
-    drop(lost);
+    // Room would not help it.
+    let hog = machine.hog(200);
+    let without_room = machine.vramctl("resume --timeout 60");
+    without_room.expect(1, "reports the process as FAILED. It is lost: end it and start it again");
+    assert!(!without_room.text.contains("too little memory"), "{}", without_room.text);
+    drop((hog, lost));
     let mut engine = machine.start("engine");
     machine.vramctl("suspend engine").expect(0, "suspended");
     let spoilt = machine.vramctl_failing("cuCheckpointProcessRestore:1:304", "resume");
@@ -668,6 +761,46 @@ fn several_processes_are_suspended_as_one() {
     survivor.is_well();
     machine.vramctl("suspend pair --ranks 2").expect(3, "1 of 2 processes are there");
     survivor.is_well();
+}
+
+/// The caller has been killed, or is on its way: what the process still has on the GPU is not denied.
+#[test]
+fn the_middle_of_a_suspend_is_no_suspend() {
+    let machine = Machine::new();
+    let mut engine = machine.start("engine");
+    for (death, state, text) in [
+        ("Lock:1:kill-before", "partly suspended", "its CUDA context is on the GPU"),
+        ("Checkpoint:1:kill-before", "partly suspended", "its CUDA context is on the GPU"),
+        ("Checkpoint:1:kill-after", " suspended", "it has nothing on any GPU"),
+    ] {
+        assert_eq!(machine.vramctl_failing(&format!("cuCheckpointProcess{death}"), "suspend engine").code, None);
+        machine.vramctl("ps").expect(0, state);
+        machine.vramctl("status engine").expect(0, text);
+        machine.vramctl("pause").expect(5, "suspended, or in the middle of it");
+        // A driver that does not say.
+        let silent = machine.vramctl_failing("cuInit:1:999:*", "status engine");
+        silent.expect(0, "Suspended, or in the middle of it.");
+        machine.vramctl("resume").expect(0, "resumed");
+        engine.is_well();
+    }
+}
+
+/// Without room for one that has left, another that has not goes on all the same.
+#[test]
+fn what_has_not_left_needs_no_room() {
+    let machine = Machine::new();
+    let mut engines = [machine.start("pair"), machine.start("pair")];
+    let mut hog = None;
+    let fault = "cuCheckpointProcessCheckpoint:1:stop-after,cuCheckpointProcessCheckpoint:2:999";
+    let refused = machine.vramctl_meanwhile(fault, "suspend pair", || hog = Some(machine.hog(170)));
+    let refused = refused.unwrap();
+    refused.expect(1, "All tags are paused");
+    assert!(refused.text.contains("too little memory") && refused.text.contains("`vramctl resume` tries again"), "{}", refused.text);
+    let listed = machine.vramctl("ps");
+    assert_eq!((listed.text.matches(" suspended").count(), listed.text.matches(" paused").count()), (1, 1), "{}", listed.text);
+    drop(hog);
+    machine.vramctl("resume --name pair").expect(0, "resumed");
+    engines.iter_mut().for_each(Engine::is_well);
 }
 
 /// The process is lost with such a restore, so it must not come to that.

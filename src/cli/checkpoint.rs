@@ -2,10 +2,11 @@
 //! checkpoint them.
 //!
 //! Each step leaves a state that the next caller can continue from. The state is always read from the driver, so a caller may die at any
-//! point.
+//! point. While a caller is between two steps, no other may take one: a lock per process ([`crate::lock`]) keeps others out.
 
 use crate::dry_run::Foretold;
 use crate::failure::{CommandError, Exit};
+use crate::lock::{FileLock, Others};
 use crate::nccl;
 use crate::output;
 use crate::processes::{Found, Process, Target};
@@ -13,14 +14,10 @@ use crate::shared::{self, Along};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Once;
 use std::time::{Duration, Instant};
-use std::{io, thread};
-use vramctl_config::socket_directory;
+use std::{fs, thread};
 use vramctl_control::client::{Client, ClientError};
 use vramctl_control::job::{Job, Rank};
 use vramctl_control::protocol::{Refusal, Transition};
@@ -44,6 +41,8 @@ pub struct Member {
     pub done: Done,
     /// The driver will never restore it.
     pub is_lost: bool,
+    /// Keeps other commands from suspending and restoring it.
+    alone: Option<FileLock>,
 }
 
 /// The result for one process.
@@ -83,6 +82,10 @@ impl Done {
         self.tag_bytes + self.rest_bytes
     }
 
+    fn add(&mut self, stage: &'static str, took: Duration) {
+        self.stages.push((stage, took.as_secs_f64() * 1e3));
+    }
+
     /// The total; the steps run one after another.
     fn ms(&self) -> f64 {
         self.stages.iter().map(|(_, ms)| ms).sum()
@@ -103,14 +106,7 @@ pub fn see_all_gpus() {
 
 /// Connects to the processes that match.
 pub fn join(found: &Found, target: &Target) -> Result<Vec<Member>, CommandError> {
-    let member = |process: Process| {
-        let client = found.connect(process.pid)?;
-        let gpus = process.suspended().unwrap_or_default().to_vec();
-        let is_active = |state| state != TagState::Paused || !gpus.is_empty();
-        let active = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
-        Ok(Member { pid: client.seen_as(), client, gpus, active, process, done: Done::default(), is_lost: false })
-    };
-    found.choose_answering(target)?.into_iter().map(member).collect()
+    found.choose_answering(target)?.into_iter().map(|process| Member::connect(found, process)).collect()
 }
 
 /// Loads the driver, to checkpoint or restore.
@@ -166,9 +162,59 @@ pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Ve
     members.iter_mut().map(foretell).collect()
 }
 
+/// What the driver says of the processes that are suspended, or in the middle of it; as far as it can be asked from here.
+pub fn states(found: &Found, processes: &[Process]) -> BTreeMap<u32, ProcessState> {
+    let suspended: Vec<_> = processes.iter().filter(|process| process.suspended().is_some()).map(|process| process.pid).collect();
+    if suspended.is_empty() || load().is_err() {
+        return BTreeMap::new();
+    }
+    let state = |pid| Some((pid, checkpoint::state(found.connect(pid).ok()?.seen_as()).ok()?));
+    suspended.into_iter().filter_map(state).collect()
+}
+
+/// Those of the processes that do not answer because the driver has locked or checkpointed them and their library does not know it: its own
+/// calls wait.
+pub fn stuck(found: &Found, processes: &[Process]) -> Vec<Member> {
+    let silent: Vec<_> = processes.iter().filter(|process| process.status.is_err()).collect();
+    if silent.is_empty() || load().is_err() {
+        return Vec::new();
+    }
+    let cards = cards();
+    let find = |process: &Process| {
+        // A stopped one does not even greet. It is left alone: only its library knows what a restore needs.
+        let mut member = Member::connect(found, process.clone()).ok().filter(|member| member.pid != 0)?;
+        match member.state().ok()? {
+            ProcessState::Locked => (),
+            // Its library cannot tell what it needs, or where. But that is in its host memory. Without NVML, the room cannot be checked.
+            ProcessState::Checkpointed => {
+                let bytes = resident(member.pid)?;
+                member.gpus = cards.as_ref().ok()?.iter().map(|card| GpuUse { uuid: card.uuid.clone(), bytes }).collect();
+            }
+            ProcessState::Running | ProcessState::Failed => return None,
+        }
+        Some(member)
+    };
+    thread::scope(|scope| {
+        let find = &find;
+        let threads: Vec<_> = silent.into_iter().map(|process| scope.spawn(move || find(process))).collect();
+        threads.into_iter().filter_map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
+/// A process's bytes in host memory.
+fn resident(pid: i32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let kib = |name| status.lines().find_map(|line| line.strip_prefix(name))?.trim().strip_suffix(" kB")?.parse::<u64>().ok();
+    Some((kib("VmRSS:")? + kib("VmSwap:").unwrap_or(0)) << 10)
+}
+
 /// Runs a step for all members at once. `stage`: the name for its time.
 fn all<R: Send>(members: &mut [Member], stage: &'static str, step: impl Fn(&mut Member) -> R + Sync) -> Vec<R> {
-    let step = &|member: &mut Member| member.time(stage, &step);
+    at_once(members, |member| member.time(stage, &step))
+}
+
+fn at_once<R: Send>(members: &mut [Member], step: impl Fn(&mut Member) -> R + Sync) -> Vec<R> {
+    let step = &step;
     thread::scope(|scope| {
         let threads: Vec<_> = members.iter_mut().map(|member| scope.spawn(move || step(member))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
@@ -271,8 +317,10 @@ fn transition(
     if failures.is_empty() { Ok(held) } else { Err(failures.swap_remove(cause)) }
 }
 
-/// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise.
+/// Has the driver checkpoint the paused processes. After a failure they run again, unless the message says otherwise. No other command
+/// suspends or restores them until the members are dropped.
 pub fn take(members: &mut [Member], limit: Duration) -> Result<(), CommandError> {
+    keep_others_out(members, limit)?;
     let taken = stand_aside(members)
         .and_then(|()| first(all(members, "lock", |member| member.lock(limit))))
         .and_then(|()| first(all(members, "checkpoint", Member::checkpoint)));
@@ -289,25 +337,68 @@ fn stand_aside(members: &mut [Member]) -> Result<(), CommandError> {
     }))
 }
 
+/// Waits until no other command is suspending or restoring the processes, and keeps others out from then on.
+fn keep_others_out(members: &mut [Member], within: Duration) -> Result<(), CommandError> {
+    let deadline = Instant::now() + within;
+    let mut lacking: Vec<_> = members.iter_mut().filter(|member| member.alone.is_none()).collect();
+    // All commands in the same order, so that none waits for another that waits for it.
+    lacking.sort_by_key(|member| member.process.pid);
+    let taken = lacking.iter_mut().try_for_each(|member| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        member.alone = FileLock::take(&format!("{}.lock", member.process.pid), left).map_err(|others| member.in_use(&others, within))?;
+        Ok(())
+    });
+    if taken.is_err() {
+        for member in lacking {
+            member.alone = None;
+        }
+    }
+    taken
+}
+
 /// Brings processes back to running, from whatever state each is in.
 pub fn restore(members: &mut [Member], map: &GpuMap, timeout: Duration) -> Result<(), CommandError> {
+    restore_with_room(members, map, false, timeout)
+}
+
+/// `with_tags`: starts only if there is room for the paused memory, too, so that the job either comes back completely or stays as it is.
+pub fn restore_with_room(members: &mut [Member], map: &GpuMap, with_tags: bool, timeout: Duration) -> Result<(), CommandError> {
+    const LOOK_AGAIN: Duration = Duration::from_millis(50);
+    /// The minimum time to wait for a command that is about to finish.
+    const OTHERS_WITHIN: Duration = Duration::from_secs(10);
     let begun = Instant::now();
-    let _turn = wait_for_room(|| needs(members, map, false), timeout)?;
+    let (loosened, _room) = loop {
+        let is_alone = members.iter().all(|member| member.alone.is_some());
+        keep_others_out(members, timeout.max(OTHERS_WITHIN))?;
+        // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
+        let loosened = first(at_once(members, Member::loosen));
+        match room(&needs(members, map, with_tags), timeout) {
+            Ok(room) => break (loosened, room),
+            Err(short) if loosened.is_ok() && begun.elapsed() < timeout && short.exit() == Exit::NoMemory => (),
+            Err(short) => return Err(loosened.err().map_or(short.clone(), |lost| lost.adding(&format!("; {short}")))),
+        }
+        if !is_alone {
+            for member in members.iter_mut() {
+                member.alone = None;
+            }
+        }
+        thread::sleep(LOOK_AGAIN);
+    };
     for member in members.iter_mut() {
-        member.done.stages.push(("room", begun.elapsed().as_secs_f64() * 1e3));
+        member.done.add("room", begun.elapsed());
     }
     let restored = first(all(members, "restore", |member| member.restore(map)));
     let unlocked = first(all(members, "unlock", Member::unlock));
-    restored.and(unlocked)
+    loosened.and(restored).and(unlocked)
 }
 
-/// Bytes that a restore needs, by GPU. `with_tags`: including paused memory, so that the job either comes back completely or stays as it
-/// is.
-pub fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, u64> {
+/// Bytes that a restore needs, by GPU. `with_tags`: including paused memory.
+fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<String, u64> {
     let onto = |uuid: &String| map.iter().find(|(old, _)| old == uuid).map_or(uuid, |(_, new)| new).clone();
     let mut needs = BTreeMap::<_, u64>::new();
-    let has_all = |member: &&Member| matches!(checkpoint::state(member.pid), Ok(ProcessState::Running | ProcessState::Locked));
-    for member in members.iter().filter(|member| !has_all(member)) {
+    // If the driver does not tell the state now, it may all the same restore the process.
+    let comes_back = |member: &&Member| matches!(checkpoint::state(member.pid), Ok(ProcessState::Checkpointed) | Err(_));
+    for member in members.iter().filter(comes_back) {
         for gpu in member.gpus.iter().filter(|gpu| gpu.bytes > 0) {
             // A restore that runs out of memory cannot be retried. So require more than was checkpointed.
             *needs.entry(onto(&gpu.uuid)).or_default() += gpu.bytes + gpu.bytes / 4;
@@ -322,47 +413,19 @@ pub fn needs(members: &[Member], map: &GpuMap, with_tags: bool) -> BTreeMap<Stri
     needs
 }
 
-/// Waits until there is enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
-pub fn wait_for_room(needs: impl Fn() -> BTreeMap<String, u64>, timeout: Duration) -> Result<Option<File>, CommandError> {
-    const LOOK_AGAIN: Duration = Duration::from_millis(50);
-    let deadline = Instant::now() + timeout;
-    loop {
-        let (turn, needs) = (take_turn(timeout.max(TURN_WITHIN))?, needs());
-        let cards = if needs.is_empty() { Vec::new() } else { cards_to_check() };
-        let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
-        let Some(card) = cards.iter().find(is_short) else { return Ok(turn) };
-        if Instant::now() >= deadline {
-            return Err(short(card, needs[&card.uuid]));
-        }
-        drop(turn);
-        thread::sleep(LOOK_AGAIN);
-    }
-}
-
-/// The minimum time to wait for another command's restore.
-const TURN_WITHIN: Duration = Duration::from_secs(60);
-
-/// A lock on a file beside the control sockets, until it is dropped. `None` where there can be no such file.
-fn take_turn(within: Duration) -> Result<Option<File>, CommandError> {
-    /// How often to try.
-    const LOOK_AGAIN: Duration = Duration::from_millis(20);
-    let place = socket_directory().join("restore.lock");
-    let Ok(file) = File::options().create(true).append(true).mode(0o600).open(&place) else { return Ok(None) };
-    let deadline = Instant::now() + within;
-    loop {
-        // SAFETY: an open descriptor.
-        match unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
-            0 => return Ok(Some(file)),
-            _ if io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock => return Ok(None),
-            // The lock's owner may have been stopped.
-            _ if Instant::now() >= deadline => {
-                let text =
-                    format!("another vramctl has been restoring a job for {} s; see who has {} open", within.as_secs(), place.display());
-                return Err(CommandError::new(Exit::Failed, text));
-            }
-            _ => thread::sleep(LOOK_AGAIN),
-        }
-    }
+/// Fails if there is not enough room. Holds a lock among this user's restores, so that no other takes the room meanwhile.
+fn room(needs: &BTreeMap<String, u64>, timeout: Duration) -> Result<Option<FileLock>, CommandError> {
+    /// The minimum time to wait for another command's restore.
+    const TURN_WITHIN: Duration = Duration::from_secs(60);
+    let within = timeout.max(TURN_WITHIN);
+    let turn = FileLock::take("restore.lock", within).map_err(|others| {
+        let text =
+            format!("{} has been restoring a job for {} s; see who has {} open", others.who(), within.as_secs(), others.place.display());
+        CommandError::new(Exit::Failed, text)
+    })?;
+    let cards = if needs.is_empty() { Vec::new() } else { cards_to_check() };
+    let is_short = |card: &&Card| needs.get(&card.uuid).is_some_and(|needed| *needed > card.free);
+    cards.iter().find(is_short).map_or(Ok(turn), |card| Err(short(card, needs[&card.uuid])))
 }
 
 /// Too little memory on a GPU.
@@ -401,10 +464,18 @@ pub fn stay_held(members: &[Member]) -> Vec<String> {
 }
 
 impl Member {
+    fn connect(found: &Found, process: Process) -> Result<Self, CommandError> {
+        let client = found.connect(process.pid)?;
+        let gpus = process.suspended().unwrap_or_default().to_vec();
+        let is_active = |state| state != TagState::Paused || !gpus.is_empty();
+        let active = process.tags().iter().filter(|tag| is_active(tag.state)).map(|tag| tag.tag.clone()).collect();
+        Ok(Self { pid: client.seen_as(), client, gpus, active, process, done: Done::default(), is_lost: false, alone: None })
+    }
+
     fn time<R>(&mut self, stage: &'static str, step: impl FnOnce(&mut Self) -> R) -> R {
         let started = Instant::now();
         let result = step(self);
-        self.done.stages.push((stage, started.elapsed().as_secs_f64() * 1e3));
+        self.done.add(stage, started.elapsed());
         result
     }
 
@@ -452,6 +523,17 @@ impl Member {
         checkpoint::state(self.pid).map_err(|failure| self.refused("tell the state of", failure))
     }
 
+    fn in_use(&self, others: &Others, within: Duration) -> CommandError {
+        let stopped = others.pid.map_or_else(String::new, |pid| format!(" (if that is stopped: kill -CONT {pid})"));
+        let message = format!(
+            "{} has been suspending or restoring {} for {} s; try again when it is done{stopped}",
+            others.who(),
+            self.process,
+            within.as_secs()
+        );
+        CommandError::Refused(Box::new(Refusal { message, ..Refusal::from(&Error::Leased) }))
+    }
+
     /// The driver's refusal, with the state that it has left the process in.
     fn refused(&mut self, step: &str, failure: Failure) -> CommandError {
         if !Path::new(&format!("/proc/{}", self.pid)).exists() {
@@ -494,14 +576,23 @@ impl Member {
         Ok(())
     }
 
+    /// What needs no restore: lets the process go on if it has not left its GPUs.
+    fn loosen(&mut self) -> Result<(), CommandError> {
+        match self.state()? {
+            ProcessState::Failed => {
+                self.is_lost = true;
+                let text = format!("{}: the driver reports the process as FAILED. It is lost: end it and start it again", self.process);
+                Err(CommandError::new(Exit::Failed, text))
+            }
+            state => self.unlock_from(state),
+        }
+    }
+
     fn restore(&mut self, map: &GpuMap) -> Result<(), CommandError> {
         match self.state()? {
-            ProcessState::Running | ProcessState::Locked => return Ok(()),
             ProcessState::Checkpointed => (),
-            ProcessState::Failed => {
-                let failure = Failure { call: "cuCheckpointProcessRestore", code: code::ILLEGAL_STATE };
-                return Err(self.refused("restore", failure));
-            }
+            // The latter has been reported.
+            ProcessState::Running | ProcessState::Locked | ProcessState::Failed => return Ok(()),
         }
         let own: GpuMap = map.iter().filter(|(old, _)| self.gpus.iter().any(|gpu| gpu.uuid == *old)).cloned().collect();
         let restored = match checkpoint::restore(self.pid, map) {
@@ -514,12 +605,17 @@ impl Member {
         Ok(())
     }
 
-    /// Also tells the process that it may use its driver again.
     fn unlock(&mut self) -> Result<(), CommandError> {
-        match self.state()? {
+        let state = self.state()?;
+        self.unlock_from(state)
+    }
+
+    /// Also tells the process that it may use its driver again.
+    fn unlock_from(&mut self, state: ProcessState) -> Result<(), CommandError> {
+        match state {
             ProcessState::Running => (),
             ProcessState::Locked => checkpoint::unlock(self.pid).map_err(|failure| self.refused("unlock", failure))?,
-            // The restore has reported this.
+            // This has been reported.
             ProcessState::Checkpointed | ProcessState::Failed => return Ok(()),
         }
         self.client.awake().map_err(|error| self.failed(error))

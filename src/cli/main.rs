@@ -8,6 +8,7 @@ mod engine;
 mod failure;
 mod interrupt;
 mod ledger;
+mod lock;
 mod metrics;
 mod nccl;
 mod output;

@@ -1,10 +1,12 @@
 //! `vramctl ps`.
 
+use crate::checkpoint;
 use crate::failure::{CommandError, Exit};
 use crate::output;
 use crate::processes::{Found, Process, Target};
 use crate::target::GpuArgs;
 use std::collections::BTreeMap;
+use vramctl_driver::checkpoint::ProcessState;
 use vramctl_driver::uuid_of_index;
 use vramctl_model::{Bytes, short_uuid};
 
@@ -26,6 +28,7 @@ pub struct Args {
 }
 
 pub fn ps(args: &Args) -> Result<Exit, CommandError> {
+    checkpoint::see_all_gpus();
     let mut found = Found::look(&Target::All)?;
     let jobs = Jobs::of(&found.processes);
     found.keep_on(&args.gpu.gpu)?;
@@ -34,8 +37,8 @@ pub fn ps(args: &Args) -> Result<Exit, CommandError> {
     } else if found.processes.is_empty() {
         output::complain("note", &found.nothing());
     } else {
-        let indices = indices();
-        let rows = found.processes.iter().map(|process| row(process, &jobs, &indices));
+        let (indices, states) = (indices(), checkpoint::states(&found, &found.processes));
+        let rows = found.processes.iter().map(|process| row(process, states.get(&process.pid), &jobs, &indices));
         output::say(&output::table(&["PID", "NAME", "STATE", "BYTES", "GPU", "JOB", "TAGS", "PROGRAM"], rows))?;
     }
     Ok(Exit::Done)
@@ -66,7 +69,8 @@ fn indices() -> BTreeMap<String, u32> {
     (0..).map_while(|index| Some((uuid_of_index(index).ok()??, index))).collect()
 }
 
-fn row(process: &Process, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<String> {
+/// `state`: what the driver says of a suspended process, if it can be asked.
+fn row(process: &Process, state: Option<&ProcessState>, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<String> {
     let pid = process.pid.to_string();
     match &process.status {
         Ok(status) => {
@@ -81,7 +85,11 @@ fn row(process: &Process, jobs: &Jobs, indices: &BTreeMap<String, u32>) -> Vec<S
             vec![
                 pid,
                 status.process.name.clone(),
-                process.state(),
+                match state {
+                    Some(ProcessState::Failed) => "lost (FAILED)".into(),
+                    Some(ProcessState::Running | ProcessState::Locked) => "partly suspended".into(),
+                    Some(ProcessState::Checkpointed) | None => process.state(),
+                },
                 Bytes(bytes).to_string(),
                 gpus.join(", "),
                 jobs.place_of(process),

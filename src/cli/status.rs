@@ -1,5 +1,6 @@
 //! `vramctl status`.
 
+use crate::checkpoint;
 use crate::completions;
 use crate::failure::{CommandError, Exit};
 use crate::processes::{Found, Process, Target};
@@ -9,6 +10,7 @@ use clap_complete::ArgValueCandidates;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use vramctl_control::protocol::ProcessStatus;
+use vramctl_driver::checkpoint::ProcessState;
 use vramctl_model::Bytes;
 use vramctl_model::{Backup, Borrowed, Cycle, DeviceStatus, Progress, TagState, TagStatus, left_to_cuda};
 
@@ -44,6 +46,7 @@ pub struct Args {
 }
 
 pub fn status(args: Args) -> Result<Exit, CommandError> {
+    checkpoint::see_all_gpus();
     let target = match (args.process, Target::from(args.target)) {
         (Some(text), _) => Target::parse(text),
         // Reading is harmless, so show all processes.
@@ -59,7 +62,7 @@ pub fn status(args: Args) -> Result<Exit, CommandError> {
     if args.json {
         output::json(&chosen)?;
     } else {
-        let texts: Vec<_> = chosen.iter().filter_map(|process| process.status.as_ref().ok()).map(describe).collect();
+        let texts = described(&found, &chosen);
         if !texts.is_empty() {
             output::say(&texts.join("\n\n"))?;
         }
@@ -104,7 +107,7 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
         output::print(&format!("{answer}\n"))?;
     } else {
         // Without ledgers, what the processes themselves know.
-        let known = chosen.iter().filter(|_| failure.is_some()).filter_map(|process| process.status.as_ref().ok()).map(describe);
+        let known = if failure.is_some() { described(&found, &chosen) } else { Vec::new() };
         let texts: Vec<_> = ledgers.iter().map(ledger::describe).chain(known).chain([ledger::describe_host(&host)]).collect();
         output::say(&texts.join("\n\n"))?;
         if let Some(failure) = &failure {
@@ -114,7 +117,15 @@ fn show_ledger(target: &Target, gpus: &[String], json: bool) -> Result<Exit, Com
     Ok(failure.map_or(Exit::Done, |failure| failure.exit()))
 }
 
-fn describe(status: &ProcessStatus) -> String {
+/// Those of the processes that answer.
+fn described(found: &Found, processes: &[Process]) -> Vec<String> {
+    let states = checkpoint::states(found, processes);
+    let answering = processes.iter().filter_map(|process| Some((process.pid, process.status.as_ref().ok()?)));
+    answering.map(|(pid, status)| describe(status, states.get(&pid))).collect()
+}
+
+/// `state`: what the driver says of a suspended process, if it can be asked.
+fn describe(status: &ProcessStatus, state: Option<&ProcessState>) -> String {
     let (process, memory) = (&status.process, &status.memory);
     let [name, program] = [&process.name, &process.program].map(|text| output::one_line(text));
     let mut text = format!("{name} (pid {}): {program}\n", process.pid);
@@ -123,7 +134,20 @@ fn describe(status: &ProcessStatus) -> String {
     }
     if let Some(gpus) = &memory.suspended {
         let bytes = Bytes(gpus.iter().map(|gpu| gpu.bytes).sum());
-        let _ = writeln!(text, "Suspended: it has nothing on any GPU. A resume needs {bytes} besides what is paused.");
+        let needs = format!("A resume needs {bytes} besides what is paused.");
+        let _ = match state {
+            Some(ProcessState::Checkpointed) => writeln!(text, "Suspended: it has nothing on any GPU. {needs}"),
+            Some(ProcessState::Running | ProcessState::Locked) => {
+                writeln!(
+                    text,
+                    "In the middle of a suspend or resume: its CUDA context is on the GPU. If that was interrupted, `vramctl resume`."
+                )
+            }
+            Some(ProcessState::Failed) => {
+                writeln!(text, "The driver reports the process as FAILED. It is lost: end it and start it again.")
+            }
+            None => writeln!(text, "Suspended, or in the middle of it. {needs}"),
+        };
     } else if memory.held {
         let waiting = match memory.waiting_threads {
             0 => "no thread waits".to_owned(),

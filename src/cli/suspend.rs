@@ -129,6 +129,7 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
             };
             checkpoint::tell(&members, held, args.json, args.quiet, line)
         }
+        Err(failure) if failure.is(Kind::Leased) => Err(failure.adding(". What is paused stays so; `vramctl resume` resumes it")),
         Err(failure) => {
             let left: u64 = members.iter().map(checkpoint::Member::left_alone).sum();
             let given: u64 = members.iter().map(checkpoint::Member::given_back).sum();
@@ -139,6 +140,22 @@ pub fn suspend(args: Args) -> Result<Exit, CommandError> {
             )))
         }
     }
+}
+
+/// Restores those of these processes that do not answer because the driver has locked or checkpointed them without their libraries' knowledge.
+/// Returns whether there were any.
+pub fn free_stuck(found: &Found, target: &Target, timeout: Duration) -> Result<bool, CommandError> {
+    let mut stuck = found.choose(target).map_or_else(|_| Vec::new(), |chosen| checkpoint::stuck(found, &chosen));
+    if stuck.is_empty() {
+        return Ok(false);
+    }
+    checkpoint::restore(&mut stuck, &GpuMap::new(), timeout)
+        .map_err(|failure| failure.adding(". What is not back stays suspended; `vramctl resume` tries again"))?;
+    for member in &stuck {
+        let why = "did not answer because the driver had locked or checkpointed it; it is restored";
+        output::complain("note", &format!("{} {why}", member.process));
+    }
+    Ok(true)
 }
 
 /// Before a resume: brings the suspended ones among these processes back to the GPU. Returns what was done, by process. `wanted`: what is to be
@@ -164,19 +181,14 @@ pub fn bring_back(
         }
     }
     let all_tags = wanted.tags.is_empty();
-    checkpoint::wait_for_room(|| checkpoint::needs(&members, &GpuMap::new(), all_tags), timeout)
-        .and_then(|turn| {
-            drop(turn);
-            checkpoint::restore(&mut members, &GpuMap::new(), timeout)
+    checkpoint::restore_with_room(&mut members, &GpuMap::new(), all_tags, timeout).map_err(|failure| {
+        let lost = members.iter().filter(|member| member.is_lost).count();
+        failure.adding(match members.len() - lost {
+            0 => "",
+            _ if lost > 0 => ". What else is not back stays suspended; `vramctl resume` tries again",
+            _ => ". What is not back stays suspended, and nothing is lost; `vramctl resume` tries again",
         })
-        .map_err(|failure| {
-            let is_worth_it = members.iter().any(|member| !member.is_lost);
-            failure.adding(if is_worth_it {
-                ". What is not back stays suspended, and nothing is lost; `vramctl resume` tries again"
-            } else {
-                ""
-            })
-        })?;
+    })?;
     let line = |member: &checkpoint::Member| format!("restored {} {}", member.process, member.done.took());
     members.iter().filter(|_| !quiet).try_for_each(|member| output::say(&line(member)))?;
     Ok(members.into_iter().map(|member| (member.process.pid, member.done)).collect())

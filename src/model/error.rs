@@ -294,7 +294,7 @@ impl fmt::Display for Error {
                     lent.join(", ")
                 )
             }
-            Self::Suspended => write!(out, "the process is suspended: it has nothing on any GPU. `vramctl resume` brings it back"),
+            Self::Suspended => write!(out, "the process is suspended, or in the middle of it. `vramctl resume` brings it back"),
             Self::NotRestorable(obstacles) => {
                 let obstacles: Vec<_> = obstacles.iter().map(ToString::to_string).collect();
                 write!(out, "the driver could checkpoint the process, but not restore it: {}", obstacles.join("; "))

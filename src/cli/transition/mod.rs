@@ -82,11 +82,18 @@ pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     checkpoint::see_all_gpus();
     let Args { timeout, json, quiet, .. } = &args.transition;
     // Before anything is brought back, so that a wrong argument changes nothing.
-    let mut asking = Asking::prepare(Verb::Resume, &args.transition)?;
+    let patience = timeout.unwrap_or_default();
+    let prepare = || Asking::prepare(Verb::Resume, &args.transition);
+    let mut asking = prepare().or_else(|failure| {
+        // One that does not answer may be locked.
+        let found = Found::look(&Target::from(args.transition.target.clone()))?;
+        let (target, _) = found.tell_apart(Target::from(args.transition.target.clone()), args.transition.words.clone());
+        if suspend::free_stuck(&found, &target, patience)? { prepare() } else { Err(failure) }
+    })?;
     let Asking { found, target, request, .. } = &asking;
-    let restored = suspend::bring_back(found, target, request, timeout.unwrap_or_default(), *json || *quiet)?;
+    let restored = suspend::bring_back(found, target, request, patience, *json || *quiet)?;
     if !restored.is_empty() {
-        asking = Asking::prepare(Verb::Resume, &args.transition)?;
+        asking = prepare()?;
         asking.restored = restored;
     }
     asking.groups = asking.jobs();
