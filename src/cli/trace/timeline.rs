@@ -89,6 +89,12 @@ fn change(what: &Happening) -> Option<(OwnersBytes, i64)> {
     }
 }
 
+/// What an owner has, from the sum of its changes. That is negative if memory was freed in the middle of its move to another GPU: the new
+/// owner then has the free before it has the memory.
+fn in_use(sum: u64) -> u64 {
+    u64::try_from(sum.cast_signed()).unwrap_or(0)
+}
+
 /// Sums up changes instead of using the totals in the events: two threads may have recorded their events out of order, but the sum is right
 /// in the end. Only the total in each owner's first event, and in the first after a gap, is used.
 fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u64) -> BTreeMap<u16, History> {
@@ -106,7 +112,7 @@ fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u
         let Some(History { steps, .. }) = all.get_mut(&of.owner) else { continue };
         if steps.is_empty() {
             let before = if is_whole { 0 } else { of.in_use.wrapping_add_signed(-added) };
-            steps.push((from, before));
+            steps.push((from, in_use(before)));
             known.entry(of.owner).or_insert(before);
         }
         let there = match known.get(&of.owner) {
@@ -114,7 +120,7 @@ fn histories(events: &[TraceEvent], owners: &BTreeMap<u16, MemoryOwner>, from: u
             None => of.in_use,
         };
         known.insert(of.owner, there);
-        steps.push((now, there));
+        steps.push((now, in_use(there)));
     }
     for History { owner, steps } in all.values_mut() {
         if steps.is_empty() {
@@ -225,6 +231,13 @@ mod tests {
         all.extend(events(5, &[(9, Happening::Allocated(of(1, 8))), (10, Happening::Freed(of(3, 4)))]));
         assert_eq!(steps(&all, 0), [(1, 0), (1, 2), (9, 8), (10, 5)]);
         assert_eq!(missed(&all), 4);
+    }
+
+    #[test]
+    fn a_history_is_never_less_than_nothing() {
+        let all = [(1, Happening::Freed(of(2, 0))), (2, Happening::Allocated(of(5, 3)))];
+        assert_eq!(steps(&events(0, &all), 0), [(1, 0), (1, 0), (2, 3)]);
+        assert_eq!(steps(&events(9, &[(1, Happening::Allocated(of(5, 0)))]), 0), [(1, 0), (1, 0)]);
     }
 
     #[test]

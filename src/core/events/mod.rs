@@ -69,7 +69,14 @@ struct Owner {
     hash: AtomicU64,
     /// Its name for display, set by the thread that claimed the entry.
     told: OnceLock<(Name, Option<CUdevice>, Option<String>)>,
+    /// The sum of its changes: see [`in_use`].
     in_use: AtomicU64,
+}
+
+/// What an owner has, from the sum of its changes. That is negative if memory that moved to another GPU was freed in the middle of it: then
+/// one of its two owners has the free, and the other the memory.
+fn in_use(sum: u64) -> u64 {
+    u64::try_from(sum.cast_signed()).unwrap_or(0)
 }
 
 /// The most owners. Owners beyond that share the first entry.
@@ -269,9 +276,14 @@ impl Recorder {
         for (device, before) in moved {
             for (owner, entry) in self.owners.iter().enumerate() {
                 let Some((name, at, _)) = entry.told.get() else { continue };
-                let (who, bytes) = (name.who(), entry.in_use.load(Ordering::Relaxed));
-                if *at == Some(device) && bytes > 0 && entry.hash.load(Ordering::Relaxed) == who.hash(*at, before) {
-                    self.change_at(Change::Freed, (owner as u16, entry), bytes);
+                let who = name.who();
+                if *at != Some(device) || entry.hash.load(Ordering::Relaxed) != who.hash(*at, before) {
+                    continue;
+                }
+                // The program may be freeing memory meanwhile, so the bytes that move are exactly those that this takes.
+                let bytes = in_use(entry.in_use.swap(0, Ordering::Relaxed));
+                if bytes > 0 {
+                    self.record(&Happening::Freed(OwnersBytes { owner: owner as u16, bytes, in_use: 0 }));
                     self.change(Change::Allocated, who, *at, bytes);
                 }
             }
@@ -283,12 +295,12 @@ impl Recorder {
     }
 
     fn change_at(&self, change: Change, (owner, entry): (u16, &Owner), bytes: u64) {
-        let in_use = match change {
+        let sum = match change {
             Change::Allocated | Change::Resumed => entry.in_use.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes),
             Change::Freed | Change::Paused => entry.in_use.fetch_sub(bytes, Ordering::Relaxed).wrapping_sub(bytes),
             Change::FreedPaused => entry.in_use.load(Ordering::Relaxed),
         };
-        let bytes = OwnersBytes { owner, bytes, in_use };
+        let bytes = OwnersBytes { owner, bytes, in_use: in_use(sum) };
         self.record(&match change {
             Change::Allocated => Happening::Allocated(bytes),
             Change::Freed => Happening::Freed(bytes),
@@ -328,7 +340,7 @@ impl Recorder {
 
     fn told_owners(&self) -> Vec<MemoryOwner> {
         let told = |(owner, entry): (usize, &Owner)| {
-            let in_use = entry.in_use.load(Ordering::Relaxed);
+            let in_use = in_use(entry.in_use.load(Ordering::Relaxed));
             let (tag, library, device, gpu) = match entry.told.get() {
                 Some((Name::Tag(tag), device, gpu)) => (Some(tag.to_string()), None, *device, gpu.clone()),
                 Some((Name::Library(name), device, gpu)) => (None, Some((*name).to_owned()), *device, gpu.clone()),
@@ -478,6 +490,35 @@ mod tests {
             recorder.ask_for_gpus(moved);
         }
         assert_eq!((recorder.told_owners().len(), in_use()), (4, [0, 3, 7, 9].into()), "the same owners again");
+    }
+
+    #[test]
+    fn memory_that_is_freed_while_it_moves_is_never_less_than_nothing() {
+        let recorder = recorder(64 << 10);
+        let who = Who::Library("libx.so");
+        recorder.change(Change::Allocated, who, Some(0), 5);
+        let (old, entry) = recorder.owner(who, Some(0));
+        // The new GPU is known, and the memory has not moved yet.
+        recorder.gpus[0].store(hash_of_gpu(Some("GPU-1")), Ordering::Relaxed);
+        recorder.change(Change::Freed, who, Some(0), 2);
+        recorder.change(Change::FreedPaused, who, Some(0), 1);
+        let told = || recorder.told_owners().into_iter().map(|owner| owner.in_use).collect::<BTreeSet<_>>();
+        assert_eq!(told(), [0, 5].into());
+        recorder.gpus[0].store(hash_of_gpu(Some("")), Ordering::Relaxed);
+        recorder.ask_for_gpus(|_| Some("GPU-1".to_owned()));
+        assert_eq!(told(), [0, 3].into(), "what was freed did not move");
+        // A thread that had found the old owner before.
+        recorder.change_at(Change::Freed, (old, entry), 3);
+        assert_eq!(told(), [0, 3].into());
+        recorder.ask_for_gpus(|_| Some(String::new()));
+        assert_eq!(told(), [0].into(), "the sum is right once it is back");
+        for (number, record) in recorder.ring.read(0, 100, now()).records {
+            if let Some(TraceEvent { what: Happening::Allocated(of) | Happening::Freed(of) | Happening::FreedPaused(of), .. }) =
+                read(number, record)
+            {
+                assert!(of.in_use <= 5, "{of:?}");
+            }
+        }
     }
 
     #[test]
