@@ -258,8 +258,9 @@ print("ready", flush=True)""",
         with Program("trainer"), self.assertRaises(errors.SeveralProcesses):
             vramctl.Job().pause()
         # Refused by the command, and by its parser.
-        with self.assertRaisesRegex(errors.Invalid, "no GPU 7"):
+        with self.assertRaisesRegex(errors.Invalid, "no GPU 7") as wrong_gpu:
             self.job.move(7)
+        self.assertIs(wrong_gpu.exception.committed, False)
         with self.assertRaises(errors.Invalid) as invalid:
             self.job.pause(registered="all")
         text = "vramctl pause: invalid value 'all' for '--registered <HOW>'\n  [possible values: refuse, keep, take]"
@@ -416,9 +417,14 @@ class Communicators(unittest.TestCase):
         # Only on request.
         self.assertEqual([one.communicators for one in job.pause().processes.values()], [(), ()])
         job.resume()
-        with self.assertRaisesRegex(errors.NotRestorable, "NCCL has given back 20.00 MiB"):
+        with self.assertRaisesRegex(errors.NotRestorable, "NCCL has given back 20.00 MiB") as left:
             job.suspend(nccl=True)
+        self.assertIs(left.exception.committed, True)
+        self.assertEqual({tag.state for status in job.status().values() for tag in status.tags}, {"paused"})
         job.resume()
+        with self.assertRaises(errors.NotRestorable) as refused:
+            job.move(1)
+        self.assertIsNone(refused.exception.committed)
         self.assertEqual(self.all_say(["sum 3", "sum 4"]), ["0 7", "0 7"])
         with self.assertRaises(errors.Error):
             job.pause(nccl=True, hold=None)

@@ -55,6 +55,8 @@ class Error(RuntimeError):
         self.numbers: dict[str, Any] = dict(numbers or {})
         #: Of a `Job`: whether it was paused or resumed all the same. True: one of its processes has not answered after the decision,
         #: because it has ended or is stopped; all others are done. None: unknown, because the answer is missing.
+        #: Of `suspend` and `move`, it is False only if the arguments are wrong, True if a suspend raises `NotRestorable` (all tags are
+        #: paused, and the program is held until `resume`), else None.
         self.committed: bool | None = False
 
     def __str__(self) -> str:

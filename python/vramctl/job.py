@@ -194,7 +194,14 @@ class Job:
 
     def _steps(self, verb: str, options: list[str]) -> dict[int, StepsReport]:
         told = _run([verb, *self._target, *self._ranks, *options, "--json"])
-        reports = {process["pid"]: process["report"] for process in _processes(told)}
+        try:
+            reports = {process["pid"]: process["report"] for process in _processes(told)}
+        except errors.Error as error:
+            # The answer does not tell whether the failure came before the pause. What the driver cannot restore is found after it by a
+            # suspend, and before it, too, by a move.
+            if (told.get("error") or {}).get("code") != "usage":
+                error.committed = True if verb == "suspend" and isinstance(error, errors.NotRestorable) else None
+            raise
         return {pid: StepsReport._from(report) for pid, report in reports.items()}
 
     def status(self) -> dict[int, Status]:
