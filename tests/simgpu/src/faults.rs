@@ -2,7 +2,9 @@
 //! counted.
 
 use crate::codes::Code;
+use crate::driver::machine;
 use crate::exports::{self, FUNCTIONS};
+use crate::machine::Machine;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
@@ -38,6 +40,8 @@ pub fn signal_after(fault: Option<Code>) -> Option<libc::c_int> {
 /// Ends or stops the process.
 pub fn raise(signal: Option<libc::c_int>) {
     if let Some(signal) = signal {
+        // None of its threads may be stopped with the machine's lock. A killed process loses it.
+        let _alone = if signal == libc::SIGSTOP { machine().ok().map(Machine::keep_threads_out) } else { None };
         // SAFETY: touches no memory.
         unsafe { libc::raise(signal) };
     }

@@ -545,8 +545,13 @@ impl Machine {
         }
     }
 
+    /// Keeps this process's other threads from entering, and waits for one that is inside.
+    pub fn keep_threads_out(&self) -> MutexGuard<'_, ()> {
+        self.door.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn enter(&self) -> Door<'_> {
-        let threads = self.door.lock().unwrap_or_else(PoisonError::into_inner);
+        let threads = self.keep_threads_out();
         self.record_lock(libc::F_SETLKW, libc::F_WRLCK, DOOR);
         Door { machine: self, _threads: threads }
     }
