@@ -82,7 +82,7 @@ impl Directory {
     }
 
     /// The directory by its descriptor, in this process.
-    pub(crate) fn within_process(&self) -> PathBuf {
+    pub fn within_process(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.open.as_raw_fd()))
     }
 
