@@ -450,6 +450,19 @@ fn a_pause_and_a_free_wait_for_a_stream_that_waits_for_a_value() {
     }
 }
 
+/// The runtime keeps the error of each failure: one that the program does not see would be taken for another call's.
+#[test]
+fn a_small_request_that_fails_is_made_once() {
+    let gpu = Gpu::take();
+    gpu.reset_counts();
+    gpu.fail("cuMemAlloc_v2", 1, 2, 1);
+    let mut address = 0;
+    assert_eq!(unsafe { entries::cuMemAlloc_v2(&raw mut address, 4096) }, 2);
+    assert_eq!(gpu.calls("cuMemAlloc_v2"), 1);
+    assert_eq!(unsafe { entries::cuMemAlloc_v2(&raw mut address, 4096) }, 0);
+    assert_eq!(unsafe { entries::cuMemFree_v2(address) }, 0);
+}
+
 /// Any context on the device may use the memory, not only the one it was allocated in: here one that allocates nothing itself.
 #[test]
 fn a_pause_waits_for_every_context_of_the_device() {

@@ -1,7 +1,7 @@
 //! How a hooked call is answered.
 
 use crate::copies;
-use crate::decided::pass_by;
+use crate::decided::{self, pass_by};
 use crate::table::Effect;
 use vramctl_core::contexts::note_current;
 use vramctl_host::guarded;
@@ -9,17 +9,18 @@ use vramctl_model::{StatusCode, code};
 
 /// Answers a call with its handler. If the handler panics, the call fails.
 ///
-/// `passes`: the library has nothing to do with the call, so the original answers, without the boundary, which takes longer than all else
-/// that is done here. A thread that is cancelled in the original then unwinds through this function and its callers. They have nothing to
+/// `passes`: the library has nothing to do with the call, so the original answers directly, outside [`guarded`], which costs more than all
+/// else here. A thread that is cancelled in the original then unwinds through this function and its callers. They have nothing to
 /// clean up, and are `C-unwind` functions, as the original is.
 #[inline]
-pub fn call(effect: Effect, passes: bool, original: impl Fn() -> StatusCode, handler: impl FnOnce() -> StatusCode) -> StatusCode {
+pub fn call(effect: Effect, passes: bool, original: impl FnOnce() -> StatusCode, handler: impl FnOnce() -> StatusCode) -> StatusCode {
     if passes {
-        let answer = pass_by(&original);
-        // A handler asks again, and reports the failure.
-        if answer != code::OUT_OF_MEMORY {
-            return answer;
+        let answer = pass_by(original);
+        // A handler reports the failure.
+        if answer == code::OUT_OF_MEMORY && effect == Effect::Allocates && !decided::is_decided() {
+            guarded(|| decided::answered(answer, handler));
         }
+        return answer;
     }
     let body = || {
         if copies::another_is_first() {
