@@ -134,7 +134,7 @@ pub fn can_be_seen(members: &[Member]) -> Result<(), CommandError> {
 fn cards_to_check() -> Vec<Card> {
     static TOLD: Once = Once::new();
     cards().unwrap_or_else(|none| {
-        let unchecked = "whether the GPUs have room, or are in MIG mode, which cannot be restored, is not checked";
+        let unchecked = "cannot check for room on the GPUs, nor for MIG mode, in which nothing can be restored";
         TOLD.call_once(|| output::complain("warning", &format!("{unchecked}: {none}")));
         Vec::new()
     })
@@ -162,7 +162,7 @@ pub fn foretell<'a>(members: &'a mut [Member], wanted: &Transition) -> Result<Ve
     members.iter_mut().map(foretell).collect()
 }
 
-/// What the driver says of the processes that are suspended, or in the middle of it; as far as it can be asked from here.
+/// What the driver says of the processes that are suspended, or are being suspended or restored; as far as it can be asked from here.
 pub fn states(found: &Found, processes: &[Process]) -> BTreeMap<u32, ProcessState> {
     let suspended: Vec<_> = processes.iter().filter(|process| process.suspended().is_some()).map(|process| process.pid).collect();
     if suspended.is_empty() || load().is_err() {
@@ -185,7 +185,8 @@ pub fn stuck(found: &Found, processes: &[Process]) -> Vec<Member> {
         let mut member = Member::connect(found, process.clone()).ok().filter(|member| member.pid != 0)?;
         match member.state().ok()? {
             ProcessState::Locked => (),
-            // Its library cannot tell what it needs, or where. But that is in its host memory. Without NVML, the room cannot be checked.
+            // Its library cannot tell what it needs, or where. It is at most what the process has in host memory. Without NVML,
+            // the room cannot be checked, so it is left alone.
             ProcessState::Checkpointed => {
                 let bytes = resident(member.pid)?;
                 member.gpus = cards.as_ref().ok()?.iter().map(|card| GpuUse { uuid: card.uuid.clone(), bytes }).collect();
@@ -372,6 +373,7 @@ pub fn restore_with_room(members: &mut [Member], map: &GpuMap, with_tags: bool, 
         keep_others_out(members, timeout.max(OTHERS_WITHIN))?;
         // Before any wait: what still is on its GPU needs no room, and what is lost never comes back.
         let loosened = first(at_once(members, Member::loosen));
+        known(members)?;
         match room(&needs(members, map, with_tags), timeout) {
             Ok(room) => break (loosened, room),
             Err(short) if loosened.is_ok() && begun.elapsed() < timeout && short.exit() == Exit::NoMemory => (),
@@ -390,6 +392,15 @@ pub fn restore_with_room(members: &mut [Member], map: &GpuMap, with_tags: bool, 
     let restored = first(all(members, "restore", |member| member.restore(map)));
     let unlocked = first(all(members, "unlock", Member::unlock));
     loosened.and(restored).and(unlocked)
+}
+
+/// Fails if nothing is known of what a member's restore needs: the driver had only locked it when it was found ([`stuck`]), and has
+/// checkpointed it since, for another tool.
+fn known(members: &[Member]) -> Result<(), CommandError> {
+    let is_unknown = |member: &&Member| member.process.status.is_err() && member.gpus.is_empty();
+    let is_gone = |member: &&Member| matches!(checkpoint::state(member.pid), Ok(ProcessState::Checkpointed));
+    let Some(member) = members.iter().filter(is_unknown).find(is_gone) else { return Ok(()) };
+    Err(CommandError::new(Exit::Busy, format!("{} has just been checkpointed by somebody else; try again", member.process)))
 }
 
 /// Bytes that a restore needs, by GPU. `with_tags`: including paused memory.

@@ -85,6 +85,9 @@ pub fn resume(args: &ResumeArgs) -> Result<Exit, CommandError> {
     let patience = timeout.unwrap_or_default();
     let prepare = || Asking::prepare(Verb::Resume, &args.transition);
     let mut asking = prepare().or_else(|failure| {
+        if failure.exit() != Exit::Busy {
+            return Err(failure);
+        }
         // One that does not answer may be locked.
         let found = Found::look(&Target::from(args.transition.target.clone()))?;
         let (target, _) = found.tell_apart(Target::from(args.transition.target.clone()), args.transition.words.clone());
